@@ -1,0 +1,1 @@
+"""Measurements: ratios against a named peer, in one run, checked for equal results first."""

@@ -1,0 +1,1 @@
+"""Shared memory between the model worker and the engine. Needs numpy and posix_ipc, never jax."""
