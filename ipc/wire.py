@@ -1,0 +1,206 @@
+"""The layout of one message, defined once: the packer on the device and the decoder both read it.
+
+A message is a contiguous array of little-endian 32-bit words, one per step and kind, and carries
+every slot of the batch::
+
+    header   HEADER_WORDS words        what, which step, how long
+    slots    SLOT_WORDS words a slot   state, counts, generation
+    payload  token ids    [tokens]           every token of every slot, slot after slot
+             token ranks  [rows]             a row is a token that has logprobs
+             logprobs     [rows, columns + chosen]  per slot, row-major, float32 bits
+             top-K ids    [rows, columns - 1]       per slot, row-major
+
+Only what exists travels: a slot without logprobs adds its token ids and nothing else, and a slot's
+rows are as wide as its own request asked for. Column 0 of `logprobs` is the token's own logprob
+(its id stands among the token ids), columns 1.. are the top K, and the logprobs of the chosen
+token ids follow (the reader knows which ids its request chose).
+
+Every function here works on NumPy arrays and on traced JAX arrays alike: it takes the array
+namespace `xp` and never imports jax, so that a consumer process stays free of it. Axes: B slots.
+
+Layout after the seed system's message (FastDeploy, `speculate_logprob_msg.h`), whose kind and
+column count share one word; here both are guarded.
+"""
+
+import sys
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+Array = Any  # numpy.ndarray or jax.Array: this module computes on both and imports neither
+
+MAGIC = 0x4C53  # "SL": speculative logprobs
+VERSION = 1
+WORD_BYTES = 4
+
+MAX_TOP_K = 128  # columns 1..K of a row
+MAX_CHOSEN = 128  # further token ids that a request may name
+
+if sys.byteorder != "little":  # pragma: no cover - every platform of JAX is little-endian
+    raise ImportError("the message layout is little-endian; this machine is big-endian")
+
+
+class WireError(ValueError):
+    """A value that does not fit the layout, or bytes that are not a message."""
+
+
+class Kind(IntEnum):
+    """What a message carries; target and draft keep the numbers of the seed system."""
+
+    TARGET = 3  # emitted tokens, logprobs under the target model
+    DRAFT = 4  # the drafts verified in this step, logprobs under the draft model
+    PROMPT = 5  # logprobs of prompt tokens
+
+
+class SlotState(IntEnum):
+    """What happened to a slot in this step."""
+
+    TOKENS = 0  # it has tokens
+    NOTHING = 1  # nothing this step: its prompt is still being prefilled
+    STOPPED = 2  # empty, or its request has ended
+    PREEMPTED = 3  # its request lost its place and must be scheduled again
+    RECOVERY_STOP = 4  # its request cannot go on: finish it with an error
+    PREFILL_FIRST_TOKEN = 5  # first token with logprobs, then draft token ids alone
+
+
+class LogprobsMode(IntEnum):
+    """Which distribution a request's logprobs are of."""
+
+    RAW = 0  # the model's logits
+    SCALED = 1  # divided by the temperature
+    PROCESSED = 2  # after temperature, top-k, top-p and min-p, renormalized
+
+
+class Field(NamedTuple):
+    """Where an unsigned integer sits inside a group of words."""
+
+    word: int
+    shift: int
+    bits: int
+
+    @property
+    def maximum(self) -> int:
+        return (1 << self.bits) - 1
+
+    def get(self, words: Array) -> Array:
+        """The field of `words` [..., n] uint32, as uint32 [...]."""
+        return (words[..., self.word] >> self.shift) & self.maximum
+
+
+HEADER_WORDS = 8
+HEADER = {
+    "version": Field(0, 0, 16),
+    "magic": Field(0, 16, 16),
+    "kind": Field(1, 0, 8),
+    "max_num_logprobs": Field(1, 8, 16),
+    "running": Field(2, 0, 1),
+    "draft_follows": Field(2, 1, 1),
+    "error": Field(2, 2, 1),
+    "error_checks": Field(2, 8, 8),
+    "num_slots": Field(3, 0, 32),
+    "num_words": Field(4, 0, 32),
+    "step_low": Field(5, 0, 32),
+    "step_high": Field(6, 0, 32),
+    "process_rank": Field(7, 0, 32),
+}
+
+SLOT_WORDS = 4
+SLOT = {
+    "state": Field(0, 0, 8),
+    "mode": Field(0, 8, 8),
+    "columns": Field(0, 16, 16),  # 0: no logprobs, K + 1 otherwise
+    "num_tokens": Field(1, 0, 16),
+    "num_rows": Field(1, 16, 16),  # tokens that have logprobs
+    "num_drafts": Field(2, 0, 16),  # drafts that were proposed for this step
+    "num_chosen": Field(2, 16, 16),  # chosen token ids a row
+    "generation": Field(3, 0, 32),
+}
+
+assert HEADER_WORDS * WORD_BYTES <= 64, "the header has at most 64 bytes"
+assert SLOT_WORDS * WORD_BYTES <= 16, "a slot has at most 16 bytes"
+
+
+class DeviceCheck(IntEnum):
+    """Checks made where a message is packed: a failed one sets its bit in `error_checks`."""
+
+    SLOT_COUNTS = 0  # more tokens, rows or drafts than a slot holds, or rows without tokens
+    TOKEN_ID = 1  # an emitted id outside the vocabulary
+    SLOT_FIELDS = 2  # a state, mode, column or chosen count that does not exist
+    WORDS = 3  # the message is longer than the bucket that the host chose
+
+
+def fits(name: str, value: int, field: Field) -> int:
+    """`value`, or a `WireError` that names it and its limit. For values known on the host."""
+    if not 0 <= value <= field.maximum:
+        raise WireError(
+            f"{name} = {value} does not fit its {field.bits} bits of the message "
+            f"(0 to {field.maximum}); send a value inside these limits"
+        )
+    return value
+
+
+def kind_word(kind: int, max_num_logprobs: int) -> int:
+    """The word that kind and K share; each is refused, never truncated, when it does not fit."""
+    kind_field, k_field = HEADER["kind"], HEADER["max_num_logprobs"]
+    return fits("kind", int(kind), kind_field) << kind_field.shift | (
+        fits("max_num_logprobs", int(max_num_logprobs), k_field) << k_field.shift
+    )
+
+
+def words_of(xp: Any, fields: dict[str, Field], num_words: int, values: dict[str, Array]) -> Array:
+    """Put `values` (uint32 arrays of one shape [...]) into words [..., num_words] uint32.
+
+    Raises `KeyError` for a missing or unknown field name. Values must fit: the callers check them
+    (`fits` on the host, `DeviceCheck` on the device).
+    """
+    if values.keys() != fields.keys():
+        raise KeyError(f"fields {sorted(values.keys() ^ fields.keys())} are missing or unknown")
+    words = [None] * num_words
+    for name, field in fields.items():
+        part = (values[name] & xp.uint32(field.maximum)) << xp.uint32(field.shift)
+        words[field.word] = part if words[field.word] is None else words[field.word] | part
+    return xp.stack(words, axis=-1)
+
+
+class Layout(NamedTuple):
+    """Where each slot's values start, in words from the message's start."""
+
+    token_ids: Array  # [B]
+    token_ranks: Array  # [B]
+    logprobs: Array  # [B]
+    topk_ids: Array  # [B]
+    num_words: Array  # [] the whole message
+
+
+def layout(
+    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
+) -> Layout:
+    """The payload's layout, from four integer arrays [B] of one dtype.
+
+    int64 holds any field values (what a reader needs for bytes that it does not trust); int32, the
+    integer of traced code, is enough for checked ones.
+    """
+    position = HEADER_WORDS + SLOT_WORDS * num_tokens.shape[0]
+    starts = []
+    has_rows = (columns > 0).astype(columns.dtype)
+    for size in (
+        num_tokens,
+        num_rows,
+        num_rows * (columns + num_chosen) * has_rows,
+        num_rows * (columns - 1) * has_rows,
+    ):
+        ends = xp.cumsum(size, dtype=size.dtype)
+        starts.append(ends - size + position)
+        position = position + (ends[-1] if size.shape[0] else 0)
+    return Layout(*starts, position)  # type: ignore[call-arg]
+
+
+def words_bound(num_tokens: Array, columns: Array, num_chosen: Array) -> int:
+    """The most words that slots with these counts (host integers [B]) can fill.
+
+    `num_tokens` is the most tokens each slot can emit: its drafts plus one.
+    """
+    words = HEADER_WORDS
+    for tokens, cols, chosen in zip(num_tokens, columns, num_chosen, strict=True):
+        rows = tokens if cols > 0 else 0
+        words += SLOT_WORDS + int(tokens) + int(rows) * (2 * int(cols) + int(chosen))
+    return words

@@ -1,0 +1,210 @@
+"""Bytes to a validated `Message`: column views of one buffer, no object per token. Never jax.
+
+Nothing in the bytes is trusted: every count is checked against its limit, and the length that the
+counts imply against the length that is there, before any value is used as an index.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc import wire
+from ipc.wire import Kind, LogprobsMode, SlotState
+
+_KINDS = frozenset(Kind)
+_HEADER = struct.Struct("<8I")
+
+
+class MessageError(wire.WireError):
+    """Bytes that are not a valid message; says which value is wrong and what it may be."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """One decoded message. Arrays are read-only views; axes: B slots, T tokens, R rows.
+
+    `*_start` [B] are offsets of each slot's values in the payload array beside them; slot b's
+    logprobs are `logprobs[s : s + num_rows[b] * width[b]]` with `width = columns + num_chosen`,
+    its top-K ids `topk_ids[s : s + num_rows[b] * (columns[b] - 1)]`.
+    """
+
+    kind: Kind
+    max_num_logprobs: int
+    running: bool
+    draft_follows: bool
+    step: int
+    process_rank: int
+    state: NDArray[np.int64]  # [B] SlotState
+    mode: NDArray[np.int64]  # [B] LogprobsMode
+    columns: NDArray[np.int64]  # [B] 0: no logprobs, K + 1 otherwise
+    num_tokens: NDArray[np.int64]  # [B]
+    num_rows: NDArray[np.int64]  # [B] tokens that have logprobs
+    num_drafts: NDArray[np.int64]  # [B]
+    num_chosen: NDArray[np.int64]  # [B]
+    generation: NDArray[np.int64]  # [B]
+    token_ids: NDArray[np.int32]  # [T]
+    token_start: NDArray[np.int64]  # [B]
+    token_ranks: NDArray[np.int32]  # [R]
+    row_start: NDArray[np.int64]  # [B]
+    logprobs: NDArray[np.float32]  # [sum of rows * width]
+    logprob_start: NDArray[np.int64]  # [B]
+    topk_ids: NDArray[np.int32]  # [sum of rows * (columns - 1)]
+    topk_start: NDArray[np.int64]  # [B]
+    num_bytes: int
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.state)
+
+    def slot(self, index: int) -> "SlotView":
+        """Slot `index`'s values, shaped; for tests, tools and people rather than the hot path."""
+        tokens, rows = int(self.num_tokens[index]), int(self.num_rows[index])
+        columns, chosen = int(self.columns[index]), int(self.num_chosen[index])
+        at, row = int(self.token_start[index]), int(self.row_start[index])
+        lp, top = int(self.logprob_start[index]), int(self.topk_start[index])
+        width, k = (columns + chosen, columns - 1) if columns else (0, 0)
+        return SlotView(
+            state=SlotState(int(self.state[index])),
+            generation=int(self.generation[index]),
+            token_ids=self.token_ids[at : at + tokens],
+            token_ranks=self.token_ranks[row : row + rows],
+            logprobs=self.logprobs[lp : lp + rows * width].reshape(rows, width),
+            topk_ids=self.topk_ids[top : top + rows * k].reshape(rows, k),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotView:
+    """One slot of a message: n tokens, r rows with logprobs."""
+
+    state: SlotState
+    generation: int
+    token_ids: NDArray[np.int32]  # [n]
+    token_ranks: NDArray[np.int32]  # [r]
+    logprobs: NDArray[np.float32]  # [r, columns + chosen]
+    topk_ids: NDArray[np.int32]  # [r, columns - 1]
+
+
+def decode(data: Any) -> Message:
+    """Decode `data` (any bytes-like object), whose memory the message keeps viewing.
+
+    Raises:
+      MessageError: the bytes are not exactly one valid message.
+    """
+    view = memoryview(data)
+    if view.nbytes % wire.WORD_BYTES or view.nbytes < wire.HEADER_WORDS * wire.WORD_BYTES:
+        raise MessageError(
+            f"a message has whole 32-bit words and at least {wire.HEADER_WORDS} of them; "
+            f"this has {view.nbytes} bytes"
+        )
+    words: NDArray[np.uint32] = np.frombuffer(view, dtype="<u4")
+    words.flags.writeable = False
+    header, num_slots = _header(words)
+    slots_end = wire.HEADER_WORDS + wire.SLOT_WORDS * num_slots
+    if slots_end > words.size:
+        raise MessageError(
+            f"the header counts {num_slots} slots, {slots_end} words; the message has {words.size}"
+        )
+    slots = words[wire.HEADER_WORDS : slots_end].reshape(num_slots, wire.SLOT_WORDS)
+    fields = {name: field.get(slots).astype(np.int64) for name, field in wire.SLOT.items()}
+    _check_slots(header["kind"], header["max_num_logprobs"], fields)
+    layout = wire.layout(
+        np, fields["num_tokens"], fields["num_rows"], fields["columns"], fields["num_chosen"]
+    )
+    if int(layout.num_words) != words.size:
+        raise MessageError(
+            f"the slots' counts make {int(layout.num_words)} words; the message has {words.size}"
+        )
+    tokens_end = slots_end + int(fields["num_tokens"].sum())
+    rows_end = tokens_end + int(fields["num_rows"].sum())
+    topk_begin = int(layout.topk_ids[0]) if num_slots else rows_end
+    return Message(
+        kind=Kind(header["kind"]),
+        max_num_logprobs=header["max_num_logprobs"],
+        running=bool(header["running"]),
+        draft_follows=bool(header["draft_follows"]),
+        step=header["step_high"] << 32 | header["step_low"],
+        process_rank=header["process_rank"],
+        **fields,
+        token_ids=words[slots_end:tokens_end].view(np.int32),
+        token_start=layout.token_ids - slots_end,
+        token_ranks=words[tokens_end:rows_end].view(np.int32),
+        row_start=layout.token_ranks - tokens_end,
+        logprobs=words[rows_end:topk_begin].view(np.float32),
+        logprob_start=layout.logprobs - rows_end,
+        topk_ids=words[topk_begin:].view(np.int32),
+        topk_start=layout.topk_ids - topk_begin,
+        num_bytes=view.nbytes,
+    )
+
+
+def _header(words: NDArray[np.uint32]) -> tuple[dict[str, int], int]:
+    raw = _HEADER.unpack_from(words.data)
+    header = {
+        name: raw[field.word] >> field.shift & field.maximum for name, field in wire.HEADER.items()
+    }
+    if header["magic"] != wire.MAGIC:
+        raise MessageError(f"magic {header['magic']:#06x} is not {wire.MAGIC:#06x}: no message")
+    if header["version"] != wire.VERSION:
+        raise MessageError(
+            f"message version {header['version']}; this reader knows version {wire.VERSION}: "
+            "install the same release on both sides"
+        )
+    if header["kind"] not in _KINDS:
+        raise MessageError(f"message kind {header['kind']} is none of {sorted(_KINDS)}")
+    if header["num_words"] != words.size:
+        raise MessageError(
+            f"the header counts {header['num_words']} words; the message has {words.size}"
+        )
+    if header["max_num_logprobs"] > wire.MAX_TOP_K:
+        raise MessageError(
+            f"max_num_logprobs {header['max_num_logprobs']} is over the limit {wire.MAX_TOP_K}"
+        )
+    if header["error"] or header["error_checks"]:
+        raise MessageError(
+            "the sender's checks failed and the message came all the same: "
+            + ", ".join(failed_checks(header["error_checks"]))
+        )
+    return header, header["num_slots"]
+
+
+def failed_checks(error_checks: int) -> list[str]:
+    """The names of the device checks whose bits are set."""
+    names = [check.name for check in wire.DeviceCheck if error_checks >> check & 1]
+    return names or ["unnamed check"]
+
+
+def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.int64]]) -> None:
+    state, mode, columns = fields["state"], fields["mode"], fields["columns"]
+    tokens, rows, chosen = fields["num_tokens"], fields["num_rows"], fields["num_chosen"]
+    emits = (state == SlotState.TOKENS) | (state == SlotState.PREFILL_FIRST_TOKEN)
+    first = state == SlotState.PREFILL_FIRST_TOKEN
+    drafts, full = fields["num_drafts"], np.where(first, 1, tokens)
+    if kind == Kind.TARGET:  # a + 1 of d + 1; a first token comes with every draft's id
+        wrong_tokens = emits & (
+            (tokens == 0) | (tokens > drafts + 1) | (first & (tokens <= drafts))
+        )
+    elif kind == Kind.DRAFT:  # all of the drafts or, without logprobs, none
+        wrong_tokens = (tokens != drafts) & (tokens > 0)
+    else:
+        wrong_tokens = drafts > 0
+    checks = (
+        (state > max(SlotState), "state", state),
+        (mode > max(LogprobsMode), "mode", mode),
+        (columns > max_num_logprobs + 1, "columns", columns),
+        (chosen > np.where(columns > 0, wire.MAX_CHOSEN, 0), "num_chosen", chosen),
+        ((tokens > 0) & ~emits, "num_tokens", tokens),
+        (wrong_tokens, "num_tokens", tokens),
+        (rows != np.where((columns > 0) & emits, np.minimum(full, tokens), 0), "num_rows", rows),
+    )
+    for wrong, name, values in checks:
+        if wrong.any():
+            slot = int(wrong.argmax())
+            raise MessageError(
+                f"slot {slot}: {name} = {int(values[slot])} cannot be (state {int(state[slot])}, "
+                f"{int(tokens[slot])} tokens of {int(drafts[slot])} drafts, "
+                f"{int(rows[slot])} rows, columns {int(columns[slot])} of at most {max_num_logprobs + 1})"
+            )

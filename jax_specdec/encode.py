@@ -1,0 +1,110 @@
+"""A message from host values: the slow, obvious inverse of `decode`. Never jax.
+
+The worker packs on the device (`pack`); this is for messages that are made on the host, and what
+tests hold the packer against.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ipc import wire
+from ipc.wire import LogprobsMode, SlotState
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotContents:
+    """What one slot sends: n tokens, r of them with logprobs.
+
+    `logprobs` is [r, columns + chosen] float32 and `topk_ids` [r, columns - 1]; both stay empty,
+    like `token_ranks` [r], where `columns` is 0.
+    """
+
+    state: SlotState = SlotState.TOKENS
+    generation: int = 0
+    mode: LogprobsMode = LogprobsMode.RAW
+    num_drafts: int = 0
+    columns: int = 0
+    num_chosen: int = 0
+    token_ids: ArrayLike = field(default_factory=tuple)
+    token_ranks: ArrayLike = field(default_factory=tuple)
+    logprobs: ArrayLike = field(default_factory=tuple)
+    topk_ids: ArrayLike = field(default_factory=tuple)
+
+
+def encode(
+    kind: int,
+    step: int,
+    slots: Sequence[SlotContents],
+    *,
+    max_num_logprobs: int | None = None,
+    running: bool = True,
+    draft_follows: bool = False,
+    process_rank: int = 0,
+) -> bytes:
+    """The bytes of one message; `max_num_logprobs` defaults to the largest K of the slots.
+
+    Raises:
+      WireError: a value does not fit its field (named, with its limit), or a slot's arrays do not
+        have the sizes that its counts promise.
+    """
+    if max_num_logprobs is None:
+        max_num_logprobs = max((slot.columns - 1 for slot in slots), default=0)
+        max_num_logprobs = max(max_num_logprobs, 0)
+    slot_words, parts = [], ([], [], [], [])  # type: ignore[var-annotated]
+    for slot in slots:
+        ids, ranks = _int32(slot.token_ids), _int32(slot.token_ranks)
+        logprobs = np.asarray(slot.logprobs, np.float32).reshape(-1)
+        topk_ids = _int32(slot.topk_ids)
+        rows, k = ranks.size, max(slot.columns - 1, 0)
+        width = slot.columns + slot.num_chosen if slot.columns else 0
+        if (logprobs.size, topk_ids.size) != (rows * width, rows * k):
+            raise wire.WireError(
+                f"{rows} rows of {slot.columns} columns and {slot.num_chosen} chosen ids need "
+                f"{rows * width} logprobs and {rows * k} top-K ids; there are {logprobs.size} "
+                f"and {topk_ids.size}"
+            )
+        values = {
+            "state": slot.state,
+            "mode": slot.mode,
+            "columns": slot.columns,
+            "num_tokens": ids.size,
+            "num_rows": rows,
+            "num_drafts": slot.num_drafts,
+            "num_chosen": slot.num_chosen,
+            "generation": slot.generation,
+        }
+        slot_words.append(_words(wire.SLOT, wire.SLOT_WORDS, values))
+        for part, array in zip(parts, (ids, ranks, logprobs, topk_ids), strict=True):
+            part.append(array.view(np.uint32))
+    body = [*slot_words, *(array for part in parts for array in part)]
+    wire.kind_word(kind, max_num_logprobs)
+    header = {
+        "version": wire.VERSION,
+        "magic": wire.MAGIC,
+        "kind": int(kind),
+        "max_num_logprobs": max_num_logprobs,
+        "running": running,
+        "draft_follows": draft_follows,
+        "error": 0,
+        "error_checks": 0,
+        "num_slots": len(slots),
+        "num_words": wire.HEADER_WORDS + sum(array.size for array in body),
+        "step_low": step & 0xFFFFFFFF,
+        "step_high": step >> 32,
+        "process_rank": process_rank,
+    }
+    return np.concatenate([_words(wire.HEADER, wire.HEADER_WORDS, header), *body]).tobytes()
+
+
+def _words(fields: dict[str, wire.Field], count: int, values: dict[str, int]) -> np.ndarray:
+    checked = {
+        name: np.uint32(wire.fits(name, int(value), fields[name])) for name, value in values.items()
+    }
+    return np.asarray(wire.words_of(np, fields, count, checked), np.uint32)
+
+
+def _int32(values: ArrayLike) -> np.ndarray:
+    return np.asarray(values, np.int32).reshape(-1)

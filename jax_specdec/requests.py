@@ -1,0 +1,90 @@
+"""What a user asks for: a request, its sampling parameters and its logprobs. Never jax.
+
+Checked here, once, at the boundary: everything behind it may rely on these limits.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; says which value is wrong and what it may be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a request's tokens are chosen and which logprobs come with them.
+
+    Attributes:
+      max_tokens: tokens to emit at most.
+      temperature: 0 is greedy.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of most likely tokens whose probability reaches this.
+      min_p: drop tokens less likely than this times the most likely one.
+      seed: of this request's random numbers: equal seeds give equal tokens, whatever else is in
+        the batch.
+      stop_token_ids: tokens that end the request (the token itself is delivered).
+      stop_sequences: sequences of token ids that end the request once they were emitted.
+      logprobs: None for none; K for each emitted token's logprob and rank and the K most likely.
+      logprobs_mode: which distribution the logprobs are of.
+      extra_token_ids: ids whose logprobs are wanted at every position.
+      draft_logprobs: also send the draft model's logprobs of the drafts.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
+    extra_token_ids: tuple[int, ...] = ()
+    draft_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("seed", self.seed, 0, 2**32 - 1)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature = {self.temperature} must be 0 (greedy) or positive")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1 (1 keeps all)")
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_TOP_K)
+        if len(self.extra_token_ids) > MAX_CHOSEN:
+            raise RequestError(
+                f"{len(self.extra_token_ids)} extra_token_ids; a request may name {MAX_CHOSEN}"
+            )
+        if self.extra_token_ids and self.logprobs is None:
+            raise RequestError("extra_token_ids need logprobs: ask for logprobs = 0 at least")
+        if any(len(sequence) == 0 for sequence in self.stop_sequences):
+            raise RequestError("an empty stop sequence would end every request at once")
+
+    @property
+    def columns(self) -> int:
+        """Columns of logprobs a row: 0 without logprobs, K + 1 otherwise."""
+        return 0 if self.logprobs is None else self.logprobs + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it; `id` is the user's own name for it."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise RequestError(f"{name} = {value} must be from {low} to {high}")
