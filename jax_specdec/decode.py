@@ -206,5 +206,6 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
             raise MessageError(
                 f"slot {slot}: {name} = {int(values[slot])} cannot be (state {int(state[slot])}, "
                 f"{int(tokens[slot])} tokens of {int(drafts[slot])} drafts, "
-                f"{int(rows[slot])} rows, columns {int(columns[slot])} of at most {max_num_logprobs + 1})"
+                f"{int(rows[slot])} rows, columns {int(columns[slot])} "
+                f"of at most {max_num_logprobs + 1})"
             )
