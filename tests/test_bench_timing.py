@@ -1,0 +1,53 @@
+"""The measuring tool itself: unequal contenders are refused, ratios are of medians."""
+
+import json
+
+import pytest
+
+from bench import timing
+
+pytestmark = pytest.mark.fast
+
+
+def same(name, expected, actual):
+    assert expected == actual, f"{name}: {expected} != {actual}"
+
+
+def test_unequal_results_are_refused_before_anything_is_timed():
+    calls = []
+    contenders = {"right": lambda: 1, "wrong": lambda: calls.append(1) or 2}
+    with pytest.raises(timing.BenchError, match="wrong differs from right"):
+        timing.compare("t", contenders, check=same)
+    assert len(calls) == 1
+
+
+def test_contenders_are_interleaved_and_each_round_starts_with_another():
+    order = []
+    contenders = {
+        name: (lambda name=name: order.append(name) or sum(range(20000))) for name in ("a", "b")
+    }
+    result = timing.compare("t", contenders, check=None, rounds=4, min_seconds=0.0)
+    assert order[-8:] == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert len(result["a"].rounds) == 4
+
+
+def test_ratios_are_of_medians():
+    result = timing.from_samples("t", {"slow": [4.0, 2.0, 9.0], "fast": [1.0, 2.0, 0.5]})
+    assert result.speedup("fast", over="slow") == 4.0
+    assert result["fast"].ratio == 0.25
+    assert result["slow"].ratio == 1.0
+
+
+def test_json_names_machine_and_settings(tmp_path):
+    result = timing.from_samples("t", {"a": [1.0]}, settings={"K": 20})
+    timing.write_json(tmp_path / "r" / "x.json", [result])
+    content = json.loads((tmp_path / "r" / "x.json").read_text())
+    assert content["comparisons"][0]["settings"] == {"K": 20}
+    assert content["environment"]["versions"]["jax"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.5e-5, "45 us"), (3e-8, "0.03 us")]
+)
+def test_times_are_readable(seconds, text):
+    assert timing.readable(seconds) == text
