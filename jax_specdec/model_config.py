@@ -1,0 +1,97 @@
+"""The shape of a model. No jax here: the engine reads it too."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a Llama-style decoder with an optional MTP head; hashable, so static under jit.
+
+    Raises:
+      ValueError: a size that is not positive or that does not fit the others.
+    """
+
+    vocab_size: int  # V
+    hidden_size: int  # D
+    num_layers: int  # L
+    num_heads: int  # H
+    num_kv_heads: int  # KVH, divides H
+    head_dim: int  # Dh, even
+    intermediate_size: int  # F
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    num_mtp_layers: int = 0  # 0 or 1
+    dtype: str = "float32"  # of weights, activations, cache and logits
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
+                     "head_dim", "intermediate_size"):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be positive and finite, not {value!r}")
+        if self.num_mtp_layers not in (0, 1):
+            raise ValueError(f"num_mtp_layers must be 0 or 1, not {self.num_mtp_layers!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+
+    @classmethod
+    def tiny(cls, vocab_size: int = 32, **changes: Any) -> ModelConfig:
+        """A float32 model with an MTP head, of a few thousand weights, for tests."""
+        sizes: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "num_mtp_layers": 1,
+        }
+        return cls(**(sizes | changes))
+
+    @classmethod
+    def llama_1b(cls, **changes: Any) -> ModelConfig:
+        """The sizes of Llama 3.2 1B, without its stretched rotary frequencies."""
+        sizes: dict[str, Any] = {
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "num_layers": 16,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 8192,
+            "rope_theta": 500_000.0,
+            "dtype": "bfloat16",
+        }
+        return cls(**(sizes | changes))
+
+    @property
+    def num_parameters(self) -> int:
+        """How many weights the model has."""
+        d, f = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = 2 * d + 2 * d * (q + kv) + 3 * d * f
+        mtp = self.num_mtp_layers * (layer + 2 * d * d + 3 * d)
+        heads = self.vocab_size * d * (1 if self.tie_embeddings else 2)
+        return self.num_layers * layer + mtp + heads + d
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values; `ModelConfig(**fields)` is the inverse."""
+        return asdict(self)
