@@ -1,0 +1,213 @@
+"""Drafters: who proposes the tokens that the target model verifies.
+
+A drafter is an argument of the decoding loop: a frozen, hashable value (static under jit) with
+pure functions over a state of its own. None of them is special to the loop, and proposing nothing
+is a normal case.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec.model import KVCache, ModelConfig, ModelParams, init_mtp_cache, logits
+from jax_specdec.mtp import mtp_forward
+from jax_specdec.prefill import mtp_prefill
+from jax_specdec.sampling import DRAFT, Sampling, categorical, keys, processed_probs
+from jax_specdec.verify import Drafts, Verified
+from pallas_kernels import greedy_token_ids
+
+State = Any  # a pytree that belongs to the drafter
+
+
+class Context(NamedTuple):
+    """What a drafter sees after a step. Axes: B slots, S positions, T cache length, D hidden."""
+
+    tokens: jax.Array  # [B, T] int32: prompt and emitted tokens
+    lengths: jax.Array  # [B] int32: how many of them are known
+    verified: Verified  # this step's emitted tokens
+    hidden: jax.Array  # [B, S, D]: the decoder's hidden states of this step's rows
+    positions: jax.Array  # [B, S] int32: the rows' positions; -1 where a row emitted nothing
+    sampling: Sampling
+    limit: jax.Array  # [B] int32: the most drafts that each slot may get now
+
+
+class Drafter(Protocol):
+    """Proposes up to `num_drafts` tokens a slot and step."""
+
+    @property
+    def num_drafts(self) -> int:
+        """D: the width of the proposals."""
+        ...
+
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+        """Empty proposals and the state before any request, for B slots of T positions."""
+        ...
+
+    def prefill(
+        self,
+        params: ModelParams,
+        state: State,
+        hidden: jax.Array,
+        next_tokens: jax.Array,
+        start: jax.Array,
+        num_valid: jax.Array,
+        slot: jax.Array,
+    ) -> State:
+        """Take in a prompt chunk: hidden [P, D] and the tokens after each position [P]."""
+        ...
+
+    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
+        """Draft the tokens after `lengths`; at most `limit[b]` of them in slot b."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoDrafter:
+    """Plain decoding. With `num_drafts` > 0 the steps keep the shape of speculative ones."""
+
+    num_drafts: int = 0
+
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+        return no_drafts(num_slots, self.num_drafts), ()
+
+    def prefill(self, *_: Any) -> State:
+        return ()
+
+    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
+        return no_drafts(context.limit.shape[0], self.num_drafts), state
+
+
+@dataclass(frozen=True)
+class NgramDrafter:
+    """Prompt lookup: continue as the latest earlier occurrence of the last n tokens did.
+
+    The longest n from `max_ngram` down to `min_ngram` that occurs wins. Drafts are certain: q is 1.
+    Source: Saxena, "Prompt lookup decoding", 2023; n-gram matching in vLLM and FastDeploy.
+    """
+
+    num_drafts: int
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_drafts < 1:
+            raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"n-grams from {self.min_ngram} to {self.max_ngram}: "
+                "min_ngram must be at least 1 and at most max_ngram"
+            )
+
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+        return no_drafts(num_slots, self.num_drafts), ()
+
+    def prefill(self, *_: Any) -> State:
+        return ()
+
+    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
+        tokens, lengths = context.tokens, context.lengths
+        batch, length = tokens.shape
+        index = jnp.arange(length, dtype=jnp.int32)[None, :]
+        known = jnp.where(index < lengths[:, None], tokens, -1)
+        source = jnp.full(batch, -1, jnp.int32)  # where the continuation begins
+        # Shortest first, so that a longer match replaces a shorter one.
+        for n in range(self.min_ngram, self.max_ngram + 1):
+            matches = jnp.ones((batch, length), bool)
+            for offset in range(n):
+                place = jnp.clip(lengths - n + offset, 0, length - 1)
+                wanted = jnp.take_along_axis(known, place[:, None], axis=1)
+                shifted = jnp.pad(known, ((0, 0), (0, offset)), constant_values=-2)[:, offset:]
+                matches &= shifted == wanted
+            # Earlier than the n-gram itself, which needs n + 1 known tokens.
+            matches &= (index < lengths[:, None] - n) & (lengths[:, None] > n)
+            latest = jnp.max(jnp.where(matches, index, -1), axis=1)
+            source = jnp.where(latest >= 0, latest + n, source)
+        num = jnp.where(source >= 0, jnp.clip(context.limit, 0, self.num_drafts), 0)
+        # A continuation that runs into its own end goes on with itself: a repetition repeats.
+        ahead = jnp.arange(self.num_drafts, dtype=jnp.int32)[None, :]
+        period = jnp.maximum(lengths - source, 1)[:, None]
+        place = source[:, None] + ahead % period
+        found = jnp.take_along_axis(known, jnp.clip(place, 0, length - 1), axis=1)
+        exists = ahead < num[:, None]
+        return Drafts(jnp.where(exists, found, 0), num, None), state
+
+
+@dataclass(frozen=True)
+class MtpDrafter:
+    """The model's own multi-token prediction head, fed its own output for further drafts."""
+
+    config: ModelConfig
+    num_drafts: int
+
+    def __post_init__(self) -> None:
+        if self.config.num_mtp_layers == 0:
+            raise ValueError("this model has no MTP head: choose another drafter, or none")
+        if self.num_drafts < 1:
+            raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
+
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
+        drafts = no_drafts(num_slots, self.num_drafts)
+        probs = jnp.zeros((num_slots, self.num_drafts, self.config.vocab_size), jnp.float32)
+        return drafts._replace(probs=probs), init_mtp_cache(self.config, num_slots, length)
+
+    def prefill(
+        self,
+        params: ModelParams,
+        state: KVCache,
+        hidden: jax.Array,
+        next_tokens: jax.Array,
+        start: jax.Array,
+        num_valid: jax.Array,
+        slot: jax.Array,
+    ) -> KVCache:
+        return mtp_prefill(params, self.config, hidden, next_tokens, start, num_valid, slot, state)[
+            1
+        ]
+
+    def propose(
+        self, params: ModelParams, state: KVCache, context: Context
+    ) -> tuple[Drafts, KVCache]:
+        emitted = jnp.maximum(context.verified.token_ids, 0)
+        hidden, state = mtp_forward(
+            params, self.config, context.hidden, emitted, context.positions, state
+        )
+        last = jnp.maximum(context.verified.num_tokens - 1, 0)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        is_live = jnp.any(context.positions >= 0, axis=1)
+        token_ids: list[jax.Array] = []
+        probs: list[jax.Array] = []
+        for index in range(self.num_drafts):
+            if index > 0:
+                # The head's own hidden state stands at the position of the token drafted last.
+                place = jnp.where(is_live, context.lengths - 2 + index, -1)[:, None]
+                hidden, state = mtp_forward(
+                    params, self.config, hidden, token_ids[-1][:, None], place, state
+                )
+            draft_logits = logits(params, self.config, hidden)
+            ids, q = _draw(draft_logits, context.sampling, context.lengths + index)
+            token_ids.append(ids)
+            probs.append(q)
+        num = jnp.minimum(context.limit, self.num_drafts)
+        return Drafts(jnp.stack(token_ids, axis=1), num, jnp.concatenate(probs, axis=1)), state
+
+
+def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
+    """Proposals of width D that are empty."""
+    zeros = jnp.zeros((num_slots, num_drafts), jnp.int32)
+    return Drafts(zeros, jnp.zeros(num_slots, jnp.int32), None)
+
+
+def _draw(
+    draft_logits: jax.Array, sampling: Sampling, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draft ids [B] and the distribution q [B, 1, V] that they were drawn from."""
+    q = processed_probs(draft_logits, sampling)
+    ids = lax.cond(
+        jnp.any(sampling.temperature > 0),
+        lambda: categorical(keys(sampling.seed, positions, DRAFT), q[:, 0]),
+        lambda: greedy_token_ids(draft_logits[:, 0]),
+    )
+    return ids, q
