@@ -1,1 +1,7 @@
-"""Kernels that turn logits into compact token logprobs: top K, chosen ids and token ranks."""
+"""Exact top K, logprobs and token ranks from logits, in one read where a kernel allows it."""
+
+from pallas_kernels.greedy import greedy, greedy_token_ids
+from pallas_kernels.topk_logprobs import topk_logprobs
+from pallas_kernels.types import Greedy, TopkLogprobs
+
+__all__ = ["topk_logprobs", "TopkLogprobs", "greedy", "greedy_token_ids", "Greedy"]

@@ -1,0 +1,104 @@
+"""What can be refused when a call is traced, with errors that name the value and the way out."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+MAX_K = 128
+MAX_EXTRA = 128
+LOGITS_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_logits(logits: Any) -> jax.Array:
+    """logits as an array, if it is [N, V] in a supported dtype."""
+    array = _array("logits", logits)
+    if array.ndim != 2:
+        raise ValueError(f"logits has shape {array.shape}; it must be [N, V], two axes")
+    if array.dtype.name not in LOGITS_DTYPES:
+        raise TypeError(
+            f"logits has dtype {array.dtype.name}; it must be one of {', '.join(LOGITS_DTYPES)}"
+        )
+    if array.shape[1] == 0:
+        raise ValueError("logits has an empty vocabulary axis: V must be at least 1")
+    return array
+
+
+def check_k(k: Any, vocabulary: int) -> int:
+    """The static k as an int, 0 <= k <= min(MAX_K, V)."""
+    try:
+        number = None if isinstance(k, (bool, jax.Array)) else operator.index(k)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"k is {k!r}; it must be a Python int: it decides the outputs' shapes")
+    limit = min(MAX_K, vocabulary)
+    if not 0 <= number <= limit:
+        raise ValueError(
+            f"k = {number} is outside 0 .. {limit} (the smaller of {MAX_K} and the {vocabulary} "
+            "tokens of the vocabulary)"
+        )
+    return number
+
+
+def check_ids(name: str, ids: Any, shape: tuple[int | str, ...]) -> jax.Array:
+    """ids as an int32 array of `shape`; a letter in it stands for any size."""
+    return _check(name, ids, "int32", shape)
+
+
+def check_temperatures(temperatures: Any, num_targets: int) -> jax.Array:
+    """[R] float32."""
+    return _check("temperatures", temperatures, "float32", (num_targets,))
+
+
+def check_num_rows(num_rows: Any) -> jax.Array:
+    """The dynamic number of rows as an int32 scalar."""
+    if isinstance(num_rows, int) and not isinstance(num_rows, bool):
+        if num_rows < 0:
+            raise ValueError(f"num_rows = {num_rows} is negative; 0 skips every row")
+        return jnp.asarray(num_rows, jnp.int32)
+    return _check("num_rows", num_rows, "int32", ())
+
+
+def check_extra_token_ids(ids: Any, num_targets: int) -> jax.Array:
+    """[R, C] int32 with C up to MAX_EXTRA."""
+    array = check_ids("extra_token_ids", ids, (num_targets, "C"))
+    if array.shape[1] > MAX_EXTRA:
+        raise ValueError(
+            f"extra_token_ids names {array.shape[1]} ids for each row; the limit is {MAX_EXTRA}: "
+            "call once for each part"
+        )
+    return array
+
+
+def check_num_targets(num_targets: int, num_logits_rows: int) -> None:
+    """Without row_ids, target row i reads logits row i."""
+    if num_targets != num_logits_rows:
+        raise ValueError(
+            f"token_ids has {num_targets} entries but logits has {num_logits_rows} rows; pass "
+            "row_ids to say which row each token belongs to"
+        )
+
+
+def _check(name: str, value: Any, dtype: str, shape: tuple[int | str, ...]) -> jax.Array:
+    array = _array(name, value)
+    if array.dtype.name != dtype:
+        raise TypeError(
+            f"{name} has dtype {array.dtype.name}; it must be {dtype}: convert it with "
+            f".astype({dtype!r})"
+        )
+    sizes = zip(array.shape, shape, strict=False)
+    if array.ndim != len(shape) or any(isinstance(b, int) and a != b for a, b in sizes):
+        letters = ", ".join(str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(array.shape)}; it must be [{letters}]")
+    return array
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    # Looked at before jnp.asarray, which would turn 64-bit values into 32-bit ones silently.
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a jax or NumPy array")
+    if str(value.dtype) in ("int64", "uint64", "float64"):
+        raise TypeError(f"{name} has the 64-bit dtype {value.dtype}; convert it to 32 bits first")
+    return jnp.asarray(value)

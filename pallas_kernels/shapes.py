@@ -1,0 +1,57 @@
+"""One table of shapes for tests and benchmarks."""
+
+from dataclasses import dataclass
+
+VOCABULARIES = {
+    "Llama 2": 32_000,
+    "GPT-2, odd": 50_257,
+    "Llama 3": 128_256,
+    "2**17": 131_072,
+    "Qwen": 151_936,
+    "Gemma": 262_144,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Target rows R, vocabulary V, top K and the logits' dtype."""
+
+    rows: int
+    vocabulary: int
+    k: int
+    dtype: str
+
+
+# What the tests run on any machine. Each vocabulary takes another path through selection or tiling.
+SMALL = tuple(
+    Shape(rows, vocabulary, k, dtype)
+    for rows, vocabulary, k in (
+        (1, 1, 1),
+        (4, 5, 5),
+        (24, 257, 20),
+        (9, 1000, 0),
+        (5, 4096, 20),
+        (3, 50_257, 5),
+        (2, 32_000, 128),
+    )
+    for dtype in ("float32", "bfloat16", "float16")
+)
+
+# Where memory is held to a share of the logits.
+MEMORY = tuple(
+    Shape(rows, vocabulary, 20, dtype)
+    for rows, vocabulary in ((24, 32_000), (64, 131_072), (64, 50_257), (1536, 151_936))
+    for dtype in ("float32", "bfloat16")
+)
+
+# The one that a CPU is held to, against log_softmax + top_k + gather + count.
+CPU_SPEED = Shape(64, 131_072, 20, "float32")
+
+# What is measured on a GPU.
+GPU = tuple(
+    Shape(rows, vocabulary, k, dtype)
+    for rows in (4, 16, 64, 256, 1536)
+    for vocabulary in (131_072, 151_936)
+    for k in (0, 1, 5, 20, 64)
+    for dtype in ("bfloat16", "float32")
+)

@@ -1,0 +1,268 @@
+"""The definition of `topk_logprobs` in plain `jax.numpy`, exact and with little scratch memory.
+
+Rows are worked on in blocks, inside a loop whose trip count follows `num_rows`, so temporaries are
+a few blocks and not a few copies of the logits. Within a block:
+
+1. Row statistics: the maximum, the sum of exponentials, the number of strictly larger logits.
+2. Selection in two exact stages. The vocabulary is cut into contiguous groups; the K groups with
+   the largest maxima (ties: lowest group) always contain the top K. Put back into index order, one
+   `lax.top_k` over their logits gives the top K with `lax.top_k`'s own order: ties lowest id first.
+3. Finish: logprobs, token ranks and the answers for invalid and skipped rows.
+
+Each step is a function of its own, so that vocabulary shards can run steps 1 and 2 on their part
+and combine the compact results before step 3.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import varying_axes
+from pallas_kernels.types import TopkLogprobs
+
+# A block's float32 copy takes at most 1/16 of the logits' bytes (XLA keeps up to three temporaries
+# of that size) and stays within a CPU's cache; but for a tiny vocabulary 64 KiB are always allowed.
+BLOCK_SHARE = 16
+BLOCK_BYTES = 1 << 21
+SMALL_BLOCK_BYTES = 1 << 16
+
+
+class RowStatistics(NamedTuple):
+    """What one read of a block of rows yields. Shards of a row combine by `maximum` and rescaling.
+
+    maximum: [B] float32; anything where the row has a NaN: not every backend's maximum keeps it.
+    sum_exp: [B] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN.
+    num_larger: [B] int32, the number of logits strictly larger than the given token's.
+    """
+
+    maximum: jax.Array
+    sum_exp: jax.Array
+    num_larger: jax.Array
+
+
+def topk_logprobs(
+    logits: jax.Array,
+    token_ids: jax.Array,
+    k: int,
+    row_ids: jax.Array | None,
+    num_rows: jax.Array | None,
+    temperatures: jax.Array | None,
+    extra_token_ids: jax.Array,
+) -> TopkLogprobs:
+    """`pallas_kernels.topk_logprobs` for checked arguments; extra_token_ids may be [R, 0]."""
+    num_targets = token_ids.shape[0]
+    block = block_rows(logits, num_targets)
+
+    def work(start: jax.Array) -> TopkLogprobs:
+        """The outputs of target rows start .. start + block - 1."""
+
+        def part(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, start, block)
+
+        # Tied to `start`, lest XLA widen all logits to float32 once, before the loop.
+        source, _ = barrier((logits, start))
+        index = start + jnp.arange(block, dtype=jnp.int32)
+        wanted = jnp.ones(block, bool) if num_rows is None else index < num_rows
+        if row_ids is None:
+            x = part(source)
+        else:
+            rows = part(row_ids)
+            wanted &= (rows >= 0) & (rows < logits.shape[0])
+            x = gather_rows(source, rows)
+        x = barrier(x).astype(jnp.float32)
+        temperature = None if temperatures is None else usable_temperatures(part(temperatures))
+        return block_topk_logprobs(
+            x, part(token_ids), k, wanted, temperature, part(extra_token_ids)
+        )
+
+    if block == num_targets:
+        return work(jnp.int32(0))
+
+    def step(i: jax.Array, done: TopkLogprobs) -> TopkLogprobs:
+        # The last block starts early rather than ending late: rows done twice get equal values.
+        start = jnp.minimum(i * block, num_targets - block)
+        updated = map(
+            lambda whole, rows: lax.dynamic_update_slice_in_dim(whole, rows, start, 0),
+            done,
+            work(start),
+        )
+        return TopkLogprobs(*updated)
+
+    last = jnp.int32(num_targets) if num_rows is None else jnp.clip(num_rows, 0, num_targets)
+    initial = skipped_rows(num_targets, k, extra_token_ids.shape[1])
+    inputs = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
+    trips = (last + (block - 1)) // block
+    done: TopkLogprobs = lax.fori_loop(jnp.int32(0), trips, step, vary_like(initial, inputs))
+    return done
+
+
+def barrier(values: Any) -> Any:
+    """`lax.optimization_barrier`, which has no type annotations."""
+    return lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
+
+
+def block_rows(logits: jax.Array, num_targets: int) -> int:
+    """How many rows to work on at a time."""
+    bytes_per_row = 4 * logits.shape[1]
+    by_memory = logits.size * logits.dtype.itemsize // BLOCK_SHARE // bytes_per_row
+    rows = min(by_memory, BLOCK_BYTES // bytes_per_row)
+    return min(num_targets, max(1, rows, SMALL_BLOCK_BYTES // bytes_per_row))
+
+
+def gather_rows(logits: jax.Array, rows: jax.Array) -> jax.Array:
+    """logits [N, V], rows [B] -> [B, V]; a row outside the logits is clamped (masked by finish)."""
+    if rows.shape[0] == 1:  # a plain slice: XLA copies it at memory speed on every platform
+        return lax.dynamic_slice_in_dim(logits, rows[0], 1)
+    return logits.at[rows].get(mode="clip")
+
+
+def block_topk_logprobs(
+    x: jax.Array,
+    token_ids: jax.Array,
+    k: int,
+    wanted: jax.Array,
+    temperatures: jax.Array | None,
+    extra_token_ids: jax.Array,
+) -> TopkLogprobs:
+    """Steps 1 to 3 for a block x [B, V] float32; wanted [B] bool is false for skipped rows."""
+    chosen = chosen_logits(x, token_ids[:, None])
+    extra = chosen_logits(x, extra_token_ids)
+    statistics = row_statistics(x, chosen[:, 0], temperatures)
+    top_ids, top_logits = select_top_k(x, k)
+    return finish(
+        statistics,
+        token_ids,
+        jnp.concatenate([chosen, top_logits, extra], axis=1),
+        top_ids,
+        wanted,
+        temperatures,
+    )
+
+
+def usable_temperatures(temperatures: jax.Array) -> jax.Array:
+    """0 means greedy, whose scaled logprobs use 1; negative or not finite gives NaN logprobs."""
+    t = jnp.where(temperatures == 0, jnp.float32(1), temperatures)
+    return jnp.where((t > 0) & jnp.isfinite(t), t, jnp.float32(jnp.nan))
+
+
+def chosen_logits(x: jax.Array, ids: jax.Array) -> jax.Array:
+    """x [B, V], ids [B, C] -> [B, C]; NaN for an id outside the vocabulary."""
+    vocabulary = x.shape[1]
+    found = jnp.take_along_axis(x, jnp.clip(ids, 0, vocabulary - 1), axis=1)
+    return jnp.where((ids >= 0) & (ids < vocabulary), found, jnp.float32(jnp.nan))
+
+
+def row_statistics(
+    x: jax.Array, selected: jax.Array, temperatures: jax.Array | None
+) -> RowStatistics:
+    """Step 1 for x [B, V] float32 and each row's given token's logit, selected [B]."""
+    with jax.named_scope("row_statistics"):
+        maximum = jnp.max(x, axis=1)
+        scaled = x - maximum[:, None]
+        if temperatures is not None:
+            # A product is enough inside a sum of exponentials; finish divides.
+            inverse = jnp.where(jnp.isnan(temperatures), jnp.float32(1), 1 / temperatures)
+            scaled = scaled * inverse[:, None]
+        # Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
+        larger = jnp.where(x > selected[:, None], jnp.float32(1), jnp.float32(0))
+        return RowStatistics(
+            maximum, jnp.sum(jnp.exp(scaled), axis=1), jnp.sum(larger, axis=1).astype(jnp.int32)
+        )
+
+
+def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Step 2: x [B, V] -> ids [B, k] int32, logits [B, k], descending, ties lowest id first.
+
+    Missing columns (fewer than k logits above -inf) hold -1 and -inf. Rows with a NaN hold
+    anything: `finish` replaces them.
+    """
+    num_rows, vocabulary = x.shape
+    if k == 0:
+        return jnp.zeros((num_rows, 0), jnp.int32), jnp.zeros((num_rows, 0), x.dtype)
+    with jax.named_scope("select_top_k"):
+        width = group_width(vocabulary, k)
+        if width is None:
+            values, ids = lax.top_k(comparable(x), k)
+        else:
+            num_groups = -(-vocabulary // width)
+            padding = num_groups * width - vocabulary
+            padded = jnp.pad(x, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+            maxima = jnp.max(padded.reshape(num_rows, num_groups, width), axis=2)
+            groups = jnp.sort(lax.top_k(comparable(maxima), k)[1], axis=1)
+            candidates = groups[:, :, None] * width + jnp.arange(width, dtype=jnp.int32)[None, None]
+            candidates = candidates.reshape(num_rows, k * width)
+            found = jnp.take_along_axis(x, jnp.minimum(candidates, vocabulary - 1), axis=1)
+            found = jnp.where(candidates < vocabulary, found, -jnp.inf)
+            values, where = lax.top_k(comparable(found), k)
+            ids = jnp.take_along_axis(candidates, where, axis=1)
+    return jnp.where(values > -jnp.inf, ids, jnp.int32(-1)), values
+
+
+def group_width(vocabulary: int, k: int) -> int | None:
+    """Logits per group that make both stages' top_k short; None where one stage is as good."""
+    width = 1 << max(4, round(math.log2(vocabulary / k) / 2))
+    return width if vocabulary // width + k * width <= vocabulary // 4 else None
+
+
+def comparable(x: jax.Array) -> jax.Array:
+    """-0.0 becomes 0.0, which `lax.top_k` tells apart, and NaN -inf, which XLA's GPU top_k needs.
+
+    https://github.com/openxla/xla/issues/48119: a negative NaN corrupts other values there.
+    """
+    # select, not x + 0.0: the compiler may drop an addition of zero.
+    x = jnp.where(x == 0, jnp.zeros_like(x), x)
+    return jnp.where(jnp.isnan(x), jnp.full_like(x, -jnp.inf), x)
+
+
+def finish(
+    statistics: RowStatistics,
+    token_ids: jax.Array,
+    logits: jax.Array,
+    top_ids: jax.Array,
+    wanted: jax.Array,
+    temperatures: jax.Array | None,
+) -> TopkLogprobs:
+    """Step 3: logits [B, 1 + K + C] of the given token, the top K and the extra ids -> outputs."""
+    with jax.named_scope("finish"):
+        k = top_ids.shape[1]
+        maximum, sum_exp, num_larger = statistics
+        valid = wanted & jnp.isfinite(maximum) & ~jnp.isnan(sum_exp)
+        scaled = logits - maximum[:, None]
+        if temperatures is not None:
+            scaled = scaled / temperatures[:, None]
+        logprobs = scaled - jnp.log(sum_exp)[:, None]
+        logprobs = jnp.where(valid[:, None], logprobs, jnp.float32(jnp.nan))
+        known = valid & ~jnp.isnan(logits[:, 0])
+        return TopkLogprobs(
+            token_ids=jnp.concatenate(
+                [
+                    jnp.where(wanted, token_ids, jnp.int32(-1))[:, None],
+                    jnp.where(valid[:, None], top_ids, jnp.int32(-1)),
+                ],
+                axis=1,
+            ),
+            logprobs=logprobs[:, : k + 1],
+            token_ranks=jnp.where(known, 1 + num_larger, 0),
+            extra_logprobs=logprobs[:, k + 1 :],
+        )
+
+
+def skipped_rows(num_targets: int, k: int, num_extra: int) -> TopkLogprobs:
+    """The outputs of rows that were not worked on."""
+    return TopkLogprobs(
+        token_ids=jnp.full((num_targets, k + 1), -1, jnp.int32),
+        logprobs=jnp.full((num_targets, k + 1), jnp.nan, jnp.float32),
+        token_ranks=jnp.zeros(num_targets, jnp.int32),
+        extra_logprobs=jnp.full((num_targets, num_extra), jnp.nan, jnp.float32),
+    )
+
+
+def vary_like(values: TopkLogprobs, inputs: tuple[jax.Array | None, ...]) -> TopkLogprobs:
+    """Under `shard_map`, a loop's first carry must vary over the mesh axes that its inputs do."""
+    axes = frozenset[str]().union(*(varying_axes(x) for x in inputs if x is not None))
+    if not axes:
+        return values
+    return TopkLogprobs(*(lax.pcast(x, tuple(axes), to="varying") for x in values))
