@@ -1,0 +1,93 @@
+"""Every error of the ring. All of them derive from RingError."""
+
+
+class RingError(Exception):
+    """Base of everything that the ring raises on purpose."""
+
+
+class RingTimeout(RingError, TimeoutError):
+    """Nothing happened within the caller's timeout. The ring is as good as before."""
+
+
+class RingFull(RingTimeout):
+    """The sender found no free slot within its timeout; the message was not sent."""
+
+
+class EndOfStream(RingError):
+    """The producer closed its side and every message before that was delivered."""
+
+
+class PeerClosed(RingError):
+    """The consumer closed its side: what is sent now would reach nobody."""
+
+
+class PeerDied(RingError):
+    """The process on the other side ended without closing the ring.
+
+    Attributes:
+      side: "producer" or "consumer", the side that died.
+      pid: its process id, 0 when it died before anybody learned it.
+      last_sequence: the last message that is known to have crossed the ring, -1 if none did.
+        At the reader: the last one received. At the writer: the last one the reader took.
+    """
+
+    def __init__(self, side: str, pid: int, last_sequence: int) -> None:
+        self.side = side
+        self.pid = pid
+        self.last_sequence = last_sequence
+        reached = f"message {last_sequence}" if last_sequence >= 0 else "no message"
+        super().__init__(
+            f"the {side} (pid {pid}) ended without closing the ring; the last to cross it was "
+            f"{reached}. This session is over: create a new ring for the restarted {side}"
+        )
+
+    def __reduce__(self) -> tuple[type["PeerDied"], tuple[str, int, int]]:
+        return type(self), (self.side, self.pid, self.last_sequence)
+
+
+class MessageTooLarge(RingError, ValueError):
+    """The message does not fit a slot. Nothing was sent."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        self.size = size
+        self.limit = limit
+        super().__init__(
+            f"a message of {size} bytes does not fit a slot of {limit} bytes: "
+            f"create the ring with slot_bytes >= {size}"
+        )
+
+    def __reduce__(self) -> tuple[type["MessageTooLarge"], tuple[int, int]]:
+        return type(self), (self.size, self.limit)
+
+
+class CorruptMessage(RingError):
+    """A slot holds something that this session's producer cannot have sent. The ring is unusable
+    from here on, because nothing after the damage can be trusted."""
+
+
+class CorruptSegment(RingError):
+    """The shared memory is not a ring of this version, or its header is damaged."""
+
+
+class RingNotFound(RingError):
+    """No ring has this name: never created, closed, or already taken by both sides."""
+
+
+class RoleTaken(RingError):
+    """The ring has its one producer or its one consumer already."""
+
+
+class RingClosed(RingError, ValueError):
+    """This side was closed."""
+
+
+class RingInUse(RingError):
+    """Another thread, or the code that a signal handler interrupted, is inside this object."""
+
+
+class ForeignProcess(RingError):
+    """The object was inherited through fork: only the process that opened it may use it."""
+
+
+class OutOfSharedMemory(RingError, OSError):
+    """/dev/shm has no room for the ring."""

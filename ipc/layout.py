@@ -1,0 +1,211 @@
+"""The bytes of a ring's segment: sizes, offsets, and how headers are packed and checked.
+
+    offset      size   content
+    0           128    segment header: written once by the creator, checked by the attacher
+    1024        128    producer line: who the producer is
+    2048        128    consumer line: who the consumer is, its position, whether it closed
+    4096        stride slot 0:  64 bytes of header, then up to slot_bytes of payload
+    4096+stride stride slot 1
+    ...                num_slots + 1 slots in all; the last one is room for the end of stream
+
+All integers are little-endian. 64-bit counts, positions, sessions and times live here, because
+the messages themselves are 32-bit words. Nothing in this module touches shared memory: headers
+are unpacked from private copies, so that a check and the use of what was checked see one value.
+"""
+
+import struct
+import sys
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ipc.errors import CorruptSegment
+from ipc.peers import ProcessIdentity
+
+MAGIC = b"JSDRING\x01"
+SLOT_MAGIC = 0x544F4C53  # "SLOT"
+VERSION = 1
+
+PAGE_BYTES = 4096
+PRODUCER_LINE = 1024
+CONSUMER_LINE = 2048
+SLOT_HEADER_BYTES = 64
+
+MAX_SLOTS = 1 << 16
+MAX_SLOT_BYTES = 1 << 34
+
+FLAG_CHECKSUM = 1  # segment: every payload carries a checksum
+FLAG_DOORBELL = 2  # segment: the producer rings a FIFO after every message
+SEGMENT_FLAGS = FLAG_CHECKSUM | FLAG_DOORBELL
+
+FLAG_END = 1  # slot: end of stream, no payload
+
+# magic, version, creator's role, num_slots, slot_bytes, stride, total bytes, session,
+# creator's pid, start time, pid namespace, flags
+_SEGMENT = struct.Struct("<8sIIQQQQQQQQQ")
+_CRC = struct.Struct("<I")
+SEGMENT_HEADER_BYTES = _SEGMENT.size + _CRC.size
+
+# pid, start time, session
+_IDENTITY = struct.Struct("<QQQ")
+IDENTITY_BYTES = _IDENTITY.size + _CRC.size
+# Within a line, in a cache line of their own: words that only their owner writes.
+LINE_POSITION = 64
+LINE_CLOSED = 72
+
+# magic, version, flags, sequence, session, byte count, send time (CLOCK_MONOTONIC ns), checksum
+SLOT_FIELDS = struct.Struct("<IHHQQQQQ")
+# the fields above as bytes, and their CRC-32
+SLOT_HEADER = struct.Struct(f"<{SLOT_FIELDS.size}sI")
+
+assert sys.byteorder == "little", "the ring's counters are read in native byte order"
+assert SEGMENT_HEADER_BYTES == 92 <= PRODUCER_LINE
+assert IDENTITY_BYTES == 28 <= LINE_POSITION
+assert PRODUCER_LINE + 128 <= CONSUMER_LINE
+assert CONSUMER_LINE + 128 <= PAGE_BYTES
+assert SLOT_FIELDS.size == 48
+assert SLOT_HEADER.size == 52 <= SLOT_HEADER_BYTES
+
+
+class Role(IntEnum):
+    """A side of the ring. `other` is the opposite one."""
+
+    PRODUCER = 1
+    CONSUMER = 2
+
+    @property
+    def other(self) -> "Role":
+        return Role(3 - self)
+
+    @property
+    def line(self) -> int:
+        """Offset of this side's line in the segment."""
+        return PRODUCER_LINE if self is Role.PRODUCER else CONSUMER_LINE
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How many messages fit, and how large each may be.
+
+    Attributes:
+      num_slots: messages that can wait in the ring, 1..65536.
+      slot_bytes: the largest payload, 1..2**34 bytes.
+
+    Raises ValueError when either is out of range.
+    """
+
+    num_slots: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        for name, value, limit in (
+            ("num_slots", self.num_slots, MAX_SLOTS),
+            ("slot_bytes", self.slot_bytes, MAX_SLOT_BYTES),
+        ):
+            if not 1 <= value <= limit:
+                raise ValueError(f"{name} is {value}, but must be from 1 to {limit}")
+
+    @property
+    def physical_slots(self) -> int:
+        """One more than num_slots: the end of stream always has room, so closing never waits."""
+        return self.num_slots + 1
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one slot to the next, a multiple of the page size."""
+        return -(-(SLOT_HEADER_BYTES + self.slot_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        return PAGE_BYTES + self.physical_slots * self.stride
+
+    def slot_offset(self, index: int) -> int:
+        return PAGE_BYTES + index * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """The immutable first bytes of a segment."""
+
+    geometry: Geometry
+    creator_role: Role
+    creator: ProcessIdentity
+    session: int  # 64 random bits, never 0
+    flags: int
+
+    def pack(self) -> bytes:
+        """Returns SEGMENT_HEADER_BYTES bytes, CRC-32 last."""
+        fields = _SEGMENT.pack(
+            MAGIC,
+            VERSION,
+            self.creator_role,
+            self.geometry.num_slots,
+            self.geometry.slot_bytes,
+            self.geometry.stride,
+            self.geometry.total_bytes,
+            self.session,
+            self.creator.pid,
+            self.creator.start_time,
+            self.creator.pid_namespace,
+            self.flags,
+        )
+        return fields + _CRC.pack(zlib.crc32(fields))
+
+    @classmethod
+    def unpack(cls, raw: bytes, file_bytes: int) -> "SegmentHeader":
+        """Checks every field of a private copy of the header.
+
+        Args:
+          raw: the first bytes of the segment.
+          file_bytes: the segment's real size.
+
+        Raises CorruptSegment, naming what is wrong.
+        """
+        if len(raw) < SEGMENT_HEADER_BYTES:
+            raise CorruptSegment(
+                f"the segment has {file_bytes} bytes, fewer than the {SEGMENT_HEADER_BYTES} of a "
+                "ring's header: it is not a ring, or its creator has not finished"
+            )
+        fields = raw[: _SEGMENT.size]
+        (magic, version, role, num_slots, slot_bytes, stride, total, session, pid, start, space,
+         flags) = _SEGMENT.unpack(fields)  # fmt: skip
+        if magic != MAGIC:
+            raise CorruptSegment(f"the segment starts with {magic!r}, not {MAGIC!r}: not a ring")
+        if version != VERSION:
+            raise CorruptSegment(f"the ring has version {version}; this code speaks {VERSION}")
+        (crc,) = _CRC.unpack_from(raw, _SEGMENT.size)
+        if crc != zlib.crc32(fields):
+            raise CorruptSegment("the segment header's checksum is wrong: the memory is damaged")
+        try:
+            geometry = Geometry(num_slots, slot_bytes)
+        except ValueError as error:
+            raise CorruptSegment(f"the segment header is impossible: {error}") from None
+        if (stride, total) != (geometry.stride, geometry.total_bytes) or total != file_bytes:
+            raise CorruptSegment(
+                f"{num_slots} slots of {slot_bytes} bytes need {geometry.total_bytes} bytes; the "
+                f"header says {total}, the segment has {file_bytes}"
+            )
+        if role not in (Role.PRODUCER, Role.CONSUMER) or session == 0 or flags & ~SEGMENT_FLAGS:
+            raise CorruptSegment(
+                f"the segment header is impossible: role {role}, session {session}, flags {flags}"
+            )
+        return cls(geometry, Role(role), ProcessIdentity(pid, start, space), session, flags)
+
+
+def pack_identity(identity: ProcessIdentity, session: int) -> bytes:
+    """Returns the IDENTITY_BYTES bytes with which a side's line begins."""
+    fields = _IDENTITY.pack(identity.pid, identity.start_time, session)
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def unpack_identity(raw: bytes, session: int, pid_namespace: int) -> ProcessIdentity:
+    """Reads who sits on a side from a private copy of its line. Raises CorruptSegment."""
+    fields = raw[: _IDENTITY.size]
+    pid, start_time, line_session = _IDENTITY.unpack(fields)
+    (crc,) = _CRC.unpack_from(raw, _IDENTITY.size)
+    if crc != zlib.crc32(fields) or line_session != session:
+        raise CorruptSegment("the line that names the peer is damaged")
+    return ProcessIdentity(pid, start_time, pid_namespace)

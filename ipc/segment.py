@@ -1,0 +1,279 @@
+"""Named shared memory and its semaphores: create, attach, unlink, close.
+
+A ring named N owns these names, all of mode 0600:
+
+    N          the memory: header, one line per side, the slots
+    N.free     semaphore: slots that the producer may fill       (starts at num_slots)
+    N.items    semaphore: messages that the consumer may read    (starts at 0)
+    N.seat     semaphore: the one seat beside the creator        (starts at 1)
+    N.joined   semaphore: posted once the attacher is complete   (starts at 0)
+    N.bell     FIFO, only with doorbell=True (see ipc.doorbell)
+
+N itself says who created it, `jax-specdec-ring.NAMESPACE.PID.START.TOKEN`, so that leftovers can
+be told from live rings without trusting what is inside them. TOKEN is 128 random bits.
+
+The names are removed as soon as both sides have attached: from then on no crash leaves anything
+behind. A segment is never recovered after a crash.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import posix_ipc
+
+from ipc.errors import (
+    CorruptSegment,
+    OutOfSharedMemory,
+    PeerDied,
+    RingError,
+    RingNotFound,
+    RoleTaken,
+)
+from ipc.layout import (
+    FLAG_DOORBELL,
+    IDENTITY_BYTES,
+    PAGE_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Geometry,
+    Role,
+    SegmentHeader,
+    pack_identity,
+    unpack_identity,
+)
+from ipc.peers import ProcessIdentity, current_process, is_alive
+
+SHM_DIRECTORY = Path("/dev/shm")
+PREFIX = "jax-specdec-ring"
+SEMAPHORES = ("free", "items", "seat", "joined")
+_NAME = re.compile(rf"/{PREFIX}\.([0-9a-f]{{1,16}})\.(\d{{1,10}})\.(\d{{1,20}})\.[0-9a-f]{{32}}")
+# shmem's fallocate gives up and undoes its work at every signal: small steps get through a storm.
+_ALLOCATION_STEP = 4 << 20
+
+
+def new_name(creator: ProcessIdentity) -> str:
+    """Returns an unguessable ring name that says who created it."""
+    return (
+        f"/{PREFIX}.{creator.pid_namespace:x}.{creator.pid}.{creator.start_time}"
+        f".{secrets.token_hex(16)}"
+    )
+
+
+def creator_of(name: str) -> ProcessIdentity | None:
+    """Reads the creator out of a ring's name; None when the name is not one of ours."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return ProcessIdentity(int(match[2]), int(match[3]), int(match[1], 16))
+
+
+def bell_path(name: str) -> Path:
+    """Returns the path of the ring's FIFO."""
+    return SHM_DIRECTORY / f"{name[1:]}.bell"
+
+
+def unlink_names(name: str) -> None:
+    """Removes all the names of a ring. Those that are gone already do not matter."""
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(name)
+    for suffix in SEMAPHORES:
+        with contextlib.suppress(posix_ipc.ExistentialError):
+            posix_ipc.unlink_semaphore(f"{name}.{suffix}")
+    bell_path(name).unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class Segment:
+    """One side's handles on a ring: the mapping and the semaphores.
+
+    `buffer` is the mapping as bytes, `words` the same memory as 64-bit words, whose element
+    access is one aligned load or store.
+    """
+
+    name: str
+    role: Role
+    header: SegmentHeader
+    me: ProcessIdentity
+    memory: mmap.mmap
+    buffer: memoryview
+    words: memoryview
+    semaphores: dict[str, posix_ipc.Semaphore]
+
+    @classmethod
+    def create(cls, role: Role, geometry: Geometry, flags: int) -> "Segment":
+        """Creates a ring of which the calling process is one side.
+
+        Raises OutOfSharedMemory when /dev/shm has no room. Nothing is left behind on failure.
+        """
+        me = current_process()
+        name = new_name(me)
+        session = secrets.randbits(64) or 1
+        header = SegmentHeader(geometry, role, me, session, flags)
+        try:
+            memory = _create_memory(name, geometry.total_bytes)
+            memory[:SEGMENT_HEADER_BYTES] = header.pack()
+            values = {"free": geometry.num_slots, "items": 0, "seat": 1, "joined": 0}
+            semaphores = {
+                suffix: _create_semaphore(name, suffix, values[suffix]) for suffix in SEMAPHORES
+            }
+            if flags & FLAG_DOORBELL:
+                os.mkfifo(bell_path(name), 0o600)
+        except BaseException as error:
+            unlink_names(name)
+            if isinstance(error, OSError) and not isinstance(error, RingError):
+                raise _explained(error, name, geometry) from error
+            raise
+        segment = cls._mapped(name, role, header, me, memory, semaphores)
+        segment._write_line()
+        return segment
+
+    @classmethod
+    def attach(cls, name: str, role: Role) -> "Segment":
+        """Takes the free side of a ring. Call `complete` once everything else is ready.
+
+        Raises:
+          RingNotFound: no such ring (any more).
+          PeerDied: the creator has ended.
+          RoleTaken: that side is the creator's, or another process took it.
+          CorruptSegment: the memory is not a ring of this version.
+        """
+        creator = creator_of(name)
+        if creator is None:
+            raise RingNotFound(f"{name!r} is not the name of a ring; pass on the creator's .name")
+        me = current_process()
+        if creator.pid_namespace != me.pid_namespace:
+            raise RingError(
+                f"ring {name} was created in pid namespace {creator.pid_namespace}, this process "
+                f"is in {me.pid_namespace}: neither side could tell whether the other lives. Run "
+                "both in one pid namespace"
+            )
+        header, memory = _open_memory(name)
+        if header.creator != creator:
+            raise CorruptSegment(f"the segment says {header.creator} created it, not {creator}")
+        if header.creator_role == role:
+            raise RoleTaken(f"ring {name} has its {role} already: the creator, pid {creator.pid}")
+        semaphores = {suffix: _open_semaphore(name, suffix) for suffix in SEMAPHORES}
+        if not is_alive(creator):
+            raise PeerDied(str(role.other), creator.pid, -1)
+        try:
+            semaphores["seat"].acquire(0)  # never given back: one attacher in the ring's life
+        except posix_ipc.BusyError:
+            raise RoleTaken(f"ring {name} has its {role} already") from None
+        return cls._mapped(name, role, header, me, memory, semaphores)
+
+    @classmethod
+    def _mapped(
+        cls,
+        name: str,
+        role: Role,
+        header: SegmentHeader,
+        me: ProcessIdentity,
+        memory: mmap.mmap,
+        semaphores: dict[str, posix_ipc.Semaphore],
+    ) -> "Segment":
+        buffer = memoryview(memory)
+        return cls(name, role, header, me, memory, buffer, buffer.cast("Q"), semaphores)
+
+    @property
+    def created_here(self) -> bool:
+        return self.header.creator_role == self.role
+
+    def complete(self) -> None:
+        """The attacher's last step: says who it is, tells the creator, removes the names."""
+        self._write_line()
+        self.semaphores["joined"].release()  # JOINED: the line is visible before this post
+        unlink_names(self.name)
+
+    def peer(self) -> ProcessIdentity:
+        """Reads who sits on the other side. The creator calls it only after taking `joined`."""
+        if not self.created_here:
+            return self.header.creator
+        offset = self.role.other.line  # JOINED: read after the attacher's post
+        raw = bytes(self.buffer[offset : offset + IDENTITY_BYTES])
+        return unpack_identity(raw, self.header.session, self.me.pid_namespace)
+
+    def _write_line(self) -> None:
+        offset = self.role.line
+        line = pack_identity(self.me, self.header.session)
+        self.buffer[offset : offset + IDENTITY_BYTES] = line
+
+    def close(self) -> None:
+        """Drops this process's handles. Names and the other side's handles are untouched."""
+        self.words.release()
+        self.buffer.release()
+        self.memory.close()
+        for semaphore in self.semaphores.values():
+            semaphore.close()
+
+
+def _create_memory(name: str, total_bytes: int) -> mmap.mmap:
+    # Size 0 here: posix_ipc would use ftruncate, which succeeds on a full /dev/shm and leaves a
+    # SIGBUS for later. posix_fallocate reserves the pages or says ENOSPC.
+    shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
+    try:
+        for start in range(0, total_bytes, _ALLOCATION_STEP):
+            os.posix_fallocate(shared.fd, start, min(_ALLOCATION_STEP, total_bytes - start))
+        return _map(shared.fd, total_bytes)
+    finally:
+        shared.close_fd()
+
+
+def _open_memory(name: str) -> tuple[SegmentHeader, mmap.mmap]:
+    # Flags and size stay 0: O_CREAT with a size would truncate a live ring.
+    try:
+        shared = posix_ipc.SharedMemory(name, flags=0, size=0)
+    except posix_ipc.ExistentialError:
+        raise _missing(name) from None
+    except posix_ipc.PermissionsError:
+        raise RingError(f"ring {name} belongs to another user") from None
+    try:
+        file_bytes = os.fstat(shared.fd).st_size
+        header = SegmentHeader.unpack(os.pread(shared.fd, SEGMENT_HEADER_BYTES, 0), file_bytes)
+        return header, _map(shared.fd, file_bytes)
+    finally:
+        shared.close_fd()
+
+
+def _map(fd: int, total_bytes: int) -> mmap.mmap:
+    # MAP_POPULATE: the page faults of the first lap happen here, not in the first messages.
+    return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _create_semaphore(name: str, suffix: str, value: int) -> posix_ipc.Semaphore:
+    return posix_ipc.Semaphore(
+        f"{name}.{suffix}", posix_ipc.O_CREX, mode=0o600, initial_value=value
+    )
+
+
+def _open_semaphore(name: str, suffix: str) -> posix_ipc.Semaphore:
+    try:
+        return posix_ipc.Semaphore(f"{name}.{suffix}", flags=0)
+    except posix_ipc.ExistentialError:
+        raise _missing(name) from None
+
+
+def _missing(name: str) -> RingNotFound:
+    return RingNotFound(
+        f"no ring is named {name}: its creator closed it, or both sides have attached already "
+        "(the names are removed then). One name serves one attacher, once"
+    )
+
+
+def _explained(error: OSError, name: str, geometry: Geometry) -> RingError:
+    if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
+        return RingError(f"cannot create ring {name}: {error}")
+    stat = os.statvfs(SHM_DIRECTORY)
+    return OutOfSharedMemory(
+        f"{SHM_DIRECTORY} has no room for a ring of {geometry.num_slots} slots of "
+        f"{geometry.slot_bytes} bytes: it needs {geometry.total_bytes} bytes, "
+        f"{stat.f_bavail * stat.f_frsize} are free ({error}). Use fewer or smaller slots, or give "
+        "the container more (docker run --shm-size)"
+    )
+
+
+assert PAGE_BYTES % mmap.PAGESIZE == 0 or mmap.PAGESIZE % PAGE_BYTES == 0

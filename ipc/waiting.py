@@ -1,0 +1,199 @@
+"""Taking one unit of a semaphore: block, spin, or predict when it will come.
+
+    block    sleep in the kernel; a wake-up of a sleeping core costs 45-70 us
+    spin     look at the semaphore all the time; the least latency, one core at 100 %
+    predict  sleep until shortly before the unit is expected (a moving average of the intervals),
+             then spin for a bounded time, then sleep: nearly the latency of spinning, for the
+             cost of LEAD_NS or so per message
+
+Every wait proceeds in slices of at most SLICE_NS, between which the caller's `obstacle` is asked
+whether the peer is gone. Deadlines are times of CLOCK_MONOTONIC. (posix_ipc waits on
+CLOCK_REALTIME: setting the wall clock back by x can lengthen one slice by x, nothing else.)
+
+Signals. posix_ipc runs Python's signal handlers inside its wait and swallows what they raise,
+except KeyboardInterrupt: a handler's sys.exit would be lost. So signals are held back while the
+thread sleeps, for at most one slice, and handlers run, and may raise, outside of posix_ipc.
+
+What a handler raises can surface after any call. A unit must not get lost there, so it is taken
+by C code that stores it in `held` before the interpreter looks at signals again.
+"""
+
+import inspect
+import os
+import signal
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Literal
+
+import posix_ipc
+
+WaitPolicy = Literal["predict", "block", "spin"]
+POLICIES: tuple[WaitPolicy, ...] = ("predict", "block", "spin")
+
+SLICE_NS = 20_000_000  # a peer's death is noticed within one slice
+LOOK_NS = 1_000_000  # while spinning, ask about obstacles this often
+LEAD_NS = 400_000  # wake up this long before the expected moment: timers and cores are late
+SPIN_NS = 800_000  # then spin at most this long
+GLANCES = 20  # looks at the semaphore between two looks at the clock
+AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
+
+_NOW = (0,)
+_NEVER = 1 << 63
+# Held back while asleep: everything except the signals that report this thread's own faults.
+_HOST_SIGNALS = frozenset(signal.valid_signals()) - {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGTRAP,
+    signal.SIGSYS,
+    signal.SIGABRT,
+}
+# The C function itself: the wrapper's Python frame is a point where a handler could raise between
+# the sleep and the restoring of the mask, and it turns 60 numbers into enums each time.
+_sigmask = inspect.unwrap(signal.pthread_sigmask)
+
+
+def check_policy(policy: str) -> WaitPolicy:
+    """Returns the policy. Raises ValueError for an unknown one."""
+    for known in POLICIES:
+        if policy == known:
+            return known
+    raise ValueError(f"wait is {policy!r}, but must be one of {', '.join(POLICIES)}")
+
+
+def deadline_after(timeout: float | None) -> int | None:
+    """Turns seconds from now into a CLOCK_MONOTONIC time in ns; None waits for ever."""
+    if timeout is None:
+        return None
+    if not timeout >= 0:
+        raise ValueError(f"timeout is {timeout}, but must be at least 0 seconds, or None")
+    return monotonic_ns() + int(min(timeout, 1e9) * 1e9)
+
+
+class Waiter:
+    """Takes units of one semaphore for one side of a ring.
+
+    Attributes:
+      held: [None] while a unit is taken and not used, else []. It outlives an interrupted call.
+      waits: how often nothing was there at once.
+      wait_ns: time spent waiting since the start.
+    """
+
+    def __init__(
+        self,
+        semaphore: posix_ipc.Semaphore,
+        policy: WaitPolicy,
+        obstacle: Callable[[], Exception | None],
+    ) -> None:
+        self.held: list[None] = []
+        self.waits = 0
+        self.wait_ns = 0
+        self._semaphore = semaphore
+        self._acquire = semaphore.acquire
+        self._policy = policy
+        self._obstacle = obstacle
+        self._interval_ns = 0
+        self._last_ns = 0
+        self._one_core = False
+        self._affinity_until = 0
+
+    def grab(self) -> bool:
+        """Takes a unit if one is there; never waits."""
+        # The value is a hint only. It saves the cost of an exception when nothing is there.
+        if not self._semaphore.value:
+            return False
+        try:
+            self.held.extend(map(self._acquire, _NOW))
+        except posix_ipc.BusyError:
+            return False
+        return True
+
+    def take(self, deadline_ns: int | None) -> bool:
+        """Takes a unit, waiting until `deadline_ns` (None: for ever); False when time is up.
+
+        Raises what `obstacle` returned, unless a unit was still there.
+        """
+        if not self.held and not self.grab() and not self._wait(deadline_ns):
+            return False
+        if self._policy == "predict":
+            self._learn(monotonic_ns())
+        return True
+
+    def _learn(self, now: int) -> None:
+        gap = now - self._last_ns
+        if self._interval_ns == 0:
+            # The first unit has no predecessor, the second has the only gap there is.
+            self._interval_ns = gap if self._last_ns else 0
+        else:
+            # A pause between requests must not spoil the prediction for the messages after it.
+            self._interval_ns += (min(gap, 2 * self._interval_ns) - self._interval_ns) // 4
+        self._last_ns = now
+
+    def _spin_window(self, now: int) -> tuple[int, int]:
+        if self._policy == "spin":
+            return 0, _NEVER
+        if self._policy == "block" or self._interval_ns == 0:
+            return _NEVER, _NEVER
+        start = max(now, self._last_ns + self._interval_ns - LEAD_NS)
+        return start, start + SPIN_NS
+
+    def _wait(self, deadline_ns: int | None) -> bool:
+        self.waits += 1
+        now = started = monotonic_ns()
+        deadline = _NEVER if deadline_ns is None else deadline_ns
+        spin_from, spin_until = self._spin_window(now)
+        try:
+            while True:
+                taken = False
+                if spin_from <= now < spin_until and now < deadline:
+                    taken = self._spin(min(now + LOOK_NS, spin_until, deadline))
+                elif now < deadline:
+                    end = min(now + SLICE_NS, deadline)
+                    if now < spin_from:
+                        end = min(end, spin_from)
+                    taken = self._sleep((end - now) * 1e-9)
+                if taken:
+                    return True
+                problem = self._obstacle()
+                if problem is not None:
+                    # What was committed before the peer's end is visible now: deliver it first.
+                    if self.grab():
+                        return True
+                    raise problem
+                now = monotonic_ns()
+                if now >= deadline:
+                    return self.grab()
+        finally:
+            self.wait_ns += monotonic_ns() - started
+
+    def _spin(self, until_ns: int) -> bool:
+        semaphore = self._semaphore
+        alone = self._on_one_core()
+        while monotonic_ns() < until_ns:
+            for _ in range(GLANCES):
+                if semaphore.value and self.grab():
+                    return True
+            if alone:
+                os.sched_yield()
+        return False
+
+    def _on_one_core(self) -> bool:
+        # Yielding lets the peer run when both sides are pinned to one core. Elsewhere it would hand
+        # whole time slices to strangers: 100 times the latency on a busy machine.
+        now = monotonic_ns()
+        if now >= self._affinity_until:
+            self._affinity_until = now + AFFINITY_NS
+            self._one_core = len(os.sched_getaffinity(0)) == 1
+        return self._one_core
+
+    def _sleep(self, seconds: float) -> bool:
+        mask = _sigmask(signal.SIG_BLOCK, ())
+        try:
+            _sigmask(signal.SIG_BLOCK, _HOST_SIGNALS)
+            self.held.extend(map(self._acquire, (seconds,)))
+        except (posix_ipc.BusyError, posix_ipc.SignalError):
+            return False
+        finally:
+            _sigmask(signal.SIG_SETMASK, mask)  # pending handlers run here, and may raise
+        return True
