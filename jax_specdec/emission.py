@@ -1,0 +1,209 @@
+"""What one target message adds to each request: tokens before and after the stop rules. Never jax.
+
+Each function takes whole columns; only tokens that may end their request are looked at one by one.
+Axes: B slots, N slots taken from this message, T tokens, R rows, D drafts, M remembered tokens.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.wire import SlotState
+from jax_specdec import stopping
+from jax_specdec.decode import Message
+from jax_specdec.processor_state import (
+    Columns,
+    ProcessorError,
+    ProcessorState,
+    frozen,
+    is_newer,
+    row_format,
+)
+from jax_specdec.records import FinishReason
+from jax_specdec.statistics import Counters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emitted:
+    """What verification emitted for N slots, before any stop; arrays [N]."""
+
+    state: NDArray[np.int64]
+    special: bool  # a slot has another state than TOKENS
+    count: NDArray[np.int64]  # tokens
+    num_drafts: NDArray[np.int64]  # drafts verified
+
+
+def emitted(state: ProcessorState, message: Message, slots: NDArray[np.intp]) -> Emitted:
+    slot_state, count = message.state[slots], message.num_tokens[slots]
+    num_drafts = message.num_drafts[slots]
+    special = bool(slot_state.any())  # TOKENS is 0
+    if special:
+        first = slot_state == SlotState.PREFILL_FIRST_TOKEN
+        again = first & (state.columns.num_tokens[slots] > 0)
+        if again.any():
+            request = state.admitted.requests[slots[again.argmax()]]
+            raise ProcessorError(
+                f"a prefill's first token for request {request.id if request else None!r}, which "
+                "has tokens already: it would be delivered twice"
+            )
+        count = np.where(first, 1, count)  # the rest are drafts of the next step
+        num_drafts = np.where(slot_state == SlotState.TOKENS, num_drafts, 0)
+    rows = row_format(message.columns, message.num_chosen, message.mode)[slots]
+    wrong = rows != state.admitted.row_format[slots]
+    if wrong.any() and (wrong & (count > 0)).any():
+        raise _wrong_rows(state, message, int(slots[(wrong & (count > 0)).argmax()]))
+    return Emitted(slot_state, special, count, num_drafts)
+
+
+def _wrong_rows(state: ProcessorState, message: Message, slot: int) -> ProcessorError:
+    request = state.admitted.requests[slot]
+    assert request is not None
+    params = request.params
+    return ProcessorError(
+        f"slot {slot}: request {request.id!r} asked for {params.columns} columns, "
+        f"{len(params.extra_token_ids)} chosen ids and mode {params.logprobs_mode.name}; "
+        f"the message has {message.columns[slot]}, {message.num_chosen[slot]} and mode "
+        f"{message.mode[slot]}"
+    )
+
+
+def count_strangers(
+    state: ProcessorState, message: Message, strangers: NDArray[np.bool_]
+) -> Counters:
+    """Counters with the slots that speak of no running request; a future one is an error."""
+    known = state.admitted.generation[: message.num_slots]
+    surplus = strangers & (known == message.generation)
+    late = strangers & (known != message.generation)
+    future = late & ((known < 0) | is_newer(message.generation, known))
+    if future.any():
+        slot = int(future.argmax())
+        raise ProcessorError(
+            f"slot {slot}: the message is about generation {message.generation[slot]}, "
+            f"but the last one admitted is {known[slot]}: admit a request before the worker runs it"
+        )
+    counters = state.counters
+    first = message.state == SlotState.PREFILL_FIRST_TOKEN
+    tokens = np.where(first, 1, message.num_tokens)[surplus].sum()
+    return replace(
+        counters,
+        surplus_tokens=counters.surplus_tokens + int(tokens),
+        late_slots=counters.late_slots + int(late.sum()),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """What is left of N slots' tokens; arrays [N]."""
+
+    kept: NDArray[np.int64]
+    reason: NDArray[np.int8]
+    stop_index: NDArray[np.int64]
+    num_ended: int
+
+
+def cut(state: ProcessorState, message: Message, slots: NDArray[np.intp], emitted: Emitted) -> Cut:
+    admitted = state.admitted
+    room = admitted.limit[slots] - state.columns.num_tokens[slots]
+    kept = np.minimum(emitted.count, room)
+    reason = np.where(emitted.count >= room, admitted.limit_reason[slots], np.int8(0))
+    stop_index = np.full(len(slots), -1, np.int64)
+    if len(admitted.stop_keys) > 1:
+        owner = np.arange(message.num_slots).repeat(message.num_tokens)
+        tokens = stopping.keys_of(owner, message.token_ids)
+        candidates = stopping.candidates(admitted.stop_keys, tokens)
+        if candidates.size:
+            row_of = np.full(message.num_slots, -1)
+            row_of[slots] = np.arange(len(slots))
+            for token in candidates.tolist():
+                slot = int(owner[token])
+                row, position = int(row_of[slot]), token - int(message.token_start[slot])
+                if row >= 0 and position < kept[row]:
+                    stop = _stop_at(state, message, slot, position)
+                    if stop is not None:
+                        kept[row] = position + 1
+                        reason[row], stop_index[row] = stop
+    if emitted.special:
+        reason[emitted.state == SlotState.RECOVERY_STOP] = FinishReason.RECOVERY_ERROR
+    return Cut(kept, reason, stop_index, int(np.count_nonzero(reason)))
+
+
+def _stop_at(
+    state: ProcessorState, message: Message, slot: int, position: int
+) -> tuple[FinishReason, int] | None:
+    """The stop rule, if any, that the slot's token at `position` of this message fulfils."""
+    request = state.admitted.requests[slot]
+    assert request is not None
+    params, start = request.params, int(message.token_start[slot])
+    token = int(message.token_ids[start + position])
+    if token in params.stop_token_ids:
+        return FinishReason.STOP_TOKEN, token
+    remembered = min(int(state.columns.num_tokens[slot]), state.columns.tail.shape[1])
+    tail = state.columns.tail[slot, state.columns.tail.shape[1] - remembered :].tolist()
+    emitted = message.token_ids[start : start + position + 1].tolist()
+    index = stopping.sequence_ending(params, tail + emitted)
+    return None if index is None else (FinishReason.STOP_SEQUENCE, index)
+
+
+def cumulative(
+    before: NDArray[np.float64],
+    message: Message,
+    slots: NDArray[np.intp],
+    kept: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """[B] `before` plus the emitted tokens' logprobs, added one by one in float64."""
+    after = before.copy()
+    columns = message.columns[slots]
+    width = columns + message.num_chosen[slots]
+    rows = kept * (columns > 0)
+    ends = rows.cumsum()
+    if ends.size and ends[-1]:
+        first = message.logprob_start[slots] - (ends - rows) * width
+        index = np.arange(ends[-1]) * width.repeat(rows) + first.repeat(rows)
+        np.add.at(after, slots.repeat(rows), message.logprobs[index].astype(np.float64))
+    return frozen(after)
+
+
+def acceptance(
+    columns: Columns, slots: NDArray[np.intp], emitted: Emitted
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The two histograms [B, D+1] with this step's drafts, grown where it has more than before."""
+    drafts, count = emitted.num_drafts, emitted.count
+    if emitted.special:
+        counted = count > 0
+        slots, drafts, count = slots[counted], drafts[counted], count[counted]
+    if not len(slots):
+        return columns.drafts_hist, columns.accepted_hist
+    width = max(int(drafts.max()) + 1, columns.drafts_hist.shape[1])
+    base = slots * width
+    drafts_hist = _widened(columns.drafts_hist, width)
+    drafts_hist.reshape(-1)[base + drafts] += 1
+    accepted_hist = _widened(columns.accepted_hist, width)
+    accepted_hist.reshape(-1)[base + (count - 1)] += 1
+    return frozen(drafts_hist), frozen(accepted_hist)
+
+
+def _widened(histogram: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """A copy [B, width]."""
+    if histogram.shape[1] == width:
+        return histogram.copy()
+    return np.pad(histogram, ((0, 0), (0, width - histogram.shape[1])))
+
+
+def tail(
+    state: ProcessorState, message: Message, slots: NDArray[np.intp], kept: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """[B, M] the remembered tokens after this message, where stop sequences need them."""
+    before = state.columns.tail
+    needed = (state.admitted.history[slots] > 0) & (kept > 0) if before.shape[1] else None
+    if needed is None or not needed.any():
+        return before
+    slots, kept = slots[needed], kept[needed]
+    size = before.shape[1]
+    # The last `size` of the old tail followed by the kept tokens; below 0 still the old tail.
+    source = kept[:, None] - np.arange(size, 0, -1)[None, :]
+    new = message.token_ids[message.token_start[slots][:, None] + np.maximum(source, 0)]
+    old = np.take_along_axis(before[slots], np.minimum(source, -1) + size, axis=1)
+    after = before.copy()
+    after[slots] = np.where(source >= 0, new, old)
+    return frozen(after)

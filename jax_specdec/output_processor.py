@@ -1,0 +1,300 @@
+"""Messages to records: `state, records = step(state, message)`, a pure function. Never jax.
+
+1. Slots whose generation is the admitted one, and whose request runs, are taken; others counted.
+2. Their tokens are cut at the first stop token, stop sequence or limit, with their logprobs.
+3. Counts, cumulative logprobs and acceptance are added up, a column at a time.
+4. The records wait for the draft message of their step where one follows, and are released when it
+   is here, at the first message of a later step, or by `flush`.
+
+One state belongs to one ring (one publishing process rank), whose messages arrive in order.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.wire import Kind, SlotState
+from jax_specdec import emission
+from jax_specdec.decode import Message
+from jax_specdec.processor_state import (
+    Columns,
+    Phase,
+    ProcessorError,
+    ProcessorState,
+    Progress,
+    StepLost,
+    admit,
+    frozen,
+    release,
+    totals,
+)
+from jax_specdec.records import FinishReason, RecordBatch, Records, StatisticsSource
+
+__all__ = [
+    "ProcessorState",
+    "Progress",
+    "Phase",
+    "ProcessorError",
+    "StepLost",
+    "admit",
+    "release",
+    "abort",
+    "step",
+    "flush",
+]
+
+# By slot state: does the slot say anything about its request?
+_SPEAKS = np.zeros(len(SlotState), np.bool_)
+_SPEAKS[
+    [
+        SlotState.TOKENS,
+        SlotState.PREEMPTED,
+        SlotState.RECOVERY_STOP,
+        SlotState.PREFILL_FIRST_TOKEN,
+    ]
+] = True
+
+
+def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
+    """Take one message of this ring.
+
+    The records are views of the message's buffer, which must stay unchanged while they are used.
+
+    Raises:
+      StepLost: a target message is missing, or came twice; names the steps.
+      ProcessorError: the message contradicts what was admitted, or is of a kind not served.
+      In either case `state` is what it was.
+    """
+    if message.num_slots > state.num_slots:
+        raise ProcessorError(
+            f"a message of {message.num_slots} slots; this state has {state.num_slots}: create it "
+            "with the worker's number of slots"
+        )
+    if message.process_rank != state.process_rank:
+        raise ProcessorError(
+            f"a message of process rank {message.process_rank}; this state belongs to rank "
+            f"{state.process_rank}: keep one state for each ring"
+        )
+    if message.kind is Kind.TARGET:
+        return _target(state, message)
+    if message.kind is Kind.DRAFT:
+        return _draft(state, message)
+    raise ProcessorError(f"messages of kind {message.kind.name} are not served by this processor")
+
+
+def abort(state: ProcessorState, request_id: str) -> tuple[ProcessorState, Records]:
+    """End a request at its user's wish, with one record of the reason `ABORT`.
+
+    That record carries the request's tokens where some were waiting for a draft message. A request
+    that has ended or holds no slot is left alone: no record, as its last one may be on its way.
+    """
+    for slot, request in enumerate(state.admitted.requests):
+        if request is not None and request.id == request_id:
+            return _end(state, np.array([slot]), FinishReason.ABORT)
+    return state, Records()
+
+
+def flush(
+    state: ProcessorState, reason: FinishReason | None = None
+) -> tuple[ProcessorState, Records]:
+    """The stream has ended: release the records that wait, and end what is live for `reason`.
+
+    None ends nothing. The state stays good for a new stream of the same numbering.
+    """
+    slots = np.arange(state.num_slots)
+    ended = Records()
+    if reason is not None:
+        state, ended = _end(state, slots, reason)
+    waiting = () if state.waiting is None else (state.waiting,)
+    counters = state.counters
+    if state.early_draft is not None:
+        late = counters.late_drafts + _num_with_drafts(state.early_draft)
+        counters = replace(counters, late_drafts=late)
+    state = replace(state, waiting=None, early_draft=None, counters=counters)
+    return state, Records(waiting + ended.batches)
+
+
+def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
+    if state.next_step is not None and message.step != state.next_step:
+        raise _step_lost(state.next_step, message.step)
+    admitted, columns, counters = state.admitted, state.columns, state.counters
+    b = message.num_slots
+    speaks = _SPEAKS[message.state]
+    mine = (admitted.generation[:b] == message.generation) & speaks
+    mine &= columns.phase[:b] == Phase.RUNNING
+    if np.count_nonzero(mine) != np.count_nonzero(speaks):
+        counters = emission.count_strangers(state, message, speaks & ~mine)
+    slots = np.flatnonzero(mine)
+    emitted = emission.emitted(state, message, slots)
+    cut = emission.cut(state, message, slots, emitted)
+
+    num_tokens = columns.num_tokens.copy()
+    num_tokens[slots] += cut.kept
+    cumulative = emission.cumulative(columns.cumulative_logprob, message, slots, cut.kept)
+    drafts_hist, accepted_hist = emission.acceptance(columns, slots, emitted)
+    reschedule = emitted.state == SlotState.PREEMPTED
+    phase = columns.phase
+    leaving = cut.num_ended or (emitted.special and reschedule.any())
+    if leaving:
+        phase = phase.copy()
+        phase[slots[cut.reason > 0]] = Phase.ENDED
+        phase[slots[reschedule]] = Phase.PREEMPTED
+        counters = replace(
+            counters,
+            cut_tokens=counters.cut_tokens + int((emitted.count - cut.kept).sum()),
+            finished=_count_finished(counters.finished, cut.reason),
+            preempted=counters.preempted + int(reschedule.sum()),
+        )
+        frozen(phase)
+    after = Columns(
+        phase,
+        frozen(num_tokens),
+        frozen(cumulative),
+        drafts_hist,
+        accepted_hist,
+        emission.tail(state, message, slots, cut.kept),
+    )
+    batch = RecordBatch(
+        step=message.step,
+        requests=admitted.requests,
+        slots=slots,
+        generation=message.generation[slots],
+        num_tokens=cut.kept,
+        num_drafts=emitted.num_drafts,
+        num_accepted=np.maximum(emitted.count - 1, 0),
+        cumulative_logprob=cumulative[slots],
+        finish_reason=cut.reason,
+        stop_index=cut.stop_index,
+        reschedule=reschedule,
+        message=message,
+        totals=totals(admitted, after) if leaving else None,
+    )
+    released = () if state.waiting is None else (state.waiting,)
+    waiting, draft = None, state.early_draft
+    if draft is not None:
+        batch, late = _join(batch, draft)
+        counters = replace(counters, late_drafts=counters.late_drafts + late)
+    elif message.draft_follows and len(batch):
+        waiting = batch
+    if waiting is None and len(batch):
+        released = (*released, batch)
+    state = ProcessorState(
+        process_rank=state.process_rank,
+        next_step=message.step + 1,
+        admitted=admitted,
+        columns=after,
+        waiting=waiting,
+        early_draft=None,
+        past=state.past,
+        counters=counters,
+    )
+    return state, Records(released)
+
+
+def _draft(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
+    waiting, counters = state.waiting, state.counters
+    if waiting is not None and waiting.step == message.step:
+        batch, late = _join(waiting, message)
+        counters = replace(counters, late_drafts=counters.late_drafts + late)
+        return replace(state, waiting=None, counters=counters), Records((batch,))
+    if state.next_step is None or message.step < state.next_step:
+        late = counters.late_drafts + _num_with_drafts(message)
+        return replace(state, counters=replace(counters, late_drafts=late)), Records()
+    if message.step > state.next_step:
+        raise StepLost(
+            f"the draft message of step {message.step} came before the target message of step "
+            f"{state.next_step}: target steps {state.next_step} to {message.step - 1} are lost"
+        )
+    if state.early_draft is not None:
+        raise StepLost(f"the draft message of step {message.step} came twice")
+    state = replace(state, waiting=None, early_draft=message)
+    return state, Records(() if waiting is None else (waiting,))
+
+
+def _step_lost(expected: int, step: int) -> StepLost:
+    if step > expected:
+        return StepLost(
+            f"target message {step} came, {expected} was next: steps {expected} to {step - 1} "
+            f"({step - expected}) are lost"
+        )
+    return StepLost(
+        f"target message {step} came, {expected} was next: a message came twice or out of order"
+    )
+
+
+def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:
+    """The batch with its drafts, and how many of the message's slots no record took."""
+    if not draft.num_slots:
+        return batch, 0
+    inside = batch.slots < draft.num_slots
+    slots = np.where(inside, batch.slots, 0)
+    joined = inside & (draft.generation[slots] == batch.generation) & (draft.num_tokens[slots] > 0)
+    late = _num_with_drafts(draft) - int(np.count_nonzero(joined))
+    return replace(batch, draft=draft, joined=joined), late
+
+
+def _num_with_drafts(draft: Message) -> int:
+    return int(np.count_nonzero(draft.num_tokens))
+
+
+def _count_finished(finished: tuple[int, ...], reason: NDArray[np.int8]) -> tuple[int, ...]:
+    counts = np.bincount(reason, minlength=len(finished) + 1)[1:].tolist()
+    return tuple(before + count for before, count in zip(finished, counts, strict=True))
+
+
+def _end(
+    state: ProcessorState, slots: NDArray[np.intp], reason: FinishReason
+) -> tuple[ProcessorState, Records]:
+    """End those of `slots` (ascending) that hold a running or preempted request.
+
+    Where a record of it waits for a draft message, that record goes out with the reason; the
+    others of that batch keep waiting.
+    """
+    admitted, columns = state.admitted, state.columns
+    phase = columns.phase[slots]
+    slots = slots[(phase == Phase.RUNNING) | (phase == Phase.PREEMPTED)]
+    if not slots.size:
+        return state, Records()
+    phase = columns.phase.copy()
+    phase[slots] = Phase.ENDED
+    columns = replace(columns, phase=frozen(phase))
+    source = totals(admitted, columns)
+    batches: list[RecordBatch] = []
+    waiting = state.waiting
+    if waiting is not None:
+        current = waiting.generation == admitted.generation[waiting.slots]
+        taken = current & np.isin(waiting.slots, slots)
+        if taken.any():
+            slots = slots[~np.isin(slots, waiting.slots[taken])]
+            out, rest = waiting.take(np.flatnonzero(taken)), np.flatnonzero(~taken)
+            batches.append(_ended(out, reason, source))
+            waiting = waiting.take(rest) if rest.size else None
+    if slots.size:
+        none = np.zeros(len(slots), np.int64)
+        empty = RecordBatch(
+            step=(state.next_step or 0) - 1,
+            requests=admitted.requests,
+            slots=slots,
+            generation=admitted.generation[slots],
+            num_tokens=none,
+            num_drafts=none,
+            num_accepted=none,
+            cumulative_logprob=columns.cumulative_logprob[slots],
+            finish_reason=none.astype(np.int8),
+            stop_index=none - 1,
+            reschedule=none.astype(np.bool_),
+            message=None,
+        )
+        batches.append(_ended(empty, reason, source))
+    num_ended = sum(map(len, batches))
+    counts = _count_finished(state.counters.finished, np.full(num_ended, reason, np.int8))
+    counters = replace(state.counters, finished=counts)
+    state = replace(state, columns=columns, waiting=waiting, counters=counters)
+    return state, Records(tuple(batches))
+
+
+def _ended(batch: RecordBatch, reason: FinishReason, source: StatisticsSource) -> RecordBatch:
+    reasons = np.full(len(batch), reason, np.int8)
+    going_on = np.zeros(len(batch), np.bool_)
+    return replace(batch, finish_reason=reasons, reschedule=going_on, totals=source)

@@ -1,0 +1,339 @@
+"""The output processor's state: which request holds which slot, and how far it has come.
+
+Everything is frozen and columnar: arrays are read-only, and every function returns a new state that
+shares what did not change. Axes: B slots, D drafts, M remembered tokens. Never jax.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec import stopping
+from jax_specdec.decode import Message
+from jax_specdec.records import FinishReason, RecordBatch, StatisticsSource, trimmed
+from jax_specdec.requests import Request
+from jax_specdec.statistics import Counters, Statistics
+
+
+class ProcessorError(ValueError):
+    """A message or an admission that cannot be; says what was expected."""
+
+
+class StepLost(ProcessorError):
+    """The stream has a gap, or a step came twice: names the steps."""
+
+
+class Phase(IntEnum):
+    """What a slot's request is doing."""
+
+    FREE = 0
+    RUNNING = 1
+    PREEMPTED = 2  # to be scheduled again, under another generation
+    ENDED = 3  # finished, and not released yet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a request has delivered elsewhere: on a prefill node, or before it was preempted.
+
+    Attributes:
+      token_ids: its emitted tokens so far, all of them; they count for the length limit and for
+        stop sequences, and are never delivered again.
+      cumulative_logprob: of these tokens, as in their last record; None where none were asked.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admitted:
+    """What changes only when a slot is given or freed.
+
+    Attributes:
+      requests: [B] None in a free slot.
+      generation: [B] int64, the slot's last one, also while it is free; -1 before the first.
+      limit: [B] int64, tokens in all at which the request ends.
+      limit_reason: [B] int8 `FinishReason` for that end.
+      row_format: [B] int64, what its rows must look like; see `row_format`.
+      handed_over: [B] int64, tokens that it brought along.
+      history: [B] int64, tokens that its stop sequences need remembered.
+      stop_keys: sorted int64, see `stopping`.
+    """
+
+    requests: tuple[Request | None, ...]
+    generation: NDArray[np.int64]
+    limit: NDArray[np.int64]
+    limit_reason: NDArray[np.int8]
+    row_format: NDArray[np.int64]
+    handed_over: NDArray[np.int64]
+    history: NDArray[np.int64]
+    stop_keys: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """What changes with every step.
+
+    Attributes:
+      phase: [B] int8 `Phase`.
+      num_tokens: [B] int64, emitted in all, those brought along included.
+      cumulative_logprob: [B] float64.
+      drafts_hist: [B, D+1] int64, steps by drafts proposed.
+      accepted_hist: [B, D+1] int64, steps by drafts accepted.
+      tail: [B, M] int32, the last tokens, the newest in the last column; only where
+        `Admitted.history` is not 0.
+    """
+
+    phase: NDArray[np.int8]
+    num_tokens: NDArray[np.int64]
+    cumulative_logprob: NDArray[np.float64]
+    drafts_hist: NDArray[np.int64]
+    accepted_hist: NDArray[np.int64]
+    tail: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProcessorState:
+    """All that the processor knows about one ring.
+
+    Attributes:
+      process_rank: the rank whose messages this is.
+      next_step: the step of the next target message; None takes whatever comes first.
+      waiting: records of the last step, held until its draft message is here.
+      early_draft: a draft message that came before its target message.
+      past: statistics of the requests that have left their slots.
+    """
+
+    process_rank: int
+    next_step: int | None
+    admitted: Admitted
+    columns: Columns
+    waiting: RecordBatch | None = None
+    early_draft: Message | None = None
+    past: Statistics = field(default_factory=Statistics)
+    counters: Counters = field(default_factory=lambda: Counters(finished=(0,) * len(FinishReason)))
+
+    @classmethod
+    def empty(
+        cls, num_slots: int, *, process_rank: int = 0, first_step: int | None = 0
+    ) -> "ProcessorState":
+        """`num_slots` free slots, before the first message.
+
+        A worker numbers its target messages `first_step`, `first_step + 1`, ...; None joins a
+        stream that has begun, and so cannot tell what was before.
+        """
+        if num_slots < 1:
+            raise ProcessorError(f"num_slots = {num_slots} must be 1 at least")
+        integers = frozen(np.zeros(num_slots, np.int64))
+        histogram = frozen(np.zeros((num_slots, 1), np.int64))
+        return cls(
+            process_rank=process_rank,
+            next_step=first_step,
+            admitted=Admitted(
+                requests=(None,) * num_slots,
+                generation=frozen(np.full(num_slots, -1, np.int64)),
+                limit=integers,
+                limit_reason=frozen(np.zeros(num_slots, np.int8)),
+                row_format=integers,
+                handed_over=integers,
+                history=integers,
+                stop_keys=stopping.no_keys(),
+            ),
+            columns=Columns(
+                phase=frozen(np.zeros(num_slots, np.int8)),
+                num_tokens=integers,
+                cumulative_logprob=frozen(np.zeros(num_slots)),
+                drafts_hist=histogram,
+                accepted_hist=histogram,
+                tail=frozen(np.zeros((num_slots, 0), np.int32)),
+            ),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.admitted.requests)
+
+    @property
+    def live_request_ids(self) -> tuple[str, ...]:
+        """Requests that can still deliver, in slot order."""
+        live = np.flatnonzero(self.columns.phase == Phase.RUNNING).tolist()
+        return tuple(request.id for slot in live if (request := self.admitted.requests[slot]))
+
+    def slot_statistics(self, slot: int) -> Statistics:
+        """Of the stay of the request that holds `slot`."""
+        return totals(self.admitted, self.columns).of(slot)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Over all requests, past and present."""
+        source = totals(self.admitted, self.columns)
+        present = Statistics(
+            trimmed(source.drafts_hist.sum(axis=0)),
+            trimmed(source.accepted_hist.sum(axis=0)),
+            int(source.num_tokens.sum()),
+        )
+        return self.past + present
+
+
+def admit(
+    state: ProcessorState,
+    slot: int,
+    generation: int,
+    request: Request,
+    *,
+    prefill: bool = False,
+    handed_over: Progress | None = None,
+) -> ProcessorState:
+    """Give `slot` to `request`: from now on, messages of `generation` are about it.
+
+    Args:
+      generation: 32 bits, newer than every earlier one of the slot in serial-number arithmetic
+        (RFC 1982), so a counter may wrap around.
+      prefill: this node only prefills: the request ends here after its first token, with the
+        reason `PREFILL_HANDOVER` unless that token ends it anyway.
+      handed_over: what it has delivered already, on a prefill node or before a preemption.
+
+    Raises:
+      ProcessorError: the slot is taken, the generation is not newer, the id is in use, or nothing
+        is left to emit.
+    """
+    admitted, columns, params = state.admitted, state.columns, request.params
+    _check_slot(state, slot)
+    holder = admitted.requests[slot]
+    if holder is not None:
+        raise ProcessorError(
+            f"slot {slot} is taken by request {holder.id!r} "
+            f"({Phase(int(columns.phase[slot])).name.lower()}): release it first"
+        )
+    if not 0 <= generation < 2**32:
+        raise ProcessorError(f"generation = {generation} must be from 0 to {2**32 - 1}")
+    last = int(admitted.generation[slot])
+    if last >= 0 and not is_newer(generation, last):
+        raise ProcessorError(
+            f"slot {slot} has had generation {last}, so {generation} is used up: "
+            "count up whenever a slot is given away"
+        )
+    if any(other is not None and other.id == request.id for other in admitted.requests):
+        raise ProcessorError(f"request id {request.id!r} holds another slot: ids are unique")
+    progress = handed_over or Progress()
+    _check_progress(request, progress)
+    done = len(progress.token_ids)
+    ends_here = prefill and params.max_tokens > done + 1
+    limit_reason = FinishReason.PREFILL_HANDOVER if ends_here else FinishReason.LENGTH
+    row = row_format(params.columns, len(params.extra_token_ids), params.logprobs_mode)
+    history = stopping.history_needed(params)
+    tail = columns.tail
+    if history > tail.shape[1]:
+        tail = np.pad(tail, ((0, 0), (history - tail.shape[1], 0)))
+    if history:
+        newest = progress.token_ids[-tail.shape[1] :]
+        empty = (0,) * (tail.shape[1] - len(newest))
+        tail = _with(tail, slot, np.array(empty + newest, np.int32))
+    return replace(
+        state,
+        admitted=Admitted(
+            requests=(*admitted.requests[:slot], request, *admitted.requests[slot + 1 :]),
+            generation=_with(admitted.generation, slot, generation),
+            limit=_with(admitted.limit, slot, done + 1 if ends_here else params.max_tokens),
+            limit_reason=_with(admitted.limit_reason, slot, limit_reason),
+            row_format=_with(admitted.row_format, slot, row),
+            handed_over=_with(admitted.handed_over, slot, done),
+            history=_with(admitted.history, slot, history),
+            stop_keys=frozen(stopping.with_slot(admitted.stop_keys, slot, params)),
+        ),
+        columns=Columns(
+            phase=_with(columns.phase, slot, Phase.RUNNING),
+            num_tokens=_with(columns.num_tokens, slot, done),
+            cumulative_logprob=_with(
+                columns.cumulative_logprob, slot, progress.cumulative_logprob or 0.0
+            ),
+            drafts_hist=_with(columns.drafts_hist, slot, 0),
+            accepted_hist=_with(columns.accepted_hist, slot, 0),
+            tail=tail,
+        ),
+    )
+
+
+def release(state: ProcessorState, slot: int) -> ProcessorState:
+    """Free `slot`, whatever its request was doing, without a record; a free slot stays free.
+
+    Its statistics join the past, its records that wait for a draft message still come, and later
+    messages of its generation are counted as surplus.
+    """
+    _check_slot(state, slot)
+    if state.admitted.requests[slot] is None:
+        return state
+    admitted, columns = state.admitted, state.columns
+    requests = (*admitted.requests[:slot], None, *admitted.requests[slot + 1 :])
+    return replace(
+        state,
+        admitted=replace(
+            admitted,
+            requests=requests,
+            handed_over=_with(admitted.handed_over, slot, 0),
+            history=_with(admitted.history, slot, 0),
+            stop_keys=frozen(stopping.without_slot(admitted.stop_keys, slot)),
+        ),
+        columns=replace(
+            columns,
+            phase=_with(columns.phase, slot, Phase.FREE),
+            num_tokens=_with(columns.num_tokens, slot, 0),
+            drafts_hist=_with(columns.drafts_hist, slot, 0),
+            accepted_hist=_with(columns.accepted_hist, slot, 0),
+        ),
+        past=state.past + state.slot_statistics(slot),
+    )
+
+
+def totals(admitted: Admitted, columns: Columns) -> StatisticsSource:
+    """The columns that statistics come from; views, but for the token counts."""
+    delivered = frozen(columns.num_tokens - admitted.handed_over)
+    return StatisticsSource(delivered, columns.drafts_hist, columns.accepted_hist)
+
+
+def row_format(columns: Any, num_chosen: Any, mode: Any) -> Any:
+    """One integer for the shape and meaning of a request's rows; integers or int64 [B]."""
+    return columns | num_chosen << 16 | mode << 32
+
+
+def is_newer(generation: Any, than: Any) -> Any:
+    """Serial-number comparison of 32-bit counters (RFC 1982); integers or int64 [B]."""
+    ahead = (generation - than) & 0xFFFFFFFF
+    return (ahead > 0) & (ahead < 1 << 31)
+
+
+def frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array
+
+
+def _with(column: NDArray[Any], slot: int, value: Any) -> NDArray[Any]:
+    changed = column.copy()
+    changed[slot] = value
+    return frozen(changed)
+
+
+def _check_slot(state: ProcessorState, slot: int) -> None:
+    if not 0 <= slot < state.num_slots:
+        raise ProcessorError(f"slot {slot} does not exist: there are {state.num_slots}")
+
+
+def _check_progress(request: Request, progress: Progress) -> None:
+    params, tokens = request.params, list(progress.token_ids)
+    if len(tokens) >= params.max_tokens:
+        raise ProcessorError(
+            f"request {request.id!r} has emitted {len(tokens)} of {params.max_tokens} tokens: "
+            "nothing is left to emit"
+        )
+    if tokens and tokens[-1] in params.stop_token_ids:
+        raise ProcessorError(f"request {request.id!r} has ended with stop token {tokens[-1]}")
+    if stopping.sequence_ending(params, tokens) is not None:
+        raise ProcessorError(f"request {request.id!r} has ended with a stop sequence")
+    if tokens and params.columns and progress.cumulative_logprob is None:
+        raise ProcessorError(
+            f"request {request.id!r} asked for logprobs: its progress needs cumulative_logprob"
+        )

@@ -1,0 +1,55 @@
+"""Where a request ends: stop token ids and stop sequences, found for a whole batch at once.
+
+Every stop token, and the last token of every stop sequence, is a key (slot, token id) of one sorted
+table; a step looks all its tokens up in one search. Only the few hits are looked at one by one.
+Never jax.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec.requests import SamplingParams
+
+_END: NDArray[np.int64] = np.array([2**63 - 1])  # no key is larger: every search ends on an entry
+_END.flags.writeable = False
+
+
+def no_keys() -> NDArray[np.int64]:
+    return _END
+
+
+def keys_of(slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+    """One integer for each (slot, token id); arrays of one shape."""
+    keys: NDArray[np.int64] = slots << 32 | token_ids.view(np.uint32)
+    return keys
+
+
+def with_slot(keys: NDArray[np.int64], slot: int, params: SamplingParams) -> NDArray[np.int64]:
+    """The table with `slot`'s stop rules replaced by those of `params`."""
+    last = {*params.stop_token_ids, *(sequence[-1] for sequence in params.stop_sequences)}
+    ids = np.array(sorted(last), np.int32)
+    kept = without_slot(keys, slot)
+    return np.sort(np.concatenate([kept, keys_of(np.full(ids.size, slot, np.int64), ids)]))
+
+
+def without_slot(keys: NDArray[np.int64], slot: int) -> NDArray[np.int64]:
+    kept: NDArray[np.int64] = keys[keys >> 32 != slot]
+    return kept
+
+
+def candidates(keys: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The positions in `tokens` (from `keys_of`) that may end their request."""
+    return np.flatnonzero(keys[keys.searchsorted(tokens)] == tokens)
+
+
+def history_needed(params: SamplingParams) -> int:
+    """Earlier tokens that must be remembered to see every stop sequence that ends later."""
+    return max((len(sequence) - 1 for sequence in params.stop_sequences), default=0)
+
+
+def sequence_ending(params: SamplingParams, token_ids: list[int]) -> int | None:
+    """Index of the first of the stop sequences that `token_ids` ends with, or None."""
+    for index, sequence in enumerate(params.stop_sequences):
+        if len(sequence) <= len(token_ids) and token_ids[-len(sequence) :] == list(sequence):
+            return index
+    return None
