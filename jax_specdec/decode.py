@@ -15,7 +15,19 @@ from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 
 _KINDS = frozenset(Kind)
-_HEADER = struct.Struct("<8I")
+_HEADER = struct.Struct(f"<{wire.HEADER_WORDS}I")
+
+_LAST_STATE, _LAST_MODE = max(SlotState), max(LogprobsMode)
+
+# The slot fields as columns [8, 1]: one gather, shift and mask reads them all.
+_SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
+_SLOT_SHIFT = np.array([[field.shift] for field in wire.SLOT.values()], np.uint32)
+_SLOT_MASK = np.array([[field.maximum] for field in wire.SLOT.values()], np.uint32)
+
+_EMITS = np.zeros(
+    wire.SLOT["state"].maximum + 1, np.bool_
+)  # by state, also those that do not exist
+_EMITS[[SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN]] = True
 
 
 class MessageError(wire.WireError):
@@ -109,7 +121,9 @@ def decode(data: Any) -> Message:
             f"the header counts {num_slots} slots, {slots_end} words; the message has {words.size}"
         )
     slots = words[wire.HEADER_WORDS : slots_end].reshape(num_slots, wire.SLOT_WORDS)
-    fields = {name: field.get(slots).astype(np.int64) for name, field in wire.SLOT.items()}
+    columns = (slots.T[_SLOT_WORD] >> _SLOT_SHIFT & _SLOT_MASK).astype(np.int64)
+    columns.flags.writeable = False
+    fields = dict(zip(wire.SLOT, columns, strict=True))
     _check_slots(header["kind"], header["max_num_logprobs"], fields)
     layout = wire.layout(
         np, fields["num_tokens"], fields["num_rows"], fields["columns"], fields["num_chosen"]
@@ -118,9 +132,10 @@ def decode(data: Any) -> Message:
         raise MessageError(
             f"the slots' counts make {int(layout.num_words)} words; the message has {words.size}"
         )
-    tokens_end = slots_end + int(fields["num_tokens"].sum())
-    rows_end = tokens_end + int(fields["num_rows"].sum())
-    topk_begin = int(layout.topk_ids[0]) if num_slots else rows_end
+    sections = [slots_end] * 4  # where each payload array begins
+    if num_slots:
+        sections = [int(starts[0]) for starts in layout[:4]]
+    ids, ranks, logprobs, topk = sections
     return Message(
         kind=Kind(header["kind"]),
         max_num_logprobs=header["max_num_logprobs"],
@@ -129,14 +144,14 @@ def decode(data: Any) -> Message:
         step=header["step_high"] << 32 | header["step_low"],
         process_rank=header["process_rank"],
         **fields,
-        token_ids=words[slots_end:tokens_end].view(np.int32),
-        token_start=layout.token_ids - slots_end,
-        token_ranks=words[tokens_end:rows_end].view(np.int32),
-        row_start=layout.token_ranks - tokens_end,
-        logprobs=words[rows_end:topk_begin].view(np.float32),
-        logprob_start=layout.logprobs - rows_end,
-        topk_ids=words[topk_begin:].view(np.int32),
-        topk_start=layout.topk_ids - topk_begin,
+        token_ids=words[ids:ranks].view(np.int32),
+        token_start=layout.token_ids - ids,
+        token_ranks=words[ranks:logprobs].view(np.int32),
+        row_start=layout.token_ranks - ranks,
+        logprobs=words[logprobs:topk].view(np.float32),
+        logprob_start=layout.logprobs - logprobs,
+        topk_ids=words[topk:].view(np.int32),
+        topk_start=layout.topk_ids - topk,
         num_bytes=view.nbytes,
     )
 
@@ -180,26 +195,26 @@ def failed_checks(error_checks: int) -> list[str]:
 def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.int64]]) -> None:
     state, mode, columns = fields["state"], fields["mode"], fields["columns"]
     tokens, rows, chosen = fields["num_tokens"], fields["num_rows"], fields["num_chosen"]
-    emits = (state == SlotState.TOKENS) | (state == SlotState.PREFILL_FIRST_TOKEN)
+    drafts, emits, has_rows = fields["num_drafts"], _EMITS[state], columns > 0
     first = state == SlotState.PREFILL_FIRST_TOKEN
-    drafts, full = fields["num_drafts"], np.where(first, 1, tokens)
     if kind == Kind.TARGET:  # a + 1 of d + 1; a first token comes with every draft's id
-        wrong_tokens = emits & (
-            (tokens == 0) | (tokens > drafts + 1) | (first & (tokens <= drafts))
+        wrong_tokens = (
+            (emits != (tokens > 0)) | (tokens > drafts + 1) | (first & (tokens <= drafts))
         )
     elif kind == Kind.DRAFT:  # all of the drafts or, without logprobs, none
-        wrong_tokens = (tokens != drafts) & (tokens > 0)
+        wrong_tokens = (tokens > 0) & ((tokens != drafts) | ~emits)
     else:
-        wrong_tokens = drafts > 0
+        wrong_tokens = (drafts > 0) | ((tokens > 0) & ~emits)
     checks = (
-        (state > max(SlotState), "state", state),
-        (mode > max(LogprobsMode), "mode", mode),
+        (state > _LAST_STATE, "state", state),
+        (mode > _LAST_MODE, "mode", mode),
         (columns > max_num_logprobs + 1, "columns", columns),
-        (chosen > np.where(columns > 0, wire.MAX_CHOSEN, 0), "num_chosen", chosen),
-        ((tokens > 0) & ~emits, "num_tokens", tokens),
+        (chosen > has_rows * wire.MAX_CHOSEN, "num_chosen", chosen),
         (wrong_tokens, "num_tokens", tokens),
-        (rows != np.where((columns > 0) & emits, np.minimum(full, tokens), 0), "num_rows", rows),
+        (rows != np.where(first, tokens > 0, tokens) * has_rows, "num_rows", rows),
     )
+    if not np.concatenate([wrong for wrong, _, _ in checks]).any():
+        return
     for wrong, name, values in checks:
         if wrong.any():
             slot = int(wrong.argmax())
