@@ -103,6 +103,7 @@ def pack(
     num_rows = jnp.clip(slots.num_rows, 0, tokens)
     columns = jnp.clip(slots.columns, 0, k + 1)
     chosen = jnp.clip(slots.num_chosen, 0, num_extra)
+    largest_k = jnp.maximum(jnp.max(columns, initial=0) - 1, 0)
     layout = wire.layout(jnp, tokens, num_rows, columns, chosen)
     checks |= (layout.num_words > num_words).astype(jnp.uint32) << DeviceCheck.WORDS
 
@@ -136,7 +137,7 @@ def pack(
         "version": wire.VERSION,
         "magic": wire.MAGIC,
         "kind": kind,
-        "max_num_logprobs": jnp.maximum(jnp.max(slots.columns, initial=0) - 1, 0),
+        "max_num_logprobs": largest_k,
         "running": running,
         "draft_follows": draft_follows,
         "error": checks != 0,

@@ -1,0 +1,97 @@
+"""The control channel: what the engine tells its model worker, one JSON object a line. Never jax.
+
+Only the way to the worker; everything that comes back travels through shared memory. The end of
+the channel means that the engine is gone, so a worker never outlives it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ipc.wire import LogprobsMode
+from jax_specdec.requests import Request, SamplingParams
+
+
+class ControlError(ValueError):
+    """A line that is not a command; says what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The first command: what to run, and where its messages go."""
+
+    ring: str  # the name of the ring to attach to
+    weights: str  # a safetensors file; empty for the weights that come with the package
+    drafter: str  # "mtp", "ngram" or "none"
+    num_drafts: int
+    num_slots: int
+    max_length: int  # prompt and emitted tokens of a request
+    prefill_chunk: int = 64  # prompt tokens between two steps
+    process_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admit:
+    """Run `request` in `slot`; its messages carry `generation`."""
+
+    slot: int
+    generation: int
+    request: Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """Stop what runs in `slot`, if it is still that generation."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shutdown:
+    """Finish the step under way and end the stream."""
+
+
+Command = Start | Admit | Release | Shutdown
+_COMMANDS: dict[str, Callable[..., Command]] = {
+    "start": Start,
+    "admit": Admit,
+    "release": Release,
+    "shutdown": Shutdown,
+}
+
+
+def to_line(command: Command) -> str:
+    """One line, with its newline."""
+    name = type(command).__name__.lower()
+    return json.dumps({"command": name, **asdict(command)}) + "\n"
+
+
+def from_line(line: str) -> Command:
+    """The command of one line.
+
+    Raises:
+      ControlError: the line is not one whole command.
+    """
+    try:
+        fields = json.loads(line)
+        make = _COMMANDS[fields.pop("command")]
+        if make is Admit:
+            fields["request"] = _request(fields["request"])
+        return make(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ControlError(f"not a command: {line[:200]!r} ({error!r})") from error
+
+
+def _request(fields: dict[str, Any]) -> Request:
+    params = dict(fields["params"])
+    params["logprobs_mode"] = LogprobsMode(params["logprobs_mode"])
+    for name in ("stop_token_ids", "extra_token_ids"):
+        params[name] = tuple(params[name])
+    params["stop_sequences"] = tuple(tuple(ids) for ids in params["stop_sequences"])
+    return Request(
+        id=fields["id"],
+        prompt_token_ids=tuple(fields["prompt_token_ids"]),
+        params=SamplingParams(**params),
+    )
