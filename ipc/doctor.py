@@ -1,0 +1,127 @@
+"""Finds and removes what dead processes left in /dev/shm.
+
+A ring whose both sides had attached leaves nothing. A creator that was killed before that leaves
+its names: memory, semaphores, perhaps a FIFO. Each name says who created it (pid, start time, pid
+namespace), so whether it is a leftover is decided without opening it. Only names of dead creators
+are removed: of live ones, of other pid namespaces and of other users they are listed and kept.
+
+    python -m ipc.doctor [--remove]
+"""
+
+import argparse
+import contextlib
+import os
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ipc.peers import ProcessIdentity, is_alive, pid_namespace
+from ipc.segment import PREFIX, SEMAPHORES, SHM_DIRECTORY, creator_of
+
+State = Literal["dead", "alive", "other namespace", "other user"]
+
+
+@dataclass(frozen=True, slots=True)
+class RingFile:
+    """One name of a ring in /dev/shm.
+
+    Attributes:
+      path: the file.
+      kind: "memory", "semaphore" or "doorbell".
+      size: bytes that it occupies.
+      creator: from the name.
+      state: "dead" means that it is a leftover and may be removed.
+    """
+
+    path: Path
+    kind: str
+    size: int
+    creator: ProcessIdentity
+    state: State
+
+
+def find_ring_files(directory: Path = SHM_DIRECTORY) -> list[RingFile]:
+    """Lists every name of a ring in `directory`, sorted by path. Opens and changes nothing."""
+    found = []
+    for entry in sorted(directory.iterdir()):
+        parsed = _parse(entry.name)
+        if parsed is None:
+            continue
+        kind, creator = parsed
+        try:
+            status = entry.lstat()
+        except FileNotFoundError:
+            continue  # its owner was faster
+        right_type = stat.S_ISFIFO if kind == "doorbell" else stat.S_ISREG
+        if right_type(status.st_mode):
+            state = _state(creator, status.st_uid)
+            found.append(RingFile(entry, kind, status.st_blocks * 512, creator, state))
+    return found
+
+
+def remove_leftovers(files: list[RingFile]) -> list[RingFile]:
+    """Removes the files of dead creators, and returns those that it removed."""
+    removed = []
+    for file in files:
+        if file.state == "dead":
+            # The dead do not come back: nobody can have taken the name over meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                file.path.unlink()
+            removed.append(file)
+    return removed
+
+
+def report(files: list[RingFile], removed: list[RingFile]) -> str:
+    """Returns the text for a person."""
+    if not files:
+        return f"no rings in {SHM_DIRECTORY}: nothing was left behind"
+    lines = []
+    for file in files:
+        what = "removed" if file in removed else file.state
+        lines.append(f"{what:16} {file.size:>12,} B  pid {file.creator.pid:<8} {file.path}")
+    leftovers = [file for file in files if file.state == "dead" and file not in removed]
+    lines.append(
+        f"{len(files)} names: {len(removed)} removed, {len(leftovers)} left by dead processes"
+    )
+    if leftovers:
+        lines.append("run again with --remove to remove them")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the report; exit status 1 while leftovers remain."""
+    parser = argparse.ArgumentParser(prog="python -m ipc.doctor", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
+    options = parser.parse_args(arguments)
+    files = find_ring_files()
+    removed = remove_leftovers(files) if options.remove else []
+    print(report(files, removed))
+    return int(any(file.state == "dead" and file not in removed for file in files))
+
+
+def _parse(file_name: str) -> tuple[str, ProcessIdentity] | None:
+    kind, ring = "memory", file_name
+    if file_name.startswith(f"sem.{PREFIX}."):
+        ring, _, suffix = file_name.removeprefix("sem.").rpartition(".")
+        kind = "semaphore"
+        if suffix not in SEMAPHORES:
+            return None
+    elif file_name.endswith(".bell"):
+        kind, ring = "doorbell", file_name.removesuffix(".bell")
+    creator = creator_of(f"/{ring}")
+    return None if creator is None else (kind, creator)
+
+
+def _state(creator: ProcessIdentity, owner: int) -> State:
+    if owner != os.geteuid():
+        return "other user"
+    if creator.pid_namespace != pid_namespace():
+        return "other namespace"
+    return "alive" if is_alive(creator) else "dead"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

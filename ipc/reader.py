@@ -1,0 +1,230 @@
+"""The consumer's side of the ring. The protocol, and the labels used here, are in ipc.ring."""
+
+import select
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from time import monotonic_ns
+from typing import NamedTuple
+
+from ipc.errors import CorruptMessage, EndOfStream, RingError, RingTimeout
+from ipc.layout import (
+    FLAG_CHECKSUM,
+    FLAG_DOORBELL,
+    FLAG_END,
+    SLOT_FIELDS,
+    SLOT_HEADER,
+    SLOT_MAGIC,
+    VERSION,
+    Role,
+)
+from ipc.peers import PeerWatch
+from ipc.side import RingCounters, Side
+from ipc.waiting import SLICE_NS, deadline_after
+
+
+class ReceivedMessage(NamedTuple):
+    """One message, owned by the receiver.
+
+    Attributes:
+      data: the payload, a copy. np.frombuffer(data, dtype) views it as a read-only array.
+      sequence: 0, 1, 2, ... without gaps.
+      send_time_ns: CLOCK_MONOTONIC at the commit, in ns; the sender's claim.
+      receive_time_ns: CLOCK_MONOTONIC when the copy was complete, in ns.
+    """
+
+    data: bytes
+    sequence: int
+    send_time_ns: int
+    receive_time_ns: int
+
+
+class RingReader(Side):
+    """The consumer. One thread at a time; not for forked children."""
+
+    _role = Role.CONSUMER
+    _undelivered: ReceivedMessage | None = None
+    _over: RingError | None = None
+    _next_look_ns = 0
+    _said_goodbye = False
+    _epoll: select.epoll | None = None
+
+    def receive(self, timeout: float | None = None) -> ReceivedMessage:
+        """Returns the next message, waiting up to `timeout` seconds (None: as long as it takes).
+
+        Raises:
+          RingTimeout: nothing came in time.
+          EndOfStream: the producer closed its side and everything was delivered.
+          PeerDied: the producer died; everything that it had committed was delivered.
+          CorruptMessage: the shared memory holds what no producer of this session wrote.
+        """
+        self._begin()
+        try:
+            if self._undelivered is None:
+                if self._over is not None:
+                    raise self._over.with_traceback(None)
+                if not self._items.take(deadline_after(timeout)):
+                    raise RingTimeout(f"no message within {timeout} s")
+                self._read_slot()
+            return self._hand_out()
+        finally:
+            self._busy = False
+
+    def try_receive(self) -> ReceivedMessage | None:
+        """Returns the next message if one is there, else None: receive(timeout=0) without the
+        cost of an exception. Raises as receive() does when nothing more can come."""
+        self._begin()
+        try:
+            if self._undelivered is None:
+                if self._over is not None:
+                    raise self._over.with_traceback(None)
+                if not self._items.held and not self._items.grab() and not self._glance():
+                    return None
+                self._read_slot()
+            return self._hand_out()
+        finally:
+            self._busy = False
+
+    def __iter__(self) -> Iterator[ReceivedMessage]:
+        """Yields every message up to the end of the stream."""
+        while True:
+            try:
+                message = self.receive()
+            except EndOfStream:
+                return
+            yield message
+
+    def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
+        """Yields every message in an asyncio program. Needs doorbell=True."""
+        from ipc import aio  # importing asyncio takes longer than everything else here
+
+        return aio.messages(self)
+
+    def ready(self) -> bool:
+        """Says, at the cost of one load, whether try_receive() has something at once."""
+        return bool(
+            self._undelivered is not None
+            or self._over is not None
+            or self._items.held
+            or (not self._closed and self._segment.semaphores["items"].value)
+        )
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable while there may be something to receive.
+
+        It stays the same for the ring's life. Raises RingError without doorbell=True.
+        """
+        if self._bell is None:
+            raise RingError("this ring has no descriptor: create it with doorbell=True")
+        if self._epoll is None:
+            self._epoll = select.epoll()
+            self._epoll.register(self._bell.fileno(), select.EPOLLIN)
+            self._show_death_on_epoll()
+        return self._epoll.fileno()
+
+    def close(self) -> None:
+        super().close()
+        if self._epoll is not None:
+            self._epoll.close()
+
+    def _replace_watch(self, watch: PeerWatch) -> None:
+        super()._replace_watch(watch)
+        self._show_death_on_epoll()
+
+    def _show_death_on_epoll(self) -> None:
+        if self._epoll is None or self._watch is None or self._bell is None:
+            return
+        fd = self._watch.fileno()
+        if fd is None:
+            self._bell.ring()  # dead already
+        else:
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def successor(self) -> "RingReader":
+        """Closes this ring and creates an empty one of the same shape, for a restarted producer.
+
+        Pass the new ring's name to the new producer; `wait_attached` waits for it.
+        """
+        geometry = self._segment.header.geometry
+        flags = self._segment.header.flags
+        self.close()
+        return RingReader.create(
+            geometry.num_slots,
+            geometry.slot_bytes,
+            wait=self._wait_policy,
+            checksum=bool(flags & FLAG_CHECKSUM),
+            doorbell=bool(flags & FLAG_DOORBELL),
+        )
+
+    def counters(self) -> RingCounters:
+        """Returns this side's numbers."""
+        depth = 0 if self._closed else self._segment.semaphores["items"].value
+        return self._count(depth, self._items)
+
+    def _glance(self) -> bool:
+        """Looks again with a quiet doorbell, and at the peer now and then; True if a unit came."""
+        if self._bell is not None:
+            self._bell.quiet()
+            if self._items.grab():
+                return True
+        now = monotonic_ns()
+        if now < self._next_look_ns and self._bell is None:
+            return False
+        self._next_look_ns = now + SLICE_NS
+        problem = self._obstacle()
+        if problem is None:
+            return False
+        if self._items.grab():
+            return True
+        raise problem
+
+    def _read_slot(self) -> None:
+        sequence = self._sequence
+        index = sequence % self._physical_slots
+        # COMMITTED: stored before the post that was taken. One copy, then only the copy is used.
+        fields, crc = SLOT_HEADER.unpack_from(self._buffer, self._offsets[index])
+        magic, version, flags, number, session, size, sent_ns, checksum = SLOT_FIELDS.unpack(fields)
+        if (
+            crc != zlib.crc32(fields)
+            or magic != SLOT_MAGIC
+            or version != VERSION
+            or flags & ~FLAG_END
+            or session != self._session
+            or number != sequence
+            or size > self._slot_bytes
+        ):
+            self._fail(
+                f"the header of message {sequence} is damaged: magic {magic:#x}, version {version}"
+                f", flags {flags:#x}, sequence {number}, {size} bytes, CRC {crc:#x}"
+            )
+        if flags == FLAG_END:
+            self._over = EndOfStream(f"the producer closed the ring after {sequence} messages")
+            raise self._over
+        data = self._payloads[index][:size].tobytes()
+        if self._digest is not None and self._digest(data) != checksum:
+            self._fail(f"the payload of message {sequence} ({size} bytes) has a wrong checksum")
+        message = ReceivedMessage(data, sequence, sent_ns, monotonic_ns())
+        self._undelivered = message
+        self._sequence = sequence + 1
+        self._payload_bytes += size
+        self._words[self._my_position] = sequence + 1
+        self._items.held = []
+        self._post_free()  # CONSUMED
+
+    def _hand_out(self) -> ReceivedMessage:
+        message = self._undelivered
+        assert message is not None
+        self._undelivered = None
+        return message
+
+    def _fail(self, what: str) -> None:
+        self._over = CorruptMessage(f"{what}. Nothing after it can be trusted: the ring is over")
+        raise self._over
+
+    def _last_crossed(self) -> int:
+        return self._sequence - 1
+
+    def _say_goodbye(self) -> None:
+        if not self._said_goodbye:
+            self._words[self._my_closed] = 1
+            self._said_goodbye = True
+            self._post_free()  # GOODBYE

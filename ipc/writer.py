@@ -1,0 +1,128 @@
+"""The producer's side of the ring. The protocol, and the labels used here, are in ipc.ring."""
+
+import zlib
+from time import monotonic_ns
+
+import numpy as np
+
+from ipc.errors import MessageTooLarge, PeerClosed, RingFull
+from ipc.layout import FLAG_END, SLOT_FIELDS, SLOT_HEADER, SLOT_MAGIC, VERSION, Role
+from ipc.side import RingCounters, Side
+from ipc.waiting import SLICE_NS, deadline_after
+
+
+class RingWriter(Side):
+    """The producer. One thread at a time; not for forked children."""
+
+    _role = Role.PRODUCER
+    _bell_owed = False
+    _next_look_ns = 0
+    _ended = False
+
+    def send(self, *parts: object, timeout: float | None = None) -> int:
+        """Sends one message: the bytes of `parts`, one after the other.
+
+        Args:
+          parts: bytes-like objects or C-contiguous ndarrays of any dtype. They are copied before
+            send() returns, so they may be reused at once.
+          timeout: seconds to wait while the ring is full; None waits as long as the consumer
+            lives, 0 raises at once.
+
+        Returns the message's sequence number.
+
+        Raises:
+          RingFull: no slot became free in time. Nothing was sent.
+          MessageTooLarge: the parts exceed slot_bytes. Nothing was sent.
+          PeerClosed, PeerDied: the consumer is gone.
+          TypeError, ValueError: a part has no buffer, or is not contiguous.
+        """
+        self._begin()
+        try:
+            views = [_as_bytes(part) for part in parts]
+            size = sum(map(len, views))
+            if size > self._slot_bytes:
+                raise MessageTooLarge(size, self._slot_bytes)
+            if not self._free.take(deadline_after(timeout)):
+                raise RingFull(
+                    f"all {self.capacity} slots were full for {timeout} s: the consumer is behind"
+                )
+            if self._words[self._peer_closed]:  # GOODBYE
+                raise PeerClosed(f"the consumer closed ring {self.name}")
+            now = monotonic_ns()
+            if now >= self._next_look_ns:
+                # A ring that never fills up would not notice a dead consumer for long.
+                self._next_look_ns = now + SLICE_NS
+                self._raise_if_hopeless()
+            return self._commit(views, size, 0)
+        finally:
+            self._busy = False
+
+    def counters(self) -> RingCounters:
+        """Returns this side's numbers."""
+        depth = 0 if self._closed else self._sequence - self._peer_progress()
+        return self._count(depth, self._free)
+
+    def _commit(self, views: list[memoryview], size: int, flags: int) -> int:
+        sequence = self._sequence
+        index = sequence % self._physical_slots
+        payload = self._payloads[index]
+        start = 0
+        for view in views:
+            end = start + len(view)
+            payload[start:end] = view  # CONSUMED: the slot's last reader is done
+            start = end
+        checksum = 0 if self._digest is None else self._digest(payload[:size])
+        fields = SLOT_FIELDS.pack(
+            SLOT_MAGIC, VERSION, flags, sequence, self._session, size, monotonic_ns(), checksum
+        )
+        SLOT_HEADER.pack_into(self._buffer, self._offsets[index], fields, zlib.crc32(fields))
+        self._sequence = sequence + 1
+        self._payload_bytes += size
+        self._ended = flags == FLAG_END
+        self._bell_owed = self._bell is not None
+        self._free.held = []
+        self._post_items()  # COMMITTED
+        if self._bell_owed:
+            self._ring_bell()
+        return sequence
+
+    def _ring_bell(self) -> None:
+        if self._bell is not None:
+            self._bell.ring()
+        self._bell_owed = False
+
+    def _peer_progress(self) -> int:
+        # The consumer's word, hence a claim: it can never be more than was sent.
+        return min(self._words[self._peer_position], self._sequence)
+
+    def _last_crossed(self) -> int:
+        return self._peer_progress() - 1
+
+    def _obstacle(self) -> Exception | None:
+        if self._words[self._peer_closed]:
+            return PeerClosed(f"the consumer closed ring {self.name}")
+        return super()._obstacle()
+
+    def _raise_if_hopeless(self) -> None:
+        problem = self._obstacle()
+        if problem is not None:
+            raise problem
+
+    def _say_goodbye(self) -> None:
+        if not self._ended:
+            self._commit([], 0, FLAG_END)
+        if self._bell_owed:
+            self._ring_bell()
+
+
+def _as_bytes(part: object) -> memoryview:
+    if isinstance(part, np.ndarray):
+        if not part.flags.c_contiguous:
+            raise ValueError("an array must be C-contiguous: send np.ascontiguousarray(array)")
+        part = part.reshape(-1).view(np.uint8)  # any dtype, bfloat16 too
+    view = memoryview(part)  # type: ignore[arg-type]
+    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
+        return view
+    if not view.c_contiguous:
+        raise ValueError("a buffer must be C-contiguous: send a copy of it")
+    return view.cast("B") if view.nbytes else memoryview(b"")
