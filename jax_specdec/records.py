@@ -291,7 +291,8 @@ class Record:
     def handover_draft_ids(self) -> NDArray[np.int32] | None:
         """[d] int32, drafts for the next step that came with a prefill's first token.
 
-        None in any other record, and where the first token ended the request by itself.
+        None in any other record, and where nobody goes on: the request ended for another reason
+        than the hand-over.
         """
         message = self.batch.message
         if message is None or message.state[self.slot] != SlotState.PREFILL_FIRST_TOKEN:

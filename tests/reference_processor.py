@@ -1,0 +1,270 @@
+"""The output processor again: slow, obvious, one token at a time, no code of the product.
+
+Slots of a message are any objects with the attributes of a slot's contents (`state`, `generation`,
+`token_ids`, ...), as nested Python lists; states and reasons are compared by name. Records are
+plain dictionaries.
+"""
+
+
+class Refused(Exception):
+    """The reference says that this message cannot be."""
+
+
+class Occupant:
+    """One request's stay in one slot."""
+
+    def __init__(self, request, slot, generation, prefill, token_ids, cumulative_logprob):
+        self.request = request
+        self.slot = slot
+        self.generation = generation
+        self.prefill = prefill
+        self.token_ids = list(token_ids)
+        self.cumulative_logprob = cumulative_logprob
+        self.phase = "running"
+        self.steps = []  # (drafts proposed, drafts accepted) of every step with tokens
+        self.delivered = 0
+
+    def statistics(self):
+        return {"steps": sorted(self.steps), "num_tokens": self.delivered}
+
+    def stop_after_newest_token(self):
+        """(reason, what stopped it) when the newest token ends the request, else None."""
+        params = self.request.params
+        if self.token_ids[-1] in params.stop_token_ids:
+            return "STOP_TOKEN", self.token_ids[-1]
+        for sequence in params.stop_sequences:
+            if tuple(self.token_ids[-len(sequence) :]) == tuple(sequence):
+                return "STOP_SEQUENCE", tuple(sequence)
+        if len(self.token_ids) == params.max_tokens:
+            return "LENGTH", None
+        if self.prefill:
+            return "PREFILL_HANDOVER", None
+        return None
+
+
+class ReferenceProcessor:
+    def __init__(self, num_slots, first_step=0):
+        self.slots = [None] * num_slots
+        self.last_generation = [-1] * num_slots
+        self.next_step = first_step
+        self.waiting = []  # records of step next_step - 1
+        self.early_draft = None  # slots of the draft message of step next_step
+        self.past_statistics = []
+        self.cut_tokens = self.surplus_tokens = self.late_slots = self.late_drafts = 0
+        self.preempted = 0
+        self.finished = []
+
+    def admit(self, slot, generation, request, prefill, token_ids, cumulative_logprob):
+        assert self.slots[slot] is None
+        self.slots[slot] = Occupant(
+            request, slot, generation, prefill, token_ids, cumulative_logprob or 0.0
+        )
+        self.last_generation[slot] = generation
+
+    def release(self, slot):
+        if self.slots[slot] is not None:
+            self.past_statistics.append(self.slots[slot].statistics())
+            self.slots[slot] = None
+
+    def abort(self, request_id):
+        for occupant in self.slots:
+            if occupant is not None and occupant.request.id == request_id:
+                return self.end(occupant, "ABORT")
+        return []
+
+    def flush(self, reason):
+        ended = []
+        if reason is not None:
+            for occupant in self.slots:
+                if occupant is not None:
+                    ended += self.end(occupant, reason)
+        released, self.waiting = self.waiting, []
+        if self.early_draft is not None:
+            self.late_drafts += sum(len(slot.token_ids) > 0 for slot in self.early_draft)
+            self.early_draft = None
+        return released + ended
+
+    def end(self, occupant, reason):
+        """One record that says so: the one that waits for a draft message, or an empty one."""
+        if occupant.phase not in ("running", "preempted"):
+            return []
+        occupant.phase = "ended"
+        self.finished.append(reason)
+        record = self.empty_record(occupant, self.next_step - 1)
+        for waiting in self.waiting:
+            if (waiting["slot"], waiting["generation"]) == (occupant.slot, occupant.generation):
+                record = waiting
+        self.waiting = [waiting for waiting in self.waiting if waiting is not record]
+        record["reschedule"] = False
+        record["finish_reason"] = reason
+        record["handover_draft_ids"] = None  # nobody will go on
+        record["statistics"] = occupant.statistics()
+        return [record]
+
+    def target(self, step, draft_follows, slots):
+        if step != self.next_step:
+            raise Refused("steps are lost or came twice")
+        self.check(slots)
+        records = []
+        for slot, contents in enumerate(slots):
+            record = self.slot_record(step, slot, contents)
+            if record is not None:
+                records.append(record)
+        released, self.waiting = self.waiting, []
+        self.next_step += 1
+        if self.early_draft is not None:
+            self.join(records, self.early_draft)
+            self.early_draft = None
+            return released + records
+        if draft_follows:
+            self.waiting = records
+            return released
+        return released + records
+
+    def draft(self, step, slots):
+        if step == self.next_step - 1 and self.waiting:
+            released, self.waiting = self.waiting, []
+            self.join(released, slots)
+            return released
+        if step < self.next_step:
+            self.late_drafts += sum(len(slot.token_ids) > 0 for slot in slots)
+            return []
+        if step > self.next_step or self.early_draft is not None:
+            raise Refused("targets are lost, or the draft came twice")
+        self.early_draft = slots
+        released, self.waiting = self.waiting, []
+        return released
+
+    def check(self, slots):
+        for slot, contents in enumerate(slots):
+            if contents.state.name in ("NOTHING", "STOPPED"):
+                continue
+            if contents.generation > self.last_generation[slot]:
+                raise Refused("a generation that was never admitted")
+            occupant = self.slots[slot]
+            if (
+                contents.state.name == "PREFILL_FIRST_TOKEN"
+                and self.is_about(contents, occupant)
+                and occupant.token_ids
+            ):
+                raise Refused("a first token after other tokens")
+
+    @staticmethod
+    def is_about(contents, occupant):
+        return (
+            occupant is not None
+            and occupant.generation == contents.generation
+            and occupant.phase == "running"
+        )
+
+    def slot_record(self, step, slot, contents):
+        kind, occupant = contents.state.name, self.slots[slot]
+        if kind in ("NOTHING", "STOPPED"):
+            return None
+        first = kind == "PREFILL_FIRST_TOKEN"
+        token_ids = contents.token_ids[:1] if first else contents.token_ids
+        if not self.is_about(contents, occupant):
+            if contents.generation == self.last_generation[slot]:
+                self.surplus_tokens += len(token_ids)
+            else:
+                self.late_slots += 1
+            return None
+        record = self.empty_record(occupant, step)
+        if kind == "PREEMPTED":
+            occupant.phase = "preempted"
+            self.preempted += 1
+            record["reschedule"] = True
+            record["statistics"] = occupant.statistics()
+            return record
+        if kind == "RECOVERY_STOP":
+            occupant.phase = "ended"
+            self.finished.append("RECOVERY_ERROR")
+            record["finish_reason"] = "RECOVERY_ERROR"
+            record["statistics"] = occupant.statistics()
+            return record
+        record["num_drafts"] = 0 if first else contents.num_drafts
+        record["num_accepted"] = len(token_ids) - 1
+        occupant.steps.append((record["num_drafts"], record["num_accepted"]))
+        for j in range(len(token_ids)):
+            if occupant.phase == "ended":
+                self.cut_tokens += 1
+            else:
+                self.deliver(occupant, record, contents, j)
+        if first and record["finish_reason"] in (None, "PREFILL_HANDOVER"):
+            record["handover_draft_ids"] = contents.token_ids[1:]
+        if occupant.phase == "ended":
+            record["statistics"] = occupant.statistics()
+        return record
+
+    def deliver(self, occupant, record, contents, j):
+        """Token j of this step, with its row."""
+        columns = contents.columns
+        record["token_ids"].append(contents.token_ids[j])
+        occupant.token_ids.append(contents.token_ids[j])
+        occupant.delivered += 1
+        if columns:
+            row = contents.logprobs[j]
+            record["logprobs"].append(row[:columns])
+            record["chosen_logprobs"].append(row[columns:])
+            record["topk_ids"].append(contents.topk_ids[j])
+            record["token_ranks"].append(contents.token_ranks[j])
+            record["valid"].append(contents.token_ranks[j] != 0)
+            occupant.cumulative_logprob += row[0]
+            record["cumulative_logprob"] = occupant.cumulative_logprob
+        stop = occupant.stop_after_newest_token()
+        if stop is not None:
+            reason, what = stop
+            occupant.phase = "ended"
+            self.finished.append(reason)
+            record["finish_reason"] = reason
+            record["stop_token_id"] = what if reason == "STOP_TOKEN" else None
+            record["stop_sequence"] = what if reason == "STOP_SEQUENCE" else None
+
+    def join(self, records, draft_slots):
+        joined = 0
+        for record in records:
+            contents = draft_slots[record["slot"]]
+            if contents.generation == record["generation"] and contents.token_ids:
+                joined += 1
+                record["draft_token_ids"] = contents.token_ids
+                if contents.columns:
+                    columns = contents.columns
+                    record["draft_logprobs"] = [row[:columns] for row in contents.logprobs]
+                    record["draft_token_ranks"] = contents.token_ranks
+                    record["draft_topk_ids"] = contents.topk_ids
+        self.late_drafts += sum(len(slot.token_ids) > 0 for slot in draft_slots) - joined
+
+    def empty_record(self, occupant, step):
+        asked = occupant.request.params.logprobs is not None
+        names = ("logprobs", "chosen_logprobs", "token_ranks", "topk_ids", "valid")
+        return {
+            "request_id": occupant.request.id,
+            "slot": occupant.slot,
+            "generation": occupant.generation,
+            "step": step,
+            "token_ids": [],
+            **{name: [] if asked else None for name in names},
+            "cumulative_logprob": occupant.cumulative_logprob if asked else None,
+            "num_drafts": 0,
+            "num_accepted": 0,
+            "finish_reason": None,
+            "stop_token_id": None,
+            "stop_sequence": None,
+            "reschedule": False,
+            "handover_draft_ids": None,
+            "draft_token_ids": None,
+            "draft_logprobs": None,
+            "draft_token_ranks": None,
+            "draft_topk_ids": None,
+            "statistics": None,
+        }
+
+    def statistics(self):
+        """Of all requests, past and present."""
+        every = self.past_statistics + [
+            occupant.statistics() for occupant in self.slots if occupant is not None
+        ]
+        return {
+            "steps": sorted(step for each in every for step in each["steps"]),
+            "num_tokens": sum(each["num_tokens"] for each in every),
+        }

@@ -1,0 +1,465 @@
+"""The processor against its slow reference, driven through random lives of its slots.
+
+The same machine, given a processor with one deliberate fault, must notice: each fault below is a
+trap that the seed system fell into, or a way to get the contract wrong.
+"""
+
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ipc.wire import Kind, LogprobsMode, SlotState
+from jax_specdec import emission, output_processor
+from jax_specdec.decode import decode
+from jax_specdec.encode import SlotContents, encode
+from jax_specdec.output_processor import ProcessorError, ProcessorState, Progress
+from jax_specdec.records import FinishReason
+from jax_specdec.requests import Request, SamplingParams
+from tests.reference_processor import ReferenceProcessor, Refused
+
+SLOTS = 4
+VOCABULARY = 5
+PRODUCT = SimpleNamespace(
+    **{name: getattr(output_processor, name) for name in ("admit", "release", "abort", "step")},
+    flush=output_processor.flush,
+)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def random_params(rng):
+    logprobs = rng.choice((None, 0, 1, 3))
+    return SamplingParams(
+        max_tokens=rng.choice((1, 2, 5, 12, 30)),
+        stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 1)))),
+        stop_sequences=tuple(
+            tuple(rng.choices(range(VOCABULARY), k=rng.choice((1, 3, 3, 4))))
+            for _ in range(rng.choice((0, 1, 3)))
+        ),
+        logprobs=logprobs,
+        logprobs_mode=rng.choice(list(LogprobsMode)),
+        extra_token_ids=tuple(range(rng.randint(0, 2))) if logprobs is not None else (),
+        draft_logprobs=rng.random() < 0.5,
+    )
+
+
+def random_rows(rng, params, n, **fields):
+    """Slot fields for n tokens, rows included, some of them invalid."""
+    columns, chosen = params.columns, len(params.extra_token_ids)
+    rows = n if columns else 0
+    if fields["state"] is SlotState.PREFILL_FIRST_TOKEN:
+        rows = min(rows, 1)
+    invalid = [rng.random() < 0.05 for _ in range(rows)]
+    values = [0.0, -0.125, -1.5, -3.25, -math.inf]
+    return SlotContents(
+        token_ids=[rng.randrange(VOCABULARY) for _ in range(n)],
+        mode=params.logprobs_mode,
+        columns=columns,
+        num_chosen=chosen,
+        token_ranks=[0 if bad else rng.randint(1, 9) for bad in invalid],
+        logprobs=[
+            [math.nan if bad else rng.choice(values) for _ in range(columns + chosen)]
+            for bad in invalid
+        ],
+        topk_ids=[
+            [-1 if bad else rng.randrange(VOCABULARY) for _ in range(columns - 1)]
+            for bad in invalid
+        ],
+        **fields,
+    )
+
+
+def random_target_slot(rng, params, generation, *, fresh):
+    states = [SlotState.TOKENS] * 30 + list(SlotState)
+    state = rng.choice(states)
+    if state is SlotState.PREFILL_FIRST_TOKEN and not fresh:
+        state = SlotState.TOKENS
+    drafts = rng.choice((0, 0, 1, 2, 4))
+    if state is SlotState.TOKENS:
+        n = rng.randint(1, drafts + 1)
+    elif state is SlotState.PREFILL_FIRST_TOKEN:
+        n = drafts + 1
+    else:
+        return SlotContents(state=state, generation=generation, num_drafts=drafts)
+    return random_rows(rng, params, n, state=state, generation=generation, num_drafts=drafts)
+
+
+def random_draft_slot(rng, params, generation):
+    n = rng.choice((0, 1, 2, 4))
+    asked = params if params.draft_logprobs else SamplingParams()
+    return random_rows(rng, asked, n, state=SlotState.TOKENS, generation=generation, num_drafts=n)
+
+
+def plain(value):
+    """NumPy values as Python's; NaN as a string, so that it equals itself."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    return value
+
+
+def as_dict(record, reference_names):
+    """A record of the product in the words of the reference."""
+    values = {name: plain(getattr(record, name)) for name in reference_names}
+    reason, statistics = record.finish_reason, record.statistics
+    values["finish_reason"] = None if reason is None else reason.name
+    values["statistics"] = None if statistics is None else marginals_of(statistics)
+    return values
+
+
+def marginals_of(statistics):
+    return statistics.steps_by_drafts, statistics.steps_by_accepted, statistics.num_tokens
+
+
+def marginals(reference):
+    """The reference's list of (drafts, accepted) as two histograms."""
+    if reference is None:
+        return None
+    histograms = []
+    for axis in (0, 1):
+        counts = [step[axis] for step in reference["steps"]]
+        histograms.append(tuple(counts.count(n) for n in range(max(counts, default=-1) + 1)))
+    return (*histograms, reference["num_tokens"])
+
+
+class Machine(RuleBasedStateMachine):
+    """Both processors, fed the same."""
+
+    product = PRODUCT
+
+    @initialize(first_step=st.sampled_from((0, 2**40)))
+    def begin(self, first_step):
+        self.state = ProcessorState.empty(SLOTS, first_step=first_step)
+        self.reference = ReferenceProcessor(SLOTS, first_step)
+        self.params = [{} for _ in range(SLOTS)]  # by slot and generation
+        self.names = 0
+        self.preempted = []  # (request, progress), to be scheduled again
+
+    @rule(seed=SEEDS, slot=st.integers(0, SLOTS - 1), again=st.booleans())
+    def admit(self, seed, slot, again):
+        if self.reference.slots[slot] is not None:
+            return
+        rng = random.Random(seed)
+        progress = Progress()
+        if again and self.preempted:
+            request, progress = self.preempted.pop()
+        else:
+            self.names += 1
+            params = random_params(rng)
+            request = Request(id=str(self.names), prompt_token_ids=(1,), params=params)
+            if rng.random() < 0.2 and params.max_tokens > 1 and not params.stop_token_ids:
+                brought = (VOCABULARY + 1,)  # in no stop rule
+                progress = Progress(token_ids=brought, cumulative_logprob=-0.75)
+        prefill = rng.random() < 0.15
+        generation = self.reference.last_generation[slot] + rng.randint(1, 3)
+        self.params[slot][generation] = request.params
+        self.state = self.product.admit(
+            self.state, slot, generation, request, prefill=prefill, handed_over=progress
+        )
+        self.reference.admit(
+            slot, generation, request, prefill, progress.token_ids, progress.cumulative_logprob
+        )
+
+    @rule(
+        slot=st.integers(0, SLOTS - 1), ended_only=st.sampled_from((True, True, True, True, False))
+    )
+    def release(self, slot, ended_only):
+        occupant = self.reference.slots[slot]
+        if ended_only and (occupant is None or occupant.phase == "running"):
+            return
+        self.state = self.product.release(self.state, slot)
+        self.reference.release(slot)
+
+    @rule(seed=SEEDS)
+    def abort(self, seed):
+        rng = random.Random(seed)
+        name = str(rng.randint(1, self.names + 1))  # perhaps unknown, or ended long ago
+        occupants = [occupant for occupant in self.reference.slots if occupant is not None]
+        if occupants and rng.random() < 0.8:
+            name = rng.choice(occupants).request.id
+        self.state, records = self.product.abort(self.state, name)
+        self.compare(records, self.reference.abort(name))
+
+    @rule(seed=SEEDS, draft_follows=st.booleans(), more=st.integers(0, 3))
+    def target(self, seed, draft_follows, more):
+        for n in range(more):  # some steps in a row, so that requests grow old
+            self.send_target(seed + 1 + n, draft_follows, self.reference.next_step)
+        self.send_target(seed, draft_follows, self.reference.next_step)
+
+    @rule(seed=SEEDS, off=st.sampled_from((-2, -1, 1, 3)))
+    def target_out_of_order(self, seed, off):
+        self.send_target(seed, False, max(self.reference.next_step + off, 0))
+
+    @rule(seed=SEEDS, off=st.sampled_from((-1, -1, -1, 0, 0, -2, 1)))
+    def draft(self, seed, off):
+        step = self.reference.next_step + off
+        if step < 0:
+            return
+        rng = random.Random(seed)
+        slots = [
+            random_draft_slot(rng, params, generation)
+            for params, generation in (self.subject(rng, slot) for slot in range(SLOTS))
+        ]
+        data = encode(Kind.DRAFT, step, slots)
+        self.both(data, lambda: self.reference.draft(step, slots))
+
+    @precondition(lambda self: self.names > 0)
+    @rule(reason=st.sampled_from((None, None, FinishReason.WORKER_LOST)))
+    def flush(self, reason):
+        self.state, records = self.product.flush(self.state, reason)
+        self.compare(records, self.reference.flush(None if reason is None else reason.name))
+
+    @invariant()
+    def counters_agree(self):
+        if not hasattr(self, "state"):
+            return
+        counters, reference = self.state.counters, self.reference
+        for name in ("cut_tokens", "surplus_tokens", "late_slots", "late_drafts", "preempted"):
+            assert getattr(counters, name) == getattr(reference, name), name
+        expected = tuple(reference.finished.count(reason.name) for reason in FinishReason)
+        assert counters.finished == expected
+        assert marginals_of(self.state.statistics) == marginals(reference.statistics())
+
+    def subject(self, rng, slot):
+        """Whom a slot of a message is about: usually its last generation, at times an older one."""
+        generations = sorted(self.params[slot])
+        if not generations:
+            return SamplingParams(), 0
+        generation = rng.choice(generations[-2:]) if rng.random() < 0.3 else generations[-1]
+        return self.params[slot][generation], generation
+
+    def send_target(self, seed, draft_follows, step):
+        rng = random.Random(seed)
+        slots = []
+        for slot in range(SLOTS):
+            params, generation = self.subject(rng, slot)
+            occupant = self.reference.slots[slot]
+            if not self.params[slot]:  # never admitted: the worker has nothing to say
+                slots.append(SlotContents(state=SlotState.STOPPED))
+                continue
+            fresh = occupant is None or not occupant.token_ids or rng.random() < 0.02
+            slots.append(random_target_slot(rng, params, generation, fresh=fresh))
+        data = encode(Kind.TARGET, step, slots, draft_follows=draft_follows)
+        self.both(data, lambda: self.reference.target(step, draft_follows, slots))
+
+    def both(self, data, reference_call):
+        try:
+            expected = reference_call()
+        except Refused:
+            assert self.refuses(data), "the reference refuses this message"
+            return
+        self.state, records = self.product.step(self.state, decode(data))
+        self.compare(records, expected)
+
+    def refuses(self, data):
+        try:
+            self.product.step(self.state, decode(data))
+        except ProcessorError:
+            return True
+        return False
+
+    def compare(self, records, expected):
+        expected = [
+            {**{k: plain(v) for k, v in e.items()}, "statistics": marginals(e["statistics"])}
+            for e in expected
+        ]
+        assert len(records) == len(list(records)) == len(expected)
+        actual = [as_dict(record, expected[0]) for record in records] if expected else []
+        # Requests are independent of each other: each one's own records come in order.
+        expected.sort(key=lambda record: record["request_id"])
+        actual.sort(key=lambda record: record["request_id"])
+        for one, other in zip(actual, expected, strict=True):
+            assert one == other, [name for name in one if one[name] != other[name]]
+        for record in records.events():
+            if record.reschedule:
+                self.schedule_again(record)
+
+    def schedule_again(self, record):
+        occupant = self.reference.slots[record.slot]
+        if occupant is not None and occupant.generation == record.generation:
+            progress = Progress(
+                token_ids=tuple(occupant.token_ids), cumulative_logprob=record.cumulative_logprob
+            )
+            self.preempted.append((record.request, progress))
+            self.state = self.product.release(self.state, record.slot)
+            self.reference.release(record.slot)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+
+
+# --- Negative controls: the machine must catch each of these processors. ---
+
+
+def wrap_step(change):
+    """A processor whose `step` sees `change(state, message)` in place of the message."""
+
+    def step(state, message):
+        return output_processor.step(state, change(state, message))
+
+    return {"step": step}
+
+
+def ignores_generations(monkeypatch):
+    def change(state, message):
+        current = state.admitted.generation[: message.num_slots]
+        return replace(message, generation=np.maximum(current, 0))
+
+    return wrap_step(change)
+
+
+def joins_drafts_of_any_step(monkeypatch):
+    def change(state, message):
+        if message.kind is Kind.DRAFT and state.waiting is not None:
+            return replace(message, step=state.waiting.step)
+        return message
+
+    return wrap_step(change)
+
+
+def joins_drafts_by_list_position(monkeypatch):
+    original = output_processor._join
+
+    def join(batch, draft):
+        positions = np.arange(len(batch))
+        generation = draft.generation.copy()
+        generation[positions] = batch.generation
+        moved, late = original(
+            replace(batch, slots=positions), replace(draft, generation=generation)
+        )
+        return replace(moved, slots=batch.slots), late
+
+    monkeypatch.setattr(output_processor, "_join", join)
+    return {}
+
+
+def drops_the_drafts_of_a_step_in_which_a_request_finished(monkeypatch):
+    original = output_processor._join
+
+    def join(batch, draft):
+        joined, late = original(batch, draft)
+        return (batch, late) if batch.finish_reason.any() else (joined, late)
+
+    monkeypatch.setattr(output_processor, "_join", join)
+    return {}
+
+
+def adds_up_the_logprobs_of_cut_tokens(monkeypatch):
+    original = emission.cumulative
+
+    def cumulative(before, message, slots, kept):
+        return original(before, message, slots, message.num_rows[slots])
+
+    monkeypatch.setattr(emission, "cumulative", cumulative)
+    return {}
+
+
+def forgets_earlier_steps_in_stop_sequences(monkeypatch):
+    monkeypatch.setattr(emission, "tail", lambda state, *_: state.columns.tail)
+    return {}
+
+
+def delivers_what_comes_after_the_end(monkeypatch):
+    def step(state, message):
+        ended = state.columns.phase == output_processor.Phase.ENDED
+        phase = np.where(ended, output_processor.Phase.RUNNING, state.columns.phase)
+        return output_processor.step(
+            replace(state, columns=replace(state.columns, phase=phase)), message
+        )
+
+    return {"step": step}
+
+
+def counts_the_handed_over_tokens_for_nothing(monkeypatch):
+    def admit(state, slot, generation, request, *, prefill, handed_over):
+        params = replace(
+            request.params, max_tokens=request.params.max_tokens + len(handed_over.token_ids)
+        )
+        return output_processor.admit(
+            state,
+            slot,
+            generation,
+            replace(request, params=params),
+            prefill=prefill,
+            handed_over=handed_over,
+        )
+
+    return {"admit": admit}
+
+
+def leaves_the_waiting_record_behind_on_abort(monkeypatch):
+    def abort(state, request_id):
+        after, records = output_processor.abort(replace(state, waiting=None), request_id)
+        return replace(after, waiting=state.waiting), records
+
+    return {"abort": abort}
+
+
+def takes_lost_steps_for_granted(monkeypatch):
+    return wrap_step(
+        lambda state, message: (
+            replace(message, step=state.next_step) if message.kind is Kind.TARGET else message
+        )
+    )
+
+
+def counts_accepted_drafts_after_the_cut(monkeypatch):
+    original = emission.acceptance
+
+    def acceptance(columns, slots, emitted):
+        return original(columns, slots, replace(emitted, count=np.minimum(emitted.count, 2)))
+
+    monkeypatch.setattr(emission, "acceptance", acceptance)
+    return {}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ignores_generations,
+        joins_drafts_of_any_step,
+        joins_drafts_by_list_position,
+        drops_the_drafts_of_a_step_in_which_a_request_finished,
+        adds_up_the_logprobs_of_cut_tokens,
+        forgets_earlier_steps_in_stop_sequences,
+        delivers_what_comes_after_the_end,
+        counts_the_handed_over_tokens_for_nothing,
+        leaves_the_waiting_record_behind_on_abort,
+        takes_lost_steps_for_granted,
+        counts_accepted_drafts_after_the_cut,
+    ],
+    ids=lambda fault: fault.__name__,
+)
+def test_the_machine_notices_a_processor_that(fault, monkeypatch):
+    parts = fault(monkeypatch)
+
+    class Faulty(Machine):
+        product = SimpleNamespace(**{**vars(PRODUCT), **parts})
+
+    until_noticed = settings(
+        max_examples=3000,
+        stateful_step_count=50,
+        deadline=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    with pytest.raises((AssertionError, ProcessorError)):
+        run_state_machine_as_test(Faulty, settings=until_noticed)
