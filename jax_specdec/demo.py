@@ -1,0 +1,202 @@
+"""The demo's requests, and a collector of what becomes of them. Never jax, no terminal."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ipc import wire
+from jax_specdec import tokens
+from jax_specdec.engine import Update
+from jax_specdec.records import FinishReason, Record
+from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.statistics import Statistics
+
+# prompt, tokens to emit, K (None: no logprobs), temperature
+_PROMPTS: tuple[tuple[str, int, int | None, float], ...] = (
+    ("def __init__(self, ", 56, 5, 0.0),
+    ("import os\nimport sys\nimport ", 48, 0, 0.0),
+    ("    def test_", 64, 3, 0.7),
+    ("class Error(Exception):\n    ", 72, 1, 0.0),
+    ("for i in range(", 40, None, 0.0),
+    ("    raise ValueError(", 56, 20, 0.0),
+    ('    """Return the ', 80, 2, 0.5),
+    ("if __name__ == ", 32, 10, 0.0),
+    ("        self.assertEqual(", 64, 5, 0.9),
+    ("    while True:\n        ", 72, None, 0.8),
+    ("# This module ", 88, 4, 0.6),
+    ("    with open(", 48, 8, 0.0),
+    (
+        "def is_power_of_two(number):\n    return number > 0 and number & (number - 1) == 0\n\n\n"
+        "def is_even(number):\n    return ",
+        48,
+        5,
+        0.0,
+    ),
+    ("    except (", 40, 0, 0.0),
+    ("    parser.add_argument(", 96, 5, 0.4),
+    ("        return ", 24, 20, 1.0),
+    ("from collections import ", 32, 6, 0.0),
+    ("    @property\n    def ", 64, None, 0.0),
+)
+
+
+def default_requests() -> list[Request]:
+    """Prompts of different lengths, greedy and sampled, with K from 0 to 20 and without."""
+    return [
+        _request(index, text, max_tokens, k, temperature)
+        for index, (text, max_tokens, k, temperature) in enumerate(_PROMPTS)
+    ]
+
+
+def requests_from_file(path: Path, max_tokens: int = 64) -> list[Request]:
+    r"""A greedy request with K = 5 for each line of a UTF-8 file that is not empty.
+
+    In a line, `\n`, `\t` and `\\` stand for the characters that they name.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} holds no prompts: write one a line")
+    escapes = {"n": "\n", "t": "\t", "\\": "\\"}
+    requests = []
+    for index, line in enumerate(lines):
+        parts, rest = [], line
+        while rest:
+            head, slash, rest = rest.partition("\\")
+            parts += [head, escapes.get(rest[:1], slash + rest[:1]) if slash else ""]
+            rest = rest[1:] if slash else ""
+        requests.append(_request(index, "".join(parts), max_tokens, 5, 0.0))
+    return requests
+
+
+def _request(index: int, text: str, max_tokens: int, k: int | None, temperature: float) -> Request:
+    ids = tuple(tokens.encode(text, start_document=True).tolist())
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=0.95 if temperature > 0 else 1.0,
+        seed=index,
+        stop_token_ids=(tokens.EOS_ID,),
+        logprobs=k,
+    )
+    return Request(id=f"{index:02d}", prompt_token_ids=ids, params=params)
+
+
+def with_options(
+    requests: Sequence[Request],
+    *,
+    k: int | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    no_logprobs: bool = False,
+) -> list[Request]:
+    """The requests with what the command line says for all of them."""
+    changed = []
+    for request in requests:
+        params = request.params
+        if k is not None:
+            params = replace(params, logprobs=k)
+        if temperature is not None:
+            params = replace(params, temperature=temperature)
+        if max_tokens is not None:
+            params = replace(params, max_tokens=max_tokens)
+        if no_logprobs:
+            params = replace(params, logprobs=None)
+        changed.append(replace(request, params=params))
+    return changed
+
+
+@dataclass
+class Progress:
+    """One request and what was delivered of it so far."""
+
+    request: Request
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def prompt_text(self) -> str:
+        return tokens.decode(self.request.prompt_token_ids[1:])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(record.num_tokens for record in self.records)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for record in self.records for token in record.token_ids.tolist()]
+
+    @property
+    def token_logprobs(self) -> list[float] | None:
+        """Each token's own logprob; None where none were asked."""
+        if self.request.params.logprobs is None:
+            return None
+        values: list[float] = []
+        for record in self.records:
+            assert record.logprobs is not None
+            values += record.logprobs[:, 0].tolist()
+        return values
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.records[-1].finish_reason if self.records else None
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Once it has ended."""
+        return self.records[-1].statistics if self.records else None
+
+    @property
+    def mean_logprob(self) -> float | None:
+        total = self.records[-1].cumulative_logprob if self.records else None
+        return None if total is None else total / max(self.num_tokens, 1)
+
+
+@dataclass
+class Collector:
+    """Everything that came back: records by request, and what it took to send them."""
+
+    requests: dict[str, Progress]
+    messages: int = 0
+    message_bytes: int = 0
+    payload_bytes: int = 0  # ids, logprobs and ranks alone
+    latencies_ns: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Collector":
+        return cls({request.id: Progress(request) for request in requests})
+
+    def add(self, update: Update) -> None:
+        for record in update.records:
+            self.requests[record.request_id].records.append(record)
+        if update.message is None or update.latency_ns is None:
+            return
+        message = update.message
+        fixed = wire.HEADER_WORDS + wire.SLOT_WORDS * message.num_slots
+        self.messages += 1
+        self.message_bytes += message.num_bytes
+        self.payload_bytes += message.num_bytes - wire.WORD_BYTES * fixed
+        self.latencies_ns.append(update.latency_ns)
+
+    def latency_us(self, share: float) -> float:
+        """The transport latency that `share` of the messages stayed below, microseconds."""
+        if len(self.latencies_ns) < 2:
+            return self.latencies_ns[0] / 1e3 if self.latencies_ns else 0.0
+        return statistics.quantiles(self.latencies_ns, n=100)[round(share * 100) - 1] / 1e3
+
+    @property
+    def total(self) -> Statistics:
+        found = [progress.statistics for progress in self.requests.values()]
+        return sum((one for one in found if one is not None), Statistics())
+
+
+def write_json(path: Path, collector: Collector) -> None:
+    """One OpenAI-style completion a line, in the order of the requests."""
+    with path.open("w", encoding="utf-8") as file:
+        for progress in collector.requests.values():
+            file.write(json.dumps(completion(progress), allow_nan=False) + "\n")
+
+
+def completion(progress: Progress) -> dict[str, object]:
+    """An OpenAI completion object, with what speculation did beside it."""
+    raise NotImplementedError
