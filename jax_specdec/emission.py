@@ -164,30 +164,25 @@ def cumulative(
     return frozen(after)
 
 
-def acceptance(
-    columns: Columns, slots: NDArray[np.intp], emitted: Emitted
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The two histograms [B, D+1] with this step's drafts, grown where it has more than before."""
+def acceptance(columns: Columns, slots: NDArray[np.intp], emitted: Emitted) -> NDArray[np.int64]:
+    """[B, 3, D+1] the outcomes with this step's drafts, grown where it has more than before."""
     drafts, count = emitted.num_drafts, emitted.count
     if emitted.special:
         counted = count > 0
         slots, drafts, count = slots[counted], drafts[counted], count[counted]
     if not len(slots):
-        return columns.drafts_hist, columns.accepted_hist
-    width = max(int(drafts.max()) + 1, columns.drafts_hist.shape[1])
-    base = slots * width
-    drafts_hist = _widened(columns.drafts_hist, width)
-    drafts_hist.reshape(-1)[base + drafts] += 1
-    accepted_hist = _widened(columns.accepted_hist, width)
-    accepted_hist.reshape(-1)[base + (count - 1)] += 1
-    return frozen(drafts_hist), frozen(accepted_hist)
-
-
-def _widened(histogram: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """A copy [B, width]."""
-    if histogram.shape[1] == width:
-        return histogram.copy()
-    return np.pad(histogram, ((0, 0), (0, width - histogram.shape[1])))
+        return columns.outcomes
+    before = columns.outcomes
+    width = max(int(drafts.max()) + 1, before.shape[2])
+    if width > before.shape[2]:
+        outcomes = np.pad(before, ((0, 0), (0, 0), (0, width - before.shape[2])))
+    else:
+        outcomes = before.copy()
+    flat, base = outcomes.reshape(-1), slots * (3 * width)
+    flat[base + drafts] += 1
+    all_accepted = count > drafts
+    flat[base + (all_accepted + 1) * width + (count - 1)] += 1
+    return frozen(outcomes)
 
 
 def tail(

@@ -132,7 +132,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
     num_tokens = columns.num_tokens.copy()
     num_tokens[slots] += cut.kept
     cumulative = emission.cumulative(columns.cumulative_logprob, message, slots, cut.kept)
-    drafts_hist, accepted_hist = emission.acceptance(columns, slots, emitted)
+    outcomes = emission.acceptance(columns, slots, emitted)
     reschedule = emitted.state == SlotState.PREEMPTED
     phase = columns.phase
     leaving = cut.num_ended or (emitted.special and reschedule.any())
@@ -151,8 +151,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         phase,
         frozen(num_tokens),
         frozen(cumulative),
-        drafts_hist,
-        accepted_hist,
+        outcomes,
         emission.tail(state, message, slots, cut.kept),
     )
     batch = RecordBatch(

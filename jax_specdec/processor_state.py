@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jax_specdec import stopping
 from jax_specdec.decode import Message
-from jax_specdec.records import FinishReason, RecordBatch, StatisticsSource, trimmed
+from jax_specdec.records import FinishReason, RecordBatch, StatisticsSource
 from jax_specdec.requests import Request
 from jax_specdec.statistics import Counters, Statistics
 
@@ -82,8 +82,7 @@ class Columns:
       phase: [B] int8 `Phase`.
       num_tokens: [B] int64, emitted in all, those brought along included.
       cumulative_logprob: [B] float64.
-      drafts_hist: [B, D+1] int64, steps by drafts proposed.
-      accepted_hist: [B, D+1] int64, steps by drafts accepted.
+      outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
       tail: [B, M] int32, the last tokens, the newest in the last column; only where
         `Admitted.history` is not 0.
     """
@@ -91,8 +90,7 @@ class Columns:
     phase: NDArray[np.int8]
     num_tokens: NDArray[np.int64]
     cumulative_logprob: NDArray[np.float64]
-    drafts_hist: NDArray[np.int64]
-    accepted_hist: NDArray[np.int64]
+    outcomes: NDArray[np.int64]
     tail: NDArray[np.int32]
 
 
@@ -129,7 +127,6 @@ class ProcessorState:
         if num_slots < 1:
             raise ProcessorError(f"num_slots = {num_slots} must be 1 at least")
         integers = frozen(np.zeros(num_slots, np.int64))
-        histogram = frozen(np.zeros((num_slots, 1), np.int64))
         return cls(
             process_rank=process_rank,
             next_step=first_step,
@@ -147,8 +144,7 @@ class ProcessorState:
                 phase=frozen(np.zeros(num_slots, np.int8)),
                 num_tokens=integers,
                 cumulative_logprob=frozen(np.zeros(num_slots)),
-                drafts_hist=histogram,
-                accepted_hist=histogram,
+                outcomes=frozen(np.zeros((num_slots, 3, 1), np.int64)),
                 tail=frozen(np.zeros((num_slots, 0), np.int32)),
             ),
         )
@@ -170,13 +166,7 @@ class ProcessorState:
     @property
     def statistics(self) -> Statistics:
         """Over all requests, past and present."""
-        source = totals(self.admitted, self.columns)
-        present = Statistics(
-            trimmed(source.drafts_hist.sum(axis=0)),
-            trimmed(source.accepted_hist.sum(axis=0)),
-            int(source.num_tokens.sum()),
-        )
-        return self.past + present
+        return self.past + totals(self.admitted, self.columns).of_all()
 
 
 def admit(
@@ -251,8 +241,7 @@ def admit(
             cumulative_logprob=_with(
                 columns.cumulative_logprob, slot, progress.cumulative_logprob or 0.0
             ),
-            drafts_hist=_with(columns.drafts_hist, slot, 0),
-            accepted_hist=_with(columns.accepted_hist, slot, 0),
+            outcomes=_with(columns.outcomes, slot, 0),
             tail=tail,
         ),
     )
@@ -282,8 +271,7 @@ def release(state: ProcessorState, slot: int) -> ProcessorState:
             columns,
             phase=_with(columns.phase, slot, Phase.FREE),
             num_tokens=_with(columns.num_tokens, slot, 0),
-            drafts_hist=_with(columns.drafts_hist, slot, 0),
-            accepted_hist=_with(columns.accepted_hist, slot, 0),
+            outcomes=_with(columns.outcomes, slot, 0),
         ),
         past=state.past + state.slot_statistics(slot),
     )
@@ -292,7 +280,7 @@ def release(state: ProcessorState, slot: int) -> ProcessorState:
 def totals(admitted: Admitted, columns: Columns) -> StatisticsSource:
     """The columns that statistics come from; views, but for the token counts."""
     delivered = frozen(columns.num_tokens - admitted.handed_over)
-    return StatisticsSource(delivered, columns.drafts_hist, columns.accepted_hist)
+    return StatisticsSource(delivered, columns.outcomes)
 
 
 def row_format(columns: Any, num_chosen: Any, mode: Any) -> Any:

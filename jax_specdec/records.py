@@ -35,20 +35,19 @@ class StatisticsSource:
 
     Attributes:
       num_tokens: [B] int64, tokens delivered in this slot.
-      drafts_hist: [B, D+1] int64, steps by drafts proposed.
-      accepted_hist: [B, D+1] int64, steps by drafts accepted.
+      outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
     """
 
     num_tokens: NDArray[np.int64]
-    drafts_hist: NDArray[np.int64]
-    accepted_hist: NDArray[np.int64]
+    outcomes: NDArray[np.int64]
 
     def of(self, slot: int) -> Statistics:
-        return Statistics(
-            trimmed(self.drafts_hist[slot]),
-            trimmed(self.accepted_hist[slot]),
-            int(self.num_tokens[slot]),
-        )
+        proposed, rejected, accepted = map(trimmed, self.outcomes[slot])
+        return Statistics(proposed, rejected, accepted, int(self.num_tokens[slot]))
+
+    def of_all(self) -> Statistics:
+        proposed, rejected, accepted = map(trimmed, self.outcomes.sum(axis=0))
+        return Statistics(proposed, rejected, accepted, int(self.num_tokens.sum()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

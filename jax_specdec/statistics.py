@@ -1,7 +1,8 @@
 """What speculation achieved: drafts proposed and accepted, as values. Never jax.
 
-Everything follows from two histograms, steps by drafts proposed and steps by drafts accepted, so a
-step adds two numbers a slot whatever the number of drafts.
+Everything follows from three histograms over a step's drafts, so a step adds two numbers a slot
+whatever the number of drafts. The ratios are those of FastDeploy's token processor, which calls
+`conditional_acceptance_at` the single head accept ratio.
 """
 
 from dataclasses import dataclass
@@ -16,19 +17,22 @@ class Statistics:
     what a stop then cut was accepted all the same.
 
     Attributes:
-      steps_by_drafts: [D+1] steps in which d drafts were proposed, at index d.
-      steps_by_accepted: [A+1] steps in which a drafts were accepted, at index a.
+      steps_by_drafts: steps in which n drafts were proposed, at index n.
+      rejected_at: steps whose first rejected draft was the one at position n, at index n.
+      all_accepted: steps in which all of n drafts were accepted, at index n.
       num_tokens: tokens delivered; after the stop rules, so it can be below steps + accepted.
     """
 
     steps_by_drafts: tuple[int, ...] = ()
-    steps_by_accepted: tuple[int, ...] = ()
+    rejected_at: tuple[int, ...] = ()
+    all_accepted: tuple[int, ...] = ()
     num_tokens: int = 0
 
     def __add__(self, other: "Statistics") -> "Statistics":
         return Statistics(
             _added(self.steps_by_drafts, other.steps_by_drafts),
-            _added(self.steps_by_accepted, other.steps_by_accepted),
+            _added(self.rejected_at, other.rejected_at),
+            _added(self.all_accepted, other.all_accepted),
             self.num_tokens + other.num_tokens,
         )
 
@@ -39,32 +43,22 @@ class Statistics:
     @property
     def num_drafts(self) -> int:
         """Drafts proposed."""
-        return sum(drafts * steps for drafts, steps in enumerate(self.steps_by_drafts))
+        return sum(self.drafts_at)
 
     @property
     def num_accepted(self) -> int:
         """Drafts accepted."""
-        return sum(accepted * steps for accepted, steps in enumerate(self.steps_by_accepted))
-
-    @property
-    def accept_ratio(self) -> float | None:
-        """Accepted over proposed drafts, 0 to 1; None before the first draft."""
-        return self.num_accepted / self.num_drafts if self.num_drafts else None
-
-    @property
-    def average_accepted_length(self) -> float | None:
-        """Tokens that a step emits, the recovered or bonus token included; None before a step."""
-        return 1 + self.num_accepted / self.steps if self.steps else None
+        return sum(self.accepted_at)
 
     @property
     def drafts_at(self) -> tuple[int, ...]:
         """[D] steps that proposed a draft at position 0, 1, ..."""
-        return _at_least(self.steps_by_drafts)
+        return _above(self.steps_by_drafts)
 
     @property
     def accepted_at(self) -> tuple[int, ...]:
         """[D] steps that accepted the draft at position 0, 1, ..."""
-        at = _at_least(self.steps_by_accepted)
+        at = _above(_added(self.rejected_at, self.all_accepted))
         return at + (0,) * (len(self.drafts_at) - len(at))
 
     @property
@@ -72,6 +66,28 @@ class Statistics:
         """[D] of the drafts proposed at a position, the share accepted there."""
         pairs = zip(self.accepted_at, self.drafts_at, strict=True)
         return tuple(accepted / drafts for accepted, drafts in pairs)
+
+    @property
+    def conditional_acceptance_at(self) -> tuple[float | None, ...]:
+        """[D] the same of the drafts that were reached: all before them accepted; None if none."""
+        accepted = self.accepted_at
+        reached = _added(accepted, self.rejected_at)
+        return tuple(a / r if r else None for a, r in zip(accepted, reached, strict=True))
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over proposed drafts, 0 to 1; None before the first draft."""
+        return self.num_accepted / self.num_drafts if self.num_drafts else None
+
+    @property
+    def accept_ratio(self) -> float | None:
+        """The share of all emitted tokens that were drafts, 0 to 1; None before a step."""
+        return self.num_accepted / (self.steps + self.num_accepted) if self.steps else None
+
+    @property
+    def average_accepted_length(self) -> float | None:
+        """Tokens that a step emits, the recovered or bonus token included; None before a step."""
+        return 1 + self.num_accepted / self.steps if self.steps else None
 
 
 @dataclass(frozen=True)
@@ -100,8 +116,8 @@ def _added(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
 
 
-def _at_least(steps_by_count: tuple[int, ...]) -> tuple[int, ...]:
-    """[n] how many steps had a count above 0, 1, ...; no position that no step reached."""
+def _above(steps_by_count: tuple[int, ...]) -> tuple[int, ...]:
+    """[n] how many steps had a count above 0, 1, ...; ends with the largest count."""
     above, totals = 0, []
     for steps in reversed(steps_by_count[1:]):
         above += steps

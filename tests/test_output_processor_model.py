@@ -124,18 +124,29 @@ def as_dict(record, reference_names):
 
 
 def marginals_of(statistics):
-    return statistics.steps_by_drafts, statistics.steps_by_accepted, statistics.num_tokens
+    return (
+        statistics.steps_by_drafts,
+        statistics.rejected_at,
+        statistics.all_accepted,
+        statistics.num_tokens,
+    )
 
 
 def marginals(reference):
-    """The reference's list of (drafts, accepted) as two histograms."""
+    """The reference's list of (drafts, accepted) as the three histograms of the product."""
     if reference is None:
         return None
-    histograms = []
-    for axis in (0, 1):
-        counts = [step[axis] for step in reference["steps"]]
-        histograms.append(tuple(counts.count(n) for n in range(max(counts, default=-1) + 1)))
-    return (*histograms, reference["num_tokens"])
+    steps = reference["steps"]
+    return (
+        histogram([drafts for drafts, _ in steps]),
+        histogram([accepted for drafts, accepted in steps if accepted < drafts]),
+        histogram([accepted for drafts, accepted in steps if accepted == drafts]),
+        reference["num_tokens"],
+    )
+
+
+def histogram(values):
+    return tuple(values.count(n) for n in range(max(values, default=-1) + 1))
 
 
 class Machine(RuleBasedStateMachine):
