@@ -211,7 +211,18 @@ class Segment:
             semaphore.close()
 
 
+def _free_bytes() -> int:
+    # /dev/shm may be as large as the machine's memory: filling it would wake the OOM killer, which
+    # ends some innocent process. (A container's memory limit is not seen here.)
+    stat = os.statvfs(SHM_DIRECTORY)
+    with open("/proc/meminfo", "rb") as file:
+        fields = dict(line.split(b":") for line in file)
+    return min(stat.f_bavail * stat.f_frsize, int(fields[b"MemAvailable"].split()[0]) * 1024)
+
+
 def _create_memory(name: str, total_bytes: int) -> mmap.mmap:
+    if total_bytes > _free_bytes():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     # Size 0 here: posix_ipc would use ftruncate, which succeeds on a full /dev/shm and leaves a
     # SIGBUS for later. posix_fallocate reserves the pages or says ENOSPC.
     shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
@@ -267,11 +278,10 @@ def _missing(name: str) -> RingNotFound:
 def _explained(error: OSError, name: str, geometry: Geometry) -> RingError:
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
         return RingError(f"cannot create ring {name}: {error}")
-    stat = os.statvfs(SHM_DIRECTORY)
     return OutOfSharedMemory(
         f"{SHM_DIRECTORY} has no room for a ring of {geometry.num_slots} slots of "
         f"{geometry.slot_bytes} bytes: it needs {geometry.total_bytes} bytes, "
-        f"{stat.f_bavail * stat.f_frsize} are free ({error}). Use fewer or smaller slots, or give "
+        f"{_free_bytes()} are free ({error}). Use fewer or smaller slots, or give "
         "the container more (docker run --shm-size)"
     )
 

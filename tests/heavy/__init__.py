@@ -1,0 +1,1 @@
+"""Long checks that are commands of their own, outside CI."""

@@ -1,0 +1,108 @@
+"""doctor removes what dead creators left, and nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ipc import doctor
+from ipc.peers import ProcessIdentity, current_process
+from ipc.ring import RingReader, RingWriter
+from ipc.segment import new_name, unlink_names
+
+LEAVE = """
+import os
+from ipc.ring import RingReader
+rings = [RingReader.create(2, 64), RingReader.create(2, 5000, doorbell=True)]
+print(*(ring.name for ring in rings), flush=True)
+os._exit(1)
+"""
+
+
+def names_of(pid: int) -> list[str]:
+    return [file.path.name for file in doctor.find_ring_files() if file.creator.pid == pid]
+
+
+@pytest.mark.fast
+def test_leftovers_of_the_dead_are_found_and_removed(capsys):
+    child = subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True)
+    names = child.communicate(timeout=60)[0].split()
+    with RingReader.create(2, 64, doorbell=True) as living:
+        files = doctor.find_ring_files()
+        dead = [file for file in files if file.creator.pid == child.pid]
+        assert len(dead) == 5 + 6
+        assert {file.state for file in dead} == {"dead"}
+        assert sorted({file.kind for file in dead}) == ["doorbell", "memory", "semaphore"]
+        mine = [file for file in files if file.creator == current_process()]
+        assert len(mine) == 6
+        assert {file.state for file in mine} == {"alive"}
+        assert doctor.main([]) == 1  # reports, removes nothing
+        assert "--remove" in capsys.readouterr().out
+        assert len(names_of(child.pid)) == 11
+        removed = doctor.remove_leftovers(doctor.find_ring_files())
+        assert {file.path for file in dead} <= {file.path for file in removed}
+        assert names_of(child.pid) == []
+        assert not any(Path("/dev/shm", name[1:]).exists() for name in names)
+        with RingWriter.attach(living.name) as writer:  # the living ring is as good as before
+            writer.send(b"alive")
+            assert living.receive(1).data == b"alive"
+    assert doctor.remove_leftovers(files) != []  # an old list: everything is gone, no error
+    assert doctor.main(["--remove"]) == 0
+
+
+def test_other_namespaces_and_recycled_pids(tmp_path):
+    me = current_process()
+    cases = {
+        ProcessIdentity(me.pid, me.start_time, me.pid_namespace): "alive",
+        # This pid, but an earlier process.
+        ProcessIdentity(me.pid, me.start_time - 1, me.pid_namespace): "dead",
+        # A container beside us that shares /dev/shm: its pids mean nothing here.
+        ProcessIdentity(me.pid, me.start_time, me.pid_namespace + 1): "other namespace",
+    }
+    for identity, state in cases.items():
+        path = tmp_path / new_name(identity)[1:]
+        path.write_bytes(b"x")
+        (file,) = doctor.find_ring_files(tmp_path)
+        assert (file.state, file.kind, file.creator) == (state, "memory", identity)
+        assert len(doctor.remove_leftovers([file])) == (state == "dead")
+        assert path.exists() == (state != "dead")
+        path.unlink(missing_ok=True)
+
+
+def test_strangers_are_not_touched(tmp_path):
+    dead = new_name(ProcessIdentity(1 << 30, 1, current_process().pid_namespace))[1:]
+    for name in ("sem.other", "psm_1234", dead[:-1], f"sem.{dead}", f"sem.{dead}.else", f"x{dead}"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / dead).symlink_to("/etc/passwd")
+    (tmp_path / f"sem.{dead}.free").mkdir()
+    (tmp_path / f"{dead}.bell").write_bytes(b"not a FIFO")
+    assert doctor.find_ring_files(tmp_path) == []
+
+
+def test_the_report_reads_well():
+    assert "nothing was left behind" in doctor.report([], [])
+    file = doctor.RingFile(Path("/dev/shm/x"), "memory", 8192, current_process(), "dead")
+    assert "1 names: 0 removed, 1 left by dead processes" in doctor.report([file], [])
+    assert "--remove" in doctor.report([file], [])
+    assert "1 removed, 0 left" in doctor.report([file], [file])
+
+
+def test_attaching_cleans_up_even_if_the_creator_is_killed_then():
+    """Once both sides have attached, nobody's death leaves anything."""
+    script = (
+        "import time; from ipc.ring import RingReader; r = RingReader.create(2, 64, doorbell=True);"
+    )
+    script += "print(r.name, flush=True); time.sleep(100)"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with child:
+        name = child.stdout.readline().strip()
+        assert len(names_of(child.pid)) == 6
+        with RingWriter.attach(name):
+            assert names_of(child.pid) == []
+            child.kill()
+            child.wait()
+    assert names_of(child.pid) == []
+    unlink_names(name)  # and removing names twice is no error
+    assert os.path.basename(name) not in os.listdir("/dev/shm")

@@ -1,0 +1,153 @@
+"""Signals of the host program: handlers run, what they raise arrives, the ring stays in order."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ipc.ring import RingReader, RingWriter
+from tests.ring_peer import Progress, is_intact, payload, start_peer
+
+MODES = ["predict", "block", "spin"]
+MAX_BYTES = 2000
+
+
+class Interrupted(Exception):
+    """What the test's signal handler raises."""
+
+
+@pytest.fixture
+def storm():
+    """Delivers SIGALRM every 0.3 ms to this process; the handler raises every second time."""
+    fired = [0]
+
+    def handler(number: int, frame: object) -> None:
+        fired[0] += 1
+        if armed[0] and fired[0] % 2:
+            raise Interrupted
+
+    armed = [False]
+    before = signal.signal(signal.SIGALRM, handler)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+    yield armed, fired
+    armed[0] = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask  # nothing stayed held back
+
+
+@pytest.mark.parametrize("wait", MODES)
+def test_reading_in_a_storm_of_raising_handlers(tmp_path, storm, wait):
+    """No message is lost, repeated or damaged, wherever in receive() the handler raised."""
+    armed, fired = storm
+    count, raised, received = 3000, 0, []
+    with RingReader.create(4, MAX_BYTES, wait=wait) as reader:
+        peer = start_peer(
+            "produce", reader.name, tmp_path / "p",
+            wait=wait, count=count, max_bytes=MAX_BYTES, gap_us=100,
+        )  # fmt: skip
+        reader.wait_attached(30)
+        while len(received) < count:
+            try:
+                armed[0] = True
+                try:
+                    message = reader.receive(30)
+                finally:
+                    armed[0] = False
+            except Interrupted:
+                raised += 1
+                continue
+            received.append(message.sequence)
+            assert is_intact(message.data, message.sequence, MAX_BYTES)
+        assert peer.wait(30) == 0
+    assert received == list(range(count))
+    assert raised > 50, f"only {raised} of {fired[0]} signals raised: the test was idle"
+
+
+@pytest.mark.parametrize("wait", MODES)
+def test_writing_in_a_storm_of_raising_handlers(tmp_path, storm, wait):
+    """After an interrupted send(), the counters say whether the message was sent."""
+    armed, fired = storm
+    count, raised = 3000, 0
+    with RingWriter.create(4, MAX_BYTES, wait=wait) as writer:
+        peer = start_peer(
+            "consume", writer.name, tmp_path / "p", wait=wait, max_bytes=MAX_BYTES, gap_us=100
+        )
+        writer.wait_attached(30)
+        while (number := writer.counters().messages) < count:
+            parts = payload(number, MAX_BYTES)
+            try:
+                armed[0] = True
+                try:
+                    writer.send(*parts)
+                finally:
+                    armed[0] = False
+            except Interrupted:
+                raised += 1
+        writer.close()
+        assert peer.wait(30) == 0
+    progress = Progress.at(tmp_path / "p")
+    assert (progress.done, progress.damaged, progress.finished) == (count, 0, True)
+    assert raised > 50, f"only {raised} of {fired[0]} signals raised: the test was idle"
+
+
+WAITING = """
+import signal, sys, threading, time
+from ipc.ring import RingReader, RingWriter
+
+mode, side, threads = sys.argv[1:]
+if threads == "threads":   # then another thread may be the one that the kernel interrupts
+    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+reader = RingReader.create(1, 64, wait=mode)
+with reader, RingWriter.attach(reader.name, wait=mode) as writer:
+    if side == "reader":
+        print("waiting", flush=True)
+        reader.receive()
+    else:
+        writer.send(b"fills the ring")
+        print("waiting", flush=True)
+        writer.send(b"waits")
+"""
+
+
+@pytest.mark.parametrize("threads", ["threads", "alone"])
+@pytest.mark.parametrize("side", ["reader", "writer"])
+@pytest.mark.parametrize("wait", MODES)
+def test_sigterm_and_ctrl_c_end_a_waiting_process(wait, side, threads):
+    """A handler's sys.exit is not swallowed; Ctrl-C arrives as KeyboardInterrupt."""
+    for number, status, said in (
+        (signal.SIGTERM, 7, ""),
+        (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WAITING, wait, side, threads],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout.readline() == "waiting\n"
+            time.sleep(0.05)
+            start = time.monotonic()
+            process.send_signal(number)
+            assert process.wait(20) == status
+            assert time.monotonic() - start < 5
+            assert said in process.stderr.read()
+    assert not [name for name in os.listdir("/dev/shm") if f".{process.pid}." in name]
+
+
+def test_default_actions_still_work_while_waiting():
+    """A signal without a handler kills as ever, within one slice."""
+    script = WAITING.replace("signal.signal(signal.SIGTERM", "(lambda *a: 0)(signal.SIGTERM")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "block", "reader", "alone"], stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout.readline() == b"waiting\n"
+        process.terminate()
+        assert process.wait(20) == -signal.SIGTERM
