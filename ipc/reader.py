@@ -3,6 +3,7 @@
 import select
 import zlib
 from collections.abc import AsyncIterator, Iterator
+from os import getpid
 from time import monotonic_ns
 from typing import NamedTuple
 
@@ -57,12 +58,14 @@ class RingReader(Side):
           PeerDied: the producer died; everything that it had committed was delivered.
           CorruptMessage: the shared memory holds what no producer of this session wrote.
         """
-        self._begin()
+        if getpid() != self._pid or self._closed or self._busy:
+            self._refuse()
+        self._busy = True
         try:
             if self._undelivered is None:
                 if self._over is not None:
                     raise self._over.with_traceback(None)
-                if not self._items.take(deadline_after(timeout)):
+                if not self._items.take(None if timeout is None else deadline_after(timeout)):
                     raise RingTimeout(f"no message within {timeout} s")
                 self._read_slot()
             return self._hand_out()

@@ -1,8 +1,8 @@
 """What both sides of a ring share: attaching, watching the peer, ownership, closing."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from os import getpid
 from types import TracebackType
 from typing import ClassVar, Self
 
@@ -201,7 +201,7 @@ class Side:
         """
         if self._closed:
             return
-        if os.getpid() == self._pid:
+        if getpid() == self._pid:
             self._begin()
             try:
                 self._say_goodbye()
@@ -232,20 +232,26 @@ class Side:
         raise NotImplementedError
 
     def _begin(self) -> None:
-        """Enters the object. No call may follow the check: a thread switch could come after it."""
-        if os.getpid() != self._pid:
+        """Enters the object; send() and receive() have this written out.
+
+        No call may come between looking at _busy and setting it: another thread could run there.
+        """
+        if getpid() != self._pid or self._closed or self._busy:
+            self._refuse()
+        self._busy = True
+
+    def _refuse(self) -> None:
+        if getpid() != self._pid:
             raise ForeignProcess(
                 f"this {self._role} belongs to process {self._pid}; a forked child must open a "
                 "ring of its own"
             )
         if self._closed:
             raise RingClosed(f"this {self._role} was closed")
-        if self._busy:
-            raise RingInUse(
-                f"this {self._role} serves one call at a time: another thread, or the code that a "
-                "signal handler interrupted, is inside it"
-            )
-        self._busy = True
+        raise RingInUse(
+            f"this {self._role} serves one call at a time: another thread, or the code that a "
+            "signal handler interrupted, is inside it"
+        )
 
     def _obstacle(self) -> Exception | None:
         """Says why waiting for the peer is hopeless, or None."""

@@ -34,6 +34,7 @@ SLICE_NS = 20_000_000  # a peer's death is noticed within one slice
 LOOK_NS = 1_000_000  # while spinning, ask about obstacles this often
 LEAD_NS = 400_000  # wake up this long before the expected moment: timers and cores are late
 SPIN_NS = 800_000  # then spin at most this long
+FIRST_NS = 5_000_000  # the first interval is a guess: a decode step, or less
 GLANCES = 20  # looks at the semaphore between two looks at the clock
 AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
 
@@ -94,7 +95,9 @@ class Waiter:
         self._policy = policy
         self._obstacle = obstacle
         self._interval_ns = 0
+        self._gap_ns = 0
         self._last_ns = 0
+        self._unwaited = 0  # units that were there at once, since _last_ns
         self._one_core = False
         self._affinity_until = 0
 
@@ -114,29 +117,17 @@ class Waiter:
 
         Raises what `obstacle` returned, unless a unit was still there.
         """
-        if not self.held and not self.grab() and not self._wait(deadline_ns):
-            return False
-        if self._policy == "predict":
-            self._learn(monotonic_ns())
-        return True
-
-    def _learn(self, now: int) -> None:
-        gap = now - self._last_ns
-        if self._interval_ns == 0:
-            # The first unit has no predecessor, the second has the only gap there is.
-            self._interval_ns = gap if self._last_ns else 0
-        else:
-            # A pause between requests must not spoil the prediction for the messages after it.
-            self._interval_ns += (min(gap, 2 * self._interval_ns) - self._interval_ns) // 4
-        self._last_ns = now
-
-    def _spin_window(self, now: int) -> tuple[int, int]:
-        if self._policy == "spin":
-            return 0, _NEVER
-        if self._policy == "block" or self._interval_ns == 0:
-            return _NEVER, _NEVER
-        start = max(now, self._last_ns + self._interval_ns - LEAD_NS)
-        return start, start + SPIN_NS
+        if self.held:
+            return True
+        if self._semaphore.value:  # grab(), written out: this is the hot path
+            try:
+                self.held.extend(map(self._acquire, _NOW))
+            except posix_ipc.BusyError:
+                pass
+            else:
+                self._unwaited += 1
+                return True
+        return self._wait(deadline_ns)
 
     def _wait(self, deadline_ns: int | None) -> bool:
         self.waits += 1
@@ -165,7 +156,27 @@ class Waiter:
                 if now >= deadline:
                     return self.grab()
         finally:
-            self.wait_ns += monotonic_ns() - started
+            ended = monotonic_ns()
+            self.wait_ns += ended - started
+            if self.held:
+                self._gap_ns = (ended - self._last_ns) // (self._unwaited + 1)
+                self._last_ns = ended
+                self._unwaited = 0
+
+    def _spin_window(self, now: int) -> tuple[int, int]:
+        if self._policy == "spin":
+            return 0, _NEVER
+        if self._policy == "block" or self._last_ns == 0:
+            return _NEVER, _NEVER
+        # Learned here, while there is nothing else to do, and not when a unit has just come.
+        if self._interval_ns == 0:
+            self._interval_ns = min(self._gap_ns, FIRST_NS)
+        else:
+            # A pause between requests must not spoil the prediction for the messages after it.
+            self._interval_ns += (min(self._gap_ns, 2 * self._interval_ns) - self._interval_ns) // 4
+        expected = self._last_ns + self._interval_ns * (self._unwaited + 1)
+        start = max(now, expected - LEAD_NS)
+        return start, start + SPIN_NS
 
     def _spin(self, until_ns: int) -> bool:
         semaphore = self._semaphore

@@ -1,6 +1,7 @@
 """The producer's side of the ring. The protocol, and the labels used here, are in ipc.ring."""
 
 import zlib
+from os import getpid
 from time import monotonic_ns
 
 import numpy as np
@@ -36,13 +37,15 @@ class RingWriter(Side):
           PeerClosed, PeerDied: the consumer is gone.
           TypeError, ValueError: a part has no buffer, or is not contiguous.
         """
-        self._begin()
+        if getpid() != self._pid or self._closed or self._busy:
+            self._refuse()
+        self._busy = True
         try:
-            views = [_as_bytes(part) for part in parts]
+            views = [part if type(part) is bytes else _as_bytes(part) for part in parts]
             size = sum(map(len, views))
             if size > self._slot_bytes:
                 raise MessageTooLarge(size, self._slot_bytes)
-            if not self._free.take(deadline_after(timeout)):
+            if not self._free.take(None if timeout is None else deadline_after(timeout)):
                 raise RingFull(
                     f"all {self.capacity} slots were full for {timeout} s: the consumer is behind"
                 )
@@ -62,7 +65,7 @@ class RingWriter(Side):
         depth = 0 if self._closed else self._sequence - self._peer_progress()
         return self._count(depth, self._free)
 
-    def _commit(self, views: list[memoryview], size: int, flags: int) -> int:
+    def _commit(self, views: list[bytes | memoryview], size: int, flags: int) -> int:
         sequence = self._sequence
         index = sequence % self._physical_slots
         payload = self._payloads[index]
@@ -116,13 +119,13 @@ class RingWriter(Side):
 
 
 def _as_bytes(part: object) -> memoryview:
-    if isinstance(part, np.ndarray):
-        if not part.flags.c_contiguous:
-            raise ValueError("an array must be C-contiguous: send np.ascontiguousarray(array)")
-        part = part.reshape(-1).view(np.uint8)  # any dtype, bfloat16 too
-    view = memoryview(part)  # type: ignore[arg-type]
-    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
-        return view
-    if not view.c_contiguous:
-        raise ValueError("a buffer must be C-contiguous: send a copy of it")
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    try:
+        view = memoryview(part)  # type: ignore[arg-type]
+        if view.c_contiguous:
+            return view.cast("B") if view.nbytes else memoryview(b"")
+    except ValueError:  # a dtype that the buffer protocol or cast() does not know, like bfloat16
+        if not isinstance(part, np.ndarray):
+            raise
+        if part.flags.c_contiguous:
+            return part.reshape(-1).view(np.uint8).data
+    raise ValueError("a part must be C-contiguous: send a copy, np.ascontiguousarray(array)")

@@ -1,0 +1,272 @@
+"""One step from process to process: the ring against other transports, and against a bound in C.
+
+Latency runs from just before the sender encodes to NumPy arrays in the receiver's hands. Producer
+and consumer are pinned to two different cores (wake-ups on one core flatter semaphores). Every
+contender has a producer process that lives for the whole run; each round measures all of them in
+turn, in another order. Each first delivers a random step that must arrive equal.
+
+hot: the next message 100-200 us after the last one arrived. idle: 5 ms after, a decode step. So no
+message waits behind another. throughput: back to back, as fast as the consumer takes them.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.ring_contenders import BOUND, CONTENDERS, NotAvailable, Receiver
+from bench.timing import BenchError, Comparison, from_samples, print_table, write_json
+
+HOT, IDLE = 100e-6, 5e-3
+CASES = {
+    # title: bytes, seconds between messages, messages a round, is the bound measured too
+    "a step at K = 0 (64 requests x 4 tokens, 4,160 bytes), hot": (4_160, HOT, 600, True),
+    "16 KB, hot": (16_384, HOT, 600, True),
+    "530 KB, hot": (530_000, HOT, 300, True),
+    "16 KB, 5 ms between messages": (16_384, IDLE, 80, False),
+    "530 KB, throughput": (530_000, 0.0, 400, True),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The ring must be at least `factor` times faster than `other` (below 1: may be slower)."""
+
+    case: str
+    other: str
+    factor: float
+
+
+TARGETS = (
+    Target("a step at K = 0", "SysV fixed struct", 12.0),
+    Target("16 KB, hot", "ZeroMQ msgpack", 4.0),
+    Target("16 KB, hot", "SysV fixed struct", 12.0),
+    Target("530 KB, hot", "ZeroMQ copy=False", 3.0),
+    Target("530 KB, hot", BOUND, 1 / 1.8),
+    Target("16 KB, 5 ms", "ZeroMQ msgpack", 2.5),
+    Target("530 KB, throughput", "ZeroMQ copy=False", 4.0),
+)
+CPU_LIMIT = 0.15  # of a core, for the consumer between messages 5 ms apart
+
+
+@dataclass
+class Link:
+    """One contender, set up: the receiver here and its producer process."""
+
+    receiver: Receiver
+    process: Any
+    control: Connection
+    arrived: Any  # shared counter: messages of this order that the receiver has
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+
+
+def arrays_of(size: int, seed: int = 0) -> list[np.ndarray]:
+    """A step of about `size` bytes: ids [n] int32, logprobs [n] float32, token ranks int32."""
+    rng = np.random.default_rng(seed)
+    n = (size - 16) * 10 // 84
+    ranks = (size - 16 - 8 * n) // 4
+    return [
+        rng.integers(0, 1 << 17, n, dtype=np.int32),
+        rng.standard_normal(n, dtype=np.float32),
+        rng.integers(1, 1 << 17, ranks, dtype=np.int32),
+    ]
+
+
+def produce(name: str, address: Any, core: int, control: Connection, arrived: Any) -> None:
+    """The producer process: sends what the measuring process asks for."""
+    os.sched_setaffinity(0, {core})
+    sender = CONTENDERS[name][1](address)
+    with suppress(EOFError):
+        while (order := control.recv()) is not None:
+            size, gap, count, seed = order
+            arrays = arrays_of(size, seed)
+            for number in range(count):
+                while gap and arrived.value < number:
+                    time.sleep(20e-6)  # gives up the GIL: multiprocessing.Queue has a thread here
+                if gap >= 1e-3:
+                    time.sleep(gap)
+                else:
+                    until = time.monotonic_ns() + gap * 1e9
+                    while time.monotonic_ns() < until:
+                        pass
+                sender.send(time.monotonic_ns(), arrays)
+    sender.close()
+
+
+@contextmanager
+def link(name: str, core: int) -> Iterator[Link]:
+    """Starts a contender; raises NotAvailable when this machine cannot run it."""
+    receiver = CONTENDERS[name][0]()
+    context = multiprocessing.get_context("spawn")
+    control, theirs = context.Pipe()
+    arrived = context.RawValue("q", 0)
+    process = context.Process(
+        target=produce, args=(name, receiver.address, core, theirs, arrived), daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        yield Link(receiver, process, control, arrived)
+        control.send(None)
+        process.join(10)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        control.close()
+        receiver.close()
+
+
+def check_equal(name: str, one: Link) -> None:
+    """A random step of every size must arrive bit for bit."""
+    for seed, (size, *_) in enumerate(CASES.values(), start=1):
+        one.control.send((size, 0.0, 1, seed))
+        _, *received = one.receiver.receive()
+        for expected, actual in zip(arrays_of(size, seed), received, strict=True):
+            if not np.array_equal(expected.view(np.int32), np.asarray(actual).view(np.int32)):
+                raise BenchError(f"{name} delivered other data than was sent ({size} bytes)")
+
+
+def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float]:
+    """Returns seconds per message (median latency, or for gap 0 the mean) and this side's CPU
+    share of a core."""
+    receive, clock = one.receiver.receive, time.monotonic_ns
+    warm_up = max(count // 10, 5)
+    arrived = one.arrived
+    arrived.value = 0
+    one.control.send((size, gap, count + warm_up, 0))
+    for number in range(warm_up):
+        receive()
+        arrived.value = number + 1
+    latencies = []
+    cpu, start = time.process_time(), clock()
+    for _ in range(count):
+        step = receive()
+        latencies.append(clock() - step[0])
+        arrived.value += 1
+    elapsed = (clock() - start) * 1e-9
+    share = (time.process_time() - cpu) / elapsed
+    return (statistics.median(latencies) * 1e-9 if gap else elapsed / count), share
+
+
+@contextmanager
+def bound_program() -> Iterator[Path | None]:
+    """Compiles ring_bound.c; None where there is no C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory, "ring_bound")
+        source = Path(__file__).with_name("ring_bound.c")
+        subprocess.run([compiler, "-O2", "-o", str(program), str(source)], check=True)
+        yield program
+
+
+def measure_bound(program: Path, cores: Sequence[int], size: int, gap: float, count: int) -> float:
+    command = [program, *cores, size, count, int(gap * 1e9)]
+    output = subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True)
+    return float(output.stdout.split()[0]) * 1e-9
+
+
+def run(quick: bool = False) -> list[Comparison]:
+    """Measures everything; the first contender, the ring, is the baseline of the ratios."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise BenchError("this benchmark needs two cores, one for each side")
+    before = os.sched_getaffinity(0)
+    rounds, share = (3, 4) if quick else (7, 1)
+    missing: dict[str, str] = {}
+    links: dict[str, Link] = {}
+    bound: dict[str, list[float]] = {}
+    try:
+        os.sched_setaffinity(0, {cores[0]})
+        with bound_program() as program:
+            if program is None:
+                missing[BOUND] = "no C compiler"
+            managers = {}
+            for name in CONTENDERS:
+                try:
+                    managers[name] = link(name, cores[1])
+                    links[name] = managers[name].__enter__()
+                    check_equal(name, links[name])
+                except NotAvailable as reason:
+                    missing[name] = str(reason)
+            for index in range(rounds):
+                for title, (size, gap, count, with_bound) in CASES.items():
+                    names = list(links)
+                    for name in names[index % len(names) :] + names[: index % len(names)]:
+                        seconds, cpu = measure(links[name], size, gap, max(count // share, 20))
+                        links[name].samples.setdefault(title, []).append(seconds)
+                        links[name].cpu.setdefault(title, []).append(cpu)
+                    if program is not None and with_bound:
+                        seconds = measure_bound(program, cores, size, gap, count)
+                        bound.setdefault(title, []).append(seconds)
+            for name in links:
+                managers[name].__exit__(None, None, None)
+    finally:
+        os.sched_setaffinity(0, before)
+    return [_comparison(title, links, bound, missing, rounds) for title in CASES]
+
+
+def _comparison(
+    title: str,
+    links: dict[str, Link],
+    bound: dict[str, list[float]],
+    missing: dict[str, str],
+    rounds: int,
+) -> Comparison:
+    size, gap, count, _ = CASES[title]
+    samples = {name: one.samples[title] for name, one in links.items()}
+    if title in bound:
+        samples[BOUND] = bound[title]
+    notes: dict[str, Any] = {f"NOT RUN {name}": reason for name, reason in missing.items()}
+    settings = {"bytes": size, "gap_s": gap, "messages": count, "rounds": rounds}
+    plain = from_samples(title, samples, settings=settings)
+    for target in TARGETS:
+        if title.startswith(target.case) and target.other in samples:
+            factor = plain.speedup("ring", target.other)
+            verdict = "held" if factor >= target.factor else "MISSED"
+            name = f"target: {target.factor:.2f}x the speed of {target.other}"
+            notes[name] = f"{factor:.2f}x, {verdict}"
+    if gap == IDLE:
+        shares = {name: round(statistics.median(one.cpu[title]), 3) for name, one in links.items()}
+        verdict = "held" if shares["ring"] <= CPU_LIMIT else "MISSED"
+        notes[f"target: at most {CPU_LIMIT} of a core"] = f"{shares['ring']}, {verdict}"
+        notes["consumer's share of a core"] = json.dumps(shares)
+    if gap == 0:
+        rates = {t.name: round(size / t.median / 1e6) for t in plain.timings}
+        notes["MB/s"] = json.dumps(rates)
+    return from_samples(title, samples, settings=settings, notes=notes)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.ring", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and messages")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    options = parser.parse_args(arguments)
+    results = run(options.quick)
+    print_table(results)
+    if options.json:
+        write_json(options.json, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
