@@ -20,7 +20,7 @@ from jax_specdec.processor_state import (
     is_newer,
     row_format,
 )
-from jax_specdec.records import FinishReason
+from jax_specdec.record_batch import FinishReason
 from jax_specdec.statistics import Counters
 
 

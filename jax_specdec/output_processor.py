@@ -29,7 +29,8 @@ from jax_specdec.processor_state import (
     release,
     totals,
 )
-from jax_specdec.records import FinishReason, RecordBatch, Records, StatisticsSource
+from jax_specdec.record_batch import FinishReason, RecordBatch, StatisticsSource
+from jax_specdec.records import Records
 
 __all__ = [
     "ProcessorState",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jax_specdec import stopping
 from jax_specdec.decode import Message
-from jax_specdec.records import FinishReason, RecordBatch, StatisticsSource
+from jax_specdec.record_batch import FinishReason, RecordBatch, StatisticsSource
 from jax_specdec.requests import Request
 from jax_specdec.statistics import Counters, Statistics
 

@@ -6,7 +6,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/
 from collections.abc import Iterator
 
 from jax_specdec.processor_state import ProcessorState
-from jax_specdec.records import FinishReason
+from jax_specdec.record_batch import FinishReason
 
 _PREFIX = "jax_specdec"
 Samples = list[tuple[dict[str, str], float | None]]  # labels and value; None is left out

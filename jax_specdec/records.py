@@ -5,115 +5,18 @@ a `Record` is a light view of one request's row. Arrays are views of the message
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipc.wire import SlotState
 from jax_specdec.decode import Message
+from jax_specdec.record_batch import FinishReason, RecordBatch
 from jax_specdec.requests import Request
 from jax_specdec.statistics import Statistics
 
-
-class FinishReason(IntEnum):
-    """Why a request ended; 0 stands for "it goes on" in columns and is None in a record."""
-
-    STOP_TOKEN = 1
-    STOP_SEQUENCE = 2
-    LENGTH = 3
-    ABORT = 4
-    RECOVERY_ERROR = 5
-    PREFILL_HANDOVER = 6
-    WORKER_LOST = 7
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StatisticsSource:
-    """The columns that statistics of a slot come from, as they stood after a step.
-
-    Attributes:
-      num_tokens: [B] int64, tokens delivered in this slot.
-      outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
-    """
-
-    num_tokens: NDArray[np.int64]
-    outcomes: NDArray[np.int64]
-
-    def of(self, slot: int) -> Statistics:
-        proposed, rejected, accepted = map(trimmed, self.outcomes[slot])
-        return Statistics(proposed, rejected, accepted, int(self.num_tokens[slot]))
-
-    def of_all(self) -> Statistics:
-        proposed, rejected, accepted = map(trimmed, self.outcomes.sum(axis=0))
-        return Statistics(proposed, rejected, accepted, int(self.num_tokens.sum()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RecordBatch:
-    """The records of one step, one row a request; axes: N records, B slots.
-
-    Attributes:
-      step: the step that the records are of; for an abort, the last step that came.
-      requests: [B] by slot, as they stood in that step.
-      slots: [N] int64, ascending.
-      generation: [N] int64.
-      num_tokens: [N] int64, tokens delivered (after the stop rules).
-      num_drafts: [N] int64, drafts that the step verified.
-      num_accepted: [N] int64, drafts that it accepted, also those that a stop then cut.
-      cumulative_logprob: [N] float64 after this step; without meaning where none were asked.
-      finish_reason: [N] int8 `FinishReason`, 0 where the request goes on.
-      stop_index: [N] int64, the stop token's id, or the stop sequence's index; -1 otherwise.
-      reschedule: [N] bool, preempted: the request must be scheduled again.
-      message: the target message; None for records that no message caused (an abort).
-      draft: the draft message of the step, where one was joined.
-      joined: [N] bool, records that have drafts in `draft`.
-      totals: statistics' columns; only where some record of the batch ends its stay in a slot.
-    """
-
-    step: int
-    requests: tuple[Request | None, ...]
-    slots: NDArray[np.int64]
-    generation: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    num_drafts: NDArray[np.int64]
-    num_accepted: NDArray[np.int64]
-    cumulative_logprob: NDArray[np.float64]
-    finish_reason: NDArray[np.int8]
-    stop_index: NDArray[np.int64]
-    reschedule: NDArray[np.bool_]
-    message: Message | None
-    draft: Message | None = None
-    joined: NDArray[np.bool_] | None = None
-    totals: StatisticsSource | None = None
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def record(self, index: int) -> "Record":
-        return Record(self, index)
-
-    def take(self, rows: NDArray[np.intp]) -> "RecordBatch":
-        """The batch with only these rows; the rare way (an abort while records wait)."""
-        return replace(
-            self,
-            **{name: getattr(self, name)[rows] for name in _ROW_COLUMNS},
-            joined=None if self.joined is None else self.joined[rows],
-        )
-
-
-_ROW_COLUMNS = (
-    "slots",
-    "generation",
-    "num_tokens",
-    "num_drafts",
-    "num_accepted",
-    "cumulative_logprob",
-    "finish_reason",
-    "stop_index",
-    "reschedule",
-)
+__all__ = ["FinishReason", "Record", "RecordBatch", "Records"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,8 +120,10 @@ class Record:
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
         """[n, K+1] float32, the emitted token first, then the top K; None if none were asked."""
-        rows = self._rows
-        return None if rows is None else rows[:, : self.request.params.columns]
+        rows, params = self._rows, self.request.params
+        if rows is None or not params.extra_token_ids:
+            return rows
+        return rows[:, : params.columns]
 
     @property
     def chosen_logprobs(self) -> NDArray[np.float32] | None:
@@ -320,8 +225,12 @@ class Record:
     @property
     def draft_logprobs(self) -> NDArray[np.float32] | None:
         """[d, K+1] float32, under the draft model; as `logprobs`."""
-        draft = self._draft_rows
-        return None if draft is None else _rows(draft, self.slot)[:, : draft.columns[self.slot]]
+        draft, slot = self._draft_rows, self.slot
+        if draft is None:
+            return None
+        n, columns = int(draft.num_rows[slot]), int(draft.columns[slot])
+        width, start = columns + int(draft.num_chosen[slot]), draft.logprob_start[slot]
+        return draft.logprobs[start : start + n * width].reshape(n, width)[:, :columns]
 
     @property
     def draft_token_ranks(self) -> NDArray[np.int32] | None:
@@ -344,13 +253,15 @@ class Record:
 
     @property
     def _rows(self) -> NDArray[np.float32] | None:
-        params = self.request.params
+        """[n, K+1+C] float32."""
+        params, n, message = self.request.params, self.num_tokens, self.batch.message
         if params.columns == 0:
             return None
-        message = self.batch.message
-        if message is None or not self.num_tokens:  # such a slot of a message has no columns
-            return np.empty((0, params.columns + len(params.extra_token_ids)), np.float32)
-        return _rows(message, self.slot)[: self.num_tokens]
+        width = params.columns + len(params.extra_token_ids)
+        if message is None or not n:  # a slot without tokens has no columns in its message
+            return np.empty((0, width), np.float32)
+        start = message.logprob_start[self.slot]
+        return message.logprobs[start : start + n * width].reshape(n, width)
 
     @property
     def _draft(self) -> Message | None:
@@ -365,16 +276,3 @@ class Record:
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_IDS.flags.writeable = False
-
-
-def _rows(message: Message, slot: int) -> NDArray[np.float32]:
-    """[rows, columns + chosen] float32 of one slot."""
-    n, width = int(message.num_rows[slot]), int(message.columns[slot] + message.num_chosen[slot])
-    start = message.logprob_start[slot]
-    return message.logprobs[start : start + n * width].reshape(n, width)
-
-
-def trimmed(histogram: NDArray[np.int64]) -> tuple[int, ...]:
-    """A histogram [n] without its trailing zeros."""
-    filled = np.flatnonzero(histogram)
-    return tuple(histogram[: filled[-1] + 1].tolist()) if filled.size else ()

@@ -1,0 +1,113 @@
+"""The columns of one step's records. Never jax."""
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec.decode import Message
+from jax_specdec.requests import Request
+from jax_specdec.statistics import Statistics
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; 0 stands for "it goes on" in columns and is None in a record."""
+
+    STOP_TOKEN = 1
+    STOP_SEQUENCE = 2
+    LENGTH = 3
+    ABORT = 4
+    RECOVERY_ERROR = 5
+    PREFILL_HANDOVER = 6
+    WORKER_LOST = 7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatisticsSource:
+    """The columns that statistics of a slot come from, as they stood after a step.
+
+    Attributes:
+      num_tokens: [B] int64, tokens delivered in this slot.
+      outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
+    """
+
+    num_tokens: NDArray[np.int64]
+    outcomes: NDArray[np.int64]
+
+    def of(self, slot: int) -> Statistics:
+        proposed, rejected, accepted = map(_trimmed, self.outcomes[slot])
+        return Statistics(proposed, rejected, accepted, int(self.num_tokens[slot]))
+
+    def of_all(self) -> Statistics:
+        proposed, rejected, accepted = map(_trimmed, self.outcomes.sum(axis=0))
+        return Statistics(proposed, rejected, accepted, int(self.num_tokens.sum()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordBatch:
+    """The records of one step, one row a request; axes: N records, B slots.
+
+    Attributes:
+      step: the step that the records are of; for an abort, the last step that came.
+      requests: [B] by slot, as they stood in that step.
+      slots: [N] int64, ascending.
+      generation: [N] int64.
+      num_tokens: [N] int64, tokens delivered (after the stop rules).
+      num_drafts: [N] int64, drafts that the step verified.
+      num_accepted: [N] int64, drafts that it accepted, also those that a stop then cut.
+      cumulative_logprob: [N] float64 after this step; without meaning where none were asked.
+      finish_reason: [N] int8 `FinishReason`, 0 where the request goes on.
+      stop_index: [N] int64, the stop token's id, or the stop sequence's index; -1 otherwise.
+      reschedule: [N] bool, preempted: the request must be scheduled again.
+      message: the target message; None for records that no message caused (an abort).
+      draft: the draft message of the step, where one was joined.
+      joined: [N] bool, records that have drafts in `draft`.
+      totals: statistics' columns; only where some record of the batch ends its stay in a slot.
+    """
+
+    step: int
+    requests: tuple[Request | None, ...]
+    slots: NDArray[np.int64]
+    generation: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    num_drafts: NDArray[np.int64]
+    num_accepted: NDArray[np.int64]
+    cumulative_logprob: NDArray[np.float64]
+    finish_reason: NDArray[np.int8]
+    stop_index: NDArray[np.int64]
+    reschedule: NDArray[np.bool_]
+    message: Message | None
+    draft: Message | None = None
+    joined: NDArray[np.bool_] | None = None
+    totals: StatisticsSource | None = None
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def take(self, rows: NDArray[np.intp]) -> "RecordBatch":
+        """The batch with only these rows; the rare way (an abort while records wait)."""
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in _ROW_COLUMNS},
+            joined=None if self.joined is None else self.joined[rows],
+        )
+
+
+_ROW_COLUMNS = (
+    "slots",
+    "generation",
+    "num_tokens",
+    "num_drafts",
+    "num_accepted",
+    "cumulative_logprob",
+    "finish_reason",
+    "stop_index",
+    "reschedule",
+)
+
+
+def _trimmed(histogram: NDArray[np.int64]) -> tuple[int, ...]:
+    """A histogram [n] without its trailing zeros."""
+    filled = np.flatnonzero(histogram)
+    return tuple(histogram[: filled[-1] + 1].tolist()) if filled.size else ()
