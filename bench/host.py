@@ -1,0 +1,330 @@
+"""From message bytes to per-request outputs: columns against lists, objects, msgpack and pickle.
+
+Every contender starts from the bytes of one step and ends with each request's tokens, logprobs,
+ranks and top K, cut at the stop rules and counted in its statistics; the content is compared first.
+msgpack and pickle carry the same lists and are only decoded: what their users pay before any of
+that work. Each contender keeps what its own design keeps.
+"""
+
+import gc
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bench.timing import Comparison, compare, print_table
+from ipc import wire
+from ipc.wire import Kind
+from jax_specdec.decode import decode
+from jax_specdec.encode import SlotContents, encode
+from jax_specdec.output_processor import ProcessorState, admit, step
+from jax_specdec.records import Records
+from jax_specdec.requests import Request, SamplingParams
+
+TOKENS = 3  # a step and request: two drafts, both accepted
+VOCABULARY = 131072
+STOP = VOCABULARY - 1  # its tokens come in no message, so every call does the same work
+
+OURS, TOUCHED = "columns (ours)", "ours, all arrays touched"
+LISTS, OBJECTS = "lists a token", "objects in dicts"
+
+
+@dataclass
+class Logprob:
+    """One candidate of one token, as vLLM's `vllm.logprobs.Logprob`."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestProgress:
+    """What the contenders without columns keep of a request."""
+
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    num_tokens: int = 0
+    cumulative_logprob: float = 0.0
+    steps: int = 0
+    drafts: int = 0
+    accepted: int = 0
+
+
+def message_bytes(num_slots: int, k: int, seed: int = 0) -> bytes:
+    rng = np.random.default_rng(seed)
+    slots = []
+    for _ in range(num_slots):
+        logprobs = -np.sort(rng.exponential(size=(TOKENS, k + 1)).astype(np.float32))
+        token_ids = rng.choice(STOP, TOKENS, replace=False)
+        topk_ids = rng.integers(0, STOP, (TOKENS, k))
+        if k:
+            topk_ids[:, 0] = token_ids  # the usual case: the most likely token was emitted
+            logprobs[:, 1] = logprobs[:, 0]
+        slots.append(
+            SlotContents(
+                generation=1,
+                num_drafts=TOKENS - 1,
+                columns=k + 1,
+                token_ids=token_ids,
+                token_ranks=np.ones(TOKENS, np.int32),
+                logprobs=logprobs,
+                topk_ids=topk_ids,
+            )
+        )
+    return encode(Kind.TARGET, 0, slots)
+
+
+def columns(num_slots: int, k: int) -> Callable[[bytes], Records]:
+    """Ours: `step(state, decode(data))`, with the state of requests that have run before."""
+    state = ProcessorState.empty(num_slots)
+    params = SamplingParams(max_tokens=2**31 - 1, logprobs=k, stop_token_ids=(STOP,))
+    for slot in range(num_slots):
+        request = Request(id=str(slot), prompt_token_ids=(1,), params=params)
+        state = admit(state, slot, 1, request)
+    state, _ = step(state, decode(message_bytes(num_slots, k)))
+    state = replace(state, next_step=0)
+
+    def call(data: bytes) -> Records:
+        return step(state, decode(data))[1]
+
+    return call
+
+
+Row = tuple[list[int], list[float], list[list[int]], list[list[float]], list[int]]
+
+
+def sections(data: bytes) -> tuple[list[list[int]], list[int], list[int], list[float], list[int]]:
+    """The message as flat lists, one `tolist` a section, nothing validated: a fast start."""
+    words = np.frombuffer(data, np.uint32)
+    begin = wire.HEADER_WORDS
+    end = begin + int(words[3]) * wire.SLOT_WORDS
+    slots = words[begin:end].reshape(-1, wire.SLOT_WORDS)
+    num_tokens, columns = slots[:, 1] & 0xFFFF, slots[:, 0] >> 16
+    num_drafts = slots[:, 2] & 0xFFFF
+    total, cells = int(num_tokens.sum()), int((num_tokens * columns).sum())
+    parts = np.split(words[end:], np.cumsum([total, total, cells]))
+    ids, ranks, logprobs, topk = parts
+    counts = np.stack([num_tokens, columns, num_drafts], axis=1).tolist()
+    return (
+        counts,
+        ids.view(np.int32).tolist(),
+        ranks.view(np.int32).tolist(),
+        logprobs.view(np.float32).tolist(),
+        topk.view(np.int32).tolist(),
+    )
+
+
+def account(progress: RequestProgress, ids: list[int], drafts: int) -> int:
+    """The stop rules and statistics of one request; tokens to keep."""
+    progress.steps += 1
+    progress.drafts += drafts
+    progress.accepted += len(ids) - 1
+    for n, token in enumerate(ids, 1):
+        progress.num_tokens += 1
+        if token in progress.stop_token_ids or progress.num_tokens >= progress.max_tokens:
+            return n
+    return len(ids)
+
+
+def new_progress(num_slots: int) -> list[RequestProgress]:
+    return [RequestProgress(2**31 - 1, frozenset({STOP})) for _ in range(num_slots)]
+
+
+def lists(num_slots: int) -> Callable[[bytes], list[Row]]:
+    """The seed's way: slice to the real columns, `tolist` once a batch, then lists a token."""
+    progress = new_progress(num_slots)
+
+    def call(data: bytes) -> list[Row]:
+        counts, ids, ranks, logprobs, topk = sections(data)
+        token = cell = top = 0
+        outputs: list[Row] = []
+        for request, (n, width, drafts) in zip(progress, counts, strict=True):
+            kept = account(request, ids[token : token + n], drafts)
+            chosen, rows, tops = [], [], []
+            for j in range(kept):
+                row = logprobs[cell + j * width : cell + (j + 1) * width]
+                chosen.append(row[0])
+                request.cumulative_logprob += row[0]
+                rows.append(row)
+                tops.append(topk[top + j * (width - 1) : top + (j + 1) * (width - 1)])
+            outputs.append(
+                (ids[token : token + kept], chosen, tops, rows, ranks[token : token + kept])
+            )
+            token, cell, top = token + n, cell + n * width, top + n * (width - 1)
+        return outputs
+
+    return call
+
+
+def objects(num_slots: int) -> Callable[[bytes], list[list[dict[int, Logprob]]]]:
+    """One object a token and candidate, in a dictionary a token: vLLM's LogprobsProcessor."""
+    progress = new_progress(num_slots)
+
+    def call(data: bytes) -> list[list[dict[int, Logprob]]]:
+        counts, ids, ranks, logprobs, topk = sections(data)
+        token = cell = top = 0
+        outputs = []
+        for request, (n, width, drafts) in zip(progress, counts, strict=True):
+            kept = account(request, ids[token : token + n], drafts)
+            k, positions = width - 1, []
+            for j in range(kept):
+                row = logprobs[cell + j * width : cell + (j + 1) * width]
+                candidates = topk[top + j * k : top + (j + 1) * k]
+                request.cumulative_logprob += row[0]
+                ranked = range(1, k + 1)
+                by_id = {
+                    id: Logprob(logprob, rank)
+                    for id, logprob, rank in zip(candidates, row[1:], ranked, strict=True)
+                }
+                by_id[ids[token + j]] = Logprob(row[0], ranks[token + j])
+                positions.append(by_id)
+            outputs.append(positions)
+            token, cell, top = token + n, cell + n * width, top + n * k
+        return outputs
+
+    return call
+
+
+def touched(records: Records) -> list[tuple[Any, ...]]:
+    """Every request's arrays, as a caller gets them who leaves none out."""
+    return [
+        (record.token_ids, rows[:, 0], record.topk_ids, rows, record.token_ranks)
+        for record in records
+        if (rows := record.logprobs) is not None
+    ]
+
+
+def as_lists(result: Any) -> list[Row]:
+    """What was delivered, in one form; for the comparison before any timing."""
+    rows = touched(result) if isinstance(result, Records) else result
+    return [
+        tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in row)
+        for row in rows
+    ]
+
+
+def same_content(name: str, expected: Any, actual: Any) -> None:
+    rows = as_lists(expected)
+    if name != OBJECTS:
+        assert as_lists(actual) == rows
+        return
+    for (ids, _, tops, logprobs, ranks), positions in zip(rows, actual, strict=True):
+        for id, top, row, rank, by_id in zip(ids, tops, logprobs, ranks, positions, strict=True):
+            wanted = {**dict(zip(top, row[1:], strict=True)), id: row[0]}
+            assert {candidate: entry.logprob for candidate, entry in by_id.items()} == wanted
+            assert by_id[id].rank == rank
+
+
+def contenders(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
+    """The designs that do the whole work, all from the same bytes."""
+    data = message_bytes(num_slots, k)
+    ours, by_list, by_object = columns(num_slots, k), lists(num_slots), objects(num_slots)
+    return {
+        OURS: lambda: ours(data),
+        TOUCHED: lambda: touched(ours(data)),
+        LISTS: lambda: by_list(data),
+        OBJECTS: lambda: by_object(data),
+    }
+
+
+def transports(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
+    """What decoding the finished lists from other encodings costs by itself."""
+    import msgpack  # only the benchmark needs it, its tests do not
+
+    rows = as_lists(lists(num_slots)(message_bytes(num_slots, k)))
+    packed, pickled = msgpack.packb(rows), pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
+    return {
+        "msgpack, decoding alone": lambda: msgpack.unpackb(packed),
+        "pickle, decoding alone": lambda: pickle.loads(pickled),
+    }
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call leaves behind, and what garbage collection makes of a run of calls."""
+
+    blocks: int  # memory blocks that one result holds
+    tracked: int  # objects of it that the garbage collector visits
+    worst_pause: float  # seconds, the longest collection while the last results are alive
+    worst_call: float  # seconds
+
+
+def cost(call: Callable[[], Any], calls: int, alive: int = 32) -> Cost:
+    """Run `calls` times with collection on, the newest `alive` results kept, as requests do."""
+    call()
+    gc.collect()
+    gc.disable()
+    blocks, tracked = sys.getallocatedblocks(), len(gc.get_objects())
+    result = call()
+    blocks, tracked = sys.getallocatedblocks() - blocks, len(gc.get_objects()) - tracked
+    del result
+    gc.enable()
+    pauses, begins, times = [0.0], [0.0], []
+    kept: list[Any] = [None] * alive
+
+    def watch(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            begins[0] = time.perf_counter()
+        else:
+            pauses.append(time.perf_counter() - begins[0])
+
+    gc.callbacks.append(watch)
+    try:
+        for n in range(calls):
+            begin = time.perf_counter()
+            kept[n % alive] = call()
+            times.append(time.perf_counter() - begin)
+    finally:
+        gc.callbacks.remove(watch)
+    return Cost(blocks, max(tracked, 0), max(pauses), max(times))
+
+
+def run(quick: bool) -> list[Comparison]:
+    """Batch sizes 8 to 512, K 0 to 20; `quick` takes the two ends of K at 256 requests."""
+    sizes = (256,) if quick else (8, 64, 256, 512)
+    results = []
+    for num_slots in sizes:
+        for k in (0, 20) if quick else (0, 5, 20):
+            calls = contenders(num_slots, k) | transports(num_slots, k)
+            comparison = compare(
+                f"bytes to records: {num_slots} requests x {TOKENS} tokens, K = {k}",
+                calls,
+                check=same_content,
+                rounds=7 if quick else 15,
+                min_seconds=0.02,
+                settings={"requests": num_slots, "tokens": TOKENS, "k": k, "gc": gc.isenabled()},
+            )
+            notes: dict[str, Any] = {"message bytes": len(message_bytes(num_slots, k))}
+            for name, call in calls.items():
+                found = cost(call, 40 if quick else 300)
+                notes[name] = (
+                    f"{found.blocks} blocks and {found.tracked} tracked objects a step; "
+                    f"worst collection {1e3 * found.worst_pause:.2f} ms, "
+                    f"worst call {1e3 * found.worst_call:.2f} ms"
+                )
+            results.append(replace(comparison, notes=notes))
+    return results
+
+
+def main() -> None:
+    """Print every comparison and the two ratios that the project promises."""
+    results = run(quick="--quick" in sys.argv[1:])
+    print_table(results)
+    for comparison in results:
+        if comparison.settings["requests"] == 256 and comparison.settings["k"] == 20:
+            median = statistics.median(comparison[OURS].rounds)
+            print(
+                f"256 x {TOKENS}, K = 20: {1e3 * median:.3f} ms (at most 0.3); "
+                f"{comparison.speedup(OURS, LISTS):.1f}x lists (at least 3); "
+                f"{comparison.speedup(OURS, OBJECTS):.1f}x objects (at least 15)"
+            )
+
+
+if __name__ == "__main__":
+    main()
