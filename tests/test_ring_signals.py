@@ -32,10 +32,10 @@ def storm():
     armed = [False]
     before = signal.signal(signal.SIGALRM, handler)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
     yield armed, fired
     armed[0] = False
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_REAL, *timer)  # pytest-timeout's
     signal.signal(signal.SIGALRM, before)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask  # nothing stayed held back
 
@@ -83,7 +83,7 @@ def test_writing_in_a_storm_of_raising_handlers(tmp_path, storm, wait):
             try:
                 armed[0] = True
                 try:
-                    writer.send(*parts)
+                    writer.send(*parts, timeout=30)
                 finally:
                     armed[0] = False
             except Interrupted:
