@@ -1,5 +1,8 @@
 """The output processor, behavior by behavior, with hand-made messages."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -343,3 +346,9 @@ def test_drafts_are_joined_to_their_step():
     assert record.draft_token_ranks.tolist() == [3, 4]
     assert record.draft_topk_ids.shape == (2, 0)
     assert state.counters.late_drafts == 0
+
+
+def test_the_documented_example_runs():
+    page = Path(__file__).parent.parent / "docs" / "output_processor.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    exec(compile(example, page.name, "exec"), {})
