@@ -172,6 +172,8 @@ class WorkerProcess:
 
     def failure(self, cause: Exception) -> WorkerFailed:
         """Why the worker ended, in its own words."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE_SECONDS)  # its stream has ended: it is about to
         code = self.stop(drain=False)
         last = "".join(self._last_lines).strip()
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
@@ -194,8 +196,6 @@ class WorkerProcess:
                 while True:
                     self.ring.receive(PATIENCE_SECONDS)
         elif self.process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.1)  # one that has just failed still has its own status
             self.process.terminate()
         self.ring.close()
         try:

@@ -89,21 +89,20 @@ def init_state(config: LoopConfig) -> LoopState:
     """B empty slots."""
     batch, length = config.num_slots, config.max_length
     drafts, drafter = config.drafter.init(batch, length)
-    zeros = jnp.zeros(batch, jnp.int32)
-    off = jnp.zeros(batch, bool)
-    return LoopState(
+    state = LoopState(
         cache=init_cache(config.model, batch, length),
         drafter=drafter,
         drafts=drafts,
         tokens=jnp.zeros((batch, length), jnp.int32),
-        lengths=zeros,
-        active=off,
-        prefilling=off,
-        remaining=zeros,
-        max_drafts=zeros,
+        lengths=jnp.zeros(batch, jnp.int32),
+        active=jnp.zeros(batch, bool),
+        prefilling=jnp.zeros(batch, bool),
+        remaining=jnp.zeros(batch, jnp.int32),
+        max_drafts=jnp.zeros(batch, jnp.int32),
         stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
         sampling=Sampling.greedy(batch),
     )
+    return jax.tree.map(jnp.copy, state)  # no two leaves share a buffer, so it can be donated
 
 
 def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:

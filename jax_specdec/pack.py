@@ -77,7 +77,7 @@ def pack(
       draft_follows: whether this step's draft message follows.
       process_rank: which process rank sends.
       vocab_size: V; sent ids must be below it.
-      num_words: the bucket, static.
+      num_words: static size of the array; the longest message that may come of these shapes.
 
     Returns:
       [num_words] uint32, of which the header's `num_words` are the message and the rest are 0. A
@@ -203,7 +203,7 @@ def bucket(num_words: int) -> int:
     return power * 3 // 4 if num_words <= power * 3 // 4 else power
 
 
-K_BUCKETS = (0, 1, 5, 20, 64, 128)
+K_BUCKETS = (0, 5, 20, 64, 128)
 
 
 def k_bucket(k: int, vocab_size: int) -> int:

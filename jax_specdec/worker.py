@@ -73,6 +73,7 @@ class Compiled:
     prefill_chunk: Callable[..., loop.LoopState] = field(init=False)
     step: Callable[..., tuple[loop.LoopState, loop.StepOutput]] = field(init=False)
     message: Callable[..., jax.Array] = field(init=False)
+    leading: Callable[..., jax.Array] = field(init=False)
 
     def __post_init__(self) -> None:
         # The state is donated: a step updates the caches in place.
@@ -85,6 +86,7 @@ class Compiled:
         )
         self.step = jax.jit(functools.partial(loop.step, self.config), donate_argnums=1)
         self.message = jax.jit(loop.message, static_argnames=("k", "num_words", "process_rank"))
+        self.leading = jax.jit(lambda words, count: words[:count], static_argnums=1)
 
 
 class Worker:
@@ -178,15 +180,28 @@ class Worker:
             generations,
             np.array([number & 0xFFFFFFFF, number >> 32], np.uint32),
             k=k,
-            num_words=bucket(bound),
+            num_words=self._most_words(k),
             process_rank=self.process_rank,
         )
+        # Packing compiles once for each K, and only this cut once for each bucket.
+        words = self.compiled.leading(words, min(bucket(bound), words.size))
         words.copy_to_host_async()
         self.step_number += 1
         return Launched(words)
 
+    def _most_words(self, k: int | None) -> int:
+        """The longest message that these slots can make with logprobs up to K."""
+        batch, columns = self.config.num_slots, 0 if k is None else k + 1
+        return wire.words_bound([self.config.num_positions] * batch, [columns] * batch, [0] * batch)
+
     def _publish(self, launched: Launched) -> None:
         words = np.asarray(launched.words)
+        num_words = int(wire.HEADER["num_words"].get(words))
+        if num_words > words.size:
+            raise DeviceCheckError(
+                f"a message of {num_words} words is longer than the {words.size} that its slots "
+                "can fill; nothing of it was sent"
+            )
         if wire.HEADER["error"].get(words):
             checks = int(wire.HEADER["error_checks"].get(words))
             step = int(wire.HEADER["step_low"].get(words))
@@ -194,8 +209,7 @@ class Worker:
                 f"step {step} failed its checks on the device ({', '.join(failed_checks(checks))});"
                 " nothing of it was sent"
             )
-        used = words[: int(wire.HEADER["num_words"].get(words))]
-        self.sender.send(used)
+        self.sender.send(words[:num_words])
         fields = words[wire.HEADER_WORDS :][: wire.SLOT_WORDS * len(self.slots)]
         fields = fields.reshape(len(self.slots), wire.SLOT_WORDS)
         stopped = wire.SLOT["state"].get(fields) == SlotState.STOPPED

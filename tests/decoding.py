@@ -1,0 +1,132 @@
+"""Run the worker's own code in this process and keep everything that it computed and sent."""
+
+import functools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+
+from jax_specdec import loop, output_processor
+from jax_specdec.control import Admit, Release
+from jax_specdec.decode import decode
+from jax_specdec.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.model import ModelConfig, init_params
+from jax_specdec.records import Records
+from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.verify import accept_draft
+from jax_specdec.worker import Compiled, Worker
+
+VOCAB = 32
+
+
+@functools.cache
+def random_model(vocab=VOCAB, scale=4.0, **changes):
+    """Weights large enough that the model is decided, and repeats itself now and then."""
+    config = ModelConfig.tiny(vocab_size=vocab, **changes)
+    params = init_params(config, jax.random.key(1))
+    return jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, params), config
+
+
+def drafter(name, config, num_drafts=3):
+    if name == "none":
+        return NoDrafter(num_drafts)  # padded: the same compiled step as with drafts
+    return NgramDrafter(num_drafts) if name == "ngram" else MtpDrafter(config, num_drafts)
+
+
+@dataclass
+class Run:
+    """What came of some requests."""
+
+    messages: list = field(default_factory=list)
+    outputs: list = field(default_factory=list)  # StepOutput as numpy, by step
+    records: dict = field(default_factory=dict)  # request id to its records
+    state: object = None
+
+    def token_ids(self, request_id):
+        return [t for record in self.records[request_id] for t in record.token_ids.tolist()]
+
+
+class Sent(list):
+    def send(self, data, /):
+        self.append(np.array(data))
+
+
+@functools.cache
+def compiled(config):
+    """One compilation for all runs of a configuration."""
+    return Compiled(config)
+
+
+def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
+        distort=None):  # fmt: skip
+    """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
+
+    `distort` changes a step's output before it is packed: for negative controls.
+    """
+    params, config = model or random_model()
+    settings = loop.LoopConfig(
+        model=config,
+        drafter=drafter(drafting, config) if isinstance(drafting, str) else drafting,
+        num_slots=num_slots,
+        max_length=max_length,
+        accept=accept,
+    )
+    sent, outputs = Sent(), []
+    worker = Worker(settings, params, sent, prefill_chunk=chunk)
+    shared = compiled(settings)
+
+    def recording_step(params, state):
+        state, output = shared.step(params, state)
+        outputs.append(jax.tree.map(np.asarray, output))
+        return state, distort(output) if distort else output
+
+    worker.compiled = SimpleNamespace(**vars(shared) | {"step": recording_step})
+    result = Run(outputs=outputs, records={request.id: [] for request in requests})
+    waiting, free, live = list(requests), list(range(num_slots)), {}
+    generations = [0] * num_slots
+    state = output_processor.ProcessorState.empty(num_slots)
+    while waiting or live:
+        while waiting and free:
+            slot, request = free.pop(0), waiting.pop(0)
+            generations[slot] += 1
+            state = output_processor.admit(state, slot, generations[slot], request)
+            worker.apply(Admit(slot=slot, generation=generations[slot], request=request))
+            live[request.id] = slot
+        worker.advance()
+        while sent:
+            message = decode(sent.pop(0).tobytes())
+            result.messages.append(message)
+            state, records = output_processor.step(state, message)
+            assert isinstance(records, Records)
+            for record in records:
+                result.records[record.request_id].append(record)
+            for record in records.events():
+                slot = live.pop(record.request_id)
+                state = output_processor.release(state, slot)
+                worker.apply(Release(slot=slot, generation=generations[slot]))
+                free.append(slot)
+    result.state = state
+    return result
+
+
+def request(id, prompt, **params):
+    return Request(id=id, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))
+
+
+def mixed_requests(count=7, seed=0, temperature=0.0, max_tokens=(6, 30)):
+    """Prompts of many lengths (one token, chunk borders), K from none to 20."""
+    random = np.random.default_rng(seed)
+    lengths = [1, 2, 8, 9, 10, 17, 25, 5, 16, 3][:count]
+    return [
+        request(
+            f"r{index}",
+            random.integers(0, VOCAB, length).tolist(),
+            max_tokens=int(random.integers(*max_tokens)),
+            temperature=temperature,
+            top_p=0.9 if temperature else 1.0,
+            seed=index,
+            logprobs=[None, 0, 1, 5, 20, 3, 2][index % 7],
+        )
+        for index, length in enumerate(lengths)
+    ]
