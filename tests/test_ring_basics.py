@@ -266,3 +266,25 @@ def test_successor_is_a_new_session_of_the_same_shape():
     with pytest.raises(errors.RingClosed):
         reader.receive()
     assert leftovers() == []
+
+
+@pytest.mark.parametrize("how", ["receive", "try_receive"])
+def test_a_message_committed_at_the_last_moment_comes_before_the_death(how):
+    """The producer posts and dies after this side looked for a message and before it asked."""
+    with (
+        RingReader.create(4, 64, wait="block") as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        last_words = [b"last"]
+
+        def die() -> errors.PeerDied:
+            while last_words:
+                writer.send(last_words.pop())
+            return errors.PeerDied("producer", 1, reader._last_crossed())
+
+        reader._obstacle = reader._items._obstacle = die
+        call = getattr(reader, how)
+        assert call().data == b"last"
+        reader._next_look_ns = 0
+        with pytest.raises(errors.PeerDied, match="message 0"):
+            call()

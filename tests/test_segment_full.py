@@ -79,3 +79,22 @@ def test_more_than_the_machine_has():
     with pytest.raises(errors.OutOfSharedMemory, match="free"):
         RingReader.create(65536, 1 << 30)
     assert not [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name]
+
+
+def test_every_byte_is_reserved_before_it_is_mapped(monkeypatch):
+    """ftruncate would succeed on a full /dev/shm and leave a SIGBUS for later."""
+    steps = []
+    reserve = os.posix_fallocate
+
+    def spy(fd: int, start: int, count: int) -> None:
+        steps.append((start, count))
+        reserve(fd, start, count)
+
+    monkeypatch.setattr(os, "posix_fallocate", spy)
+    with RingReader.create(5, 2 << 20) as reader:
+        total = reader._segment.header.geometry.total_bytes
+    end = 0
+    for start, count in steps:
+        assert start == end
+        end += count
+    assert end == total > 12 << 20
