@@ -1,8 +1,127 @@
-"""Every difference between the supported jax versions (0.10.2 to 0.12), in one place."""
+"""Pallas Mosaic GPU as the kernels need it: what differs between the supported jax versions
+(0.10.2 to 0.12), and between a compiled and an interpreted kernel, in one place.
+"""
+
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.interpreters import mlir
+
+GPU: Any = plgpu  # untyped: its members change between versions
+
+VERSION = jax.__version_info__
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which x differs between devices inside `shard_map`; empty elsewhere."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+def interpret_params(detect_races: bool) -> Any:
+    """What `GPU.kernel(interpret=...)` takes to run a kernel on a CPU."""
+    if VERSION >= (0, 12):
+        return GPU.InterpretGPUParams(detect_races=detect_races)
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    _register_layout_cast()
+    return InterpretGPUParams(detect_races=detect_races)
+
+
+def asarray(value: Any) -> jax.Array:
+    """A value traced in a kernel, typed; nothing else."""
+    array: jax.Array = value
+    return array
+
+
+def cast(value: jax.Array, layout: Any) -> jax.Array:
+    """The value in registers of this layout."""
+    return asarray(GPU.layout_cast(value, layout))
+
+
+def shape(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An output's type."""
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+
+
+def load(ref: Any, layout: Any, optimized: bool = False) -> jax.Array:
+    """A vector from a reference into registers of this layout."""
+    if VERSION >= (0, 11):
+        return asarray(GPU.load(ref, layout=layout, optimized=optimized))
+    return asarray(GPU.load(ref, (), layout=layout, optimized=optimized))
+
+
+def store(ref: Any, value: jax.Array, interpreted: bool) -> None:
+    """A vector to a reference, even where it does not fill whole 32-byte sectors."""
+    if VERSION >= (0, 12) and not interpreted:
+        GPU.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def load_block(
+    ref: Any, start: Any, shape: tuple[int, int], width: int, layout: Any, interpreted: bool
+) -> list[jax.Array]:
+    """rows * columns words from `start` of a flat reference, as pieces [rows, width]."""
+    rows, columns = shape
+    block = pl.ds(start, rows * columns)
+    if interpreted:  # neither GPU.load nor a reshaped reference is known to the interpreter
+        whole: jax.Array = ref[block].reshape(shape)
+        return [whole[:, i : i + width] for i in range(0, columns, width)]
+    whole = ref.at[block].reshape(shape)
+    return [load(whole.at[:, pl.ds(i, width)], layout) for i in range(0, columns, width)]
+
+
+def load_vector(ref: Any, start: Any, size: int, interpreted: bool) -> jax.Array:
+    """`size` elements from `start` of a flat reference, one element a thread at a time."""
+    if interpreted:
+        return asarray(ref[pl.ds(start, size)])
+    return load(ref.at[pl.ds(start, size)], GPU.Layout.WG_STRIDED((size,), vec_size=1))
+
+
+def _register_layout_cast() -> None:
+    """jax 0.10.2 and 0.11 lack a rule for `layout_cast` on a CPU, where it means nothing."""
+    from jax._src.pallas.mosaic_gpu.core import layout_cast_p
+
+    mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
+
+
+def compiler_params() -> Any:
+    """Warpgroup semantics (jax 0.11's default) by name, and one-instruction exponentials.
+
+    ex2.approx.ftz.f32: a relative error of 2**-22, and 0 for results below 2**-126.
+    """
+    return GPU.CompilerParams(lowering_semantics=GPU.LoweringSemantics.Warpgroup, approx_math=True)
+
+
+def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> jax.Array:
+    """int32 indices along one dimension, in registers of this layout."""
+    return cast(jax.lax.broadcasted_iota(jnp.int32, shape, dimension), layout)
+
+
+def vector_iota(size: int) -> jax.Array:
+    """[size] int32 indices, one element a thread at a time."""
+    layout = GPU.Layout.WG_STRIDED((size,), vec_size=1)
+    return iota((size,), 0, layout)
+
+
+def full(size: int, value: int) -> jax.Array:
+    """[size] int32, all equal, one element a thread at a time."""
+    layout = GPU.Layout.WG_STRIDED((size,), vec_size=1)
+    return cast(jnp.full((size,), value, jnp.int32), layout)
+
+
+def load_shared(ref: Any) -> jax.Array:
+    """A vector from shared memory, one element a thread at a time."""
+    return cast(ref[...], GPU.Layout.WG_STRIDED(ref.shape, vec_size=1))
+
+
+def races_found() -> bool:
+    """Whether the last interpreted kernel, run with race detection, had a race."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return bool(gpu_callbacks.get_races().races_found)
+
+
+def reset_interpreter() -> None:
+    """Needed before the interpreter is used again, after it raised."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    gpu_callbacks.reset_gpu_interpret_mode_state()  # type: ignore[no-untyped-call]

@@ -1,15 +1,11 @@
 """Top K, logprobs and token ranks of chosen rows of logits: the contract, and who computes it."""
 
-import functools
-from typing import Literal, get_args
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import checks, xla
+from pallas_kernels.implementations import Implementation, choose_implementation
 from pallas_kernels.types import TopkLogprobs
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def topk_logprobs(
@@ -76,32 +72,43 @@ def topk_logprobs(
         extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
     else:
         extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets)
-    chosen = choose_implementation(implementation)
+    run = choose_implementation(implementation, logits)
     if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
         return xla.skipped_rows(num_targets, k, extra_token_ids.shape[1])
-    result: TopkLogprobs = _IMPLEMENTATIONS[chosen](
-        logits, token_ids, k, row_ids, num_rows, temperatures, extra_token_ids
-    )
-    return result
+    return run.topk(logits, token_ids, k, row_ids, num_rows, temperatures, extra_token_ids)
 
 
-def choose_implementation(implementation: str | None) -> str:
-    """The implementation to run, or an error that says why the wanted one cannot."""
-    if implementation is None:
-        return "xla"
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"implementation = {implementation!r} is not known; choose one of "
-            f"{', '.join(map(repr, get_args(Implementation)))} or None"
-        )
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            "implementation = 'mosaic_gpu' is not built yet; use 'xla' or None"
-        )
-    return implementation
+def greedy_topk_logprobs(
+    logits: jax.Array,
+    k: int,
+    *,
+    num_rows: jax.Array | int | None = None,
+    temperatures: jax.Array | None = None,
+    extra_token_ids: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> TopkLogprobs:
+    """`topk_logprobs` of each row's own greedy choice: the fused path of greedy verification.
 
+    Equal to `topk_logprobs(logits, greedy_token_ids(logits), k, ...)`, but the GPU kernels read the
+    logits only once for both. Column 0 of `token_ids` is the greedy choice, in invalid rows too;
+    `token_ranks` is 1 where the row is valid, else 0. Take it where all N rows' greedy choices are
+    needed anyway; where few rows were accepted or asked for logprobs, `greedy` and then
+    `topk_logprobs` with `row_ids` may be cheaper.
 
-# Compiled here too, so that a call outside jit runs one program and not one for each operation.
-_IMPLEMENTATIONS = {
-    "xla": functools.partial(jax.jit, static_argnums=2)(xla.topk_logprobs),
-}
+    Args, Returns, Raises: as `topk_logprobs`, with R = N.
+    """
+    logits = checks.check_logits(logits)
+    num_targets = logits.shape[0]
+    k = checks.check_k(k, logits.shape[1])
+    if num_rows is not None:
+        num_rows = checks.check_num_rows(num_rows)
+    if temperatures is not None:
+        temperatures = checks.check_temperatures(temperatures, num_targets)
+    if extra_token_ids is None:
+        extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
+    else:
+        extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets)
+    run = choose_implementation(implementation, logits)
+    if num_targets == 0:
+        return xla.skipped_rows(num_targets, k, extra_token_ids.shape[1])
+    return run.greedy_topk(logits, k, num_rows, temperatures, extra_token_ids)

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import varying_axes
 from pallas_kernels.types import TopkLogprobs
 
 # A block's float32 copy takes at most 1/16 of the logits' bytes (XLA keeps up to three temporaries
@@ -262,7 +261,8 @@ def skipped_rows(num_targets: int, k: int, num_extra: int) -> TopkLogprobs:
 
 def vary_like(values: TopkLogprobs, inputs: tuple[jax.Array | None, ...]) -> TopkLogprobs:
     """Under `shard_map`, a loop's first carry must vary over the mesh axes that its inputs do."""
-    axes = frozenset[str]().union(*(varying_axes(x) for x in inputs if x is not None))
+    types = [jax.typeof(x).manual_axis_type for x in inputs if x is not None]
+    axes = frozenset[str]().union(*(kind.varying for kind in types))
     if not axes:
         return values
     return TopkLogprobs(*(lax.pcast(x, tuple(axes), to="varying") for x in values))
