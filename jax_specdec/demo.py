@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ipc import wire
-from jax_specdec import tokens
+from jax_specdec import openai, tokens
 from jax_specdec.engine import Update
 from jax_specdec.records import FinishReason, Record
 from jax_specdec.requests import Request, SamplingParams
@@ -138,6 +138,14 @@ class Progress:
         return values
 
     @property
+    def token_ranks(self) -> list[int] | None:
+        """Each token's rank; None where no logprobs were asked."""
+        if self.request.params.logprobs is None:
+            return None
+        ranks = [record.token_ranks for record in self.records]
+        return [rank for found in ranks if found is not None for rank in found.tolist()]
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         return self.records[-1].finish_reason if self.records else None
 
@@ -199,4 +207,45 @@ def write_json(path: Path, collector: Collector) -> None:
 
 def completion(progress: Progress) -> dict[str, object]:
     """An OpenAI completion object, with what speculation did beside it."""
-    raise NotImplementedError
+    params, found = progress.request.params, progress.statistics
+    ids = progress.token_ids
+    total = progress.records[-1].cumulative_logprob if progress.records else None
+    prompt_tokens = len(progress.request.prompt_token_ids)
+    return {
+        "id": progress.request.id,
+        "object": "text_completion",
+        "model": "jax-specdec-tiny",
+        "choices": [
+            {
+                "index": 0,
+                "text": tokens.decode(token for token in ids if token < 256),
+                "logprobs": openai.completion_logprobs(progress.records, token_text),
+                "finish_reason": openai.finish_reason(progress.finish_reason),
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(ids),
+            "total_tokens": prompt_tokens + len(ids),
+        },
+        "speculation": {
+            "prompt": progress.prompt_text,
+            "token_ids": ids,
+            "token_ranks": progress.token_ranks,
+            "temperature": params.temperature,
+            "cumulative_logprob": None if total is None else openai.json_number(total),
+            "steps": found.steps if found else 0,
+            "drafts": found.num_drafts if found else 0,
+            "accepted": found.num_accepted if found else 0,
+            "acceptance_by_position": found.acceptance_at if found else (),
+        },
+    }
+
+
+def token_text(token_id: int) -> tuple[str, bytes]:
+    r"""A token's display text and bytes; a byte that is no character of its own is `bytes:\xNN`."""
+    raw = tokens.token_bytes(token_id)
+    try:
+        return raw.decode(), raw
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw

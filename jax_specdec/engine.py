@@ -140,6 +140,7 @@ class WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
+                process_group=0,  # a terminal's Ctrl-C reaches the engine, which decides
             )
         except BaseException:
             self.ring.close()

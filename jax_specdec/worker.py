@@ -7,7 +7,6 @@ them. Everything that step n + 1 needs from step n stays on the device.
 
 import functools
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -277,8 +276,6 @@ def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") 
 
 def main() -> int:
     """Entry point of the worker process: commands on stdin, messages into the ring."""
-    # Ctrl-C in a terminal reaches every process of it: the engine decides what happens.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = from_line(sys.stdin.readline())
     if not isinstance(start, Start):
         print("the first command must be start", file=sys.stderr)

@@ -1,0 +1,73 @@
+"""The control channel: every command survives its line, and garbage is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc.wire import LogprobsMode
+from jax_specdec.control import Admit, ControlError, Release, Shutdown, Start, from_line, to_line
+from jax_specdec.requests import Request, RequestError, SamplingParams
+
+pytestmark = pytest.mark.fast
+
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 1000),
+    temperature=st.floats(0, 5),
+    top_k=st.integers(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    seed=st.integers(0, 2**32 - 1),
+    stop_token_ids=st.lists(st.integers(0, 300), max_size=3).map(tuple),
+    stop_sequences=st.lists(
+        st.lists(st.integers(0, 300), min_size=1, max_size=3).map(tuple), max_size=2
+    ).map(tuple),
+    logprobs=st.none() | st.integers(0, 128),
+    logprobs_mode=st.sampled_from(LogprobsMode),
+)
+requests = st.builds(
+    Request,
+    id=st.text(),
+    prompt_token_ids=st.lists(st.integers(0, 300), min_size=1).map(tuple),
+    params=params,
+)
+start = Start(ring="/r", weights="", drafter="mtp", num_drafts=2, num_slots=4, max_length=99)
+
+
+@given(
+    st.builds(Admit, slot=st.integers(0, 99), generation=st.integers(0, 9), request=requests)
+    | st.builds(Release, slot=st.integers(0, 99), generation=st.integers(0, 2**32 - 1))
+    | st.sampled_from([Shutdown(), start])
+)
+def test_every_command_survives_its_line(command):
+    line = to_line(command)
+    assert line.endswith("\n")
+    assert line.count("\n") == 1
+    assert from_line(line) == command
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "x", "[]", "1", "{}", '{"command": "dance"}', '{"command": "release", "slot": 1}',
+     '{"command": "shutdown", "now": true}', '{"command": "admit", "slot": 0, "generation": 1}',
+     to_line(start)[:20]],
+)  # fmt: skip
+def test_garbage_is_refused(line):
+    with pytest.raises(ControlError, match="not a command"):
+        from_line(line)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0),
+     ("top_p", 1.1), ("min_p", -0.1), ("top_k", -1), ("seed", 2**32), ("logprobs", 129),
+     ("logprobs", -1), ("stop_sequences", ((),)), ("extra_token_ids", (1,))],
+)  # fmt: skip
+def test_impossible_requests_are_refused_by_name(field, value):
+    with pytest.raises(RequestError, match=field.split("_")[0]):
+        SamplingParams(**{field: value})
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(RequestError, match="empty prompt"):
+        Request(id="r", prompt_token_ids=())

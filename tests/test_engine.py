@@ -1,0 +1,206 @@
+"""Engine and worker as two real processes: from prompt to records, and when one of them dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ipc.wire import DeviceCheck, LogprobsMode
+from jax_specdec.checkpoint import save_checkpoint
+from jax_specdec.engine import Engine, EngineConfig, NotServed, WorkerFailed, check
+from jax_specdec.records import FinishReason
+from jax_specdec.requests import RequestError
+from jax_specdec.worker import DeviceCheckError
+from tests import decoding
+from tests.decoding import VOCAB, mixed_requests, random_model, request
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "random.safetensors"
+    save_checkpoint(path, *random_model())
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_shared_memory():
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def config(weights, **changes):
+    sizes = {"num_slots": 3, "max_length": 96, "prefill_chunk": 8, "drafter": "ngram"}
+    return EngineConfig(vocab_size=VOCAB, weights=weights, **sizes | changes)
+
+
+def test_two_processes_deliver_what_one_computes(weights):
+    requests = mixed_requests()
+    expected = decoding.run(requests, "ngram")
+    records = {item.id: [] for item in requests}
+    with Engine(config(weights)) as engine:
+        for update in engine.generate(requests):
+            assert update.latency_ns > 0
+            for record in update.records:
+                records[record.request_id].append(record)
+    assert engine.ranks[0].worker.process.returncode == 0
+    for item in requests:
+        emitted = [t for record in records[item.id] for t in record.token_ids.tolist()]
+        assert emitted == expected.token_ids(item.id)
+        assert records[item.id][-1].finish_reason is FinishReason.LENGTH
+        if item.params.logprobs is not None:
+            got = np.concatenate([record.logprobs for record in records[item.id]])
+            wanted = np.concatenate([record.logprobs for record in expected.records[item.id]])
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_two_ranks_are_read_side_by_side(weights):
+    requests = mixed_requests(6)
+    with Engine(config(weights, num_slots=2), num_ranks=2) as engine:
+        done = [
+            record.request_id
+            for update in engine.generate(requests)
+            for record in update.records
+            if record.finish_reason
+        ]
+        assert sorted(done) == [item.id for item in requests]
+        assert all(rank.state.statistics.num_tokens > 0 for rank in engine.ranks)
+
+
+def test_a_killed_worker_is_reported_and_its_requests_are_closed(weights):
+    requests = mixed_requests(4, max_tokens=(50, 60))
+    reasons = {}
+
+    def collect(stream):
+        for update in stream:
+            for record in update.records:
+                reasons[record.request_id] = record.finish_reason
+
+    with Engine(config(weights)) as engine:
+        process = engine.ranks[0].worker.process
+        stream = engine.generate(requests)
+        next(stream)
+        process.kill()
+        with pytest.raises(WorkerFailed, match=r"killed by signal 9"):
+            collect(stream)
+    lost = [name for name, reason in reasons.items() if reason is FinishReason.WORKER_LOST]
+    assert len(lost) == 3  # the three that had slots; the fourth had not begun
+
+
+def test_a_worker_that_cannot_start_says_why():
+    with (
+        Engine(config("/nowhere/weights.safetensors")) as engine,
+        pytest.raises(WorkerFailed, match=r"(?s)status 1 .*no checkpoint at /nowhere"),
+    ):
+        list(engine.generate(mixed_requests(1)))
+
+
+def test_requests_that_cannot_be_served_are_refused_before_anything_runs(weights):
+    settings = config(weights)
+    with pytest.raises(RequestError, match=r"token id 99 is outside the vocabulary \(0 to 31\)"):
+        check(request("r", [1, 99]), settings)
+    with pytest.raises(RequestError, match=r"90 prompt tokens and max_tokens = 64 exceed the 96"):
+        check(request("r", [1] * 90), settings)
+    with pytest.raises(RequestError, match="logprobs = 33, but the vocabulary has only 32"):
+        check(request("r", [1], logprobs=33), settings)
+    with pytest.raises(NotServed, match="scaled"):
+        check(request("r", [1], logprobs_mode=LogprobsMode.SCALED), settings)
+    with pytest.raises(NotServed, match="extra_token_ids"):
+        check(request("r", [1], logprobs=0, extra_token_ids=(1,)), settings)
+    with pytest.raises(NotServed, match="draft_logprobs"):
+        check(request("r", [1], draft_logprobs=True), settings)
+
+
+def test_a_failed_check_on_the_device_raises_in_the_worker_and_nothing_is_sent():
+    item = request("r", [1, 2, 3], max_tokens=5, logprobs=1)
+
+    def distort(output):
+        return output._replace(token_ids=output.token_ids.at[0, 0].set(VOCAB))
+
+    with pytest.raises(DeviceCheckError, match=DeviceCheck.TOKEN_ID.name):
+        decoding.run([item], "none", distort=distort)
+
+    def too_many(output):
+        return output._replace(num_tokens=output.num_tokens + 9)
+
+    with pytest.raises(DeviceCheckError, match=DeviceCheck.SLOT_COUNTS.name):
+        decoding.run([item], "none", distort=too_many)
+
+
+def demo(*options, **kwargs):
+    command = [sys.executable, "-u", "-m", "jax_specdec.cli", "demo", *options]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def worker_of(pid):
+    """The worker that a demo has started."""
+    for _ in range(200):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if children:
+            return int(children[0])
+        time.sleep(0.05)
+    raise AssertionError("the demo started no worker")
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def many_prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("import sys\n" * 500)
+    return str(path)
+
+
+def interrupted(process):
+    """Press Ctrl-C and see both processes end; returns what was printed to stderr."""
+    worker = worker_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    wait_for(lambda: not is_alive(worker))
+    return errors
+
+
+def test_ctrl_c_while_the_worker_starts(many_prompts):
+    process = demo("--prompts", many_prompts, start_new_session=True)
+    worker_of(process.pid)
+    time.sleep(0.5)
+    assert interrupted(process).startswith("interrupted: the worker was stopped")
+
+
+def test_ctrl_c_while_tokens_come(many_prompts):
+    process = demo("--prompts", many_prompts, start_new_session=True)
+    while "done" not in process.stdout.readline():
+        assert process.poll() is None
+    errors = interrupted(process)
+    assert errors.startswith("interrupted: the worker was stopped")
+    assert "Traceback" not in errors
+
+
+def test_a_worker_does_not_outlive_a_killed_engine(many_prompts):
+    process = demo("--prompts", many_prompts)
+    worker = worker_of(process.pid)
+    while "done" not in process.stdout.readline():
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not is_alive(worker))
