@@ -131,7 +131,7 @@ def _select_kernel(
         # All loads before the first use, so that they wait for memory together.
         loaded = []
         for i in range(count):
-            start, first_new = _group_start(taken_smem[begin + i], tiling)
+            start, first_new = group_start(taken_smem[begin + i], tiling)
             x = compat.load_vector(logits_ref, first + start, width, interpreted)
             loaded.append((start + offsets, first_new, x))
         for i, (ids, first_new, x) in enumerate(loaded):
@@ -232,7 +232,7 @@ def _take(keys: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     return key, jnp.min(jnp.where(keys == key, positions, NO_POSITION))
 
 
-def _group_start(group: jax.Array, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
+def group_start(group: jax.Array, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
     """The first id of a group, and the first id that is not another group's too."""
     block = group // GROUPS_PER_BLOCK
     start = jnp.minimum(block * tiling.block, tiling.vocabulary - tiling.block)

@@ -1,0 +1,217 @@
+"""Compile the GPU kernels for an H100 on a machine without one, and judge what the compiler made.
+
+    python -m bench.aot            a table: registers, spills, instructions per logit, temporaries
+    python -m bench.aot --check    the same, and exit 1 where a limit is broken
+    python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
+
+Needs the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheels. No driver.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Before jax is imported: it must not look for a GPU; and the kernels' PTX is written here.
+DUMP = Path(tempfile.mkdtemp(prefix="aot-"))
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from bench import sass  # noqa: E402
+from pallas_kernels import mosaic_gpu  # noqa: E402
+from pallas_kernels.mosaic_tiling import Tiling, choose_tiling  # noqa: E402
+from pallas_kernels.shapes import AOT, Shape  # noqa: E402
+
+# What XLA must know about the chip: NVIDIA's data sheet of the H100 SXM, and deviceQuery.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+# 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
+REGISTERS = 168
+INSTRUCTIONS_PER_LOGIT = 9.0  # with wide groups, K <= 32, bfloat16 and float32
+TEMPORARIES = 0.03  # of the logits' bytes
+SORT = re.compile(r"= [^=\n]* (?:sort|topk)\(|custom_call_target=\"[^\"]*(?:TopK|topk|sort|Sort)")
+FEW_LOGITS = 1 << 24  # below, fixed-size temporaries are a larger share
+
+
+@dataclass(frozen=True)
+class Result:
+    """One compiled call: the path, its shape, its kernels and the whole program's temporaries."""
+
+    path: str
+    shape: Shape
+    tiling: Tiling
+    kernels: tuple[sass.Kernel, ...]
+    per_logit: float | None  # instructions in pass 1's main loop; None where there is no loop
+    temporaries: float  # over the logits' bytes
+    sorts: int  # sort and TopK operations in the compiled program
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile every shape of the table; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 where a limit is broken")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
+    options = parser.parse_args(arguments)
+    sharding = h100()
+    seen: dict[tuple[Any, ...], sass.Kernel] = {}
+    results = [
+        measure(path, shape, sharding, seen, options.sass)
+        for shape in AOT
+        for path in ("separate", "fused")
+    ]
+    print_table(results)
+    if options.json is not None:
+        content = {"jax": jax.__version__, "results": [asdict(result) for result in results]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    broken = [text for result in results for text in broken_limits(result)]
+    if not options.check:
+        return 0
+    for text in broken:
+        print(f"BROKEN {text}")
+    print(f"{len(results)} programs compiled for H100, {len(broken)} limits broken")
+    return 1 if broken else 0
+
+
+def h100() -> NamedSharding:
+    """Where a compiled program would run: one H100 that need not exist."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+
+
+def measure(
+    path: str,
+    shape: Shape,
+    sharding: NamedSharding,
+    seen: dict[tuple[Any, ...], sass.Kernel],
+    keep: Path | None,
+) -> Result:
+    """Compile one path at one shape and read the compiler's work.
+
+    A kernel that was compiled before in this process is not compiled again: `seen` remembers it.
+    """
+    for old in DUMP.rglob("*.ptx"):
+        old.unlink()
+
+    def array(size: tuple[int, ...], dtype: str) -> Any:
+        return jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
+
+    rows = shape.rows
+    logits = array((rows, shape.vocabulary), shape.dtype)
+    ids, count = array((rows,), "int32"), array((), "int32")
+    extra, temperatures = array((rows, 2), "int32"), array((rows,), "float32")
+    if path == "separate":
+        program = jax.jit(mosaic_gpu.topk_logprobs, static_argnums=2).lower(
+            logits, ids, shape.k, ids, count, temperatures, extra
+        )
+    else:
+        program = jax.jit(mosaic_gpu.greedy_topk_logprobs, static_argnums=1).lower(
+            logits, shape.k, count, temperatures, extra
+        )
+    compiled = program.compile()
+    width = shape.k if path == "separate" else max(shape.k, 1)
+    tiling = choose_tiling(rows, shape.vocabulary, width, shape.dtype)
+    wanted: dict[str, tuple[Any, ...]] = {"read_rows": (tiling, rows)}
+    if width:
+        wanted["select_top_k"] = (tiling, rows, width, path)
+    for ptx in DUMP.rglob("*.ptx"):
+        name = next(name for name in wanted if ptx.stem.startswith(name))
+        seen[name, *wanted[name]] = sass.read(ptx, keep)
+    kernels = tuple(seen[name, *key] for name, key in wanted.items())
+    text = compiled.as_text() or ""
+    temporaries = compiled.memory_analysis()
+    assert temporaries is not None
+    return Result(
+        path,
+        shape,
+        tiling,
+        kernels,
+        per_logit(kernels, tiling),
+        temporaries.temp_size_in_bytes
+        / (rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize),
+        len(SORT.findall(text)),
+    )
+
+
+def per_logit(kernels: tuple[sass.Kernel, ...], tiling: Tiling) -> float | None:
+    """Machine instructions of a thread in pass 1's main loop, for each logit it reads there."""
+    loops = [loop for kernel in kernels for loop in kernel.loops if loop.exponentials > 0]
+    if not loops:
+        return None
+    logits_per_thread = tiling.block * tiling.blocks_per_step / 128
+    return max(loop.instructions for loop in loops) / logits_per_thread
+
+
+def broken_limits(result: Result) -> list[str]:
+    """What a change must not break, for a person to read; empty if all is well."""
+    name = f"{result.path} {result.shape}"
+    out = []
+    for kernel in result.kernels:
+        if kernel.spills:
+            out.append(f"{name}: {kernel.name} spills {kernel.spills} bytes of registers")
+        if kernel.registers > REGISTERS:
+            out.append(f"{name}: {kernel.name} uses {kernel.registers} registers > {REGISTERS}")
+    judged = result.tiling.group_width == 256 and result.shape.vocabulary % 8 == 0
+    judged = judged and result.shape.dtype in ("bfloat16", "float32")
+    # A program that reads one step has no loop.
+    judged = judged and result.tiling.num_steps > result.tiling.splits
+    if judged and (result.per_logit is None or result.per_logit > INSTRUCTIONS_PER_LOGIT):
+        out.append(f"{name}: {result.per_logit} instructions per logit > {INSTRUCTIONS_PER_LOGIT}")
+    many = result.shape.rows * result.shape.vocabulary >= FEW_LOGITS
+    if many and result.temporaries > TEMPORARIES:
+        out.append(
+            f"{name}: temporaries {result.temporaries:.1%} of the logits > {TEMPORARIES:.0%}"
+        )
+    if result.sorts:
+        out.append(f"{name}: the compiled program has {result.sorts} sort or TopK operations")
+    return out
+
+
+def print_table(results: list[Result]) -> None:
+    """One line a compiled program."""
+    table = Table(title=f"Compiled for H100 with jax {jax.__version__}", title_justify="left")
+    for column in ("path", "R", "V", "K", "dtype", "group", "blocks", "splits"):
+        table.add_column(column)
+    for column in ("registers", "spills", "instr / logit", "temporaries"):
+        table.add_column(column, justify="right")
+    for r in results:
+        table.add_row(
+            r.path,
+            *map(str, (r.shape.rows, r.shape.vocabulary, r.shape.k, r.shape.dtype)),
+            *map(str, (r.tiling.group_width, r.tiling.blocks_per_step, r.tiling.splits)),
+            " + ".join(str(kernel.registers) for kernel in r.kernels),
+            str(sum(kernel.spills for kernel in r.kernels)),
+            "no loop" if r.per_logit is None else f"{r.per_logit:.2f}",
+            f"{r.temporaries:.2%}",
+        )
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
