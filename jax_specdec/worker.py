@@ -99,13 +99,15 @@ class Worker:
         *,
         prefill_chunk: int = 64,
         process_rank: int = 0,
+        compiled: Compiled | None = None,
     ) -> None:
+        """Start with empty slots; workers of one configuration may share what is `compiled`."""
         self.config = config
         self.params = params
         self.sender = sender
         self.prefill_chunk = prefill_chunk
         self.process_rank = process_rank
-        self.compiled = Compiled(config)
+        self.compiled = compiled or Compiled(config)
         self.state = loop.init_state(config)
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.step_number = 0  # of the next step; published steps have consecutive numbers
@@ -136,9 +138,14 @@ class Worker:
                 self._prefill(index, slot)
         decoding = any(slot.occupied and slot.prefill_at is None for slot in self.slots)
         following = self._launch() if decoding else None
+        self.finish()
+        self.launched = following
+
+    def finish(self) -> None:
+        """Publish the step that is under way, and launch no other."""
         if self.launched is not None:
             self._publish(self.launched)
-        self.launched = following
+        self.launched = None
 
     def _admit(self, command: Admit) -> None:
         request, length = command.request, self.config.max_length
@@ -258,9 +265,7 @@ def serve(worker: Worker, commands: "queue.SimpleQueue[Command]") -> None:
     while True:
         while not (commands.empty() and worker.busy):
             if not worker.apply(commands.get()):
-                while worker.launched is not None:  # what was computed is delivered
-                    worker._publish(worker.launched)
-                    worker.launched = None
+                worker.finish()
                 return
         worker.advance()
 

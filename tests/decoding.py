@@ -73,7 +73,6 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
         accept=accept,
     )
     sent, outputs = Sent(), []
-    worker = Worker(settings, params, sent, prefill_chunk=chunk)
     shared = compiled(settings)
 
     def recording_step(params, state):
@@ -81,7 +80,8 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
         outputs.append(jax.tree.map(np.asarray, output))
         return state, distort(output) if distort else output
 
-    worker.compiled = SimpleNamespace(**vars(shared) | {"step": recording_step})
+    recording = SimpleNamespace(**vars(shared) | {"step": recording_step})
+    worker = Worker(settings, params, sent, prefill_chunk=chunk, compiled=recording)
     result = Run(outputs=outputs, records={request.id: [] for request in requests})
     waiting, free, live = list(requests), list(range(num_slots)), {}
     generations = [0] * num_slots
