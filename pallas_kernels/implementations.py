@@ -44,7 +44,7 @@ def choose_implementation(implementation: str | None, logits: jax.Array) -> Runn
     return XLA if obstacle is not None else fastest_runner()
 
 
-def cannot_run(logits: jax.Array, capability: float | None) -> str | None:
+def cannot_run(logits: jax.Array | jax.ShapeDtypeStruct, capability: float | None) -> str | None:
     """Why the GPU kernels cannot run on these logits and this device; None if they can.
 
     Args:

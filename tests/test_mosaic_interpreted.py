@@ -18,8 +18,16 @@ from tests import oracle
 INF, NAN = np.inf, np.nan
 
 
+ON_GPU = jax.default_backend() == "gpu"  # bench/gpu_check.py runs this file there
+
+
 def interpret():
-    return compat.interpret_params(detect_races=True)
+    """Interpreted on a CPU, the real kernels on a GPU."""
+    return None if ON_GPU else compat.interpret_params(detect_races=True)
+
+
+def races_found() -> bool:
+    return not ON_GPU and compat.races_found()
 
 
 def edge_rows(vocabulary, dtype, group_width):
@@ -78,7 +86,7 @@ def test_separate_path(name):
         jnp.asarray(x), jnp.asarray(token_ids), k, **arrays, tiling=tiling, interpret=interpret()
     )
     jax.block_until_ready(actual)
-    assert not compat.races_found()
+    assert not races_found()
     oracle.assert_matches(actual, oracle.topk_logprobs(x, token_ids, k, **options))
 
 
@@ -97,7 +105,7 @@ def test_fused_path(k):
         interpret=interpret(),
     )
     jax.block_until_ready(actual)
-    assert not compat.races_found()
+    assert not races_found()
     token_ids = [oracle.greedy_token_id(row) for row in x]
     oracle.assert_matches(actual, oracle.topk_logprobs(x, token_ids, k))
 
@@ -119,7 +127,7 @@ def test_candidates_in_shared_memory():
         interpret=interpret(),
     )
     jax.block_until_ready(actual)
-    assert not compat.races_found()
+    assert not races_found()
     oracle.assert_matches(actual, oracle.topk_logprobs(x, [7], k))
 
 
@@ -137,7 +145,7 @@ def test_race_detection_can_fail():
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=compat.compiler_params(),
-        interpret=interpret(),
+        interpret=compat.interpret_params(detect_races=True),
     )
     assert has_race(kernel)
 

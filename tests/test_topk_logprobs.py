@@ -142,8 +142,8 @@ def test_edges(vocabulary, dtype):
 @st.composite
 def cases(draw):
     """Logits from few values, so that ties, edges and invalid rows are common."""
-    vocabulary = draw(st.sampled_from([1, 2, 5, 17, 300, 2000]))
-    k = draw(st.sampled_from([k for k in (0, 1, 3, 20) if k <= vocabulary]))
+    vocabulary = draw(st.sampled_from([1, 5, 300, 2000]))
+    k = draw(st.sampled_from([k for k in (0, 3, 20) if k <= vocabulary]))
     seed = draw(st.integers(0, 2**32 - 1))
     rows = 5
     rng = np.random.default_rng(seed)
