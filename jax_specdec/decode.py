@@ -29,6 +29,11 @@ _EMITS = np.zeros(
 )  # by state, also those that do not exist
 _EMITS[[SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN]] = True
 
+_HEADER_BITS = tuple(
+    (word, sum(f.maximum << f.shift for f in wire.HEADER.values() if f.word == word))
+    for word in range(wire.HEADER_WORDS)
+)
+
 
 class MessageError(wire.WireError):
     """Bytes that are not a valid message; says which value is wrong and what it may be."""
@@ -174,6 +179,12 @@ def _header(words: NDArray[np.uint32]) -> tuple[dict[str, int], int]:
         raise MessageError(
             f"the header counts {header['num_words']} words; the message has {words.size}"
         )
+    for word, used in _HEADER_BITS:
+        if raw[word] & ~used:
+            raise MessageError(
+                f"header word {word} is {raw[word]:#010x}, with bits outside {used:#010x} that "
+                "this version does not know"
+            )
     if header["max_num_logprobs"] > wire.MAX_TOP_K:
         raise MessageError(
             f"max_num_logprobs {header['max_num_logprobs']} is over the limit {wire.MAX_TOP_K}"

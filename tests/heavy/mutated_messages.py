@@ -1,0 +1,162 @@
+"""Mutated messages through the decoder: `python -m tests.heavy.mutated_messages [--count N]`.
+
+Every mutated message is either refused with the project's own error, or decoded to exactly what
+its bytes say: encoding it again gives the same bytes. No crash, no hang, no growth. CI runs the
+same function with fewer messages (tests/test_mutated_messages.py).
+"""
+
+import argparse
+import random
+import resource
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+from rich.progress import track
+
+from ipc import wire
+from ipc.wire import Kind, LogprobsMode, SlotState
+from jax_specdec.decode import Message, MessageError, decode
+from jax_specdec.encode import SlotContents, encode
+
+
+@dataclass(frozen=True)
+class Result:
+    """How many mutated messages went which way, and how much memory grew meanwhile."""
+
+    refused: int
+    decoded: int
+    unchanged: int  # decoded although nothing was changed in effect
+    growth_kib: int
+
+
+def encoded_again(message: Message) -> bytes:
+    """The bytes that a message's own values make."""
+    slots = []
+    for index in range(message.num_slots):
+        view = message.slot(index)
+        slots.append(
+            SlotContents(
+                state=view.state,
+                generation=view.generation,
+                mode=LogprobsMode(int(message.mode[index])),
+                num_drafts=int(message.num_drafts[index]),
+                columns=int(message.columns[index]),
+                num_chosen=int(message.num_chosen[index]),
+                token_ids=view.token_ids,
+                token_ranks=view.token_ranks,
+                logprobs=view.logprobs,
+                topk_ids=view.topk_ids,
+            )
+        )
+    return encode(
+        message.kind,
+        message.step,
+        slots,
+        max_num_logprobs=message.max_num_logprobs,
+        running=message.running,
+        draft_follows=message.draft_follows,
+        process_rank=message.process_rank,
+    )
+
+
+def good_message(rng: random.Random) -> bytes:
+    """A valid message of some slots with random counts."""
+    numbers = np.random.default_rng(rng.getrandbits(32))
+    slots = []
+    kind = rng.choice([Kind.TARGET, Kind.TARGET, Kind.DRAFT])
+    for _ in range(rng.randint(0, 5)):
+        state = rng.choice([SlotState.TOKENS, SlotState.TOKENS, *SlotState])
+        drafts, columns = rng.randint(0, 4), rng.choice([0, 1, 3, 21])
+        if kind == Kind.DRAFT:
+            state, tokens = SlotState.TOKENS, drafts
+        elif state == SlotState.TOKENS:
+            tokens = rng.randint(1, drafts + 1)
+        else:
+            tokens = drafts + 1 if state == SlotState.PREFILL_FIRST_TOKEN else 0
+        rows = min(tokens, 1) if state == SlotState.PREFILL_FIRST_TOKEN else tokens
+        rows, chosen = (rows, rng.randint(0, 2)) if columns else (0, 0)
+        slots.append(
+            SlotContents(
+                state=state,
+                generation=rng.getrandbits(32),
+                mode=rng.choice(list(LogprobsMode)),
+                num_drafts=drafts,
+                columns=columns,
+                num_chosen=chosen,
+                token_ids=numbers.integers(0, 1000, tokens),
+                token_ranks=numbers.integers(0, 1000, rows),
+                logprobs=numbers.standard_normal((rows, columns + chosen)),
+                topk_ids=numbers.integers(-1, 1000, rows * max(columns - 1, 0)),
+            )
+        )
+    return encode(kind, rng.getrandbits(64), slots, running=rng.random() < 0.5)
+
+
+def mutated(rng: random.Random, good: bytes) -> bytes:
+    """`good` with flipped bits, other bytes, other words, a cut, an end, or a middle repeated."""
+    data = bytearray(good)
+    for _ in range(rng.randint(1, 3)):
+        # Counts and offsets stand at the front: hit them more often than the payload.
+        reach = min(len(data), 4 * (wire.HEADER_WORDS + 5 * wire.SLOT_WORDS))
+        at = rng.randrange(reach if rng.random() < 0.8 else len(data))
+        how = rng.randrange(6)
+        if how == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            data[at] = rng.choice([0, 1, 127, 128, 255])
+        elif how == 2:
+            value = rng.choice([0, 1, 2**31 - 1, 2**31, 2**32 - 1, rng.getrandbits(32)])
+            data[at & ~3 : (at & ~3) + 4] = value.to_bytes(4, "little")
+        elif how == 3:
+            del data[at:]
+        elif how == 4:
+            data += rng.randbytes(rng.choice([1, 4, 64]))
+        else:
+            data[at:at] = data[at : at + rng.choice([4, 16])]
+        if not data:
+            break
+    return bytes(data)
+
+
+def run(count: int, seed: int = 0, *, show_progress: bool = False) -> Result:
+    """Put `count` mutated messages through the decoder.
+
+    Raises AssertionError where one was decoded to something else than its bytes say; any other
+    exception is the decoder's own fault.
+    """
+    rng = random.Random(seed)
+    refused = decoded = unchanged = 0
+    before = 0
+    steps = range(count)
+    for index in track(steps, "mutated messages") if show_progress else steps:
+        if index % 50 == 0:
+            good = good_message(rng)
+        if index == count // 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        data = mutated(rng, good)
+        try:
+            message = decode(data)
+        except MessageError:
+            refused += 1
+            continue
+        assert encoded_again(message) == data, f"seed {seed}, message {index}: {data.hex()}"
+        decoded += 1
+        unchanged += data == good
+    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return Result(refused, decoded, unchanged, growth)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(f"RUN: {options.count} mutated messages, seed {options.seed}")
+    result = run(options.count, options.seed, show_progress=True)
+    print(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
