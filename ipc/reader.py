@@ -46,7 +46,6 @@ class RingReader(Side):
     _undelivered: ReceivedMessage | None = None
     _over: RingError | None = None
     _next_look_ns = 0
-    _said_goodbye = False
     _epoll: select.epoll | None = None
 
     def receive(self, timeout: float | None = None) -> ReceivedMessage:
@@ -227,7 +226,4 @@ class RingReader(Side):
         return self._sequence - 1
 
     def _say_goodbye(self) -> None:
-        if not self._said_goodbye:
-            self._words[self._my_closed] = 1
-            self._said_goodbye = True
-            self._post_free()  # GOODBYE
+        self._words[self._my_closed] = 1  # the writer looks at it in every send and wait

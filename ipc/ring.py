@@ -7,12 +7,13 @@
     items  (0)  release: one message is complete            acquire: may read one message
 
 The two semaphores are the only synchronisation: sem_post is a release and sem_wait an acquire
-(POSIX, glibc), on weakly ordered CPUs too. Nothing is ever decided by a plain load of a shared
-word. Both ends of each ordering edge carry one label in the code:
+(POSIX, glibc), on weakly ordered CPUs too. A plain load of a shared word decides nothing but two
+things that may come late: whether a semaphore is worth trying, and whether the consumer closed.
+Both ends of each ordering edge carry one label in the code:
 
     COMMITTED  payload and header are stored before `items` is posted; read after it is taken
     CONSUMED   the payload was copied out before `free` is posted; overwritten after it is taken
-    GOODBYE    the consumer's closed word is stored before an extra post of `free`
+    JOINED     the attacher's line is stored before `joined` is posted; read after it is taken
 
 Message number s (0, 1, 2, ...; it never wraps) lives in slot s mod (N + 1). At most N messages
 are in flight, so the slot of the next one is always free: the end of stream goes there without

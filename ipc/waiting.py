@@ -18,7 +18,7 @@ What a handler raises can surface after any call. A unit must not get lost there
 by C code that stores it in `held` before the interpreter looks at signals again.
 """
 
-import inspect
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 from collections.abc import Callable
@@ -50,9 +50,9 @@ _HOST_SIGNALS = frozenset(signal.valid_signals()) - {
     signal.SIGSYS,
     signal.SIGABRT,
 }
-# The C function itself: the wrapper's Python frame is a point where a handler could raise between
-# the sleep and the restoring of the mask, and it turns 60 numbers into enums each time.
-_sigmask = inspect.unwrap(signal.pthread_sigmask)
+# The C function: signal.pthread_sigmask is a Python wrapper, at whose entry a handler may raise,
+# between the sleep and the restoring of the mask, which would then stay in place for good.
+_sigmask = _signal.pthread_sigmask
 
 
 def check_policy(policy: str) -> WaitPolicy:

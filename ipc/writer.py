@@ -49,7 +49,7 @@ class RingWriter(Side):
                 raise RingFull(
                     f"all {self.capacity} slots were full for {timeout} s: the consumer is behind"
                 )
-            if self._words[self._peer_closed]:  # GOODBYE
+            if self._words[self._peer_closed]:
                 raise PeerClosed(f"the consumer closed ring {self.name}")
             now = monotonic_ns()
             if now >= self._next_look_ns:

@@ -90,6 +90,22 @@ def test_the_descriptor_follows_the_ring():
             reader.try_receive()
 
 
+def test_no_wake_up_is_lost_between_the_look_and_the_quieting(monkeypatch):
+    """A message that comes right before the doorbell is emptied must be seen after that."""
+    with (
+        RingReader.create(4, 64, doorbell=True) as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        quiet = reader._bell.quiet
+
+        def late() -> None:
+            writer.send(b"late")
+            quiet()
+
+        monkeypatch.setattr(reader._bell, "quiet", late)
+        assert reader.try_receive().data == b"late"
+
+
 def test_a_full_doorbell_is_as_good_as_one_ring():
     with (
         RingReader.create(2, 8, doorbell=True) as reader,

@@ -37,7 +37,7 @@ def storm():
     armed[0] = False
     signal.setitimer(signal.ITIMER_REAL, *timer)  # pytest-timeout's
     signal.signal(signal.SIGALRM, before)
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask  # nothing stayed held back
+    assert signal.pthread_sigmask(signal.SIG_SETMASK, mask) == mask  # nothing stayed held back
 
 
 @pytest.mark.parametrize("wait", MODES)
@@ -133,10 +133,11 @@ def test_sigterm_and_ctrl_c_end_a_waiting_process(wait, side, threads):
         with process:
             assert process.stdout.readline() == "waiting\n"
             time.sleep(0.05)
-            start = time.monotonic()
             process.send_signal(number)
-            assert process.wait(20) == status
-            assert time.monotonic() - start < 5
+            try:
+                assert process.wait(10) == status
+            finally:
+                process.kill()
             assert said in process.stderr.read()
     assert not [name for name in os.listdir("/dev/shm") if f".{process.pid}." in name]
 
@@ -150,4 +151,7 @@ def test_default_actions_still_work_while_waiting():
     with process:
         assert process.stdout.readline() == b"waiting\n"
         process.terminate()
-        assert process.wait(20) == -signal.SIGTERM
+        try:
+            assert process.wait(10) == -signal.SIGTERM
+        finally:
+            process.kill()

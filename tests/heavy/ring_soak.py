@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--early-kills", type=int, default=100)
     parser.add_argument("--messages", type=int, default=10_000_000)
-    parser.add_argument("--mutations", type=int, default=1_000_000)
+    parser.add_argument("--mutations", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
