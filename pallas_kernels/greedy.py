@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_kernels.blocks import block_rows, map_blocks, tied
 from pallas_kernels.checks import check_logits
 from pallas_kernels.types import Greedy
 
@@ -21,16 +23,34 @@ def greedy(logits: jax.Array) -> Greedy:
     logits = check_logits(logits)
     if logits.shape[0] == 0:
         return Greedy(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool))
-    vocabulary = logits.shape[1]
+    # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them.
+    choice: Greedy = lax.platform_dependent(logits, cpu=greedy_in_blocks, default=greedy_block)
+    return choice
+
+
+def greedy_in_blocks(logits: jax.Array) -> Greedy:
+    """`greedy` of at least one row, with temporaries of a few blocks."""
+    num_rows = logits.shape[0]
+    block = block_rows(logits, num_rows)
+
+    def work(start: jax.Array) -> Greedy:
+        return greedy_block(lax.dynamic_slice_in_dim(tied(logits, start), start, block))
+
+    initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
+    return map_blocks(work, block, None, initial, (logits,))
+
+
+def greedy_block(x: jax.Array) -> Greedy:
+    """`greedy` of a block x [B, V]."""
+    vocabulary = x.shape[1]
     # Not argmax: a NaN must lose against -inf, and max and min vectorize where argmax does not.
-    numbers = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    largest = jnp.max(numbers, axis=1)
+    largest = jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), axis=1)
     ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
-    first = jnp.min(jnp.where(logits == largest[:, None], ids, vocabulary), axis=1)
+    first = jnp.min(jnp.where(x == largest[:, None], ids, vocabulary), axis=1)
     return Greedy(
         token_ids=jnp.where(first < vocabulary, first, 0),  # none is equal where all are NaN
         # Looked for one by one: not every backend's maximum keeps a NaN.
-        valid=jnp.isfinite(largest) & ~jnp.any(jnp.isnan(logits), axis=1),
+        valid=jnp.isfinite(largest) & ~jnp.any(jnp.isnan(x), axis=1),
     )
 
 

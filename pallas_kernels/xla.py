@@ -14,19 +14,14 @@ and combine the compact results before step 3.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.blocks import barrier, block_rows, map_blocks, tied
 from pallas_kernels.types import TopkLogprobs
-
-# A block's float32 copy takes at most 1/16 of the logits' bytes (XLA keeps up to three temporaries
-# of that size) and stays within a CPU's cache; but for a tiny vocabulary 64 KiB are always allowed.
-BLOCK_SHARE = 16
-BLOCK_BYTES = 1 << 21
-SMALL_BLOCK_BYTES = 1 << 16
 
 
 class RowStatistics(NamedTuple):
@@ -61,8 +56,7 @@ def topk_logprobs(
         def part(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, start, block)
 
-        # Tied to `start`, lest XLA widen all logits to float32 once, before the loop.
-        source, _ = barrier((logits, start))
+        source = tied(logits, start)
         index = start + jnp.arange(block, dtype=jnp.int32)
         wanted = jnp.ones(block, bool) if num_rows is None else index < num_rows
         if row_ids is None:
@@ -77,38 +71,9 @@ def topk_logprobs(
             x, part(token_ids), k, wanted, temperature, part(extra_token_ids)
         )
 
-    if block == num_targets:
-        return work(jnp.int32(0))
-
-    def step(i: jax.Array, done: TopkLogprobs) -> TopkLogprobs:
-        # The last block starts early rather than ending late: rows done twice get equal values.
-        start = jnp.minimum(i * block, num_targets - block)
-        updated = map(
-            lambda whole, rows: lax.dynamic_update_slice_in_dim(whole, rows, start, 0),
-            done,
-            work(start),
-        )
-        return TopkLogprobs(*updated)
-
-    last = jnp.int32(num_targets) if num_rows is None else jnp.clip(num_rows, 0, num_targets)
-    initial = skipped_rows(num_targets, k, extra_token_ids.shape[1])
     inputs = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
-    trips = (last + (block - 1)) // block
-    done: TopkLogprobs = lax.fori_loop(jnp.int32(0), trips, step, vary_like(initial, inputs))
-    return done
-
-
-def barrier(values: Any) -> Any:
-    """`lax.optimization_barrier`, which has no type annotations."""
-    return lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
-
-
-def block_rows(logits: jax.Array, num_targets: int) -> int:
-    """How many rows to work on at a time."""
-    bytes_per_row = 4 * logits.shape[1]
-    by_memory = logits.size * logits.dtype.itemsize // BLOCK_SHARE // bytes_per_row
-    rows = min(by_memory, BLOCK_BYTES // bytes_per_row)
-    return min(num_targets, max(1, rows, SMALL_BLOCK_BYTES // bytes_per_row))
+    initial = skipped_rows(num_targets, k, extra_token_ids.shape[1])
+    return map_blocks(work, block, num_rows, initial, inputs)
 
 
 def gather_rows(logits: jax.Array, rows: jax.Array) -> jax.Array:
@@ -257,12 +222,3 @@ def skipped_rows(num_targets: int, k: int, num_extra: int) -> TopkLogprobs:
         token_ranks=jnp.zeros(num_targets, jnp.int32),
         extra_logprobs=jnp.full((num_targets, num_extra), jnp.nan, jnp.float32),
     )
-
-
-def vary_like(values: TopkLogprobs, inputs: tuple[jax.Array | None, ...]) -> TopkLogprobs:
-    """Under `shard_map`, a loop's first carry must vary over the mesh axes that its inputs do."""
-    types = [jax.typeof(x).manual_axis_type for x in inputs if x is not None]
-    axes = frozenset[str]().union(*(kind.varying for kind in types))
-    if not axes:
-        return values
-    return TopkLogprobs(*(lax.pcast(x, tuple(axes), to="varying") for x in values))

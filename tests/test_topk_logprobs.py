@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import reference
-from pallas_kernels import greedy, greedy_token_ids, shapes, topk_logprobs, xla
+from pallas_kernels import blocks, greedy, greedy_token_ids, shapes, topk_logprobs
 from tests import oracle
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -181,9 +181,12 @@ def test_blocks_follow_num_rows(num_rows):
     """Several blocks: rows from num_rows on are skipped, wherever the block boundary falls."""
     rng = np.random.default_rng(3)
     x = random_logits(rng, 40, 4096)
-    assert 1 < xla.block_rows(jnp.asarray(x), 37) < 37
+    assert 1 < blocks.block_rows(jnp.asarray(x), 37) < 37
     row_ids = rng.integers(0, 40, 37).astype(np.int32)
     both(x, rng.integers(0, 4096, 37), 3, row_ids=row_ids, num_rows=np.int32(num_rows))
+    choice = greedy(jnp.asarray(x))
+    np.testing.assert_array_equal(choice.token_ids, x.argmax(axis=1))
+    assert choice.valid.all()
 
 
 @pytest.mark.parametrize("value", [-0.1, -5.0, -80.0])
@@ -262,6 +265,8 @@ def test_under_shard_map(rows):
     def sharded(x, token_ids, row_ids, num_rows):
         return topk_logprobs(x, token_ids, 5, row_ids=row_ids, num_rows=num_rows[0])
 
+    choice = jax.jit(jax.shard_map(greedy, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    np.testing.assert_array_equal(choice.token_ids, [oracle.greedy_token_id(row) for row in x])
     actual = sharded(x, token_ids, row_ids, num_rows)
     for shard in range(4):
         part = slice(shard * local, (shard + 1) * local)
@@ -293,6 +298,14 @@ def test_temporaries_are_a_share_of_the_logits(shape, dynamic):
         )
 
     compiled = jax.jit(call).lower(logits, ids, ids, count).compile()
+    size = shape.rows * shape.vocabulary * logits.dtype.itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes <= 0.25 * size
+
+
+@pytest.mark.parametrize("shape", shapes.MEMORY[:4], ids=str)
+def test_greedy_temporaries(shape):
+    logits = jax.ShapeDtypeStruct((shape.rows, shape.vocabulary), shape.dtype)
+    compiled = jax.jit(greedy).lower(logits).compile()
     size = shape.rows * shape.vocabulary * logits.dtype.itemsize
     assert compiled.memory_analysis().temp_size_in_bytes <= 0.25 * size
 
