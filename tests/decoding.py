@@ -58,8 +58,20 @@ def compiled(config):
     return Compiled(config)
 
 
+def without_jit(config):
+    """The same functions, called as they are."""
+    return SimpleNamespace(
+        admit=loop.admit,
+        release=loop.release,
+        prefill_chunk=functools.partial(loop.prefill_chunk, config),
+        step=functools.partial(loop.step, config),
+        message=loop.message,
+        leading=lambda words, count: words[:count],
+    )
+
+
 def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
-        distort=None):  # fmt: skip
+        distort=None, jit=True):  # fmt: skip
     """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
 
     `distort` changes a step's output before it is packed: for negative controls.
@@ -73,7 +85,7 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
         accept=accept,
     )
     sent, outputs = Sent(), []
-    shared = compiled(settings)
+    shared = compiled(settings) if jit else without_jit(settings)
 
     def recording_step(params, state):
         state, output = shared.step(params, state)

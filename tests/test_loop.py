@@ -165,6 +165,17 @@ def test_a_request_may_fill_its_slot_to_the_last_token():
         check_against_teacher_forcing(result, [full])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_without_jit_every_value_is_the_same(temperature):
+    requests = mixed_requests(3, temperature=temperature, max_tokens=(4, 6))
+    jitted, plain = (run(requests, "mtp", jit=jit) for jit in (True, False))
+    for item in requests:
+        assert jitted.token_ids(item.id) == plain.token_ids(item.id)
+    for ours, theirs in zip(jitted.messages, plain.messages, strict=True):
+        np.testing.assert_array_equal(ours.token_ranks, theirs.token_ranks)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+
+
 def test_one_token_is_a_whole_request():
     result = run([request("one", [3], max_tokens=1, logprobs=0)], "mtp")
     assert len(result.token_ids("one")) == 1

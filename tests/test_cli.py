@@ -1,0 +1,149 @@
+"""The command line: what its options do, what it writes, and what it says when it cannot."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jax_specdec import demo, output_processor, tokens
+from jax_specdec.cli import main
+from jax_specdec.requests import Request, SamplingParams
+from tests.processor_messages import target
+from tests.processor_messages import tokens as slot
+
+
+def run(*options):
+    return subprocess.run(
+        [sys.executable, "-m", "jax_specdec.cli", "demo", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("def f(\n\nimport os\\nimport \nwhile True:\n", encoding="utf-8")
+    return str(path)
+
+
+def test_a_run_writes_one_openai_style_record_a_request(prompts, tmp_path):
+    path = tmp_path / "out.jsonl"
+    done = run("--prompts", prompts, "--k", "2", "--max-tokens", "8", "--drafter", "ngram",
+               "--slots", "2", "--json", str(path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for said in ("00", "tokens", "a step", "drafts accepted", "mean logprob", "bare payload",
+                 "transport latency", "wrote 3 records"):  # fmt: skip
+        assert said in done.stdout
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["id"] for record in records] == ["00", "01", "02"]
+    assert records[1]["speculation"]["prompt"] == "import os\nimport "
+    for record in records:
+        (choice,) = record["choices"]
+        ids = record["speculation"]["token_ids"]
+        assert record["object"] == "text_completion"
+        assert record["usage"]["completion_tokens"] == len(ids) <= 8
+        assert choice["text"] == tokens.decode(i for i in ids if i < 256)
+        assert choice["finish_reason"] in ("length", "stop")
+        logprobs = choice["logprobs"]
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(ids)
+        assert all(len(top) <= 2 for top in logprobs["top_logprobs"])
+        assert record["speculation"]["token_ranks"] == [1] * len(ids)  # greedy
+        total = sum(logprobs["token_logprobs"])
+        assert record["speculation"]["cumulative_logprob"] == pytest.approx(total)
+
+
+def test_nobody_drafts_and_nobody_asks(prompts, tmp_path):
+    path = tmp_path / "out.jsonl"
+    done = run("--prompts", prompts, "--no-logprobs", "--max-tokens", "3", "--drafter", "none",
+               "--temperature", "0.8", "--json", str(path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        assert record["choices"][0]["logprobs"] is None
+        assert record["speculation"]["cumulative_logprob"] is None
+        assert record["speculation"]["temperature"] == 0.8
+        assert record["speculation"]["drafts"] == 0
+
+
+@pytest.mark.fast
+def test_the_demo_shows_what_it_should():
+    requests = demo.default_requests()
+    assert len(requests) >= 16
+    assert len({len(request.prompt_token_ids) for request in requests}) > 8
+    asked = [request.params.logprobs for request in requests]
+    assert {None, 0, 20} <= set(asked)
+    assert {0.0} < {request.params.temperature for request in requests}
+
+
+@pytest.mark.fast
+def test_options_change_every_request():
+    plain = demo.default_requests()
+    assert demo.with_options(plain) == plain
+    changed = demo.with_options(plain, k=7, temperature=0.5, max_tokens=9)
+    assert {(r.params.logprobs, r.params.temperature, r.params.max_tokens) for r in changed} == {
+        (7, 0.5, 9)
+    }
+    assert {r.params.logprobs for r in demo.with_options(plain, no_logprobs=True)} == {None}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--k", "200"], "logprobs = 200 must be from 0 to 128"),
+        (["--temperature", "-1"], "temperature = -1.0"),
+        (["--prompts", "/nowhere/prompts.txt"], "/nowhere/prompts.txt"),
+        (["--prompts", "/dev/null"], "holds no prompts"),
+        (["--json", "/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
+        (["--weights", "/nowhere/x.safetensors", "--max-tokens", "1"], "no checkpoint at /nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_sentence(options, said, capsys):
+    assert main(["demo", *options]) in (1, 2)
+    errors = "".join(capsys.readouterr().err.split())
+    assert "".join(said.split()) in errors
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("options", [["--drafts", "-1"], ["--slots", "0"], ["--drafter", "x"], []])
+def test_wrong_usage_is_refused(options, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["demo", *options] if options else [])
+    assert error.value.code == 2
+    assert "usage: jax-specdec" in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_help_is_worth_reading(capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    text = capsys.readouterr().out
+    for option in ("--drafter", "--drafts", "--k", "--temperature", "--no-logprobs", "--prompts",
+                   "--json", "--slots", "--max-tokens"):  # fmt: skip
+        assert option in text
+    assert "never imports jax" in text
+
+
+@pytest.mark.fast
+def test_an_invalid_row_and_minus_infinity_survive_json(tmp_path):
+    request = Request(
+        id="r", prompt_token_ids=(256, 65), params=SamplingParams(max_tokens=2, logprobs=1)
+    )
+    state = output_processor.ProcessorState.empty(1)
+    state = output_processor.admit(state, 0, 1, request)
+    values = [[float("nan"), float("nan")], [-float("inf"), -0.5]]
+    message = target(0, slot(200, 66, columns=2, logprobs=values))
+    _, records = output_processor.step(state, message)
+    collector = demo.Collector.of([request])
+    collector.requests["r"].records += list(records)
+    demo.write_json(tmp_path / "r.jsonl", collector)
+    record = json.loads((tmp_path / "r.jsonl").read_text())
+    logprobs = record["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, -9999.0]
+    assert logprobs["tokens"] == ["bytes:\\xc8", "B"]
+    assert record["speculation"]["cumulative_logprob"] is None
