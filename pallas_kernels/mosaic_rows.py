@@ -126,7 +126,7 @@ def _read_rows_kernel(
             maximum, total, count = carry
             values = []
             for first_group, start, first_new in blocks:
-                block = _read_block(words_ref, first_word, start, first_new, tiling, interpreted)
+                block = read_block(words_ref, first_word, start, first_new, tiling, interpreted)
                 group_maxima = jnp.max(functools.reduce(jnp.maximum, block), axis=1)
                 compat.store(
                     groups_ref.at[target, pl.ds(first_group, GROUPS_PER_BLOCK)],
@@ -185,7 +185,7 @@ def _read_rows_kernel(
             finish(read_blocks(blocks, carry))
 
 
-def _read_block(
+def read_block(
     words_ref: Any,
     first_word: jax.Array,
     start: Any,

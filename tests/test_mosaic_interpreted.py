@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from bench import floor
 from pallas_kernels import compat, mosaic_gpu
 from pallas_kernels.mosaic_tiling import Tiling
 from tests import oracle
@@ -90,11 +91,11 @@ def test_separate_path(name):
     oracle.assert_matches(actual, oracle.topk_logprobs(x, token_ids, k, **options))
 
 
-@pytest.mark.parametrize("k", [0, 2])
-def test_fused_path(k):
+@pytest.mark.parametrize(("k", "rows"), [(0, [6, 1]), (2, range(7))])
+def test_fused_path(k, rows):
     """Every row's greedy choice, in invalid rows too, where the groups' maxima do not tell it."""
     tiling = Tiling(4352, "bfloat16", 128, 1, 2)
-    x = edge_rows(tiling.vocabulary, tiling.dtype, tiling.group_width)
+    x = edge_rows(tiling.vocabulary, tiling.dtype, tiling.group_width)[np.array(rows)]
     actual = mosaic_gpu.greedy_topk_logprobs(
         jnp.asarray(x),
         k,
@@ -129,6 +130,15 @@ def test_candidates_in_shared_memory():
     jax.block_until_ready(actual)
     assert not races_found()
     oracle.assert_matches(actual, oracle.topk_logprobs(x, [7], k))
+
+
+def test_floor():
+    """The benchmark's floor reads the same rows: split, with a ragged last block."""
+    tiling = Tiling(4352, "bfloat16", 128, 1, 2)
+    x = np.random.default_rng(1).normal(size=(2, 4352)).astype(jnp.bfloat16)
+    x[1, -1] = 9
+    maxima = floor.row_maxima(tiling, jnp.asarray(x), interpret())
+    np.testing.assert_array_equal(maxima, x.astype(np.float32).max(axis=1))
 
 
 def test_race_detection_can_fail():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import sass
+from bench import floor, sass
 from pallas_kernels import (
     greedy_topk_logprobs,
     implementations,
@@ -101,6 +101,13 @@ def test_lowers_for_cuda(rows, vocabulary, k, dtype):
     assert "top_k" not in text.replace("select_top_k", "")
     text = lower(fused, given["logits"], *map(given.get, order[1:])).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_floor_lowers_for_cuda():
+    tiling = choose_tiling(64, 151_936, 20, "bfloat16")
+    logits = inputs(64, 151_936, "bfloat16")["logits"]
+    text = lower(lambda x: floor.row_maxima(tiling, x), logits).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 def test_lowering_can_fail():
