@@ -71,7 +71,7 @@ def without_jit(config):
 
 
 def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
-        distort=None, jit=True):  # fmt: skip
+        distort=None):  # fmt: skip
     """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
 
     `distort` changes a step's output before it is packed: for negative controls.
@@ -85,7 +85,7 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
         accept=accept,
     )
     sent, outputs = Sent(), []
-    shared = compiled(settings) if jit else without_jit(settings)
+    shared = compiled(settings)
 
     def recording_step(params, state):
         state, output = shared.step(params, state)
