@@ -91,6 +91,7 @@ def produce(name: str, address: Any, core: int, control: Connection, arrived: An
     """The producer process: sends what the measuring process asks for."""
     os.sched_setaffinity(0, {core})
     sender = CONTENDERS[name][1](address)
+    control.send("ready")
     with suppress(EOFError):
         while (order := control.recv()) is not None:
             size, gap, count, seed = order
@@ -121,6 +122,9 @@ def link(name: str, core: int) -> Iterator[Link]:
     process.start()
     theirs.close()
     try:
+        if not control.poll(60) or not process.is_alive():
+            raise BenchError(f"the producer process of {name} did not start")
+        control.recv()
         yield Link(receiver, process, control, arrived)
         control.send(None)
         process.join(10)
