@@ -67,7 +67,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.fast] * (name == "float16")) for name in CASES],
+)
 def test_separate_path(name):
     """Rows picked by row_ids, out of order, some skipped; temperatures; extra ids."""
     tiling, k = CASES[name]
