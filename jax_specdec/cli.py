@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ipc import doctor
 from ipc.errors import RingError
 from jax_specdec import demo, terminal, tokens
 from jax_specdec.engine import Engine, EngineConfig, WorkerFailed
@@ -36,7 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=DEMO_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ))  # fmt: skip
+    leftovers = commands.add_parser(
+        "doctor",
+        help="list rings in shared memory, and remove those of dead processes",
+        description="List every ring in /dev/shm and who made it. What a killed process left "
+        "behind before both sides had attached stays there until it is removed.",
+    )
+    leftovers.add_argument("--remove", action="store_true", help="remove what the dead left")
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return doctor.main(["--remove"] if options.remove else [])
     console = Console()
     errors = Console(stderr=True, style="red", highlight=False)
     try:

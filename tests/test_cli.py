@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from ipc.ring import RingReader, RingWriter
 from jax_specdec import demo, output_processor, tokens
 from jax_specdec.cli import main
 from jax_specdec.requests import Request, SamplingParams
@@ -107,6 +108,14 @@ def test_what_cannot_be_done_is_said_in_one_sentence(options, said, capsys):
     assert main(["demo", *options]) in (1, 2)
     errors = "".join(capsys.readouterr().err.split())
     assert "".join(said.split()) in errors
+
+
+@pytest.mark.fast
+def test_doctor_lists_a_living_ring_and_leaves_it_alone(capsys):
+    with RingReader.create(1, 64) as ring:
+        assert main(["doctor", "--remove"]) == 0
+        assert ring.name.strip("/") in capsys.readouterr().out
+        RingWriter.attach(ring.name).close()
 
 
 @pytest.mark.fast
