@@ -14,9 +14,11 @@ import pytest
 
 from ipc.errors import EndOfStream, RingFull
 from ipc.ring import RingReader, RingWriter
+from ipc.wire import Kind, SlotState
 from jax_specdec import loop
 from jax_specdec.control import Shutdown
-from jax_specdec.engine import Engine, EngineConfig, Rank
+from jax_specdec.encode import encode
+from jax_specdec.engine import Engine, EngineConfig, NotServed, Rank
 from jax_specdec.output_processor import (
     ProcessorError,
     ProcessorState,
@@ -215,3 +217,16 @@ def test_finish_reasons_are_those_of_the_contract():
         "STOP_TOKEN", "STOP_SEQUENCE", "LENGTH", "ABORT", "RECOVERY_ERROR", "PREFILL_HANDOVER",
         "WORKER_LOST",
     ]  # fmt: skip
+
+
+@pytest.mark.fast
+def test_a_preemption_is_refused_by_the_engine_until_it_can_reschedule():
+    data = encode(Kind.TARGET, 0, [silent(SlotState.PREEMPTED)] + [silent(SlotState.STOPPED)] * 2)
+    received = SimpleNamespace(data=data, send_time_ns=0, receive_time_ns=1)
+    worker = SimpleNamespace(
+        ring=SimpleNamespace(receive=lambda timeout: received),
+        tell=lambda command: None,
+        stop=lambda *, drain: None,
+    )
+    with engine_with(worker) as engine, pytest.raises(NotServed, match="'r0' was preempted"):
+        collect(engine, requests()[:1])
