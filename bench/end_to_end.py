@@ -14,7 +14,8 @@ from jax_specdec.checkpoint import load_checkpoint, tiny_weights_path
 from jax_specdec.control import Admit
 from jax_specdec.decode import decode
 from jax_specdec.requests import Request, SamplingParams
-from jax_specdec.worker import Compiled, Worker, make_drafter
+from jax_specdec.worker import Compiled, Worker
+from jax_specdec.worker_process import make_drafter
 
 SLOTS = 8
 PROMPTS = (

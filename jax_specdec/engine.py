@@ -135,7 +135,7 @@ class WorkerProcess:
         self.ring = RingReader.create(config.ring_slots, config.message_bytes)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jax_specdec.worker"],
+                [sys.executable, "-m", "jax_specdec.worker_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

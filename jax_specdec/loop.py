@@ -21,7 +21,7 @@ from jax_specdec.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.prefill import prefill
 from jax_specdec.sampling import Sampling
 from jax_specdec.verify import AcceptRule, Drafts, accept_draft, verify
-from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs, topk_logprobs
 
 MAX_STOP_IDS = 8  # stop token ids of a request that the device watches for
 
@@ -83,6 +83,7 @@ class StepOutput(NamedTuple):
     num_drafts: jax.Array  # [B] int32: verified in this step
     state: jax.Array  # [B] int32 SlotState
     running: jax.Array  # [] bool: some slot goes on after this step
+    greedy_rows: TopkLogprobs | None  # of all B * S rows' greedy choices, on the fused path
 
 
 def init_state(config: LoopConfig) -> LoopState:
@@ -102,7 +103,9 @@ def init_state(config: LoopConfig) -> LoopState:
         stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
         sampling=Sampling.greedy(batch),
     )
-    return jax.tree.map(jnp.copy, state)  # no two leaves share a buffer, so it can be donated
+    # No two leaves may share a buffer: the state is donated to the next step.
+    distinct: LoopState = jax.tree.map(jnp.copy, state)
+    return distinct
 
 
 def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
@@ -165,8 +168,16 @@ def prefill_chunk(
     )
 
 
-def step(config: LoopConfig, params: ModelParams, state: LoopState) -> tuple[LoopState, StepOutput]:
-    """Verify every active slot's drafts, emit tokens, and draft the next ones."""
+def step(
+    config: LoopConfig, params: ModelParams, state: LoopState, *, fused_k: int | None = None
+) -> tuple[LoopState, StepOutput]:
+    """Verify every active slot's drafts, emit tokens, and draft the next ones.
+
+    With `fused_k`, one read of the target's logits serves the greedy choice and the logprobs (up
+    to that static K) of every row: the cheaper path where a kernel can do it, where every slot is
+    greedy, and where most rows' logprobs are wanted. Otherwise `message` reads the accepted rows
+    that were asked for.
+    """
     batch, num_positions = config.num_slots, config.num_positions
     slots = jnp.arange(batch, dtype=jnp.int32)[:, None]
     index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
@@ -179,7 +190,13 @@ def step(config: LoopConfig, params: ModelParams, state: LoopState) -> tuple[Loo
         params, config.model, inputs, jnp.where(is_row, places, -1), state.cache
     )
     target = logits(params, config.model, hidden)
-    verified = verify(target, drafts, state.sampling, state.lengths, accept=config.accept)
+    greedy_rows, choice = None, None
+    if fused_k is not None:
+        greedy_rows = greedy_topk_logprobs(target.reshape(-1, target.shape[-1]), fused_k)
+        choice = Greedy(greedy_rows.token_ids[:, 0], greedy_rows.token_ranks > 0)
+    verified = verify(
+        target, drafts, state.sampling, state.lengths, accept=config.accept, choice=choice
+    )
     num_tokens = jnp.where(state.active, verified.num_tokens, 0)
 
     emitted = index < num_tokens[:, None]
@@ -214,6 +231,7 @@ def step(config: LoopConfig, params: ModelParams, state: LoopState) -> tuple[Loo
         num_drafts=jnp.where(state.active, drafts.num, 0),
         state=slot_state.astype(jnp.int32),
         running=jnp.any(active | state.prefilling),
+        greedy_rows=greedy_rows,
     )
     state = replace(
         state,
@@ -259,6 +277,12 @@ def message(
         rows = Rows(nothing, jnp.int32(0))
         empty = jnp.zeros((0, 1), jnp.int32)
         found = TopkLogprobs(empty, jnp.zeros((0, 1)), nothing, jnp.zeros((0, 0)))
+    elif output.greedy_rows is not None:
+        # A greedy request's emitted tokens are its rows' greedy choices, accepted drafts included.
+        rows = select_rows(num_rows, num_positions)
+        found = jax.tree.map(
+            lambda x: x.at[rows.flat].get(mode="fill", fill_value=0), output.greedy_rows
+        )
     else:
         rows = select_rows(num_rows, num_positions)
         flat_ids = output.token_ids.reshape(-1)

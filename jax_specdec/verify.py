@@ -21,7 +21,7 @@ from jax_specdec.sampling import (
     processed_probs,
     uniform,
 )
-from pallas_kernels import greedy
+from pallas_kernels import Greedy, greedy
 
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -56,6 +56,7 @@ def verify(
     positions: jax.Array,
     *,
     accept: AcceptRule = accept_draft,
+    choice: Greedy | None = None,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
 
@@ -65,6 +66,7 @@ def verify(
       sampling: each slot's parameters.
       positions: [B] int32, the sequence position of the token that row 0 predicts.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
+      choice: the greedy choice of the [B * S] rows, where it is known already.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
@@ -77,7 +79,8 @@ def verify(
             f"drafts {drafts.token_ids.shape} do not go with logits {logits.shape}: "
             f"{num_positions} rows a slot verify {num_drafts} drafts"
         )
-    choice = greedy(logits.reshape(-1, vocab))
+    if choice is None:
+        choice = greedy(logits.reshape(-1, vocab))
     choice_ids = choice.token_ids.reshape(batch, num_positions)
     valid = choice.valid.reshape(batch, num_positions)
     index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]

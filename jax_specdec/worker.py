@@ -1,4 +1,4 @@
-"""The model worker: a process that decodes and publishes one message a step.
+"""The model worker: it keeps the slots decoding and publishes one message a step.
 
 It launches step n + 1 before it reads step n, so the device never waits for the host: while the
 device computes, the host takes commands, waits for the copy of the last step's words and sends
@@ -6,10 +6,7 @@ them. Everything that step n + 1 needs from step n stays on the device.
 """
 
 import functools
-import queue
-import sys
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipc import wire
-from ipc.ring import RingWriter
 from ipc.wire import SlotState
 from jax_specdec import loop
-from jax_specdec.checkpoint import load_checkpoint, tiny_weights_path
-from jax_specdec.control import Admit, Command, Release, Shutdown, Start, from_line
+from jax_specdec.control import Admit, Command, Release, Shutdown
 from jax_specdec.decode import failed_checks
-from jax_specdec.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
-from jax_specdec.model import ModelConfig, ModelParams
+from jax_specdec.model import ModelParams
 from jax_specdec.pack import bucket, k_bucket
 from jax_specdec.requests import Request
 from jax_specdec.sampling import Sampling
+from pallas_kernels.implementations import cannot_run, cuda_capability
 
 
 class DeviceCheckError(RuntimeError):
@@ -47,6 +42,7 @@ class Slot:
 
     generation: int = 0
     columns: int = 0
+    greedy: bool = True
     most_tokens: int = 0  # a step; 0 while nothing can be emitted
     prefill_at: int | None = None  # next prompt token to run; None when none is left
     prompt_length: int = 0
@@ -83,7 +79,11 @@ class Compiled:
             donate_argnums=1,
             static_argnames="chunk",
         )
-        self.step = jax.jit(functools.partial(loop.step, self.config), donate_argnums=1)
+        self.step = jax.jit(
+            functools.partial(loop.step, self.config),
+            donate_argnums=1,
+            static_argnames="fused_k",
+        )
         self.message = jax.jit(loop.message, static_argnames=("k", "num_words", "process_rank"))
         self.leading = jax.jit(lambda words, count: words[:count], static_argnums=1)
 
@@ -100,8 +100,15 @@ class Worker:
         prefill_chunk: int = 64,
         process_rank: int = 0,
         compiled: Compiled | None = None,
+        fused: bool | None = None,
     ) -> None:
-        """Start with empty slots; workers of one configuration may share what is `compiled`."""
+        """Start with empty slots.
+
+        Args:
+          compiled: share it among workers of one configuration.
+          fused: let greedy verification and logprobs share one read where that pays; None: where
+            the GPU kernels run.
+        """
         self.config = config
         self.params = params
         self.sender = sender
@@ -109,6 +116,7 @@ class Worker:
         self.process_rank = process_rank
         self.compiled = compiled or Compiled(config)
         self.state = loop.init_state(config)
+        self.fused = runs_on_gpu(config) if fused is None else fused
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
@@ -156,6 +164,7 @@ class Worker:
         self.slots[command.slot] = Slot(
             generation=command.generation,
             columns=request.params.columns,
+            greedy=request.params.temperature == 0,
             most_tokens=most + 1,
             prefill_at=0,
             prompt_length=len(request.prompt_token_ids),
@@ -178,7 +187,8 @@ class Worker:
         bound = wire.words_bound(tokens, columns, [0] * len(tokens))
         asked = [slot.columns for slot in self.slots if slot.columns]
         k = k_bucket(max(asked) - 1, self.config.model.vocab_size) if asked else None
-        self.state, output = self.compiled.step(self.params, self.state)
+        fused_k = k if self.fused and self._mostly_greedy_logprobs() else None
+        self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)
         number = self.step_number
         words = self.compiled.message(
             output,
@@ -194,6 +204,16 @@ class Worker:
         words.copy_to_host_async()
         self.step_number += 1
         return Launched(words)
+
+    def _mostly_greedy_logprobs(self) -> bool:
+        """Whether one read of every row is cheaper than an argmax and the accepted rows again.
+
+        Every slot must be greedy; and the fused read selects K of rejected rows and of rows that
+        nobody asked about too, so half of the slots at least must want logprobs.
+        """
+        taken = [slot for slot in self.slots if slot.occupied]
+        asked = sum(slot.columns > 0 for slot in taken)
+        return all(slot.greedy for slot in taken) and 2 * asked >= len(taken)
 
     def _most_words(self, k: int | None) -> int:
         """The longest message that these slots can make with logprobs up to K."""
@@ -225,6 +245,13 @@ class Worker:
                 self.slots[index] = Slot(generation=generation)
 
 
+def runs_on_gpu(config: loop.LoopConfig) -> bool:
+    """Whether this model's logits go through the GPU kernels."""
+    shape = (config.num_slots * config.num_positions, config.model.vocab_size)
+    logits = jax.eval_shape(lambda: jnp.zeros(shape, jnp.dtype(config.model.dtype)))
+    return cannot_run(logits, cuda_capability()) is None
+
+
 def admission(request: Request, max_length: int, max_drafts: int) -> loop.Admission:
     """The device's view of a request; stop ids beyond `MAX_STOP_IDS` are the engine's to see."""
     params = request.params
@@ -247,63 +274,3 @@ def admission(request: Request, max_length: int, max_drafts: int) -> loop.Admiss
             seed=jnp.uint32(params.seed),
         ),
     )
-
-
-def make_drafter(name: str, num_drafts: int, config: ModelConfig) -> Drafter:
-    """A drafter by the name that the command line uses."""
-    if name == "none" or num_drafts == 0:
-        return NoDrafter()
-    if name == "ngram":
-        return NgramDrafter(num_drafts)
-    if name == "mtp":
-        return MtpDrafter(config, num_drafts)
-    raise ValueError(f"drafter {name!r} is not known: choose mtp, ngram or none")
-
-
-def serve(worker: Worker, commands: "queue.SimpleQueue[Command]") -> None:
-    """Decode until told to stop: take the commands that wait, advance, block only when idle."""
-    while True:
-        while not (commands.empty() and worker.busy):
-            if not worker.apply(commands.get()):
-                worker.finish()
-                return
-        worker.advance()
-
-
-def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") -> None:
-    """Parse lines until they end; their end means that the engine is gone."""
-    try:
-        for line in lines:
-            commands.put(from_line(line))
-    finally:
-        commands.put(Shutdown())
-
-
-def main() -> int:
-    """Entry point of the worker process: commands on stdin, messages into the ring."""
-    start = from_line(sys.stdin.readline())
-    if not isinstance(start, Start):
-        print("the first command must be start", file=sys.stderr)
-        return 2
-    with RingWriter.attach(start.ring) as ring:
-        params, config, _ = load_checkpoint(start.weights or tiny_weights_path())
-        worker = Worker(
-            loop.LoopConfig(
-                model=config,
-                drafter=make_drafter(start.drafter, start.num_drafts, config),
-                num_slots=start.num_slots,
-                max_length=start.max_length,
-            ),
-            params,
-            ring,
-            prefill_chunk=start.prefill_chunk,
-            process_rank=start.process_rank,
-        )
-        commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        threading.Thread(target=read_commands, args=(sys.stdin, commands), daemon=True).start()
-        serve(worker, commands)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -71,7 +71,7 @@ def without_jit(config):
 
 
 def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
-        distort=None):  # fmt: skip
+        distort=None, fused=False):  # fmt: skip
     """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
 
     `distort` changes a step's output before it is packed: for negative controls.
@@ -87,13 +87,14 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
     sent, outputs = Sent(), []
     shared = compiled(settings)
 
-    def recording_step(params, state):
-        state, output = shared.step(params, state)
+    def recording_step(params, state, **options):
+        state, output = shared.step(params, state, **options)
         outputs.append(jax.tree.map(np.asarray, output))
         return state, distort(output) if distort else output
 
     recording = SimpleNamespace(**vars(shared) | {"step": recording_step})
-    worker = Worker(settings, params, sent, prefill_chunk=chunk, compiled=recording)
+    worker = Worker(settings, params, sent, prefill_chunk=chunk, compiled=recording,
+                    fused=fused)  # fmt: skip
     result = Run(outputs=outputs, records={request.id: [] for request in requests})
     waiting, free, live = list(requests), list(range(num_slots)), {}
     generations = [0] * num_slots

@@ -1,0 +1,74 @@
+"""The model worker's process: commands come on standard input, messages go into the ring."""
+
+import queue
+import sys
+import threading
+from collections.abc import Iterable
+
+from ipc.ring import RingWriter
+from jax_specdec import loop
+from jax_specdec.checkpoint import load_checkpoint, tiny_weights_path
+from jax_specdec.control import Command, Shutdown, Start, from_line
+from jax_specdec.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.model import ModelConfig
+from jax_specdec.worker import Worker
+
+
+def make_drafter(name: str, num_drafts: int, config: ModelConfig) -> Drafter:
+    """A drafter by the name that the command line uses."""
+    if name == "none" or num_drafts == 0:
+        return NoDrafter()
+    if name == "ngram":
+        return NgramDrafter(num_drafts)
+    if name == "mtp":
+        return MtpDrafter(config, num_drafts)
+    raise ValueError(f"drafter {name!r} is not known: choose mtp, ngram or none")
+
+
+def serve(worker: Worker, commands: "queue.SimpleQueue[Command]") -> None:
+    """Decode until told to stop: take the commands that wait, advance, block only when idle."""
+    while True:
+        while not (commands.empty() and worker.busy):
+            if not worker.apply(commands.get()):
+                worker.finish()
+                return
+        worker.advance()
+
+
+def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") -> None:
+    """Parse lines until they end; their end means that the engine is gone."""
+    try:
+        for line in lines:
+            commands.put(from_line(line))
+    finally:
+        commands.put(Shutdown())
+
+
+def main() -> int:
+    """Entry point of the worker process: commands on stdin, messages into the ring."""
+    start = from_line(sys.stdin.readline())
+    if not isinstance(start, Start):
+        print("the first command must be start", file=sys.stderr)
+        return 2
+    with RingWriter.attach(start.ring) as ring:
+        params, config, _ = load_checkpoint(start.weights or tiny_weights_path())
+        worker = Worker(
+            loop.LoopConfig(
+                model=config,
+                drafter=make_drafter(start.drafter, start.num_drafts, config),
+                num_slots=start.num_slots,
+                max_length=start.max_length,
+            ),
+            params,
+            ring,
+            prefill_chunk=start.prefill_chunk,
+            process_rank=start.process_rank,
+        )
+        commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        threading.Thread(target=read_commands, args=(sys.stdin, commands), daemon=True).start()
+        serve(worker, commands)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
