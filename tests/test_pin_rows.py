@@ -71,15 +71,18 @@ def test_a_sampled_slot_stops_at_an_invalid_row_with_its_greedy_token(bad):
     logits[:, 1] = {"nan": np.where(np.arange(vocab) == 4, np.nan, logits[:, 1]),
                     "inf": np.where(np.arange(vocab) == 1, np.inf, logits[:, 1]),
                     "nothing": -np.inf}[bad]  # fmt: skip
+    greedy_id = 0 if bad == "nothing" else 1
+    # Half of the drafts at the invalid row are its greedy id: they are not accepted either.
+    drafts = np.full((count, 2), 4, np.int32)
+    drafts[::2, 1] = greedy_id
     greedy_sampling = Sampling.greedy(count)
     got = VERIFY(
         jnp.asarray(logits),
-        Drafts(jnp.full((count, 2), 4, jnp.int32), jnp.full(count, 2, jnp.int32), None),
+        Drafts(jnp.asarray(drafts), jnp.full(count, 2, jnp.int32), None),
         greedy_sampling._replace(
             temperature=jnp.ones(count), seed=jnp.arange(count, dtype=jnp.uint32)
         ),
         jnp.zeros(count, jnp.int32),
     )
     assert (np.asarray(got.num_tokens) == 2).all()
-    expected = [4, 0 if bad == "nothing" else 1, -1]
-    np.testing.assert_array_equal(got.token_ids, np.tile(expected, (count, 1)))
+    np.testing.assert_array_equal(got.token_ids, np.tile([4, greedy_id, -1], (count, 1)))
