@@ -29,7 +29,8 @@ from jax_specdec.output_processor import (
 )
 from jax_specdec.processor_state import is_newer
 from jax_specdec.records import FinishReason
-from jax_specdec.worker import Worker, serve
+from jax_specdec.worker import Worker
+from jax_specdec.worker_process import serve
 from tests import decoding
 from tests.decoding import VOCAB, mixed_requests
 from tests.processor_messages import request, silent, target, tokens
@@ -54,7 +55,12 @@ class WorkerThread:
         self.patience, self.drops, self.dropped = patience, drops, 0
         sender = SimpleNamespace(send=self.send)
         worker = Worker(
-            settings, params, sender, compiled=decoding.compiled(settings), prefill_chunk=8
+            settings,
+            params,
+            sender,
+            compiled=decoding.compiled(settings),
+            prefill_chunk=8,
+            fused=False,
         )
         self.commands = queue.SimpleQueue()
         self.thread = threading.Thread(target=serve, args=(worker, self.commands), daemon=True)

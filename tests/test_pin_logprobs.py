@@ -140,6 +140,7 @@ def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
         num_drafts=jnp.ones(3, jnp.int32),
         state=jnp.zeros(3, jnp.int32),
         running=jnp.bool_(True),
+        greedy_rows=None,
     )
     calls = []
 

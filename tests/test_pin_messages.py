@@ -133,7 +133,7 @@ def test_a_message_carries_the_generation_of_its_launch():
         model=config, drafter=decoding.drafter("ngram", config), num_slots=3, max_length=96
     )
     sent = decoding.Sent()
-    worker = Worker(settings, params, sent, compiled=decoding.compiled(settings), prefill_chunk=8)
+    worker = Worker(settings, params, sent, compiled=decoding.compiled(settings), fused=False)
     for generation, name in ((41, "old"), (42, "new")):
         item = request(name, [1, 2, 3], max_tokens=20)
         worker.apply(Admit(slot=1, generation=generation, request=item))
@@ -155,6 +155,7 @@ def test_only_columns_that_a_slot_asked_for_reach_its_message():
         num_drafts=jnp.zeros(2, jnp.int32),
         state=jnp.zeros(2, jnp.int32),
         running=jnp.bool_(True),
+        greedy_rows=None,
     )
     words = np.asarray(
         jax.jit(loop.message, static_argnames=("k", "num_words"))(
