@@ -194,9 +194,10 @@ def step(
     if fused_k is not None:
         greedy_rows = greedy_topk_logprobs(target.reshape(-1, target.shape[-1]), fused_k)
         choice = Greedy(greedy_rows.token_ids[:, 0], greedy_rows.token_ranks > 0)
-    verified = verify(
-        target, drafts, state.sampling, state.lengths, accept=config.accept, choice=choice
-    )
+    # What an empty slot's last request asked for must not put a greedy batch on the sampled path.
+    temperature = jnp.where(state.active, state.sampling.temperature, 0.0)
+    sampling = state.sampling._replace(temperature=temperature)
+    verified = verify(target, drafts, sampling, state.lengths, accept=config.accept, choice=choice)
     num_tokens = jnp.where(state.active, verified.num_tokens, 0)
 
     emitted = index < num_tokens[:, None]
@@ -214,7 +215,7 @@ def step(
         verified=verified._replace(num_tokens=num_tokens),
         hidden=hidden,
         positions=jnp.where(emitted, places, -1),
-        sampling=state.sampling,
+        sampling=sampling,
         limit=jnp.where(active, jnp.maximum(limit, 0), 0),
     )
     proposed, drafter = config.drafter.propose(params, state.drafter, context)

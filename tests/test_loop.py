@@ -1,5 +1,8 @@
 """The decoding loop through the worker's own code: equal to plain decoding, every value twice."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,8 +11,9 @@ from ipc.wire import SlotState
 from jax_specdec import loop
 from jax_specdec.checkpoint import named_arrays
 from jax_specdec.decode import decode
-from jax_specdec.drafters import MtpDrafter
+from jax_specdec.drafters import MtpDrafter, NoDrafter
 from jax_specdec.records import FinishReason
+from jax_specdec.verify import verify
 from jax_specdec.worker import admission
 from tests import oracle, reference_model
 from tests.decoding import (
@@ -219,6 +223,53 @@ def test_without_jit_every_value_is_the_same():
     np.testing.assert_array_equal(jitted.topk_ids, plain.topk_ids)
     np.testing.assert_array_equal(jitted.token_ranks, plain.token_ranks)
     np.testing.assert_allclose(jitted.logprobs, plain.logprobs, atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching(NoDrafter):
+    """Proposes nothing, and keeps the temperatures that it was shown as its state."""
+
+    def init(self, num_slots, length):
+        return super().init(num_slots, length)[0], jnp.zeros(num_slots)
+
+    def prefill(self, params, state, *_):
+        return state
+
+    def propose(self, params, state, context):
+        return super().propose(params, state, context)[0], context.sampling.temperature
+
+
+def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
+    """Whoever left a slot, verification and the drafter see only what is decoding now."""
+    params, model = random_model()
+    verified = []
+
+    def spy(logits, drafts, sampling, *args, **options):
+        verified.append(sampling.temperature)
+        return verify(logits, drafts, sampling, *args, **options)
+
+    monkeypatch.setattr(loop, "verify", spy)
+    config = loop.LoopConfig(model, Watching(1), num_slots=2, max_length=16)
+    sampled = request("s", [1], max_tokens=9, temperature=0.7, top_p=0.9)
+    state = loop.init_state(config)
+    for slot, item in enumerate([request("g", [1], max_tokens=9), sampled]):
+        state = loop.admit(state, jnp.int32(slot), admission(item, 16, 1))
+    decoding = dataclasses.replace(state, active=jnp.ones(2, bool))
+
+    @jax.jit
+    def seen(state):
+        state, _ = loop.step(config, params, state)
+        return verified.pop(), state.drafter
+
+    # While it decodes it is sampled; before its first step and after its last it is nobody.
+    for given, expected in [
+        (decoding, 0.7),
+        (dataclasses.replace(decoding, active=jnp.array([True, False])), 0.0),
+        (loop.release(decoding, jnp.int32(1)), 0.0),
+    ]:
+        for temperature in seen(given):
+            np.testing.assert_allclose(temperature, [0.0, expected])
+        assert given.sampling.temperature[1] > 0
 
 
 def test_one_token_is_a_whole_request():
