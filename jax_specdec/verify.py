@@ -117,14 +117,14 @@ def verify(
         # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer.
         residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p_last)
         next_ids = categorical(keys(sampling.seed, positions + a, RECOVER), residual)
-        drawn = _emit(accepted, drafts.token_ids, jnp.broadcast_to(next_ids[:, None], index_shape))
+        next_ids = jnp.broadcast_to(next_ids[:, None], choice_ids.shape)
+        drawn = _emit(accepted, drafts.token_ids, next_ids)
         chosen = greedily()
         return Verified(
             jnp.where(is_greedy[:, None], chosen.token_ids, drawn.token_ids),
             jnp.where(is_greedy, chosen.num_tokens, drawn.num_tokens),
         )
 
-    index_shape = (batch, num_positions)
     verified: Verified = lax.cond(jnp.all(is_greedy), greedily, sampled)
     return verified
 

@@ -13,10 +13,6 @@ from jax_specdec.verify import Drafts, accept_draft, verify
 pytestmark = pytest.mark.fast
 
 
-def greedy_sampling(batch):
-    return Sampling.greedy(batch)
-
-
 def rows_choosing(ids, vocab=5):
     """Logits [B, S, V] whose largest are `ids` [B, S]."""
     return jax.nn.one_hot(jnp.asarray(ids), vocab) * 3.0
@@ -31,7 +27,7 @@ class Greedy(chex.TestCase):
         got = self.variant(verify)(
             rows_choosing(target),
             Drafts(jnp.array(drafts), jnp.array(proposed), None),
-            greedy_sampling(5),
+            Sampling.greedy(5),
             jnp.zeros(5, jnp.int32),
         )
         # all accepted and the bonus; one and the recovered; none; one of one; nothing proposed
@@ -50,7 +46,7 @@ class Greedy(chex.TestCase):
         got = self.variant(verify)(
             jnp.asarray(logits),
             Drafts(jnp.array([[1, 2]] * 4), jnp.full(4, 2), None),
-            greedy_sampling(4),
+            Sampling.greedy(4),
             jnp.zeros(4, jnp.int32),
         )
         np.testing.assert_array_equal(got.num_tokens, [2, 1, 2, 2])
@@ -63,7 +59,7 @@ class Greedy(chex.TestCase):
         got = self.variant(verify)(
             rows_choosing([[1], [2]]),
             Drafts(jnp.zeros((2, 0), jnp.int32), jnp.zeros(2, jnp.int32), None),
-            greedy_sampling(2),
+            Sampling.greedy(2),
             jnp.zeros(2, jnp.int32),
         )
         np.testing.assert_array_equal(got.token_ids, [[1], [2]])
@@ -74,7 +70,7 @@ def test_shapes_that_do_not_fit_are_refused():
         verify(
             jnp.zeros((1, 3, 4)),
             Drafts(jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32), None),
-            greedy_sampling(1),
+            Sampling.greedy(1),
             jnp.zeros(1, jnp.int32),
         )
 
