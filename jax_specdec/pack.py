@@ -60,7 +60,7 @@ def pack(
     step: jax.Array,
     running: jax.Array,
     draft_follows: jax.Array | bool,
-    process_rank: int,
+    process_rank: int | jax.Array,
     vocab_size: int,
     num_words: int,
 ) -> jax.Array:
@@ -75,7 +75,7 @@ def pack(
       step: [2] uint32: low and high half of the step number.
       running: [] bool, whether any sequence goes on after this step.
       draft_follows: whether this step's draft message follows.
-      process_rank: which process rank sends.
+      process_rank: which process rank sends; an array is uint32 [].
       vocab_size: V; sent ids must be below it.
       num_words: static size of the array; the longest message that may come of these shapes.
 
@@ -84,8 +84,8 @@ def pack(
       failed check (`DeviceCheck`) sets the header's error bit: the host must not send it.
 
     Raises:
-      WireError: `kind` or K does not fit the word that they share, or the bucket is smaller than
-        the header and the slots.
+      WireError: `kind` or K does not fit the word that they share, S or the process rank does not
+        fit its field, or the bucket is smaller than the header and the slots.
     """
     batch, num_positions = token_ids.shape
     k = logprobs.token_ids.shape[1] - 1
@@ -97,6 +97,9 @@ def pack(
             f"{fixed_words} words"
         )
     num_extra = logprobs.extra_logprobs.shape[1]
+    wire.fits("num_positions", num_positions, wire.SLOT["num_tokens"])
+    if isinstance(process_rank, int):
+        wire.fits("process_rank", process_rank, wire.HEADER["process_rank"])
     checks = _checks(slots, token_ids, k, num_extra, kind, vocab_size)
     # Wrong counts set the error bit; clipped, they cannot make a value land on the header.
     tokens = jnp.clip(slots.num_tokens, 0, num_positions)
@@ -166,16 +169,21 @@ def _checks(
     num_positions = token_ids.shape[1]
     most_drafts = num_positions if kind == Kind.DRAFT else num_positions - 1
     sent = jnp.arange(num_positions, dtype=jnp.int32)[None, :] < slots.num_tokens[:, None]
+
+    def most(name: str, count: int) -> int:
+        # What the shapes allow may still be wider than the field: K = 65535 has 65536 columns.
+        return min(count, wire.SLOT[name].maximum)
+
     failed = {
-        DeviceCheck.SLOT_COUNTS: _outside(slots.num_tokens, 0, num_positions)
+        DeviceCheck.SLOT_COUNTS: _outside(slots.num_tokens, 0, most("num_tokens", num_positions))
         | _outside(slots.num_rows, 0, slots.num_tokens)
-        | _outside(slots.num_drafts, 0, most_drafts)
+        | _outside(slots.num_drafts, 0, most("num_drafts", most_drafts))
         | ((slots.num_rows > 0) & (slots.columns == 0)),
         DeviceCheck.TOKEN_ID: sent & _outside(token_ids, 0, vocab_size - 1),
         DeviceCheck.SLOT_FIELDS: _outside(slots.state, 0, max(SlotState))
         | _outside(slots.mode, 0, max(wire.LogprobsMode))
-        | _outside(slots.columns, 0, k + 1)
-        | _outside(slots.num_chosen, 0, num_extra),
+        | _outside(slots.columns, 0, most("columns", k + 1))
+        | _outside(slots.num_chosen, 0, most("num_chosen", num_extra)),
     }
     bits = [jnp.any(wrong).astype(jnp.uint32) << check for check, wrong in failed.items()]
     return jnp.stack(bits).sum(dtype=jnp.uint32)
@@ -186,7 +194,7 @@ def _outside(values: jax.Array, low: int, high: jax.Array | int) -> jax.Array:
 
 
 def _unsigned(values: dict[str, Any]) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(value).astype(jnp.uint32) for name, value in values.items()}
+    return {name: jnp.asarray(value, jnp.uint32) for name, value in values.items()}
 
 
 def _bits(values: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ def packed(
     )
 
 
-def random_step(seed, states, columns, chosen, drafts, cut):
+def random_step(seed, states, columns, chosen, drafts, cut, generations=range(B)):
     """Slot fields, ids and kernel results of a random step, and the contents that they mean."""
     random = np.random.default_rng(seed)
     num_tokens, num_rows, contents = [], [], []
@@ -75,7 +75,7 @@ def random_step(seed, states, columns, chosen, drafts, cut):
         contents.append(
             SlotContents(
                 state=state,
-                generation=2**32 - 1 - b,
+                generation=generations[b],
                 mode=LogprobsMode(b % 3),
                 num_drafts=drafts[b],
                 columns=columns[b],
@@ -103,13 +103,14 @@ def random_step(seed, states, columns, chosen, drafts, cut):
         num_rows=jnp.asarray(num_rows, jnp.int32),
         num_drafts=jnp.asarray(drafts, jnp.int32),
         num_chosen=jnp.asarray([c.num_chosen for c in contents], jnp.int32),
-        generation=jnp.uint32(2**32 - 1) - jnp.arange(B, dtype=jnp.uint32),
+        generation=jnp.asarray(generations, jnp.uint32),
     )
     found = TopkLogprobs(arrays["ids"], arrays["logprobs"], arrays["ranks"], arrays["extra"])
     return slots, jnp.asarray(ids), found, contents
 
 
 per_slot = functools.partial(st.lists, min_size=B, max_size=B)
+word32 = st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)
 
 
 @given(
@@ -121,14 +122,17 @@ per_slot = functools.partial(st.lists, min_size=B, max_size=B)
     cut=per_slot(st.integers(0, S - 1)),
     step=st.integers(0, 2**64 - 1),
     flags=st.tuples(st.booleans(), st.booleans()),
-    process_rank=st.integers(0, 2**31 - 1),
+    generations=per_slot(word32),
+    process_rank=word32,
 )
 def test_the_packed_words_are_the_host_encoders(
-    seed, states, columns, chosen, drafts, cut, step, flags, process_rank
+    seed, states, columns, chosen, drafts, cut, step, flags, generations, process_rank
 ):
-    slots, ids, found, contents = random_step(seed, states, columns, chosen, drafts, cut)
+    slots, ids, found, contents = random_step(
+        seed, states, columns, chosen, drafts, cut, generations
+    )
     halves = jnp.array([step & 0xFFFFFFFF, step >> 32], jnp.uint32)
-    words = np.asarray(packed(slots, ids, found, halves, *flags, process_rank))
+    words = np.asarray(packed(slots, ids, found, halves, *flags, np.uint32(process_rank)))
     expected = encode(
         Kind.TARGET,
         step,
@@ -199,6 +203,72 @@ def test_a_message_longer_than_its_bucket_sets_its_bit():
     assert wire.HEADER["error"].get(run(*step, num_words=needed)) == 0
     words = run(*step, num_words=needed - 1)
     assert wire.HEADER["error_checks"].get(words) == 1 << DeviceCheck.WORDS
+
+
+def one_slot(num_positions=1, k=0, num_extra=0, kind=Kind.TARGET, rank=0, num_words=None, **fields):
+    """One slot's message at any size: one token without logprobs unless `fields` say more."""
+    fields = {"num_tokens": 1} | fields
+    slots = SlotFields(
+        *(jnp.full(1, fields.pop(name, 0), jnp.int32) for name in SlotFields._fields[:-1]),
+        generation=jnp.ones(1, jnp.uint32),
+    )
+    assert not fields
+    found = TopkLogprobs(
+        jnp.zeros((num_positions, k + 1), jnp.int32),
+        jnp.zeros((num_positions, k + 1)),
+        jnp.ones(num_positions, jnp.int32),
+        jnp.zeros((num_positions, num_extra)),
+    )
+    return np.asarray(
+        pack(
+            slots,
+            jnp.zeros((1, num_positions), jnp.int32),
+            select_rows(slots.num_rows, num_positions),
+            found,
+            kind=kind,
+            step=jnp.zeros(2, jnp.uint32),
+            running=True,
+            draft_follows=False,
+            process_rank=rank,
+            vocab_size=V,
+            num_words=num_words or 32 + num_positions + 2 * k + num_extra,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "check", "shape"),
+    [
+        ("num_tokens", DeviceCheck.SLOT_COUNTS, {"num_positions": 65535}),
+        ("num_drafts", DeviceCheck.SLOT_COUNTS, {"num_positions": 65535, "kind": Kind.DRAFT}),
+        ("columns", DeviceCheck.SLOT_FIELDS, {"k": 65535, "num_rows": 1}),
+        ("num_chosen", DeviceCheck.SLOT_FIELDS, {"num_extra": 65536}),
+    ],
+)
+def test_a_count_beyond_its_field_sets_its_bit(field, check, shape):
+    most = wire.SLOT[field].maximum
+    words = one_slot(**shape, **{field: most})
+    assert wire.HEADER["error"].get(words) == 0
+    assert wire.SLOT[field].get(words[wire.HEADER_WORDS :]) == most
+    words = one_slot(**shape, **{field: most + 1})
+    assert wire.HEADER["error"].get(words) == 1
+    assert wire.HEADER["error_checks"].get(words) >> check & 1
+
+
+def test_all_rows_of_the_widest_slot_are_sent():
+    words = one_slot(65535, columns=1, num_tokens=65535, num_rows=65535, num_words=32 + 3 * 65535)
+    assert wire.HEADER["error"].get(words) == 0
+    assert wire.SLOT["num_rows"].get(words[wire.HEADER_WORDS :]) == 65535
+
+
+def test_a_shape_or_a_rank_beyond_its_field_is_refused():
+    with pytest.raises(wire.WireError, match=r"num_positions = 65536 .*0 to 65535"):
+        one_slot(65536)
+    with pytest.raises(wire.WireError, match="process_rank = 4294967296"):
+        one_slot(rank=2**32)
+    with pytest.raises(wire.WireError, match="process_rank = -1"):
+        one_slot(rank=-1)
+    assert wire.HEADER["process_rank"].get(one_slot(rank=2**32 - 1)) == 2**32 - 1
 
 
 class Guards(chex.TestCase):
