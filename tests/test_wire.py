@@ -80,6 +80,42 @@ def test_every_field_survives_the_round_trip(slots, step, running, draft_follows
         np.testing.assert_array_equal(view.topk_ids.reshape(-1), slot.topk_ids)
 
 
+def whole_range(fields):
+    """A value for each field: anywhere in its range, its ends more often than not."""
+    return st.fixed_dictionaries(
+        {
+            name: st.sampled_from([0, 1, field.maximum - 1, field.maximum])
+            | st.integers(0, field.maximum)
+            for name, field in fields.items()
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_words"),
+    [(wire.HEADER, wire.HEADER_WORDS), (wire.SLOT, wire.SLOT_WORDS)],
+)
+@given(data=st.data())
+def test_every_field_keeps_its_value_over_its_whole_range(fields, num_words, data):
+    values = data.draw(whole_range(fields))
+    written = {name: np.uint32(value) for name, value in values.items()}
+    words = wire.words_of(np, fields, num_words, written)
+    assert words.dtype == np.uint32
+    assert words.shape == (num_words,)
+    assert {name: int(field.get(words)) for name, field in fields.items()} == values
+
+
+@pytest.mark.parametrize("fields", [wire.HEADER, wire.SLOT])
+def test_no_two_fields_share_a_bit(fields):
+    taken = [
+        (field.word, bit)
+        for field in fields.values()
+        for bit in range(field.shift, field.shift + field.bits)
+    ]
+    assert len(set(taken)) == len(taken)
+    assert max(bit for _, bit in taken) < 32
+
+
 def test_only_what_was_asked_for_travels():
     plain = SlotContents(num_drafts=2, token_ids=[1, 2, 3])
     k0 = SlotContents(columns=1, token_ids=[7], token_ranks=[1], logprobs=[[-0.5]])
