@@ -1,10 +1,13 @@
 """The demo's requests, and a collector of what becomes of them. Never jax, no terminal."""
 
 import json
+import os
+import stat
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TextIO
 
 from ipc import wire
 from jax_specdec import openai, tokens
@@ -12,6 +15,8 @@ from jax_specdec.engine import Update
 from jax_specdec.records import FinishReason, Record
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.statistics import Statistics
+
+SAMPLED_TOP_P = 0.95
 
 # prompt, tokens to emit, K (None: no logprobs), temperature
 _PROMPTS: tuple[tuple[str, int, int | None, float], ...] = (
@@ -55,7 +60,15 @@ def requests_from_file(path: Path, max_tokens: int = 64) -> list[Request]:
 
     In a line, `\n`, `\t` and `\\` stand for the characters that they name.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
+            f"{error.start}; write one prompt a line"
+        ) from error
+    # Only "\n" ends a line: `splitlines` would also split on form feeds, U+2028 and others.
+    lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{path} holds no prompts: write one a line")
     escapes = {"n": "\n", "t": "\t", "\\": "\\"}
@@ -75,12 +88,17 @@ def _request(index: int, text: str, max_tokens: int, k: int | None, temperature:
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
-        top_p=0.95 if temperature > 0 else 1.0,
+        top_p=_top_p(temperature),
         seed=index,
         stop_token_ids=(tokens.EOS_ID,),
         logprobs=k,
     )
     return Request(id=f"{index:02d}", prompt_token_ids=ids, params=params)
+
+
+def _top_p(temperature: float) -> float:
+    """One rule for every request: a sampled one keeps the nucleus, a greedy one needs none."""
+    return SAMPLED_TOP_P if temperature > 0 else 1.0
 
 
 def with_options(
@@ -98,7 +116,7 @@ def with_options(
         if k is not None:
             params = replace(params, logprobs=k)
         if temperature is not None:
-            params = replace(params, temperature=temperature)
+            params = replace(params, temperature=temperature, top_p=_top_p(temperature))
         if max_tokens is not None:
             params = replace(params, max_tokens=max_tokens)
         if no_logprobs:
@@ -108,11 +126,36 @@ def with_options(
 
 
 @dataclass
-class Progress:
-    """One request and what was delivered of it so far."""
+class Output:
+    """One request and what was delivered of it so far.
+
+    Attributes:
+      request: what was asked.
+      records: in the order of their steps.
+      token_ids: all tokens of the records.
+      token_logprobs: each token's own logprob; None where none were asked.
+      token_ranks: each token's rank; None where no logprobs were asked.
+    """
 
     request: Request
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list, init=False)
+    token_ids: list[int] = field(default_factory=list, init=False)
+    token_logprobs: list[float] | None = field(init=False)
+    token_ranks: list[int] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        asked = self.request.params.logprobs is not None
+        self.token_logprobs, self.token_ranks = ([], []) if asked else (None, None)
+
+    def add(self, record: Record) -> None:
+        """Append the next record of this request."""
+        self.records.append(record)
+        self.token_ids += record.token_ids.tolist()
+        logprobs, ranks = record.logprobs, record.token_ranks
+        if self.token_logprobs is not None and logprobs is not None:
+            self.token_logprobs += logprobs[:, 0].tolist()
+        if self.token_ranks is not None and ranks is not None:
+            self.token_ranks += ranks.tolist()
 
     @property
     def prompt_text(self) -> str:
@@ -120,30 +163,7 @@ class Progress:
 
     @property
     def num_tokens(self) -> int:
-        return sum(record.num_tokens for record in self.records)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token for record in self.records for token in record.token_ids.tolist()]
-
-    @property
-    def token_logprobs(self) -> list[float] | None:
-        """Each token's own logprob; None where none were asked."""
-        if self.request.params.logprobs is None:
-            return None
-        values: list[float] = []
-        for record in self.records:
-            assert record.logprobs is not None
-            values += record.logprobs[:, 0].tolist()
-        return values
-
-    @property
-    def token_ranks(self) -> list[int] | None:
-        """Each token's rank; None where no logprobs were asked."""
-        if self.request.params.logprobs is None:
-            return None
-        ranks = [record.token_ranks for record in self.records]
-        return [rank for found in ranks if found is not None for rank in found.tolist()]
+        return len(self.token_ids)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -164,7 +184,7 @@ class Progress:
 class Collector:
     """Everything that came back: records by request, and what it took to send them."""
 
-    requests: dict[str, Progress]
+    outputs: dict[str, Output]
     messages: int = 0
     message_bytes: int = 0
     payload_bytes: int = 0  # ids, logprobs and ranks alone
@@ -172,11 +192,11 @@ class Collector:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "Collector":
-        return cls({request.id: Progress(request) for request in requests})
+        return cls({request.id: Output(request) for request in requests})
 
     def add(self, update: Update) -> None:
         for record in update.records:
-            self.requests[record.request_id].records.append(record)
+            self.outputs[record.request_id].add(record)
         if update.message is None or update.latency_ns is None:
             return
         message = update.message
@@ -194,33 +214,45 @@ class Collector:
 
     @property
     def total(self) -> Statistics:
-        found = [progress.statistics for progress in self.requests.values()]
+        found = [output.statistics for output in self.outputs.values()]
         return sum((one for one in found if one is not None), Statistics())
 
 
-def write_json(path: Path, collector: Collector) -> None:
-    """One OpenAI-style completion a line, in the order of the requests."""
-    with path.open("w", encoding="utf-8") as file:
-        for progress in collector.requests.values():
-            file.write(json.dumps(completion(progress), allow_nan=False) + "\n")
+def open_json(path: Path) -> TextIO:
+    """The file to write to at the end: opened before the work, so that it fails before the work.
+
+    What the file holds stays until `write_json`.
+
+    Raises:
+      OSError: it cannot be written; a directory, for example.
+    """
+    return path.open("a", encoding="utf-8")
 
 
-def completion(progress: Progress) -> dict[str, object]:
+def write_json(file: TextIO, collector: Collector) -> None:
+    """Replace what `file` holds by one OpenAI-style completion a line, in request order."""
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe or /dev/null has no old content
+        file.truncate(0)
+    for output in collector.outputs.values():
+        file.write(json.dumps(completion(output), allow_nan=False) + "\n")
+
+
+def completion(output: Output) -> dict[str, object]:
     """An OpenAI completion object, with what speculation did beside it."""
-    params, found = progress.request.params, progress.statistics
-    ids = progress.token_ids
-    total = progress.records[-1].cumulative_logprob if progress.records else None
-    prompt_tokens = len(progress.request.prompt_token_ids)
+    params, found = output.request.params, output.statistics
+    ids = output.token_ids
+    total = output.records[-1].cumulative_logprob if output.records else None
+    prompt_tokens = len(output.request.prompt_token_ids)
     return {
-        "id": progress.request.id,
+        "id": output.request.id,
         "object": "text_completion",
         "model": "jax-specdec-tiny",
         "choices": [
             {
                 "index": 0,
                 "text": tokens.decode(token for token in ids if token < 256),
-                "logprobs": openai.completion_logprobs(progress.records, token_text),
-                "finish_reason": openai.finish_reason(progress.finish_reason),
+                "logprobs": openai.completion_logprobs(output.records, token_text),
+                "finish_reason": openai.finish_reason(output.finish_reason),
             }
         ],
         "usage": {
@@ -229,9 +261,9 @@ def completion(progress: Progress) -> dict[str, object]:
             "total_tokens": prompt_tokens + len(ids),
         },
         "speculation": {
-            "prompt": progress.prompt_text,
+            "prompt": output.prompt_text,
             "token_ids": ids,
-            "token_ranks": progress.token_ranks,
+            "token_ranks": output.token_ranks,
             "temperature": params.temperature,
             "cumulative_logprob": None if total is None else openai.json_number(total),
             "steps": found.steps if found else 0,
