@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jax_specdec.sampling import Sampling
+from jax_specdec import drafters
+from jax_specdec.sampling import ACCEPT, RECOVER, Sampling
 from jax_specdec.verify import Drafts, accept_draft, verify
 
 pytestmark = pytest.mark.fast
@@ -129,6 +130,37 @@ def test_a_broken_acceptance_rule_is_noticed():
     drafts, probs = sampled_drafts()
     ids, _ = emitted(drafts, probs, accept=lambda u, p, q: p > 0)
     assert p_value(ids[:, 0], P[0]) < 1e-9
+
+
+MANY = 200_000
+
+
+def product_keys_p_value():
+    """Of the first tokens, where drafts and verification draw with the keys that the loop uses."""
+
+    @jax.jit
+    def first_tokens():
+        seeds, position = jnp.arange(MANY, dtype=jnp.uint32), jnp.full(MANY, 7, jnp.int32)
+        sampling = Sampling.greedy(MANY)._replace(temperature=jnp.ones(MANY), seed=seeds)
+        target, draft = (
+            jnp.broadcast_to(jnp.log(jnp.asarray(rows, jnp.float32)), (MANY, *rows.shape))
+            for rows in (P[:2], Q[:1])
+        )
+        ids, q = drafters._draw(draft, sampling, position)
+        drafts = Drafts(ids[:, None], jnp.ones(MANY, jnp.int32), q)
+        return verify(target, drafts, sampling, position).token_ids[:, 0]
+
+    return p_value(np.asarray(first_tokens()), P[0])
+
+
+def test_drafting_accepting_and_recovering_draw_independently():
+    assert product_keys_p_value() > 1e-3
+
+
+@pytest.mark.parametrize("purpose", [ACCEPT, RECOVER])
+def test_drafts_drawn_with_the_keys_of_verification_are_noticed(monkeypatch, purpose):
+    monkeypatch.setattr(drafters, "DRAFT", purpose)
+    assert product_keys_p_value() < 1e-9
 
 
 def test_greedy_and_sampled_requests_share_a_batch():
