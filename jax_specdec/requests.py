@@ -3,10 +3,13 @@
 Checked here, once, at the boundary: everything behind it may rely on these limits.
 """
 
-import math
 from dataclasses import dataclass, field
 
 from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
+
+# Below, the rounding of float32 logits (1e-6 near 16) changes the probabilities by per cents;
+# above, logits that differ by 100 make them differ by 1 %. Meant is greedy, or uniform.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 
 
 class RequestError(ValueError):
@@ -19,7 +22,7 @@ class SamplingParams:
 
     Attributes:
       max_tokens: tokens to emit at most.
-      temperature: 0 is greedy.
+      temperature: 0 is greedy; otherwise from MIN_TEMPERATURE to MAX_TEMPERATURE.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of most likely tokens whose probability reaches this.
       min_p: drop tokens less likely than this times the most likely one.
@@ -51,8 +54,11 @@ class SamplingParams:
         _in_range("top_k", self.top_k, 0, 2**31 - 1)
         _in_range("seed", self.seed, 0, 2**32 - 1)
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature = {self.temperature} must be 0 (greedy) or positive")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise RequestError(
+                f"temperature = {self.temperature} must be 0 (greedy) or from {MIN_TEMPERATURE} "
+                f"to {MAX_TEMPERATURE}"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1 (1 keeps all)")
         if self.logprobs is not None:

@@ -61,7 +61,8 @@ def processed_probs(logits: jax.Array, sampling: Sampling) -> jax.Array:
         temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
         x = logits.astype(jnp.float32)
         x = (x - x.max(-1, keepdims=True)) / temperature[:, None, None]
-        weights = jnp.where(sampled, jnp.exp(x), 0.0)
+        # At a huge T, dividing -inf multiplies it by 0: a masked token's weight is 0 at any T.
+        weights = jnp.where(sampled & (logits > -jnp.inf), jnp.exp(x), 0.0)
         truncates = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
         weights = lax.cond(
             jnp.any(truncates & (sampling.temperature > 0)),

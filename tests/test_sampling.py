@@ -1,5 +1,7 @@
 """The processed distribution against a plain float64 statement of it, and the draws from it."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from jax_specdec.requests import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    RequestError,
+    SamplingParams,
+)
 from jax_specdec.sampling import (
     ACCEPT,
     DRAFT,
@@ -112,6 +120,27 @@ def test_rows_do_not_disturb_each_other():
     np.testing.assert_allclose(probs[0, 0], np.exp([0, 1, 2]) / np.exp([0, 1, 2]).sum(), rtol=1e-6)
     np.testing.assert_array_equal(probs[0, 1], [0, 0, 1])  # invalid: its greedy token
     np.testing.assert_array_equal(probs[1], [[1, 0, 0], [1, 0, 0]])
+
+
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, 1.0, MAX_TEMPERATURE, 3e38])
+def test_a_masked_token_has_no_probability_at_any_temperature(temperature):
+    row = jnp.array([[[1.0, 2.0, -jnp.inf, 0.0]]])
+    for top_p in (1.0, 0.99):
+        probs = np.asarray(PROBS(row, sampling_of(temperature, top_p=top_p)))[0, 0]
+        expected = expected_probs(np.asarray(row)[0, 0], temperature, 0, top_p, 0.0)
+        assert probs[2] == 0
+        np.testing.assert_allclose(probs, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, MIN_TEMPERATURE, 1.0, MAX_TEMPERATURE])
+def test_temperatures_that_are_served(temperature):
+    assert SamplingParams(temperature=temperature).temperature == temperature
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 9e-5, 1e-42, 1.1e4, 3e38, np.inf, np.nan])
+def test_temperatures_that_are_refused(wrong):
+    with pytest.raises(RequestError, match=re.escape(f"temperature = {wrong} must be 0")):
+        SamplingParams(temperature=wrong)
 
 
 class Draws(chex.TestCase):
