@@ -52,7 +52,8 @@ class WorkerThread:
         )
         self.reader = RingReader.create(1, 1 << 16)
         self.writer = RingWriter.attach(self.reader.name)
-        self.patience, self.drops, self.dropped = patience, drops, 0
+        self.patience, self.drops = patience, drops
+        self.reads = self.dropped = 0
         sender = SimpleNamespace(send=self.send)
         worker = Worker(
             settings,
@@ -78,14 +79,17 @@ class WorkerThread:
             self.dropped += 1
 
     def receive(self, timeout):
-        if self.patience:
-            self.patience -= 1
-            seen = self.writer.counters().waits
+        if self.reads < self.patience:
+            # Each message finds a full ring: it waits once, so waits tell which one it is.
+            self.reads += 1
             deadline = time.monotonic() + 60
-            while self.writer.counters().waits == seen and not self.dropped:
+            while not (self.dropped if self.drops else self.writer.counters().waits >= self.reads):
                 assert time.monotonic() < deadline, "the worker never found the ring full"
                 time.sleep(0.001)
         return self.reader.receive(timeout)
+
+    def failure(self, cause):
+        return type(cause)(str(cause))
 
     def stop(self, *, drain):
         del drain
