@@ -159,6 +159,7 @@ class Segment:
             raise RoleTaken(f"ring {name} has its {role} already: the creator, pid {creator.pid}")
         semaphores = {suffix: _open_semaphore(name, suffix) for suffix in SEMAPHORES}
         if not is_alive(creator):
+            unlink_names(name)  # nobody else will: it died before anyone had attached
             raise PeerDied(str(role.other), creator.pid, -1)
         try:
             semaphores["seat"].acquire(0)  # never given back: one attacher in the ring's life

@@ -5,6 +5,7 @@ the channel means that the engine is gone, so a worker never outlives it.
 """
 
 import json
+import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -63,9 +64,9 @@ _COMMANDS: dict[str, Callable[..., Command]] = {
 
 
 def to_line(command: Command) -> str:
-    """One line, with its newline."""
+    """One line, with its newline; NumPy integers (token ids) are written as numbers."""
     name = type(command).__name__.lower()
-    return json.dumps({"command": name, **asdict(command)}) + "\n"
+    return json.dumps({"command": name, **asdict(command)}, default=operator.index) + "\n"
 
 
 def from_line(line: str) -> Command:

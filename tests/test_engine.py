@@ -1,16 +1,22 @@
 """Engine and worker as two real processes: from prompt to records, and when one of them dies."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ipc.doctor import find_ring_files
+from ipc.ring import RingReader, RingWriter
 from ipc.wire import DeviceCheck, LogprobsMode
+from jax_specdec import engine as engine_module
+from jax_specdec import worker_client
 from jax_specdec.checkpoint import save_checkpoint
 from jax_specdec.engine import Engine, EngineConfig, NotServed, WorkerFailed, check
 from jax_specdec.records import FinishReason
@@ -27,11 +33,13 @@ def weights(tmp_path_factory):
     return str(path)
 
 
+CREATORS = {os.getpid()}  # processes of this test that make rings
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_in_shared_memory():
-    before = set(os.listdir("/dev/shm"))
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    wait_for(lambda: not [f for f in find_ring_files() if f.creator.pid in CREATORS])
 
 
 def config(weights, **changes):
@@ -48,7 +56,7 @@ def test_two_processes_deliver_what_one_computes(weights):
             assert update.latency_ns > 0
             for record in update.records:
                 records[record.request_id].append(record)
-    assert engine.ranks[0].worker.process.returncode == 0
+    assert engine.ranks[0].worker.exit_status == 0
     for item in requests:
         emitted = [t for record in records[item.id] for t in record.token_ids.tolist()]
         assert emitted == expected.token_ids(item.id)
@@ -82,10 +90,10 @@ def test_a_killed_worker_is_reported_and_its_requests_are_closed(weights):
                 reasons[record.request_id] = record.finish_reason
 
     with Engine(config(weights)) as engine:
-        process = engine.ranks[0].worker.process
+        worker = engine.ranks[0].worker
         stream = engine.generate(requests)
         next(stream)
-        process.kill()
+        os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerFailed, match=r"killed by signal 9"):
             collect(stream)
     lost = [name for name, reason in reasons.items() if reason is FinishReason.WORKER_LOST]
@@ -98,6 +106,134 @@ def test_a_worker_that_cannot_start_says_why():
         pytest.raises(WorkerFailed, match=r"(?s)status 1 .*no checkpoint at /nowhere"),
     ):
         list(engine.generate(mixed_requests(1)))
+
+
+def fake_worker(code):
+    """A worker program that runs `code` after it has read its first command as `start`."""
+    head = "import json, os, sys, time\nstart = json.loads(sys.stdin.readline())\n"
+    attach = "from ipc.ring import RingWriter\nring = RingWriter.attach(start['ring'])\n"
+    return (sys.executable, "-c", head + attach + code)
+
+
+def failure_of(code, requests=None):
+    """What an engine says of a worker that runs `code`, and why its requests ended."""
+    settings = EngineConfig(vocab_size=VOCAB, num_slots=3, max_length=96)
+    reasons = []
+
+    def collect(engine):
+        for update in engine.generate(requests or mixed_requests(2)):
+            reasons.extend(record.finish_reason for record in update.records)
+
+    with Engine(settings, program=fake_worker(code)) as engine:
+        with pytest.raises(WorkerFailed) as error:
+            collect(engine)
+        return str(error.value), reasons
+
+
+def test_what_a_worker_prints_last_is_shown_whatever_its_bytes_are():
+    text, reasons = failure_of(
+        r"os.write(2, b'x' * 100_000 + b'\n' + b'caf\xe9 is broken\n'); os._exit(3)"
+    )
+    assert "status 3" in text
+    assert r"caf\xe9 is broken" in text
+    assert reasons == [FinishReason.WORKER_LOST] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("ring.send(b'garbage!'); time.sleep(9)", "whole 32-bit words and at least 8"),
+        ("ring.send(bytes(64)); time.sleep(9)", "magic"),
+        ("from jax_specdec.encode import encode\nring.send(encode(3, 7, [])); time.sleep(9)", "7"),
+    ],
+)
+def test_a_message_that_cannot_be_closes_the_requests(code, said, monkeypatch):
+    monkeypatch.setattr(worker_client, "PATIENCE_SECONDS", 0.2)
+    text, reasons = failure_of(code)
+    assert said in text
+    assert reasons == [FinishReason.WORKER_LOST] * 2
+
+
+def test_an_interrupt_while_a_worker_is_started_leaves_nothing(monkeypatch):
+    started = []
+
+    def interrupted_tell(self, command):
+        started.append(self.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker_client.WorkerProcess, "tell", interrupted_tell)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(EngineConfig(vocab_size=VOCAB), num_ranks=2)
+    assert len(started) == 1
+    assert not is_alive(started[0])
+
+
+def test_closing_does_not_wait_for_a_worker_that_reads_nothing(monkeypatch):
+    monkeypatch.setattr(worker_client, "PATIENCE_SECONDS", 0.2)
+    worker = worker_client.WorkerProcess(
+        EngineConfig(vocab_size=VOCAB), program=fake_worker("time.sleep(99)")
+    )
+    worker.ring.wait_attached(20)
+    os.kill(worker.pid, signal.SIGSTOP)
+    pipe = worker._process.stdin.fileno()
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):  # until it is full: a write would block for good
+        while True:
+            os.write(pipe, b"x" * 4096)
+    os.set_blocking(pipe, True)
+    assert worker.stop(drain=False) in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def test_a_file_in_the_current_directory_is_not_imported_by_the_worker(tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise RuntimeError('the wrong queue')")
+    monkeypatch.chdir(tmp_path)
+    with (
+        Engine(config("/nowhere/weights.safetensors")) as engine,
+        pytest.raises(WorkerFailed, match="no checkpoint at /nowhere"),
+    ):
+        list(engine.generate(mixed_requests(1)))
+
+
+def test_an_engine_goes_on_after_requests_were_given_up(weights):
+    first, second, third = mixed_requests(3)
+    with Engine(config(weights, num_slots=1)) as engine:
+        for _ in engine.generate([first, second]):
+            break
+        done = {
+            record.request_id
+            for update in engine.generate([third, first])
+            for record in update.records
+        }
+    assert done == {third.id, first.id}
+
+
+def test_ids_may_be_numpy_integers(weights):
+    item = request("r", np.arange(5, dtype=np.int32), max_tokens=2)
+    with Engine(config(weights)) as engine:
+        assert sum(len(update.records) for update in engine.generate([item])) > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_drafts", 65), ("num_drafts", -1), ("num_slots", 0), ("max_length", 1),
+     ("ring_slots", 0), ("prefill_chunk", 0)],
+)  # fmt: skip
+def test_sizes_are_checked_before_memory_is_taken(field, value):
+    with pytest.raises(ValueError, match=f"{field} = {value} must be from"):
+        EngineConfig(vocab_size=VOCAB, **{field: value})
+
+
+def test_only_rings_with_a_message_are_read_when_there_are_several():
+    def rank(name):
+        ring = RingReader.create(4, 64, doorbell=True)
+        return SimpleNamespace(worker=SimpleNamespace(ring=ring), name=name)
+
+    quiet, busy = rank("quiet"), rank("busy")
+    with quiet.worker.ring, busy.worker.ring, RingWriter.attach(busy.worker.ring.name) as writer:
+        writer.send(b"x")
+        assert engine_module._wait([quiet, busy]) == [busy]
+        assert engine_module._take(busy, alone=False).data == b"x"
+        assert engine_module._take(quiet, alone=False) is None
 
 
 def test_requests_that_cannot_be_served_are_refused_before_anything_runs(weights):
@@ -134,9 +270,11 @@ def test_a_failed_check_on_the_device_raises_in_the_worker_and_nothing_is_sent()
 
 def demo(*options, **kwargs):
     command = [sys.executable, "-u", "-m", "jax_specdec.cli", "demo", *options]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )
+    CREATORS.add(process.pid)
+    return process
 
 
 def worker_of(pid):
@@ -184,7 +322,7 @@ def test_ctrl_c_while_the_worker_starts(many_prompts):
     process = demo("--prompts", many_prompts, start_new_session=True)
     worker_of(process.pid)
     time.sleep(0.5)
-    assert interrupted(process).startswith("interrupted: the worker was stopped")
+    assert interrupted(process).startswith("interrupted")
 
 
 def test_ctrl_c_while_tokens_come(many_prompts):
@@ -192,7 +330,7 @@ def test_ctrl_c_while_tokens_come(many_prompts):
     while "done" not in process.stdout.readline():
         assert process.poll() is None
     errors = interrupted(process)
-    assert errors.startswith("interrupted: the worker was stopped")
+    assert errors.startswith("interrupted")
     assert "Traceback" not in errors
 
 
@@ -204,3 +342,12 @@ def test_a_worker_does_not_outlive_a_killed_engine(many_prompts):
     process.kill()
     process.communicate()
     wait_for(lambda: not is_alive(worker))
+
+
+def test_a_worker_that_starts_after_its_engine_died_cleans_up(many_prompts):
+    process = demo("--prompts", many_prompts)
+    worker = worker_of(process.pid)
+    time.sleep(0.3)  # it imports jax: it has not attached
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not is_alive(worker))  # then the fixture looks at what is left

@@ -1,0 +1,145 @@
+"""A model worker as the engine sees it: a process, its commands, and its ring. Never jax."""
+
+import collections
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from ipc.errors import RingError
+from ipc.ring import RingReader
+from jax_specdec.control import Command, Shutdown, Start, to_line
+from jax_specdec.engine_config import EngineConfig
+
+PATIENCE_SECONDS = 5.0  # for a worker that was told to stop
+
+# -P: a file in the current directory must not stand in for a module of the worker.
+WORKER = (sys.executable, "-P", "-m", "jax_specdec.worker_process")
+
+
+class WorkerFailed(RuntimeError):
+    """The worker ended before its requests did; carries what it printed last."""
+
+
+class WorkerProcess:
+    """A worker that was started, and the ring that it sends on."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        program: Sequence[str] = WORKER,
+        doorbell: bool = False,
+    ) -> None:
+        """Start a worker.
+
+        Args:
+          config: what to run.
+          program: the command line of the worker; it speaks `control` on its standard input.
+          doorbell: make the ring one of several that a thread can wait for together.
+        """
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=50)
+        self._process: subprocess.Popen[str] | None = None
+        self.ring = RingReader.create(config.ring_slots, config.message_bytes, doorbell=doorbell)
+        try:
+            self._process = subprocess.Popen(
+                program,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="backslashreplace",  # what a worker prints need not be UTF-8
+                process_group=0,  # a terminal's Ctrl-C reaches the engine, which decides
+            )
+            self.ring.expect_peer(self._process.pid)
+            # A pipe that nobody reads would block the worker once it is full.
+            self._listener = threading.Thread(target=self._listen, daemon=True)
+            self._listener.start()
+            self.tell(
+                Start(
+                    ring=self.ring.name,
+                    weights=config.weights,
+                    drafter=config.drafter,
+                    num_drafts=config.num_drafts,
+                    num_slots=config.num_slots,
+                    max_length=config.max_length,
+                    prefill_chunk=config.prefill_chunk,
+                )
+            )
+        except BaseException:
+            self.stop(drain=False)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; minus the signal that killed it."""
+        return self._process.poll() if self._process is not None else None
+
+    def tell(self, command: Command) -> None:
+        """Send a command; a worker that is gone is noticed where its messages are read."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: closed by `stop`
+                self._process.stdin.write(to_line(command))
+                self._process.stdin.flush()
+
+    def failure(self, cause: Exception) -> WorkerFailed:
+        """Why the worker ended, in its own words; ends it if it has not."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(PATIENCE_SECONDS)  # its stream has ended: it is about to
+        code = self.stop(drain=False)
+        last = "".join(self._last_lines).strip()
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        return WorkerFailed(
+            f"the model worker (pid {self.pid}) {how} before its requests were done: "
+            f"{cause}\n" + (f"its last words:\n{last}" if last else "it printed nothing")
+        )
+
+    def stop(self, *, drain: bool) -> int:
+        """End the worker and the ring; returns its exit status. Calling it again does nothing.
+
+        Args:
+          drain: let it publish what it has computed; otherwise it is ended at once.
+        """
+        try:
+            if drain:
+                self.tell(Shutdown())
+                with contextlib.suppress(RingError):  # the end of the stream, or it hangs
+                    while True:
+                        self.ring.receive(PATIENCE_SECONDS)
+                if self._process is not None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(PATIENCE_SECONDS)
+            return self._end()
+        finally:
+            self.ring.close()
+
+    def _end(self) -> int:
+        if self._process is None:
+            return 0
+        process = self._process
+        if process.poll() is None:
+            # Nothing is written to it any more: one that does not read would hold us up.
+            process.terminate()
+            try:
+                process.wait(PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._listener.join(PATIENCE_SECONDS)
+        for stream in (process.stdin, process.stderr):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        return process.returncode
+
+    def _listen(self) -> None:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        while line := self._process.stderr.readline(4096):  # a line need not end
+            self._last_lines.append(line)
