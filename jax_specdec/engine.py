@@ -67,12 +67,17 @@ class Engine:
         self.config = config
         self.ranks: list[Rank] = []
         try:
-            for _ in range(num_ranks):
+            for process_rank in range(num_ranks):
                 slots = config.num_slots
                 self.ranks.append(
                     Rank(
-                        worker=WorkerProcess(config, program=program, doorbell=num_ranks > 1),
-                        state=ProcessorState.empty(slots),
+                        worker=WorkerProcess(
+                            config,
+                            process_rank=process_rank,
+                            program=program,
+                            doorbell=num_ranks > 1,
+                        ),
+                        state=ProcessorState.empty(slots, process_rank=process_rank),
                         free=list(range(slots))[::-1],
                         generations=[0] * slots,
                     )

@@ -29,6 +29,7 @@ class WorkerProcess:
         self,
         config: EngineConfig,
         *,
+        process_rank: int = 0,
         program: Sequence[str] = WORKER,
         doorbell: bool = False,
     ) -> None:
@@ -36,6 +37,7 @@ class WorkerProcess:
 
         Args:
           config: what to run.
+          process_rank: which of several publishing ranks it is.
           program: the command line of the worker; it speaks `control` on its standard input.
           doorbell: make the ring one of several that a thread can wait for together.
         """
@@ -65,6 +67,7 @@ class WorkerProcess:
                     num_slots=config.num_slots,
                     max_length=config.max_length,
                     prefill_chunk=config.prefill_chunk,
+                    process_rank=process_rank,
                 )
             )
         except BaseException:

@@ -70,12 +70,11 @@ def test_two_processes_deliver_what_one_computes(weights):
 def test_two_ranks_are_read_side_by_side(weights):
     requests = mixed_requests(6)
     with Engine(config(weights, num_slots=2), num_ranks=2) as engine:
-        done = [
-            record.request_id
-            for update in engine.generate(requests)
-            for record in update.records
-            if record.finish_reason
-        ]
+        ranks, done = set(), []
+        for update in engine.generate(requests):
+            ranks.add(update.message.process_rank)
+            done += [record.request_id for record in update.records if record.finish_reason]
+        assert ranks == {0, 1}
         assert sorted(done) == [item.id for item in requests]
         assert all(rank.state.statistics.num_tokens > 0 for rank in engine.ranks)
 
