@@ -157,7 +157,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 def _demo(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from jax_specdec import demo, terminal, tokens
+    from jax_specdec import demo, summary, terminal, tokens
     from jax_specdec.engine import Engine, EngineConfig
 
     console = Console()
@@ -193,7 +193,7 @@ def _demo(options: argparse.Namespace) -> int:
             raise
         terminal.full_texts(collector, console)
         terminal.legend(console)
-        terminal.summary(collector, console)
+        summary.show(collector, console)
         if json_file is not None:
             demo.write_json(json_file, collector)
             terminal.say(f"wrote {len(requests)} records to {options.json}", console)

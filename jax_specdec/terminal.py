@@ -1,31 +1,28 @@
-"""What a person sees: text that grows per request, colored by logprob, then a table."""
+"""What a person sees of the texts: they grow per request, colored by logprob."""
 
 import codecs
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
-from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.text import Text
 
 from jax_specdec import tokens
 from jax_specdec.demo import Collector, Output
 from jax_specdec.records import FinishReason
-from jax_specdec.statistics import Statistics
 
 # Upper end of each band of logprobs, natural logarithm, and its color.
 _BANDS = ((-3.0, "red"), (-1.5, "dark_orange"), (-0.5, "yellow"), (-0.1, "chartreuse3"))
 _SURE = "green"
 _UNKNOWN = "white"  # no logprobs were asked for
 REDRAW_SECONDS = 0.1
-_SEED_BYTES = 530_456  # the fixed message of the seed system, whatever was asked for
 
 
 def color(logprob: float | None) -> str:
@@ -76,20 +73,20 @@ class ColoredText:
         """All of it, over as many lines as it has."""
         return Text.assemble(*((_printable(text, keep="\n\t"), style) for text, style in self.runs))
 
-    def tail(self, width: int) -> Text:
+    def tail(self, width: int) -> list[Segment]:
         """The end of it on one line of at most `width` cells."""
-        parts: list[tuple[str, str]] = []
+        segments: list[Segment] = []
         room = width - 1  # for the ellipsis
         for text, style in reversed(self.runs):
             shown = _one_line(text[-width:])
             while cell_len(shown) > room:
                 shown = shown[1:]
-            parts.append((shown, style))
             room -= cell_len(shown)
+            segments.append(Segment(shown, Style.parse(style)))
             if len(shown) < len(text):
-                parts.append(("…", "dim"))
+                segments.append(Segment("…", Style.parse("dim")))
                 break
-        return Text.assemble(*reversed(parts), no_wrap=True)
+        return segments[::-1]
 
 
 def _one_line(text: str) -> str:
@@ -130,10 +127,14 @@ class _LiveScreen:
 
 
 class LiveView:
-    """The growing texts; keeps what it has colored."""
+    """The growing texts; a line is made again only for new records or another width.
+
+    Lines are segments, not `Text`, which takes several times as long: messages wait meanwhile.
+    """
 
     def __init__(self) -> None:
         self._texts: dict[str, ColoredText] = {}
+        self._lines: dict[str, tuple[object, list[Segment]]] = {}
 
     def draw(self, collector: Collector, width: int, height: int) -> RenderableType:
         """A line for each request that there is room for, and one about the whole.
@@ -147,7 +148,7 @@ class LiveView:
         done = len(outputs) - len(running) - len(waiting)
         room = max(height - 1, 0)
         shown = outputs if len(outputs) <= room else (running + waiting)[:room]
-        lines = [self._line(output, width) for output in shown]
+        segments = [segment for output in shown for segment in self._line(output, width)]
         if collector.messages:
             emitted = sum(output.num_tokens for output in outputs)
             note = (
@@ -156,23 +157,33 @@ class LiveView:
             )
         else:
             note = "starting the model worker: it imports jax and compiles ..."
-        return Group(*lines, Text(note, style="bold", no_wrap=True, overflow="ellipsis"))
+        status = Text(note, style="bold", no_wrap=True, overflow="ellipsis")
+        return Group(Segments(segments), status) if segments else status
 
-    def _line(self, output: Output, width: int) -> Text:
+    def _line(self, output: Output, width: int) -> list[Segment]:
+        name, key = output.request.id, (len(output.records), width)
+        if name in self._lines and self._lines[name][0] == key:
+            return self._lines[name][1]
         k = output.request.params.logprobs
         if output.finish_reason is not None:
             state, style = "done", "green"
         elif output.records:
-            state, style = str(output.num_tokens), ""
+            state, style = str(output.num_tokens), "none"
         else:
             state, style = "wait", "dim"
-        text = self._texts.get(output.request.id)
-        if text is None:
-            text = self._texts[output.request.id] = ColoredText(output)
-        text.update()
-        asked = "-" if k is None else f"K={k}"
-        line = Text.assemble(f"{asked:<5} ", (f"{state:>4} ", style), no_wrap=True, overflow="crop")
-        return line.append_text(text.tail(max(width - line.cell_len, 2)))
+        asked = f"{'-' if k is None else f'K={k}':<5} "
+        state = f"{state:>4} "
+        if name not in self._texts:
+            self._texts[name] = ColoredText(output)
+        self._texts[name].update()
+        line = [
+            Segment(asked),
+            Segment(state, Style.parse(style)),
+            *self._texts[name].tail(max(width - len(asked) - len(state), 2)),
+        ]
+        line = [*Segment.adjust_line_length(line, width, pad=False), Segment.line()]
+        self._lines[name] = key, line
+        return line
 
 
 class _PlainScreen:
@@ -190,13 +201,18 @@ class _PlainScreen:
             if reason in (None, FinishReason.WORKER_LOST) or name in self._said:
                 continue
             self._said.add(name)
-            say(f"request {name} done: {output.num_tokens} tokens ({_readable(reason)})",
+            say(f"request {name} done: {output.num_tokens} tokens ({readable(reason)})",
                 self._console)  # fmt: skip
 
 
 def say(text: str, console: Console) -> None:
     """A sentence; wrapped on a terminal, on one line in a file or a pipe."""
     console.print(Text(text), soft_wrap=not console.is_terminal)
+
+
+def readable(reason: FinishReason) -> str:
+    """Such as "stop token"."""
+    return reason.name.lower().replace("_", " ")
 
 
 def full_texts(collector: Collector, console: Console) -> None:
@@ -208,103 +224,12 @@ def full_texts(collector: Collector, console: Console) -> None:
 
 
 def legend(console: Console) -> None:
-    """What the colors mean."""
+    """What the colors mean, where there are colors."""
+    if console.color_system is None:
+        return
     text = Text("colors by logprob: ")
     names = [f"below {upper:g}" for upper, _ in _BANDS] + ["above"]
     for name, style in zip(names, [c for _, c in _BANDS] + [_SURE], strict=True):
         text.append(f" {name} ", style=style)
     text.append(" not asked ", style=_UNKNOWN)
     console.print(text)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What the table of requests shows; there is one for wide terminals and some for narrower."""
-
-    shares: str  # of drafts accepted: "by position", "compact" or "overall"
-    sampling: bool = True  # the columns T and end
-    plain: bool = False  # no lines between the columns
-
-
-_LAYOUTS = (
-    _Layout("by position"),
-    _Layout("compact"),
-    _Layout("compact", plain=True),
-    _Layout("overall"),
-    _Layout("overall", plain=True),
-    _Layout("overall", sampling=False, plain=True),
-)
-
-
-def summary(collector: Collector, console: Console) -> None:
-    """The table of requests in the widest layout that fits, and what moving it all took."""
-    for layout in _LAYOUTS:
-        table = _table(collector, layout)
-        width = console.measure(table, options=console.options.update(width=10_000)).maximum
-        if width <= console.width:
-            break
-    table.width = width  # in a still narrower terminal lines wrap, but no number is cut
-    console.print(table, soft_wrap=width > console.width)
-    if not collector.messages:
-        return
-    seed = _SEED_BYTES * collector.messages / collector.message_bytes
-    say(
-        f"{collector.messages} messages, {collector.message_bytes:,} bytes; bare payload "
-        f"{collector.payload_bytes:,} bytes "
-        f"({collector.payload_bytes / collector.message_bytes:.0%}); "
-        f"a fixed-size message would have sent {seed:,.0f} times as much",
-        console,
-    )
-    say(
-        "transport latency, from the worker's send to the engine's own copy (waiting for this "
-        f"process to read included): median {collector.latency_us(0.5):.0f} us, "
-        f"99 % below {collector.latency_us(0.99):.0f} us",
-        console,
-    )
-
-
-def _table(collector: Collector, layout: _Layout) -> Table:
-    table = Table(
-        title="Requests", title_justify="left", box=SIMPLE_HEAD if layout.plain else HEAVY_HEAD
-    )
-    table.pad_edge = not layout.plain
-    accepted = {"by position": "drafts accepted", "compact": "% accepted", "overall": "accepted"}
-    for column in ("id", "K", "T", "end") if layout.sampling else ("id", "K"):
-        table.add_column(column, no_wrap=True)
-    for column in ("tokens", "a step", accepted[layout.shares], "logprob"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name, output in collector.outputs.items():
-        params, found = output.request.params, output.statistics
-        reason = output.finish_reason
-        sampling = (f"{params.temperature:g}", _readable(reason) if reason else "unfinished")
-        table.add_row(
-            name,
-            "-" if params.logprobs is None else str(params.logprobs),
-            *(sampling if layout.sampling else ()),
-            *_speculation(found or Statistics(), layout),
-            "-" if output.mean_logprob is None else f"{output.mean_logprob:.3f}",
-        )
-    table.add_section()
-    blank = ("", "", "") if layout.sampling else ("",)
-    table.add_row("all", *blank, *_speculation(collector.total, layout), "")
-    return table
-
-
-def _speculation(found: Statistics, layout: _Layout) -> tuple[str, str, str]:
-    """Tokens, tokens a step, and shares of drafts accepted."""
-    if layout.shares == "overall":
-        shares = [] if found.acceptance_rate is None else [f"{found.acceptance_rate:.0%}"]
-    elif layout.shares == "compact":
-        shares = [f"{100 * share:.0f}" for share in found.acceptance_at]
-    else:
-        shares = [f"{share:.0%}" for share in found.acceptance_at]
-    length = found.average_accepted_length
-    return (
-        str(found.num_tokens),
-        "-" if length is None else f"{length:.2f}",
-        " ".join(shares) or "-",
-    )
-
-
-def _readable(reason: FinishReason) -> str:
-    return reason.name.lower().replace("_", " ")

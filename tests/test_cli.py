@@ -1,8 +1,10 @@
 """The command line: what its options do, what it writes, and what it says when it cannot."""
 
 import json
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -93,6 +95,33 @@ def test_options_change_every_request():
 
 
 @pytest.mark.fast
+def test_one_rule_gives_every_request_its_top_p():
+    def pairs(requests):
+        return {(r.params.temperature > 0, r.params.top_p) for r in requests}
+
+    plain = demo.default_requests()
+    assert pairs(plain) == {(False, 1.0), (True, 0.95)}
+    assert pairs(demo.with_options(plain, temperature=0.7)) == {(True, 0.95)}
+    assert pairs(demo.with_options(plain, temperature=0.0)) == {(False, 1.0)}
+
+
+@pytest.mark.fast
+def test_only_a_line_feed_ends_a_prompt(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("a\fb\r\n\u2028c\x85\u2029d\n \n\\n\\t\\\\\re\n".encode())
+    prompts = [tokens.decode(r.prompt_token_ids[1:]) for r in demo.requests_from_file(path)]
+    assert prompts == ["a\fb", "\u2028c\x85\u2029d", "\n\t\\\re"]
+
+
+@pytest.mark.fast
+def test_prompts_that_are_no_text_are_refused_by_their_name(tmp_path, capsys):
+    path = tmp_path / "prompts.bin"
+    path.write_bytes(b"def\n\xff\xfe")
+    assert main(["demo", "--prompts", str(path)]) == 2
+    assert f"{path} is not UTF-8 text: byte 0xff at offset 4" in capsys.readouterr().err
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -176,3 +205,137 @@ def test_an_invalid_row_and_minus_infinity_survive_json(tmp_path):
     assert logprobs["token_logprobs"] == [None, -9999.0]
     assert logprobs["tokens"] == ["bytes:\\xc8", "B"]
     assert record["speculation"]["cumulative_logprob"] is None
+
+
+class FakeEngine:
+    """In place of the engine: `generate` does what a test wants to happen during the work."""
+
+    def __init__(self, generate):
+        self._generate = generate
+
+    def __call__(self, config):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def generate(self, requests):
+        self._generate()
+        return iter(())
+
+
+@pytest.fixture
+def during(monkeypatch):
+    """Let a function run where the engine would."""
+    return lambda f: monkeypatch.setattr("jax_specdec.engine.Engine", FakeEngine(f))
+
+
+@pytest.mark.fast
+def test_a_directory_for_json_is_refused_before_the_work(tmp_path, capsys, during):
+    during(lambda: pytest.fail("the work began"))
+    assert main(["demo", "--json", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_an_old_json_file_is_replaced_only_at_the_end(tmp_path, during):
+    path = tmp_path / "out.jsonl"
+    path.write_text("old " * 100_000)
+
+    def fail():
+        raise ValueError("something")
+
+    during(fail)
+    assert main(["demo", "--json", str(path)]) == 2
+    assert path.read_text() == "old " * 100_000
+    seen = []
+    during(lambda: seen.append(path.read_text()))
+    assert main(["demo", "--json", str(path)]) == 0
+    assert seen == ["old " * 100_000]
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 18
+
+
+@pytest.mark.fast
+def test_json_may_go_to_a_device(during):
+    during(lambda: None)
+    assert main(["demo", "--json", "/dev/null"]) == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_work_in_order(number, capfd, during):
+    before = signal.getsignal(number)
+    after = []
+
+    def hit():
+        signal.raise_signal(number)
+        after.append("the signal did nothing")
+
+    during(hit)
+    assert main(["demo"]) == 128 + number
+    assert capfd.readouterr().err == "interrupted: the worker was stopped\n"
+    assert after == []
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.fast
+def test_a_signal_that_is_ignored_stays_ignored(during):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        during(lambda: signal.raise_signal(signal.SIGHUP))
+        assert main(["demo"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.fast
+def test_main_runs_in_another_thread_too(during):
+    during(lambda: None)
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(main(["demo"])))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+INTERRUPTED_IMPORT = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from jax_specdec.cli import main
+sys.exit(main(["demo"]))
+"""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("module", ["ipc.wire", "numpy", "rich.console", "jax_specdec.engine"])
+def test_ctrl_c_during_an_import_prints_no_traceback(module):
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.fast
+def test_the_module_itself_imports_only_the_standard_library():
+    code = "import sys, jax_specdec.cli; print(*{m.partition('.')[0] for m in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "jax_specdec" in loaded
+    assert not loaded & {"numpy", "rich", "ipc", "safetensors"}
+
+
+@pytest.mark.fast
+def test_bad_weights_say_only_the_cause(tmp_path, capsys):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(b"no weights")
+    assert main(["demo", "--weights", str(path), "--max-tokens", "1"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "starting the model worker: it imports jax and compiles ...\n"
+    assert "exited with status" in captured.err

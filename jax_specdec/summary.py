@@ -1,0 +1,103 @@
+"""The table of requests at the end, and what moving it all took."""
+
+from dataclasses import dataclass
+
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from jax_specdec.demo import Collector
+from jax_specdec.statistics import Statistics
+from jax_specdec.terminal import readable, say
+
+_SEED_BYTES = 530_456  # the fixed message of the seed system, whatever was asked for
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the table of requests shows."""
+
+    shares: str  # of drafts accepted: "by position", "compact" or "overall"
+    sampling: bool = True  # the columns T and end
+    plain: bool = False  # no lines between the columns
+
+
+# The widest first.
+_LAYOUTS = (
+    _Layout("by position"),
+    _Layout("compact"),
+    _Layout("compact", plain=True),
+    _Layout("overall"),
+    _Layout("overall", plain=True),
+    _Layout("overall", sampling=False, plain=True),
+)
+
+
+def show(collector: Collector, console: Console) -> None:
+    """The table of requests in the widest layout that fits, and what moving it all took."""
+    for layout in _LAYOUTS:
+        table = _table(collector, layout)
+        width = console.measure(table, options=console.options.update(width=10_000)).maximum
+        if width <= console.width:
+            break
+    table.width = width  # in a still narrower terminal lines wrap, but no number is cut
+    console.print(table, soft_wrap=width > console.width)
+    if not collector.messages:
+        return
+    seed = _SEED_BYTES * collector.messages / collector.message_bytes
+    say(
+        f"{collector.messages} messages, {collector.message_bytes:,} bytes; bare payload "
+        f"{collector.payload_bytes:,} bytes "
+        f"({collector.payload_bytes / collector.message_bytes:.0%}); "
+        f"a fixed-size message would have sent {seed:,.0f} times as much",
+        console,
+    )
+    say(
+        "transport latency, from the worker's send to the engine's own copy (waiting for this "
+        f"process to read included): median {collector.latency_us(0.5):.0f} us, "
+        f"99 % below {collector.latency_us(0.99):.0f} us",
+        console,
+    )
+
+
+def _table(collector: Collector, layout: _Layout) -> Table:
+    table = Table(title="Requests", title_justify="left", box=HEAVY_HEAD)
+    if layout.plain:
+        table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+    accepted = {"by position": "drafts accepted", "compact": "% accepted", "overall": "accepted"}
+    for column in ("id", "K", "T", "end") if layout.sampling else ("id", "K"):
+        table.add_column(column, no_wrap=True)
+    logprob = "mean logprob" if layout.shares == "by position" else "logprob"
+    for column in ("tokens", "a step", accepted[layout.shares], logprob):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, output in collector.outputs.items():
+        params, found = output.request.params, output.statistics
+        reason = output.finish_reason
+        sampling = (f"{params.temperature:g}", readable(reason) if reason else "unfinished")
+        table.add_row(
+            name,
+            "-" if params.logprobs is None else str(params.logprobs),
+            *(sampling if layout.sampling else ()),
+            *_speculation(found or Statistics(), layout),
+            "-" if output.mean_logprob is None else f"{output.mean_logprob:.3f}",
+        )
+    table.add_section()
+    blank = ("", "", "") if layout.sampling else ("",)
+    table.add_row("all", *blank, *_speculation(collector.total, layout), "")
+    return table
+
+
+def _speculation(found: Statistics, layout: _Layout) -> tuple[str, str, str]:
+    """Tokens, tokens a step, and shares of drafts accepted."""
+    if layout.shares == "overall":
+        shares = [] if found.acceptance_rate is None else [f"{found.acceptance_rate:.0%}"]
+    elif layout.shares == "compact":
+        shares = [f"{100 * share:.0f}" for share in found.acceptance_at]
+    else:
+        shares = [f"{share:.0%}" for share in found.acceptance_at]
+    length = found.average_accepted_length
+    return (
+        str(found.num_tokens),
+        "-" if length is None else f"{length:.2f}",
+        " ".join(shares) or "-",
+    )
