@@ -171,8 +171,14 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "versions": versions,
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python -m", *_program(), *sys.argv[1:]]),
     }
+
+
+def _program() -> list[str]:
+    """The module that was run, without the folders of the machine that it ran on."""
+    path = Path(sys.argv[0])
+    return [path.parent.name if path.name == "__main__.py" else path.stem]
 
 
 def _processor() -> str:
