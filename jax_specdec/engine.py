@@ -19,10 +19,10 @@ from ipc.ring import ReceivedMessage
 from jax_specdec import output_processor
 from jax_specdec.control import Admit, Release
 from jax_specdec.decode import Message, MessageError, decode
-from jax_specdec.engine_config import EngineConfig, NotServed, check
+from jax_specdec.engine_config import EngineConfig, check
 from jax_specdec.output_processor import ProcessorError, ProcessorState
 from jax_specdec.records import FinishReason, Records
-from jax_specdec.requests import Request, RequestError
+from jax_specdec.requests import NotServed, Request, RequestError
 from jax_specdec.worker_client import WORKER, WorkerFailed, WorkerProcess
 
 __all__ = ["Engine", "EngineConfig", "NotServed", "Update", "WorkerFailed", "check"]

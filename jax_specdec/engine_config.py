@@ -3,13 +3,9 @@
 from dataclasses import dataclass
 
 from ipc import wire
-from jax_specdec.requests import Request, RequestError
+from jax_specdec.requests import Request, RequestError, check_served
 
 MAX_DRAFTS = 64  # far beyond what pays; every draft is a row of each slot and step
-
-
-class NotServed(RequestError):
-    """A request that is valid but asks for something that this worker does not do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +77,4 @@ def check(request: Request, config: EngineConfig) -> None:
             f"request {request.id!r}: logprobs = {params.logprobs}, but the vocabulary has only "
             f"{config.vocab_size} tokens"
         )
-    if params.logprobs_mode is not wire.LogprobsMode.RAW:
-        raise NotServed(
-            f"request {request.id!r}: logprobs mode {params.logprobs_mode.name.lower()} is not "
-            "served yet; ask for raw"
-        )
-    if params.extra_token_ids:
-        raise NotServed(f"request {request.id!r}: extra_token_ids are not served yet")
-    if params.draft_logprobs:
-        raise NotServed(f"request {request.id!r}: draft_logprobs are not served yet")
+    check_served(request)

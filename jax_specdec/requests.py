@@ -16,6 +16,10 @@ class RequestError(ValueError):
     """A request that cannot be served; says which value is wrong and what it may be."""
 
 
+class NotServed(RequestError):
+    """A request that is valid but asks for something that this worker does not do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen and which logprobs come with them.
@@ -89,6 +93,24 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
+
+
+def check_served(request: Request) -> None:
+    """Refuse what the worker does not do yet; the engine asks before it admits, and so does it.
+
+    Raises:
+      NotServed: a mode or a feature that is not there.
+    """
+    params = request.params
+    if params.logprobs_mode is not LogprobsMode.RAW:
+        raise NotServed(
+            f"request {request.id!r}: logprobs mode {params.logprobs_mode.name.lower()} is not "
+            "served yet; ask for raw"
+        )
+    if params.extra_token_ids:
+        raise NotServed(f"request {request.id!r}: extra_token_ids are not served yet")
+    if params.draft_logprobs:
+        raise NotServed(f"request {request.id!r}: draft_logprobs are not served yet")
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

@@ -21,7 +21,7 @@ from jax_specdec.control import Admit, Command, Release, Shutdown
 from jax_specdec.decode import failed_checks
 from jax_specdec.model import ModelParams
 from jax_specdec.pack import bucket, k_bucket
-from jax_specdec.requests import Request
+from jax_specdec.requests import Request, check_served
 from jax_specdec.sampling import Sampling
 from pallas_kernels.implementations import cannot_run, cuda_capability
 
@@ -157,6 +157,7 @@ class Worker:
 
     def _admit(self, command: Admit) -> None:
         request, length = command.request, self.config.max_length
+        check_served(request)
         most = min(self.config.drafter.num_drafts, request.params.max_tokens - 1)
         self.state = self.compiled.admit(
             self.state, jnp.int32(command.slot), admission(request, length, most)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from ipc import wire
-from ipc.wire import SlotState
+from ipc.wire import LogprobsMode, SlotState
 from jax_specdec import loop
 from jax_specdec.control import Admit, Release, Shutdown
 from jax_specdec.decode import decode
 from jax_specdec.drafters import NoDrafter
+from jax_specdec.requests import NotServed
 from jax_specdec.worker import Worker
 from tests.decoding import compiled, random_model, request
 
@@ -219,3 +220,20 @@ def test_every_step_drafts_up_to_the_length_limit_and_no_further(watched, max_to
 def test_a_shutdown_says_so(watched):
     assert watched.worker.apply(Release(slot=0, generation=1)) is True
     assert watched.worker.apply(Shutdown()) is False
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"logprobs_mode": LogprobsMode.SCALED}, "mode scaled"),
+        ({"logprobs_mode": LogprobsMode.PROCESSED}, "mode processed"),
+        ({"extra_token_ids": (1,)}, "extra_token_ids"),
+        ({"draft_logprobs": True}, "draft_logprobs"),
+    ],
+)
+def test_a_worker_refuses_what_it_does_not_serve_instead_of_serving_something_else(params, said):
+    worker = Watched().worker
+    item = request("r", [1], logprobs=0, **params)
+    with pytest.raises(NotServed, match=said):
+        worker.apply(Admit(slot=0, generation=1, request=item))
+    assert not worker.busy
