@@ -266,7 +266,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--check", action="store_true", help="evaluate --weights on held-out text, train nothing")
     add("--write-corpus", action="store_true", help="write --corpus from --library, train nothing")
     add("--corpus", type=Path, default=here / "tiny_corpus.txt", help="list of files with hashes")
-    add("--library", type=Path, action="append", help="standard library directory (several with\n"
+    add("--library", dest="libraries", type=Path, action="append", help="standard library directory (several with\n"
         "--write-corpus: only files that are the same in all)")  # fmt: skip
     add("--weights", type=Path, default=checkpoint.tiny_weights_path(), help="for --check")
     add("--output", type=Path, default=Path("tiny.safetensors"), help="file to write")
@@ -282,7 +282,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, check, or write a list of files; returns the exit status."""
     args = parse(argv)
-    libraries = args.library or [tiny_corpus.standard_library()]
+    libraries = args.libraries or [tiny_corpus.standard_library()]
     if args.write_corpus:
         tiny_corpus.write_list(args.corpus, tiny_corpus.make_list(libraries))
         print(f"wrote {args.corpus}")
