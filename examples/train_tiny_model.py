@@ -266,8 +266,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--check", action="store_true", help="evaluate --weights on held-out text, train nothing")
     add("--write-corpus", action="store_true", help="write --corpus from --library, train nothing")
     add("--corpus", type=Path, default=here / "tiny_corpus.txt", help="list of files with hashes")
-    add("--library", dest="libraries", type=Path, action="append", help="standard library directory (several with\n"
-        "--write-corpus: only files that are the same in all)")  # fmt: skip
+    add("--library", dest="libraries", type=Path, action="append",
+        help="standard library directory (several with --write-corpus: only files that are the "
+        "same in all)")  # fmt: skip
     add("--weights", type=Path, default=checkpoint.tiny_weights_path(), help="for --check")
     add("--output", type=Path, default=Path("tiny.safetensors"), help="file to write")
     add("--steps", type=int, default=2000)
