@@ -6,7 +6,7 @@ Formats: the `logprobs` objects of the completions and chat completions APIs
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax_specdec.records import FinishReason, Record
@@ -32,46 +32,30 @@ def completion_logprobs(
         "top_logprobs": [],
         "text_offset": [],
     }
-    asked = False
-    for record in records:
-        rows, topk_ids = record.logprobs, record.topk_ids
-        if rows is None or topk_ids is None:
-            continue
-        asked = True
-        for token, row, ids in zip(
-            record.token_ids.tolist(), rows.tolist(), topk_ids.tolist(), strict=True
-        ):
-            text, _ = token_text(token)
-            result["tokens"].append(text)
-            result["token_logprobs"].append(json_number(row[0]))
-            top: dict[str, float | None] = {}
-            for id, logprob in zip(ids, row[1:], strict=True):
-                if id >= 0:
-                    top.setdefault(token_text(id)[0], json_number(logprob))
-            result["top_logprobs"].append(top)
-            result["text_offset"].append(text_offset)
-            text_offset += len(text)
+    asked = _asked(records)
+    for token, logprob, candidates in _tokens(asked):
+        text, _ = token_text(token)
+        result["tokens"].append(text)
+        result["token_logprobs"].append(json_number(logprob))
+        top: dict[str, float | None] = {}
+        for id, candidate in candidates:
+            top.setdefault(token_text(id)[0], json_number(candidate))
+        result["top_logprobs"].append(top)
+        result["text_offset"].append(text_offset)
+        text_offset += len(text)
     return result if asked else None
 
 
 def chat_logprobs(records: Iterable[Record], token_text: TokenText) -> dict[str, Any] | None:
     """The chat completions format of one request's records; None if no logprobs were asked."""
-    content: list[dict[str, Any]] = []
-    asked = False
-    for record in records:
-        rows, topk_ids = record.logprobs, record.topk_ids
-        if rows is None or topk_ids is None:
-            continue
-        asked = True
-        for token, row, ids in zip(
-            record.token_ids.tolist(), rows.tolist(), topk_ids.tolist(), strict=True
-        ):
-            top = [
-                _chat_token(id, logprob, token_text)
-                for id, logprob in zip(ids, row[1:], strict=True)
-                if id >= 0
-            ]
-            content.append({**_chat_token(token, row[0], token_text), "top_logprobs": top})
+    asked = _asked(records)
+    content = [
+        {
+            **_chat_token(token, logprob, token_text),
+            "top_logprobs": [_chat_token(id, value, token_text) for id, value in candidates],
+        }
+        for token, logprob, candidates in _tokens(asked)
+    ]
     return {"content": content, "refusal": None} if asked else None
 
 
@@ -89,6 +73,24 @@ def json_number(logprob: float) -> float | None:
     if math.isnan(logprob):
         return None
     return NEGATIVE_INFINITY if logprob == -math.inf else logprob
+
+
+def _asked(records: Iterable[Record]) -> list[Record]:
+    """Those that carry logprobs."""
+    return [record for record in records if record.request.params.logprobs is not None]
+
+
+def _tokens(records: Iterable[Record]) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+    """Each token's id and logprob, and the ids and logprobs of its top K that exist."""
+    for record in records:
+        rows, topk_ids = record.logprobs, record.topk_ids
+        assert rows is not None
+        assert topk_ids is not None
+        for token, row, ids in zip(
+            record.token_ids.tolist(), rows.tolist(), topk_ids.tolist(), strict=True
+        ):
+            top = zip(ids, row[1:], strict=True)
+            yield token, row[0], [(id, logprob) for id, logprob in top if id >= 0]
 
 
 def _chat_token(id: int, logprob: float, token_text: TokenText) -> dict[str, Any]:

@@ -8,7 +8,7 @@ them. Everything that step n + 1 needs from step n stays on the device.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +50,6 @@ class Slot:
     @property
     def occupied(self) -> bool:
         return self.most_tokens > 0
-
-
-class Launched(NamedTuple):
-    """A step that is under way on the device."""
-
-    words: jax.Array  # [bucket] uint32
 
 
 @dataclass
@@ -119,7 +113,7 @@ class Worker:
         self.fused = runs_on_gpu(config) if fused is None else fused
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.step_number = 0  # of the next step; published steps have consecutive numbers
-        self.launched: Launched | None = None
+        self.launched: jax.Array | None = None  # the words of a step that is under way
 
     @property
     def busy(self) -> bool:
@@ -180,7 +174,7 @@ class Worker:
         following = start + self.prefill_chunk
         slot.prefill_at = following if following < slot.prompt_length - 1 else None
 
-    def _launch(self) -> Launched:
+    def _launch(self) -> jax.Array:
         """Start a step and the copy of its message; what the host knows now bounds its size."""
         columns = np.array([slot.columns for slot in self.slots], np.int32)
         generations = np.array([slot.generation for slot in self.slots], np.uint32)
@@ -204,7 +198,7 @@ class Worker:
         words = self.compiled.leading(words, min(bucket(bound), words.size))
         words.copy_to_host_async()
         self.step_number += 1
-        return Launched(words)
+        return words
 
     def _mostly_greedy_logprobs(self) -> bool:
         """Whether one read of every row is cheaper than an argmax and the accepted rows again.
@@ -221,8 +215,8 @@ class Worker:
         batch, columns = self.config.num_slots, 0 if k is None else k + 1
         return wire.words_bound([self.config.num_positions] * batch, [columns] * batch, [0] * batch)
 
-    def _publish(self, launched: Launched) -> None:
-        words = np.asarray(launched.words)
+    def _publish(self, launched: jax.Array) -> None:
+        words = np.asarray(launched)
         num_words = int(wire.HEADER["num_words"].get(words))
         if num_words > words.size:
             raise DeviceCheckError(
