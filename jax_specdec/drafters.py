@@ -28,6 +28,7 @@ class Context(NamedTuple):
     tokens: jax.Array  # [B, T] int32: prompt and emitted tokens
     lengths: jax.Array  # [B] int32: how many of them are known
     verified: Verified  # this step's emitted tokens
+    num_drafts: jax.Array  # [B] int32: how many drafts were verified in this step
     hidden: jax.Array  # [B, S, D]: the decoder's hidden states of this step's rows
     positions: jax.Array  # [B, S] int32: the rows' positions; -1 where a row emitted nothing
     sampling: Sampling
@@ -150,8 +151,9 @@ class MtpDrafter:
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
         drafts = no_drafts(num_slots, self.num_drafts)
-        probs = jnp.zeros((num_slots, self.num_drafts, self.config.vocab_size), jnp.float32)
-        return drafts._replace(probs=probs), init_mtp_cache(self.config, num_slots, length)
+        shape = (num_slots, self.num_drafts, self.config.vocab_size)
+        drafts = drafts._replace(logits=jnp.zeros(shape, jnp.dtype(self.config.dtype)))
+        return drafts, init_mtp_cache(self.config, num_slots, length)
 
     def prefill(
         self,
@@ -178,7 +180,7 @@ class MtpDrafter:
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         is_live = jnp.any(context.positions >= 0, axis=1)
         token_ids: list[jax.Array] = []
-        probs: list[jax.Array] = []
+        drawn_from: list[jax.Array] = []
         for index in range(self.num_drafts):
             if index > 0:
                 # The head's own hidden state stands at the position of the token drafted last.
@@ -186,12 +188,12 @@ class MtpDrafter:
                 hidden, state = mtp_forward(
                     params, self.config, hidden, token_ids[-1][:, None], place, state
                 )
-            draft_logits = logits(params, self.config, hidden)
-            ids, q = _draw(draft_logits, context.sampling, context.lengths + index)
-            token_ids.append(ids)
-            probs.append(q)
+            drawn_from.append(logits(params, self.config, hidden))
+            places = context.lengths + index
+            token_ids.append(_draw(drawn_from[-1], context.sampling, places))
         num = jnp.minimum(context.limit, self.num_drafts)
-        return Drafts(jnp.stack(token_ids, axis=1), num, jnp.concatenate(probs, axis=1)), state
+        ids, all_logits = jnp.stack(token_ids, axis=1), jnp.concatenate(drawn_from, axis=1)
+        return Drafts(ids, num, all_logits), state
 
 
 def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
@@ -200,14 +202,14 @@ def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
     return Drafts(zeros, jnp.zeros(num_slots, jnp.int32), None)
 
 
-def _draw(
-    draft_logits: jax.Array, sampling: Sampling, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Draft ids [B] and the distribution q [B, 1, V] that they were drawn from."""
-    q = processed_probs(draft_logits, sampling)
-    ids = lax.cond(
-        jnp.any(sampling.temperature > 0),
-        lambda: categorical(keys(sampling.seed, positions, DRAFT), q[:, 0]),
-        lambda: greedy_token_ids(draft_logits[:, 0]),
+def _draw(draft_logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """Draft ids [B] from the processed distribution of logits [B, 1, V]."""
+
+    def drawn() -> jax.Array:
+        q = processed_probs(draft_logits, sampling)
+        return categorical(keys(sampling.seed, positions, DRAFT), q[:, 0])
+
+    ids: jax.Array = lax.cond(
+        jnp.any(sampling.temperature > 0), drawn, lambda: greedy_token_ids(draft_logits[:, 0])
     )
-    return ids, q
+    return ids

@@ -27,11 +27,15 @@ AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Drafts(NamedTuple):
-    """What a drafter proposed. Axes: B slots, D drafts, V vocabulary."""
+    """What a drafter proposed. Axes: B slots, D drafts, V vocabulary.
+
+    Each draft was drawn from q: the processed distribution of its `logits` under its slot's
+    sampling parameters.
+    """
 
     token_ids: jax.Array  # [B, D] int32
     num: jax.Array  # [B] int32, at most D
-    probs: jax.Array | None  # [B, D, V] float32: q; None where each draft was certain
+    logits: jax.Array | None  # [B, D, V] float, the draft model's; None: each draft was certain
 
 
 class Verified(NamedTuple):
@@ -95,10 +99,10 @@ def verify(
         p = processed_probs(logits, sampling)
         draft_ids = jnp.clip(drafts.token_ids, 0, vocab - 1)
         p_draft = jnp.take_along_axis(p[:, :num_drafts], draft_ids[..., None], axis=-1)[..., 0]
-        if drafts.probs is None:
+        if drafts.logits is None:
             q = jax.nn.one_hot(drafts.token_ids, vocab, dtype=jnp.float32)
         else:
-            q = drafts.probs
+            q = processed_probs(drafts.logits, sampling)
         q_draft = jnp.take_along_axis(q, draft_ids[..., None], axis=-1)[..., 0]
         all_positions = positions[:, None] + index
         seeds = jnp.broadcast_to(sampling.seed[:, None], all_positions.shape)

@@ -25,6 +25,7 @@ def context(texts, limit=None, length=12):
         tokens=jnp.asarray(tokens),
         lengths=jnp.array([len(text) for text in texts], jnp.int32),
         verified=Verified(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)),
+        num_drafts=jnp.zeros(batch, jnp.int32),
         hidden=jnp.zeros((batch, 1, 4)),
         positions=jnp.zeros((batch, 1), jnp.int32),
         sampling=Sampling.greedy(batch),

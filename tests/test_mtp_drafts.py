@@ -10,7 +10,7 @@ import numpy as np
 from jax_specdec import loop, tokens
 from jax_specdec.checkpoint import load_checkpoint, named_arrays, tiny_weights_path
 from jax_specdec.drafters import MtpDrafter
-from jax_specdec.sampling import DRAFT, categorical, keys
+from jax_specdec.sampling import DRAFT, categorical, keys, processed_probs
 from jax_specdec.worker import admission
 from tests import reference_model
 from tests.decoding import VOCAB, compiled, random_model, request, run
@@ -79,11 +79,13 @@ def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
             expected = draft_logits(np.asarray(state.tokens[slot, :length]), drafted)
             temperature = TEMPERATURE if slot == 2 else 0.0
             q = np.stack([expected_probs(row, temperature, 0, 1.0, 0.0) for row in expected])
-            np.testing.assert_allclose(state.drafts.probs[slot], q, atol=1e-4)
+            np.testing.assert_allclose(state.drafts.logits[slot], expected, atol=1e-4)
+            got_q = processed_probs(state.drafts.logits, state.sampling)[slot]
+            np.testing.assert_allclose(got_q, q, atol=1e-4)
             if slot == 2:
                 places = jnp.arange(D, dtype=jnp.int32) + length
                 drawn = keys(jnp.full(D, 11, jnp.uint32), places, DRAFT)
-                np.testing.assert_array_equal(drafted, categorical(drawn, state.drafts.probs[slot]))
+                np.testing.assert_array_equal(drafted, categorical(drawn, got_q))
             else:
                 np.testing.assert_array_equal(drafted, expected.argmax(axis=1))
     assert accepted_then == {1, 2, 3, 4}

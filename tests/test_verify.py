@@ -88,7 +88,7 @@ Q = np.array([[0.1, 0.2, 0.3, 0.15, 0.25], [0.05, 0.6, 0.15, 0.1, 0.1]])
 ROWS = 30_000
 
 
-def emitted(drafts, probs, accept=accept_draft, seed=1):
+def emitted(drafts, draft_logits, accept=accept_draft, seed=1):
     """Tokens [N, 3] and counts [N] of N independent slots with the same rows."""
     sampling = Sampling.greedy(ROWS)._replace(
         temperature=jnp.ones(ROWS), seed=jnp.arange(ROWS, dtype=jnp.uint32) + np.uint32(seed * ROWS)
@@ -96,7 +96,7 @@ def emitted(drafts, probs, accept=accept_draft, seed=1):
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (ROWS, 3, 5))
     got = jax.jit(verify, static_argnames="accept")(
         logits,
-        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2), probs),
+        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2), draft_logits),
         sampling,
         jnp.zeros(ROWS, jnp.int32),
         accept=accept,
@@ -115,20 +115,21 @@ def p_value(ids, probs):
 def sampled_drafts():
     random = np.random.default_rng(0)
     drafts = np.stack([random.choice(5, ROWS, p=q) for q in Q], axis=1).astype(np.int32)
-    return drafts, jnp.broadcast_to(jnp.asarray(Q, jnp.float32), (ROWS, 2, 5))
+    return drafts, jnp.broadcast_to(jnp.log(jnp.asarray(Q, jnp.float32)), (ROWS, 2, 5))
 
 
 def test_emitted_tokens_follow_the_target_whatever_was_drafted():
-    for drafts, probs in (sampled_drafts(), (np.tile([2, 1], (ROWS, 1)).astype(np.int32), None)):
-        ids, num = emitted(drafts, probs)
+    certain = np.tile([2, 1], (ROWS, 1)).astype(np.int32), None
+    for drafts, draft_logits in (sampled_drafts(), certain):
+        ids, num = emitted(drafts, draft_logits)
         for j in range(3):
             assert p_value(ids[num > j, j], P[j]) > 1e-3
         assert {1, 2, 3} == set(num.tolist())
 
 
 def test_a_broken_acceptance_rule_is_noticed():
-    drafts, probs = sampled_drafts()
-    ids, _ = emitted(drafts, probs, accept=lambda u, p, q: p > 0)
+    drafts, draft_logits = sampled_drafts()
+    ids, _ = emitted(drafts, draft_logits, accept=lambda u, p, q: p > 0)
     assert p_value(ids[:, 0], P[0]) < 1e-9
 
 
@@ -146,8 +147,8 @@ def product_keys_p_value():
             jnp.broadcast_to(jnp.log(jnp.asarray(rows, jnp.float32)), (MANY, *rows.shape))
             for rows in (P[:2], Q[:1])
         )
-        ids, q = drafters._draw(draft, sampling, position)
-        drafts = Drafts(ids[:, None], jnp.ones(MANY, jnp.int32), q)
+        ids = drafters._draw(draft, sampling, position)
+        drafts = Drafts(ids[:, None], jnp.ones(MANY, jnp.int32), draft)
         return verify(target, drafts, sampling, position).token_ids[:, 0]
 
     return p_value(np.asarray(first_tokens()), P[0])
@@ -164,7 +165,7 @@ def test_drafts_drawn_with_the_keys_of_verification_are_noticed(monkeypatch, pur
 
 
 def test_greedy_and_sampled_requests_share_a_batch():
-    drafts, probs = sampled_drafts()
+    drafts, draft_logits = sampled_drafts()
     temperature = (jnp.arange(ROWS) % 2).astype(jnp.float32)
     sampling = Sampling.greedy(ROWS)._replace(
         temperature=temperature, seed=jnp.arange(ROWS, dtype=jnp.uint32)
@@ -172,7 +173,7 @@ def test_greedy_and_sampled_requests_share_a_batch():
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (ROWS, 3, 5))
     got = verify(
         logits,
-        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2), probs),
+        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2), draft_logits),
         sampling,
         jnp.zeros(ROWS, jnp.int32),
     )
