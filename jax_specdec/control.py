@@ -24,21 +24,42 @@ class Start:
 
     ring: str  # the name of the ring to attach to
     weights: str  # a safetensors file; empty for the weights that come with the package
-    drafter: str  # "mtp", "ngram" or "none"
+    drafter: str  # "mtp", "ngram", "suffix" or "none"
     num_drafts: int
     num_slots: int
     max_length: int  # prompt and emitted tokens of a request
     prefill_chunk: int = 64  # prompt tokens between two steps
     process_rank: int = 0
+    prefill_only: bool = False  # run prompts, send first tokens, and hand the requests over
+    adaptive: bool = False  # fewer drafts for a request whose drafts are seldom accepted
+    corpus: str = ""  # a UTF-8 text file that the suffix drafter searches too; empty for none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admit:
-    """Run `request` in `slot`; its messages carry `generation`."""
+    """Run `request` in `slot`; its messages carry `generation`.
+
+    `draft_token_ids` are drafts that a prefill node handed over: they are verified in the
+    request's first step, as certain ones (no draft model's distribution came with them).
+    """
 
     slot: int
     generation: int
     request: Request
+    draft_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evict:
+    """Take `slot` back from its request, if it is still that generation.
+
+    The worker frees the slot and says so in its next message: preempted, to be scheduled again,
+    or with `reschedule` false a recovery stop, which ends the request with an error.
+    """
+
+    slot: int
+    generation: int
+    reschedule: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +75,11 @@ class Shutdown:
     """Finish the step under way and end the stream."""
 
 
-Command = Start | Admit | Release | Shutdown
+Command = Start | Admit | Evict | Release | Shutdown
 _COMMANDS: dict[str, Callable[..., Command]] = {
     "start": Start,
     "admit": Admit,
+    "evict": Evict,
     "release": Release,
     "shutdown": Shutdown,
 }
@@ -80,6 +102,7 @@ def from_line(line: str) -> Command:
         make = _COMMANDS[fields.pop("command")]
         if make is Admit:
             fields["request"] = _request(fields["request"])
+            fields["draft_token_ids"] = tuple(fields.get("draft_token_ids", ()))
         return make(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ControlError(f"not a command: {line[:200]!r} ({error!r})") from error

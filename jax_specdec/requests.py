@@ -38,6 +38,8 @@ class SamplingParams:
       logprobs_mode: which distribution the logprobs are of.
       extra_token_ids: ids whose logprobs are wanted at every position.
       draft_logprobs: also send the draft model's logprobs of the drafts.
+      prompt_logprobs: None for none; K for each prompt token's logprob and rank, given the tokens
+        before it, and the K most likely there. The first prompt token has none.
     """
 
     max_tokens: int = 64
@@ -52,6 +54,7 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     extra_token_ids: tuple[int, ...] = ()
     draft_logprobs: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -67,6 +70,8 @@ class SamplingParams:
             raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1 (1 keeps all)")
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_TOP_K)
+        if self.prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_K)
         if len(self.extra_token_ids) > MAX_CHOSEN:
             raise RequestError(
                 f"{len(self.extra_token_ids)} extra_token_ids; a request may name {MAX_CHOSEN}"
@@ -111,6 +116,8 @@ def check_served(request: Request) -> None:
         raise NotServed(f"request {request.id!r}: extra_token_ids are not served yet")
     if params.draft_logprobs:
         raise NotServed(f"request {request.id!r}: draft_logprobs are not served yet")
+    if params.prompt_logprobs is not None:
+        raise NotServed(f"request {request.id!r}: prompt_logprobs are not served yet")
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

@@ -1,11 +1,22 @@
 """The control channel: every command survives its line, and garbage is refused."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode
-from jax_specdec.control import Admit, ControlError, Release, Shutdown, Start, from_line, to_line
+from jax_specdec.control import (
+    Admit,
+    ControlError,
+    Evict,
+    Release,
+    Shutdown,
+    Start,
+    from_line,
+    to_line,
+)
 from jax_specdec.requests import Request, RequestError, SamplingParams
 
 pytestmark = pytest.mark.fast
@@ -24,6 +35,7 @@ params = st.builds(
     ).map(tuple),
     logprobs=st.none() | st.integers(0, 128),
     logprobs_mode=st.sampled_from(LogprobsMode),
+    prompt_logprobs=st.none() | st.integers(0, 128),
 )
 requests = st.builds(
     Request,
@@ -32,12 +44,26 @@ requests = st.builds(
     params=params,
 )
 start = Start(ring="/r", weights="", drafter="mtp", num_drafts=2, num_slots=4, max_length=99)
+slots, generations = st.integers(0, 99), st.integers(0, 2**32 - 1)
 
 
 @given(
-    st.builds(Admit, slot=st.integers(0, 99), generation=st.integers(0, 9), request=requests)
-    | st.builds(Release, slot=st.integers(0, 99), generation=st.integers(0, 2**32 - 1))
-    | st.sampled_from([Shutdown(), start])
+    st.builds(
+        Admit,
+        slot=slots,
+        generation=generations,
+        request=requests,
+        draft_token_ids=st.lists(st.integers(0, 300), max_size=4).map(tuple),
+    )
+    | st.builds(Release, slot=slots, generation=generations)
+    | st.builds(Evict, slot=slots, generation=generations, reschedule=st.booleans())
+    | st.builds(
+        lambda **fields: replace(start, **fields),
+        prefill_only=st.booleans(),
+        adaptive=st.booleans(),
+        corpus=st.text(),
+    )
+    | st.just(Shutdown())
 )
 def test_every_command_survives_its_line(command):
     line = to_line(command)
@@ -49,7 +75,8 @@ def test_every_command_survives_its_line(command):
 @pytest.mark.parametrize(
     "line",
     ["", "x", "[]", "1", "{}", '{"command": "dance"}', '{"command": "release", "slot": 1}',
-     '{"command": "shutdown", "now": true}', '{"command": "admit", "slot": 0, "generation": 1}',
+     '{"command": "evict", "slot": 1}', '{"command": "shutdown", "now": true}',
+     '{"command": "admit", "slot": 0, "generation": 1}',
      to_line(start)[:20]],
 )  # fmt: skip
 def test_garbage_is_refused(line):
@@ -61,7 +88,8 @@ def test_garbage_is_refused(line):
     ("field", "value"),
     [("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0),
      ("top_p", 1.1), ("min_p", -0.1), ("top_k", -1), ("seed", 2**32), ("logprobs", 129),
-     ("logprobs", -1), ("stop_sequences", ((),)), ("extra_token_ids", (1,))],
+     ("logprobs", -1), ("prompt_logprobs", 129), ("prompt_logprobs", -1),
+     ("stop_sequences", ((),)), ("extra_token_ids", (1,))],
 )  # fmt: skip
 def test_impossible_requests_are_refused_by_name(field, value):
     with pytest.raises(RequestError, match=field.split("_")[0]):

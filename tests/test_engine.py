@@ -249,6 +249,8 @@ def test_requests_that_cannot_be_served_are_refused_before_anything_runs(weights
         check(request("r", [1], logprobs=0, extra_token_ids=(1,)), settings)
     with pytest.raises(NotServed, match="draft_logprobs"):
         check(request("r", [1], draft_logprobs=True), settings)
+    with pytest.raises(NotServed, match="prompt_logprobs"):
+        check(request("r", [1], prompt_logprobs=0), settings)
 
 
 def test_a_failed_check_on_the_device_raises_in_the_worker_and_nothing_is_sent():
