@@ -4,57 +4,27 @@ A single time says little on a shared machine; a ratio of medians taken in turn,
 holds when the machine's speed drifts. So nothing here prints a time without its peers beside it.
 """
 
-import json
-import os
-import platform
-import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+
+from bench import progress
+from bench.comparison import Comparison, Target, Timing, from_samples
+from bench.files import write_json
+
+__all__ = [
+    "BenchError", "Call", "Comparison", "Target", "Timing", "compare", "from_samples",
+    "print_table", "readable", "write_json",
+]  # fmt: skip
 
 Call = Callable[[], Any]
 
 
 class BenchError(AssertionError):
     """Contenders that do not compute the same thing must not be compared."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One contender's seconds a call: the median of the rounds, and their quartiles."""
-
-    name: str
-    median: float
-    low: float
-    high: float
-    ratio: float  # this median over the baseline's; above 1 is slower
-    rounds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What one run of contenders found; the first one is the baseline of the ratios."""
-
-    title: str
-    settings: Mapping[str, Any]
-    timings: tuple[Timing, ...]
-    notes: Mapping[str, Any] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Timing:
-        return next(timing for timing in self.timings if timing.name == name)
-
-    def speedup(self, name: str, over: str) -> float:
-        """How many times faster `name` is than `over`, by medians."""
-        return self[over].median / self[name].median
 
 
 def compare(
@@ -65,7 +35,6 @@ def compare(
     rounds: int = 7,
     min_seconds: float = 0.02,
     settings: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
 ) -> Comparison:
     """Time `contenders` (each call must finish its own work, device work included).
 
@@ -96,103 +65,52 @@ def compare(
         once = max(time.perf_counter() - begin, 1e-7)
         repeats[name] = max(1, round(min_seconds / once))
     samples: dict[str, list[float]] = {name: [] for name in names}
-    task = progress.add_task(title, total=rounds * len(names)) if progress else None
-    for index in range(rounds):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            call, count = contenders[name], repeats[name]
-            begin = time.perf_counter()
-            for _ in range(count):
-                call()
-            samples[name].append((time.perf_counter() - begin) / count)
-            if progress is not None and task is not None:
-                progress.advance(task)
+    with progress.bar(title, rounds * len(names)) as advance:
+        for index in range(rounds):
+            for name in rotated(names, index):
+                call, count = contenders[name], repeats[name]
+                begin = time.perf_counter()
+                for _ in range(count):
+                    call()
+                samples[name].append((time.perf_counter() - begin) / count)
+                advance()
     return from_samples(title, samples, settings=settings)
 
 
-def from_samples(
-    title: str,
-    samples: Mapping[str, list[float]],
-    *,
-    settings: Mapping[str, Any] | None = None,
-    notes: Mapping[str, Any] | None = None,
-) -> Comparison:
-    """A comparison of seconds that were measured elsewhere (between processes, on a device)."""
-    base = statistics.median(next(iter(samples.values())))
-    timings = []
-    for name, values in samples.items():
-        ordered = sorted(values)
-        median = statistics.median(ordered)
-        low, high = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
-        timings.append(Timing(name, median, low, high, median / base, tuple(values)))
-    return Comparison(title, dict(settings or {}), tuple(timings), dict(notes or {}))
+def rotated(names: Sequence[str], index: int) -> list[str]:
+    """The names, starting with another one each round."""
+    start = index % len(names)
+    return [*names[start:], *names[:start]]
 
 
-def print_table(comparisons: list[Comparison], console: Console | None = None) -> None:
-    """Median, spread and ratio of every contender, a table a comparison."""
+def print_table(comparisons: Sequence[Comparison], console: Console | None = None) -> None:
+    """Median, spread and ratio of every contender, a table a comparison; then its targets."""
     console = console or Console()
     for comparison in comparisons:
         table = Table(title=comparison.title, title_justify="left")
         table.add_column("contender")
-        for column in ("median", "quartiles", f"against {comparison.timings[0].name}"):
+        counted = list(dict.fromkeys(key for row in comparison.figures.values() for key in row))
+        for column in ("median", "quartiles", f"against {comparison.timings[0].name}", *counted):
             table.add_column(column, justify="right")
         for timing in comparison.timings:
+            row = comparison.figures.get(timing.name, {})
             table.add_row(
                 timing.name,
                 readable(timing.median),
                 f"{readable(timing.low)} .. {readable(timing.high)}",
                 f"{timing.ratio:.2f}x the time",
+                *(f"{row[key]:,.4g}" if key in row else "" for key in counted),
             )
         console.print(table)
         for name, value in comparison.notes.items():
             console.print(f"  {name}: {value}")
+        for target in comparison.targets:
+            console.print(f"  target: {target}")
 
 
 def readable(seconds: float) -> str:
     """Seconds for a person: 12.3 us, 4.56 ms."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1 or unit == "us":
+        if abs(seconds) * scale >= 1 or unit == "us":
             return f"{seconds * scale:.3g} {unit}"
     raise AssertionError("unreachable")
-
-
-def environment() -> dict[str, Any]:
-    """The machine and the versions that a result belongs to."""
-    versions = {}
-    for name in ("jax", "jaxlib", "numpy", "posix_ipc", "jax-specdec"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "processor": _processor(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "versions": versions,
-        "command": " ".join(["python -m", *_program(), *sys.argv[1:]]),
-    }
-
-
-def _program() -> list[str]:
-    """The module that was run, without the folders of the machine that it ran on."""
-    path = Path(sys.argv[0])
-    return [path.parent.name if path.name == "__main__.py" else path.stem]
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
-
-
-def write_json(path: Path, comparisons: list[Comparison]) -> None:
-    """All comparisons with the machine they were made on, for `compare` and the plots."""
-    content = {"environment": environment(), "comparisons": [asdict(c) for c in comparisons]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,135 @@
+"""What a run of contenders found: medians, spreads, ratios, and targets that held or not."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Contenders that stand for somebody else's way, in every suite; all others are this project's own.
+PEERS = frozenset(
+    {
+        "log_softmax + top_k",
+        "max only",
+        "copy",
+        "SysV fixed struct",
+        "ZeroMQ msgpack",
+        "ZeroMQ copy=False",
+        "multiprocessing.Queue",
+        "iceoryx2, spin",
+        "C, spin + 2 memcpy",
+        "lists a token",
+        "objects in dicts",
+        "msgpack, decoding alone",
+        "pickle, decoding alone",
+        "no logprobs",
+        "K = 20, naive kernel",
+        "K = 20, fixed-size message",
+        "K = 20, multiprocessing.Queue",
+        "K = 20, ZeroMQ",
+        "K = 20, lists a token",
+        "K = 20, objects in dicts",
+        "K = 20, the usual way",
+    }
+)
+PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contender's seconds a call: the median of the rounds, and their quartiles."""
+
+    name: str
+    median: float
+    low: float
+    high: float
+    ratio: float  # this median over the baseline's; above 1 is slower
+    rounds: tuple[float, ...]
+    percentiles: Mapping[str, float] = field(default_factory=dict)  # of single events, seconds
+
+
+@dataclass(frozen=True)
+class Target:
+    """A promised limit and what was measured; None: not measured on this machine."""
+
+    what: str
+    limit: float
+    measured: float | None
+    unit: str
+    at_least: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """ "held", "MISSED" or "not measured"."""
+        if self.measured is None:
+            return "not measured"
+        held = self.measured >= self.limit if self.at_least else self.measured <= self.limit
+        return "held" if held else "MISSED"
+
+    def __str__(self) -> str:
+        limit = f"at {'least' if self.at_least else 'most'} {self.limit:g} {self.unit}"
+        found = "" if self.measured is None else f"{self.measured:.3g} {self.unit}, "
+        return f"{self.what}: {found}{self.verdict} ({limit})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one run of contenders found; the first one is the baseline of the ratios."""
+
+    title: str
+    settings: Mapping[str, Any]
+    timings: tuple[Timing, ...]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    suite: str = ""
+    # By contender, then by what was counted: "bytes a step", "blocks", ...
+    figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    targets: tuple[Target, ...] = ()
+
+    def __getitem__(self, name: str) -> Timing:
+        return next(timing for timing in self.timings if timing.name == name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The contenders, in the order of the table."""
+        return tuple(timing.name for timing in self.timings)
+
+    def speedup(self, name: str, over: str) -> float:
+        """How many times faster `name` is than `over`, by medians."""
+        return self[over].median / self[name].median
+
+
+def from_samples(
+    title: str,
+    samples: Mapping[str, Sequence[float]],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    notes: Mapping[str, Any] | None = None,
+    events: Mapping[str, Sequence[float]] | None = None,
+) -> Comparison:
+    """A comparison of seconds that were measured elsewhere (between processes, on a device).
+
+    Args:
+      title: what is compared.
+      samples: contender to its rounds; the first contender is the baseline.
+      settings: what was measured.
+      notes: what a reader of the table should know.
+      events: contender to the seconds of single events (messages), for their percentiles.
+    """
+    base = statistics.median(next(iter(samples.values())))
+    timings = []
+    for name, values in samples.items():
+        ordered = sorted(values)
+        median = statistics.median(ordered)
+        low, high = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+        found = percentiles((events or {}).get(name, ()))
+        timings.append(Timing(name, median, low, high, median / base, tuple(values), found))
+    return Comparison(title, dict(settings or {}), tuple(timings), dict(notes or {}))
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """`PERCENTILES` of the values and the largest, as "p50" to seconds; empty of none."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    found = {f"p{p}": ordered[round(last * p / 100)] for p in PERCENTILES}
+    return found | {"max": ordered[-1]}
