@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ipc.wire import Kind, SlotState
 from jax_specdec import emission
+from jax_specdec.admission import admit, release
 from jax_specdec.decode import Message
 from jax_specdec.processor_state import (
     Columns,
@@ -24,9 +25,7 @@ from jax_specdec.processor_state import (
     ProcessorState,
     Progress,
     StepLost,
-    admit,
     frozen,
-    release,
     totals,
 )
 from jax_specdec.record_batch import FinishReason, RecordBatch, StatisticsSource

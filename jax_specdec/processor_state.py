@@ -4,7 +4,7 @@ Everything is frozen and columnar: arrays are read-only, and every function retu
 shares what did not change. Axes: B slots, D drafts, M remembered tokens. Never jax.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -43,10 +43,12 @@ class Progress:
       token_ids: its emitted tokens so far, all of them; they count for the length limit and for
         stop sequences, and are never delivered again.
       cumulative_logprob: of these tokens, as in their last record; None where none were asked.
+      statistics: of the steps that made them, as in that record.
     """
 
     token_ids: tuple[int, ...] = ()
     cumulative_logprob: float | None = None
+    statistics: Statistics = field(default_factory=Statistics)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +62,7 @@ class Admitted:
       limit_reason: [B] int8 `FinishReason` for that end.
       row_format: [B] int64, what its rows must look like; see `row_format`.
       handed_over: [B] int64, tokens that it brought along.
+      earlier: [B] the statistics that it brought along; empty ones in a free slot.
       history: [B] int64, tokens that its stop sequences need remembered.
       stop_keys: sorted int64, see `stopping`.
     """
@@ -70,6 +73,7 @@ class Admitted:
     limit_reason: NDArray[np.int8]
     row_format: NDArray[np.int64]
     handed_over: NDArray[np.int64]
+    earlier: tuple[Statistics, ...]
     history: NDArray[np.int64]
     stop_keys: NDArray[np.int64]
 
@@ -103,7 +107,7 @@ class ProcessorState:
       next_step: the step of the next target message; None takes whatever comes first.
       waiting: records of the last step, held until its draft message is here.
       early_draft: a draft message that came before its target message.
-      past: statistics of the requests that have left their slots.
+      past: statistics of the stays that are over; what a request brought along is not in them.
     """
 
     process_rank: int
@@ -137,6 +141,7 @@ class ProcessorState:
                 limit_reason=frozen(np.zeros(num_slots, np.int8)),
                 row_format=integers,
                 handed_over=integers,
+                earlier=(Statistics(),) * num_slots,
                 history=integers,
                 stop_keys=stopping.no_keys(),
             ),
@@ -160,127 +165,19 @@ class ProcessorState:
         return tuple(request.id for slot in live if (request := self.admitted.requests[slot]))
 
     def slot_statistics(self, slot: int) -> Statistics:
-        """Of the stay of the request that holds `slot`."""
+        """Of the request that holds `slot`, with what it brought along."""
         return totals(self.admitted, self.columns).of(slot)
 
     @property
     def statistics(self) -> Statistics:
-        """Over all requests, past and present."""
+        """Over everything that this ring brought, past and present."""
         return self.past + totals(self.admitted, self.columns).of_all()
-
-
-def admit(
-    state: ProcessorState,
-    slot: int,
-    generation: int,
-    request: Request,
-    *,
-    prefill: bool = False,
-    handed_over: Progress | None = None,
-) -> ProcessorState:
-    """Give `slot` to `request`: from now on, messages of `generation` are about it.
-
-    Args:
-      generation: 32 bits, newer than every earlier one of the slot in serial-number arithmetic
-        (RFC 1982), so a counter may wrap around.
-      prefill: this node only prefills: the request ends here after its first token, with the
-        reason `PREFILL_HANDOVER` unless that token ends it anyway.
-      handed_over: what it has delivered already, on a prefill node or before a preemption.
-
-    Raises:
-      ProcessorError: the slot is taken, the generation is not newer, the id is in use, or nothing
-        is left to emit.
-    """
-    admitted, columns, params = state.admitted, state.columns, request.params
-    _check_slot(state, slot)
-    holder = admitted.requests[slot]
-    if holder is not None:
-        raise ProcessorError(
-            f"slot {slot} is taken by request {holder.id!r} "
-            f"({Phase(int(columns.phase[slot])).name.lower()}): release it first"
-        )
-    if not 0 <= generation < 2**32:
-        raise ProcessorError(f"generation = {generation} must be from 0 to {2**32 - 1}")
-    last = int(admitted.generation[slot])
-    if last >= 0 and not is_newer(generation, last):
-        raise ProcessorError(
-            f"slot {slot} has had generation {last}, so {generation} is used up: "
-            "count up whenever a slot is given away"
-        )
-    if any(other is not None and other.id == request.id for other in admitted.requests):
-        raise ProcessorError(f"request id {request.id!r} holds another slot: ids are unique")
-    progress = handed_over or Progress()
-    _check_progress(request, progress)
-    done = len(progress.token_ids)
-    ends_here = prefill and params.max_tokens > done + 1
-    limit_reason = FinishReason.PREFILL_HANDOVER if ends_here else FinishReason.LENGTH
-    row = row_format(params.columns, len(params.extra_token_ids), params.logprobs_mode)
-    history = stopping.history_needed(params)
-    tail = columns.tail
-    if history > tail.shape[1]:
-        tail = np.pad(tail, ((0, 0), (history - tail.shape[1], 0)))
-    if history:
-        newest = progress.token_ids[-tail.shape[1] :]
-        empty = (0,) * (tail.shape[1] - len(newest))
-        tail = _with(tail, slot, np.array(empty + newest, np.int32))
-    return replace(
-        state,
-        admitted=Admitted(
-            requests=(*admitted.requests[:slot], request, *admitted.requests[slot + 1 :]),
-            generation=_with(admitted.generation, slot, generation),
-            limit=_with(admitted.limit, slot, done + 1 if ends_here else params.max_tokens),
-            limit_reason=_with(admitted.limit_reason, slot, limit_reason),
-            row_format=_with(admitted.row_format, slot, row),
-            handed_over=_with(admitted.handed_over, slot, done),
-            history=_with(admitted.history, slot, history),
-            stop_keys=frozen(stopping.with_slot(admitted.stop_keys, slot, params)),
-        ),
-        columns=Columns(
-            phase=_with(columns.phase, slot, Phase.RUNNING),
-            num_tokens=_with(columns.num_tokens, slot, done),
-            cumulative_logprob=_with(
-                columns.cumulative_logprob, slot, progress.cumulative_logprob or 0.0
-            ),
-            outcomes=_with(columns.outcomes, slot, 0),
-            tail=tail,
-        ),
-    )
-
-
-def release(state: ProcessorState, slot: int) -> ProcessorState:
-    """Free `slot`, whatever its request was doing, without a record; a free slot stays free.
-
-    Its statistics join the past, its records that wait for a draft message still come, and later
-    messages of its generation are counted as surplus.
-    """
-    _check_slot(state, slot)
-    if state.admitted.requests[slot] is None:
-        return state
-    admitted, columns = state.admitted, state.columns
-    requests = (*admitted.requests[:slot], None, *admitted.requests[slot + 1 :])
-    return replace(
-        state,
-        admitted=replace(
-            admitted,
-            requests=requests,
-            handed_over=_with(admitted.handed_over, slot, 0),
-            history=_with(admitted.history, slot, 0),
-            stop_keys=frozen(stopping.without_slot(admitted.stop_keys, slot)),
-        ),
-        columns=replace(
-            columns,
-            phase=_with(columns.phase, slot, Phase.FREE),
-            num_tokens=_with(columns.num_tokens, slot, 0),
-            outcomes=_with(columns.outcomes, slot, 0),
-        ),
-        past=state.past + state.slot_statistics(slot),
-    )
 
 
 def totals(admitted: Admitted, columns: Columns) -> StatisticsSource:
     """The columns that statistics come from; views, but for the token counts."""
     delivered = frozen(columns.num_tokens - admitted.handed_over)
-    return StatisticsSource(delivered, columns.outcomes)
+    return StatisticsSource(delivered, columns.outcomes, admitted.earlier)
 
 
 def row_format(columns: Any, num_chosen: Any, mode: Any) -> Any:
@@ -297,31 +194,3 @@ def is_newer(generation: Any, than: Any) -> Any:
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
     array.flags.writeable = False
     return array
-
-
-def _with(column: NDArray[Any], slot: int, value: Any) -> NDArray[Any]:
-    changed = column.copy()
-    changed[slot] = value
-    return frozen(changed)
-
-
-def _check_slot(state: ProcessorState, slot: int) -> None:
-    if not 0 <= slot < state.num_slots:
-        raise ProcessorError(f"slot {slot} does not exist: there are {state.num_slots}")
-
-
-def _check_progress(request: Request, progress: Progress) -> None:
-    params, tokens = request.params, list(progress.token_ids)
-    if len(tokens) >= params.max_tokens:
-        raise ProcessorError(
-            f"request {request.id!r} has emitted {len(tokens)} of {params.max_tokens} tokens: "
-            "nothing is left to emit"
-        )
-    if tokens and tokens[-1] in params.stop_token_ids:
-        raise ProcessorError(f"request {request.id!r} has ended with stop token {tokens[-1]}")
-    if stopping.sequence_ending(params, tokens) is not None:
-        raise ProcessorError(f"request {request.id!r} has ended with a stop sequence")
-    if tokens and params.columns and progress.cumulative_logprob is None:
-        raise ProcessorError(
-            f"request {request.id!r} asked for logprobs: its progress needs cumulative_logprob"
-        )

@@ -30,16 +30,24 @@ class StatisticsSource:
     Attributes:
       num_tokens: [B] int64, tokens delivered in this slot.
       outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
+      earlier: [B] what the slots' requests brought along.
     """
 
     num_tokens: NDArray[np.int64]
     outcomes: NDArray[np.int64]
+    earlier: tuple[Statistics, ...]
 
     def of(self, slot: int) -> Statistics:
+        """Of the slot's request, with what it brought along."""
+        return self.earlier[slot] + self.of_stay(slot)
+
+    def of_stay(self, slot: int) -> Statistics:
+        """Of the slot's request since it was admitted here."""
         proposed, rejected, accepted = map(_trimmed, self.outcomes[slot])
         return Statistics(proposed, rejected, accepted, int(self.num_tokens[slot]))
 
     def of_all(self) -> Statistics:
+        """Of all stays; nothing that was brought along, which another ring has counted."""
         proposed, rejected, accepted = map(_trimmed, self.outcomes.sum(axis=0))
         return Statistics(proposed, rejected, accepted, int(self.num_tokens.sum()))
 

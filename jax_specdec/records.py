@@ -208,7 +208,7 @@ class Record:
 
     @property
     def statistics(self) -> Statistics | None:
-        """Of the request's whole stay in its slot; None until the record that ends the stay."""
+        """Of the request so far, earlier stays included; None until the record that ends a stay."""
         if self.batch.totals is None or not (self.finish_reason or self.reschedule):
             return None
         return self.batch.totals.of(self.slot)

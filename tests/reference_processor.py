@@ -10,10 +10,17 @@ class Refused(Exception):
     """The reference says that this message cannot be."""
 
 
-class Occupant:
-    """One request's stay in one slot."""
+def added(one, other):
+    return {
+        "steps": sorted(one["steps"] + other["steps"]),
+        "num_tokens": one["num_tokens"] + other["num_tokens"],
+    }
 
-    def __init__(self, request, slot, generation, prefill, token_ids, cumulative_logprob):
+
+class Occupant:
+    """One request's stay in one slot; `earlier` are the statistics of its stays before."""
+
+    def __init__(self, request, slot, generation, prefill, token_ids, cumulative_logprob, earlier):
         self.request = request
         self.slot = slot
         self.generation = generation
@@ -23,9 +30,13 @@ class Occupant:
         self.phase = "running"
         self.steps = []  # (drafts proposed, drafts accepted) of every step with tokens
         self.delivered = 0
+        self.earlier = earlier
+
+    def statistics_of_stay(self):
+        return {"steps": sorted(self.steps), "num_tokens": self.delivered}
 
     def statistics(self):
-        return {"steps": sorted(self.steps), "num_tokens": self.delivered}
+        return added(self.earlier, self.statistics_of_stay())
 
     def stop_after_newest_token(self):
         """(reason, what stopped it) when the newest token ends the request, else None."""
@@ -54,16 +65,16 @@ class ReferenceProcessor:
         self.preempted = 0
         self.finished = []
 
-    def admit(self, slot, generation, request, prefill, token_ids, cumulative_logprob):
+    def admit(self, slot, generation, request, prefill, token_ids, cumulative_logprob, earlier):
         assert self.slots[slot] is None
         self.slots[slot] = Occupant(
-            request, slot, generation, prefill, token_ids, cumulative_logprob or 0.0
+            request, slot, generation, prefill, token_ids, cumulative_logprob or 0.0, earlier
         )
         self.last_generation[slot] = generation
 
     def release(self, slot):
         if self.slots[slot] is not None:
-            self.past_statistics.append(self.slots[slot].statistics())
+            self.past_statistics.append(self.slots[slot].statistics_of_stay())
             self.slots[slot] = None
 
     def abort(self, request_id):
@@ -260,11 +271,11 @@ class ReferenceProcessor:
         }
 
     def statistics(self):
-        """Of all requests, past and present."""
-        every = self.past_statistics + [
-            occupant.statistics() for occupant in self.slots if occupant is not None
-        ]
-        return {
-            "steps": sorted(step for each in every for step in each["steps"]),
-            "num_tokens": sum(each["num_tokens"] for each in every),
-        }
+        """Of all stays, past and present; each counts once, where it was."""
+        total = {"steps": [], "num_tokens": 0}
+        for past in self.past_statistics:
+            total = added(total, past)
+        for occupant in self.slots:
+            if occupant is not None:
+                total = added(total, occupant.statistics_of_stay())
+        return total

@@ -29,6 +29,7 @@ from jax_specdec.encode import SlotContents, encode
 from jax_specdec.output_processor import ProcessorError, ProcessorState, Progress
 from jax_specdec.records import FinishReason
 from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.statistics import Statistics
 from tests.reference_processor import ReferenceProcessor, Refused
 
 SLOTS = 4
@@ -160,23 +161,28 @@ class Machine(RuleBasedStateMachine):
         self.reference = ReferenceProcessor(SLOTS, first_step)
         self.params = [{} for _ in range(SLOTS)]  # by slot and generation
         self.names = 0
-        self.preempted = []  # (request, progress), to be scheduled again
+        self.preempted = []  # (request, progress, its statistics as the reference has them)
 
     @rule(seed=SEEDS, slot=st.integers(0, SLOTS - 1), again=st.booleans())
     def admit(self, seed, slot, again):
         if self.reference.slots[slot] is not None:
             return
         rng = random.Random(seed)
-        progress = Progress()
+        progress, earlier = Progress(), {"steps": [], "num_tokens": 0}
         if again and self.preempted:
-            request, progress = self.preempted.pop()
+            request, progress, earlier = self.preempted.pop()
         else:
             self.names += 1
             params = random_params(rng)
             request = Request(id=str(self.names), prompt_token_ids=(1,), params=params)
             if rng.random() < 0.3 and params.max_tokens > 1:
                 brought = (VOCABULARY + 1,)  # in no stop rule
-                progress = Progress(token_ids=brought, cumulative_logprob=-0.75)
+                earlier = {"steps": [(3, 1), (0, 0)], "num_tokens": 1}
+                progress = Progress(
+                    token_ids=brought,
+                    cumulative_logprob=-0.75,
+                    statistics=Statistics(*marginals(earlier)),
+                )
         prefill = rng.random() < 0.15
         generation = self.reference.last_generation[slot] + rng.randint(1, 3)
         self.params[slot][generation] = request.params
@@ -184,7 +190,13 @@ class Machine(RuleBasedStateMachine):
             self.state, slot, generation, request, prefill=prefill, handed_over=progress
         )
         self.reference.admit(
-            slot, generation, request, prefill, progress.token_ids, progress.cumulative_logprob
+            slot,
+            generation,
+            request,
+            prefill,
+            progress.token_ids,
+            progress.cumulative_logprob,
+            earlier,
         )
 
     @rule(
@@ -307,9 +319,11 @@ class Machine(RuleBasedStateMachine):
         occupant = self.reference.slots[record.slot]
         if occupant is not None and occupant.generation == record.generation:
             progress = Progress(
-                token_ids=tuple(occupant.token_ids), cumulative_logprob=record.cumulative_logprob
+                token_ids=tuple(occupant.token_ids),
+                cumulative_logprob=record.cumulative_logprob,
+                statistics=record.statistics,
             )
-            self.preempted.append((record.request, progress))
+            self.preempted.append((record.request, progress, occupant.statistics()))
             self.state = self.product.release(self.state, record.slot)
             self.reference.release(record.slot)
 
@@ -417,6 +431,29 @@ def counts_the_handed_over_tokens_for_nothing(monkeypatch):
     return {"admit": admit}
 
 
+def forgets_the_statistics_before_a_preemption(monkeypatch):
+    def admit(state, slot, generation, request, *, prefill, handed_over):
+        return output_processor.admit(
+            state,
+            slot,
+            generation,
+            request,
+            prefill=prefill,
+            handed_over=replace(handed_over, statistics=Statistics()),
+        )
+
+    return {"admit": admit}
+
+
+def counts_the_steps_before_a_preemption_twice(monkeypatch):
+    def release(state, slot):
+        earlier = state.admitted.earlier[slot]
+        after = output_processor.release(state, slot)
+        return replace(after, past=after.past + earlier)
+
+    return {"release": release}
+
+
 def leaves_the_waiting_record_behind_on_abort(monkeypatch):
     def abort(state, request_id):
         after, records = output_processor.abort(replace(state, waiting=None), request_id)
@@ -454,6 +491,8 @@ def counts_accepted_drafts_after_the_cut(monkeypatch):
         forgets_earlier_steps_in_stop_sequences,
         delivers_what_comes_after_the_end,
         counts_the_handed_over_tokens_for_nothing,
+        forgets_the_statistics_before_a_preemption,
+        counts_the_steps_before_a_preemption_twice,
         leaves_the_waiting_record_behind_on_abort,
         takes_lost_steps_for_granted,
         counts_accepted_drafts_after_the_cut,
