@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import TextIO
 
 from ipc import wire
 from jax_specdec import openai, tokens
+from jax_specdec.detokenize import TokenTable
 from jax_specdec.engine import Update
 from jax_specdec.records import FinishReason, Record
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.statistics import Statistics
 
 SAMPLED_TOP_P = 0.95
+MODEL = "jax-specdec-tiny"
 
 # prompt, tokens to emit, K (None: no logprobs), temperature
 _PROMPTS: tuple[tuple[str, int, int | None, float], ...] = (
@@ -233,51 +236,15 @@ def write_json(file: TextIO, collector: Collector) -> None:
     """Replace what `file` holds by one OpenAI-style completion a line, in request order."""
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe or /dev/null has no old content
         file.truncate(0)
+    table, created = token_table(), int(time.time())
     for output in collector.outputs.values():
-        file.write(json.dumps(completion(output), allow_nan=False) + "\n")
+        found = openai.completion(
+            output.request, output.records, table, model=MODEL, created=created
+        )
+        file.write(json.dumps(found, allow_nan=False) + "\n")
 
 
-def completion(output: Output) -> dict[str, object]:
-    """An OpenAI completion object, with what speculation did beside it."""
-    params, found = output.request.params, output.statistics
-    ids = output.token_ids
-    total = output.records[-1].cumulative_logprob if output.records else None
-    prompt_tokens = len(output.request.prompt_token_ids)
-    return {
-        "id": output.request.id,
-        "object": "text_completion",
-        "model": "jax-specdec-tiny",
-        "choices": [
-            {
-                "index": 0,
-                "text": tokens.decode(token for token in ids if token < 256),
-                "logprobs": openai.completion_logprobs(output.records, token_text),
-                "finish_reason": openai.finish_reason(output.finish_reason),
-            }
-        ],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": len(ids),
-            "total_tokens": prompt_tokens + len(ids),
-        },
-        "speculation": {
-            "prompt": output.prompt_text,
-            "token_ids": ids,
-            "token_ranks": output.token_ranks,
-            "temperature": params.temperature,
-            "cumulative_logprob": None if total is None else openai.json_number(total),
-            "steps": found.steps if found else 0,
-            "drafts": found.num_drafts if found else 0,
-            "accepted": found.num_accepted if found else 0,
-            "acceptance_by_position": found.acceptance_at if found else (),
-        },
-    }
-
-
-def token_text(token_id: int) -> tuple[str, bytes]:
-    r"""A token's display text and bytes; a byte that is no character of its own is `bytes:\xNN`."""
-    raw = tokens.token_bytes(token_id)
-    try:
-        return raw.decode(), raw
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+def token_table() -> TokenTable:
+    """The byte tokenizer's strings; its special tokens are no part of a text."""
+    special = range(256, tokens.VOCAB_SIZE)
+    return TokenTable(tokens.token_bytes, {id: tokens.token_bytes(id).decode() for id in special})

@@ -1,62 +1,90 @@
-"""Records as OpenAI-style dictionaries: built only when asked for, ready for `json.dumps`. No jax.
+"""Records as OpenAI-style responses: built only when asked for, ready for `json.dumps`. No jax.
 
-Formats: the `logprobs` objects of the completions and chat completions APIs
-(https://platform.openai.com/docs/api-reference). JSON has no -inf and no NaN: they are written as
--9999.0 and null. Ids of -1 (fewer than K finite logits) are left out.
+The formats are those of the completions and the chat completions API
+(https://platform.openai.com/docs/api-reference), whole and as the chunks of a stream; what they
+have no place for stands beside them under "speculation". JSON has no -inf and no NaN: they are
+written as -9999.0 and null. Ids of -1 (fewer than K finite logits) are left out.
 """
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec.detokenize import TextStream, TokenTable
 from jax_specdec.records import FinishReason, Record
+from jax_specdec.requests import Request
+from jax_specdec.speculation import json_number as json_number
+from jax_specdec.speculation import request_extension, speculation
 
-NEGATIVE_INFINITY = -9999.0  # what OpenAI's API uses for "very unlikely"
+DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 
-# A token's display text and its true bytes. The bytes of one token need not be valid UTF-8; the
-# text of such a token is the caller's choice and must only be a string.
-TokenText = Callable[[int], tuple[str, bytes]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The logprobs of n positions, whoever they come from: emitted tokens, drafts or a prompt.
+
+    Attributes:
+      token_ids: [n] int32.
+      logprobs: [n, K+1] float32, the token itself first, then the top K.
+      topk_ids: [n, K] int32, -1 where fewer than K are finite.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    topk_ids: NDArray[np.int32]
+
+    def __iter__(self) -> Iterator[tuple[int, list[float | None], list[int]]]:
+        """Each position's id, its logprobs as JSON can carry them, and the ids of its top K."""
+        for token_id, row, ids in zip(
+            self.token_ids.tolist(), self.logprobs.tolist(), self.topk_ids.tolist(), strict=True
+        ):
+            # One test for a whole row: logprobs are finite exactly where their sum is.
+            values = row if math.isfinite(sum(row)) else [json_number(value) for value in row]
+            if ids and ids[-1] < 0:  # the missing ones are the last
+                ids = [token_id for token_id in ids if token_id >= 0]
+            yield token_id, values, ids
 
 
 def completion_logprobs(
-    records: Iterable[Record], token_text: TokenText, *, text_offset: int = 0
+    records: Iterable[Record], table: TokenTable, *, stream: TextStream | None = None
 ) -> dict[str, Any] | None:
     """The completions format of one request's records, in order; None if no logprobs were asked.
 
-    `top_logprobs` has one dictionary a token, by token text; where two ids have the same text,
-    the more likely one stays. `text_offset` is where the first token begins in the whole text.
+    `top_logprobs` has one dictionary a token, by token text: the top K, then the emitted token
+    where it is not among them. Where two ids have the same text, the more likely one stays.
+    `text_offset` counts characters of the whole text; a token that begins inside a character
+    begins where that does. `stream` has the text before the records, and is moved on.
     """
-    result: dict[str, Any] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    asked = _asked(records)
-    for token, logprob, candidates in _tokens(asked):
-        text, _ = token_text(token)
-        result["tokens"].append(text)
-        result["token_logprobs"].append(json_number(logprob))
-        top: dict[str, float | None] = {}
-        for id, candidate in candidates:
-            top.setdefault(token_text(id)[0], json_number(candidate))
-        result["top_logprobs"].append(top)
-        result["text_offset"].append(text_offset)
-        text_offset += len(text)
-    return result if asked else None
+    rows = [_rows(record) for record in _asked(records)]
+    if not rows:
+        return None
+    stream = stream or TextStream(table)
+    offsets = [stream.push_with_offsets(part.token_ids.tolist())[1] for part in rows]
+    return _completion_rows(rows, table) | {"text_offset": [at for part in offsets for at in part]}
 
 
-def chat_logprobs(records: Iterable[Record], token_text: TokenText) -> dict[str, Any] | None:
-    """The chat completions format of one request's records; None if no logprobs were asked."""
-    asked = _asked(records)
-    content = [
-        {
-            **_chat_token(token, logprob, token_text),
-            "top_logprobs": [_chat_token(id, value, token_text) for id, value in candidates],
-        }
-        for token, logprob, candidates in _tokens(asked)
-    ]
-    return {"content": content, "refusal": None} if asked else None
+def chat_logprobs(records: Iterable[Record], table: TokenTable) -> dict[str, Any] | None:
+    """The chat completions format of one request's records; None if no logprobs were asked.
+
+    The bytes of all tokens, one after the other, are those of the text. They are None for special
+    tokens, which are no part of it, and otherwise tuples that all entries of a token share.
+    """
+    rows = [_rows(record) for record in _asked(records)]
+    content = [entry for part in rows for entry in _chat_rows(part, table)]
+    return {"content": content, "refusal": None} if rows else None
+
+
+def prompt_logprobs(rows: Rows, table: TokenTable) -> list[dict[str, Any] | None]:
+    """An extension: the chat format's entries for a prompt, None for its first token.
+
+    `rows` are those of the second token and on: nothing predicts the first.
+    """
+    return [None, *_chat_rows(rows, table)]
 
 
 def finish_reason(reason: FinishReason | None) -> str | None:
@@ -68,11 +96,146 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     return reason.name.lower()
 
 
-def json_number(logprob: float) -> float | None:
-    """A logprob as JSON can carry it: -9999.0 for -inf, None for NaN."""
-    if math.isnan(logprob):
-        return None
-    return NEGATIVE_INFINITY if logprob == -math.inf else logprob
+def usage(request: Request, num_tokens: int) -> dict[str, int]:
+    """What was read and written, in tokens."""
+    prompt = len(request.prompt_token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": prompt + num_tokens,
+    }
+
+
+def completion(
+    request: Request,
+    records: Sequence[Record],
+    table: TokenTable,
+    *,
+    model: str,
+    created: int,
+    index: int = 0,
+) -> dict[str, Any]:
+    """A whole response of the completions API.
+
+    Args:
+      request: what was asked; its id is the response's.
+      records: all of its records, in order.
+      table: of the tokenizer.
+      model: the name that the response gives.
+      created: when, in seconds since 1970.
+      index: of the choice.
+    """
+    text, reason, num_tokens = _outcome(records, table)
+    choice = {
+        "index": index,
+        "text": text,
+        "logprobs": completion_logprobs(records, table),
+        "finish_reason": reason,
+    }
+    return {
+        **_header(request, "text_completion", model, created),
+        "choices": [choice],
+        "usage": usage(request, num_tokens),
+        "speculation": request_extension(request, records, table) | speculation(records),
+    }
+
+
+def chat_completion(
+    request: Request,
+    records: Sequence[Record],
+    table: TokenTable,
+    *,
+    model: str,
+    created: int,
+    index: int = 0,
+) -> dict[str, Any]:
+    """A whole response of the chat completions API; arguments as `completion`."""
+    text, reason, num_tokens = _outcome(records, table)
+    choice = {
+        "index": index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": chat_logprobs(records, table),
+        "finish_reason": reason,
+    }
+    return {
+        **_header(request, "chat.completion", model, created),
+        "choices": [choice],
+        "usage": usage(request, num_tokens),
+        "speculation": request_extension(request, records, table) | speculation(records),
+    }
+
+
+class CompletionStream:
+    """The chunks of one request's stream in the completions API: one for each record.
+
+    A chunk has all tokens of its record; its text has the characters that they complete.
+    """
+
+    _OBJECT = "text_completion"
+
+    def __init__(
+        self, request: Request, table: TokenTable, *, model: str, created: int, index: int = 0
+    ) -> None:
+        """Arguments as those of `completion`."""
+        self._request, self._table, self._index = request, table, index
+        self._header = _header(request, self._OBJECT, model, created)
+        self._stream = TextStream(table)
+        self._num_tokens = 0
+
+    def chunk(self, record: Record) -> dict[str, Any]:
+        """The request's next record as a chunk."""
+        self._num_tokens += record.num_tokens
+        choice = {
+            "index": self._index,
+            **self._delta(record),
+            "finish_reason": finish_reason(record.finish_reason),
+        }
+        return {**self._header, "choices": [choice], "speculation": speculation([record])}
+
+    def usage(self) -> dict[str, Any]:
+        """The chunk after the last, where the client asked for `include_usage`."""
+        return {**self._header, "choices": [], "usage": usage(self._request, self._num_tokens)}
+
+    def _delta(self, record: Record) -> dict[str, Any]:
+        ids = record.token_ids.tolist()
+        text, offsets = self._stream.push_with_offsets(ids)
+        logprobs = None
+        for asked in _asked([record]):
+            logprobs = _completion_rows([_rows(asked)], self._table) | {"text_offset": offsets}
+        return {"text": text + self._end(record), "logprobs": logprobs}
+
+    def _end(self, record: Record) -> str:
+        return "" if record.finish_reason is None else self._stream.finish()
+
+
+class ChatStream(CompletionStream):
+    """The same for the chat completions API; the first chunk names the role."""
+
+    _OBJECT = "chat.completion.chunk"
+
+    def _delta(self, record: Record) -> dict[str, Any]:
+        first = self._num_tokens == record.num_tokens
+        text = self._stream.push(record.token_ids.tolist()) + self._end(record)
+        return {
+            "delta": ({"role": "assistant"} if first else {}) | {"content": text},
+            "logprobs": chat_logprobs([record], self._table),
+        }
+
+
+def server_sent_event(chunk: dict[str, Any]) -> bytes:
+    """A chunk as a line of an event stream; after the last chunk comes `DONE`."""
+    return b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n"
+
+
+def _header(request: Request, kind: str, model: str, created: int) -> dict[str, Any]:
+    return {"id": request.id, "object": kind, "created": created, "model": model}
+
+
+def _outcome(records: Sequence[Record], table: TokenTable) -> tuple[str, str | None, int]:
+    """Text, finish reason and number of tokens of a whole request."""
+    ids = [token_id for record in records for token_id in record.token_ids.tolist()]
+    reason = records[-1].finish_reason if records else None
+    return table.decode(ids), finish_reason(reason), len(ids)
 
 
 def _asked(records: Iterable[Record]) -> list[Record]:
@@ -80,19 +243,36 @@ def _asked(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.request.params.logprobs is not None]
 
 
-def _tokens(records: Iterable[Record]) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
-    """Each token's id and logprob, and the ids and logprobs of its top K that exist."""
-    for record in records:
-        rows, topk_ids = record.logprobs, record.topk_ids
-        assert rows is not None
-        assert topk_ids is not None
-        for token, row, ids in zip(
-            record.token_ids.tolist(), rows.tolist(), topk_ids.tolist(), strict=True
-        ):
-            top = zip(ids, row[1:], strict=True)
-            yield token, row[0], [(id, logprob) for id, logprob in top if id >= 0]
+def _rows(record: Record) -> Rows:
+    logprobs, topk_ids = record.logprobs, record.topk_ids
+    assert logprobs is not None
+    assert topk_ids is not None
+    return Rows(record.token_ids, logprobs, topk_ids)
 
 
-def _chat_token(id: int, logprob: float, token_text: TokenText) -> dict[str, Any]:
-    text, raw = token_text(id)
-    return {"token": text, "logprob": json_number(logprob), "bytes": list(raw)}
+def _completion_rows(rows: Iterable[Rows], table: TokenTable) -> dict[str, Any]:
+    text = table.completion_text
+    tokens, logprobs, tops = [], [], []
+    for token_id, (logprob, *values), ids in (position for part in rows for position in part):
+        tokens.append(text[token_id])
+        logprobs.append(logprob)
+        top: dict[str, float | None] = {}
+        for candidate, value in zip(ids, values, strict=False):  # without the missing
+            top.setdefault(text[candidate], value)
+        if logprob is not None:
+            top.setdefault(text[token_id], logprob)
+        tops.append(top)
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
+
+
+def _chat_rows(rows: Rows, table: TokenTable) -> list[dict[str, Any]]:
+    entries = []
+    for token_id, values, ids in rows:
+        text, raw = table.chat[token_id]
+        found = map(table.chat.__getitem__, ids)
+        top = [
+            {"token": text, "logprob": value, "bytes": raw}
+            for (text, raw), value in zip(found, values[1:], strict=False)
+        ]
+        entries.append({"token": text, "logprob": values[0], "bytes": raw, "top_logprobs": top})
+    return entries

@@ -105,6 +105,7 @@ from ipc.ring import RingReader, RingWriter
 from ipc.wire import Kind
 from jax_specdec import openai, output_processor as op
 from jax_specdec.decode import decode
+from jax_specdec.detokenize import TokenTable
 from jax_specdec.encode import SlotContents, encode
 from jax_specdec.requests import Request, SamplingParams
 
@@ -115,8 +116,8 @@ slot = SlotContents(generation=1, num_drafts=1, columns=2, token_ids=[65, 66], t
 with RingReader.create(2, 4096) as reader, RingWriter.attach(reader.name) as writer:
     writer.send(encode(Kind.TARGET, 0, [slot]))
     state, records = op.step(state, decode(reader.receive(5).data))
-text = lambda id: (chr(id), bytes([id]))
-print(json.dumps(openai.completion_logprobs(records, text)["token_logprobs"]))
+table = TokenTable(lambda id: bytes([id]))
+print(json.dumps(openai.completion_logprobs(records, table)["token_logprobs"]))
 """
 
 
