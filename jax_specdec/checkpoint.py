@@ -122,6 +122,6 @@ def _config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
             "by jax_specdec.checkpoint.save_checkpoint"
         )
     try:
-        return ModelConfig(**json.loads(metadata["config"]))
-    except (KeyError, TypeError, ValueError) as error:
+        return ModelConfig.from_dict(json.loads(metadata["config"]))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} has no valid configuration: {error}") from error

@@ -1,5 +1,7 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, KV cache.
 
+Llama, Qwen2 and Qwen3 differ in optional parameters only: biases, and norms of queries and keys.
+
 Axis letters: B slots, S positions of one step, P positions of one prefill chunk, T positions of
 the cache, L layers, D hidden size, F feed-forward size, H query heads, G key/value heads ("KVH"),
 Dh head size, V vocabulary.
@@ -13,6 +15,7 @@ Hugging Face's Llama, so that its checkpoints only need their matrices transpose
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -48,11 +51,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * scale).astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., N] @ w [N, M], accumulated in float32; float32 inputs never use tf32 on a GPU."""
+def matmul(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., N] @ w [N, M] (+ bias [M]), accumulated in float32, never in tf32 on a GPU."""
     out = jnp.einsum(
         "...n,nm->...m", x, w, precision=_precision(x), preferred_element_type=jnp.float32
     )
+    if bias is not None:
+        out = out + jnp.broadcast_to(bias.astype(jnp.float32), out.shape)
     return out.astype(x.dtype)
 
 
@@ -60,11 +65,29 @@ def _precision(x: jax.Array) -> lax.Precision:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotate x [B, S, N, Dh] by positions [B, S]: pairs are (i, i + Dh/2), angles float32."""
-    half = x.shape[-1] // 2
-    frequency = jnp.float32(theta) ** (jnp.arange(half, dtype=jnp.float32) / jnp.float32(-half))
-    angle = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequency,
+def rotary_frequencies(config: ModelConfig) -> jax.Array:
+    """Radians a position [Dh/2] float32 by which each pair of a head's values is turned."""
+    half = config.head_dim // 2
+    exponent = jnp.arange(half, dtype=jnp.float32) / jnp.float32(-half)
+    frequency: jax.Array = jnp.float32(config.rope_theta) ** exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    slow: jax.Array = frequency / jnp.float32(scaling.factor)
+    if scaling.kind == "linear":
+        return slow
+    turns = frequency * jnp.float32(scaling.original_length / (2 * math.pi))
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep: jax.Array = jnp.clip((turns - jnp.float32(low)) / jnp.float32(high - low), 0, 1)
+    return keep * frequency + (1 - keep) * slow
+
+
+def rotary(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Rotate x [B, S, N, Dh] by positions [B, S] times frequencies [Dh/2], in float32.
+
+    Pairs are (i, i + Dh/2).
+    """
+    angle = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequencies,
                        precision=lax.Precision.HIGHEST)[:, :, None, :]  # fmt: skip
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -113,12 +136,18 @@ def decoder_layer(
     """
     b, s, _ = x.shape
     normed = rms_norm(x, layer.attention_norm, config.norm_eps)
-    q = matmul(normed, layer.query).reshape(b, s, config.num_heads, config.head_dim)
-    k = matmul(normed, layer.key).reshape(b, s, config.num_kv_heads, config.head_dim)
-    v = matmul(normed, layer.value).reshape(b, s, config.num_kv_heads, config.head_dim)
-    q, k = (rotary(y, positions, config.rope_theta) for y in (q, k))
+    q = matmul(normed, layer.query, layer.query_bias)
+    k = matmul(normed, layer.key, layer.key_bias)
+    v = matmul(normed, layer.value, layer.value_bias)
+    q = q.reshape(b, s, config.num_heads, config.head_dim)
+    k, v = (y.reshape(b, s, config.num_kv_heads, config.head_dim) for y in (k, v))
+    if layer.query_norm is not None and layer.key_norm is not None:
+        q = rms_norm(q, layer.query_norm, config.norm_eps)
+        k = rms_norm(k, layer.key_norm, config.norm_eps)
+    frequencies = rotary_frequencies(config)
+    q, k = (rotary(y, positions, frequencies) for y in (q, k))
     mixed, aux = attend(q, k, v)
-    x = x + matmul(mixed, layer.output)
+    x = x + matmul(mixed, layer.output, layer.output_bias)
     normed = rms_norm(x, layer.mlp_norm, config.norm_eps)
     gated = jax.nn.silu(matmul(normed, layer.gate)) * matmul(normed, layer.up)
     return x + matmul(gated, layer.down), aux

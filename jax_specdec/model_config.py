@@ -3,15 +3,55 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
+ROPE_SCALINGS = ("linear", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary frequencies slowed down, so that a model reads further than it was first trained.
+
+    "linear" divides every frequency by `factor`. "llama3" (https://arxiv.org/abs/2407.21783, as in
+    Llama 3.1) divides those that turn less than `low_frequency_factor` times in
+    `original_length` positions, keeps those that turn more than `high_frequency_factor` times,
+    and blends between.
+
+    Raises:
+      ValueError: a value that cannot be.
+    """
+
+    kind: str
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_SCALINGS:
+            raise ValueError(
+                f"rope scaling must be one of {', '.join(ROPE_SCALINGS)}, not {self.kind!r}"
+            )
+        if not (math.isfinite(self.factor) and self.factor >= 1):
+            raise ValueError(f"a rope scaling's factor must be at least 1, not {self.factor!r}")
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor < math.inf:
+            raise ValueError(
+                "a rope scaling needs 0 < low_frequency_factor < high_frequency_factor, not "
+                f"{self.low_frequency_factor!r} and {self.high_frequency_factor!r}"
+            )
+        if self.original_length < 1:
+            raise ValueError(f"original_length must be positive, not {self.original_length!r}")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a Llama-style decoder with an optional MTP head; hashable, so static under jit.
+
+    The optional parts make it the other models of that family: Qwen2 has `qkv_bias`, Qwen3 has
+    `qk_norm`, Llama 3.1 a `rope_scaling`.
 
     Raises:
       ValueError: a size that is not positive or that does not fit the others.
@@ -29,6 +69,10 @@ class ModelConfig:
     tie_embeddings: bool = True
     num_mtp_layers: int = 0  # 0 or 1
     dtype: str = "float32"  # of weights, activations, cache and logits
+    qkv_bias: bool = False  # added to queries, keys and values
+    output_bias: bool = False  # added to what attention returns
+    qk_norm: bool = False  # RMSNorm of each query and key head, before they are turned
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
@@ -85,13 +129,27 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """How many weights the model has."""
-        d, f = self.hidden_size, self.intermediate_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
+        q, kv = self.num_heads * h, self.num_kv_heads * h
         layer = 2 * d + 2 * d * (q + kv) + 3 * d * f
+        layer += self.qkv_bias * (q + 2 * kv) + self.output_bias * d + self.qk_norm * 2 * h
         mtp = self.num_mtp_layers * (layer + 2 * d * d + 3 * d)
         heads = self.vocab_size * d * (1 if self.tie_embeddings else 2)
         return self.num_layers * layer + mtp + heads + d
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; `ModelConfig(**fields)` is the inverse."""
+        """The fields as JSON values; `from_dict` is the inverse."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
+        """The configuration that `to_dict` wrote; fields that are not there have their defaults.
+
+        Raises:
+          TypeError: a field that a configuration does not have.
+          ValueError: a value that cannot be.
+        """
+        given = dict(fields)
+        if given.get("rope_scaling") is not None:
+            given["rope_scaling"] = RopeScaling(**given["rope_scaling"])
+        return cls(**given)

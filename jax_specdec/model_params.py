@@ -16,7 +16,7 @@ from jax_specdec.model_config import ModelConfig
 class LayerParams:
     """One decoder layer; in `ModelParams` every array has a leading axis of layers.
 
-    Matrices map inputs to outputs: `y = x @ w`.
+    Matrices map inputs to outputs: `y = x @ w`. What a model does not have is None.
     """
 
     attention_norm: jax.Array  # [D]
@@ -28,6 +28,12 @@ class LayerParams:
     gate: jax.Array  # [D, F]
     up: jax.Array  # [D, F]
     down: jax.Array  # [F, D]
+    query_bias: jax.Array | None = None  # [H*Dh]
+    key_bias: jax.Array | None = None  # [KVH*Dh]
+    value_bias: jax.Array | None = None  # [KVH*Dh]
+    output_bias: jax.Array | None = None  # [D]
+    query_norm: jax.Array | None = None  # [Dh]
+    key_norm: jax.Array | None = None  # [Dh]
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +74,7 @@ class KVCache:
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
-    """Random weights in `config.dtype`: normal with variance 1/fan-in, norms at one.
+    """Random weights in `config.dtype`: normal with variance 1/fan-in, norms 1 and biases 0.
 
     The matrices that write into the residual stream are smaller by sqrt(2 L), as in GPT-2.
     """
@@ -82,6 +88,12 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
         values = jax.random.normal(next(keys), shape, jnp.float32) * (scale / math.sqrt(fan_in))
         return values.astype(dtype)
 
+    def bias(n: int, size: int, has: bool) -> jax.Array | None:
+        return jnp.zeros((n, size), dtype) if has else None
+
+    def norm(n: int, has: bool) -> jax.Array | None:
+        return jnp.ones((n, config.head_dim), dtype) if has else None
+
     def stack(n: int) -> LayerParams:
         return LayerParams(
             attention_norm=jnp.ones((n, d), dtype),
@@ -93,6 +105,12 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
             gate=normal((n, d, f), d),
             up=normal((n, d, f), d),
             down=normal((n, f, d), f, residual),
+            query_bias=bias(n, q, config.qkv_bias),
+            key_bias=bias(n, kv, config.qkv_bias),
+            value_bias=bias(n, kv, config.qkv_bias),
+            output_bias=bias(n, d, config.output_bias),
+            query_norm=norm(n, config.qk_norm),
+            key_norm=norm(n, config.qk_norm),
         )
 
     mtp = None

@@ -68,18 +68,22 @@ def _layer(w: Mapping, prefix: str, index: int, sizes: Mapping, x: np.ndarray) -
     shared = heads // sizes["num_kv_heads"]
     eps = sizes["norm_eps"]
     y = _norm(x, get["attention_norm"], eps)
-    q, k, v = y @ get["query"], y @ get["key"], y @ get["value"]
+    q, k, v = (y @ get[name] + get.get(f"{name}_bias", 0) for name in ("query", "key", "value"))
+    angles = _angles(sizes)
     mixed = np.zeros((n, heads * dh))
     for head in range(heads):
         mine = slice(head * dh, (head + 1) * dh)
         theirs = slice(head // shared * dh, (head // shared + 1) * dh)
-        queries = _rotate(q[:, mine], sizes["rope_theta"])
-        keys = _rotate(k[:, theirs], sizes["rope_theta"])
+        queries, keys = q[:, mine], k[:, theirs]
+        if "query_norm" in get:
+            queries = _norm(queries, get["query_norm"], eps)
+            keys = _norm(keys, get["key_norm"], eps)
+        queries, keys = _rotate(queries, angles), _rotate(keys, angles)
         for i in range(n):
             scores = keys[: i + 1] @ queries[i] / np.sqrt(dh)
             weight = np.exp(scores - scores.max())
             mixed[i, mine] = (weight / weight.sum()) @ v[: i + 1, theirs]
-    x = x + mixed @ get["output"]
+    x = x + mixed @ get["output"] + get.get("output_bias", 0)
     y = _norm(x, get["mlp_norm"], eps)
     gate = y @ get["gate"]
     return x + (gate / (1 + np.exp(-gate)) * (y @ get["up"])) @ get["down"]
@@ -89,9 +93,31 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return np.stack([row / np.sqrt(row @ row / len(row) + eps) * weight for row in x])
 
 
-def _rotate(x: np.ndarray, theta: float) -> np.ndarray:
-    """Row i turned by i: the pair (a, a + Dh/2) is a complex number times exp(i j theta^-2a/Dh)."""
+def _angles(sizes: Mapping) -> list[float]:
+    """Radians a position, of each pair; scaled one by one, as the papers' text says."""
+    dh, scaling = sizes["head_dim"], sizes.get("rope_scaling")
+    angles = [sizes["rope_theta"] ** (-2.0 * pair / dh) for pair in range(dh // 2)]
+    if scaling is None:
+        return angles
+    result = []
+    for angle in angles:
+        wavelength = 2 * np.pi / angle
+        long = scaling["original_length"] / scaling["low_frequency_factor"]
+        short = scaling["original_length"] / scaling["high_frequency_factor"]
+        if scaling["kind"] == "linear" or wavelength > long:
+            result.append(angle / scaling["factor"])
+        elif wavelength < short:
+            result.append(angle)
+        else:
+            ratio = scaling["original_length"] / wavelength - scaling["low_frequency_factor"]
+            ratio /= scaling["high_frequency_factor"] - scaling["low_frequency_factor"]
+            result.append((1 - ratio) * angle / scaling["factor"] + ratio * angle)
+    return result
+
+
+def _rotate(x: np.ndarray, angles: list[float]) -> np.ndarray:
+    """Row i turned by i: the pair (a, a + Dh/2) is a complex number times exp(i j angles[a])."""
     n, dh = x.shape
-    turn = np.exp(1j * np.outer(np.arange(n), theta ** (-2.0 * np.arange(dh // 2) / dh)))
+    turn = np.exp(1j * np.outer(np.arange(n), angles))
     z = (x[:, : dh // 2] + 1j * x[:, dh // 2 :]) * turn
     return np.hstack([z.real, z.imag])
