@@ -1,7 +1,7 @@
 """The decoding loop on the device: its state, and the pure functions that move it one step.
 
 ``admit`` puts a request into a slot, ``prefill_chunk`` runs its prompt, ``step`` verifies the
-drafts of every slot and proposes the next ones, ``message`` turns what a step emitted into the
+drafts of every slot and proposes the next ones; `messages` turns what a step emitted into the
 words that travel to the engine. Each is a function of the state and of small host values, so the
 host launches step n + 1 without having seen step n.
 
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ipc.wire import Kind, LogprobsMode, SlotState
+from ipc.wire import SlotState
 from jax_specdec.drafters import Context, Drafter
+from jax_specdec.messages import StepOutput
 from jax_specdec.model import KVCache, ModelConfig, ModelParams, forward, init_cache, logits
-from jax_specdec.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.prefill import prefill
 from jax_specdec.sampling import Sampling
 from jax_specdec.verify import AcceptRule, Drafts, accept_draft, verify
-from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import Greedy, greedy_topk_logprobs
 
 MAX_STOP_IDS = 8  # stop token ids of a request that the device watches for
 
@@ -35,6 +35,7 @@ class LoopConfig:
     num_slots: int  # B
     max_length: int  # T: prompt and emitted tokens of a request
     accept: AcceptRule = accept_draft
+    prefill_only: bool = False  # a request ends here with its first token, and is handed over
 
     @property
     def num_positions(self) -> int:
@@ -53,6 +54,7 @@ class LoopState:
     cache: KVCache
     drafter: Any
     drafts: Drafts
+    certain: jax.Array  # [B] bool: the drafts were handed over, and drawn from no known logits
     tokens: jax.Array  # [B, T] int32: prompt and emitted tokens
     lengths: jax.Array  # [B] int32: known tokens
     active: jax.Array  # [B] bool: decoding
@@ -72,18 +74,8 @@ class Admission(NamedTuple):
     max_drafts: jax.Array  # [] int32
     stop_ids: jax.Array  # [MAX_STOP_IDS] int32, -1 where unused
     sampling: Sampling  # of scalars
-
-
-class StepOutput(NamedTuple):
-    """What one step emitted, still on the device."""
-
-    logits: jax.Array  # [B, S, V]: the target's
-    token_ids: jax.Array  # [B, S] int32
-    num_tokens: jax.Array  # [B] int32
-    num_drafts: jax.Array  # [B] int32: verified in this step
-    state: jax.Array  # [B] int32 SlotState
-    running: jax.Array  # [] bool: some slot goes on after this step
-    greedy_rows: TopkLogprobs | None  # of all B * S rows' greedy choices, on the fused path
+    draft_token_ids: jax.Array  # [D] int32: handed over, to be verified in the first step
+    num_drafts: jax.Array  # [] int32: how many of them there are
 
 
 def init_state(config: LoopConfig) -> LoopState:
@@ -94,6 +86,7 @@ def init_state(config: LoopConfig) -> LoopState:
         cache=init_cache(config.model, batch, length),
         drafter=drafter,
         drafts=drafts,
+        certain=jnp.zeros(batch, bool),
         tokens=jnp.zeros((batch, length), jnp.int32),
         lengths=jnp.zeros(batch, jnp.int32),
         active=jnp.zeros(batch, bool),
@@ -114,8 +107,20 @@ def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
     def put(whole: jax.Array, one: jax.Array) -> jax.Array:
         return whole.at[slot].set(one)
 
+    drafts = Drafts(
+        put(state.drafts.token_ids, request.draft_token_ids),
+        put(state.drafts.num, request.num_drafts),
+        state.drafts.logits,
+    )
+    if drafts.logits is not None:
+        # Whatever the sampling makes of these logits, the handed over draft has probability 1.
+        ids = jnp.arange(drafts.logits.shape[-1], dtype=jnp.int32)
+        certain = jnp.where(ids[None, :] == request.draft_token_ids[:, None], 0.0, -jnp.inf)
+        drafts = drafts._replace(logits=put(drafts.logits, certain.astype(drafts.logits.dtype)))
     return replace(
         state,
+        drafts=drafts,
+        certain=put(state.certain, request.num_drafts > 0),
         tokens=put(state.tokens, request.tokens),
         lengths=put(state.lengths, request.length),
         active=state.active.at[slot].set(False),
@@ -124,7 +129,6 @@ def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
         max_drafts=put(state.max_drafts, request.max_drafts),
         stop_ids=put(state.stop_ids, request.stop_ids),
         sampling=jax.tree.map(put, state.sampling, request.sampling),
-        drafts=state.drafts._replace(num=state.drafts.num.at[slot].set(0)),
     )
 
 
@@ -175,8 +179,10 @@ def step(
 
     With `fused_k`, one read of the target's logits serves the greedy choice and the logprobs (up
     to that static K) of every row: the cheaper path where a kernel can do it, where every slot is
-    greedy, and where most rows' logprobs are wanted. Otherwise `message` reads the accepted rows
-    that were asked for.
+    greedy, and where most rows' logprobs are wanted. Otherwise `target_message` reads the accepted
+    rows that were asked for.
+
+    A `prefill_only` loop emits one token a request, and sends the drafts that follow it along.
     """
     batch, num_positions = config.num_slots, config.num_positions
     slots = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -206,115 +212,60 @@ def step(
     lengths = state.lengths + num_tokens
     remaining = state.remaining - num_tokens
     is_stop = (verified.token_ids[:, :, None] == state.stop_ids[:, None, :]).any(-1)
-    active = state.active & ~(is_stop & emitted).any(-1) & (remaining > 0)
+    goes_on = state.active & ~(is_stop & emitted).any(-1) & (remaining > 0)
+    num_drafts = jnp.where(state.active, drafts.num, 0)
     # A draft beyond the length limit could only be cut: it is not made.
     limit = jnp.minimum(state.max_drafts, jnp.minimum(remaining, config.max_length - lengths) - 1)
     context = Context(
         tokens=tokens,
         lengths=lengths,
         verified=verified._replace(num_tokens=num_tokens),
-        num_drafts=jnp.where(state.active, drafts.num, 0),
+        num_drafts=num_drafts,
         hidden=hidden,
         positions=jnp.where(emitted, places, -1),
         sampling=sampling,
-        limit=jnp.where(active, jnp.maximum(limit, 0), 0),
+        limit=jnp.where(goes_on, jnp.maximum(limit, 0), 0),
     )
     proposed, drafter = config.drafter.propose(params, state.drafter, context)
+    if proposed.token_ids.shape != drafts.token_ids.shape:
+        raise ValueError(
+            f"the drafter proposed {proposed.token_ids.shape} drafts, but [B, D] is "
+            f"{drafts.token_ids.shape}: mark fewer drafts by `num`"
+        )
     proposed = proposed._replace(num=jnp.clip(proposed.num, 0, context.limit))
     slot_state = jnp.where(
         state.active,
-        SlotState.TOKENS,
+        SlotState.PREFILL_FIRST_TOKEN if config.prefill_only else SlotState.TOKENS,
         jnp.where(state.prefilling, SlotState.NOTHING, SlotState.STOPPED),
     )
+    active = goes_on & (not config.prefill_only)
     output = StepOutput(
         logits=target,
         token_ids=verified.token_ids,
         num_tokens=num_tokens,
-        num_drafts=context.num_drafts,
+        num_rows=num_tokens,
+        num_drafts=num_drafts,
+        drafts=drafts._replace(num=jnp.where(state.certain, 0, num_drafts)),
         state=slot_state.astype(jnp.int32),
         running=jnp.any(active | state.prefilling),
         greedy_rows=greedy_rows,
     )
+    if config.prefill_only:
+        # The first token, then the drafts: those are the decode node's to verify.
+        output = output._replace(
+            token_ids=jnp.concatenate([verified.token_ids[:, :1], proposed.token_ids], axis=1),
+            num_tokens=num_tokens + proposed.num,
+            num_drafts=proposed.num,
+        )
     state = replace(
         state,
         cache=cache,
         drafter=drafter,
         drafts=proposed,
+        certain=state.certain & ~state.active,
         tokens=tokens,
         lengths=lengths,
         active=active,
         remaining=remaining,
     )
     return state, output
-
-
-def message(
-    output: StepOutput,
-    columns: jax.Array,
-    generation: jax.Array,
-    step_number: jax.Array,
-    *,
-    k: int | None,
-    num_words: int,
-    process_rank: int = 0,
-) -> jax.Array:
-    """The target message of a step, packed.
-
-    Args:
-      output: of the step.
-      columns: [B] int32: 0 for no logprobs, K + 1 otherwise, as when the step was launched.
-      generation: [B] uint32, as when the step was launched.
-      step_number: [2] uint32, low and high half.
-      k: the static K that covers every slot, or None where nobody asked for logprobs: then no
-        kernel runs.
-      num_words: the bucket, from the host's bound.
-
-    Returns:
-      [num_words] uint32; see `pack`.
-    """
-    batch, num_positions, vocab = output.logits.shape
-    num_rows = jnp.where(columns > 0, output.num_tokens, 0)
-    if k is None:
-        nothing = jnp.zeros(0, jnp.int32)
-        rows = Rows(nothing, jnp.int32(0))
-        empty = jnp.zeros((0, 1), jnp.int32)
-        found = TopkLogprobs(empty, jnp.zeros((0, 1)), nothing, jnp.zeros((0, 0)))
-    elif output.greedy_rows is not None:
-        # A greedy request's emitted tokens are its rows' greedy choices, accepted drafts included.
-        rows = select_rows(num_rows, num_positions)
-        found = jax.tree.map(
-            lambda x: x.at[rows.flat].get(mode="fill", fill_value=0), output.greedy_rows
-        )
-    else:
-        rows = select_rows(num_rows, num_positions)
-        flat_ids = output.token_ids.reshape(-1)
-        found = topk_logprobs(
-            output.logits.reshape(-1, vocab),
-            flat_ids.at[rows.flat].get(mode="fill", fill_value=-1),
-            k,
-            row_ids=rows.flat,
-            num_rows=rows.num,
-        )
-    slots = SlotFields(
-        state=output.state,
-        mode=jnp.full(batch, LogprobsMode.RAW, jnp.int32),
-        columns=columns,
-        num_tokens=output.num_tokens,
-        num_rows=num_rows,
-        num_drafts=output.num_drafts,
-        num_chosen=jnp.zeros(batch, jnp.int32),
-        generation=generation,
-    )
-    return pack(
-        slots,
-        output.token_ids,
-        rows,
-        found,
-        kind=Kind.TARGET,
-        step=step_number,
-        running=output.running,
-        draft_follows=False,
-        process_rank=process_rank,
-        vocab_size=vocab,
-        num_words=num_words,
-    )

@@ -16,13 +16,15 @@ import numpy as np
 
 from ipc import wire
 from ipc.wire import SlotState
-from jax_specdec import loop
-from jax_specdec.control import Admit, Command, Release, Shutdown
+from jax_specdec import loop, messages, slots
+from jax_specdec.control import Admit, Command, Evict, Release, Shutdown
 from jax_specdec.decode import failed_checks
+from jax_specdec.messages import StepOutput
 from jax_specdec.model import ModelParams
-from jax_specdec.pack import bucket, k_bucket
-from jax_specdec.requests import Request, check_served
-from jax_specdec.sampling import Sampling
+from jax_specdec.modes import Asked, Widths
+from jax_specdec.pack import bucket
+from jax_specdec.requests import check_served
+from jax_specdec.slots import Slot
 from pallas_kernels.implementations import cannot_run, cuda_capability
 
 
@@ -36,20 +38,13 @@ class Sender(Protocol):
     def send(self, data: np.ndarray, /) -> object: ...
 
 
-@dataclass
-class Slot:
-    """What the host knows of a slot: enough to bound a step's message when it is launched."""
+@dataclass(frozen=True)
+class Launched:
+    """A step that is under way."""
 
-    generation: int = 0
-    columns: int = 0
-    greedy: bool = True
-    most_tokens: int = 0  # a step; 0 while nothing can be emitted
-    prefill_at: int | None = None  # next prompt token to run; None when none is left
-    prompt_length: int = 0
-
-    @property
-    def occupied(self) -> bool:
-        return self.most_tokens > 0
+    states: jax.Array  # [B] SlotState after it
+    generations: list[int]  # of the slots when it was launched
+    words: tuple[jax.Array, ...]  # its messages in order; none where nothing is published
 
 
 @dataclass
@@ -60,8 +55,9 @@ class Compiled:
     admit: Callable[..., loop.LoopState] = field(init=False)
     release: Callable[..., loop.LoopState] = field(init=False)
     prefill_chunk: Callable[..., loop.LoopState] = field(init=False)
-    step: Callable[..., tuple[loop.LoopState, loop.StepOutput]] = field(init=False)
-    message: Callable[..., jax.Array] = field(init=False)
+    step: Callable[..., tuple[loop.LoopState, StepOutput]] = field(init=False)
+    target_message: Callable[..., jax.Array] = field(init=False)
+    draft_message: Callable[..., jax.Array] = field(init=False)
     leading: Callable[..., jax.Array] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +74,9 @@ class Compiled:
             donate_argnums=1,
             static_argnames="fused_k",
         )
-        self.message = jax.jit(loop.message, static_argnames=("k", "num_words", "process_rank"))
+        static = ("widths", "process_rank")
+        self.target_message = jax.jit(messages.target_message, static_argnames=static)
+        self.draft_message = jax.jit(messages.draft_message, static_argnames=static)
         self.leading = jax.jit(lambda words, count: words[:count], static_argnums=1)
 
 
@@ -93,12 +91,15 @@ class Worker:
         *,
         prefill_chunk: int = 64,
         process_rank: int = 0,
+        publish: bool = True,
         compiled: Compiled | None = None,
         fused: bool | None = None,
     ) -> None:
         """Start with empty slots.
 
         Args:
+          publish: send messages. A process rank that does not takes the same commands and the
+            same steps, and clears the same slots.
           compiled: share it among workers of one configuration.
           fused: let greedy verification and logprobs share one read where that pays; None: where
             the GPU kernels run.
@@ -108,27 +109,40 @@ class Worker:
         self.sender = sender
         self.prefill_chunk = prefill_chunk
         self.process_rank = process_rank
+        self.publish = publish
         self.compiled = compiled or Compiled(config)
         self.state = loop.init_state(config)
         self.fused = runs_on_gpu(config) if fused is None else fused
+        self.has_draft_logits = self.state.drafts.logits is not None
         self.slots = [Slot() for _ in range(config.num_slots)]
+        self.asked: tuple[Widths, Asked] | None = None  # by the slots; None once they changed
         self.step_number = 0  # of the next step; published steps have consecutive numbers
-        self.launched: jax.Array | None = None  # the words of a step that is under way
+        self.launched: Launched | None = None
 
     @property
     def busy(self) -> bool:
         """Whether anything is left to launch or to publish."""
-        return self.launched is not None or any(slot.occupied for slot in self.slots)
+        return self.launched is not None or any(s.occupied or s.verdict for s in self.slots)
 
     def apply(self, command: Command) -> bool:
-        """Carry out one command between two steps; False to stop."""
+        """Carry out one command between two steps; False to stop.
+
+        A `Release` or an `Evict` of a request that has ended here changes nothing: its last tokens
+        have been published or are on their way.
+
+        Raises:
+          NotServed: a request asks for what this worker does not do.
+          ValueError: a slot is given away before its eviction was published, or a draft that was
+            handed over is no token.
+        """
         if isinstance(command, Admit):
             self._admit(command)
         elif isinstance(command, Release):
-            slot = self.slots[command.slot]
-            if slot.generation == command.generation and slot.occupied:
-                self.state = self.compiled.release(self.state, jnp.int32(command.slot))
-                self.slots[command.slot] = Slot(generation=command.generation)
+            self._take_back(command.slot, command.generation, verdict=0)
+        elif isinstance(command, Evict):
+            if self.slots[command.slot].occupied:
+                verdict = SlotState.PREEMPTED if command.reschedule else SlotState.RECOVERY_STOP
+                self._take_back(command.slot, command.generation, verdict)
         else:
             return not isinstance(command, Shutdown)
         return True
@@ -138,8 +152,9 @@ class Worker:
         for index, slot in enumerate(self.slots):
             if slot.occupied and slot.prefill_at is not None:
                 self._prefill(index, slot)
-        decoding = any(slot.occupied and slot.prefill_at is None for slot in self.slots)
-        following = self._launch() if decoding else None
+        # An eviction has to be heard of, even where nothing decodes.
+        due = any(slot.decoding or slot.verdict for slot in self.slots)
+        following = self._launch() if due else None
         self.finish()
         self.launched = following
 
@@ -150,20 +165,45 @@ class Worker:
         self.launched = None
 
     def _admit(self, command: Admit) -> None:
-        request, length = command.request, self.config.max_length
+        request, drafter, vocab = command.request, self.config.drafter, self.config.model.vocab_size
         check_served(request)
-        most = min(self.config.drafter.num_drafts, request.params.max_tokens - 1)
+        if self.slots[command.slot].verdict:
+            raise ValueError(
+                f"slot {command.slot} was evicted and no message has said so yet: "
+                "give it away once its request was heard of, or release it first"
+            )
+        if wrong := [i for i in command.draft_token_ids if not 0 <= i < vocab]:
+            raise ValueError(
+                f"request {request.id!r}: draft token id {wrong[0]} is outside the vocabulary "
+                f"(0 to {vocab - 1})"
+            )
         self.state = self.compiled.admit(
-            self.state, jnp.int32(command.slot), admission(request, length, most)
+            self.state,
+            jnp.int32(command.slot),
+            slots.admission(
+                request, self.config.max_length, drafter.num_drafts, command.draft_token_ids
+            ),
         )
-        self.slots[command.slot] = Slot(
-            generation=command.generation,
-            columns=request.params.columns,
-            greedy=request.params.temperature == 0,
-            most_tokens=most + 1,
-            prefill_at=0,
-            prompt_length=len(request.prompt_token_ids),
+        self._set(
+            command.slot,
+            Slot(
+                generation=command.generation,
+                params=request.params,
+                most_tokens=slots.most_drafts(request, drafter.num_drafts) + 1,
+                prefill_at=0,
+                prompt_length=len(request.prompt_token_ids),
+            ),
         )
+
+    def _take_back(self, index: int, generation: int, verdict: int) -> None:
+        slot = self.slots[index]
+        if slot.generation == generation and (slot.occupied or slot.verdict):
+            self.state = self.compiled.release(self.state, jnp.int32(index))
+            self._set(index, Slot(generation=generation, verdict=verdict))
+
+    def _set(self, index: int, slot: Slot) -> None:
+        self.slots[index] = slot
+        self.asked = None
 
     def _prefill(self, index: int, slot: Slot) -> None:
         """Run one chunk of a prompt: a long one does not hold up the other slots' tokens."""
@@ -174,70 +214,85 @@ class Worker:
         following = start + self.prefill_chunk
         slot.prefill_at = following if following < slot.prompt_length - 1 else None
 
-    def _launch(self) -> jax.Array:
-        """Start a step and the copy of its message; what the host knows now bounds its size."""
-        columns = np.array([slot.columns for slot in self.slots], np.int32)
-        generations = np.array([slot.generation for slot in self.slots], np.uint32)
-        tokens = [0 if slot.prefill_at is not None else slot.most_tokens for slot in self.slots]
-        bound = wire.words_bound(tokens, columns, [0] * len(tokens))
-        asked = [slot.columns for slot in self.slots if slot.columns]
-        k = k_bucket(max(asked) - 1, self.config.model.vocab_size) if asked else None
-        fused_k = k if self.fused and self._mostly_greedy_logprobs() else None
+    def _launch(self) -> Launched:
+        """Start a step and the copy of its messages; what the host knows now bounds their size."""
+        if self.asked is None:
+            widths = slots.widths_of(self.slots, self.config.model.vocab_size)
+            self.asked = widths, slots.asked_of(self.slots, widths)
+        widths, asked = self.asked
+        fused_k = widths.k if self.fused and slots.wants_one_read(self.slots) else None
         self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)
-        number = self.step_number
-        words = self.compiled.message(
-            output,
-            columns,
-            generations,
-            np.array([number & 0xFFFFFFFF, number >> 32], np.uint32),
-            k=k,
-            num_words=self._most_words(k),
-            process_rank=self.process_rank,
-        )
-        # Packing compiles once for each K, and only this cut once for each bucket.
-        words = self.compiled.leading(words, min(bucket(bound), words.size))
-        words.copy_to_host_async()
+        generations = [slot.generation for slot in self.slots]
+        words = self._messages(output, widths, asked) if self.publish else ()
+        if not words:
+            output.state.copy_to_host_async()
         self.step_number += 1
-        return words
+        # On every process rank alike, whether it publishes or not: what is left of an eviction,
+        # or of a request that was handed over, would speak of the slot's next request.
+        for index, slot in enumerate(self.slots):
+            if slot.verdict or (self.config.prefill_only and slot.decoding):
+                self._set(index, Slot(generation=slot.generation))
+        return Launched(output.state, generations, words)
 
-    def _mostly_greedy_logprobs(self) -> bool:
-        """Whether one read of every row is cheaper than an argmax and the accepted rows again.
-
-        Every slot must be greedy; and the fused read selects K of rejected rows and of rows that
-        nobody asked about too, so half of the slots at least must want logprobs.
-        """
-        taken = [slot for slot in self.slots if slot.occupied]
-        asked = sum(slot.columns > 0 for slot in taken)
-        return all(slot.greedy for slot in taken) and 2 * asked >= len(taken)
-
-    def _most_words(self, k: int | None) -> int:
-        """The longest message that these slots can make with logprobs up to K."""
-        batch, columns = self.config.num_slots, 0 if k is None else k + 1
-        return wire.words_bound([self.config.num_positions] * batch, [columns] * batch, [0] * batch)
-
-    def _publish(self, launched: jax.Array) -> None:
-        words = np.asarray(launched)
-        num_words = int(wire.HEADER["num_words"].get(words))
-        if num_words > words.size:
-            raise DeviceCheckError(
-                f"a message of {num_words} words is longer than the {words.size} that its slots "
-                "can fill; nothing of it was sent"
+    def _messages(self, output: StepOutput, widths: Widths, asked: Asked) -> tuple[jax.Array, ...]:
+        """The words of a step's target message and, where somebody asked, of its draft message."""
+        number = self.step_number
+        step_number = np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
+        wants_drafts = any(slot.decoding and slot.params.draft_logprobs for slot in self.slots)
+        draft_follows = wants_drafts and self.has_draft_logits and not self.config.prefill_only
+        static = {"widths": widths, "process_rank": self.process_rank}
+        packed = [
+            self.compiled.target_message(
+                output, asked, step_number, np.bool_(draft_follows), **static
             )
-        if wire.HEADER["error"].get(words):
-            checks = int(wire.HEADER["error_checks"].get(words))
-            step = int(wire.HEADER["step_low"].get(words))
-            raise DeviceCheckError(
-                f"step {step} failed its checks on the device ({', '.join(failed_checks(checks))});"
-                " nothing of it was sent"
-            )
-        self.sender.send(words[:num_words])
-        fields = words[wire.HEADER_WORDS :][: wire.SLOT_WORDS * len(self.slots)]
-        fields = fields.reshape(len(self.slots), wire.SLOT_WORDS)
-        stopped = wire.SLOT["state"].get(fields) == SlotState.STOPPED
-        for index in np.flatnonzero(stopped).tolist():
-            generation = int(wire.SLOT["generation"].get(fields[index]))
+        ]
+        bounds = [slots.target_bound(self.slots)]
+        if draft_follows:
+            packed.append(self.compiled.draft_message(output, asked, step_number, **static))
+            bounds.append(slots.draft_bound(self.slots))
+        sent = []
+        for words, bound in zip(packed, bounds, strict=True):
+            # Packing compiles once for each width, and only this cut once for each bucket.
+            cut = self.compiled.leading(words, min(bucket(bound), words.size))
+            cut.copy_to_host_async()
+            sent.append(cut)
+        return tuple(sent)
+
+    def _publish(self, launched: Launched) -> None:
+        messages = [check(np.asarray(words)) for words in launched.words]
+        for words in messages:
+            self.sender.send(words)
+        if messages:
+            fields = messages[0][wire.HEADER_WORDS :][: wire.SLOT_WORDS * len(self.slots)]
+            states = wire.SLOT["state"].get(fields.reshape(len(self.slots), wire.SLOT_WORDS))
+        else:
+            states = np.asarray(launched.states)
+        for index in np.flatnonzero(states == SlotState.STOPPED).tolist():
+            generation = launched.generations[index]
             if generation == self.slots[index].generation:  # not of a request that came since
-                self.slots[index] = Slot(generation=generation)
+                self._set(index, Slot(generation=generation))
+
+
+def check(words: np.ndarray) -> np.ndarray:
+    """The message in a bucket of words, if the checks on the device passed.
+
+    Raises:
+      DeviceCheckError: they did not.
+    """
+    num_words = int(wire.HEADER["num_words"].get(words))
+    if num_words > words.size:
+        raise DeviceCheckError(
+            f"a message of {num_words} words is longer than the {words.size} that its slots "
+            "can fill; nothing of it was sent"
+        )
+    if wire.HEADER["error"].get(words):
+        checks = int(wire.HEADER["error_checks"].get(words))
+        step = int(wire.HEADER["step_low"].get(words))
+        raise DeviceCheckError(
+            f"step {step} failed its checks on the device ({', '.join(failed_checks(checks))});"
+            " nothing of it was sent"
+        )
+    return words[:num_words]
 
 
 def runs_on_gpu(config: loop.LoopConfig) -> bool:
@@ -245,27 +300,3 @@ def runs_on_gpu(config: loop.LoopConfig) -> bool:
     shape = (config.num_slots * config.num_positions, config.model.vocab_size)
     logits = jax.eval_shape(lambda: jnp.zeros(shape, jnp.dtype(config.model.dtype)))
     return cannot_run(logits, cuda_capability()) is None
-
-
-def admission(request: Request, max_length: int, max_drafts: int) -> loop.Admission:
-    """The device's view of a request; stop ids beyond `MAX_STOP_IDS` are the engine's to see."""
-    params = request.params
-    tokens = np.zeros(max_length, np.int32)
-    tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
-    stop_ids = np.full(loop.MAX_STOP_IDS, -1, np.int32)
-    watched = params.stop_token_ids[: loop.MAX_STOP_IDS]
-    stop_ids[: len(watched)] = watched
-    return loop.Admission(
-        tokens=jnp.asarray(tokens),
-        length=jnp.int32(len(request.prompt_token_ids)),
-        max_tokens=jnp.int32(params.max_tokens),
-        max_drafts=jnp.int32(max_drafts),
-        stop_ids=jnp.asarray(stop_ids),
-        sampling=Sampling(
-            temperature=jnp.float32(params.temperature),
-            top_k=jnp.int32(params.top_k),
-            top_p=jnp.float32(params.top_p),
-            min_p=jnp.float32(params.min_p),
-            seed=jnp.uint32(params.seed),
-        ),
-    )

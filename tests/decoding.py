@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from jax_specdec import loop, output_processor
+from jax_specdec import loop, messages, output_processor
 from jax_specdec.control import Admit, Release
 from jax_specdec.decode import decode
 from jax_specdec.drafters import MtpDrafter, NgramDrafter, NoDrafter
@@ -65,7 +65,8 @@ def without_jit(config):
         release=loop.release,
         prefill_chunk=functools.partial(loop.prefill_chunk, config),
         step=functools.partial(loop.step, config),
-        message=loop.message,
+        target_message=messages.target_message,
+        draft_message=messages.draft_message,
         leading=lambda words, count: words[:count],
     )
 

@@ -15,8 +15,8 @@ PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 # The device side of jax_specdec; every other module of it runs in a process without jax.
 DEVICE_SIDE = {
     "suffix",
-    "checkpoint", "drafters", "loop", "model", "model_params", "mtp", "pack", "prefill",
-    "sampling", "verify", "worker", "worker_process",
+    "checkpoint", "drafters", "loop", "messages", "model", "model_params", "modes", "mtp", "pack",
+    "prefill", "sampling", "slots", "verify", "worker", "worker_process",
 }  # fmt: skip
 ENTRY_POINTS = {"jax_specdec.cli"}
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}

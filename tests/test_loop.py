@@ -13,8 +13,8 @@ from jax_specdec.checkpoint import named_arrays
 from jax_specdec.decode import decode
 from jax_specdec.drafters import MtpDrafter, NoDrafter
 from jax_specdec.records import FinishReason
+from jax_specdec.slots import Slot, admission, asked_of, widths_of
 from jax_specdec.verify import verify
-from jax_specdec.worker import admission
 from tests import oracle, reference_model
 from tests.decoding import (
     VOCAB,
@@ -213,10 +213,11 @@ def test_without_jit_every_value_is_the_same():
         state, _ = compiled(config).step(params, state)  # so that there is a draft to verify
         _, output = functions.step(params, state)
         assert output.num_drafts[0] == 1
-        words = functions.message(
-            output, np.array([4], np.int32), np.zeros(1, np.uint32), np.zeros(2, np.uint32),
-            k=5, num_words=64,
-        )  # fmt: skip
+        slots = [Slot(params=item.params, most_tokens=2)]
+        widths = widths_of(slots, VOCAB)
+        words = functions.target_message(
+            output, asked_of(slots, widths), np.zeros(2, np.uint32), widths=widths
+        )
         sent[type(functions)] = decode(np.asarray(words[: words[4]]).tobytes())
     jitted, plain = sent.values()
     np.testing.assert_array_equal(jitted.token_ids, plain.token_ids)

@@ -7,11 +7,13 @@ import pytest
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode
-from jax_specdec import loop
+from jax_specdec import messages, modes
 from jax_specdec.decode import decode
+from jax_specdec.drafters import no_drafts
 from jax_specdec.output_processor import ProcessorError, ProcessorState, admit, step
 from jax_specdec.pack import SlotFields, pack, select_rows
 from jax_specdec.requests import RequestError, SamplingParams
+from jax_specdec.slots import Slot, asked_of, widths_of
 from pallas_kernels import TopkLogprobs, topk_logprobs, xla
 from tests import oracle
 from tests.processor_messages import request, target, tokens
@@ -133,32 +135,39 @@ def test_chosen_ids_follow_the_top_k_in_the_order_of_the_request():
 
 def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
     """Neither those of slots without logprobs nor those of rejected drafts."""
-    output = loop.StepOutput(
+    output = messages.StepOutput(
         logits=jnp.zeros((3, 2, 11)),
         token_ids=jnp.array([[1, 2], [3, -1], [4, 5]], jnp.int32),
         num_tokens=jnp.array([2, 1, 2], jnp.int32),
+        num_rows=jnp.array([2, 1, 2], jnp.int32),
         num_drafts=jnp.ones(3, jnp.int32),
+        drafts=no_drafts(3, 1),
         state=jnp.zeros(3, jnp.int32),
         running=jnp.bool_(True),
         greedy_rows=None,
     )
     calls = []
 
-    def watched(logits, token_ids, k, *, row_ids, num_rows):
+    def watched(logits, token_ids, k, *, row_ids, num_rows, temperatures, extra_token_ids):
+        assert temperatures is None  # raw
+        assert extra_token_ids is None
         count = int(num_rows)
         calls.append((k, row_ids[:count].tolist(), token_ids[:count].tolist()))
         return xla.skipped_rows(len(row_ids), k, 0)
 
-    monkeypatch.setattr(loop, "topk_logprobs", watched)
-    monkeypatch.setattr(loop, "pack", lambda *_, **__: None)  # what it sends is pinned elsewhere
+    monkeypatch.setattr(modes, "topk_logprobs", watched)
+    monkeypatch.setattr(messages, "pack", lambda *_, **__: None)  # what it sends: pinned elsewhere
 
-    def message(columns, k):
-        rest = (jnp.arange(3, dtype=jnp.uint32), jnp.zeros(2, jnp.uint32))
-        loop.message(output, jnp.array(columns, jnp.int32), *rest, k=k, num_words=64)
+    def message(*asked):
+        slots = [Slot(params=SamplingParams(logprobs=k), most_tokens=2) for k in asked]
+        widths = widths_of(slots, 11)
+        messages.target_message(
+            output, asked_of(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
+        )
 
-    message([0, 0, 0], None)
+    message(None, None, None)
     assert calls == []
-    message([0, 3, 1], 5)  # slot 1's only row and both of slot 2; nothing of slot 0
+    message(None, 2, 0)  # slot 1's only row and both of slot 2; nothing of slot 0
     assert calls == [(5, [2, 4, 5], [3, 4, 5])]
 
 

@@ -9,10 +9,13 @@ import pytest
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
-from jax_specdec import loop
+from jax_specdec import loop, messages
 from jax_specdec.control import Admit, Release
 from jax_specdec.decode import MessageError, decode
+from jax_specdec.drafters import no_drafts
 from jax_specdec.encode import SlotContents, encode
+from jax_specdec.requests import SamplingParams
+from jax_specdec.slots import Slot, asked_of, widths_of
 from jax_specdec.worker import Worker
 from tests import decoding
 from tests.decoding import mixed_requests, request, run
@@ -148,21 +151,24 @@ def test_a_message_carries_the_generation_of_its_launch():
 @pytest.mark.fast
 def test_only_columns_that_a_slot_asked_for_reach_its_message():
     """K of the batch is 20 here, and the slot that asked for 2 sends 3 columns."""
-    output = loop.StepOutput(
+    output = messages.StepOutput(
         logits=jnp.arange(2 * 30, dtype=jnp.float32).reshape(2, 1, 30) % 7,
         token_ids=jnp.array([[3], [4]], jnp.int32),
         num_tokens=jnp.ones(2, jnp.int32),
+        num_rows=jnp.ones(2, jnp.int32),
         num_drafts=jnp.zeros(2, jnp.int32),
+        drafts=no_drafts(2, 0),
         state=jnp.zeros(2, jnp.int32),
         running=jnp.bool_(True),
         greedy_rows=None,
     )
+    slots = [Slot(params=SamplingParams(logprobs=k), most_tokens=1) for k in (2, 20)]
+    widths = widths_of(slots, 30)
     words = np.asarray(
-        jax.jit(loop.message, static_argnames=("k", "num_words"))(
-            output, jnp.array([3, 21], jnp.int32), jnp.ones(2, jnp.uint32),
-            jnp.zeros(2, jnp.uint32), k=20, num_words=128,
+        jax.jit(messages.target_message, static_argnames="widths")(
+            output, asked_of(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
         )
-    )  # fmt: skip
+    )
     message = decode(words[: int(wire.HEADER["num_words"].get(words))])
     assert message.max_num_logprobs == 20
     assert [message.slot(b).logprobs.shape for b in range(2)] == [(1, 3), (1, 21)]

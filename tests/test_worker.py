@@ -20,7 +20,9 @@ from jax_specdec.worker import Worker
 from tests.decoding import compiled, random_model, request
 
 D, SLOTS, CHUNK, LENGTH = 3, 3, 8, 64
-COMPILED = ("admit", "release", "prefill_chunk", "step", "message", "leading")
+COMPILED = (
+    "admit", "release", "prefill_chunk", "step", "target_message", "draft_message", "leading",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Watched:
     def leading(self, words, count):
         slots = self.worker.slots
         tokens = [0 if slot.prefill_at is not None else slot.most_tokens for slot in slots]
-        columns = [slot.columns for slot in slots]
+        columns = [slot.params.columns for slot in slots]
         bound = wire.words_bound(tokens, columns, [0] * len(slots))
         cut = self.functions.leading(words, count)
         self.copied.append(SimpleNamespace(bound=bound, size=cut.size, largest=words.size))

@@ -1,0 +1,168 @@
+"""What the host knows of the slots: enough to launch a step and to bound its messages.
+
+The host never waits for a step to launch the next one, so everything here is decided from what
+requests asked for and from how far their prompts have come.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipc import wire
+from ipc.wire import LogprobsMode
+from jax_specdec import loop
+from jax_specdec.modes import Asked, Widths, chosen_bucket
+from jax_specdec.pack import k_bucket
+from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.sampling import Sampling
+
+NOBODY = SamplingParams()  # of an empty slot
+
+
+@dataclass
+class Slot:
+    """One slot, empty unless `most_tokens` is positive."""
+
+    generation: int = 0
+    params: SamplingParams = field(default=NOBODY)
+    most_tokens: int = 0  # a step; 0 while nothing can be emitted
+    prefill_at: int | None = None  # next prompt token to run; None when none is left
+    prompt_length: int = 0
+    verdict: int = 0  # PREEMPTED or RECOVERY_STOP until a message has said so, else 0
+
+    @property
+    def occupied(self) -> bool:
+        return self.most_tokens > 0
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the next step may emit tokens of it."""
+        return self.occupied and self.prefill_at is None
+
+
+def widths_of(slots: Sequence[Slot], vocab_size: int) -> Widths:
+    """The static limits of what these slots ask for."""
+    asked = [slot.params for slot in slots if slot.params.columns]
+    if not asked:
+        return Widths()
+    return Widths(
+        k=k_bucket(max(params.columns for params in asked) - 1, vocab_size),
+        chosen=chosen_bucket(max(len(params.extra_token_ids) for params in asked)),
+        mode=LogprobsMode(max(params.logprobs_mode for params in asked)),
+    )
+
+
+def asked_of(slots: Sequence[Slot], widths: Widths) -> Asked:
+    """What is known of these slots, on the device."""
+    chosen_ids = np.zeros((len(slots), widths.chosen), np.int32)
+    for row, slot in zip(chosen_ids, slots, strict=True):
+        row[: len(slot.params.extra_token_ids)] = slot.params.extra_token_ids
+    params = [slot.params for slot in slots]
+    return Asked(
+        generation=_array([slot.generation for slot in slots], np.uint32),
+        verdict=_array([slot.verdict for slot in slots], np.int32),
+        columns=_array([p.columns for p in params], np.int32),
+        mode=_array([p.logprobs_mode for p in params], np.int32),
+        num_chosen=_array([len(p.extra_token_ids) for p in params], np.int32),
+        chosen_ids=jnp.asarray(chosen_ids),
+        draft_logprobs=_array([p.draft_logprobs for p in params], np.bool_),
+        sampling=_sampling(lambda name: [getattr(p, name) for p in params]),
+    )
+
+
+def _sampling(values: Callable[[str], object]) -> Sampling:
+    """Of what `values` has for each name: scalars, or lists of them."""
+    return Sampling(
+        temperature=_array(values("temperature"), np.float32),
+        top_k=_array(values("top_k"), np.int32),
+        top_p=_array(values("top_p"), np.float32),
+        min_p=_array(values("min_p"), np.float32),
+        seed=_array(values("seed"), np.uint32),
+    )
+
+
+def _array(values: object, dtype: type[np.generic]) -> jax.Array:
+    return jnp.asarray(np.array(values, dtype))
+
+
+def target_bound(slots: Sequence[Slot]) -> int:
+    """The most words of the next step's target message: its bucket is chosen by this."""
+    tokens = [slot.most_tokens if slot.decoding else 0 for slot in slots]
+    return _bound(slots, tokens)
+
+
+def draft_bound(slots: Sequence[Slot]) -> int:
+    """The most words of the next step's draft message."""
+    tokens = [
+        slot.most_tokens - 1 if slot.decoding and slot.params.draft_logprobs else 0
+        for slot in slots
+    ]
+    return _bound(slots, tokens)
+
+
+def _bound(slots: Sequence[Slot], tokens: Sequence[int]) -> int:
+    return wire.words_bound(
+        tokens,
+        [slot.params.columns for slot in slots],
+        [len(slot.params.extra_token_ids) for slot in slots],
+    )
+
+
+def wants_one_read(slots: Sequence[Slot]) -> bool:
+    """Whether one read of every row is cheaper than an argmax and the accepted rows again.
+
+    Every slot must be greedy, and ask for nothing but the top K of the raw logits (for a greedy
+    request scaled is the same); and the fused read selects K of rejected rows and of rows that
+    nobody asked about too, so half of the slots at least must want logprobs.
+    """
+    taken = [slot.params for slot in slots if slot.occupied]
+    asked = sum(params.columns > 0 for params in taken)
+    plain = all(
+        params.temperature == 0
+        and params.logprobs_mode is not LogprobsMode.PROCESSED
+        and not params.extra_token_ids
+        for params in taken
+    )
+    return plain and 2 * asked >= len(taken) > 0
+
+
+def admission(
+    request: Request, max_length: int, num_drafts: int, draft_token_ids: Sequence[int] = ()
+) -> loop.Admission:
+    """The device's view of a request; stop ids beyond `MAX_STOP_IDS` are the engine's to see.
+
+    Args:
+      max_length: T.
+      num_drafts: D.
+      draft_token_ids: handed over by a prefill node. What the slot cannot verify in its first
+        step is left out: drafts only ever save steps.
+    """
+    params, prompt = request.params, request.prompt_token_ids
+    tokens = np.zeros(max_length, np.int32)
+    tokens[: len(prompt)] = prompt
+    stop_ids = np.full(loop.MAX_STOP_IDS, -1, np.int32)
+    watched = params.stop_token_ids[: loop.MAX_STOP_IDS]
+    stop_ids[: len(watched)] = watched
+    most = most_drafts(request, num_drafts)
+    drafts = np.zeros(num_drafts, np.int32)
+    given = list(draft_token_ids[: min(most, max_length - len(prompt) - 1)])
+    drafts[: len(given)] = given
+    return loop.Admission(
+        tokens=jnp.asarray(tokens),
+        length=jnp.int32(len(prompt)),
+        max_tokens=jnp.int32(params.max_tokens),
+        max_drafts=jnp.int32(most),
+        stop_ids=jnp.asarray(stop_ids),
+        sampling=_sampling(functools.partial(getattr, params)),
+        draft_token_ids=jnp.asarray(drafts),
+        num_drafts=jnp.int32(len(given)),
+    )
+
+
+def most_drafts(request: Request, num_drafts: int) -> int:
+    """The most drafts of one step of a request: a step emits one token more."""
+    return min(num_drafts, request.params.max_tokens - 1)
