@@ -1,99 +1,238 @@
-"""The whole decoding loop with the shipped model: what logprobs add to it, by K and by drafter.
+"""The whole decoding loop: what logprobs add to it, and which part of this project buys what.
 
-Every contender decodes the same prompts to the same tokens: prefill, steps, packing, the copy to
-the host, decoding and the output processor. One process, no ring: that has its own suite.
+Every contender is a `Worker` (bench/rig.py) whose messages go to a consumer in another process
+(bench/consumer.py). All decode the same prompts to the same tokens, and those that ask for the same
+logprobs deliver the same: that is checked first. Then they run in turn, round by round. A round
+decodes from the same state for everybody: first as a server runs, step n + 1 launched before step n
+is read, then some steps taken apart, each part waited for.
+
+"no logprobs" is the baseline; the names after "K = 20, " say which one part is replaced.
 """
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from bench.timing import Comparison, compare
-from jax_specdec import loop, output_processor, tokens
-from jax_specdec.checkpoint import load_checkpoint, tiny_weights_path
-from jax_specdec.control import Admit
-from jax_specdec.decode import decode
-from jax_specdec.requests import Request, SamplingParams
-from jax_specdec.worker import Compiled, Worker
-from jax_specdec.worker_process import make_drafter
+from bench import progress
+from bench.consumer import Consumer, Content
+from bench.rig import FIXED_BYTES, Contender, Rig, Steps
+from bench.setups import DRAFTS, REQUESTS, Setup, prompts, setups
+from bench.timing import BenchError, Comparison, Target, compare, from_samples, rotated
+from ipc.wire import LogprobsMode
+from jax_specdec.requests import NotServed, check_served
+from jax_specdec.worker import Compiled, runs_on_gpu
 
-SLOTS = 8
-PROMPTS = (
-    "def __init__(self, ", "import os\nimport ", "class Error(Exception):\n    ", "for i in range(",
-    "    raise ValueError(", '    """Return the ', "    with open(", "        return ",
+QUEUE, ZEROMQ = "multiprocessing.Queue", "ZeroMQ msgpack"
+OFF, K0, K20, ONE = "no logprobs", "K = 0", "K = 20", f"K = 20 for 1 of {REQUESTS}"
+HOST_LIMIT = 500.0  # us a step: everything after the device array exists, K = 20
+ADDED_LIMITS = {K0: 20.0, K20: 50.0, ONE: 22.0}  # us a step on an H100
+BASELINE_LIMIT = 2.0  # times reading the weights
+
+GREEDY = (
+    Contender(OFF, None),
+    Contender(K0, 0),
+    Contender("K = 5", 5),
+    Contender(K20, 20),
+    Contender("K = 20 and draft logprobs", 20, draft_logprobs=True),
+    Contender(ONE, 20, askers=1),
+    Contender("K = 20, separate read", 20, kernel="separate"),
+    Contender("K = 20, naive kernel", 20, kernel="naive"),
+    Contender("K = 20, fixed-size message", 20, message_bytes=FIXED_BYTES),
+    Contender("K = 20, multiprocessing.Queue", 20, transport=QUEUE),
+    Contender("K = 20, ZeroMQ", 20, transport=ZEROMQ),
+    Contender("K = 20, lists a token", 20, design="lists"),
+    Contender("K = 20, objects in dicts", 20, design="objects"),
+    Contender("K = 20, the usual way", 20, kernel="naive", message_bytes=FIXED_BYTES,
+              transport=QUEUE, design="objects"),
 )  # fmt: skip
-
-
-class _Messages(list[bytes]):
-    def send(self, data: object, /) -> None:
-        self.append(bytes(memoryview(data)))  # type: ignore[arg-type]
+NOT_QUICK = ("K = 5", "K = 20 and draft logprobs", "K = 20, ZeroMQ", "K = 20, lists a token")
+SAMPLED = tuple(
+    Contender(name, k, mode=mode, temperature=0.8, top_p=0.95)
+    for name, k, mode in (
+        (OFF, None, LogprobsMode.RAW),
+        ("K = 20, raw", 20, LogprobsMode.RAW),
+        ("K = 20, scaled", 20, LogprobsMode.SCALED),
+        ("K = 20, processed", 20, LogprobsMode.PROCESSED),
+    )
+)
 
 
 def run(quick: bool = False) -> list[Comparison]:
-    """Seconds to decode the prompts with logprobs off, K = 0, 5 and 20, for each drafter."""
-    params, config, _ = load_checkpoint(tiny_weights_path())
-    max_tokens = 24 if quick else 96
+    """Greedy requests on every setup of this machine; and sampled ones, unless `quick`."""
     results = []
-    for drafter in ("mtp",) if quick else ("mtp", "ngram", "none"):
-        settings = loop.LoopConfig(
-            model=config,
-            drafter=make_drafter(drafter, 3, config),
-            num_slots=SLOTS,
-            max_length=256,
-        )
-        compiled = Compiled(settings)
-
-        def contender(k: int | None, settings: loop.LoopConfig = settings,
-                      compiled: Compiled = compiled) -> Callable[[], list[list[int]]]:  # fmt: skip
-            return lambda: decode_all(settings, compiled, params, k, max_tokens)
-
-        names = {"no logprobs": None, "K = 0": 0, "K = 5": 5, "K = 20": 20}
-        results.append(
-            compare(
-                f"decoding {SLOTS} requests x {max_tokens} tokens, drafter {drafter}",
-                {name: contender(k) for name, k in names.items()},
-                check=_same_tokens,
-                rounds=3 if quick else 7,
-                min_seconds=0.0,
-                settings={
-                    "slots": SLOTS,
-                    "max_tokens": max_tokens,
-                    "drafter": drafter,
-                    "drafts": settings.drafter.num_drafts,
-                    "vocabulary": config.vocab_size,
-                    "device": jax.devices()[0].device_kind,
-                },
-            )
-        )
+    for setup in setups(quick):
+        params, model = setup.load()
+        config = setup.loop_config(model)
+        with_gpu = runs_on_gpu(config)
+        greedy = [c for c in GREEDY if c.kernel != "separate" or with_gpu]
+        chosen = [c for c in greedy if not (quick and c.name in NOT_QUICK)]
+        groups = {"greedy": chosen} if quick else {"greedy": chosen, "sampled": list(SAMPLED)}
+        for kind, contenders in groups.items():
+            title = f"decoding {REQUESTS} {kind} requests, {DRAFTS} drafts, {setup.name}"
+            results.append(measure(title, setup, contenders, params, model))
     return results
 
 
-def decode_all(
-    settings: loop.LoopConfig, compiled: Compiled, params: object, k: int | None, max_tokens: int
-) -> list[list[int]]:
-    """The tokens of every prompt, in order of the prompts."""
-    sent = _Messages()
-    worker = Worker(settings, params, sent, compiled=compiled)  # type: ignore[arg-type]
-    state = output_processor.ProcessorState.empty(SLOTS)
-    emitted: dict[str, list[int]] = {}
-    for slot, prompt in enumerate(PROMPTS):
-        ids = tuple(tokens.encode(prompt, start_document=True).tolist())
-        request = Request(
-            id=prompt,
-            prompt_token_ids=ids,
-            params=SamplingParams(max_tokens=max_tokens, logprobs=k),
+def measure(
+    title: str, setup: Setup, contenders: Sequence[Contender], params: Any, model: Any
+) -> Comparison:
+    """All contenders on one setup; the first is the baseline."""
+    config, texts = setup.loop_config(model), prompts(model)
+    notes: dict[str, Any] = {}
+    served = []
+    for contender in contenders:
+        try:
+            for request in contender.requests(texts, config.max_length - len(texts[0]), 1):
+                check_served(request)
+            served.append(contender)
+        except NotServed as reason:
+            notes[f"NOT RUN {contender.name}"] = str(reason)
+    consumer = Consumer(sorted({c.transport for c in served}), REQUESTS)
+    try:
+        for contender in list(served):
+            if contender.transport in consumer.missing:
+                served.remove(contender)
+                notes[f"NOT RUN {contender.name}"] = consumer.missing[contender.transport]
+        compiled = Compiled(config)
+        rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in served}
+        rounds = run_rounds(title, rigs, setup)
+    finally:
+        consumer.close()
+    samples = {name: [steps.step for steps in found] for name, found in rounds.items()}
+    settings = {
+        "requests": REQUESTS,
+        "drafts": DRAFTS,
+        "vocabulary": model.vocab_size,
+        "dtype": model.dtype,
+        "parameters": model.num_parameters,
+        "steps": setup.steps,
+        "rounds": setup.rounds,
+        "device": jax.devices()[0].device_kind,
+    }
+    plain = from_samples(title, samples, settings=settings, notes=notes)
+    figures = {name: figures_of(found, rounds[served[0].name]) for name, found in rounds.items()}
+    targets = targets_of(plain, figures, params, setup) if K20 in figures else ()
+    return replace(plain, figures=figures, targets=tuple(targets))
+
+
+def run_rounds(title: str, rigs: dict[str, Rig], setup: Setup) -> dict[str, list[Steps]]:
+    """Equal results first; then the rounds, each starting with another contender."""
+    names = list(rigs)
+    rounds: dict[str, list[Steps]] = {name: [] for name in names}
+    with progress.bar(title, len(names) * (setup.rounds + 1)) as advance:
+        seen = {}
+        for name, rig in rigs.items():
+            content = rig.run(4, 2, keep=True)[1].content
+            seen[name] = content
+            check(title, rig.contender, content, names[0], seen)
+            advance()
+        for index in range(setup.rounds):
+            for name in rotated(names, index):
+                found = rigs[name].run(setup.steps, setup.apart)[0]
+                rounds[name].append(found)
+                advance()
+    return rounds
+
+
+def check(
+    title: str,
+    contender: Contender,
+    content: Sequence[Content],
+    baseline: str,
+    seen: dict[str, list[Content]],
+) -> None:
+    """Everybody's tokens must be the baseline's; an ablation's logprobs those of "K = 20".
+
+    Raises:
+      BenchError: they are not.
+    """
+    name = contender.name
+    if len(content) != len(seen[baseline]):
+        raise BenchError(
+            f"{title}: {name} took {len(content)} steps, {baseline} {len(seen[baseline])}"
         )
-        state = output_processor.admit(state, slot, 1, request)
-        worker.apply(Admit(slot=slot, generation=1, request=request))
-        emitted[prompt] = []
-    while worker.busy:
-        worker.advance()
-        while sent:
-            state, records = output_processor.step(state, decode(sent.pop(0)))
-            for record in records:
-                emitted[record.request_id] += record.token_ids.tolist()
-    return list(emitted.values())
+    like = seen.get(K20) if name.startswith("K = 20, ") and contender.temperature == 0 else None
+    for step, slots in enumerate(content):
+        for slot, (ids, rows) in enumerate(slots):
+            where = f"{title}: {name} differs from {{}} at step {step}, request {slot}: {{}}"
+            wanted_ids, _ = seen[baseline][step][slot]
+            if ids is not None and ids != wanted_ids:
+                raise BenchError(where.format(baseline, f"tokens {ids}, not {wanted_ids}"))
+            if like is None:
+                continue
+            wanted = like[step][slot][1] or []
+            if not same_rows(rows or [], wanted):
+                raise BenchError(where.format(K20, f"logprobs {rows}, not {wanted}"))
 
 
-def _same_tokens(name: str, expected: list[list[int]], actual: list[list[int]]) -> None:
-    assert actual == expected, "other tokens"
+def same_rows(rows: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]) -> bool:
+    """Equal within the rounding of the naive kernel, which subtracts in another order."""
+    return len(rows) == len(wanted) and all(
+        len(row) == len(want) and all(abs(a - b) <= 1e-4 for a, b in zip(row, want, strict=True))
+        for row, want in zip(rows, wanted, strict=True)
+    )
+
+
+def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, float]:
+    """What is counted beside the time; times in us a step, medians over the rounds."""
+
+    def median(of: str) -> float:
+        return float(statistics.median(getattr(steps, of) for steps in rounds))
+
+    # Pairs of one round: what drifts between rounds cancels.
+    added = [mine.step - base.step for mine, base in zip(rounds, baseline, strict=True)]
+    kept = [base.step / mine.step for mine, base in zip(rounds, baseline, strict=True)]
+    return {
+        "tokens/s": statistics.median(s.tokens / s.step for s in rounds),
+        "% of tokens/s": 100 * statistics.median(kept),
+        "adds us": 1e6 * statistics.median(added),
+        "worker us": 1e6 * median("output"),
+        "host us": 1e6 * median("host"),
+        "part: publish us": 1e6 * median("publish"),
+        "part: ring us": 1e6 * median("ring"),
+        "part: decode us": 1e6 * median("decode"),
+        "part: process us": 1e6 * median("process"),
+        "engine CPU us": 1e6 * median("engine_cpu"),
+        "bytes": median("bytes"),
+        "rows": median("rows"),
+    }
+
+
+def targets_of(
+    found: Comparison, figures: dict[str, dict[str, float]], params: Any, setup: Setup
+) -> list[Target]:
+    """The promises: the host's on every machine, the device's where it is the one they are for."""
+    targets = [
+        Target("host part, 64 requests at K = 20", HOST_LIMIT, figures[K20]["host us"], "us")
+    ]
+    if not setup.targets:
+        reading = None
+        added: dict[str, float] = {}
+    else:
+        reading = found[OFF].median / seconds_to_read(params)
+        added = {name: figures[name]["adds us"] for name in ADDED_LIMITS}
+    targets.append(
+        Target("H100: baseline step over reading the weights", BASELINE_LIMIT, reading, "x")
+    )
+    return targets + [
+        Target(f"H100: {name} adds to a step", limit, added.get(name), "us")
+        for name, limit in ADDED_LIMITS.items()
+    ]
+
+
+def seconds_to_read(params: Any) -> float:
+    """The weights' bytes over the bandwidth of a copy (read plus written), measured here."""
+    size = 1 << 29
+    x = jnp.zeros(size // 2, jnp.bfloat16)
+    copy = jax.jit(lambda x: -x)
+    timed = compare(
+        "copy",
+        {"copy": lambda: jax.block_until_ready(copy(x))},  # type: ignore[no-untyped-call]
+        check=None,
+    )
+    weights = float(sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+    return weights * timed["copy"].median / (2 * size)

@@ -17,10 +17,12 @@ from bench.files import write_json
 
 __all__ = [
     "BenchError", "Call", "Comparison", "Target", "Timing", "compare", "from_samples",
-    "print_table", "readable", "write_json",
+    "print_table", "readable", "rotated", "write_json",
 ]  # fmt: skip
 
 Call = Callable[[], Any]
+
+PART = "part: "  # how the name of a figure starts that is part of another one
 
 
 class BenchError(AssertionError):
@@ -84,28 +86,46 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
 
 
 def print_table(comparisons: Sequence[Comparison], console: Console | None = None) -> None:
-    """Median, spread and ratio of every contender, a table a comparison; then its targets."""
+    """Median, spread and ratio of every contender, what was counted beside, notes and targets."""
     console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=max(console.width, 120))
     for comparison in comparisons:
-        table = Table(title=comparison.title, title_justify="left")
-        table.add_column("contender")
-        counted = list(dict.fromkeys(key for row in comparison.figures.values() for key in row))
-        for column in ("median", "quartiles", f"against {comparison.timings[0].name}", *counted):
+        table = _table(comparison.title)
+        for column in ("median", "quartiles", f"against {comparison.timings[0].name}"):
             table.add_column(column, justify="right")
         for timing in comparison.timings:
-            row = comparison.figures.get(timing.name, {})
             table.add_row(
                 timing.name,
                 readable(timing.median),
                 f"{readable(timing.low)} .. {readable(timing.high)}",
                 f"{timing.ratio:.2f}x the time",
-                *(f"{row[key]:,.4g}" if key in row else "" for key in counted),
             )
         console.print(table)
+        if comparison.figures:
+            console.print(_counted(comparison))
         for name, value in comparison.notes.items():
             console.print(f"  {name}: {value}")
         for target in comparison.targets:
             console.print(f"  target: {target}")
+
+
+def _counted(comparison: Comparison) -> Table:
+    """What was counted beside the time; the parts of a figure are for the JSON and the plots."""
+    keys = dict.fromkeys(key for row in comparison.figures.values() for key in row)
+    shown = [key for key in keys if not key.startswith(PART)]
+    table = _table("")
+    for key in shown:
+        table.add_column(key, justify="right")
+    for name, row in comparison.figures.items():
+        table.add_row(name, *(f"{row[key]:,.4g}" if key in row else "" for key in shown))
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    table.add_column("contender", no_wrap=True)
+    return table
 
 
 def readable(seconds: float) -> str:

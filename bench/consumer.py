@@ -1,0 +1,257 @@
+"""The engine's side of the end-to-end benchmark: a process of its own that never imports jax.
+
+It receives the messages of every contender, one contender and one round at a time, and turns them
+into per-request results the way that contender does: in columns (`decode` and `output_processor`),
+or as lists or objects a token (`bench.host`).
+"""
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from bench import host
+from bench.ring_contenders import CONTENDERS, NotAvailable, QueueReceiver, Receiver, Sender
+from bench.timing import BenchError
+from ipc import wire
+from ipc.wire import Kind
+from jax_specdec import output_processor
+from jax_specdec.decode import Message, decode
+from jax_specdec.output_processor import ProcessorState
+from jax_specdec.records import Records
+from jax_specdec.requests import Request
+
+PATIENCE_SECONDS = 60.0
+
+# The columns of a round's table, a row a step.
+RECEIVED, DECODED, PROCESSED, CPU, BYTES, TOKENS, ACCEPTED, ROWS = range(8)
+
+# One request's part of one step, to compare contenders by: its ids, and each row's logprobs of the
+# emitted token and the top K, descending. None: this contender does not deliver it in this form.
+Content = list[tuple[list[int] | None, list[list[float]] | None]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the consumer saw: `table` [steps, 8] int64, times in ns of CLOCK_MONOTONIC."""
+
+    table: np.ndarray
+    content: list[Content]  # by step; empty unless it was asked for
+
+
+class Consumer:
+    """The process, its transports, and the commands to it."""
+
+    def __init__(self, transports: Sequence[str], num_slots: int) -> None:
+        """Start it with one receiver for each of `transports` (names of `ring_contenders`)."""
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = context.Pipe()
+        # A multiprocessing.Queue can only be handed over at the start.
+        queues = {name: QueueReceiver() for name in transports if "Queue" in name}
+        self._process = context.Process(
+            target=_main, args=(theirs, list(transports), queues, num_slots), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        addresses = self._answer()
+        addresses |= {name: queue.address for name, queue in queues.items()}
+        self.missing: dict[str, str] = {}
+        self.senders: dict[str, Sender] = {}
+        for name in transports:
+            if isinstance(addresses[name], NotAvailable):
+                self.missing[name] = str(addresses[name])
+            else:
+                self.senders[name] = CONTENDERS[name][1](addresses[name])
+
+    def begin(
+        self, transport: str, design: str, requests: Sequence[Request], keep: bool = False
+    ) -> None:
+        """Get ready for a round: the requests of all slots, under generation `0`-based slots."""
+        self._control.send((transport, design, list(requests), keep))
+        self._answer()
+
+    def end(self) -> Round:
+        """The round's findings, after its last message and `end_of_round` were sent."""
+        result: Round = self._answer()
+        return result
+
+    def close(self) -> None:
+        for sender in self.senders.values():
+            sender.close()
+        if self._process.is_alive():
+            self._control.send(None)
+            self._process.join(PATIENCE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._control.close()
+
+    def _answer(self) -> Any:
+        try:
+            if not self._control.poll(PATIENCE_SECONDS):
+                raise BenchError("the benchmark's consumer process does not answer")
+            answer = self._control.recv()
+        except EOFError:
+            raise BenchError("the benchmark's consumer process has ended") from None
+        if isinstance(answer, BaseException) and not isinstance(answer, NotAvailable):
+            raise BenchError(f"the benchmark's consumer process failed: {answer!r}") from answer
+        return answer
+
+
+NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+
+def send(sender: Sender, words: np.ndarray) -> None:
+    """One message through any of the transports."""
+    sender.send(time.monotonic_ns(), (*NOTHING, words))
+
+
+def end_of_round(sender: Sender) -> None:
+    send(sender, np.zeros(0, np.uint32))
+
+
+def _main(
+    control: Connection, transports: list[str], given: dict[str, QueueReceiver], num_slots: int
+) -> None:
+    receivers: dict[str, Receiver] = dict(given)
+    addresses: dict[str, Any] = {}
+    for name in transports:
+        if name in given:
+            continue
+        try:
+            receivers[name] = CONTENDERS[name][0]()
+            addresses[name] = receivers[name].address
+        except NotAvailable as reason:
+            addresses[name] = reason
+    control.send(addresses)
+    try:
+        while (order := control.recv()) is not None:
+            transport, design, requests, keep = order
+            take = DESIGNS[design](requests, num_slots)
+            gc.collect()
+            control.send("ready")
+            control.send(_round(receivers[transport], take, keep))
+    except EOFError:
+        pass
+    except Exception as error:  # the other side says it and ends
+        control.send(error)
+    finally:
+        for receiver in receivers.values():
+            receiver.close()
+
+
+Take = Callable[[np.ndarray], tuple[int, Any]]  # bytes to (when decoded, results)
+
+
+def _round(receiver: Receiver, take: Take, keep: bool) -> Round:
+    table: list[tuple[int, ...]] = []
+    content: list[Content] = []
+    clock, cpu = time.monotonic_ns, time.process_time_ns
+    while len(words := receiver.receive()[3]):
+        received = clock()
+        # A transport may send more than the message: a fixed size.
+        message = words[: int(wire.HEADER["num_words"].get(words.view(np.uint32)))]
+        decoded, results = take(message)
+        processed, used = clock(), cpu()
+        is_target = int(wire.HEADER["kind"].get(message.view(np.uint32))) == Kind.TARGET
+        if is_target:
+            counts = _counts(message.view(np.uint32))
+            table.append((received, decoded, processed, used, words.nbytes, *counts))
+        else:  # a draft message belongs to the step before it
+            last = table.pop()
+            spent = last[DECODED] + (decoded - received)
+            table.append((last[0], spent, processed, used, last[BYTES] + words.nbytes, *last[5:]))
+        if keep and is_target:
+            content.append(_content(results))
+        del words, message, results
+    return Round(np.array(table, np.int64).reshape(-1, 8), content)
+
+
+def _counts(words: np.ndarray) -> tuple[int, int, int]:
+    """Tokens, accepted drafts and rows with logprobs of a target message."""
+    begin = wire.HEADER_WORDS
+    slots = words[begin : begin + int(words[3]) * wire.SLOT_WORDS].reshape(-1, wire.SLOT_WORDS)
+    tokens = slots[:, 1] & 0xFFFF
+    accepted = np.maximum(tokens.astype(np.int64) - 1, 0).sum()
+    return int(tokens.sum()), int(accepted), int((slots[:, 1] >> 16).sum())
+
+
+def columns(requests: Sequence[Request], num_slots: int) -> Take:
+    """This project's way."""
+    # A round starts where the last one ended: any number may be its first step.
+    state = replace(ProcessorState.empty(num_slots), next_step=None)
+    for slot, request in enumerate(requests):
+        state = output_processor.admit(state, slot, generation_of(request), request)
+
+    def take(words: np.ndarray) -> tuple[int, tuple[Message, Records]]:
+        nonlocal state
+        message = decode(words)
+        decoded = time.monotonic_ns()
+        state, records = output_processor.step(state, message)
+        return decoded, (message, records)
+
+    return take
+
+
+def a_token(
+    make: Callable[[int], Callable[[Any], Any]],
+) -> Callable[[Sequence[Request], int], Take]:
+    """One of `bench.host`'s designs that make something for each token."""
+
+    def design(requests: Sequence[Request], num_slots: int) -> Take:
+        call = make(num_slots)
+
+        def take(words: np.ndarray) -> tuple[int, Any]:
+            decoded = time.monotonic_ns()
+            return decoded, call(words)
+
+        return take
+
+    return design
+
+
+DESIGNS: dict[str, Callable[[Sequence[Request], int], Take]] = {
+    "columns": columns,
+    "lists": a_token(host.lists),
+    "objects": a_token(host.objects),
+}
+
+
+def generation_of(request: Request) -> int:
+    """The generation that the benchmark runs a request under; its id ends with it."""
+    return int(request.id.rpartition("#")[2])
+
+
+def _content(results: Any) -> Content:
+    """What was delivered, in one form for all designs."""
+    if isinstance(results, tuple):  # ours
+        message, _ = results
+        return [_of_view(message.slot(slot)) for slot in range(message.num_slots)]
+    if results and isinstance(results[0], list):  # objects: a dictionary a token
+        return [(None, [_descending(by_id) for by_id in slot]) for slot in results]
+    return [
+        (ids, [_descending(_by_id(i, r, t)) for i, r, t in zip(ids, rows, tops, strict=True)])
+        for ids, _, tops, rows, _ in results
+    ]
+
+
+def _of_view(view: Any) -> tuple[list[int], list[list[float]] | None]:
+    ids = view.token_ids.tolist()
+    if not view.logprobs.size:
+        return ids, None
+    rows, tops = view.logprobs.tolist(), view.topk_ids.tolist()
+    return ids, [_descending(_by_id(i, r, t)) for i, r, t in zip(ids, rows, tops, strict=True)]
+
+
+def _by_id(token: int, row: Sequence[float], top: Sequence[int]) -> dict[int, float]:
+    return {**dict(zip(top, row[1:], strict=True)), token: row[0]}
+
+
+def _descending(by_id: dict[int, Any]) -> list[float]:
+    values = [v.logprob if isinstance(v, host.Logprob) else v for v in by_id.values()]
+    return sorted(values, reverse=True)

@@ -1,0 +1,271 @@
+"""The worker's side of the end-to-end benchmark: one contender's loop, measured round by round.
+
+The loop is the product's own `Worker`; a contender differs in what its requests ask for and, for
+the ablations, in one part that is replaced: the kernel, the message, the transport or the decoder.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import reference
+from bench.consumer import CPU, Consumer, Round, end_of_round, send
+from bench.ring_contenders import SEED_BYTES, Sender
+from ipc import wire
+from ipc.errors import RingError
+from ipc.wire import LogprobsMode, SlotState
+from jax_specdec import loop
+from jax_specdec.control import Admit, Release
+from jax_specdec.messages import StepOutput, target_message
+from jax_specdec.modes import Widths
+from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.worker import Compiled, Worker
+
+WARM_STEPS = 2  # after the prompts, before the clock
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the comparison."""
+
+    name: str
+    logprobs: int | None  # K of the requests that ask; None: nobody asks
+    askers: int | None = None  # how many requests ask; None: all
+    draft_logprobs: bool = False
+    mode: LogprobsMode = LogprobsMode.RAW
+    temperature: float = 0.0
+    top_p: float = 1.0
+    kernel: str = "ours"  # "separate": never fused with verification; "naive"
+    message_bytes: int | None = None  # None: as long as its content
+    transport: str = "ring"
+    design: str = "columns"  # how the engine's side decodes
+
+    def requests(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, round_: int
+    ) -> list[Request]:
+        """A request for each slot; a round has generations of its own."""
+        asking = len(prompts) if self.askers is None else self.askers
+        return [
+            Request(
+                id=f"{slot}#{round_}",
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(
+                    max_tokens=max_tokens,
+                    logprobs=self.logprobs if slot < asking else None,
+                    logprobs_mode=self.mode,
+                    draft_logprobs=self.draft_logprobs,
+                    temperature=self.temperature,
+                    top_p=self.top_p,
+                    seed=slot,
+                ),
+            )
+            for slot, prompt in enumerate(prompts)
+        ]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One round of one contender. Times in seconds; medians are over the round's steps."""
+
+    step: float  # of the loop as it runs: step n + 1 is launched before step n is read
+    engine_cpu: float  # of the consumer's process, for each of those steps
+    output: float  # the worker's thread for output: launching the message, and publishing it
+    publish: float  # the part of `output` after the message is on the device
+    ring: float  # from there until the consumer has its bytes
+    decode: float
+    process: float
+    host: float  # publish to processed: everything after the device array exists
+    bytes: float  # of all messages of a step
+    tokens: float  # emitted by a step
+    rows: float  # of which logprobs were sent
+    spans: list[dict[str, int]]  # of every step that was taken apart: its moments in ns
+
+
+@dataclass
+class Meter:
+    """Stands between the worker and the transport, and around the functions that launch output."""
+
+    sender: Sender
+    message_bytes: int | None
+    num_messages: int = 0
+    dispatch_ns: int = 0  # since it was set to 0
+    words: np.ndarray = field(default_factory=lambda: np.zeros(wire.HEADER_WORDS, np.uint32))
+
+    def __post_init__(self) -> None:
+        if self.message_bytes is not None:
+            self.fixed = np.zeros(self.message_bytes // wire.WORD_BYTES, np.uint32)
+
+    def send(self, data: np.ndarray, /) -> None:
+        self.words = data
+        self.num_messages += 1
+        if self.message_bytes is not None:
+            self.fixed[: data.size] = data
+            data = self.fixed
+        send(self.sender, data)
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, with the time until it returns (not until it is done) added up."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter_ns()
+            result = call(*args, **kwargs)
+            self.dispatch_ns += time.perf_counter_ns() - begin
+            return result
+
+        return timed
+
+    def all_emit(self) -> bool:
+        """Whether every slot had tokens in the last message."""
+        num_slots = int(wire.HEADER["num_slots"].get(self.words))
+        slots = self.words[wire.HEADER_WORDS :][: num_slots * wire.SLOT_WORDS]
+        states = wire.SLOT["state"].get(slots.reshape(num_slots, wire.SLOT_WORDS))
+        return num_slots > 0 and bool(np.all(states == SlotState.TOKENS))
+
+
+class Rig:
+    """A worker of one contender, ready to run rounds against the consumer."""
+
+    def __init__(
+        self,
+        contender: Contender,
+        config: loop.LoopConfig,
+        params: Any,
+        compiled: Compiled,
+        consumer: Consumer,
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        self.contender = contender
+        self.consumer = consumer
+        self.prompts = prompts
+        self.max_tokens = config.max_length - max(map(len, prompts))
+        self.meter = Meter(consumer.senders[contender.transport], contender.message_bytes)
+        self.worker = Worker(
+            config,
+            params,
+            self.meter,
+            prefill_chunk=max(map(len, prompts)),
+            compiled=instrumented(compiled, contender, self.meter),
+            fused=None if contender.kernel == "ours" else False,
+        )
+        self.generation = 0
+
+    def run(self, steps: int, apart: int, *, keep: bool = False) -> tuple[Steps, Round]:
+        """Prefill, then `steps` steps as they run, then `apart` steps taken apart."""
+        try:
+            return self._run(steps, apart, keep)
+        except RingError:
+            self.consumer.end()  # the consumer has ended: raises with its reason
+            raise
+
+    def _run(self, steps: int, apart: int, keep: bool) -> tuple[Steps, Round]:
+        self.generation += 1
+        requests = self.contender.requests(self.prompts, self.max_tokens, self.generation)
+        self.consumer.begin(self.contender.transport, self.contender.design, requests, keep)
+        worker, meter = self.worker, self.meter
+        for slot, request in enumerate(requests):
+            worker.apply(Admit(slot=slot, generation=self.generation, request=request))
+        before = meter.num_messages
+        worker.advance()
+        worker.advance()
+        while not meter.all_emit():
+            worker.advance()
+        for _ in range(WARM_STEPS):
+            worker.advance()
+        first = worker.step_number - 1  # the first step that is published below
+        number = worker.step_number
+        begin = time.perf_counter()
+        for _ in range(steps):
+            worker.advance()
+        elapsed = time.perf_counter() - begin
+        if worker.step_number != number + steps:
+            raise RuntimeError("a round must be steps only: its requests ended too early")
+        worker.finish()
+        spans = [self._apart() for _ in range(apart)]
+        for slot in range(len(requests)):
+            worker.apply(Release(slot=slot, generation=self.generation))
+        end_of_round(meter.sender)
+        found = self.consumer.end()
+        start = len(found.table) - apart - steps - 1
+        assert start >= 0, (before, first)
+        return _steps(elapsed, steps, found.table, start, spans), found
+
+    def _apart(self) -> dict[str, int]:
+        """One step with nothing else under way, and the moments between its parts."""
+        clock, meter = time.monotonic_ns, self.meter
+        meter.dispatch_ns = 0
+        moments = {"begin": clock()}
+        self.worker.advance()  # launches; there is nothing to publish
+        moments["launched"] = clock()
+        assert self.worker.launched is not None
+        jax.block_until_ready(self.worker.launched.words)  # type: ignore[no-untyped-call]
+        moments["ready"] = clock()
+        self.worker.finish()
+        moments["published"] = clock()
+        moments["dispatch"] = meter.dispatch_ns
+        return moments
+
+
+def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Compiled:
+    """The loop's functions with the contender's replacements, and with timers around the output."""
+    result = copy.copy(compiled)
+    if contender.kernel == "naive":
+        result.target_message = naive_message
+    if contender.message_bytes is not None:
+        result.leading = lambda words, count: words  # the whole array is copied
+    result.target_message = meter.timed(result.target_message)
+    result.draft_message = meter.timed(result.draft_message)
+    result.leading = meter.timed(result.leading)
+    return result
+
+
+def _naive(output: StepOutput, *args: Any, widths: Widths, process_rank: int = 0) -> jax.Array:
+    """`target_message`, with logprobs of every row, accepted or not, in the plain way."""
+    if widths.k is not None:
+        vocab = output.logits.shape[-1]
+        ids = jnp.maximum(output.token_ids.reshape(-1), 0)
+        rows = reference.topk_logprobs(output.logits.reshape(-1, vocab), ids, widths.k)
+        output = output._replace(greedy_rows=rows)
+    return target_message(output, *args, widths=widths, process_rank=process_rank)
+
+
+naive_message = jax.jit(_naive, static_argnames=("widths", "process_rank"))
+
+# What the seed system sends for every step, whatever is in it.
+FIXED_BYTES = SEED_BYTES - 24
+
+
+def _steps(
+    elapsed: float, steps: int, table: np.ndarray, start: int, spans: list[dict[str, int]]
+) -> Steps:
+    running = table[start : start + steps]
+    apart = table[start + steps + 1 :]
+    received, decoded, processed = apart[:, 0], apart[:, 1], apart[:, 2]
+    ready = np.array([s["ready"] for s in spans], np.int64)
+    published = np.array([s["published"] for s in spans], np.int64)
+    dispatch = np.array([s["dispatch"] for s in spans], np.int64)
+    for span, row in zip(spans, apart, strict=True):
+        span |= {"received": int(row[0]), "decoded": int(row[1]), "processed": int(row[2])}
+
+    def median(nanoseconds: np.ndarray) -> float:
+        return float(np.median(nanoseconds)) * 1e-9
+
+    return Steps(
+        step=elapsed / steps,
+        engine_cpu=float(running[-1, CPU] - running[0, CPU]) * 1e-9 / (steps - 1),
+        output=median(dispatch + published - ready),
+        publish=median(published - ready),
+        ring=median(received - ready),
+        decode=median(decoded - received),
+        process=median(processed - decoded),
+        host=median(processed - ready),
+        bytes=float(running[:, 4].mean()),
+        tokens=float(running[:, 5].mean()),
+        rows=float(running[:, 7].mean()),
+        spans=spans,
+    )

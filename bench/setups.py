@@ -1,0 +1,86 @@
+"""The models that the end-to-end benchmark decodes with, chosen by the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_specdec import loop
+from jax_specdec.checkpoint import load_checkpoint, tiny_weights_path
+from jax_specdec.model import ModelConfig, init_params
+from jax_specdec.worker_process import make_drafter
+
+REQUESTS = 64
+DRAFTS = 2
+PROMPT = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration of the loop, and how long it is measured."""
+
+    name: str
+    load: Callable[[], tuple[Any, ModelConfig]]  # weights and their shape
+    steps: int  # of a round, as they run
+    apart: int  # more steps of a round, one at a time
+    rounds: int
+    targets: bool = False  # whether the targets of an H100 are meant for it
+
+    @property
+    def max_length(self) -> int:
+        """Room for every step of a round to emit all that it can."""
+        return PROMPT + (DRAFTS + 1) * (self.steps + self.apart + 12)
+
+    def loop_config(self, model: ModelConfig) -> loop.LoopConfig:
+        return loop.LoopConfig(
+            model=model,
+            drafter=make_drafter("mtp", DRAFTS, model),
+            num_slots=REQUESTS,
+            max_length=self.max_length,
+        )
+
+
+def shipped() -> tuple[Any, ModelConfig]:
+    """The byte-level model that comes with the package."""
+    params, config, _ = load_checkpoint(tiny_weights_path())
+    return params, config
+
+
+def random(config: ModelConfig) -> tuple[Any, ModelConfig]:
+    return init_params(config, jax.random.key(0)), config
+
+
+def wide() -> tuple[Any, ModelConfig]:
+    """A model that is little more than its vocabulary: the GPU's setup in small."""
+    return random(
+        ModelConfig.tiny(
+            vocab_size=16_384, hidden_size=64, head_dim=16, intermediate_size=128, num_mtp_layers=1
+        )
+    )
+
+
+def llama_1b() -> tuple[Any, ModelConfig]:
+    """Llama 3.2 1B's sizes with an MTP head: random weights, since only time is measured."""
+    return random(ModelConfig.llama_1b(num_mtp_layers=1))
+
+
+def setups(quick: bool) -> list[Setup]:
+    """What this machine measures."""
+    if jax.devices()[0].platform == "gpu":
+        steps, rounds = (20, 3) if quick else (50, 15)
+        return [Setup("1B-class model, V = 128256, bfloat16", llama_1b, steps, 20, rounds, True)]
+    if quick:
+        return [Setup("tiny model, V = 264", shipped, 8, 4, 3)]
+    return [
+        Setup("tiny model, V = 264", shipped, 30, 20, 9),
+        Setup("random model, V = 16384", wide, 12, 6, 7),
+    ]
+
+
+def prompts(config: ModelConfig) -> list[list[int]]:
+    """One for each request, random: what is decoded does not matter here."""
+    rng = np.random.default_rng(0)
+    limit = min(config.vocab_size, 256)
+    return [rng.integers(1, limit, PROMPT).tolist() for _ in range(REQUESTS)]
