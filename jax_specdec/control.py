@@ -23,7 +23,7 @@ class Start:
     """The first command: what to run, and where its messages go."""
 
     ring: str  # the name of the ring to attach to
-    weights: str  # a safetensors file; empty for the weights that come with the package
+    weights: str  # a safetensors file or a Hugging Face directory; empty: those of the package
     drafter: str  # "mtp", "ngram", "suffix" or "none"
     num_drafts: int
     num_slots: int
@@ -33,6 +33,7 @@ class Start:
     prefill_only: bool = False  # run prompts, send first tokens, and hand the requests over
     adaptive: bool = False  # fewer drafts for a request whose drafts are seldom accepted
     corpus: str = ""  # a UTF-8 text file that the suffix drafter searches too; empty for none
+    dtype: str = ""  # to compute in; empty for that of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
