@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +29,14 @@ from typing import Any
 import numpy as np
 
 from bench.ring_contenders import BOUND, CONTENDERS, NotAvailable, Receiver
-from bench.timing import BenchError, Comparison, from_samples, print_table, write_json
+from bench.timing import (
+    BenchError,
+    Comparison,
+    from_samples,
+    print_table,
+    rotated,
+    write_json,
+)
 
 HOT, IDLE = 100e-6, 5e-3
 CASES = {
@@ -71,8 +78,19 @@ class Link:
     process: Any
     control: Connection
     arrived: Any  # shared counter: messages of this order that the receiver has
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    cpu: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Samples:
+    """What was measured, by case and contender, and who could not run, with the reason."""
+
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    cpu: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, title: str, name: str, seconds: float, cpu: float) -> None:
+        self.seconds.setdefault(title, {}).setdefault(name, []).append(seconds)
+        self.cpu.setdefault(title, {}).setdefault(name, []).append(cpu)
 
 
 def arrays_of(size: int, seed: int = 0) -> list[np.ndarray]:
@@ -190,57 +208,65 @@ def measure_bound(program: Path, cores: Sequence[int], size: int, gap: float, co
 
 
 def run(quick: bool = False) -> list[Comparison]:
-    """Measures everything; the first contender, the ring, is the baseline of the ratios."""
+    """Measures everything; the first contender, the ring, is the baseline of the ratios.
+
+    The memory that a process happens to get makes its copies between cores up to twice as slow for
+    as long as it lives. So every start begins anew for everybody, and the median is over starts.
+    """
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise BenchError("this benchmark needs two cores, one for each side")
     before = os.sched_getaffinity(0)
-    rounds, share = (3, 4) if quick else (7, 1)
-    missing: dict[str, str] = {}
-    links: dict[str, Link] = {}
-    bound: dict[str, list[float]] = {}
+    starts, rounds, share = (1, 3, 4) if quick else (9, 1, 1)
+    taken = Samples()
     try:
         os.sched_setaffinity(0, {cores[0]})
         with bound_program() as program:
             if program is None:
-                missing[BOUND] = "no C compiler"
-            managers = {}
-            for name in CONTENDERS:
-                try:
-                    managers[name] = link(name, cores[1])
-                    links[name] = managers[name].__enter__()
-                    check_equal(name, links[name])
-                except NotAvailable as reason:
-                    missing[name] = str(reason)
-            for index in range(rounds):
-                for title, (size, gap, count, with_bound) in CASES.items():
-                    names = list(links)
-                    for name in names[index % len(names) :] + names[: index % len(names)]:
-                        seconds, cpu = measure(links[name], size, gap, max(count // share, 20))
-                        links[name].samples.setdefault(title, []).append(seconds)
-                        links[name].cpu.setdefault(title, []).append(cpu)
-                    if program is not None and with_bound:
-                        seconds = measure_bound(program, cores, size, gap, count)
-                        bound.setdefault(title, []).append(seconds)
-            for name in links:
-                managers[name].__exit__(None, None, None)
+                taken.missing[BOUND] = "no C compiler"
+            for start in range(starts):
+                with ExitStack() as stack:
+                    links = _start_all(stack, cores[1], taken)
+                    for index in range(start, start + rounds):
+                        _round(links, program, cores, rotated(list(links), index), share, taken)
     finally:
         os.sched_setaffinity(0, before)
-    return [_comparison(title, links, bound, missing, rounds) for title in CASES]
+    return [_comparison(title, taken, starts * rounds) for title in CASES]
 
 
-def _comparison(
-    title: str,
+def _start_all(stack: ExitStack, core: int, taken: Samples) -> dict[str, Link]:
+    links = {}
+    for name in CONTENDERS:
+        if name in taken.missing:
+            continue
+        try:
+            links[name] = stack.enter_context(link(name, core))
+            check_equal(name, links[name])
+        except NotAvailable as reason:
+            taken.missing[name] = str(reason)
+    return links
+
+
+def _round(
     links: dict[str, Link],
-    bound: dict[str, list[float]],
-    missing: dict[str, str],
-    rounds: int,
-) -> Comparison:
+    program: Path | None,
+    cores: Sequence[int],
+    names: Sequence[str],
+    share: int,
+    taken: Samples,
+) -> None:
+    for title, (size, gap, count, with_bound) in CASES.items():
+        for name in names:
+            seconds, cpu = measure(links[name], size, gap, max(count // share, 20))
+            taken.add(title, name, seconds, cpu)
+        if program is not None and with_bound:
+            taken.add(title, BOUND, measure_bound(program, cores, size, gap, count), 0.0)
+
+
+def _comparison(title: str, taken: Samples, rounds: int) -> Comparison:
     size, gap, count, _ = CASES[title]
-    samples = {name: one.samples[title] for name, one in links.items()}
-    if title in bound:
-        samples[BOUND] = bound[title]
-    notes: dict[str, Any] = {f"NOT RUN {name}": reason for name, reason in missing.items()}
+    samples = taken.seconds[title]
+    notes: dict[str, Any] = {f"NOT RUN {name}": why for name, why in taken.missing.items()}
     settings = {"bytes": size, "gap_s": gap, "messages": count, "rounds": rounds}
     plain = from_samples(title, samples, settings=settings)
     for target in TARGETS:
@@ -250,7 +276,7 @@ def _comparison(
             name = f"target: {target.factor:.2f}x the speed of {target.other}"
             notes[name] = f"{factor:.2f}x, {verdict}"
     if gap == IDLE:
-        shares = {name: round(statistics.median(one.cpu[title]), 3) for name, one in links.items()}
+        shares = {name: round(statistics.median(cpu), 3) for name, cpu in taken.cpu[title].items()}
         verdict = "held" if shares["ring"] <= CPU_LIMIT else "MISSED"
         notes[f"target: at most {CPU_LIMIT} of a core"] = f"{shares['ring']}, {verdict}"
         notes["consumer's share of a core"] = json.dumps(shares)
