@@ -1,11 +1,14 @@
 """What an engine runs, and which requests it can serve. Never jax."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ipc import wire
 from jax_specdec.requests import Request, RequestError, check_served
 
 MAX_DRAFTS = 64  # far beyond what pays; every draft is a row of each slot and step
+
+OnWorkerLoss = Literal["stop", "continue", "restart"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,14 +16,26 @@ class EngineConfig:
     """What to run; sizes are checked when the engine starts.
 
     Attributes:
-      drafter: "mtp", "ngram" or "none".
+      drafter: "mtp", "ngram", "suffix" or "none".
       num_drafts: draft tokens a step at most.
       num_slots: requests that decode together.
       max_length: prompt and emitted tokens of a request.
       vocab_size: ids below it are legal in a prompt.
-      weights: a safetensors file; empty for the weights that come with the package.
+      weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
+        that come with the package.
+      dtype: "bfloat16" or "float32", to compute in; empty for that of the weights.
       prefill_chunk: prompt tokens that run between two steps.
       ring_slots: messages that may wait for the engine.
+      adaptive: draft less for a request whose drafts are seldom accepted.
+      corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
+      num_ranks: workers that decode, each with its own slots and ring.
+      num_prefill_ranks: workers that only run prompts: a request's first token comes from one of
+        them, the rest from a decode worker, which recomputes the prompt. 0: decode workers do both.
+      on_worker_loss: what becomes of a rank whose worker ended early. "stop": everything stops.
+        "continue": the others go on without it. "restart": a new worker takes its place.
+      resume_lost: where the engine goes on, requests that a lost worker had go on after their last
+        delivered token; otherwise they end with the reason `WORKER_LOST`.
+      max_restarts: of each rank; from then on, it is as with "continue".
     """
 
     drafter: str = "mtp"
@@ -29,8 +44,16 @@ class EngineConfig:
     max_length: int = 512
     vocab_size: int
     weights: str = ""
+    dtype: str = ""
     prefill_chunk: int = 64
     ring_slots: int = 16
+    adaptive: bool = False
+    corpus: str = ""
+    num_ranks: int = 1
+    num_prefill_ranks: int = 0
+    on_worker_loss: OnWorkerLoss = "stop"
+    resume_lost: bool = False
+    max_restarts: int = 3
 
     def __post_init__(self) -> None:
         limits = (
@@ -39,10 +62,17 @@ class EngineConfig:
             ("max_length", 2, 2**31 - 1),
             ("prefill_chunk", 1, 2**16),
             ("ring_slots", 1, 2**16),
+            ("num_ranks", 1, 2**10),
+            ("num_prefill_ranks", 0, 2**10),
+            ("max_restarts", 0, 2**31 - 1),
         )
         for name, low, high in limits:
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from {low} to {high}")
+        if self.on_worker_loss not in (known := get_args(OnWorkerLoss)):
+            raise ValueError(
+                f"on_worker_loss = {self.on_worker_loss!r} must be one of {', '.join(known)}"
+            )
 
     @property
     def message_bytes(self) -> int:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from ipc.errors import RingError
+from ipc.errors import EndOfStream, PeerDied, RingError
 from ipc.ring import RingReader
 from jax_specdec.control import Command, Shutdown, Start, to_line
 from jax_specdec.engine_config import EngineConfig
@@ -30,17 +30,20 @@ class WorkerProcess:
         config: EngineConfig,
         *,
         process_rank: int = 0,
-        program: Sequence[str] = WORKER,
+        prefill_only: bool = False,
         doorbell: bool = False,
+        program: Sequence[str] = WORKER,
     ) -> None:
         """Start a worker.
 
         Args:
           config: what to run.
           process_rank: which of several publishing ranks it is.
-          program: the command line of the worker; it speaks `control` on its standard input.
+          prefill_only: it only runs prompts, and hands requests over after their first token.
           doorbell: make the ring one of several that a thread can wait for together.
+          program: the command line of the worker; it speaks `control` on its standard input.
         """
+        self._process_rank = process_rank
         self._last_lines: collections.deque[str] = collections.deque(maxlen=50)
         self._process: subprocess.Popen[str] | None = None
         self.ring = RingReader.create(config.ring_slots, config.message_bytes, doorbell=doorbell)
@@ -68,6 +71,10 @@ class WorkerProcess:
                     max_length=config.max_length,
                     prefill_chunk=config.prefill_chunk,
                     process_rank=process_rank,
+                    prefill_only=prefill_only,
+                    adaptive=config.adaptive,
+                    corpus=config.corpus,
+                    dtype=config.dtype,
                 )
             )
         except BaseException:
@@ -91,16 +98,20 @@ class WorkerProcess:
                 self._process.stdin.flush()
 
     def failure(self, cause: Exception) -> WorkerFailed:
-        """Why the worker ended, in its own words; ends it if it has not."""
-        if self._process is not None:
+        """Why the worker is of no use any more, in its own words; ends it if it has not ended."""
+        ends = isinstance(cause, EndOfStream | PeerDied)  # or it sent what cannot be
+        if self._process is not None and ends:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(PATIENCE_SECONDS)  # its stream has ended: it is about to
+        running = self.exit_status is None
         code = self.stop(drain=False)
         last = "".join(self._last_lines).strip()
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        how = "had to be ended" if running else how
         return WorkerFailed(
-            f"the model worker (pid {self.pid}) {how} before its requests were done: "
-            f"{cause}\n" + (f"its last words:\n{last}" if last else "it printed nothing")
+            f"the model worker of process rank {self._process_rank} (pid {self.pid}) {how} before "
+            f"its requests were done: {cause}\n"
+            + (f"its last words:\n{last}" if last else "it printed nothing")
         )
 
     def stop(self, *, drain: bool) -> int:

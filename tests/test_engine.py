@@ -1,6 +1,7 @@
 """Engine and worker as two real processes: from prompt to records, and when one of them dies."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -14,11 +15,13 @@ import pytest
 
 from ipc.doctor import find_ring_files
 from ipc.ring import RingReader, RingWriter
-from ipc.wire import DeviceCheck, LogprobsMode
+from ipc.wire import DeviceCheck, Kind, LogprobsMode
 from jax_specdec import engine as engine_module
 from jax_specdec import worker_client
 from jax_specdec.checkpoint import save_checkpoint
+from jax_specdec.encode import encode
 from jax_specdec.engine import Engine, EngineConfig, NotServed, WorkerFailed, check
+from jax_specdec.rank import Rank
 from jax_specdec.records import FinishReason
 from jax_specdec.requests import RequestError
 from jax_specdec.worker import DeviceCheckError
@@ -69,7 +72,7 @@ def test_two_processes_deliver_what_one_computes(weights):
 
 def test_two_ranks_are_read_side_by_side(weights):
     requests = mixed_requests(6)
-    with Engine(config(weights, num_slots=2), num_ranks=2) as engine:
+    with Engine(config(weights, num_slots=2, num_ranks=2)) as engine:
         ranks, done = set(), []
         for update in engine.generate(requests):
             ranks.add(update.message.process_rank)
@@ -123,7 +126,8 @@ def failure_of(code, requests=None):
         for update in engine.generate(requests or mixed_requests(2)):
             reasons.extend(record.finish_reason for record in update.records)
 
-    with Engine(settings, program=fake_worker(code)) as engine:
+    start = functools.partial(worker_client.WorkerProcess, program=fake_worker(code))
+    with Engine(settings, start_worker=start) as engine:
         with pytest.raises(WorkerFailed) as error:
             collect(engine)
         return str(error.value), reasons
@@ -162,7 +166,7 @@ def test_an_interrupt_while_a_worker_is_started_leaves_nothing(monkeypatch):
 
     monkeypatch.setattr(worker_client.WorkerProcess, "tell", interrupted_tell)
     with pytest.raises(KeyboardInterrupt):
-        Engine(EngineConfig(vocab_size=VOCAB), num_ranks=2)
+        Engine(EngineConfig(vocab_size=VOCAB, num_ranks=2))
     assert len(started) == 1
     assert not is_alive(started[0])
 
@@ -223,16 +227,21 @@ def test_sizes_are_checked_before_memory_is_taken(field, value):
 
 
 def test_only_rings_with_a_message_are_read_when_there_are_several():
-    def rank(name):
+    def rank(number):
         ring = RingReader.create(4, 64, doorbell=True)
-        return SimpleNamespace(worker=SimpleNamespace(ring=ring), name=name)
+        worker = SimpleNamespace(ring=ring)
+        return Rank(worker, num_slots=1, max_length=9, process_rank=number)
 
-    quiet, busy = rank("quiet"), rank("busy")
-    with quiet.worker.ring, busy.worker.ring, RingWriter.attach(busy.worker.ring.name) as writer:
-        writer.send(b"x")
+    quiet, busy = rank(0), rank(1)
+    with (
+        quiet.worker.ring,
+        busy.worker.ring,
+        RingWriter.attach(busy.worker.ring.name) as writer,
+    ):
+        writer.send(encode(Kind.TARGET, 0, [], process_rank=1))
         assert engine_module._wait([quiet, busy]) == [busy]
-        assert engine_module._take(busy, alone=False).data == b"x"
-        assert engine_module._take(quiet, alone=False) is None
+        assert busy.receive(0).message.step == 0
+        assert quiet.receive(0) is None
 
 
 def test_requests_that_cannot_be_served_are_refused_before_anything_runs(weights):

@@ -14,11 +14,9 @@ import pytest
 
 from ipc.errors import EndOfStream, RingFull
 from ipc.ring import RingReader, RingWriter
-from ipc.wire import Kind, SlotState
 from jax_specdec import loop
 from jax_specdec.control import Shutdown
-from jax_specdec.encode import encode
-from jax_specdec.engine import Engine, EngineConfig, NotServed, Rank
+from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.output_processor import (
     ProcessorError,
     ProcessorState,
@@ -28,6 +26,7 @@ from jax_specdec.output_processor import (
     step,
 )
 from jax_specdec.processor_state import is_newer
+from jax_specdec.rank import Rank
 from jax_specdec.records import FinishReason
 from jax_specdec.worker import Worker
 from jax_specdec.worker_process import serve
@@ -67,6 +66,7 @@ class WorkerThread:
         self.thread = threading.Thread(target=serve, args=(worker, self.commands), daemon=True)
         self.thread.start()
 
+    pid = 0
     ring = property(lambda self: self)
 
     def tell(self, command):
@@ -105,14 +105,13 @@ class WorkerThread:
 
 
 def engine_with(worker, first_generation=0):
-    engine = Engine(EngineConfig(vocab_size=VOCAB, num_slots=SLOTS, max_length=96), num_ranks=0)
-    engine.ranks.append(
-        Rank(
-            worker=worker,
-            state=ProcessorState.empty(SLOTS),
-            free=list(range(SLOTS))[::-1],
-            generations=[first_generation] * SLOTS,
-        )
+    """An engine whose one worker is `worker`, its slots' generations counted from the given one."""
+    engine = Engine(
+        EngineConfig(vocab_size=VOCAB, num_slots=SLOTS, max_length=96),
+        start_worker=lambda config, **_: worker,
+    )
+    engine.ranks[0] = Rank(
+        worker, num_slots=SLOTS, max_length=96, first_generation=first_generation
     )
     return engine
 
@@ -227,16 +226,3 @@ def test_finish_reasons_are_those_of_the_contract():
         "STOP_TOKEN", "STOP_SEQUENCE", "LENGTH", "ABORT", "RECOVERY_ERROR", "PREFILL_HANDOVER",
         "WORKER_LOST",
     ]  # fmt: skip
-
-
-@pytest.mark.fast
-def test_a_preemption_is_refused_by_the_engine_until_it_can_reschedule():
-    data = encode(Kind.TARGET, 0, [silent(SlotState.PREEMPTED)] + [silent(SlotState.STOPPED)] * 2)
-    received = SimpleNamespace(data=data, send_time_ns=0, receive_time_ns=1)
-    worker = SimpleNamespace(
-        ring=SimpleNamespace(receive=lambda timeout: received),
-        tell=lambda command: None,
-        stop=lambda *, drain: None,
-    )
-    with engine_with(worker) as engine, pytest.raises(NotServed, match="'r0' was preempted"):
-        collect(engine, requests()[:1])
