@@ -1,50 +1,65 @@
-"""Everything about the kernels that needs a GPU, in one run: correctness first, then the benchmark.
+"""Everything about the kernels that needs a GPU, in one run: correctness first, then speed.
 
-    python -m bench.gpu_check              with a GPU of compute capability 9.0 or newer
-    python -m bench.gpu_check --rehearse   anywhere: the same steps, small and interpreted
+    python -m bench.gpu_check                    on a GPU of compute capability 9.0 or newer
+    python -m bench.gpu_check --part tests ...   only some parts, to fit into a short loan
+    python -m bench.gpu_check --rehearse         anywhere: the same steps, small and interpreted
 
-1. The repository's kernel tests, with the real kernels in place of the interpreted ones.
-2. Every vocabulary, dtype and K of the product at real sizes: ids and token ranks equal to the XLA
-   implementation's, a sample of rows against the float64 oracle.
-3. `bench kernels`, written with the device, driver, versions and date.
+The parts, with an estimate of their minutes on an H100 (compiling is most of it):
 
-Without such a GPU it says so and exits with 2.
+  tests     2   the repository's kernel tests, with real kernels in place of interpreted ones
+  shapes    7   every vocabulary, dtype and kind of K at real sizes: both paths against XLA on all
+                rows and the float64 oracle on a few; every edge of the contract; arbitrary values
+  speed-R   4   R = 4, 16, 64, 256 or 1536: against peers and the memory's speed, see `gpu_kernels`
+
+Results go to bench/results/gpu-DATE-PART.json, with device, driver and versions. Without such a GPU
+it says so and exits with 2; it exits with 1 where an answer is wrong.
 """
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+# Before jax is imported: the tests' process and PyTorch need memory of the same GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax
 import jax.numpy as jnp
-import numpy as np
+from rich.console import Console
 
-from bench import kernels
-from bench.timing import print_table, write_json
-from pallas_kernels import TopkLogprobs, implementations, mosaic_gpu, xla
-from pallas_kernels.shapes import VOCABULARIES, Shape
-from tests import oracle
+from bench import gpu_contenders, gpu_correctness, gpu_kernels, torch_peers
+from bench.files import environment, write_json
+from bench.timing import Comparison, print_table
+from pallas_kernels import compat, implementations
+from pallas_kernels.shapes import GPU, Shape
 
-TESTS = ("tests/test_mosaic_interpreted.py",)
-INTERPRETED_ONLY = "not race_detection"  # a race on a GPU proves nothing
-ORACLE_ROWS = 4
-LOGITS_AT_MOST = 1 << 28
-
-REAL = tuple(
-    Shape(rows, vocabulary, k, dtype)
-    for (rows, k), vocabulary, dtype in itertools.product(
-        ((1, 128), (4, 20), (64, 0), (256, 5), (2048, 20)),
-        VOCABULARIES.values(),
-        ("bfloat16", "float16", "float32"),
-    )
-    if rows * vocabulary <= LOGITS_AT_MOST
-)
-REHEARSAL = (Shape(2, 4352, 2, "bfloat16"), Shape(2, 4097, 1, "float32"))
+ROWS = tuple(dict.fromkeys(shape.rows for shape in GPU))
+PARTS = ("tests", "shapes", *(f"speed-{rows}" for rows in ROWS))
+# Test files and what to run of them; a race on a GPU proves nothing, and some are about CPUs.
+TESTS = {
+    "tests/test_mosaic_interpreted.py": "not race_detection",
+    "tests/test_topk_logprobs.py": (
+        "small_shapes or every_argument or by_hand or edges or any_values or num_rows or "
+        "equal_terms or any_size or while_loop or temperatures or (greedy and not temporaries)"
+    ),
+}
+REHEARSED_TESTS = {
+    "tests/test_mosaic_interpreted.py": "not race_detection and float16",
+    "tests/test_topk_logprobs.py": "by_hand",
+}
+# Interpreted kernels take a second a row: few rows in every part.
+REHEARSED_SHAPES = {
+    4: (Shape(2, 4352, 1, "bfloat16"),),
+    16: (Shape(2, 2048, 0, "float32"),),
+    64: (Shape(1, 2048, 20, "float32"),),
+    256: (Shape(1, 2048, 5, "bfloat16"),),
+    1536: (Shape(1, 2048, 0, "bfloat16"),),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,110 +68,80 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse", action="store_true", help="small, interpreted, on any machine"
     )
-    parser.add_argument("--quick", action="store_true", help="a few shapes of the benchmark")
-    parser.add_argument("--json", type=Path, help="default: bench/results/gpu-DATE.json")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="FOLDER")
     options = parser.parse_args(arguments)
-    logits = jnp.zeros((1, 4096), jnp.float32)
+    logits = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
     obstacle = implementations.cannot_run(logits, implementations.cuda_capability())
     if obstacle is not None and not options.rehearse:
         print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs the steps anywhere.)")
         return 2
-    if run_tests(options.rehearse) != 0:
-        return 1
-    for shape in REHEARSAL if options.rehearse else REAL:
-        check_shape(shape, options.rehearse)
-        print(f"equal: {shape}")
+    interpret = compat.interpret_params(detect_races=False) if options.rehearse else None
+    comparisons: list[Comparison] = []
+    for part in options.part:
+        begin = time.perf_counter()
+        if part == "tests":
+            if run_tests(REHEARSED_TESTS if options.rehearse else TESTS, options.rehearse) != 0:
+                print("FAILED: the tests above. Nothing was measured.")
+                return 1
+        elif part == "shapes":
+            gpu_correctness.run(interpret)
+        else:
+            found = measure(int(part.removeprefix("speed-")), interpret)
+            print_table(found, Console(width=150))
+            comparisons += found
+        print(f"{part}: done in {time.perf_counter() - begin:.0f} s", flush=True)
     if options.rehearse:
-        results = [kernels.measure(Shape(4, 4096, 5, "float32"), calls=2, rounds=1)]
-        print_table(results)
-        print("REHEARSED on a CPU: the steps ran, nothing about a GPU was measured.")
-        return 0
-    results = kernels.run(options.quick)
-    print_table(results)
-    now = datetime.now(UTC).strftime("%Y-%m-%d")
-    path = options.json or Path(f"bench/results/gpu-{now}.json")
-    write_json(path, results)
-    print(f"wrote {path}; {driver()}")
+        print("REHEARSED: the steps ran, nothing about a GPU was measured.")
+    if comparisons:
+        path = options.results / file_name(options.part, options.rehearse)
+        write_json(path, comparisons, environment() | device())
+        print(f"wrote {path}")
     return 0
 
 
-def run_tests(rehearse: bool) -> int:
-    """The kernel tests in a process of their own: theirs is a device choice too."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu" if rehearse else "cuda"}
-    # Both processes use the GPU: neither may take all of its memory.
-    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    chosen = f"{INTERPRETED_ONLY} and float16" if rehearse else INTERPRETED_ONLY
-    command = [sys.executable, "-m", "pytest", "-q", *TESTS, "-k", chosen]
-    return subprocess.run(command, env=environment, check=False).returncode
+def run_tests(tests: Mapping[str, str], rehearse: bool) -> int:
+    """The tests in processes of their own: which device they run on is decided at their start."""
+    variables = os.environ | {"JAX_PLATFORMS": "cpu" if rehearse else "cuda"}
+    for file, chosen in tests.items():
+        command = [sys.executable, "-m", "pytest", "-q", file, "-k", chosen]
+        if code := subprocess.run(command, env=variables, check=False).returncode:
+            return code
+    return 0
 
 
-def check_shape(shape: Shape, rehearse: bool) -> None:
-    """Both paths of the kernels against XLA on all rows and the oracle on a few."""
-    x = kernels.random_logits(shape, seed=shape.vocabulary)
-    # An invalid row, a masked one and one of equal logits among the ordinary ones.
-    x = x.at[0, 5].set(jnp.nan) if shape.rows > 4 else x
-    x = x.at[1, 7:].set(-jnp.inf) if shape.rows > 4 else x
-    x = x.at[2].set(0.5) if shape.rows > 4 else x
-    rng = np.random.default_rng(shape.rows)
-    token_ids = jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)
-    row_ids = jnp.asarray(rng.permutation(shape.rows), jnp.int32)
-    num_rows = jnp.int32(max(1, shape.rows - 1))
-    temperatures = jnp.asarray(rng.choice([0, 0.7, 1, 2], shape.rows), jnp.float32)
-    extra = jnp.asarray(rng.integers(0, shape.vocabulary, (shape.rows, 3)), jnp.int32)
-    interpret: dict[str, Any] = {}
-    if rehearse:
-        from pallas_kernels import compat
-
-        interpret = {"interpret": compat.interpret_params(detect_races=False)}
-    arguments = (x, token_ids, shape.k, row_ids, num_rows, temperatures, extra)
-    kernel = jax.jit(
-        lambda x, t, r, n, temp, e: mosaic_gpu.topk_logprobs(
-            x, t, shape.k, r, n, temp, e, **interpret
-        )
-    )
-    actual = kernel(x, token_ids, row_ids, num_rows, temperatures, extra)
-    expected = jax.jit(xla.topk_logprobs, static_argnums=2)(*arguments)
-    compare(actual, expected)
-    sample = slice(0, ORACLE_ROWS)
-    rows = np.asarray(row_ids[sample])
-    few = TopkLogprobs(*(part[sample] for part in actual))
-    oracle.assert_matches(
-        few,
-        oracle.topk_logprobs(
-            np.asarray(x[rows]),
-            np.asarray(token_ids[sample]),
-            shape.k,
-            num_rows=int(num_rows),
-            temperatures=np.asarray(temperatures[sample]),
-            extra_token_ids=np.asarray(extra[sample]),
-        ),
-    )
-    fused = jax.jit(
-        lambda x, n, temp, e: mosaic_gpu.greedy_topk_logprobs(x, shape.k, n, temp, e, **interpret)
-    )
-    greedy_expected = jax.jit(implementations.xla_greedy_topk_logprobs, static_argnums=1)(
-        x, shape.k, num_rows, temperatures, extra
-    )
-    compare(fused(x, num_rows, temperatures, extra), greedy_expected)
+def measure(rows: int, interpret: Any) -> list[Comparison]:
+    """All shapes with so many rows."""
+    if interpret is not None:
+        return gpu_kernels.run(REHEARSED_SHAPES[rows], gpu_contenders.rehearsal(interpret))
+    return gpu_kernels.run([shape for shape in GPU if shape.rows == rows])
 
 
-def compare(actual: TopkLogprobs, expected: TopkLogprobs) -> None:
-    """Ids and ranks equal; logprobs within twice the bound, since both sides have an error."""
-    np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
-    np.testing.assert_array_equal(actual.token_ranks, expected.token_ranks)
-    for part in ("logprobs", "extra_logprobs"):
-        np.testing.assert_allclose(
-            getattr(actual, part),
-            getattr(expected, part),
-            rtol=2 * oracle.RELATIVE_ERROR,
-            atol=2 * oracle.ABSOLUTE_ERROR,
-        )
+def file_name(parts: Sequence[str], rehearse: bool) -> str:
+    """gpu-DATE.json of a whole run; the name of others says which parts, or that it rehearsed."""
+    speed = [part for part in parts if part.startswith("speed")]
+    kind = "rehearsal" if rehearse else "gpu"
+    some = "" if len(speed) == len(ROWS) else "-" + "-".join(speed)
+    return f"{kind}-{datetime.now(UTC):%Y-%m-%d}{some}.json"
+
+
+def device() -> dict[str, Any]:
+    """What the results belong to, besides `files.environment`."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "compute capability": implementations.cuda_capability(),
+        "driver": driver(),
+        "torch": torch_peers.version(),
+    }
 
 
 def driver() -> str:
-    """The GPU's driver, for the notes."""
+    """The GPU's driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """The plain way to logprobs, as frameworks do it today: what the kernels are measured against."""
 
+import inspect
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,14 +10,30 @@ from jax import lax
 from pallas_kernels import TopkLogprobs
 
 
-def topk_logprobs(logits: jax.Array, token_ids: jax.Array, k: int) -> TopkLogprobs:
-    """log_softmax + lax.top_k + gather + count: logits [R, V], token_ids [R] -> K + 1 columns."""
+def topk_logprobs(
+    logits: jax.Array, token_ids: jax.Array, k: int, is_stable: bool = True
+) -> TopkLogprobs:
+    """log_softmax + lax.top_k + gather + count: logits [R, V], token_ids [R] -> K + 1 columns.
+
+    is_stable: whether equal logprobs keep the order of their ids; False may be faster, and only
+    some versions of jax have it (`has_unstable_top_k`).
+    """
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    top_logprobs, top_ids = lax.top_k(logprobs, k)
     selected = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)
+    ids, columns = token_ids[:, None], selected
+    if k > 0:
+        options: dict[str, Any] = {} if is_stable else {"is_stable": False}
+        top_logprobs, top_ids = lax.top_k(logprobs, k, **options)
+        ids = jnp.concatenate([ids, top_ids], axis=1)
+        columns = jnp.concatenate([columns, top_logprobs], axis=1)
     return TopkLogprobs(
-        token_ids=jnp.concatenate([token_ids[:, None], top_ids], axis=1),
-        logprobs=jnp.concatenate([selected, top_logprobs], axis=1),
+        token_ids=ids,
+        logprobs=columns,
         token_ranks=1 + jnp.sum(logprobs > selected, axis=1, dtype=jnp.int32),
         extra_logprobs=jnp.zeros((logits.shape[0], 0), jnp.float32),
     )
+
+
+def has_unstable_top_k() -> bool:
+    """Whether this jax's `lax.top_k` takes `is_stable`: since 0.11."""
+    return "is_stable" in inspect.signature(lax.top_k).parameters
