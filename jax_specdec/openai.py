@@ -136,7 +136,7 @@ def completion(
         **_header(request, "text_completion", model, created),
         "choices": [choice],
         "usage": usage(request, num_tokens),
-        "speculation": request_extension(request, records, table) | speculation(records),
+        "speculation": request_extension(request, records, table) | speculation(records, table),
     }
 
 
@@ -161,7 +161,7 @@ def chat_completion(
         **_header(request, "chat.completion", model, created),
         "choices": [choice],
         "usage": usage(request, num_tokens),
-        "speculation": request_extension(request, records, table) | speculation(records),
+        "speculation": request_extension(request, records, table) | speculation(records, table),
     }
 
 
@@ -190,7 +190,8 @@ class CompletionStream:
             **self._delta(record),
             "finish_reason": finish_reason(record.finish_reason),
         }
-        return {**self._header, "choices": [choice], "speculation": speculation([record])}
+        extension = speculation([record], self._table)
+        return {**self._header, "choices": [choice], "speculation": extension}
 
     def usage(self) -> dict[str, Any]:
         """The chunk after the last, where the client asked for `include_usage`."""

@@ -11,21 +11,22 @@ from jax_specdec.requests import Request
 NEGATIVE_INFINITY = -9999.0  # what OpenAI's API uses for "very unlikely"
 
 
-def speculation(records: Sequence[Record]) -> dict[str, Any]:
+def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
     """Of the tokens in `records`: one record is a chunk's, all of them a whole response's.
 
     "by_step" has one object for each step with tokens. Every other key has one value a token:
     `token_ids`, `token_kinds` (see `token_kinds`) and, where logprobs were asked, `token_ranks`
     (1 the most likely, 0 an invalid row), `topk_ids` (without missing ones) and, where the
-    request named `extra_token_ids`, `chosen_logprobs`.
+    request named `extra_token_ids`, `chosen_logprobs`. Where no logprobs were asked, `tokens` has
+    the strings that otherwise stand in the logprobs.
     """
     result: dict[str, Any] = {"token_ids": [], "token_kinds": [], "by_step": []}
     for record in records:
         if record.num_tokens:
             result["token_ids"] += record.token_ids.tolist()
             result["token_kinds"] += token_kinds(record)
-            result["by_step"].append(_step(record))
-        for name, values in _asked(record).items():
+            result["by_step"].append(_step(record, table))
+        for name, values in _columns(record, table).items():
             result.setdefault(name, []).extend(values)
     return result
 
@@ -72,7 +73,7 @@ def json_number(logprob: float) -> float | None:
     return NEGATIVE_INFINITY if logprob == -math.inf else logprob
 
 
-def _step(record: Record) -> dict[str, Any]:
+def _step(record: Record, table: TokenTable) -> dict[str, Any]:
     """One step: counts, and the drafts' own ids and logprobs where their message came."""
     step: dict[str, Any] = {
         "step": record.step,
@@ -84,6 +85,7 @@ def _step(record: Record) -> dict[str, Any]:
     ranks, topk_ids = record.draft_token_ranks, record.draft_topk_ids
     if ids is not None:
         step["draft_token_ids"] = ids.tolist()
+        step["draft_tokens"] = list(map(table.completion_text.__getitem__, ids.tolist()))
     if rows is not None and ranks is not None and topk_ids is not None:
         values = _numbers(rows.tolist())
         step["draft_logprobs"] = [row[0] for row in values]
@@ -96,11 +98,11 @@ def _step(record: Record) -> dict[str, Any]:
     return step
 
 
-def _asked(record: Record) -> dict[str, list[Any]]:
-    """Columns that only come with logprobs."""
+def _columns(record: Record, table: TokenTable) -> dict[str, list[Any]]:
+    """Columns that only come with logprobs, or only without."""
     ranks, topk_ids, chosen = record.token_ranks, record.topk_ids, record.chosen_logprobs
     if ranks is None or topk_ids is None or chosen is None:
-        return {}
+        return {"tokens": list(map(table.completion_text.__getitem__, record.token_ids.tolist()))}
     columns: dict[str, list[Any]] = {
         "token_ranks": ranks.tolist(),
         "topk_ids": _existing(topk_ids.tolist()),

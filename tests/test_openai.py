@@ -187,7 +187,10 @@ def test_without_logprobs_there_is_no_object():
     asked = records[0].request
     assert completion(asked, records, TABLE, **MADE)["choices"][0]["logprobs"] is None
     assert ChatStream(asked, TABLE, **MADE).chunk(records[0])["choices"][0]["logprobs"] is None
-    assert "token_ranks" not in speculation(records)
+    found = speculation(records, TABLE)
+    assert "token_ranks" not in found
+    assert found["tokens"] == [" a"]  # the strings have no other place
+    assert "tokens" not in speculation(two_steps(), TABLE)
 
 
 def test_finish_reasons_in_the_words_of_the_api():
@@ -236,7 +239,7 @@ def test_what_each_token_was_to_verification(ids, num_drafts, kinds):
 def test_a_stop_cuts_the_kinds_with_the_tokens():
     (record,) = records_of(target(0, tokens(3, 5, 4)), stop_token_ids=(5,))
     assert token_kinds(record) == ["accepted", "accepted"]
-    assert speculation([record])["by_step"] == [
+    assert speculation([record], TABLE)["by_step"] == [
         {"step": 0, "num_tokens": 2, "num_drafts": 2, "num_accepted": 2}
     ]
 
@@ -272,6 +275,7 @@ def test_drafts_and_chosen_ids_are_extensions():
             "num_drafts": 2,
             "num_accepted": 1,
             "draft_token_ids": [3, 1],
+            "draft_tokens": [" a", r"bytes:\x98"],
             "draft_logprobs": [-0.125, -0.75],
             "draft_token_ranks": [4, 2],
             "draft_topk_ids": [[3], []],
