@@ -190,7 +190,7 @@ class MtpDrafter:
                 )
             drawn_from.append(logits(params, self.config, hidden))
             places = context.lengths + index
-            token_ids.append(_draw(drawn_from[-1], context.sampling, places))
+            token_ids.append(draw(drawn_from[-1], context.sampling, places))
         num = jnp.minimum(context.limit, self.num_drafts)
         ids, all_logits = jnp.stack(token_ids, axis=1), jnp.concatenate(drawn_from, axis=1)
         return Drafts(ids, num, all_logits), state
@@ -202,8 +202,17 @@ def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
     return Drafts(zeros, jnp.zeros(num_slots, jnp.int32), None)
 
 
-def _draw(draft_logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """Draft ids [B] from the processed distribution of logits [B, 1, V]."""
+def draw(draft_logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """Draw drafts as verification expects them: from q, with random numbers of their own.
+
+    Args:
+      draft_logits: [B, 1, V] float, to be kept in `Drafts.logits`.
+      sampling: each slot's parameters; a greedy slot gets the greedy token.
+      positions: [B] int32, the sequence position of each draft.
+
+    Returns:
+      [B] int32.
+    """
 
     def drawn() -> jax.Array:
         q = processed_probs(draft_logits, sampling)

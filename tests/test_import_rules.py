@@ -14,6 +14,7 @@ PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 
 # The device side of jax_specdec; every other module of it runs in a process without jax.
 DEVICE_SIDE = {
+    "adaptive", "callable_drafter",
     "suffix",
     "checkpoint", "drafters", "loop", "messages", "model", "model_params", "modes", "mtp", "pack",
     "prefill", "sampling", "slots", "verify", "worker", "worker_process",

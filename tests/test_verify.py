@@ -147,7 +147,7 @@ def product_keys_p_value():
             jnp.broadcast_to(jnp.log(jnp.asarray(rows, jnp.float32)), (MANY, *rows.shape))
             for rows in (P[:2], Q[:1])
         )
-        ids = drafters._draw(draft, sampling, position)
+        ids = drafters.draw(draft, sampling, position)
         drafts = Drafts(ids[:, None], jnp.ones(MANY, jnp.int32), draft)
         return verify(target, drafts, sampling, position).token_ids[:, 0]
 

@@ -1,0 +1,196 @@
+"""Adaptive draft length: the rule, the statistics, and both through the loop."""
+
+import dataclasses
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_specdec.adaptive import Adaptive, best_length, updated
+from jax_specdec.callable_drafter import CallableDrafter
+from jax_specdec.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.verify import Drafts
+from tests.decoding import VOCAB, mixed_requests, random_model, request, run
+from tests.test_drafters import context
+
+pytestmark = pytest.mark.fast
+
+D = 4
+
+
+def plain_average(acceptance, steps, weight):
+    """One draft after the other."""
+    for accepted, proposed in steps:
+        for fate in [1] * accepted + [0] * (accepted < proposed):
+            acceptance += weight * (fate - acceptance)
+    return acceptance
+
+
+STEPS = st.lists(st.tuples(st.integers(0, D), st.integers(0, D)).map(sorted), max_size=30)
+
+
+class Rule(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_the_length_that_makes_most_tokens_in_a_time(self):
+        rates = [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0]
+        for cost in (0.0, 0.05, 0.3):
+            got = self.variant(lambda a, c=cost: best_length(a, 8, c))(jnp.array(rates)).tolist()
+            for rate, length in zip(rates, got, strict=True):
+                speed = [sum(rate**i for i in range(d + 1)) / (1 + cost * d) for d in range(9)]
+                np.testing.assert_allclose(speed[length], max(speed), rtol=1e-6)
+            assert got == sorted(got)
+            assert (got[0], got[-1]) == (0, 8)
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_what_verification_did_not_reach_counts_for_nothing(self):
+        got = self.variant(lambda *x: updated(*x, 0.5))(
+            jnp.full(5, 0.5), jnp.array([0, 0, 1, 2, 1]), jnp.array([0, 3, 1, 2, 3])
+        )
+        np.testing.assert_allclose(got, [0.5, 0.25, 0.75, 0.875, 0.375])
+
+
+@given(st.lists(STEPS, min_size=3, max_size=3), st.sampled_from([0.05, 0.3]))
+def test_the_average_against_plain_python(slots, weight):
+    got = jnp.ones(3)
+    for step in range(max(map(len, slots))):
+        now = [steps[step] if step < len(steps) else (0, 0) for steps in slots]
+        accepted, proposed = jnp.array(now, jnp.int32).T
+        got = updated(got, accepted, proposed, weight)
+    expected = [plain_average(1.0, steps, weight) for steps in slots]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_the_inner_drafter_gets_the_length_as_its_limit():
+    adaptive = Adaptive(NgramDrafter(3), draft_cost=0.2)
+    _, state = adaptive.init(3, 12)
+    state = state._replace(acceptance=jnp.array([1.0, 0.5, 0.0]))
+    seen = context([[6] * 8] * 3)
+    drafts, after = adaptive.propose(None, state, seen)
+    expected = [3, int(best_length(jnp.array([0.5]), 3, 0.2)[0]), 1]
+    assert expected == [3, 1, 1]
+    np.testing.assert_array_equal(drafts.num, expected)
+    np.testing.assert_array_equal(after.acceptance, state.acceptance)  # nothing was verified
+    drafts, _ = adaptive.propose(None, state, seen._replace(limit=jnp.array([2, 0, 0])))
+    np.testing.assert_array_equal(drafts.num, [2, 0, 0])
+
+
+def stubborn(params, context):
+    """Proposes all that it can, whatever the limit."""
+    drafts = jnp.zeros((context.limit.shape[0], 3), jnp.int32)
+    return Drafts(drafts, jnp.full(context.limit.shape, 3), None)
+
+
+def test_the_length_holds_whoever_drafts():
+    adaptive = Adaptive(CallableDrafter(stubborn, 3, VOCAB))
+    _, state = adaptive.init(2, 12)
+    state = state._replace(acceptance=jnp.array([1.0, 0.0]))
+    drafts, _ = adaptive.propose(None, state, context([[1]] * 2))
+    np.testing.assert_array_equal(drafts.num, [3, 1])
+
+
+PROMPTS = {"right": [2, 9, 4], "wrong": [3, 1, 5], "turning": [5, 8, 8], "next": [4, 6]}
+TOKENS, MAX_LENGTH = 70, 96
+
+
+@pytest.fixture(scope="module")
+def answers():
+    requests = [request(name, prompt, max_tokens=TOKENS) for name, prompt in PROMPTS.items()]
+    result = run(requests, "none", num_slots=4)
+    return {name: [*prompt, *result.token_ids(name)] for name, prompt in PROMPTS.items()}
+
+
+def knowing(answers):
+    """Drafts the right answer to "right" and "next", a wrong one to "wrong"; "turning" turns."""
+    table = np.zeros((VOCAB, MAX_LENGTH + D), np.int32)
+    for text in answers.values():
+        table[text[0], : len(text)] = text
+    wrong_until = np.zeros(VOCAB, np.int32)
+    wrong_until[PROMPTS["wrong"][0]], wrong_until[PROMPTS["turning"][0]] = MAX_LENGTH, 35
+
+    def function(params, context):
+        first = context.tokens[:, :1]
+        place = context.lengths[:, None] + jnp.arange(D)[None, :]
+        wrong = place < jnp.asarray(wrong_until)[first]
+        right = jnp.asarray(table)[first, place]
+        return Drafts(jnp.where(wrong, (right + 1) % VOCAB, right), context.limit, None)
+
+    return CallableDrafter(function, D, VOCAB)
+
+
+def lengths_of(result, name):
+    """Drafts verified in each step of a request, but its first and those near its end."""
+    records = result.records[name]
+    emitted = np.cumsum([record.num_tokens for record in records])
+    return [r.num_drafts for r, n in zip(records, emitted, strict=True) if n < TOKENS - D][1:]
+
+
+def test_every_request_finds_its_own_length(answers):
+    """All accepted, none accepted, and none at first: side by side; then a slot is used again."""
+    requests = [request(name, prompt, max_tokens=TOKENS) for name, prompt in PROMPTS.items()]
+    drafter = knowing(answers)
+    result = run(requests, Adaptive(drafter), num_slots=3)
+    for name, prompt in PROMPTS.items():
+        assert [*prompt, *result.token_ids(name)] == answers[name]
+    assert set(lengths_of(result, "right")) == {D}
+    falling = lengths_of(result, "wrong")
+    assert falling == sorted(falling, reverse=True)
+    assert falling[0] == D
+    assert set(falling[30:]) == {1}
+    turning = lengths_of(result, "turning")
+    lowest = turning.index(1)
+    assert D in turning[:lowest]
+    assert turning[-1] == D
+    # "next" comes into the slot of one of them, and begins as if nobody had been there.
+    assert set(lengths_of(result, "next")) == {D}
+    slots = {name: records[0].slot for name, records in result.records.items()}
+    assert slots["next"] in {slots["right"], slots["wrong"], slots["turning"]}
+    # Without adaptation the wrong drafts go on; the tokens are the same.
+    unchanged = run(requests, drafter, num_slots=3)
+    assert set(lengths_of(unchanged, "wrong")) == {D}
+    for name in PROMPTS:
+        assert result.token_ids(name) == unchanged.token_ids(name)
+
+
+def test_a_slot_that_was_given_up_on_begins_anew(answers):
+    """One slot: first the request whose drafts are never accepted, then one where all are."""
+    requests = [request(name, PROMPTS[name], max_tokens=TOKENS) for name in ("wrong", "next")]
+    result = run(requests, Adaptive(knowing(answers)), num_slots=1)
+    assert lengths_of(result, "wrong")[-1] == 1
+    assert set(lengths_of(result, "next")) == {D}
+
+    @dataclasses.dataclass(frozen=True)
+    class Remembering(Adaptive):
+        def prefill(self, params, state, *rest):
+            return state
+
+    result = run(requests, Remembering(knowing(answers)), num_slots=1)
+    assert lengths_of(result, "next")[0] == 1
+
+
+def test_greedy_ids_are_those_of_plain_decoding():
+    _, config = random_model()
+    plain = run(mixed_requests(), "none")
+    result = run(mixed_requests(), Adaptive(MtpDrafter(config, 3), draft_cost=0.3, weight=0.3))
+    drafts = {r.num_drafts for records in result.records.values() for r in records}
+    assert {1, 2, 3} <= drafts
+    for item in mixed_requests():
+        assert result.token_ids(item.id) == plain.token_ids(item.id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"drafter": NoDrafter()}, "there is nothing to adapt"),
+        ({"min_drafts": 0}, "from 1 to the 3 drafts"),
+        ({"min_drafts": 4}, "from 1 to the 3 drafts"),
+        ({"draft_cost": 1.0}, "never pays"),
+        ({"draft_cost": -0.1}, "from 0"),
+        ({"weight": 0.0}, "between 0 and 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Adaptive(**{"drafter": NgramDrafter(3)} | fields)

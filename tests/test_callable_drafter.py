@@ -1,0 +1,156 @@
+"""A user's own function as a drafter: alone, through the loop, and what is refused."""
+
+import doctest
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_specdec import callable_drafter
+from jax_specdec.callable_drafter import CallableDrafter
+from jax_specdec.drafters import draw
+from jax_specdec.verify import Drafts
+from tests import test_loop_distribution
+from tests.decoding import VOCAB, mixed_requests, run
+from tests.test_drafters import context
+from tests.test_loop_distribution import p_value
+from tests.test_suffix import accepted_of
+
+pytestmark = pytest.mark.fast
+
+
+def latest_again(params, context):
+    """The last three tokens again."""
+    place = context.lengths[:, None] - 3 + jnp.arange(3)[None, :]
+    ids = jnp.take_along_axis(context.tokens, jnp.maximum(place, 0), axis=1)
+    return Drafts(ids, context.limit, None)
+
+
+def guesses(params, context, vocab=VOCAB):
+    """Drawn from logits that say: the last token again, or the next id."""
+    last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
+    logits, ids = [], []
+    for ahead in range(3):
+        logits.append(2 * jax.nn.one_hot(last, vocab) + jax.nn.one_hot((last + 1) % vocab, vocab))
+        last = draw(logits[-1][:, None], context.sampling, context.lengths + ahead)
+        ids.append(last)
+    return Drafts(jnp.stack(ids, axis=1), context.limit, jnp.stack(logits, axis=1))
+
+
+OWN = CallableDrafter(latest_again, num_drafts=3, vocab_size=VOCAB)
+
+
+class Proposing(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_limit_and_vocabulary_cut_what_is_proposed(self):
+        def proposes(params, context):
+            ids = jnp.array([[4, 5, 6], [4, 5, 6], [4, VOCAB, 6], [-1, 5, 6], [4, 5, 6]])
+            return Drafts(ids, jnp.array([3, 3, 3, 3, -2]), None)
+
+        drafter = CallableDrafter(proposes, 3, VOCAB)
+        seen = context([[1]] * 5, limit=[3, 1, 3, 3, 3])
+        drafts, _ = self.variant(lambda c: drafter.propose(None, (), c))(seen)
+        np.testing.assert_array_equal(drafts.num, [3, 1, 1, 0, 0])
+        np.testing.assert_array_equal(
+            drafts.token_ids, [[4, 5, 6], [4, 0, 0], [4, 0, 0], [0, 0, 0], [0, 0, 0]]
+        )
+
+
+def test_the_documented_example_runs():
+    found = doctest.testmod(callable_drafter)
+    assert (found.attempted, found.failed) == (2, 0)
+    scope = {}
+    for example in doctest.DocTestFinder().find(CallableDrafter, globs=vars(callable_drafter)):
+        doctest.DocTestRunner().run(example, clear_globs=False)
+        scope |= example.globs
+    drafts, _ = scope["drafter"].propose(None, (), context([[1, 7], [2]], limit=[2, 1]))
+    np.testing.assert_array_equal(drafts.token_ids, [[7, 7], [2, 0]])
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run(mixed_requests(), "none")
+
+
+@pytest.mark.parametrize("drafter", [
+    OWN,
+    CallableDrafter(guesses, 3, VOCAB, logits_dtype="float32"),
+], ids=["certain", "drawn"])  # fmt: skip
+def test_through_the_loop_greedy_ids_are_those_of_plain_decoding(plain, drafter):
+    result = run(mixed_requests(), drafter)
+    accepted, proposed = accepted_of(result)
+    assert 0 < accepted < proposed
+    for item in mixed_requests():
+        assert result.token_ids(item.id) == plain.token_ids(item.id)
+
+
+def test_drawn_drafts_leave_the_targets_distribution():
+    vocab = test_loop_distribution.VOCAB
+    function = functools.partial(guesses, vocab=vocab)
+    drafter = CallableDrafter(function, 3, vocab, logits_dtype="float32")
+    assert p_value(drafter, test_loop_distribution.accept_draft) > 1e-3
+
+
+def dishonest(params, context):
+    """Says that its drafts were drawn, and picks them."""
+    drafts = guesses(params, context, test_loop_distribution.VOCAB)
+    return drafts._replace(token_ids=jnp.argmax(drafts.logits, axis=-1).astype(jnp.int32))
+
+
+def test_drafts_that_were_not_drawn_from_their_logits_are_noticed():
+    drafter = CallableDrafter(dishonest, 3, test_loop_distribution.VOCAB, logits_dtype="float32")
+    assert p_value(drafter, test_loop_distribution.accept_draft) < 1e-9
+
+
+def returning(**fields):
+    good = {"token_ids": jnp.zeros((4, 2), jnp.int32), "num": jnp.zeros(4, jnp.int32),
+            "logits": None}  # fmt: skip
+
+    def mine(params, context):
+        return Drafts(**good | fields)
+
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids": jnp.zeros((4, 3), jnp.int32)},
+         r"mine returned token_ids = int32\[4, 3\]; expected int32\[4, 2\] \(B = 4, D = 2"),
+        ({"token_ids": jnp.zeros((4, 2))}, r"token_ids = float32\[4, 2\]; expected int32"),
+        ({"num": jnp.zeros((4, 1), jnp.int32)}, r"num = int32\[4, 1\]; expected int32\[4\]"),
+        ({"num": 2}, r"num = int32\[\]; expected int32\[4\]"),
+        ({"logits": jnp.zeros((4, 2, VOCAB))}, r"logits = float32\[4, 2, 32\]; expected None"),
+    ],
+)  # fmt: skip
+def test_wrong_shapes_and_types_are_named_while_tracing(fields, message):
+    drafter = CallableDrafter(returning(**fields), 2, VOCAB)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda c: drafter.propose(None, (), c), context([[1]] * 4))
+
+
+def test_promised_logits_must_come():
+    drafter = CallableDrafter(returning(), 2, VOCAB, logits_dtype="bfloat16")
+    assert drafter.init(4, 8)[0].logits.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"logits = None; expected bfloat16\[4, 2, 32\]"):
+        drafter.propose(None, (), context([[1]] * 4))
+
+
+def test_what_is_no_function_of_that_kind_is_refused():
+    with pytest.raises(TypeError, match="returned a tuple; expected a"):
+        CallableDrafter(lambda p, c: (1, 2), 2, VOCAB).propose(None, (), context([[1]]))
+    with pytest.raises(TypeError, match="None is no function"):
+        CallableDrafter(None, 2, VOCAB)
+    with pytest.raises(ValueError, match="num_drafts = 0 must be positive"):
+        CallableDrafter(latest_again, 0, VOCAB)
+    with pytest.raises(ValueError, match="vocab_size = 0"):
+        CallableDrafter(latest_again, 2, 0)
+
+
+def test_it_is_a_static_value():
+    same = CallableDrafter(latest_again, 3, VOCAB)
+    assert (OWN, hash(OWN)) == (same, hash(same))
+    assert CallableDrafter(guesses, 3, VOCAB) != same
