@@ -20,13 +20,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jax_specdec.hf_model import open_model
+from jax_specdec.hf_weights import load_weights
 from jax_specdec.model import ModelConfig, ModelParams, init_params
+from jax_specdec.model_config import CheckpointError as CheckpointError
+from jax_specdec.model_params import named_arrays as named_arrays
 
 FORMAT = "jax-specdec-1"
-
-
-class CheckpointError(ValueError):
-    """A file that is no checkpoint of ours, or does not fit its own configuration."""
 
 
 def save_checkpoint(
@@ -104,15 +104,32 @@ def load_checkpoint(
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), config, metadata
 
 
+def load_model(
+    path: str | Path = "", *, dtype: str = "", num_slots: int = 0, max_length: int = 0
+) -> tuple[ModelParams, ModelConfig]:
+    """Load whatever model `path` names.
+
+    Args:
+      path: a directory in Hugging Face layout (see `hf_model`), or a file that `save_checkpoint`
+        wrote; empty for the weights that come with the package.
+      dtype: to compute in; empty for that of the checkpoint.
+      num_slots, max_length: of the caches to be made; counted where memory is checked.
+
+    Raises:
+      FileNotFoundError: there is no such path, or a file of the directory is missing.
+      CheckpointError: what is there is damaged, not supported or does not fit.
+      InsufficientMemory: weights and caches of a directory's model do not fit.
+    """
+    if path and Path(path).is_dir():
+        model = open_model(path, dtype=dtype)
+        return load_weights(model, num_slots=num_slots, max_length=max_length), model.config
+    params, config, _ = load_checkpoint(path or tiny_weights_path(), dtype=dtype or None)
+    return params, config
+
+
 def tiny_weights_path() -> Path:
     """Where the byte-level weights that come with the package are."""
     return Path(str(resources.files("jax_specdec"))) / "weights" / "tiny.safetensors"
-
-
-def named_arrays(params: ModelParams) -> dict[str, jax.Array]:
-    """The arrays of params by dotted path, in tree order."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {".".join(key.name for key in path): value for path, value in flat}
 
 
 def _config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:

@@ -11,6 +11,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 ROPE_SCALINGS = ("linear", "llama3")
 
 
+class CheckpointError(ValueError):
+    """Files that are no checkpoint, are damaged, or do not fit their own configuration."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Rotary frequencies slowed down, so that a model reads further than it was first trained.

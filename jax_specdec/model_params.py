@@ -131,6 +131,12 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
     )
 
 
+def named_arrays(params: ModelParams) -> dict[str, jax.Array]:
+    """The arrays of params by dotted path, in tree order."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {".".join(key.name for key in path): value for path, value in flat}
+
+
 def init_cache(config: ModelConfig, num_slots: int, length: int) -> KVCache:
     """An empty cache for the decoder: `num_slots` slots of `length` positions each."""
     return _empty_cache(config, config.num_layers, num_slots, length)

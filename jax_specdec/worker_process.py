@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ipc.ring import RingWriter
 from jax_specdec import loop
-from jax_specdec.checkpoint import load_checkpoint, tiny_weights_path
+from jax_specdec.checkpoint import load_model
 from jax_specdec.control import Command, Shutdown, Start, from_line
 from jax_specdec.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.model import ModelConfig
@@ -51,7 +51,16 @@ def main() -> int:
         print("the first command must be start", file=sys.stderr)
         return 2
     with RingWriter.attach(start.ring) as ring:
-        params, config, _ = load_checkpoint(start.weights or tiny_weights_path())
+        try:
+            params, config = load_model(
+                start.weights,
+                dtype=start.dtype,
+                num_slots=start.num_slots,
+                max_length=start.max_length,
+            )
+        except (OSError, ValueError, MemoryError) as error:
+            print(error, file=sys.stderr)  # the engine shows it: the user's to mend, not ours
+            return 2
         worker = Worker(
             loop.LoopConfig(
                 model=config,

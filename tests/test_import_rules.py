@@ -16,6 +16,7 @@ PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 DEVICE_SIDE = {
     "adaptive", "callable_drafter",
     "suffix",
+    "hf_weights", "memory",
     "checkpoint", "drafters", "loop", "messages", "model", "model_params", "modes", "mtp", "pack",
     "prefill", "sampling", "slots", "verify", "worker", "worker_process",
 }  # fmt: skip

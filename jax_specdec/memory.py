@@ -1,0 +1,67 @@
+"""Whether a model fits, asked before anything of it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+GIB = 2**30
+
+
+class InsufficientMemory(MemoryError):
+    """A model needs more memory than there is; says how much, and the ways out."""
+
+
+def check_memory(needed: int, what: str, dtype: str, available: int | None = None) -> None:
+    """Refuse to load what does not fit.
+
+    Args:
+      needed: bytes.
+      what: is to be loaded, for the error.
+      dtype: that it is to be computed in.
+      available: bytes; None asks the device.
+
+    Raises:
+      InsufficientMemory: it does not fit.
+    """
+    available = available_bytes() if available is None else available
+    if needed > available:
+        way_out = (
+            "choose dtype bfloat16 (half of it), fewer slots or a smaller max_length"
+            if dtype == "float32"
+            else "choose fewer slots, a smaller max_length or a smaller model"
+        )
+        raise InsufficientMemory(
+            f"{what} needs {needed / GIB:.2f} GiB in {dtype}, with its caches; available are "
+            f"{available / GIB:.2f} GiB: {way_out}"
+        )
+
+
+def available_bytes() -> int:
+    """Free memory of the first device; of this machine, where the device has none of its own."""
+    statistics = jax.devices()[0].memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return int(statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
+    return host_bytes()
+
+
+def host_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process can still take: of the machine, or of its control group if less.
+
+    Args:
+      root: of the file system; another one in tests.
+    """
+    fields = dict(
+        line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
+    )
+    free = 1024 * int(fields["MemAvailable"].split()[0])
+    group = root / "sys/fs/cgroup"
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return free
+    # Cached files count as used, but make room when room is needed.
+    return max(0, min(free, limit - used + int(counted.get("inactive_file", 0))))
