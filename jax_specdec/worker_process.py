@@ -9,20 +9,8 @@ from ipc.ring import RingWriter
 from jax_specdec import loop
 from jax_specdec.checkpoint import load_model
 from jax_specdec.control import Command, Shutdown, Start, from_line
-from jax_specdec.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
-from jax_specdec.model import ModelConfig
+from jax_specdec.drafter_choice import make_drafter
 from jax_specdec.worker import Worker
-
-
-def make_drafter(name: str, num_drafts: int, config: ModelConfig) -> Drafter:
-    """A drafter by the name that the command line uses."""
-    if name == "none" or num_drafts == 0:
-        return NoDrafter()
-    if name == "ngram":
-        return NgramDrafter(num_drafts)
-    if name == "mtp":
-        return MtpDrafter(config, num_drafts)
-    raise ValueError(f"drafter {name!r} is not known: choose mtp, ngram or none")
 
 
 def serve(worker: Worker, commands: "queue.SimpleQueue[Command]") -> None:
@@ -60,11 +48,17 @@ def main() -> int:
             )
         except (OSError, ValueError, MemoryError) as error:
             print(error, file=sys.stderr)  # the engine shows it: the user's to mend, not ours
-            return 2
+            return 1
         worker = Worker(
             loop.LoopConfig(
                 model=config,
-                drafter=make_drafter(start.drafter, start.num_drafts, config),
+                drafter=make_drafter(
+                    start.drafter,
+                    start.num_drafts,
+                    config,
+                    corpus=start.corpus,
+                    adaptive=start.adaptive,
+                ),
                 num_slots=start.num_slots,
                 max_length=start.max_length,
             ),
