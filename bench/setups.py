@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_specdec import loop
 from jax_specdec.checkpoint import load_checkpoint, tiny_weights_path
+from jax_specdec.drafter_choice import make_drafter
 from jax_specdec.model import ModelConfig, init_params
-from jax_specdec.worker_process import make_drafter
 
 REQUESTS = 64
 DRAFTS = 2

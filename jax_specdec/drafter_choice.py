@@ -1,0 +1,72 @@
+"""A drafter by its name, as the command line and the control channel spell it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jax_specdec import tokens
+from jax_specdec.adaptive import Adaptive
+from jax_specdec.corpus import Corpus
+from jax_specdec.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.model import ModelConfig
+from jax_specdec.suffix import SuffixDrafter
+
+Encode = Callable[[str], np.ndarray]  # text to token ids [N]
+
+
+def make_drafter(
+    name: str,
+    num_drafts: int,
+    config: ModelConfig,
+    *,
+    corpus: str = "",
+    adaptive: bool = False,
+    encode: Encode | None = None,
+) -> Drafter:
+    """The drafter called `name`: "mtp", "ngram", "suffix" or "none".
+
+    Args:
+      num_drafts: at most, per slot and step; 0 means "none".
+      config: of the model that the drafts are for.
+      corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
+      adaptive: draft less for a request whose drafts are seldom accepted; "none" stays as it is.
+      encode: the model's own tokenizer, for the corpus; None for byte-level tokens.
+
+    Raises:
+      ValueError: the name is not known, the model has no head for it, or the corpus is none that
+        this drafter and this model can use.
+      OSError: the corpus cannot be read.
+    """
+    if corpus and name != "suffix":
+        raise ValueError(
+            f"corpus {corpus!r} would not be read: the drafter is {name}, and only suffix has one"
+        )
+    drafter: Drafter
+    if name == "none" or num_drafts == 0:
+        return NoDrafter()
+    elif name == "ngram":
+        drafter = NgramDrafter(num_drafts)
+    elif name == "suffix":
+        drafter = SuffixDrafter(num_drafts, _read(corpus, config, encode) if corpus else None)
+    elif name == "mtp":
+        drafter = MtpDrafter(config, num_drafts)
+    else:
+        raise ValueError(f"drafter {name!r} is not known: choose mtp, ngram, suffix or none")
+    return Adaptive(drafter) if adaptive else drafter
+
+
+def _read(path: str, config: ModelConfig, encode: Encode | None) -> Corpus:
+    """The file's text as one document, in the model's tokens."""
+    if encode is None:
+        if config.vocab_size != tokens.VOCAB_SIZE:
+            raise ValueError(
+                f"corpus {path!r} needs the tokenizer of a model of {config.vocab_size} tokens: "
+                f"bytes are the tokens of the {tokens.VOCAB_SIZE} of this package's own model"
+            )
+        encode = tokens.encode
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"corpus {path!r} is not UTF-8 text: {error}") from error
+    return Corpus.of([encode(text)])
