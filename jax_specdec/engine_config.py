@@ -76,26 +76,28 @@ class EngineConfig:
 
     @property
     def message_bytes(self) -> int:
-        """The largest message that a step can make: every slot with every draft and the top K."""
+        """The largest message that a step can make: every slot with all that may be asked for."""
         tokens = [self.num_drafts + 1] * self.num_slots
         columns = [min(wire.MAX_TOP_K, self.vocab_size) + 1] * self.num_slots
-        return wire.WORD_BYTES * wire.words_bound(tokens, columns, [0] * self.num_slots)
+        chosen = [wire.MAX_CHOSEN] * self.num_slots
+        return wire.WORD_BYTES * wire.words_bound(tokens, columns, chosen)
 
 
 def check(request: Request, config: EngineConfig) -> None:
     """Refuse what cannot be served, before any of it reaches the worker.
 
     Raises:
-      RequestError: a prompt id outside the vocabulary, or more tokens than a slot holds.
-      NotServed: a mode or a feature that this worker does not do.
+      RequestError: an id outside the vocabulary, or more tokens than a slot holds.
+      NotServed: a feature that this worker does not do.
     """
     params, ids = request.params, request.prompt_token_ids
-    if not 0 <= min(ids) <= max(ids) < config.vocab_size:
-        wrong = next(i for i in ids if not 0 <= i < config.vocab_size)
-        raise RequestError(
-            f"request {request.id!r}: prompt token id {wrong} is outside the vocabulary "
-            f"(0 to {config.vocab_size - 1})"
-        )
+    for name, named in (("prompt", ids), ("extra", params.extra_token_ids)):
+        if named and not 0 <= min(named) <= max(named) < config.vocab_size:
+            wrong = next(i for i in named if not 0 <= i < config.vocab_size)
+            raise RequestError(
+                f"request {request.id!r}: {name} token id {wrong} is outside the vocabulary "
+                f"(0 to {config.vocab_size - 1})"
+            )
     if len(ids) + params.max_tokens > config.max_length:
         raise RequestError(
             f"request {request.id!r}: {len(ids)} prompt tokens and max_tokens = "

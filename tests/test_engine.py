@@ -15,7 +15,7 @@ import pytest
 
 from ipc.doctor import find_ring_files
 from ipc.ring import RingReader, RingWriter
-from ipc.wire import DeviceCheck, Kind, LogprobsMode
+from ipc.wire import DeviceCheck, Kind
 from jax_specdec import engine as engine_module
 from jax_specdec import worker_client
 from jax_specdec.checkpoint import save_checkpoint
@@ -252,12 +252,8 @@ def test_requests_that_cannot_be_served_are_refused_before_anything_runs(weights
         check(request("r", [1] * 90), settings)
     with pytest.raises(RequestError, match="logprobs = 33, but the vocabulary has only 32"):
         check(request("r", [1], logprobs=33), settings)
-    with pytest.raises(NotServed, match="scaled"):
-        check(request("r", [1], logprobs_mode=LogprobsMode.SCALED), settings)
-    with pytest.raises(NotServed, match="extra_token_ids"):
-        check(request("r", [1], logprobs=0, extra_token_ids=(1,)), settings)
-    with pytest.raises(NotServed, match="draft_logprobs"):
-        check(request("r", [1], draft_logprobs=True), settings)
+    with pytest.raises(RequestError, match=r"extra token id 32 is outside the vocabulary"):
+        check(request("r", [1], logprobs=0, extra_token_ids=(1, 32)), settings)
     with pytest.raises(NotServed, match="prompt_logprobs"):
         check(request("r", [1], prompt_logprobs=0), settings)
 
