@@ -46,19 +46,20 @@ def main() -> int:
                 num_slots=start.num_slots,
                 max_length=start.max_length,
             )
+            drafter = make_drafter(
+                start.drafter,
+                start.num_drafts,
+                config,
+                corpus=start.corpus,
+                adaptive=start.adaptive,
+            )
         except (OSError, ValueError, MemoryError) as error:
             print(error, file=sys.stderr)  # the engine shows it: the user's to mend, not ours
             return 1
         worker = Worker(
             loop.LoopConfig(
                 model=config,
-                drafter=make_drafter(
-                    start.drafter,
-                    start.num_drafts,
-                    config,
-                    corpus=start.corpus,
-                    adaptive=start.adaptive,
-                ),
+                drafter=drafter,
                 num_slots=start.num_slots,
                 max_length=start.max_length,
             ),
