@@ -50,6 +50,10 @@ def _command(arguments: Sequence[str] | None) -> int:
     from jax_specdec.engine import WorkerFailed
 
     try:
+        if options.command == "view":
+            from jax_specdec import view_command
+
+            return view_command.run(options)
         return _demo(options)
     except WorkerFailed as error:
         _complain(str(error))
@@ -94,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         description=DEMO_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ))  # fmt: skip
+    from jax_specdec import view_command
+
+    view_command.add(commands)
     leftovers = commands.add_parser(
         "doctor",
         help="list rings in shared memory, and remove those of dead processes",
