@@ -1,11 +1,19 @@
-"""`python -m bench SUITE`: run a suite, print its table, write its JSON."""
+"""`python -m bench`: measure, compare two runs, write the README's figures, draw one step.
+
+python -m bench [kernels|ring|host|end-to-end ...] [--quick] [--json FILE] [--plot DIR]
+python -m bench compare OLD NEW     what got slower, by ratios to a peer of the same run
+python -m bench report [--check]    README's table and plots, from bench/results
+python -m bench profile --out DIR   one step's timeline, as a picture and for Perfetto
+"""
 
 import argparse
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from bench.timing import Comparison, print_table, write_json
+from bench import files
+from bench.timing import BenchError, Comparison, print_table
 
 SUITES = {
     "kernels": "top-K logprobs of the logits, against log_softmax + top_k + gather + count",
@@ -13,10 +21,21 @@ SUITES = {
     "host": "message bytes to records, against per-token lists and objects",
     "end-to-end": "the whole decoding loop, with and without logprobs",
 }
+MODULES = {"kernels": ("kernels", "sweep"), "end-to-end": ("end_to_end",)}
+COMMANDS = {"compare": "bench.regressions", "report": "bench.report", "profile": "bench.timeline"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in COMMANDS:
+        command = importlib.import_module(COMMANDS[given[0]])
+        status: int = command.main(given[1:])
+        return status
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "suites",
         nargs="*",
@@ -25,20 +44,39 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="few sizes, a minute in all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results there, as SVG")
+    options = parser.parse_args(given)
     unknown = [name for name in options.suites if name not in SUITES]
     if unknown:
-        parser.error(f"unknown suite {unknown[0]!r}: choose from {', '.join(SUITES)}")
+        names = ", ".join((*SUITES, *COMMANDS))
+        parser.error(f"unknown suite or command {unknown[0]!r}: choose from {names}")
+    machine = files.environment()  # before anything here loads the machine
     comparisons: list[Comparison] = []
     for name in options.suites or SUITES:
-        module = importlib.import_module(f"bench.{name.replace('-', '_')}")
-        results: list[Comparison] = module.run(quick=options.quick)
+        try:
+            results = measure(name, options.quick)
+        except BenchError as error:
+            print(f"NOT MEASURED: {error}", file=sys.stderr)
+            return 1
         print_table(results)
         comparisons += results
     if options.json:
-        write_json(options.json, comparisons)
+        files.write_json(options.json, comparisons, machine)
         print(f"wrote {options.json}")
+    if options.plot:
+        plots = importlib.import_module("bench.plots")  # needs matplotlib: only on demand
+        for path in plots.draw(comparisons, options.plot):
+            print(f"wrote {path}")
     return 0
+
+
+def measure(suite: str, quick: bool) -> list[Comparison]:
+    """Run one suite."""
+    results: list[Comparison] = []
+    for name in MODULES.get(suite, (suite,)):
+        found = importlib.import_module(f"bench.{name}").run(quick=quick)
+        results += [replace(one, suite=one.suite or suite) for one in found]
+    return results
 
 
 if __name__ == "__main__":

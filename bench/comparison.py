@@ -69,7 +69,7 @@ class Target:
         return "held" if held else "MISSED"
 
     def __str__(self) -> str:
-        limit = f"at {'least' if self.at_least else 'most'} {self.limit:g} {self.unit}"
+        limit = f"at {'least' if self.at_least else 'most'} {self.limit:.3g} {self.unit}"
         found = "" if self.measured is None else f"{self.measured:.3g} {self.unit}, "
         return f"{self.what}: {found}{self.verdict} ({limit})"
 

@@ -2,41 +2,32 @@
 
 Latency runs from just before the sender encodes to NumPy arrays in the receiver's hands. Producer
 and consumer are pinned to two different cores (wake-ups on one core flatter semaphores). Every
-contender has a producer process that lives for the whole run; each round measures all of them in
-turn, in another order. Each first delivers a random step that must arrive equal.
+contender has a producer process; each round measures all of them in turn, in another order. Each
+first delivers a random step that must arrive equal.
 
 hot: the next message 100-200 us after the last one arrived. idle: 5 ms after, a decode step. So no
 message waits behind another. throughput: back to back, as fast as the consumer takes them.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench import progress
 from bench.ring_contenders import BOUND, CONTENDERS, NotAvailable, Receiver
-from bench.timing import (
-    BenchError,
-    Comparison,
-    from_samples,
-    print_table,
-    rotated,
-    write_json,
-)
+from bench.timing import BenchError, Comparison, Target, from_samples, rotated
 
 HOT, IDLE = 100e-6, 5e-3
 CASES = {
@@ -50,7 +41,7 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Target:
+class Promise:
     """The ring must be at least `factor` times faster than `other` (below 1: may be slower)."""
 
     case: str
@@ -58,14 +49,14 @@ class Target:
     factor: float
 
 
-TARGETS = (
-    Target("a step at K = 0", "SysV fixed struct", 12.0),
-    Target("16 KB, hot", "ZeroMQ msgpack", 4.0),
-    Target("16 KB, hot", "SysV fixed struct", 12.0),
-    Target("530 KB, hot", "ZeroMQ copy=False", 3.0),
-    Target("530 KB, hot", BOUND, 1 / 1.8),
-    Target("16 KB, 5 ms", "ZeroMQ msgpack", 2.5),
-    Target("530 KB, throughput", "ZeroMQ copy=False", 4.0),
+PROMISES = (
+    Promise("a step at K = 0", "SysV fixed struct", 12.0),
+    Promise("16 KB, hot", "ZeroMQ msgpack", 4.0),
+    Promise("16 KB, hot", "SysV fixed struct", 12.0),
+    Promise("530 KB, hot", "ZeroMQ copy=False", 3.0),
+    Promise("530 KB, hot", BOUND, 1 / 1.8),
+    Promise("16 KB, 5 ms", "ZeroMQ msgpack", 2.5),
+    Promise("530 KB, throughput", "ZeroMQ copy=False", 4.0),
 )
 CPU_LIMIT = 0.15  # of a core, for the consumer between messages 5 ms apart
 
@@ -86,11 +77,15 @@ class Samples:
 
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     cpu: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # every message's
     missing: dict[str, str] = field(default_factory=dict)
 
-    def add(self, title: str, name: str, seconds: float, cpu: float) -> None:
+    def add(
+        self, title: str, name: str, seconds: float, cpu: float, latencies: Sequence[float] = ()
+    ) -> None:
         self.seconds.setdefault(title, {}).setdefault(name, []).append(seconds)
         self.cpu.setdefault(title, {}).setdefault(name, []).append(cpu)
+        self.latencies.setdefault(title, {}).setdefault(name, []).extend(latencies)
 
 
 def arrays_of(size: int, seed: int = 0) -> list[np.ndarray]:
@@ -164,9 +159,9 @@ def check_equal(name: str, one: Link) -> None:
                 raise BenchError(f"{name} delivered other data than was sent ({size} bytes)")
 
 
-def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float]:
-    """Returns seconds per message (median latency, or for gap 0 the mean) and this side's CPU
-    share of a core."""
+def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float, list[float]]:
+    """Returns seconds per message (median latency, or for gap 0 the mean), this side's CPU share
+    of a core, and each message's latency (for gap 0 none: there, messages wait in line)."""
     receive, clock = one.receiver.receive, time.monotonic_ns
     warm_up = max(count // 10, 5)
     arrived = one.arrived
@@ -184,7 +179,10 @@ def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float]
         arrived.value += 1
     elapsed = (clock() - start) * 1e-9
     share = (time.process_time() - cpu) / elapsed
-    return (statistics.median(latencies) * 1e-9 if gap else elapsed / count), share
+    if not gap:
+        return elapsed / count, share, []
+    seconds = [ns * 1e-9 for ns in latencies]
+    return statistics.median(seconds), share, seconds
 
 
 @contextmanager
@@ -224,11 +222,14 @@ def run(quick: bool = False) -> list[Comparison]:
         with bound_program() as program:
             if program is None:
                 taken.missing[BOUND] = "no C compiler"
-            for start in range(starts):
-                with ExitStack() as stack:
-                    links = _start_all(stack, cores[1], taken)
-                    for index in range(start, start + rounds):
-                        _round(links, program, cores, rotated(list(links), index), share, taken)
+            with progress.bar("ring", starts * rounds) as advance:
+                for start in range(starts):
+                    with ExitStack() as stack:
+                        links = _start_all(stack, cores[1], taken)
+                        for index in range(start, start + rounds):
+                            names = rotated(list(links), index)
+                            _round(links, program, cores, names, share, taken)
+                            advance()
     finally:
         os.sched_setaffinity(0, before)
     return [_comparison(title, taken, starts * rounds) for title in CASES]
@@ -257,8 +258,7 @@ def _round(
 ) -> None:
     for title, (size, gap, count, with_bound) in CASES.items():
         for name in names:
-            seconds, cpu = measure(links[name], size, gap, max(count // share, 20))
-            taken.add(title, name, seconds, cpu)
+            taken.add(title, name, *measure(links[name], size, gap, max(count // share, 20)))
         if program is not None and with_bound:
             taken.add(title, BOUND, measure_bound(program, cores, size, gap, count), 0.0)
 
@@ -268,36 +268,27 @@ def _comparison(title: str, taken: Samples, rounds: int) -> Comparison:
     samples = taken.seconds[title]
     notes: dict[str, Any] = {f"NOT RUN {name}": why for name, why in taken.missing.items()}
     settings = {"bytes": size, "gap_s": gap, "messages": count, "rounds": rounds}
-    plain = from_samples(title, samples, settings=settings)
-    for target in TARGETS:
-        if title.startswith(target.case) and target.other in samples:
-            factor = plain.speedup("ring", target.other)
-            verdict = "held" if factor >= target.factor else "MISSED"
-            name = f"target: {target.factor:.2f}x the speed of {target.other}"
-            notes[name] = f"{factor:.2f}x, {verdict}"
+    plain = from_samples(
+        title, samples, settings=settings, notes=notes, events=taken.latencies[title]
+    )
+    targets = [
+        Target(
+            f"speed over {promise.other}",
+            promise.factor,
+            plain.speedup("ring", promise.other) if promise.other in samples else None,
+            "x",
+            at_least=True,
+        )
+        for promise in PROMISES
+        if title.startswith(promise.case)
+    ]
+    figures: dict[str, dict[str, float]] = {}
     if gap == IDLE:
-        shares = {name: round(statistics.median(cpu), 3) for name, cpu in taken.cpu[title].items()}
-        verdict = "held" if shares["ring"] <= CPU_LIMIT else "MISSED"
-        notes[f"target: at most {CPU_LIMIT} of a core"] = f"{shares['ring']}, {verdict}"
-        notes["consumer's share of a core"] = json.dumps(shares)
+        for name, cpu in taken.cpu[title].items():
+            figures[name] = {"consumer's cores": statistics.median(cpu)}
+        share = figures["ring"]["consumer's cores"]
+        targets.append(Target("the consumer's share of a core", CPU_LIMIT, share, "cores"))
     if gap == 0:
-        rates = {t.name: round(size / t.median / 1e6) for t in plain.timings}
-        notes["MB/s"] = json.dumps(rates)
-    return from_samples(title, samples, settings=settings, notes=notes)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.ring", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and messages")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    options = parser.parse_args(arguments)
-    results = run(options.quick)
-    print_table(results)
-    if options.json:
-        write_json(options.json, results)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        for timing in plain.timings:
+            figures[timing.name] = {"MB/s": size / timing.median / 1e6}
+    return replace(plain, suite="ring", figures=figures, targets=tuple(targets))

@@ -87,9 +87,10 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
 
 def print_table(comparisons: Sequence[Comparison], console: Console | None = None) -> None:
     """Median, spread and ratio of every contender, what was counted beside, notes and targets."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=max(console.width, 120))
+    if console is None:
+        console = Console()
+        if not console.is_terminal:  # nothing there to wrap lines for
+            console = Console(width=max(console.width, 120))
     for comparison in comparisons:
         table = _table(comparison.title)
         for column in ("median", "quartiles", f"against {comparison.timings[0].name}"):

@@ -17,8 +17,9 @@ def test_contenders_deliver_equal_steps_and_are_measured(name):
     with bench.link(name, CORE) as link:
         bench.check_equal(name, link)
         for gap in (1e-4, 0.0):
-            seconds, share = bench.measure(link, 4160, gap, 20)
+            seconds, share, latencies = bench.measure(link, 4160, gap, 20)
             assert 0 < seconds < 1
+            assert len(latencies) == (20 if gap else 0)
             assert 0 <= share < 4
     assert not link.process.is_alive()
 
