@@ -111,6 +111,7 @@ def with_options(
     temperature: float | None = None,
     max_tokens: int | None = None,
     no_logprobs: bool = False,
+    draft_logprobs: bool = False,
 ) -> list[Request]:
     """The requests with what the command line says for all of them."""
     changed = []
@@ -124,6 +125,8 @@ def with_options(
             params = replace(params, max_tokens=max_tokens)
         if no_logprobs:
             params = replace(params, logprobs=None)
+        if draft_logprobs:
+            params = replace(params, draft_logprobs=True)
         changed.append(replace(request, params=params))
     return changed
 
@@ -138,6 +141,8 @@ class Output:
       token_ids: all tokens of the records.
       token_logprobs: each token's own logprob; None where none were asked.
       token_ranks: each token's rank; None where no logprobs were asked.
+      draft_logprobs: the draft model's logprob of each draft that was verified; empty where they
+        were not asked, or there is no such model.
     """
 
     request: Request
@@ -145,6 +150,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list, init=False)
     token_logprobs: list[float] | None = field(init=False)
     token_ranks: list[int] | None = field(init=False)
+    draft_logprobs: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         asked = self.request.params.logprobs is not None
@@ -159,6 +165,9 @@ class Output:
             self.token_logprobs += logprobs[:, 0].tolist()
         if self.token_ranks is not None and ranks is not None:
             self.token_ranks += ranks.tolist()
+        drafts = record.draft_logprobs
+        if drafts is not None:
+            self.draft_logprobs += drafts[:, 0].tolist()
 
     @property
     def prompt_text(self) -> str:
@@ -181,6 +190,11 @@ class Output:
     def mean_logprob(self) -> float | None:
         total = self.records[-1].cumulative_logprob if self.records else None
         return None if total is None else total / max(self.num_tokens, 1)
+
+    @property
+    def mean_draft_logprob(self) -> float | None:
+        """None without any; see `draft_logprobs`."""
+        return statistics.fmean(self.draft_logprobs) if self.draft_logprobs else None
 
 
 @dataclass

@@ -16,7 +16,7 @@ from ipc.errors import RingError
 from ipc.polling import wait_readable
 from jax_specdec.decode import MessageError
 from jax_specdec.engine_config import EngineConfig, check
-from jax_specdec.jobs import Job, ended
+from jax_specdec.jobs import Job, ended, handed_on
 from jax_specdec.output_processor import ProcessorError
 from jax_specdec.rank import Rank, RankStatus, Update, Worker
 from jax_specdec.records import FinishReason, Records
@@ -208,19 +208,24 @@ class Engine:
                 yield from self._lose(rank, error)
                 continue
             if update is not None:
-                self._act_on(rank, update.records)
-                yield update
+                yield replace(update, records=self._act_on(rank, update.records))
 
-    def _act_on(self, rank: Rank, records: Records) -> None:
-        """Free the slots of requests that leave them; queue those that go on elsewhere."""
+    def _act_on(self, rank: Rank, records: Records) -> Records:
+        """Free the slots of requests that leave them; queue those that go on elsewhere.
+
+        Returns the records as the user shall see them.
+        """
+        handovers = False
         for record in records.events():
             job = rank.leave(record.request_id)
             if record.reschedule:
                 self._queue([job], first=True)
             elif record.finish_reason is FinishReason.PREFILL_HANDOVER:
+                handovers = True
                 drafts = record.handover_draft_ids
                 ids = () if drafts is None else tuple(drafts.tolist())
                 self._queue([replace(job, draft_token_ids=ids)])
+        return handed_on(records) if handovers else records
 
     def _lose(self, rank: Rank, cause: Exception) -> Iterator[Update]:
         """Report a lost worker, and do with its rank and its requests as told."""
@@ -231,8 +236,7 @@ class Engine:
         goes_on = config.on_worker_loss != "stop" and (
             restarts or bool(self._alive(prefill_only=False))
         )
-        records = rank.flush()
-        self._act_on(rank, records)
+        records = self._act_on(rank, rank.flush())
         if goes_on and config.resume_lost:
             left = [rank.leave(name) for name in rank.request_ids]
         else:
@@ -259,9 +263,7 @@ class Engine:
         raise failure
 
     def _end_all(self, rank: Rank) -> Records:
-        records = rank.flush(FinishReason.WORKER_LOST)
-        self._act_on(rank, records)
-        return records
+        return self._act_on(rank, rank.flush(FinishReason.WORKER_LOST))
 
     def _give_up(self) -> None:
         for rank in self.ranks:

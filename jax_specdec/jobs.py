@@ -72,6 +72,18 @@ class TokenLog:
         return tuple(self._tokens[slot, : self._lengths[slot]].tolist())
 
 
+def handed_on(records: Records) -> Records:
+    """The records with no end where a request is only handed over: somebody goes on with it."""
+    batches = []
+    for batch in records.batches:
+        handed_over = batch.finish_reason == FinishReason.PREFILL_HANDOVER
+        if handed_over.any():
+            reasons = np.where(handed_over, np.int8(0), batch.finish_reason)
+            batch = replace(batch, finish_reason=reasons)
+        batches.append(batch)
+    return Records(tuple(batches))
+
+
 def ended(job: Job, reason: FinishReason) -> Records:
     """The one record that ends a request which holds no slot."""
     none: NDArray[np.int64] = np.zeros(1, np.int64)

@@ -42,8 +42,8 @@ class Update:
     Attributes:
       message: None for records that no message caused: an abort, a lost worker.
       received: the message as it came out of the ring.
-      records: in the order in which they belong; a record with `reschedule`, or with the reason
-        `PREFILL_HANDOVER`, is not its request's last one: the engine goes on with it.
+      records: in the order in which they belong. One without a finish reason is not its request's
+        last one, also where it says `reschedule` or hands drafts over: the engine goes on.
       process_rank: whose message or loss it is; None where the request held no slot.
       lost: why this rank's worker ended, in the update that reports it.
     """

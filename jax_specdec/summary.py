@@ -1,5 +1,6 @@
 """The table of requests at the end, and what moving it all took."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
@@ -7,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_specdec.demo import Collector
+from jax_specdec.rank import RankStatus
+from jax_specdec.records import FinishReason
 from jax_specdec.statistics import Statistics
 from jax_specdec.terminal import readable, say
 
@@ -68,7 +71,9 @@ def _table(collector: Collector, layout: _Layout) -> Table:
     for column in ("id", "K", "T", "end") if layout.sampling else ("id", "K"):
         table.add_column(column, no_wrap=True)
     logprob = "mean logprob" if layout.shares == "by position" else "logprob"
-    for column in ("tokens", "a step", accepted[layout.shares], logprob):
+    drafted = any(output.request.params.draft_logprobs for output in collector.outputs.values())
+    of_drafts = ("of drafts",) if drafted else ()
+    for column in ("tokens", "a step", accepted[layout.shares], logprob, *of_drafts):
         table.add_column(column, justify="right", no_wrap=True)
     for name, output in collector.outputs.items():
         params, found = output.request.params, output.statistics
@@ -79,12 +84,38 @@ def _table(collector: Collector, layout: _Layout) -> Table:
             "-" if params.logprobs is None else str(params.logprobs),
             *(sampling if layout.sampling else ()),
             *_speculation(found or Statistics(), layout),
-            "-" if output.mean_logprob is None else f"{output.mean_logprob:.3f}",
+            _mean(output.mean_logprob),
+            *((_mean(output.mean_draft_logprob),) if drafted else ()),
         )
     table.add_section()
     blank = ("", "", "") if layout.sampling else ("",)
     table.add_row("all", *blank, *_speculation(collector.total, layout), "")
     return table
+
+
+def _mean(logprob: float | None) -> str:
+    return "-" if logprob is None else f"{logprob:.3f}"
+
+
+def show_ranks(ranks: Sequence[RankStatus], console: Console) -> None:
+    """What each worker process did, and what its ring carried."""
+    table = Table(title="Workers", title_justify="left", box=HEAVY_HEAD)
+    table.add_column("rank", no_wrap=True)
+    table.add_column("role", no_wrap=True)
+    for column in ("messages", "bytes", "tokens", "handed over", "preempted"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for rank in ranks:
+        finished = dict(zip(FinishReason, rank.processor.finished, strict=True))
+        table.add_row(
+            str(rank.process_rank),
+            "prefill" if rank.prefill_only else "decode",
+            f"{rank.ring.messages:,}",
+            f"{rank.ring.payload_bytes:,}",
+            str(rank.statistics.num_tokens),
+            str(finished[FinishReason.PREFILL_HANDOVER]),
+            str(rank.processor.preempted),
+        )
+    console.print(table)
 
 
 def _speculation(found: Statistics, layout: _Layout) -> tuple[str, str, str]:

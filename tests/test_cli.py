@@ -10,7 +10,7 @@ import pytest
 
 from ipc.ring import RingReader, RingWriter
 from jax_specdec import demo, output_processor, tokens
-from jax_specdec.cli import main
+from jax_specdec.cli import COMMANDS, main
 from jax_specdec.requests import Request, SamplingParams
 from tests.processor_messages import target
 from tests.processor_messages import tokens as slot
@@ -83,6 +83,35 @@ def test_the_demo_shows_what_it_should():
     assert {0.0} < {request.params.temperature for request in requests}
 
 
+@pytest.fixture
+def configured(monkeypatch):
+    """The configurations that the demo starts engines with; nothing runs."""
+    seen = []
+    fake = FakeEngine(lambda: None)
+
+    def start(config):
+        seen.append(config)
+        return fake
+
+    monkeypatch.setattr("jax_specdec.engine.Engine", start)
+    return seen
+
+
+@pytest.mark.fast
+def test_options_reach_the_engine(configured, tmp_path):
+    assert main(["demo"]) == 0
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("def f():\n")
+    options = ["--drafter", "suffix", "--adaptive-drafts", "--chunked-prefill", "16",
+               "--data-parallel", "3", "--disaggregated", "--corpus", str(corpus)]  # fmt: skip
+    assert main(["demo", *options]) == 0
+    plain, changed = configured
+    assert (plain.drafter, plain.adaptive, plain.corpus) == ("mtp", False, "")
+    assert (plain.num_ranks, plain.num_prefill_ranks, plain.prefill_chunk) == (1, 0, 64)
+    assert (changed.drafter, changed.adaptive, changed.corpus) == ("suffix", True, str(corpus))
+    assert (changed.num_ranks, changed.num_prefill_ranks, changed.prefill_chunk) == (3, 1, 16)
+
+
 @pytest.mark.fast
 def test_options_change_every_request():
     plain = demo.default_requests()
@@ -92,6 +121,8 @@ def test_options_change_every_request():
         (7, 0.5, 9)
     }
     assert {r.params.logprobs for r in demo.with_options(plain, no_logprobs=True)} == {None}
+    drafts = demo.with_options(plain, draft_logprobs=True)
+    assert [r.params.draft_logprobs for r in plain + drafts] == [False] * 18 + [True] * 18
 
 
 @pytest.mark.fast
@@ -126,6 +157,7 @@ def test_prompts_that_are_no_text_are_refused_by_their_name(tmp_path, capsys):
     ("options", "said"),
     [
         (["--temperature", "-1"], "temperature = -1.0"),
+        (["--corpus", "/dev/null"], "--corpus is for --drafter suffix; mtp looks in no text"),
         (["--prompts", "/nowhere/prompts.txt"], "/nowhere/prompts.txt"),
         (["--prompts", "/dev/null"], "holds no prompts"),
         (["--json", "/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
@@ -162,6 +194,9 @@ def test_wrong_usage_is_refused(options, capsys):
         (["--drafts", "-1"], "argument --drafts: -1 is below 0"),
         (["--drafts", "65"], "argument --drafts: 65 is above 64"),
         (["--slots", "0"], "argument --slots: 0 is below 1"),
+        (["--chunked-prefill", "0"], "argument --chunked-prefill: 0 is below 1"),
+        (["--preempt-every", "0"], "argument --preempt-every: 0 is below 1"),
+        (["--data-parallel", "65"], "argument --data-parallel: 65 is above 64"),
         (["--k", "200"], "argument --k: 200 is above 128"),
         (["--k", "x"], "argument --k: invalid integer value: 'x'"),
         (["--k", "5", "--no-logprobs"], "--no-logprobs: not allowed with argument --k"),
@@ -180,7 +215,9 @@ def test_help_is_worth_reading(capsys):
         main(["demo", "--help"])
     text = capsys.readouterr().out
     for option in ("--drafter", "--drafts", "--k", "--temperature", "--no-logprobs", "--prompts",
-                   "--json", "--slots", "--max-tokens"):  # fmt: skip
+                   "--json", "--slots", "--max-tokens", "--draft-logprobs", "--chunked-prefill",
+                   "--disaggregated", "--data-parallel", "--preempt-every", "--adaptive-drafts",
+                   "--corpus"):  # fmt: skip
         assert option in text
     assert "never imports jax" in text
 
@@ -212,6 +249,8 @@ class FakeEngine:
 
     def __init__(self, generate):
         self._generate = generate
+
+    status = ()
 
     def __call__(self, config):
         return self
@@ -323,12 +362,27 @@ def test_ctrl_c_during_an_import_prints_no_traceback(module):
 
 
 @pytest.mark.fast
-def test_the_module_itself_imports_only_the_standard_library():
-    code = "import sys, jax_specdec.cli; print(*{m.partition('.')[0] for m in sys.modules})"
+@pytest.mark.parametrize("module", ["cli", *(f"{name}_command" for name in COMMANDS)])
+def test_the_module_itself_imports_only_the_standard_library(module):
+    code = f"import sys, jax_specdec.{module}; print(*{{m.partition('.')[0] for m in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "jax_specdec" in loaded
     assert not loaded & {"numpy", "rich", "ipc", "safetensors"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert f"usage: jax-specdec {name}" in text
+    assert len(text) > 200
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"    {name} " in capsys.readouterr().out
 
 
 @pytest.mark.fast
