@@ -28,10 +28,7 @@ const number = (logprob) =>
   logprob === null ? "invalid" : isMasked(logprob) ? "\u2212\u221e"
     : (logprob < 0 ? "\u2212" : "") + Math.abs(logprob).toFixed(Math.abs(logprob) < 0.1 ? 4 : 3);
 const share = (logprob) => (logprob === null || isMasked(logprob) ? 0 : Math.exp(logprob));
-const percent = (part) => {
-  const value = 100 * part;
-  return (value >= 99.95 || value < 0.05 ? value.toPrecision(value ? 2 : 1) : value.toFixed(1)) + "%";
-};
+const percent = (part) => (100 * part).toFixed(part === 0 || part === 1 ? 0 : 1) + "%";
 const percentOf = (logprob) => {
   const value = 100 * share(logprob);
   if (value >= 99.95) return value > 99.9995 ? "100%" : value.toFixed(3) + "%";
@@ -233,7 +230,7 @@ const drafts = (request, at) => {
   return box;
 };
 
-const topTitle = (count) => `Top ${count}` + (count > SHOWN ? `, the first ${SHOWN}` : "");
+const topTitle = (count) => "Most likely tokens" + (count > SHOWN ? `: ${SHOWN} of ${count}` : "");
 
 const fill = (request, at) => {
   const facts = element("div", "facts");
