@@ -18,8 +18,8 @@ from jax_specdec.model_config import CheckpointError
 INSTALL = "pip install 'jax-specdec[hf]'"
 
 
-class MissingExtra(ImportError):
-    """A library of the `hf` extra is not installed; says how to install it."""
+class MissingExtra(ValueError):
+    """What is asked needs a library of the `hf` extra; says how to install it."""
 
 
 class ChatTemplate:

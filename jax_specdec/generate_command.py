@@ -1,0 +1,228 @@
+"""`jax-specdec generate`: a Hugging Face checkpoint's continuations, with logprobs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_specdec.engine import EngineConfig
+    from jax_specdec.hf_model import HfModel
+    from jax_specdec.jsonl_output import JsonlOutput
+    from jax_specdec.prompts import Prompt
+
+HELP = """\
+Run prompts through a checkpoint in Hugging Face layout (Llama, Qwen2 and Qwen3 families) with
+speculative decoding, and write OpenAI-style records with exact logprobs.
+
+Only local files are read; nothing is downloaded. With --output, a run that was interrupted goes on
+where it stopped: run the same command again.
+"""
+LENGTH_STEP = 128  # slots are this much longer at a time, so that few lengths are compiled
+
+SAMPLING = (
+    ("--max-tokens", int, 128, "N", "tokens to emit at most (default: %(default)s)"),
+    ("--temperature", float, 0.0, "T", "0 is greedy (default: %(default)s)"),
+    ("--top-k", int, 0, "K", "keep the K most likely tokens (default: all)"),
+    ("--top-p", float, 1.0, "P", "keep the most likely tokens that make up P (default: all)"),
+    ("--min-p", float, 0.0, "P", "drop tokens below P times the most likely (default: none)"),
+    ("--seed", int, 0, "N", "a line's own seed is this plus its number (default: 0)"),
+    ("--logprobs", int, None, "K", "each token's logprob and rank, and the K most likely tokens"),
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's subparsers."""
+    parser = commands.add_parser(
+        "generate",
+        help="run prompts through a Hugging Face checkpoint",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR",
+        help="config.json, model.safetensors (or several and their index), tokenizer.json",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE",
+        help=r"a prompt a line (\n stands for a new line); or, where the name ends in .jsonl, an "
+        'object a line: {"prompt": ...} or {"messages": [...]}, and parameters of its own',
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE",
+        help="append one OpenAI-style record a line; requests that it holds are not run again",
+    )  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="do not show the texts")
+    sampling = parser.add_argument_group("sampling (a line of a .jsonl file may say otherwise)")
+    for name, kind, default, metavar, text in SAMPLING:
+        sampling.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on where the text ends")
+    sampling.add_argument(
+        "--logprobs-mode", choices=("raw", "scaled", "processed"), default="raw",
+        help="of which distribution (default: %(default)s)",
+    )  # fmt: skip
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "--drafter", choices=("mtp", "ngram", "suffix", "none"),
+        help="who drafts (default: mtp where the checkpoint has a head, otherwise ngram)",
+    )  # fmt: skip
+    running.add_argument("--drafts", type=int, default=3, metavar="N",
+                         help="draft tokens a step at most (default: %(default)s)")  # fmt: skip
+    running.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="",
+        help="to compute in (default: the checkpoint's; float32 for a float16 one)",
+    )  # fmt: skip
+    running.add_argument("--slots", type=int, default=8, metavar="B",
+                         help="requests that decode together (default: %(default)s)")  # fmt: skip
+    running.add_argument(
+        "--max-length", type=int, metavar="T",
+        help="tokens of a slot (default: what the longest prompt and its --max-tokens need)",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status: 1 where some request failed.
+
+    Raises:
+      OSError, ValueError: what the user gave cannot be used; the message is for them.
+    """
+    import contextlib
+
+    from jax_specdec import generate
+    from jax_specdec.engine import Engine
+    from jax_specdec.hf_model import open_model
+    from jax_specdec.jsonl_output import JsonlOutput
+    from jax_specdec.prompts import read_prompts
+    from jax_specdec.tokenizer import Tokenizer
+
+    model = open_model(options.model, dtype=options.dtype)
+    tokenizer = Tokenizer(options.model, model.config.vocab_size)
+    prompts = read_prompts(options.prompts, tokenizer, _defaults(options, model))
+    settings = (options.model.resolve().name, model.config.dtype)
+    opened: contextlib.AbstractContextManager[JsonlOutput | None] = (
+        JsonlOutput(options.output) if options.output else contextlib.nullcontext()
+    )
+    with opened as output:
+        left = generate.left_to_do(prompts, output, settings)
+        _report_resumption(prompts, left, output)
+        if not left:
+            return 0
+        config = _engine_config(options, model, left)
+        table = tokenizer.table()
+        result = generate.Run(
+            {prompt.request.id: prompt for prompt in left}, table, settings[0], settings, output
+        )
+        texts = generate.TextsInOrder(left, table, _discard if options.quiet else _shower())
+        try:
+            with Engine(config) as engine:
+                for update in engine.generate([prompt.request for prompt in left]):
+                    result.add(update.records)
+                    for record in update.records:
+                        texts.add(record)
+        except KeyboardInterrupt as interrupt:
+            kept = f"{len(result.finished)} of {len(left)} requests had ended"
+            if output is not None:
+                kept += f" and are in {options.output}: run the same command again for the others"
+            interrupt.add_note(kept)
+            raise
+        finally:
+            sys.stdout.flush()
+        for line in result.summary():
+            print(line, file=sys.stderr)
+        return 1 if result.failed else 0
+
+
+def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
+    from ipc.wire import LogprobsMode
+    from jax_specdec.requests import SamplingParams
+
+    return SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop_token_ids=() if options.ignore_eos else model.hf.eos_token_ids,
+        logprobs=options.logprobs,
+        logprobs_mode=LogprobsMode[options.logprobs_mode.upper()],
+    )
+
+
+def _engine_config(
+    options: argparse.Namespace, model: HfModel, prompts: list[Prompt]
+) -> EngineConfig:
+    from jax_specdec.engine import EngineConfig
+
+    has_mtp = model.config.num_mtp_layers > 0
+    drafter = options.drafter or ("mtp" if has_mtp else "ngram")
+    if drafter == "mtp" and not has_mtp:
+        raise ValueError(
+            f"{options.model} has no MTP head in DeepSeek's layout (model.layers."
+            f"{model.config.num_layers}.eh_proj.weight): choose --drafter ngram, suffix or none"
+        )
+    length, limit = _length(options, prompts), model.hf.max_length
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"{length} tokens in a slot are more than the {limit} positions that the model was "
+            "made for: shorten prompts, --max-tokens or --max-length"
+        )
+    if options.max_length is None:  # as many as are compiled anyway
+        length = min(-(-length // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
+    return EngineConfig(
+        drafter=drafter if options.drafts else "none",
+        num_drafts=options.drafts if drafter != "none" else 0,
+        num_slots=min(options.slots, len(prompts)),
+        max_length=length,
+        vocab_size=model.config.vocab_size,
+        weights=str(options.model.resolve()),
+        dtype=model.config.dtype,
+    )
+
+
+def _length(options: argparse.Namespace, prompts: list[Prompt]) -> int:
+    requests = [prompt.request for prompt in prompts]
+    longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
+    return int(options.max_length or longest)
+
+
+def _report_resumption(
+    prompts: list[Prompt], left: list[Prompt], output: JsonlOutput | None
+) -> None:
+    if output is not None and output.cut:
+        print(f"cut off a half-written record of {output.cut} bytes", file=sys.stderr)
+    if len(left) < len(prompts):
+        print(
+            f"{len(prompts) - len(left)} of {len(prompts)} requests are in the output already",
+            file=sys.stderr,
+        )
+
+
+def _discard(kind: str, text: str) -> None:
+    """Show nothing."""
+
+
+def _shower() -> Callable[[str, str], None]:
+    """Writes to standard output: to a terminal styled and harmless, otherwise as it is."""
+    if not sys.stdout.isatty():
+        return _write
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    styles = {"title": "bold", "prompt": "dim", "text": "", "error": "red"}
+
+    def show(kind: str, text: str) -> None:
+        # A model may emit what would move the cursor.
+        harmless = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+        console.print(Text(harmless, styles[kind]), end="", soft_wrap=True)
+
+    return show
+
+
+def _write(kind: str, text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,97 @@
+"""A file with one JSON record a line, that an interrupted run can go on with. Never jax.
+
+A record is written whole, with its line end last. So a run that was killed leaves whole lines and
+at most one half-written one behind them, which the next run cuts off.
+"""
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_BEGIN = b'{"id": '  # of every record: what does not begin like one is not cut off
+
+
+class OutputError(ValueError):
+    """A file that cannot be gone on with; says why and the way out."""
+
+
+class JsonlOutput:
+    """Appends records to a file; one process at a time.
+
+    Attributes:
+      done: id to digest of the records that were there; empty for what is no regular file.
+      cut: bytes of a half-written line that were cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file, and read what is there.
+
+        Raises:
+          OSError: it cannot be written.
+          OutputError: another process writes it, or it holds something else than records.
+        """
+        self._path = path
+        self.done: dict[str, str] = {}
+        self.cut = 0
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), "ab")
+        try:
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._lock()
+                self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, id: str, digest: str, record: Mapping[str, Any]) -> None:
+        """Append one record, and hand it to the system: it outlives this process."""
+        line = json.dumps({"id": id, **record, "request_digest": digest}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        self.done[id] = digest
+
+    def close(self) -> None:
+        """Let others write the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(
+                f"another process writes {self._path}: wait for it, or choose another file"
+            ) from None
+
+    def _read(self) -> None:
+        whole = 0
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n") and _BEGIN[: len(line)] == line[: len(_BEGIN)]:
+                    self.cut = len(line)
+                    break
+                whole += len(line)
+                try:
+                    record = json.loads(line)
+                    self.done[str(record["id"])] = str(record["request_digest"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise OutputError(
+                        f"{self._path}, line {number}, is no record of this command: choose "
+                        "another file, or remove this one"
+                    ) from error
+        if self.cut:
+            self._file.truncate(whole)

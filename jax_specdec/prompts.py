@@ -1,0 +1,171 @@
+r"""A file of prompts to requests. Never jax.
+
+A text file has one prompt a line (`\n`, `\t` and `\\` stand for what they name). A file whose name
+ends in .jsonl has one object a line: "prompt", "messages" or "prompt_token_ids", and whatever
+fields of `SamplingParams` this line wants otherwise than the others.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, get_type_hints
+
+from ipc.wire import LogprobsMode
+from jax_specdec.requests import Request, RequestError, SamplingParams
+
+PROMPTS = ("prompt", "messages", "prompt_token_ids")
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+_LISTS = ("stop_token_ids", "extra_token_ids")
+_MODES = {mode.name.lower(): mode for mode in LogprobsMode}
+
+
+class Encoder(Protocol):
+    """A tokenizer, as far as prompts need one."""
+
+    def encode(self, text: str) -> tuple[int, ...]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line: what is asked, and in which format the answer is wanted."""
+
+    request: Request
+    chat: bool
+
+    def digest(self, *settings: str) -> str:
+        """Equal where ids, parameters and `settings` are: tells answers to another question."""
+        asked = [self.request.prompt_token_ids, dataclasses.asdict(self.request.params), settings]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
+def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list[Prompt]:
+    """The prompts of a file, in order; a line without an "id" is named by its number.
+
+    A line without a seed of its own gets `defaults.seed` plus its number, so that equal prompts
+    are sampled differently.
+
+    Raises:
+      OSError: the file cannot be read.
+      RequestError: a line that is no prompt; says which and why.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
+            f"{error.start}"
+        ) from error
+    is_jsonl = path.suffix == ".jsonl"
+    prompts: list[Prompt] = []
+    names: dict[str, int] = {}
+    for number, line in _lines(text):
+        seeded = dataclasses.replace(defaults, seed=(defaults.seed + number) % 2**32)
+        try:
+            fields = json.loads(line) if is_jsonl else {"prompt": unescape(line)}
+            prompt = _prompt(fields, str(number), encoder, seeded)
+        except ValueError as error:  # of JSON, of a value, or of the chat template
+            raise RequestError(f"{path}, line {number}: {error}") from error
+        if (before := names.setdefault(prompt.request.id, number)) != number:
+            raise RequestError(
+                f"{path}, line {number}: id {prompt.request.id!r} is that of line {before}"
+            )
+        prompts.append(prompt)
+    if not prompts:
+        raise RequestError(f"{path} holds no prompts: write one a line")
+    return prompts
+
+
+def unescape(text: str) -> str:
+    r"""The text with `\n`, `\t` and `\\` replaced; any other backslash stays."""
+    return re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], text)
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered from 1, without empty ones; only a line feed ends a line, as in JSONL."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, line.removesuffix("\r")
+
+
+def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) -> Prompt:
+    if not isinstance(fields, dict):
+        raise RequestError(f"a {type(fields).__name__}, not an object such as {{'prompt': 'Hi'}}")
+    given = dict(fields)
+    kinds = [kind for kind in PROMPTS if kind in given]
+    if len(kinds) != 1:
+        raise RequestError(f"one of {', '.join(PROMPTS)} is needed; there are {kinds or 'none'}")
+    kind, asked = kinds[0], given.pop(kinds[0])
+    id = given.pop("id", name)
+    if isinstance(id, bool) or not isinstance(id, str | int):
+        raise RequestError(f"id = {id!r} must be a string or an integer")
+    if kind == "prompt":
+        ids = encoder.encode(_of_type(kind, asked, str))
+    elif kind == "messages":
+        ids = encoder.encode_chat(_messages(asked))
+    else:
+        ids = _ids(kind, asked)
+    params = sampling_params(given, defaults)
+    return Prompt(Request(id=str(id), prompt_token_ids=ids, params=params), kind == "messages")
+
+
+def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """`defaults` with what the JSON object `fields` says otherwise.
+
+    "logprobs" may be a number (K), or true with "top_logprobs" as in OpenAI's chat format.
+
+    Raises:
+      RequestError: a field that is not known, or a value that cannot be.
+    """
+    given = dict(fields)
+    if isinstance(asked := given.get("logprobs"), bool):
+        given["logprobs"] = given.pop("top_logprobs", 0) if asked else None
+    types = get_type_hints(SamplingParams)
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in types:
+            known = ", ".join(["id", *PROMPTS, *types])
+            raise RequestError(f"{name!r} is not known; known are {known}")
+        if name in _LISTS:
+            changes[name] = _ids(name, value)
+        elif name == "stop_sequences":
+            changes[name] = tuple(_ids(name, one) for one in _of_type(name, value, list))
+        elif name == "logprobs_mode":
+            if value not in _MODES:
+                raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")
+            changes[name] = _MODES[value]
+        elif types[name] is bool:
+            changes[name] = _of_type(name, value, bool)
+        elif types[name] is float:
+            changes[name] = float(_of_type(name, value, int, float))
+        elif value is None and types[name] is not int:
+            changes[name] = None
+        else:
+            changes[name] = _of_type(name, value, int)
+    return dataclasses.replace(defaults, **changes)
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    messages = _of_type("messages", value, list)
+    if not messages or not all(isinstance(one, dict) and "role" in one for one in messages):
+        raise RequestError("messages must be a list of objects with a role and a content")
+    return list(messages)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _of_type(name, value, list)
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise RequestError(f"{name} must be a list of token ids, not {value!r}")
+    return tuple(ids)
+
+
+def _of_type(name: str, value: Any, *types: type) -> Any:
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        expected = " or ".join(one.__name__ for one in types)
+        raise RequestError(f"{name} = {value!r} must be of type {expected}")
+    return value
