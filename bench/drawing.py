@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from bench.comparison import PEERS
 
@@ -126,3 +127,19 @@ def names_at_left(axes: Any, names: Sequence[str]) -> None:
         if name not in PEERS:
             label.set_color(OURS)
             label.set_fontweight("bold")
+
+
+def stacked(title: str, size: tuple[float, float]) -> tuple[Figure, Any]:
+    """A figure with two pairs of axes, one above the other."""
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    both = figure.subplots(2, 1)
+    for axes in both:
+        axes.grid(axis="x", color=GRID, linewidth=0.6)
+        axes.tick_params(length=0, which="both")
+    return figure, both
+
+
+def patch(color: str, name: str) -> Patch:
+    """An entry of a legend."""
+    return Patch(color=color, label=name)
