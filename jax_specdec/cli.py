@@ -19,6 +19,7 @@ from types import FrameType, ModuleType
 COMMANDS = (
     "demo",
     "doctor",
+    "generate",
     "view",
 )
 
