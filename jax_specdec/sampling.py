@@ -5,13 +5,17 @@ a request's tokens depend on nothing else in the batch and on no earlier step. D
 same position is sound: a draw is only ever used for the first token that is kept there.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import greedy
+from jax_specdec import fixed_point, prefix
+from pallas_kernels import Greedy
+from pallas_kernels.sharded import greedy
+from pallas_kernels.vocab_shard import WHOLE, VocabShard
 
 
 class Sampling(NamedTuple):
@@ -38,70 +42,212 @@ class Sampling(NamedTuple):
 ACCEPT, RECOVER, DRAFT = 0, 1, 2  # purposes: independent random numbers at one position
 
 
-def processed_probs(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """The processed distribution of each row: temperature, then top-k, top-p and min-p.
+class Truncation(NamedTuple):
+    """What the filters leave of rows [...]: the tokens down to the cut, in descending order.
+
+    Equal logits come lowest id first. A token t is kept if x[t] > cut_logit, or x[t] == cut_logit
+    and t <= cut_id. Its probability is its share of softmax((x - m) / T), times exp(-log_kept).
+    """
+
+    cut_logit: jax.Array  # [...] float32, of the last kept token; -inf where nothing is cut
+    cut_id: jax.Array  # [...] int32, its id; V - 1 where nothing is cut
+    log_kept: jax.Array  # [...] float32, at most 0: log of the kept tokens' share
+
+    def keeps(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
+        """Which tokens are kept. [..., C] bool for logits [..., C] float32 and their ids."""
+        cut_logit, cut_id = self.cut_logit[..., None], self.cut_id[..., None]
+        return (logits > cut_logit) | ((logits == cut_logit) & (ids <= cut_id))
+
+
+def truncation(
+    logits: jax.Array,
+    sampling: Sampling,
+    *,
+    shard: VocabShard = WHOLE,
+    choice: Greedy | None = None,
+) -> Truncation:
+    """Which tokens temperature, then top-k, top-p and min-p leave.
 
     Each filter works on the distribution that the one before it left, renormalized; tokens that
-    tie at a boundary are kept lowest id first. A greedy request and an invalid row (a NaN, a +inf
-    or no finite logit) give all probability to the greedy token.
+    tie at a boundary are kept lowest id first. Each keeps a prefix of the tokens in descending
+    order, so the three together are one prefix. A greedy request and an invalid row (a NaN, a +inf
+    or no finite logit) keep the greedy token alone, with log_kept 0.
+
+    The result is the same, bit for bit, for every number of vocabulary shards. Against exact
+    arithmetic, log_kept is off by at most 2e-6, and a top-p or min-p boundary by no more than
+    moving top_p or min_p by 2e-6 of itself would do, plus what the float32 weights are off.
 
     Args:
-      logits: [B, S, V] float.
+      logits: [B, ..., V] bfloat16, float16 or float32; on a vocabulary shard, its columns.
       sampling: parameters [B].
+      shard: what this device holds of each row.
+      choice: the greedy choice, [...] each, where it is known already.
+    """
+    logits = shard.masked(logits)
+    if choice is None:
+        choice = _greedy(logits, shard)
+    vocab_size = shard.size(logits.shape[-1])
+    x = logits.astype(jnp.float32)
+    largest = shard.maximum(jnp.where(jnp.isnan(x), -jnp.inf, x))
+    sampled = _is_sampled(sampling, choice)
+    cuts = sampled & _per_row(_truncates(sampling), sampled)
+    everything = Truncation(
+        jnp.full_like(largest, -jnp.inf),
+        jnp.full_like(choice.token_ids, vocab_size - 1),
+        jnp.zeros_like(largest),
+    )
+
+    def where(rows: jax.Array, a: Truncation, b: Truncation) -> Truncation:
+        chosen: Truncation = jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)
+        return chosen
+
+    # A batch that cuts nothing pays for nothing.
+    found: Truncation = lax.cond(
+        jnp.any(cuts),
+        lambda: where(cuts, _cut(logits, largest, sampling, shard), everything),
+        lambda: everything,
+    )
+    greedy_token = Truncation(largest, choice.token_ids, jnp.zeros_like(largest))
+    return where(sampled, found, greedy_token)
+
+
+def processed_probs(
+    logits: jax.Array,
+    sampling: Sampling,
+    *,
+    shard: VocabShard = WHOLE,
+    choice: Greedy | None = None,
+) -> jax.Array:
+    """The processed distribution of each row: that of the tokens which `truncation` keeps.
+
+    Args: as `truncation`.
 
     Returns:
-      [B, S, V] float32; each row sums to 1.
+      [B, ..., V] float32; each row sums to 1, over all shards. A greedy request and an invalid row
+      give all probability to the greedy token. Bit for bit the same for every number of shards.
     """
-    batch, positions, vocab = logits.shape
-    choice = greedy(logits.reshape(-1, vocab))
-    sampled = choice.valid.reshape(batch, positions, 1) & (sampling.temperature[:, None, None] > 0)
-    one_hot = jax.nn.one_hot(choice.token_ids.reshape(batch, positions), vocab, dtype=jnp.float32)
+    logits = shard.masked(logits)
+    if choice is None:
+        choice = _greedy(logits, shard)
+    ids = _ids(logits, shard)
+    vocab_size = shard.size(logits.shape[-1])
+    sampled = _is_sampled(sampling, choice)
+    one_hot = (ids == choice.token_ids[..., None]).astype(jnp.float32)
 
     def draw_from() -> jax.Array:
-        temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+        cut = truncation(logits, sampling, shard=shard, choice=choice)
         x = logits.astype(jnp.float32)
-        x = (x - x.max(-1, keepdims=True)) / temperature[:, None, None]
-        # At a huge T, dividing -inf multiplies it by 0: a masked token's weight is 0 at any T.
-        weights = jnp.where(sampled & (logits > -jnp.inf), jnp.exp(x), 0.0)
-        truncates = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-        weights = lax.cond(
-            jnp.any(truncates & (sampling.temperature > 0)),
-            lambda w: jnp.where(_kept(logits.astype(jnp.float32), w, sampling), w, 0.0),
-            lambda w: w,
-            weights,
-        )
-        total = weights.sum(-1, keepdims=True)
-        return jnp.where(sampled, weights / jnp.where(total > 0, total, 1.0), one_hot)
+        scaled = _scaled(x, shard.maximum(x), sampling)
+        kept = sampled[..., None] & cut.keeps(x, ids)
+        weights = jnp.where(kept, _weights(x, scaled), 0.0)
+        parts = fixed_point.digits(weights, vocab_size)
+        total = fixed_point.to_float(fixed_point.mass(parts, kept, shard, vocab_size), vocab_size)[
+            ..., None
+        ]
+        return jnp.where(sampled[..., None], weights / jnp.where(total > 0, total, 1.0), one_hot)
 
-    # A batch of greedy requests pays neither for exponentials nor for the sort.
+    # A batch of greedy requests pays for no exponentials.
     probs: jax.Array = lax.cond(jnp.any(sampled), draw_from, lambda: one_hot)
     return probs
 
 
-def _kept(logits: jax.Array, weights: jax.Array, sampling: Sampling) -> jax.Array:
-    """Which tokens top-k, top-p and min-p keep. [B, S, V] bool.
+def _cut(
+    logits: jax.Array, largest: jax.Array, sampling: Sampling, shard: VocabShard
+) -> Truncation:
+    """`truncation` of valid rows of requests that are not greedy; anything in others."""
+    vocab_size = shard.size(logits.shape[-1])
+    key_bits = 8 * logits.dtype.itemsize
+    x = logits.astype(jnp.float32)
+    ids = _ids(logits, shard)
+    tokens = prefix.order(logits, ids)
+    scaled = _scaled(x, largest, sampling)
+    parts = fixed_point.digits(_weights(x, scaled), vocab_size)
+    rows = largest.shape
+    everything = prefix.Cut(
+        jnp.full(rows, -(2 ** (key_bits - 1)), jnp.int32), jnp.full(rows, vocab_size, jnp.int32)
+    )
 
-    Each filter keeps a prefix of the tokens in descending order, so the three together are one
-    prefix, whatever is renormalized between them. The order is that of the logits: distinct ones
-    may have equal weights.
-    """
-    order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
-    p = jnp.take_along_axis(weights, order, axis=-1)
-    index = jnp.arange(weights.shape[-1], dtype=jnp.int32)[None, None, :]
+    def mass(where: jax.Array) -> fixed_point.Mass:
+        return fixed_point.mass(parts, where, shard, vocab_size)
 
-    def per_slot(values: jax.Array) -> jax.Array:
-        return values[:, None, None]
+    def to_float(value: fixed_point.Mass) -> jax.Array:
+        return fixed_point.to_float(value, vocab_size)
 
-    keep = (index < per_slot(sampling.top_k)) | (per_slot(sampling.top_k) == 0)
-    p = jnp.where(keep, p, 0.0)
-    mass = p.sum(-1, keepdims=True)
-    before = jnp.cumsum(p, axis=-1) - p  # the mass of the tokens that come first
-    top_p = per_slot(sampling.top_p)
-    keep &= (before < top_p * mass) | (top_p >= 1) | (index == 0)
-    keep &= p >= per_slot(sampling.min_p) * p[..., :1]
-    rows = jnp.arange(weights.shape[0])[:, None, None]
-    columns = jnp.arange(weights.shape[1])[None, :, None]
-    return jnp.zeros(weights.shape, bool).at[rows, columns, order].set(keep, unique_indices=True)
+    top_k = _per_row(sampling.top_k, largest)
+
+    def has_k(where: jax.Array) -> jax.Array:
+        return (shard.sum(where.astype(jnp.int32)) >= top_k) & (top_k > 0)
+
+    def find(reached: Callable[[jax.Array], jax.Array]) -> prefix.Cut:
+        return prefix.last_within(tokens, key_bits, vocab_size, reached, shard)
+
+    first_k = lax.cond(jnp.any(sampling.top_k > 0), lambda: find(has_k), lambda: everything)
+    kept = prefix.within(tokens, first_k)
+
+    top_p = _per_row(sampling.top_p, largest)
+
+    def first_p() -> prefix.Cut:
+        wanted = top_p * to_float(mass(kept))
+        limit = fixed_point.at_least(jnp.maximum(wanted, 1e-30), vocab_size)  # never nothing
+
+        def has_p(where: jax.Array) -> jax.Array:
+            return ~fixed_point.less(mass(where & kept), limit) & (top_p < 1)
+
+        return find(has_p)
+
+    kept &= prefix.within(
+        tokens, lax.cond(jnp.any(sampling.top_p < 1), first_p, lambda: everything)
+    )
+    # On logarithms: exp may round so that a smaller logit gets a larger weight.
+    lowest = _per_row(sampling.temperature * jnp.log(sampling.min_p), x)
+    kept &= x - largest[..., None] >= lowest
+    kept &= x > -jnp.inf
+    cut_logit = shard.minimum(jnp.where(kept, x, jnp.inf))
+    log_kept = jnp.log(to_float(mass(kept)) / to_float(mass(x > -jnp.inf)))
+    return Truncation(
+        cut_logit,
+        shard.maximum(jnp.where(kept & (x == cut_logit[..., None]), ids, -1)),
+        jnp.minimum(log_kept, 0.0),
+    )
+
+
+def _greedy(logits: jax.Array, shard: VocabShard) -> Greedy:
+    """The greedy choice of rows [..., V]: [...] each."""
+    choice = greedy(logits.reshape(-1, logits.shape[-1]), shard)
+    rows = logits.shape[:-1]
+    return Greedy(choice.token_ids.reshape(rows), choice.valid.reshape(rows))
+
+
+def _scaled(x: jax.Array, largest: jax.Array, sampling: Sampling) -> jax.Array:
+    """(x - m) / T [B, ..., V] float32; with T = 1 where the request is greedy."""
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    return (x - largest[..., None]) * _per_row(1 / temperature, x)
+
+
+def _weights(x: jax.Array, scaled: jax.Array) -> jax.Array:
+    """exp((x - m) / T). At a huge T, dividing -inf gives 0; a masked token weighs 0 at any T."""
+    return jnp.where(x > -jnp.inf, fixed_point.exponential(scaled), 0.0)
+
+
+def _truncates(sampling: Sampling) -> jax.Array:
+    """[B] bool."""
+    return (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+
+
+def _is_sampled(sampling: Sampling, choice: Greedy) -> jax.Array:
+    """[B, ...] bool: not of a greedy request, and not an invalid row."""
+    return choice.valid & (_per_row(sampling.temperature, choice.valid) > 0)
+
+
+def _per_row(values: jax.Array, like: jax.Array) -> jax.Array:
+    """Values [B] as [B, 1, ...] with as many axes as `like`."""
+    return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
+
+
+def _ids(logits: jax.Array, shard: VocabShard) -> jax.Array:
+    """The token ids of logits [..., V], broadcast."""
+    ids = shard.ids(logits.shape[-1]).reshape((1,) * (logits.ndim - 1) + (-1,))
+    return jnp.broadcast_to(ids, logits.shape)
 
 
 def keys(seed: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
@@ -120,10 +266,29 @@ def uniform(keys: jax.Array) -> jax.Array:
     return flat.reshape(keys.shape)
 
 
-def categorical(keys: jax.Array, weights: jax.Array) -> jax.Array:
+def categorical(keys: jax.Array, weights: jax.Array, *, shard: VocabShard = WHOLE) -> jax.Array:
     """A token id [B] drawn from unnormalized `weights` [B, V] with keys [B] (Gumbel-max).
 
-    A token of weight 0 is never drawn while another has more.
+    A token of weight 0 is never drawn while another has more. On a vocabulary shard, `weights` are
+    those of its columns, and every shard returns the same id: the one that one device would draw.
     """
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, weights.shape[1:], jnp.float32))(keys)
-    return jnp.argmax(jnp.log(weights) + noise, axis=-1).astype(jnp.int32)
+    ids = shard.ids(weights.shape[-1])
+    scores = jnp.log(weights) + gumbel(keys, ids)
+    best = scores == shard.maximum(scores)[:, None]
+    return shard.minimum(jnp.where(best, jnp.broadcast_to(ids[None], best.shape), 2**31 - 1))
+
+
+def gumbel(keys: jax.Array, ids: jax.Array) -> jax.Array:
+    """Gumbel noise [B, C] float32, a function of each key [B] and each token id [C] alone.
+
+    So whoever holds a part of the vocabulary makes the noise of that part.
+    """
+
+    def bits(key: jax.Array, id: jax.Array) -> jax.Array:
+        words = jax.random.key_data(jax.random.fold_in(key, id))
+        return words[0] ^ words[1]
+
+    both = jax.vmap(jax.vmap(bits, (None, 0)), (0, None))(keys, ids)
+    # All 32 bits, so that the smallest exponentials, which decide for rare tokens, are fine ones.
+    u = (both.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+    return -jnp.log(-jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2.0**-24))))
