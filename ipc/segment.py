@@ -21,7 +21,6 @@ import errno
 import mmap
 import os
 import re
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def new_name(creator: ProcessIdentity) -> str:
     """Returns an unguessable ring name that says who created it."""
     return (
         f"/{PREFIX}.{creator.pid_namespace:x}.{creator.pid}.{creator.start_time}"
-        f".{secrets.token_hex(16)}"
+        f".{os.urandom(16).hex()}"
     )
 
 
@@ -112,7 +111,7 @@ class Segment:
         """
         me = current_process()
         name = new_name(me)
-        session = secrets.randbits(64) or 1
+        session = int.from_bytes(os.urandom(8)) or 1
         header = SegmentHeader(geometry, role, me, session, flags)
         try:
             memory = _create_memory(name, geometry.total_bytes)
