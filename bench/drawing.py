@@ -22,7 +22,7 @@ MARKERS = ("s", "^", "D", "v", "P", "X", "*")
 GRID = "#DDDDDD"
 STYLE: Any = {
     "font.size": 9,
-    "font.family": "DejaVu Sans",
+    "font.family": "sans-serif",
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",

@@ -78,9 +78,18 @@ def run(quick: bool = False) -> list[Comparison]:
 
 
 def measure(
-    title: str, setup: Setup, contenders: Sequence[Contender], params: Any, model: Any
+    title: str,
+    setup: Setup,
+    contenders: Sequence[Contender],
+    params: Any,
+    model: Any,
+    compiled: Compiled | None = None,
 ) -> Comparison:
-    """All contenders on one setup; the first is the baseline."""
+    """All contenders on one setup; the first is the baseline.
+
+    Raises:
+      BenchError: one of them delivers other tokens or logprobs.
+    """
     config, texts = setup.loop_config(model), prompts(model)
     notes: dict[str, Any] = {}
     served = []
@@ -97,7 +106,7 @@ def measure(
             if contender.transport in consumer.missing:
                 served.remove(contender)
                 notes[f"NOT RUN {contender.name}"] = consumer.missing[contender.transport]
-        compiled = Compiled(config)
+        compiled = compiled or Compiled(config)
         rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in served}
         rounds = run_rounds(title, rigs, setup)
     finally:

@@ -12,6 +12,7 @@ from bench import drawing
 from bench.comparison import PEERS, Comparison
 from bench.drawing import OURS
 from bench.ring_contenders import SEED_BYTES
+from bench.timing import readable
 
 SHAPE = re.compile(r"Shape\(rows=(\d+), vocabulary=(\d+), k=(\d+), dtype='(\w+)'\)")
 AXES = {"k": "K, logprobs a token", "rows": "rows (tokens) of a step", "vocabulary": "vocabulary"}
@@ -183,7 +184,7 @@ def latencies(one: Comparison) -> Figure:
         axes.plot((at["p5"], at["p99"]), (row, row), color=color, linewidth=1.2)
         axes.plot((at["p25"], at["p75"]), (row, row), color=color, linewidth=6, alpha=0.55)
         axes.plot(at["p50"], row, "o", color=color, markersize=6)
-        text = f" {at['p50']:.3g} us"
+        text = readable(timing.percentiles["p50"])
         axes.annotate(text, (at["p50"], row), xytext=(0, 6), textcoords="offset points",
                       fontsize=7.5, color=color, ha="center")  # fmt: skip
     axes.set_xscale("log")

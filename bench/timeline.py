@@ -125,14 +125,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def record(setup: Setup) -> tuple[list[Span], tuple[int, int], list[DeviceEvent]]:
+def record(
+    setup: Setup, compiled: Compiled | None = None
+) -> tuple[list[Span], tuple[int, int], list[DeviceEvent]]:
     """The spans of one round at K = 20, the last step that was taken apart, the device's events."""
     params, model = setup.load()
     config = setup.loop_config(model)
     contender = next(one for one in GREEDY if one.name == K20)
     consumer = Consumer([contender.transport], REQUESTS)
     try:
-        rig = ProfiledRig(contender, config, params, Compiled(config), consumer, prompts(model))
+        rig = ProfiledRig(
+            contender, config, params, compiled or Compiled(config), consumer, prompts(model)
+        )
         rig.run(2, 2)  # compiles
         rig.spans.clear()
         with recorded() as operations:
