@@ -1,0 +1,44 @@
+"""Importing the engine side brings in little: by modules, as times depend on the machine."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+# Each costs milliseconds, and nothing that a record passes through needs it.
+HEAVY = {
+    "argparse", "asyncio", "concurrent", "ctypes.util", "email", "hashlib", "html", "http",
+    "importlib.metadata", "importlib.resources", "inspect", "jax", "jinja2", "logging",
+    "multiprocessing", "openai", "pyarrow", "pydantic", "random", "rich", "secrets",
+    "socket", "ssl", "tempfile", "tokenizers", "typing_extensions", "unittest", "urllib.request",
+    "uuid", "xml",
+}  # fmt: skip
+
+
+def brings_in(statement):
+    """The heavy modules that a statement imports and that NumPy had not imported before."""
+    code = (
+        "import sys, numpy, numpy.typing; before = {*sys.modules}; "
+        f"{statement}; print(*({{*sys.modules}} - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    return {name for name in HEAVY if name in loaded}
+
+
+def test_the_engine_side_brings_in_nothing_heavy():
+    for name in ("engine", "output_processor", "decode", "openai", "records"):
+        assert brings_in(f"import jax_specdec.{name}") == set(), name
+
+
+def test_exporting_brings_in_only_what_it_needs():
+    assert brings_in("import jax_specdec.detokenize, jax_specdec.columnar") == set()
+    assert brings_in("import jax_specdec.arrow") == set()  # pyarrow once a table is made
+    assert brings_in("import jax_specdec.view") == {"hashlib"}  # of the page's policy
+
+
+@pytest.mark.parametrize("module", ["terminal", "cli"])
+def test_that_check_can_fail(module):
+    assert brings_in(f"import jax_specdec.{module}") & {"rich", "argparse"}
