@@ -82,6 +82,61 @@ def test_two_ranks_are_read_side_by_side(weights):
         assert all(rank.state.statistics.num_tokens > 0 for rank in engine.ranks)
 
 
+def test_one_process_prefills_and_another_decodes(weights):
+    """The tokens are those of one worker; the second verifies the drafts that it is handed."""
+    requests = [*mixed_requests(5), request("stop", [1, 2, 3], max_tokens=1, logprobs=2)]
+    expected = decoding.run(requests, "ngram")
+    records = {item.id: [] for item in requests}
+    with Engine(config(weights, drafter="mtp", num_prefill_ranks=1)) as engine:
+        assert [rank.prefill_only for rank in engine.ranks] == [False, True]
+        for update in engine.generate(requests):
+            for record in update.records:
+                records[record.request_id].append((update.process_rank, record))
+    for item in requests:
+        ranks, found = zip(*records[item.id], strict=True)
+        assert ranks[0] == 1
+        assert set(ranks[1:]) <= {0}
+        assert found[0].num_tokens == 1
+        emitted = [t for record in found for t in record.token_ids.tolist()]
+        assert emitted == expected.token_ids(item.id)
+        assert [r.finish_reason for r in found if r.finish_reason] == [FinishReason.LENGTH]
+        handed_over = found[0].handover_draft_ids
+        if len(found) > 1:
+            assert found[1].num_drafts == len(handed_over)
+        if item.params.logprobs is not None:
+            got = np.concatenate([record.logprobs for record in found])
+            wanted = np.concatenate([record.logprobs for record in expected.records[item.id]])
+            np.testing.assert_allclose(got, wanted, atol=1e-4)
+    assert any(len(found[0][1].handover_draft_ids) for found in records.values() if len(found) > 1)
+
+
+def test_a_killed_rank_is_restarted_while_the_other_goes_on(weights):
+    requests = mixed_requests(6, max_tokens=(40, 60))
+    expected = decoding.run(requests, "ngram")
+    ids, lost, after = {item.id: [] for item in requests}, [], set()
+    settings = config(weights, num_slots=2, num_ranks=2, on_worker_loss="restart", resume_lost=True)
+    with Engine(settings) as engine:
+        first = engine.ranks[0].worker.pid
+        for n, update in enumerate(engine.generate(requests)):
+            for record in update.records:
+                ids[record.request_id] += record.token_ids.tolist()
+                assert record.finish_reason in (None, FinishReason.LENGTH)
+            if update.lost:
+                lost.append((update.process_rank, str(update.lost)))
+            elif lost and update.records:
+                after.add(update.process_rank)
+            if not n:
+                os.kill(first, signal.SIGKILL)
+        status = engine.status
+    ((rank, why),) = lost
+    assert rank == 0
+    assert f"process rank 0 (pid {first}) was killed by signal 9" in why
+    assert 1 in after
+    assert [each.restarts for each in status] == [1, 0]
+    assert status[0].pid != first
+    assert ids == {item.id: expected.token_ids(item.id) for item in requests}
+
+
 def test_a_killed_worker_is_reported_and_its_requests_are_closed(weights):
     requests = mixed_requests(4, max_tokens=(50, 60))
     reasons = {}
