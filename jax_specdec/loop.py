@@ -54,7 +54,8 @@ class LoopState:
     cache: KVCache
     drafter: Any
     drafts: Drafts
-    certain: jax.Array  # [B] bool: the drafts were handed over, and drawn from no known logits
+    handed_over: jax.Array  # [B, D] int32: the drafts of a slot's first step; -1 where none
+    certain: jax.Array  # [B] bool: the drafts are those, and were drawn from no known logits
     tokens: jax.Array  # [B, T] int32: prompt and emitted tokens
     lengths: jax.Array  # [B] int32: known tokens
     active: jax.Array  # [B] bool: decoding
@@ -74,8 +75,7 @@ class Admission(NamedTuple):
     max_drafts: jax.Array  # [] int32
     stop_ids: jax.Array  # [MAX_STOP_IDS] int32, -1 where unused
     sampling: Sampling  # of scalars
-    draft_token_ids: jax.Array  # [D] int32: handed over, to be verified in the first step
-    num_drafts: jax.Array  # [] int32: how many of them there are
+    draft_token_ids: jax.Array  # [D] int32: handed over, for the first step; then -1
 
 
 def init_state(config: LoopConfig) -> LoopState:
@@ -86,6 +86,7 @@ def init_state(config: LoopConfig) -> LoopState:
         cache=init_cache(config.model, batch, length),
         drafter=drafter,
         drafts=drafts,
+        handed_over=jnp.full_like(drafts.token_ids, -1),
         certain=jnp.zeros(batch, bool),
         tokens=jnp.zeros((batch, length), jnp.int32),
         lengths=jnp.zeros(batch, jnp.int32),
@@ -107,20 +108,9 @@ def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
     def put(whole: jax.Array, one: jax.Array) -> jax.Array:
         return whole.at[slot].set(one)
 
-    drafts = Drafts(
-        put(state.drafts.token_ids, request.draft_token_ids),
-        put(state.drafts.num, request.num_drafts),
-        state.drafts.logits,
-    )
-    if drafts.logits is not None:
-        # Whatever the sampling makes of these logits, the handed over draft has probability 1.
-        ids = jnp.arange(drafts.logits.shape[-1], dtype=jnp.int32)
-        certain = jnp.where(ids[None, :] == request.draft_token_ids[:, None], 0.0, -jnp.inf)
-        drafts = drafts._replace(logits=put(drafts.logits, certain.astype(drafts.logits.dtype)))
     return replace(
         state,
-        drafts=drafts,
-        certain=put(state.certain, request.num_drafts > 0),
+        handed_over=put(state.handed_over, request.draft_token_ids),
         tokens=put(state.tokens, request.tokens),
         lengths=put(state.lengths, request.length),
         active=state.active.at[slot].set(False),
@@ -163,13 +153,33 @@ def prefill_chunk(
         params, state.drafter, hidden, tokens[1:], start, num_valid, slot
     )
     done = start + chunk >= length - 1
+    # Not at the admission: every step until now has replaced the drafts of all slots.
+    drafts, certain = _first_drafts(state, slot)
     return replace(
         state,
+        drafts=drafts,
+        certain=certain,
         cache=cache,
         drafter=drafter,
         active=state.active.at[slot].set(done & state.prefilling[slot]),
         prefilling=state.prefilling.at[slot].set(state.prefilling[slot] & ~done),
     )
+
+
+def _first_drafts(state: LoopState, slot: jax.Array) -> tuple[Drafts, jax.Array]:
+    """The drafts and `LoopState.certain` with what was handed over to `slot`."""
+    ids = state.handed_over[slot]
+    drafts = Drafts(
+        state.drafts.token_ids.at[slot].set(jnp.maximum(ids, 0)),
+        state.drafts.num.at[slot].set((ids >= 0).sum(dtype=jnp.int32)),
+        state.drafts.logits,
+    )
+    if drafts.logits is not None:
+        # Whatever the sampling makes of these logits, the draft has probability 1.
+        tokens = jnp.arange(drafts.logits.shape[-1], dtype=jnp.int32)
+        row = jnp.where(tokens[None, :] == ids[:, None], 0.0, -jnp.inf)
+        drafts = drafts._replace(logits=drafts.logits.at[slot].set(row.astype(drafts.logits.dtype)))
+    return drafts, state.certain.at[slot].set((ids >= 0).any())
 
 
 def step(

@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.pack import Rows
-from jax_specdec.sampling import Sampling
+from jax_specdec.sampling import Sampling, truncation
 from pallas_kernels import TopkLogprobs, topk_logprobs
 
-CHOSEN_BUCKETS = (0, 8, 32, wire.MAX_CHOSEN)  # widths of the table of chosen token ids
+CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)  # widths of the table of chosen token ids
 
 
 class Widths(NamedTuple):
@@ -49,8 +50,9 @@ def row_logprobs(
     """The logprobs of `rows`, each in the mode of its slot's request.
 
     Raw: log_softmax of the logits. Scaled: of the logits divided by the temperature (1 for greedy
-    requests). Token ranks and order are those of the logits in every mode, and invalid rows as
-    `topk_logprobs` says.
+    requests). Processed: of the distribution after temperature, top-k, top-p and min-p; excluded
+    tokens have -inf, and the top columns that they leave hold id -1. Token ranks and order are
+    those of the logits in every mode, and invalid rows as `topk_logprobs` says.
 
     Args:
       logits: [B, S, V] float.
@@ -70,7 +72,7 @@ def row_logprobs(
         is_raw = asked.mode == LogprobsMode.RAW
         temperatures = jnp.where(is_raw, 1.0, asked.sampling.temperature)[slot]
     flat_logits = logits.reshape(-1, vocab)
-    return topk_logprobs(
+    found = topk_logprobs(
         flat_logits,
         token_ids.reshape(-1).at[rows.flat].get(mode="fill", fill_value=-1),
         widths.k,
@@ -79,6 +81,47 @@ def row_logprobs(
         temperatures=temperatures,
         extra_token_ids=asked.chosen_ids[slot] if widths.chosen else None,
     )
+    if widths.mode is not LogprobsMode.PROCESSED:
+        return found
+    return _processed(logits, rows, slot, asked, found)
+
+
+def _processed(
+    logits: jax.Array, rows: Rows, slot: jax.Array, asked: Asked, found: TopkLogprobs
+) -> TopkLogprobs:
+    """Scaled logprobs, renormalized over what the slot's sampling keeps where it asked for that."""
+    in_mode = asked.mode == LogprobsMode.PROCESSED
+    # A greedy slot's cut costs next to nothing: that of the slots in other modes is not used.
+    everywhere = truncation(logits, _where(in_mode, asked.sampling, Sampling.greedy(len(in_mode))))
+    cut = jax.tree.map(
+        lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), everywhere
+    )
+    is_processed, is_greedy = in_mode[slot][:, None], asked.sampling.temperature[slot][:, None] == 0
+    flat_logits = logits.reshape(-1, logits.shape[-1])
+
+    def renormalized(ids: jax.Array, logprobs: jax.Array) -> jax.Array:
+        x = flat_logits.at[rows.flat[:, None], ids].get(
+            mode="fill", fill_value=-jnp.inf, wrap_negative_indices=False
+        )
+        kept = jnp.where(is_greedy, 0.0, logprobs - cut.log_kept[:, None])
+        processed = jnp.where(cut.keeps(x.astype(jnp.float32), ids) & (ids >= 0), kept, -jnp.inf)
+        # NaN says that the row is invalid or the token unknown: that stays.
+        return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
+
+    logprobs = renormalized(found.token_ids, found.logprobs)
+    is_top = jnp.arange(found.token_ids.shape[1], dtype=jnp.int32)[None, :] > 0
+    excluded = is_processed & is_top & (logprobs == -jnp.inf)
+    extra_logprobs = found.extra_logprobs
+    if extra_logprobs.shape[1]:
+        extra_logprobs = renormalized(asked.chosen_ids[slot], extra_logprobs)
+    return TopkLogprobs(
+        jnp.where(excluded, -1, found.token_ids), logprobs, found.token_ranks, extra_logprobs
+    )
+
+
+def _where(condition: jax.Array, ours: Sampling, others: Sampling) -> Sampling:
+    chosen: Sampling = jax.tree.map(lambda a, b: lax.select(condition, a, b), ours, others)
+    return chosen
 
 
 def chosen_bucket(count: int) -> int:

@@ -107,15 +107,6 @@ def check_served(request: Request) -> None:
       NotServed: a mode or a feature that is not there.
     """
     params = request.params
-    if params.logprobs_mode is not LogprobsMode.RAW:
-        raise NotServed(
-            f"request {request.id!r}: logprobs mode {params.logprobs_mode.name.lower()} is not "
-            "served yet; ask for raw"
-        )
-    if params.extra_token_ids:
-        raise NotServed(f"request {request.id!r}: extra_token_ids are not served yet")
-    if params.draft_logprobs:
-        raise NotServed(f"request {request.id!r}: draft_logprobs are not served yet")
     if params.prompt_logprobs is not None:
         raise NotServed(f"request {request.id!r}: prompt_logprobs are not served yet")
 

@@ -148,7 +148,7 @@ def admission(
     watched = params.stop_token_ids[: loop.MAX_STOP_IDS]
     stop_ids[: len(watched)] = watched
     most = most_drafts(request, num_drafts)
-    drafts = np.zeros(num_drafts, np.int32)
+    drafts = np.full(num_drafts, -1, np.int32)
     given = list(draft_token_ids[: min(most, max_length - len(prompt) - 1)])
     drafts[: len(given)] = given
     return loop.Admission(
@@ -159,7 +159,6 @@ def admission(
         stop_ids=jnp.asarray(stop_ids),
         sampling=_sampling(functools.partial(getattr, params)),
         draft_token_ids=jnp.asarray(drafts),
-        num_drafts=jnp.int32(len(given)),
     )
 
 

@@ -62,6 +62,7 @@ def main() -> int:
                 drafter=drafter,
                 num_slots=start.num_slots,
                 max_length=start.max_length,
+                prefill_only=start.prefill_only,
             ),
             params,
             ring,

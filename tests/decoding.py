@@ -11,7 +11,9 @@ from jax_specdec import loop, messages, output_processor
 from jax_specdec.control import Admit, Release
 from jax_specdec.decode import decode
 from jax_specdec.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.jobs import Job
 from jax_specdec.model import ModelConfig, init_params
+from jax_specdec.rank import Rank
 from jax_specdec.records import Records
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.verify import accept_draft
@@ -122,6 +124,61 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
                 free.append(slot)
     result.state = state
     return result
+
+
+class Local:
+    """A worker in this process and what an engine knows of it; both sides are in a test's hands."""
+
+    def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
+                 prefill_only=False, **options):  # fmt: skip
+        params, config = model or random_model()
+        settings = loop.LoopConfig(
+            model=config,
+            drafter=drafter(drafting, config) if isinstance(drafting, str) else drafting,
+            num_slots=num_slots,
+            max_length=max_length,
+            prefill_only=prefill_only,
+        )
+        self.sent, self.outputs, self.messages = Sent(), [], []
+        self.shared = compiled(settings)
+        recording = SimpleNamespace(**vars(self.shared) | {"step": self.step})
+        self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk, compiled=recording,
+                             fused=False, **options)  # fmt: skip
+        self.ring = self  # the rank's worker, and its ring
+        self.rank = Rank(self, num_slots=num_slots, max_length=max_length,
+                         prefill_only=prefill_only)  # fmt: skip
+
+    def step(self, params, state, **options):
+        state, output = self.shared.step(params, state, **options)
+        self.outputs.append(jax.tree.map(np.asarray, output))
+        return state, output
+
+    def tell(self, command):
+        self.worker.apply(command)
+
+    def try_receive(self):
+        return SimpleNamespace(data=self.sent.pop(0).tobytes()) if self.sent else None
+
+    def admit(self, item, **job):
+        self.rank.admit(Job(request=item, **job))
+
+    def advance(self):
+        """One step; the records that came."""
+        self.worker.advance()
+        records = []
+        while (update := self.rank.receive(0)) is not None:
+            self.messages.append(update.message)
+            records += list(update.records)
+        return records
+
+    def drain(self, most=200):
+        """Until nothing is under way; nobody leaves a slot."""
+        records = []
+        for _ in range(most):
+            if not self.worker.busy:
+                return records
+            records += self.advance()
+        raise AssertionError(f"still busy after {most} steps")
 
 
 def request(id, prompt, **params):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ipc import wire
-from ipc.wire import LogprobsMode, SlotState
+from ipc.wire import SlotState
 from jax_specdec import loop
 from jax_specdec.control import Admit, Release, Shutdown
 from jax_specdec.decode import decode
@@ -227,10 +227,7 @@ def test_a_shutdown_says_so(watched):
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"logprobs_mode": LogprobsMode.SCALED}, "mode scaled"),
-        ({"logprobs_mode": LogprobsMode.PROCESSED}, "mode processed"),
-        ({"extra_token_ids": (1,)}, "extra_token_ids"),
-        ({"draft_logprobs": True}, "draft_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ],
 )
 def test_a_worker_refuses_what_it_does_not_serve_instead_of_serving_something_else(params, said):
