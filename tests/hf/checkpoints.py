@@ -13,11 +13,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 VOCAB = 96
 SIZES = {
@@ -88,17 +84,17 @@ def write(directory: Path, model, *, dtype=torch.float32, shard_bytes: int | Non
 
 
 class Mtp(torch.nn.Module):
-    """DeepSeek-V3's MTP module over a Llama layer; its names are those of the checkpoint."""
+    """DeepSeek-V3's MTP module over a layer of the model's own kind, named as in a checkpoint."""
 
-    def __init__(self, config):
+    def __init__(self, model):
         super().__init__()
-        size = config.hidden_size
+        config, size = model.config, model.config.hidden_size
         self.enorm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.hnorm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
-        self.layer = LlamaDecoderLayer(config, layer_idx=0)
+        self.layer = type(model.model.layers[0])(config, layer_idx=0)
         self.shared_head = torch.nn.ModuleDict({"norm": LlamaRMSNorm(size, config.rms_norm_eps)})
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = type(model.model.rotary_emb)(config)
 
     def forward(self, hidden, embedded):
         """Hidden states [1, N, D] of positions 0..N-1 and embeddings of the tokens after them."""
@@ -117,9 +113,9 @@ class Mtp(torch.nn.Module):
 def add_mtp(directory: Path, model, *, copies: bool = True) -> Mtp:
     """Add a random MTP head to a saved single-file checkpoint, in DeepSeek-V3's layout."""
     torch.manual_seed(9)
-    head = Mtp(model.config).float().eval()
+    head = Mtp(model).float().eval()
     with torch.no_grad():
-        for name, weight in head.named_parameters():
+        for weight in head.parameters():
             if weight.ndim == 1:
                 weight.uniform_(0.5, 1.5)
             else:

@@ -1,0 +1,168 @@
+"""Checkpoints written by `transformers`, decoded by our loop, against its own forward pass.
+
+Named so that the ordinary test run does not collect it: `.ci/heavy hf` does.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from jax_specdec import model, mtp
+from jax_specdec.checkpoint import load_model
+from tests import decoding
+from tests.hf import checkpoints
+
+TOLERANCE = 1e-4
+K = 5
+# The same ids again and again, so that n-grams draft; and one that is a single id.
+PROMPTS = [[1, 5, 6, 7, 5, 6, 7, 5, 6], [9], list(range(3, 40)), [4, 4, 4, 4, 8, 4, 4]]
+RUNS = [(family, "ngram") for family in checkpoints.FAMILIES] + [
+    ("Llama 3.1", "none"),
+    ("Llama 3.1", "mtp"),
+    ("Qwen2", "mtp"),
+    ("Qwen3", "mtp"),
+]
+
+
+def requests(max_tokens=40):
+    return [
+        decoding.request(f"r{index}", prompt, max_tokens=max_tokens, logprobs=K)
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+def reference_logits(reference, ids):
+    """Logits [N, V] float64 of transformers' forward pass in float32."""
+    with torch.no_grad():
+        return reference(torch.tensor([ids])).logits[0].double().numpy()
+
+
+def compare(run, reference):
+    """Ids, logprobs, ranks and top K of every request; returns how many near ties it met."""
+    near_ties = 0
+    for index, prompt in enumerate(PROMPTS):
+        records = run.records[f"r{index}"]
+        ids = run.token_ids(f"r{index}")
+        x = reference_logits(reference, prompt + ids)[len(prompt) - 1 : -1]
+        logprobs = x - np.logaddexp.reduce(x, axis=1)[:, None]
+        order = np.argsort(-x, axis=1, kind="stable")
+        ordered = np.take_along_axis(logprobs, order, axis=1)
+        got = np.concatenate([record.logprobs for record in records])
+        got_ids = np.concatenate([record.topk_ids for record in records])
+        assert len(got) == len(ids) == 40
+        for step, token in enumerate(ids):
+            assert abs(got[step, 0] - logprobs[step, token]) <= TOLERANCE
+            np.testing.assert_allclose(got[step, 1:], ordered[step, :K], atol=TOLERANCE, rtol=0)
+            # Where float32 cannot tell two neighbors apart, either may come first.
+            apart = -np.diff(ordered[step, : K + 1]) > TOLERANCE
+            sure = apart & np.append(True, apart[:-1])
+            near_ties += not apart.all()
+            assert (got_ids[step] == order[step, :K])[sure].all()
+            if apart[0]:
+                assert token == order[step, 0]
+    return near_ties
+
+
+@pytest.mark.parametrize(("family", "drafter"), RUNS, ids=str)
+def test_greedy_speculative_decoding_equals_transformers(family, drafter, tmp_path):
+    written = checkpoints.build(family)
+    sharded = "tied" in family
+    checkpoints.write(tmp_path, written, shard_bytes=20_000 if sharded else None)
+    assert len(list(tmp_path.glob("*.safetensors"))) > sharded
+    if drafter == "mtp":
+        checkpoints.add_mtp(tmp_path, written)
+    params, config = load_model(tmp_path, dtype="float32")
+    assert config.num_mtp_layers == (drafter == "mtp")
+    run = decoding.run(requests(), drafter, model=(params, config))
+    near_ties = compare(run, written)
+    statistics = [run.records[f"r{index}"][-1].statistics for index in range(len(PROMPTS))]
+    drafts = sum(one.num_drafts for one in statistics)
+    accepted = sum(one.num_accepted for one in statistics)
+    print(f"{family}, {drafter}: {accepted} of {drafts} drafts accepted, {near_ties} near ties")
+    assert (drafts > 0) == (drafter != "none")
+    if drafter == "ngram":
+        assert accepted > 0
+    assert near_ties < 8
+
+
+def test_the_comparison_notices_another_model(tmp_path):
+    """Negative control: a weight that is 1 % off is seen."""
+    written = checkpoints.build("Llama 3.1")
+    checkpoints.write(tmp_path, written)
+    run = decoding.run(requests(), "ngram", model=load_model(tmp_path, dtype="float32"))
+    with torch.no_grad():
+        written.model.layers[0].self_attn.v_proj.weight *= 1.01
+    with pytest.raises(AssertionError):
+        compare(run, written)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_16_bits_on_disk_are_computed_exactly_in_32(stored, tmp_path):
+    checkpoints.write(tmp_path, checkpoints.build("Qwen3"), dtype=stored)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    params, config = load_model(tmp_path, dtype="float32")
+    assert config.dtype == "float32"
+    compare(decoding.run(requests(), "ngram", model=(params, config)), reference)
+
+
+def test_bfloat16_arithmetic_stays_near_the_reference(tmp_path):
+    checkpoints.write(tmp_path, checkpoints.build("Llama 3.2, tied"), dtype=torch.bfloat16)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    params, config = load_model(tmp_path)
+    assert config.dtype == "bfloat16"  # that of the file
+    ids = PROMPTS[2]
+    want = reference_logits(reference, ids)
+    hidden, _ = jax.jit(model.forward, static_argnums=1)(
+        params, config, *arrays(ids), model.init_cache(config, 1, 64)
+    )
+    got = np.asarray(model.logits(params, config, hidden)[0], np.float64)
+    assert 0 < np.abs(got - want).max() < 0.1 * want.std() + 0.1
+    assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.999
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_mtp_head_in_deepseeks_layout_equals_torch_modules(copies, tmp_path):
+    written = checkpoints.build("Llama 3")
+    checkpoints.write(tmp_path, written)
+    head = checkpoints.add_mtp(tmp_path, written, copies=copies)
+    params, config = load_model(tmp_path, dtype="float32")
+    ids = PROMPTS[2]
+    tokens, positions = arrays(ids)
+    hidden, _ = jax.jit(model.forward, static_argnums=1)(
+        params, config, tokens, positions, model.init_cache(config, 1, 64)
+    )
+    out, _ = jax.jit(mtp.mtp_forward, static_argnums=1)(
+        params, config, hidden[:, :-1], tokens[:, 1:], positions[:, :-1],
+        model.init_mtp_cache(config, 1, 64),
+    )  # fmt: skip
+    got = jax.nn.log_softmax(model.logits(params, config, out)[0])
+    with torch.no_grad():
+        inner = written.model(torch.tensor([ids])).last_hidden_state
+        embedded = written.model.embed_tokens(torch.tensor([ids]))
+        expected = head(inner[:, :-1], embedded[:, 1:])
+        want = torch.log_softmax(written.lm_head(expected)[0].double(), -1).numpy()
+        shifted = head(inner[:, :-1], embedded[:, :-1])  # negative control: another token
+    np.testing.assert_allclose(np.asarray(got), want, atol=TOLERANCE, rtol=0)
+    assert (shifted - expected).abs().max() > 0.1
+
+
+def arrays(ids):
+    tokens = np.array([ids], np.int32)
+    return tokens, np.arange(len(ids), dtype=np.int32)[None]
+
+
+def test_our_sizes_agree_with_transformers(tmp_path):
+    for index, family in enumerate(checkpoints.FAMILIES):
+        written = checkpoints.build(family)
+        params, config = load_model(checkpoints.write(tmp_path / str(index), written))
+        weights = sum(parameter.numel() for parameter in written.parameters())  # tied once
+        assert config.num_parameters == weights == sum(x.size for x in jax.tree.leaves(params))
+        assert dataclasses.replace(config) == config
