@@ -38,7 +38,8 @@ class TokenTable:
         `\xNN`; a special token by its name.
       completion_text: as the completions format shows it: the same, behind "bytes:" where the
         token is not valid UTF-8 on its own.
-      chat: the pair of `text` and the bytes as integers (None for a special token).
+      strings: the pair of `text` and `raw`: both by one lookup.
+      chat: the pair of `text` and the bytes as integers, as JSON has them.
     """
 
     def __init__(
@@ -58,6 +59,9 @@ class TokenTable:
         self.text_bytes: Cache[bytes] = Cache(lambda token_id: self.raw[token_id] or b"")
         self.text: Cache[str] = Cache(self._text)
         self.completion_text: Cache[str] = Cache(self._completion_text)
+        self.strings: Cache[tuple[str, bytes | None]] = Cache(
+            lambda token_id: (self.text[token_id], self.raw[token_id])
+        )
         self.chat: Cache[tuple[str, tuple[int, ...] | None]] = Cache(self._chat)
 
     def is_text(self, token_id: int) -> bool:

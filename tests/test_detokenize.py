@@ -21,13 +21,15 @@ def test_the_three_writings_of_a_token():
     assert table.chat[7] == ("<|end|>", None)
     assert table.completion_text[7] == "<|end|>"
     assert table.raw[7] is None
+    assert table.strings[1] == (r" \xe2\x98", b" \xe2\x98")
+    assert table.strings[7] == ("<|end|>", None)
     assert table.decode([0, 7, 3]) == " a\N{SNOWMAN}"
 
 
 @pytest.mark.parametrize("id", [-1, 2])
 def test_an_id_that_the_tokenizer_lacks_is_refused(id):
     table = TokenTable([b"a", b"b"])
-    for strings in (table.raw, table.text, table.completion_text, table.chat):
+    for strings in (table.raw, table.strings, table.completion_text, table.chat):
         with pytest.raises(ValueError, match=rf"token id {id} is outside 0\.\.1"):
             strings[id]
 
