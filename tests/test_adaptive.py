@@ -1,6 +1,4 @@
-"""Adaptive draft length: the rule, the statistics, and both through the loop."""
-
-import dataclasses
+"""Adaptive draft length: the rule, the statistics, and whom they limit."""
 
 import chex
 import jax.numpy as jnp
@@ -11,9 +9,9 @@ from hypothesis import strategies as st
 
 from jax_specdec.adaptive import Adaptive, best_length, updated
 from jax_specdec.callable_drafter import CallableDrafter
-from jax_specdec.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.drafters import NgramDrafter, NoDrafter
 from jax_specdec.verify import Drafts
-from tests.decoding import VOCAB, mixed_requests, random_model, request, run
+from tests.decoding import VOCAB
 from tests.test_drafters import context
 
 pytestmark = pytest.mark.fast
@@ -77,6 +75,17 @@ def test_the_inner_drafter_gets_the_length_as_its_limit():
     np.testing.assert_array_equal(drafts.num, [2, 0, 0])
 
 
+def test_only_a_prompt_that_begins_resets_its_slot():
+    adaptive = Adaptive(NgramDrafter(3))
+    _, state = adaptive.init(3, 12)
+    state = state._replace(acceptance=jnp.array([0.25, 0.5, 0.75]))
+    for start, expected in [(0, [0.25, 1.0, 0.75]), (8, [0.25, 0.5, 0.75])]:
+        after = adaptive.prefill(
+            None, state, None, None, jnp.int32(start), jnp.int32(4), jnp.int32(1)
+        )
+        np.testing.assert_array_equal(after.acceptance, expected)
+
+
 def stubborn(params, context):
     """Proposes all that it can, whatever the limit."""
     drafts = jnp.zeros((context.limit.shape[0], 3), jnp.int32)
@@ -89,95 +98,6 @@ def test_the_length_holds_whoever_drafts():
     state = state._replace(acceptance=jnp.array([1.0, 0.0]))
     drafts, _ = adaptive.propose(None, state, context([[1]] * 2))
     np.testing.assert_array_equal(drafts.num, [3, 1])
-
-
-PROMPTS = {"right": [2, 9, 4], "wrong": [3, 1, 5], "turning": [5, 8, 8], "next": [4, 6]}
-TOKENS, MAX_LENGTH = 70, 96
-
-
-@pytest.fixture(scope="module")
-def answers():
-    requests = [request(name, prompt, max_tokens=TOKENS) for name, prompt in PROMPTS.items()]
-    result = run(requests, "none", num_slots=4)
-    return {name: [*prompt, *result.token_ids(name)] for name, prompt in PROMPTS.items()}
-
-
-def knowing(answers):
-    """Drafts the right answer to "right" and "next", a wrong one to "wrong"; "turning" turns."""
-    table = np.zeros((VOCAB, MAX_LENGTH + D), np.int32)
-    for text in answers.values():
-        table[text[0], : len(text)] = text
-    wrong_until = np.zeros(VOCAB, np.int32)
-    wrong_until[PROMPTS["wrong"][0]], wrong_until[PROMPTS["turning"][0]] = MAX_LENGTH, 35
-
-    def function(params, context):
-        first = context.tokens[:, :1]
-        place = context.lengths[:, None] + jnp.arange(D)[None, :]
-        wrong = place < jnp.asarray(wrong_until)[first]
-        right = jnp.asarray(table)[first, place]
-        return Drafts(jnp.where(wrong, (right + 1) % VOCAB, right), context.limit, None)
-
-    return CallableDrafter(function, D, VOCAB)
-
-
-def lengths_of(result, name):
-    """Drafts verified in each step of a request, but its first and those near its end."""
-    records = result.records[name]
-    emitted = np.cumsum([record.num_tokens for record in records])
-    return [r.num_drafts for r, n in zip(records, emitted, strict=True) if n < TOKENS - D][1:]
-
-
-def test_every_request_finds_its_own_length(answers):
-    """All accepted, none accepted, and none at first: side by side; then a slot is used again."""
-    requests = [request(name, prompt, max_tokens=TOKENS) for name, prompt in PROMPTS.items()]
-    drafter = knowing(answers)
-    result = run(requests, Adaptive(drafter), num_slots=3)
-    for name, prompt in PROMPTS.items():
-        assert [*prompt, *result.token_ids(name)] == answers[name]
-    assert set(lengths_of(result, "right")) == {D}
-    falling = lengths_of(result, "wrong")
-    assert falling == sorted(falling, reverse=True)
-    assert falling[0] == D
-    assert set(falling[30:]) == {1}
-    turning = lengths_of(result, "turning")
-    lowest = turning.index(1)
-    assert D in turning[:lowest]
-    assert turning[-1] == D
-    # "next" comes into the slot of one of them, and begins as if nobody had been there.
-    assert set(lengths_of(result, "next")) == {D}
-    slots = {name: records[0].slot for name, records in result.records.items()}
-    assert slots["next"] in {slots["right"], slots["wrong"], slots["turning"]}
-    # Without adaptation the wrong drafts go on; the tokens are the same.
-    unchanged = run(requests, drafter, num_slots=3)
-    assert set(lengths_of(unchanged, "wrong")) == {D}
-    for name in PROMPTS:
-        assert result.token_ids(name) == unchanged.token_ids(name)
-
-
-def test_a_slot_that_was_given_up_on_begins_anew(answers):
-    """One slot: first the request whose drafts are never accepted, then one where all are."""
-    requests = [request(name, PROMPTS[name], max_tokens=TOKENS) for name in ("wrong", "next")]
-    result = run(requests, Adaptive(knowing(answers)), num_slots=1)
-    assert lengths_of(result, "wrong")[-1] == 1
-    assert set(lengths_of(result, "next")) == {D}
-
-    @dataclasses.dataclass(frozen=True)
-    class Remembering(Adaptive):
-        def prefill(self, params, state, *rest):
-            return state
-
-    result = run(requests, Remembering(knowing(answers)), num_slots=1)
-    assert lengths_of(result, "next")[0] == 1
-
-
-def test_greedy_ids_are_those_of_plain_decoding():
-    _, config = random_model()
-    plain = run(mixed_requests(), "none")
-    result = run(mixed_requests(), Adaptive(MtpDrafter(config, 3), draft_cost=0.3, weight=0.3))
-    drafts = {r.num_drafts for records in result.records.values() for r in records}
-    assert {1, 2, 3} <= drafts
-    for item in mixed_requests():
-        assert result.token_ids(item.id) == plain.token_ids(item.id)
 
 
 @pytest.mark.parametrize(

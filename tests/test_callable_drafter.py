@@ -1,7 +1,6 @@
-"""A user's own function as a drafter: alone, through the loop, and what is refused."""
+"""A user's own function as a drafter: what is proposed, and what is refused."""
 
 import doctest
-import functools
 
 import chex
 import jax
@@ -11,36 +10,11 @@ import pytest
 
 from jax_specdec import callable_drafter
 from jax_specdec.callable_drafter import CallableDrafter
-from jax_specdec.drafters import draw
 from jax_specdec.verify import Drafts
-from tests import test_loop_distribution
-from tests.decoding import VOCAB, mixed_requests, run
+from tests.decoding import VOCAB
 from tests.test_drafters import context
-from tests.test_loop_distribution import p_value
-from tests.test_suffix import accepted_of
 
 pytestmark = pytest.mark.fast
-
-
-def latest_again(params, context):
-    """The last three tokens again."""
-    place = context.lengths[:, None] - 3 + jnp.arange(3)[None, :]
-    ids = jnp.take_along_axis(context.tokens, jnp.maximum(place, 0), axis=1)
-    return Drafts(ids, context.limit, None)
-
-
-def guesses(params, context, vocab=VOCAB):
-    """Drawn from logits that say: the last token again, or the next id."""
-    last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
-    logits, ids = [], []
-    for ahead in range(3):
-        logits.append(2 * jax.nn.one_hot(last, vocab) + jax.nn.one_hot((last + 1) % vocab, vocab))
-        last = draw(logits[-1][:, None], context.sampling, context.lengths + ahead)
-        ids.append(last)
-    return Drafts(jnp.stack(ids, axis=1), context.limit, jnp.stack(logits, axis=1))
-
-
-OWN = CallableDrafter(latest_again, num_drafts=3, vocab_size=VOCAB)
 
 
 class Proposing(chex.TestCase):
@@ -68,41 +42,6 @@ def test_the_documented_example_runs():
         scope |= example.globs
     drafts, _ = scope["drafter"].propose(None, (), context([[1, 7], [2]], limit=[2, 1]))
     np.testing.assert_array_equal(drafts.token_ids, [[7, 7], [2, 0]])
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return run(mixed_requests(), "none")
-
-
-@pytest.mark.parametrize("drafter", [
-    OWN,
-    CallableDrafter(guesses, 3, VOCAB, logits_dtype="float32"),
-], ids=["certain", "drawn"])  # fmt: skip
-def test_through_the_loop_greedy_ids_are_those_of_plain_decoding(plain, drafter):
-    result = run(mixed_requests(), drafter)
-    accepted, proposed = accepted_of(result)
-    assert 0 < accepted < proposed
-    for item in mixed_requests():
-        assert result.token_ids(item.id) == plain.token_ids(item.id)
-
-
-def test_drawn_drafts_leave_the_targets_distribution():
-    vocab = test_loop_distribution.VOCAB
-    function = functools.partial(guesses, vocab=vocab)
-    drafter = CallableDrafter(function, 3, vocab, logits_dtype="float32")
-    assert p_value(drafter, test_loop_distribution.accept_draft) > 1e-3
-
-
-def dishonest(params, context):
-    """Says that its drafts were drawn, and picks them."""
-    drafts = guesses(params, context, test_loop_distribution.VOCAB)
-    return drafts._replace(token_ids=jnp.argmax(drafts.logits, axis=-1).astype(jnp.int32))
-
-
-def test_drafts_that_were_not_drawn_from_their_logits_are_noticed():
-    drafter = CallableDrafter(dishonest, 3, test_loop_distribution.VOCAB, logits_dtype="float32")
-    assert p_value(drafter, test_loop_distribution.accept_draft) < 1e-9
 
 
 def returning(**fields):
@@ -145,12 +84,13 @@ def test_what_is_no_function_of_that_kind_is_refused():
     with pytest.raises(TypeError, match="None is no function"):
         CallableDrafter(None, 2, VOCAB)
     with pytest.raises(ValueError, match="num_drafts = 0 must be positive"):
-        CallableDrafter(latest_again, 0, VOCAB)
+        CallableDrafter(returning(), 0, VOCAB)
     with pytest.raises(ValueError, match="vocab_size = 0"):
-        CallableDrafter(latest_again, 2, 0)
+        CallableDrafter(returning(), 2, 0)
 
 
 def test_it_is_a_static_value():
-    same = CallableDrafter(latest_again, 3, VOCAB)
-    assert (OWN, hash(OWN)) == (same, hash(same))
-    assert CallableDrafter(guesses, 3, VOCAB) != same
+    mine, other = returning(), returning()
+    one, same = CallableDrafter(mine, 3, VOCAB), CallableDrafter(mine, 3, VOCAB)
+    assert (one, hash(one)) == (same, hash(same))
+    assert CallableDrafter(other, 3, VOCAB) != one

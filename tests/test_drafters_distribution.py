@@ -21,8 +21,6 @@ from jax_specdec.sampling import Sampling
 from jax_specdec.suffix import SuffixDrafter
 from jax_specdec.verify import Drafts, verify
 
-pytestmark = pytest.mark.fast
-
 P, Q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.25, 0.15, 0.2, 0.4])
 SLOTS, STEPS, D = 20_000, 7, 3
 
@@ -84,9 +82,8 @@ def emitted(drafter):
 
 def p_value(drafter):
     """Of neighboring tokens, at the places that every slot reached; the least over the places."""
-    tokens, lengths, nums = map(np.asarray, emitted(drafter))
+    tokens, lengths, _ = map(np.asarray, emitted(drafter))
     assert lengths.min() > STEPS
-    assert set(nums[2:].ravel()) >= {1, 2, 3}  # slots differ in their lengths
     worst = 1.0
     for place in range(1, STEPS):
         pairs = tokens[:, place] * 4 + tokens[:, place + 1]
@@ -111,6 +108,7 @@ SUFFIX = SuffixDrafter(
 )
 def test_tokens_are_independent_draws_of_the_targets(drafter):
     assert p_value(drafter) > 1e-3
+    assert set(np.ravel(emitted(drafter)[2][2:])) >= {1, 2, 3}  # slots differ in their lengths
 
 
 def test_a_length_that_looks_at_the_drafts_is_noticed():

@@ -1,6 +1,5 @@
-"""The suffix drafter and its corpus, against plain Python; then through the decoding loop."""
+"""The suffix drafter and its corpus, against plain Python."""
 
-import dataclasses
 import functools
 from collections import Counter
 from functools import partial
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from jax_specdec.corpus import SEPARATOR, Corpus
 from jax_specdec.suffix import SuffixDrafter
-from tests.decoding import mixed_requests, random_model, request, run
 from tests.test_drafters import context
 
 pytestmark = pytest.mark.fast
@@ -245,46 +243,3 @@ def test_a_corpus_of_something_else_is_refused(documents, message):
         Corpus.of([np.array(d) for d in documents])
     with pytest.raises(ValueError, match="at least 1"):
         Corpus.of([], max_context=0)
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return run(mixed_requests(max_tokens=(20, 40)), "none")
-
-
-def accepted_of(result):
-    records = [record for found in result.records.values() for record in found]
-    return sum(r.num_accepted for r in records), sum(r.num_drafts for r in records)
-
-
-def test_through_the_loop_greedy_ids_are_those_of_plain_decoding(plain):
-    requests = mixed_requests(max_tokens=(20, 40))
-    result = run(requests, SuffixDrafter(3))
-    accepted, proposed = accepted_of(result)
-    assert 0 < accepted < proposed
-    for item in requests:
-        assert result.token_ids(item.id) == plain.token_ids(item.id)
-
-
-def test_a_corpus_of_the_answers_makes_nearly_every_draft_right(plain):
-    """What other requests were answered is a corpus; the tokens stay the same."""
-    requests = mixed_requests(max_tokens=(20, 40))
-    answers = [np.array([*item.prompt_token_ids, *plain.token_ids(item.id)]) for item in requests]
-    alone = accepted_of(run(requests, SuffixDrafter(3)))
-    result = run(requests, SuffixDrafter(3, Corpus.of(answers)))
-    accepted, proposed = accepted_of(result)
-    assert accepted > 2 * alone[0]
-    assert accepted / proposed > 0.9
-    for item in requests:
-        assert result.token_ids(item.id) == plain.token_ids(item.id)
-
-
-def test_repetitive_text_is_drafted_whole():
-    """A model that repeats itself: all drafts of the later steps are accepted."""
-    params, config = random_model()
-    flat = dataclasses.replace(params, layers=jax.tree.map(jnp.zeros_like, params.layers))
-    item = request("r", [1, 2, 3], max_tokens=60)
-    result = run([item], SuffixDrafter(3), model=(flat, config))
-    later = result.records["r"][8:]
-    assert sum(record.num_accepted for record in later) == sum(r.num_drafts for r in later) > 20
-    assert result.token_ids("r") == run([item], "none", model=(flat, config)).token_ids("r")
