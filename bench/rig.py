@@ -93,6 +93,7 @@ class Meter:
 
     sender: Sender
     message_bytes: int | None
+    keeps_messages: bool = False  # whether the transport reads a message after `send`
     dispatch_ns: int = 0  # since it was set to 0
     sent_ns: int = 0  # when the last message was about to be sent
     words: np.ndarray = field(default_factory=lambda: np.zeros(wire.HEADER_WORDS, np.uint32))
@@ -106,7 +107,8 @@ class Meter:
         self.words = data
         if self.message_bytes is not None:
             self.fixed[: data.size] = data
-            data = self.fixed
+            # A queue pickles later, in a thread of its own: what it got must not change.
+            data = self.fixed.copy() if self.keeps_messages else self.fixed
         send(self.sender, data)
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +146,11 @@ class Rig:
         self.consumer = consumer
         self.prompts = prompts
         self.max_tokens = config.max_length - max(map(len, prompts))
-        self.meter = Meter(consumer.senders[contender.transport], contender.message_bytes)
+        self.meter = Meter(
+            consumer.senders[contender.transport],
+            contender.message_bytes,
+            keeps_messages="Queue" in contender.transport,
+        )
         self.worker = Worker(
             config,
             params,

@@ -95,7 +95,7 @@ class ProfiledRig(Rig):
             self.spans.append(Span(ENGINE, "process", row[DECODED], row[PROCESSED]))
         for span in found.spans:
             self.spans.append(Span(RING, "ring", span["sent"], span["received"]))
-            self.steps.append((span["begin"], span["processed"]))
+            self.steps.append((span["begin"], max(span["processed"], span["published"])))
         return self.spans
 
 

@@ -1,0 +1,175 @@
+"""The loop's benchmark: equal work for everybody, a wrong contender is caught, a trace is valid."""
+
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from bench import end_to_end, rig, setups, spans, timeline
+from bench.end_to_end import GREEDY, K0, K20, OFF, ONE
+from bench.timing import BenchError
+from jax_specdec.model import ModelConfig, init_params
+from jax_specdec.worker import Compiled
+
+MODEL = ModelConfig.tiny(vocab_size=64)
+PARAMS = init_params(MODEL, jax.random.key(0))
+SETUP = setups.Setup("a test's model", lambda: (PARAMS, MODEL), steps=3, apart=2, rounds=1)
+ON_CPU = [one for one in GREEDY if one.kernel != "separate"]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return Compiled(SETUP.loop_config(MODEL))
+
+
+@pytest.fixture(scope="module")
+def found(compiled):
+    """One round of every contender."""
+    return end_to_end.measure("a test", SETUP, ON_CPU, PARAMS, MODEL, compiled)
+
+
+def test_every_contender_is_measured_or_says_why_not(found):
+    missing = {name.removeprefix("NOT RUN ") for name in found.notes}
+    assert {*found.names} | missing == {one.name for one in ON_CPU}
+    assert {OFF, K0, "K = 5", K20, ONE, "K = 20, naive kernel", "K = 20, the usual way"} <= {
+        *found.names
+    }
+    assert all(timing.median > 0 for timing in found.timings)
+
+
+def test_only_what_was_asked_for_travels_and_fixed_messages_do_not_shrink(found):
+    figures = found.figures
+    size = {name: row["bytes"] for name, row in figures.items()}
+    rows = {name: row["rows"] for name, row in figures.items()}
+    assert rows[OFF] == 0
+    assert rows[ONE] < rows[K20] / 32
+    assert size[OFF] < size[ONE] < size[K0] < size["K = 5"] < size[K20]
+    tokens = figures[K20]["tokens/s"] * found[K20].median
+    assert rows[K20] == pytest.approx(tokens)  # a row for each token, none for rejected drafts
+    assert size["K = 20, fixed-size message"] == rig.FIXED_BYTES
+    for name in ("K = 20, naive kernel", "K = 20, objects in dicts"):
+        assert size[name] == size[K20]
+
+
+def test_the_parts_of_the_host_time_are_inside_it(found):
+    for row in found.figures.values():
+        parts = [row[f"part: {part} us"] for part in ("decode", "process")]
+        assert min(parts) >= 0
+        assert row["host us"] >= max(parts)
+        assert row["worker us"] >= row["part: publish us"] > 0
+
+
+def test_targets_of_a_gpu_are_not_measured_here(found):
+    verdicts = {target.what: target.verdict for target in found.targets}
+    assert sum(what.startswith("H100") for what in verdicts) == 4
+    assert all(v == "not measured" for what, v in verdicts.items() if what.startswith("H100"))
+    assert verdicts["host part, 64 requests at K = 20"] in ("held", "MISSED")
+
+
+def test_a_contender_with_other_logprobs_is_caught_before_any_timing(compiled, monkeypatch):
+    def wrong(output, *args, widths, process_rank=0):
+        return rig.naive_message(
+            output._replace(logits=output.logits * 1.01),
+            *args,
+            widths=widths,
+            process_rank=process_rank,
+        )
+
+    def never(*_):
+        raise AssertionError("timed before all were checked")
+
+    chosen = [one for one in ON_CPU if one.name in (OFF, K20, "K = 20, naive kernel")]
+    true_instrumented = rig.instrumented
+
+    def instrumented(compiled, contender, meter):
+        result = true_instrumented(compiled, contender, meter)
+        if contender.kernel == "naive":
+            result.target_message = wrong
+        return result
+
+    monkeypatch.setattr(rig, "instrumented", instrumented)
+    monkeypatch.setattr(end_to_end, "rotated", never)
+    with pytest.raises(BenchError, match="naive kernel differs from K = 20 at step"):
+        end_to_end.measure("a test", SETUP, chosen, PARAMS, MODEL, compiled)
+
+
+@pytest.mark.fast
+def test_other_tokens_or_other_steps_are_caught():
+    right = [[([1, 2], None), ([3], None)]]
+    k0 = next(one for one in GREEDY if one.name == K0)
+    end_to_end.check("t", k0, right, OFF, {OFF: right})
+    with pytest.raises(BenchError, match="request 1: tokens"):
+        end_to_end.check("t", k0, [[([1, 2], None), ([4], None)]], OFF, {OFF: right})
+    with pytest.raises(BenchError, match="took 2 steps"):
+        end_to_end.check("t", k0, right * 2, OFF, {OFF: right})
+
+
+@pytest.mark.fast
+def test_other_logprobs_are_caught():
+    like = [[([1], [[-0.5, -1.0]])]]
+    objects = next(one for one in GREEDY if one.design == "objects" and one.kernel == "ours")
+    seen = {OFF: [[([1], None)]], K20: like}
+    end_to_end.check("t", objects, [[(None, [[-0.5, -1.0]])]], OFF, seen)
+    for wrong in ([[-0.5, -1.1]], [[-0.5]], []):
+        with pytest.raises(BenchError, match="logprobs"):
+            end_to_end.check("t", objects, [[(None, wrong)]], OFF, seen)
+
+
+def test_the_timeline_has_every_part_in_order(compiled):
+    begin = time.monotonic_ns()
+    recorded, step, operations = timeline.record(SETUP, compiled)
+    end = time.monotonic_ns()
+    inside = {s.name: s for s in recorded if s.begin >= step[0] and s.end <= step[1]}
+    order = ["model, verify, draft", "logprobs, pack", "copy", "check and send", "process"]
+    starts = [inside[name].begin for name in order]
+    assert starts == sorted(starts)
+    # Sending overlaps with the ring; nothing is received before it was sent, or decoded before.
+    ring, last = (
+        inside["ring"],
+        max((s for s in recorded if s.name == "decode"), key=lambda s: s.end),
+    )
+    assert inside["check and send"].begin <= ring.begin <= ring.end <= last.begin
+    assert all(begin <= s.begin <= s.end <= end for s in recorded)
+    # jax.profiler has a clock of its own: joined wrongly, its operations would be elsewhere.
+    assert operations
+    work = inside["model, verify, draft"]
+    assert any(work.begin <= o.begin and o.end <= work.end for o in operations)
+    assert all(begin <= o.begin <= o.end <= end for o in operations)
+
+
+@pytest.mark.fast
+def test_a_trace_is_what_perfetto_opens():
+    some = [
+        spans.Span(spans.WORKER, "copy", 5_000, 9_500),
+        spans.Span(spans.RING, "ring", 9_000, 9_000),
+    ]
+    device = [spans.DeviceEvent("stream 7", "kernel", 1_000, 3_000)]
+    events = json.loads(json.dumps(list(spans.trace_events(some, device, first=1_000))))
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(named.values()) == [*spans.TRACKS, spans.OPERATIONS]
+    complete = [e for e in events if e["ph"] == "X"]
+    assert {e["ph"] for e in events} == {"M", "X"}
+    for event in complete:
+        assert {"name", "pid", "tid", "ts", "dur"} <= event.keys()
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        assert event["pid"] in named
+    assert [(e["name"], e["ts"], e["dur"]) for e in complete] == [
+        ("copy", 4.0, 4.5),
+        ("ring", 8.0, 0.0),
+        ("kernel", 0.0, 2.0),
+    ]
+    threads = [e for e in events if e["name"] == "thread_name"]
+    assert [e["args"]["name"] for e in threads] == ["stream 7"]
+
+
+@pytest.mark.fast
+def test_rounds_leave_room_for_all_their_tokens():
+    for setup in (SETUP, *setups.setups(quick=True), *setups.setups(quick=False)):
+        most = (setups.DRAFTS + 1) * (rig.WARM_STEPS + setup.steps + setup.apart + 4)
+        assert setup.max_length - setups.PROMPT >= most
+    texts = setups.prompts(MODEL)
+    assert len(texts) == setups.REQUESTS
+    assert np.max(texts) < MODEL.vocab_size
