@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -299,3 +301,10 @@ def test_prompt_logprobs_are_an_extension():
          "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": (98,)}]},
         {"token": r"\xe2", "logprob": None, "bytes": (0xE2,), "top_logprobs": []},
     ]  # fmt: skip
+
+
+def test_the_examples_of_the_documentation_run():
+    page = (Path(__file__).parent.parent / "docs/export.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    exec("\n".join(blocks), {})
