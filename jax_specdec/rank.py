@@ -72,7 +72,7 @@ class RankStatus:
       pid: of its worker.
       alive: whether its worker may still send; False once it was reported lost.
       restarts: workers that were started in place of a lost one.
-      live: requests that hold a slot.
+      request_ids: of the requests that hold a slot, in order of admission.
       ring: of the ring to its current worker.
       processor: what was not delivered, and why; over all of its workers.
       statistics: acceptance; over all of its workers.
@@ -83,7 +83,7 @@ class RankStatus:
     pid: int
     alive: bool
     restarts: int
-    live: int
+    request_ids: tuple[str, ...]
     ring: RingCounters
     processor: Counters
     statistics: Statistics
@@ -142,7 +142,7 @@ class Rank:
             pid=self.worker.pid,
             alive=self.lost is None,
             restarts=self.restarts,
-            live=len(self._slots),
+            request_ids=self.request_ids,
             ring=self.worker.ring.counters(),
             processor=self.state.counters,
             statistics=self.state.statistics,

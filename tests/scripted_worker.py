@@ -9,6 +9,7 @@ import zlib
 from types import SimpleNamespace
 
 from ipc.errors import PeerDied
+from ipc.ring import RingCounters
 from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Evict, Release
 from jax_specdec.encode import SlotContents, encode
@@ -18,12 +19,12 @@ VOCAB = 32
 
 
 def next_token(ids):
-    return zlib.crc32(bytes(ids)) % VOCAB
+    return zlib.crc32(repr(ids).encode()) % VOCAB
 
 
 def logprob(ids):
     """Of the token after `ids`; a multiple of 1/64, so that sums are exact."""
-    return -(zlib.crc32(bytes(ids) + b"p") % 512) / 64
+    return -(zlib.crc32(repr(ids).encode() + b"p") % 512) / 64
 
 
 def continuation(request):
@@ -80,7 +81,9 @@ class ScriptedWorker:
         return 0
 
     def counters(self):
-        return SimpleNamespace(messages=self.sent)
+        return RingCounters(
+            messages=self.sent, payload_bytes=0, depth=0, capacity=1, waits=0, wait_ns=0
+        )
 
     def ready(self):
         return bool(

@@ -4,8 +4,10 @@ Whatever happens between two updates, every request's tokens, logprobs, cumulati
 statistics must be those of an undisturbed run, or a beginning of it with the reason why it ended.
 """
 
+import functools
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from jax_specdec.control import Admit, Evict
 from jax_specdec.engine import Engine, EngineConfig, WorkerFailed
+from jax_specdec.prometheus import status_text
 from jax_specdec.records import FinishReason
 from jax_specdec.requests import Request, SamplingParams
 from tests.scripted_worker import VOCAB, ScriptedWorker, continuation
@@ -377,6 +380,35 @@ def test_a_lost_rank_may_be_restarted():
     assert status.statistics.num_tokens == 6 * 20  # of all its workers
 
 
+def test_every_rank_has_its_numbers():
+    texts = []
+
+    def meddle(scene, n):
+        texts.append(status_text(scene.engine.status))
+
+    scene = Scene(num_ranks=2, num_prefill_ranks=1, faults={1: [3]}, on_worker_loss="restart",
+                  resume_lost=True)  # fmt: skip
+    scene.run(long_requests(), meddle)
+    samples = dict(
+        line.removeprefix("jax_specdec_").rsplit(" ", 1)
+        for line in status_text(scene.engine.status).splitlines()
+        if line[0] != "#"
+    )
+    for name, values in (
+        ("worker_up", ["1", "1", "1"]),
+        ("worker_restarts_total", ["0", "1", "0"]),
+        ("ring_messages_total", [str(scene.workers[place].sent) for place in (0, 3, 2)]),
+        ("live_requests", ["0", "0", "0"]),
+    ):
+        assert [samples[f'{name}{{process_rank="{rank}"}}'] for rank in range(3)] == values
+    key = 'finished_requests_total{process_rank="2",reason="prefill_handover"}'
+    assert samples[key] == "6"
+    tokens = [int(samples[f'tokens_total{{process_rank="{rank}"}}']) for rank in range(3)]
+    assert tokens[2] == 6
+    assert sum(tokens) == 6 * 20
+    assert any('live_requests{process_rank="0"} 2' in text for text in texts)
+
+
 def test_restarts_come_to_an_end():
     scene = Scene(faults={0: [0] * 9}, on_worker_loss="restart", max_restarts=2)
     with pytest.raises(WorkerFailed, match="rank 0"):
@@ -411,6 +443,17 @@ def test_without_its_prefill_worker_an_engine_decodes_all_the_same():
     scene.run(requests)
     check(scene, requests)
     assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
+
+
+def test_the_documented_example_runs(monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "engine.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    start = functools.partial(Engine, start_worker=Scene(num_prefill_ranks=1).start)
+    monkeypatch.setattr("jax_specdec.engine.Engine", start)
+    exec(compile(code, "docs/engine.md", "exec"), {})
+    ranks = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] in "01"]
+    assert ranks[0] == "1"
+    assert set(ranks[1:]) == {"0"}
 
 
 def test_two_runs_at_once_are_refused():
