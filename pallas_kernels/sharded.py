@@ -1,17 +1,30 @@
-"""The kernels' results on vocabulary shards, from what each shard finds in its own columns."""
+"""The kernels' results on vocabulary shards, from what each shard finds in its own columns.
+
+Every shard runs the same kernel on its part. What travels is compact: the given tokens' logits in
+one sum, then each shard's maximum, sum, count and K candidates in one gather. For R rows and C
+extra ids that is R * (1 + C) words summed and R * (3 + 2 K) words gathered from every shard.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels import greedy as whole
-from pallas_kernels.types import Greedy
+from pallas_kernels import xla
+from pallas_kernels.greedy import greedy as whole_greedy
+from pallas_kernels.implementations import XLA, Implementation, choose_implementation
+from pallas_kernels.types import Greedy, TopkLogprobs
 from pallas_kernels.vocab_shard import VocabShard
+
+PartsOf = Callable[..., xla.RowParts]
 
 
 def greedy(logits: jax.Array, shard: VocabShard) -> Greedy:
     """`pallas_kernels.greedy` of rows [N, V] of which this device holds the columns of `shard`."""
     if shard.axis_name is None:
-        return whole(shard.masked(logits))
+        return whole_greedy(shard.masked(logits))
     width = logits.shape[1]
     vocab_size = shard.size(width)
     x = shard.masked(logits)
@@ -22,4 +35,162 @@ def greedy(logits: jax.Array, shard: VocabShard) -> Greedy:
     return Greedy(
         token_ids=jnp.where(first < vocab_size, first, 0),
         valid=jnp.isfinite(largest) & ~shard.any(jnp.isnan(x)),
+    )
+
+
+def topk_logprobs(
+    shard: VocabShard,
+    implementation: Implementation | None,
+    logits: jax.Array,
+    token_ids: jax.Array,
+    k: int,
+    row_ids: jax.Array | None,
+    num_rows: jax.Array | None,
+    temperatures: jax.Array | None,
+    extra_token_ids: jax.Array,
+) -> TopkLogprobs:
+    """`pallas_kernels.topk_logprobs` for checked arguments, inside `shard_map`.
+
+    logits are [N, V / shards], this device's columns; all other arguments, and the result, are the
+    same on every shard.
+    """
+    num_logits_rows, width = logits.shape
+    num_targets = token_ids.shape[0]
+    vocab_size = shard.size(width)
+    logits = shard.masked(logits)
+    temperatures = None if temperatures is None else xla.usable_temperatures(temperatures)
+    named = jnp.concatenate([token_ids[:, None], extra_token_ids], axis=1)
+    rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
+    named_logits = _named_logits(logits, rows, named, shard, vocab_size)
+
+    parts_of = _parts_of(implementation, logits)
+    parts = parts_of(logits, named_logits[:, 0], min(k, width), row_ids, num_rows, temperatures)
+    statistics, candidates = _combined(parts, temperatures, shard, width)
+    # Shards come in the order of their ids, and each shard's ties too: top_k keeps that order.
+    ids, values = candidates
+    top_logits, where = lax.top_k(xla.comparable(values), k)
+    top_ids = jnp.take_along_axis(ids, where, axis=1)
+    return xla.finish(
+        statistics,
+        token_ids,
+        jnp.concatenate([named_logits[:, :1], top_logits, named_logits[:, 1:]], axis=1),
+        jnp.where(top_logits > -jnp.inf, top_ids, jnp.int32(-1)),
+        xla.wanted_rows(num_logits_rows, num_targets, row_ids, num_rows),
+        temperatures,
+    )
+
+
+def _named_logits(
+    logits: jax.Array, rows: jax.Array, ids: jax.Array, shard: VocabShard, vocab_size: int
+) -> jax.Array:
+    """The logits [R, C] float32 of ids [R, C] in rows [R]; NaN for an id outside the vocabulary."""
+    first = shard.ids(logits.shape[1])[0]
+    column = ids - first
+    mine = (column >= 0) & (column < logits.shape[1])
+    rows = jnp.clip(rows, 0, logits.shape[0] - 1)[:, None]
+    found = logits.at[rows, jnp.clip(column, 0, logits.shape[1] - 1)].get().astype(jnp.float32)
+    # The others add 0, which changes neither an infinity nor a NaN.
+    found = shard.across_sum(jnp.where(mine, found, jnp.float32(0)))
+    return jnp.where((ids >= 0) & (ids < vocab_size), found, jnp.float32(jnp.nan))
+
+
+def _combined(
+    parts: xla.RowParts, temperatures: jax.Array | None, shard: VocabShard, width: int
+) -> tuple[xla.RowStatistics, tuple[jax.Array, jax.Array]]:
+    """The whole rows' statistics, and all shards' candidates: ids and logits [R, shards * K]."""
+    num_targets = parts.maximum.shape[0]
+    first = shard.ids(width)[0]
+
+    def bits(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    packed = jnp.concatenate(
+        [
+            jnp.stack([bits(parts.maximum), bits(parts.sum_exp), parts.num_larger], axis=1),
+            parts.top_ids + first,
+            bits(parts.top_logits),
+        ],
+        axis=1,
+    )
+    every = shard.gathered(packed)  # [shards, R, 3 + 2 K]
+    maxima, sums = (lax.bitcast_convert_type(every[..., i], jnp.float32) for i in (0, 1))
+    invalid = jnp.isnan(sums)
+    maximum = jnp.where(jnp.isnan(maxima), -jnp.inf, maxima).max(0)
+    shifted = maxima - maximum[None]
+    if temperatures is not None:
+        inverse = jnp.where(jnp.isnan(temperatures), jnp.float32(1), 1 / temperatures)
+        shifted = shifted * inverse[None]
+    # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
+    scaled = jnp.where(sums == 0, jnp.float32(0), sums * jnp.exp(shifted))
+    sum_exp = jnp.where(invalid.any(0), jnp.float32(jnp.nan), scaled.sum(0))
+    num_larger = every[..., 2].sum(0, dtype=jnp.int32)
+
+    def candidates(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(num_targets, -1)
+
+    k = parts.top_ids.shape[1]
+    ids, values = every[..., 3 : 3 + k], every[..., 3 + k :]
+    values = lax.bitcast_convert_type(values, jnp.float32)
+    return xla.RowStatistics(maximum, sum_exp, num_larger), (candidates(ids), candidates(values))
+
+
+def _parts_of(implementation: Implementation | None, logits: jax.Array) -> PartsOf:
+    """Who reads a shard's columns."""
+    if choose_implementation(implementation, logits) is XLA:
+        return xla.row_parts
+    if implementation is not None:
+        return mosaic_parts
+
+    def by_platform(
+        logits: jax.Array, selected: jax.Array, k: int, *rest: jax.Array | None
+    ) -> xla.RowParts:
+        chosen: xla.RowParts = lax.platform_dependent(
+            logits,
+            selected,
+            *rest,
+            cuda=lambda x, selected, *rest: mosaic_parts(x, selected, k, *rest),
+            default=lambda x, selected, *rest: xla.row_parts(x, selected, k, *rest),
+        )
+        return chosen
+
+    return by_platform
+
+
+def mosaic_parts(
+    logits: jax.Array,
+    selected: jax.Array,
+    k: int,
+    row_ids: jax.Array | None,
+    num_rows: jax.Array | None,
+    temperatures: jax.Array | None,
+    tiling: Any = None,
+    interpret: Any = None,
+) -> xla.RowParts:
+    """`xla.row_parts` by the GPU kernels.
+
+    They count the logits larger than that of a token of their own columns, and `selected` may be
+    another shard's: it is counted apart, in a second read of this shard's columns.
+    """
+    # Imported where they are used, as in `implementations`.
+    from pallas_kernels import mosaic_gpu, mosaic_select
+    from pallas_kernels.mosaic_tiling import choose_tiling
+
+    num_targets = selected.shape[0]
+    targets = mosaic_gpu.make_targets(logits, num_targets, row_ids, num_rows, temperatures)
+    tiling = tiling or choose_tiling(num_targets, logits.shape[1], k, logits.dtype.name)
+    anything = jnp.zeros(num_targets, jnp.int32)
+    statistics, _, groups = mosaic_gpu.read_rows(tiling, targets, anything, interpret)
+    if k == 0:
+        ids = jnp.zeros((num_targets, 0), jnp.int32)
+        values = jnp.zeros((num_targets, 0), jnp.float32)
+    else:
+        ids, values = mosaic_select.select_top_k(
+            tiling, k, logits, groups, targets.row_ids, targets.num_rows[None], None, interpret
+        )
+    return xla.RowParts(
+        maximum=statistics.maximum,
+        sum_exp=statistics.sum_exp,
+        num_larger=xla.count_larger(logits, selected, row_ids, num_rows),
+        top_ids=ids,
+        top_logits=values,
     )

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import checks, xla
+from pallas_kernels import checks, placement, xla
 from pallas_kernels.implementations import Implementation, choose_implementation
 from pallas_kernels.types import TopkLogprobs
 
@@ -18,6 +18,9 @@ def topk_logprobs(
     temperatures: jax.Array | None = None,
     extra_token_ids: jax.Array | None = None,
     implementation: Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> TopkLogprobs:
     """Logprob and token rank of one token per target row, and the row's K largest logits.
 
@@ -35,8 +38,17 @@ def topk_logprobs(
       -1, logprobs NaN, token rank 0.
       A token id outside [0, V): NaN for that token, token rank 0; the row's top K stand.
 
+    Vocabulary shards: inside `jax.shard_map`, give each device its columns of the logits, equally
+    many and in order, all other arguments whole, and the mesh axis as `axis_name`. Outside, give
+    logits that are sharded over their second axis; under `jax.jit`, where arrays of a mesh with
+    automatic axes do not show how they are sharded, name `mesh` and `axis_name`. Where V does not
+    divide evenly, pad the last columns with anything and give `vocab_size`. Every device gets the
+    whole result: ids, token ranks and order as from one device, and R * (4 + C + 2 K) words a shard
+    travel, never logits.
+
     Args:
-      logits: [N, V] bfloat16, float16 or float32.
+      logits: [N, V] bfloat16, float16 or float32; with `axis_name` inside `shard_map`, the
+        device's columns of them.
       token_ids: [R] int32, the token whose logprob and token rank are wanted, for each target row.
       k: how many of the largest logits to return, a Python int, 0 <= k <= min(128, V).
       row_ids: [R] int32, the logits row that each target row reads; repeats are fine, and no row
@@ -47,6 +59,9 @@ def topk_logprobs(
         gives NaN logprobs.
       extra_token_ids: [R, C] int32, C <= 128: more tokens whose logprobs are wanted.
       implementation: "xla", "mosaic_gpu", or None for the fastest that runs here.
+      axis_name: the mesh axis over which the vocabulary is sharded.
+      vocab_size: V, where columns of padding follow.
+      mesh: outside `shard_map`, the mesh of `axis_name`, if the logits do not tell.
 
     Returns:
       `TopkLogprobs(token_ids [R, k + 1] int32, logprobs [R, k + 1] float32, token_ranks [R] int32,
@@ -59,7 +74,8 @@ def topk_logprobs(
     logits = checks.check_logits(logits)
     token_ids = checks.check_ids("token_ids", token_ids, ("R",))
     num_targets = token_ids.shape[0]
-    k = checks.check_k(k, logits.shape[1])
+    place = placement.placed(logits, axis_name, mesh, vocab_size)
+    k = checks.check_k(k, place.vocab_size)
     if row_ids is None:
         checks.check_num_targets(num_targets, logits.shape[0])
     else:
@@ -72,9 +88,17 @@ def topk_logprobs(
         extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
     else:
         extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets)
-    run = choose_implementation(implementation, logits)
     if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
         return xla.skipped_rows(num_targets, k, extra_token_ids.shape[1])
+    if place.axis_name is not None:
+        return placement.run(
+            place,
+            implementation,
+            k,
+            (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids),
+        )
+    run = choose_implementation(implementation, logits)
+    logits = place.shard.masked(logits)
     return run.topk(logits, token_ids, k, row_ids, num_rows, temperatures, extra_token_ids)
 
 
@@ -86,6 +110,9 @@ def greedy_topk_logprobs(
     temperatures: jax.Array | None = None,
     extra_token_ids: jax.Array | None = None,
     implementation: Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> TopkLogprobs:
     """`topk_logprobs` of each row's own greedy choice: the fused path of greedy verification.
 
@@ -99,7 +126,8 @@ def greedy_topk_logprobs(
     """
     logits = checks.check_logits(logits)
     num_targets = logits.shape[0]
-    k = checks.check_k(k, logits.shape[1])
+    place = placement.placed(logits, axis_name, mesh, vocab_size)
+    k = checks.check_k(k, place.vocab_size)
     if num_rows is not None:
         num_rows = checks.check_num_rows(num_rows)
     if temperatures is not None:
@@ -108,7 +136,15 @@ def greedy_topk_logprobs(
         extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
     else:
         extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets)
-    run = choose_implementation(implementation, logits)
     if num_targets == 0:
         return xla.skipped_rows(num_targets, k, extra_token_ids.shape[1])
+    if place.axis_name is not None:
+        return placement.run(
+            place,
+            implementation,
+            k,
+            (logits, None, None, num_rows, temperatures, extra_token_ids),
+        )
+    run = choose_implementation(implementation, logits)
+    logits = place.shard.masked(logits)
     return run.greedy_topk(logits, k, num_rows, temperatures, extra_token_ids)

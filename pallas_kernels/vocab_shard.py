@@ -44,10 +44,10 @@ class VocabShard:
     def masked(self, logits: jax.Array) -> jax.Array:
         """The logits [..., width] with -inf in padding columns."""
         width = logits.shape[-1]
-        self.size(width)
-        if self.vocab_size is None:
-            return logits
-        real = (self.ids(width) < self.vocab_size).reshape((1,) * (logits.ndim - 1) + (width,))
+        vocab_size = self.size(width)
+        if vocab_size == VocabShard(self.axis_name).size(width):
+            return logits  # there are none
+        real = (self.ids(width) < vocab_size).reshape((1,) * (logits.ndim - 1) + (width,))
         return jnp.where(real, logits, jnp.asarray(-jnp.inf, logits.dtype))
 
     def maximum(self, x: jax.Array) -> jax.Array:
@@ -77,6 +77,13 @@ class VocabShard:
     def across_sum(self, local: jax.Array) -> jax.Array:
         """The sum over the shards of one value each; the same shape."""
         return self._across(lax.psum, local)
+
+    def gathered(self, local: jax.Array) -> jax.Array:
+        """The shards' values [...] in their order: [shards, ...]."""
+        if self.axis_name is None:
+            return local[None]
+        every: jax.Array = lax.all_gather(local, self.axis_name, to="invarying")
+        return every
 
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
         return local if self.axis_name is None else collective(local, self.axis_name)

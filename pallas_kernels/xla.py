@@ -28,13 +28,24 @@ class RowStatistics(NamedTuple):
     """What one read of a block of rows yields. Shards of a row combine by `maximum` and rescaling.
 
     maximum: [B] float32; anything where the row has a NaN: not every backend's maximum keeps it.
-    sum_exp: [B] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN.
+    sum_exp: [B] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN, 0
+        where it has -inf alone.
     num_larger: [B] int32, the number of logits strictly larger than the given token's.
     """
 
     maximum: jax.Array
     sum_exp: jax.Array
     num_larger: jax.Array
+
+
+class RowParts(NamedTuple):
+    """What R rows of a part of the vocabulary yield: `RowStatistics` and candidates."""
+
+    maximum: jax.Array  # [R] float32
+    sum_exp: jax.Array  # [R] float32
+    num_larger: jax.Array  # [R] int32
+    top_ids: jax.Array  # [R, K] int32, of this part's columns; anything where the logit is -inf
+    top_logits: jax.Array  # [R, K] float32, descending, ties lowest id first
 
 
 def topk_logprobs(
@@ -56,16 +67,8 @@ def topk_logprobs(
         def part(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, start, block)
 
-        source = tied(logits, start)
-        index = start + jnp.arange(block, dtype=jnp.int32)
-        wanted = jnp.ones(block, bool) if num_rows is None else index < num_rows
-        if row_ids is None:
-            x = part(source)
-        else:
-            rows = part(row_ids)
-            wanted &= (rows >= 0) & (rows < logits.shape[0])
-            x = gather_rows(source, rows)
-        x = barrier(x).astype(jnp.float32)
+        x = block_of_rows(logits, row_ids, start, block)
+        wanted = part(wanted_rows(logits.shape[0], num_targets, row_ids, num_rows))
         temperature = None if temperatures is None else usable_temperatures(part(temperatures))
         return block_topk_logprobs(
             x, part(token_ids), k, wanted, temperature, part(extra_token_ids)
@@ -74,6 +77,94 @@ def topk_logprobs(
     inputs = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
     initial = skipped_rows(num_targets, k, extra_token_ids.shape[1])
     return map_blocks(work, block, num_rows, initial, inputs)
+
+
+def row_parts(
+    logits: jax.Array,
+    selected: jax.Array,
+    k: int,
+    row_ids: jax.Array | None,
+    num_rows: jax.Array | None,
+    temperatures: jax.Array | None,
+) -> RowParts:
+    """Steps 1 and 2 for R rows of logits [N, V], which may be a part of longer ones.
+
+    selected [R] float32 is the given token's logit, which may be in another part; temperatures are
+    usable ones. The rest is as `topk_logprobs`. Rows that are skipped hold anything.
+    """
+    num_targets = selected.shape[0]
+    block = block_rows(logits, num_targets)
+
+    def work(start: jax.Array) -> RowParts:
+        def part(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, start, block)
+
+        x = block_of_rows(logits, row_ids, start, block)
+        temperature = None if temperatures is None else part(temperatures)
+        statistics = row_statistics(x, part(selected), temperature)
+        return RowParts(*statistics, *select_top_k(x, k))
+
+    zeros = jnp.zeros(num_targets, jnp.float32)
+    initial = RowParts(
+        maximum=zeros,
+        sum_exp=zeros,
+        num_larger=zeros.astype(jnp.int32),
+        top_ids=jnp.zeros((num_targets, k), jnp.int32),
+        top_logits=jnp.zeros((num_targets, k), jnp.float32),
+    )
+    inputs = (logits, selected, row_ids, num_rows, temperatures)
+    return map_blocks(work, block, num_rows, initial, inputs)
+
+
+def count_larger(
+    logits: jax.Array,
+    selected: jax.Array,
+    row_ids: jax.Array | None,
+    num_rows: jax.Array | None,
+) -> jax.Array:
+    """How many of each row's logits are strictly larger than `selected` [R] float32. [R] int32."""
+    num_targets = selected.shape[0]
+    block = block_rows(logits, num_targets)
+
+    def work(start: jax.Array) -> tuple[jax.Array]:
+        x = block_of_rows(logits, row_ids, start, block)
+        value = lax.dynamic_slice_in_dim(selected, start, block)
+        return (larger_than(x, value),)
+
+    inputs = (logits, selected, row_ids, num_rows)
+    return map_blocks(work, block, num_rows, (jnp.zeros(num_targets, jnp.int32),), inputs)[0]
+
+
+def larger_than(x: jax.Array, selected: jax.Array) -> jax.Array:
+    """The number of logits [B, V] float32 strictly larger than each row's [B]. [B] int32."""
+    # Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
+    larger = jnp.where(x > selected[:, None], jnp.float32(1), jnp.float32(0))
+    return jnp.sum(larger, axis=1).astype(jnp.int32)
+
+
+def block_of_rows(
+    logits: jax.Array, row_ids: jax.Array | None, start: jax.Array, block: int
+) -> jax.Array:
+    """The logits [B, V] float32 of target rows start .. start + B - 1."""
+    source = tied(logits, start)
+    if row_ids is None:
+        x = lax.dynamic_slice_in_dim(source, start, block)
+    else:
+        x = gather_rows(source, lax.dynamic_slice_in_dim(row_ids, start, block))
+    block_logits: jax.Array = barrier(x).astype(jnp.float32)
+    return block_logits
+
+
+def wanted_rows(
+    num_logits_rows: int, num_targets: int, row_ids: jax.Array | None, num_rows: jax.Array | None
+) -> jax.Array:
+    """Which of R target rows are not skipped. [R] bool."""
+    wanted = jnp.ones(num_targets, bool)
+    if num_rows is not None:
+        wanted &= jnp.arange(num_targets, dtype=jnp.int32) < num_rows
+    if row_ids is not None:
+        wanted &= (row_ids >= 0) & (row_ids < num_logits_rows)
+    return wanted
 
 
 def gather_rows(logits: jax.Array, rows: jax.Array) -> jax.Array:
@@ -125,16 +216,13 @@ def row_statistics(
     """Step 1 for x [B, V] float32 and each row's given token's logit, selected [B]."""
     with jax.named_scope("row_statistics"):
         maximum = jnp.max(x, axis=1)
-        scaled = x - maximum[:, None]
+        # -inf alone, in a row or in one shard of it: sums of 0, where -inf - -inf would be NaN.
+        scaled = x - jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)[:, None]
         if temperatures is not None:
             # A product is enough inside a sum of exponentials; finish divides.
             inverse = jnp.where(jnp.isnan(temperatures), jnp.float32(1), 1 / temperatures)
             scaled = scaled * inverse[:, None]
-        # Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
-        larger = jnp.where(x > selected[:, None], jnp.float32(1), jnp.float32(0))
-        return RowStatistics(
-            maximum, jnp.sum(jnp.exp(scaled), axis=1), jnp.sum(larger, axis=1).astype(jnp.int32)
-        )
+        return RowStatistics(maximum, jnp.sum(jnp.exp(scaled), axis=1), larger_than(x, selected))
 
 
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
