@@ -152,9 +152,11 @@ def in_own_text(
         match += alive.astype(jnp.int32)
     longest = match.max(axis=1)
     is_place = (match == longest[:, None]) & (longest[:, None] > 0)
-    count = min(max_candidates, length)
-    place = lax.top_k(jnp.where(is_place, index, -1), count)[0]
-    return _widened(Places(longest, place, place >= 0), max_candidates)
+    # The n-th place is where their running count first reaches n; the latest come first.
+    counted = jnp.cumsum(is_place, axis=1, dtype=jnp.int32)
+    number = counted[:, -1:] - jnp.arange(max_candidates, dtype=jnp.int32)[None, :]
+    place = jax.vmap(jnp.searchsorted)(counted, number).astype(jnp.int32)
+    return Places(longest, place, number > 0)
 
 
 def in_corpus(shared: Shared, query: jax.Array, max_candidates: int) -> Places:
@@ -207,11 +209,6 @@ def in_corpus(shared: Shared, query: jax.Array, max_candidates: int) -> Places:
     rank = low[:, None] + num // shown * which + num % shown * which // shown
     place = shared.order[jnp.clip(rank, 0, num_places - 1)]
     return Places(match, place, which < jnp.minimum(num, max_candidates))
-
-
-def _widened(places: Places, count: int) -> Places:
-    missing = ((0, 0), (0, count - places.place.shape[1]))
-    return Places(places.match, jnp.pad(places.place, missing), jnp.pad(places.exists, missing))
 
 
 def _vote(
