@@ -223,7 +223,8 @@ const drafts = (request, at) => {
   for (let n = 0; n < proposed; n++) {
     const known = sent.length ? visible(strings[sent[2 * n]])
       : n < Math.min(accepted, tokens) ? visible(strings[request.tokens[begin + n]]) : "?";
-    const chip = element("span", n < accepted ? "yes" : n === accepted ? "no" : "cut", known);
+    const chip = append(element("span", n < accepted ? "yes" : n === accepted ? "no" : "cut"),
+      element("em", "", known));
     if (sent.length && sent[2 * n + 1] !== null) chip.append(` ${number(sent[2 * n + 1])}`);
     box.append(chip);
   }
