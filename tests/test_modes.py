@@ -317,3 +317,21 @@ def test_scoring_sequences_again_gives_the_same_logprobs(mixed):
         )  # fmt: skip
     assert compared > 200
     assert max(wrong) > 0.1  # another mode's logprobs are not within the bound
+
+
+def test_one_read_serves_scaled_greedy_requests_and_draft_messages_too():
+    requests = [
+        request(f"r{index}", [1, 2, index], max_tokens=8, logprobs=20, draft_logprobs=index < 2,
+                logprobs_mode=[RAW, SCALED][index % 2])
+        for index in range(3)
+    ]  # fmt: skip
+    result = run(requests, "mtp", fused=True)
+    assert all(output.greedy_rows is not None for output in result.outputs[:4])
+    seen, drafts_seen = in_mode.check_records(result, requests)
+    assert seen == 24
+    assert drafts_seen > 0
+    # As soon as one request needs more, the rows are read on their own.
+    more = request("more", [1, 2], max_tokens=8, logprobs=20, logprobs_mode=PROCESSED)
+    result = run([*requests[:2], more], "mtp", fused=True)
+    assert all(output.greedy_rows is None for output in result.outputs[:4])
+    in_mode.check_records(result, [*requests[:2], more])
