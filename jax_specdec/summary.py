@@ -40,11 +40,9 @@ def show(collector: Collector, console: Console) -> None:
     """The table of requests in the widest layout that fits, and what moving it all took."""
     for layout in _LAYOUTS:
         table = _table(collector, layout)
-        width = console.measure(table, options=console.options.update(width=10_000)).maximum
-        if width <= console.width:
+        if _width(table, console) <= console.width:
             break
-    table.width = width  # in a still narrower terminal lines wrap, but no number is cut
-    console.print(table, soft_wrap=width > console.width)
+    _print_whole(table, console)
     if not collector.messages:
         return
     seed = _SEED_BYTES * collector.messages / collector.message_bytes
@@ -115,7 +113,17 @@ def show_ranks(ranks: Sequence[RankStatus], console: Console) -> None:
             str(finished[FinishReason.PREFILL_HANDOVER]),
             str(rank.processor.preempted),
         )
-    console.print(table)
+    _print_whole(table, console)
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """In a terminal that is too narrow lines wrap, but no number is cut."""
+    table.width = _width(table, console)
+    console.print(table, soft_wrap=table.width > console.width)
+
+
+def _width(table: Table, console: Console) -> int:
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
 def _speculation(found: Statistics, layout: _Layout) -> tuple[str, str, str]:

@@ -1,6 +1,7 @@
 """The command line: what its options do, what it writes, and what it says when it cannot."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,33 @@ def test_nobody_drafts_and_nobody_asks(prompts, tmp_path):
         assert record["speculation"]["cumulative_logprob"] is None
         assert record["speculation"]["temperature"] == 0.8
         assert record["speculation"]["drafts"] == 0
+
+
+def test_every_behavior_of_the_seed_system_in_one_run(prompts, tmp_path):
+    path = tmp_path / "out.jsonl"
+    done = run("--prompts", prompts, "--k", "1", "--max-tokens", "12", "--drafts", "2",
+               "--slots", "2", "--disaggregated", "--draft-logprobs", "--chunked-prefill", "4",
+               "--preempt-every", "4", "--adaptive-drafts", "--json", str(path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    rows = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if "│" in line}
+    decode, prefill = (re.findall(r"[\w,]+", rows[rank]) for rank in "01")
+    assert (decode[1], prefill[1]) == ("decode", "prefill")
+    assert prefill[5] == "3"  # handed over
+    assert int(decode[6]) > 0  # preempted
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        ids = record["speculation"]["token_ids"]
+        assert 1 <= len(ids) <= 12
+        assert len(record["choices"][0]["logprobs"]["token_logprobs"]) == len(ids)
+        steps = record["speculation"]["by_step"]
+        assert steps[0]["num_tokens"] == 1
+        assert "draft_logprobs" not in steps[1]  # handed over as bare ids
+        asked = [step for step in steps[2:] if step["num_drafts"]]
+        assert asked
+        for step in asked:
+            assert len(step["draft_logprobs"]) == step["num_drafts"]
+            assert all(value <= 0 for value in step["draft_logprobs"])
 
 
 @pytest.mark.fast

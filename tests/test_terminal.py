@@ -11,8 +11,9 @@ from rich.console import Console
 from jax_specdec import demo, output_processor, summary, terminal
 from jax_specdec.records import FinishReason
 from jax_specdec.requests import Request, SamplingParams
-from tests.processor_messages import target
+from tests.processor_messages import draft, drafts, target
 from tests.processor_messages import tokens as slot
+from tests.scene import Scene, long_requests
 
 pytestmark = pytest.mark.fast
 
@@ -184,6 +185,47 @@ def test_a_wide_terminal_shows_more_than_a_narrow_one():
     assert "% accepted" not in heads[2]
     assert "length" not in heads[2]
     assert "length" in heads[1]
+
+
+@pytest.mark.parametrize("width", [40, 120])
+def test_the_mean_of_the_drafts_logprobs_has_a_column_where_they_were_asked(width):
+    request = Request(
+        id="r",
+        prompt_token_ids=(256,),
+        params=SamplingParams(max_tokens=3, logprobs=1, draft_logprobs=True),
+    )
+    state = output_processor.admit(output_processor.ProcessorState.empty(1), 0, 1, request)
+    said = target(0, slot(7, 8, 9, columns=2), draft_follows=True)
+    state, _ = output_processor.step(state, said)
+    _, records = output_processor.step(state, draft(0, drafts(7, 8, columns=2)))
+    collector = demo.Collector.of([request])
+    collector.add(SimpleNamespace(latency_ns=5000, message=said, records=records))
+    shown = console(width)
+    summary.show(collector, shown)
+    # The logprob of token n is -(n + 1) / 8 in these messages.
+    assert "ofdrafts" in "".join(printed(shown).split())
+    assert "-1.062" in printed(shown)
+    shown = console(120)
+    summary.show(collected("abc", done=[0]), shown)
+    assert "of drafts" not in printed(shown)
+
+
+@pytest.mark.parametrize("width", [30, 120])
+def test_the_table_of_workers_shows_every_number_at_every_width(width):
+    scene = Scene(num_ranks=2, num_prefill_ranks=1)
+    scene.run(long_requests(), lambda scene, n: n or scene.engine.preempt("r0"))
+    shown = console(width)
+    summary.show_ranks(scene.engine.status, shown)
+    rows = [re.findall(r"[\w,]+", line) for line in printed(shown).splitlines()]
+    rows = [row for row in rows if row and row[0] in "012"]
+    sent = [str(worker.sent) for worker in scene.workers]
+    assert [row[:3] for row in rows] == [
+        [str(rank), role, sent[rank]] for rank, role in enumerate(("decode", "decode", "prefill"))
+    ]
+    assert sum(int(row[4]) for row in rows) == 6 * 20
+    assert [row[5] for row in rows] == ["0", "0", "6"]
+    preempted = [rank.processor.preempted for rank in scene.engine.status]
+    assert [row[6] for row in rows] == [str(number) for number in preempted]
 
 
 def test_the_latency_says_what_it_includes():
