@@ -114,6 +114,7 @@ def completion(
     model: str,
     created: int,
     index: int = 0,
+    prompt: Rows | None = None,
 ) -> dict[str, Any]:
     """A whole response of the completions API.
 
@@ -124,6 +125,7 @@ def completion(
       model: the name that the response gives.
       created: when, in seconds since 1970.
       index: of the choice.
+      prompt: the prompt's logprobs, as `prompt_logprobs` takes them, for the extension.
     """
     text, reason, num_tokens = _outcome(records, table)
     choice = {
@@ -136,7 +138,7 @@ def completion(
         **_header(request, "text_completion", model, created),
         "choices": [choice],
         "usage": usage(request, num_tokens),
-        "speculation": request_extension(request, records, table) | speculation(records, table),
+        "speculation": _extension(request, records, table, prompt),
     }
 
 
@@ -148,6 +150,7 @@ def chat_completion(
     model: str,
     created: int,
     index: int = 0,
+    prompt: Rows | None = None,
 ) -> dict[str, Any]:
     """A whole response of the chat completions API; arguments as `completion`."""
     text, reason, num_tokens = _outcome(records, table)
@@ -161,7 +164,7 @@ def chat_completion(
         **_header(request, "chat.completion", model, created),
         "choices": [choice],
         "usage": usage(request, num_tokens),
-        "speculation": request_extension(request, records, table) | speculation(records, table),
+        "speculation": _extension(request, records, table, prompt),
     }
 
 
@@ -237,6 +240,13 @@ def _outcome(records: Sequence[Record], table: TokenTable) -> tuple[str, str | N
     ids = [token_id for record in records for token_id in record.token_ids.tolist()]
     reason = records[-1].finish_reason if records else None
     return table.decode(ids), finish_reason(reason), len(ids)
+
+
+def _extension(
+    request: Request, records: Sequence[Record], table: TokenTable, prompt: Rows | None
+) -> dict[str, Any]:
+    found = request_extension(request, records, table) | speculation(records, table)
+    return found if prompt is None else found | {"prompt_logprobs": prompt_logprobs(prompt, table)}
 
 
 def _asked(records: Iterable[Record]) -> list[Record]:

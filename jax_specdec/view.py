@@ -214,8 +214,8 @@ def _tokens(
     logprobs = choice.get("logprobs")
     if logprobs is None:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-        known = extension.get("tokens")
-        return [str(t) for t in known] if known is not None else [str(text)], None, None
+        known = extension.get("tokens", [text] if text else [])
+        return [str(token) for token in known], None, None
     if "content" in logprobs:
         content = logprobs["content"] or []
         return (

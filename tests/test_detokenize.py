@@ -101,17 +101,3 @@ def test_byte_level_vocabularies():
     assert byte_level_bytes("âĺĥ") == SNOWMAN
     with pytest.raises(ValueError, match="stands for no byte"):
         byte_level_bytes("<|end\N{SNOWMAN}|>")
-
-
-def test_byte_level_bytes_are_those_of_the_tokenizers_library():
-    from tokenizers import pre_tokenizers
-
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for byte in range(256):
-        character = chr(byte) if byte < 128 else None
-        if character is not None:
-            ((token, _),) = split.pre_tokenize_str(character)
-            assert byte_level_bytes(token) == bytes([byte])
-    for text in ("\N{SNOWMAN}", "\u00ff\u0100", "\U0001f600 \n"):
-        ((token, _),) = split.pre_tokenize_str(text)
-        assert byte_level_bytes(token) == text.encode()

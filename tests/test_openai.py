@@ -295,12 +295,19 @@ def test_prompt_logprobs_are_an_extension():
         np.array([[-0.5, -0.25], [math.nan, math.nan]], np.float32),
         np.array([[4], [-1]], np.int32),
     )
-    assert prompt_logprobs(rows, TABLE) == [
+    expected = [
         None,  # nothing predicts a prompt's first token
         {"token": " a", "logprob": -0.5, "bytes": (32, 97),
          "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": (98,)}]},
         {"token": r"\xe2", "logprob": None, "bytes": (0xE2,), "top_logprobs": []},
     ]  # fmt: skip
+    assert prompt_logprobs(rows, TABLE) == expected
+    records = snowman()
+    for build in (completion, chat_completion):
+        response = build(records[0].request, records, TABLE, prompt=rows, **MADE)
+        assert response["speculation"]["prompt_logprobs"] == expected
+        without = build(records[0].request, records, TABLE, **MADE)
+        assert "prompt_logprobs" not in without["speculation"]
 
 
 def test_the_examples_of_the_documentation_run():

@@ -12,7 +12,7 @@ import pytest
 from jax_specdec import view
 from jax_specdec.cli import main
 from jax_specdec.openai import chat_completion, completion
-from tests.processor_messages import target, tokens
+from tests.processor_messages import request, target, tokens
 from tests.test_openai import MADE, TABLE, records_of, snowman, two_steps
 
 pytestmark = pytest.mark.fast
@@ -96,6 +96,8 @@ def test_invalid_rows_minus_infinity_and_no_logprobs():
     assert shown[1].logprobs is None
     assert shown[1].tokens == [" a", "b"]  # from the extension
     assert shown[1].ids == [3, 4]
+    (empty,) = view.read([json.dumps(completion(request(logprobs=1), [], TABLE, **MADE))])
+    assert (empty.tokens, empty.logprobs, empty.ids) == ([], None, [])
 
 
 def test_a_response_of_another_server_is_shown_without_what_it_lacks():

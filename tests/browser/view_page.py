@@ -133,6 +133,17 @@ def test_invalid_rows_and_parts_of_characters(browser, tmp_path):
     assert page.complaints() == []
 
 
+def test_a_response_without_tokens_and_one_without_logprobs(browser, tmp_path):
+    empty = completion(request("none", logprobs=1), [], TABLE, **MADE)
+    foreign = {"id": "x", "choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}]}
+    page = Page(browser).open(written(tmp_path, empty, foreign))
+    assert page.js("document.querySelectorAll('article').length") == 2
+    page.hover(".t")
+    assert page.text("#panel .name") == "hello"
+    assert "logprob" not in page.text("#panel")
+    assert page.complaints() == []
+
+
 def test_colors_and_themes(browser, tmp_path):
     page = Page(browser).open(written(tmp_path, speculative()))
     colors = "[...document.querySelectorAll('.t')].map(t => getComputedStyle(t).backgroundColor)"
