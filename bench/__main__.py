@@ -21,6 +21,10 @@ SUITES = {
     "host": "message bytes to records, against per-token lists and objects",
     "end-to-end": "the whole decoding loop, with and without logprobs",
 }
+MORE = {
+    "detokenize": "ids to strings and bytes, against the tokenizers library",
+    "imports": "importing the engine's side, against importing numpy and jax",
+}
 MODULES = {"kernels": ("kernels", "sweep"), "end-to-end": ("end_to_end",)}
 COMMANDS = {"compare": "bench.regressions", "report": "bench.report", "profile": "bench.timeline"}
 
@@ -40,15 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help="; ".join(f"{name}: {what}" for name, what in SUITES.items()) + " (default: all)",
+        help="; ".join(f"{name}: {what}" for name, what in SUITES.items())
+        + " (default: these). By name only: "
+        + "; ".join(f"{name}: {what}" for name, what in MORE.items()),
     )
     parser.add_argument("--quick", action="store_true", help="few sizes, a minute in all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results there, as SVG")
     options = parser.parse_args(given)
-    unknown = [name for name in options.suites if name not in SUITES]
+    unknown = [name for name in options.suites if name not in SUITES | MORE]
     if unknown:
-        names = ", ".join((*SUITES, *COMMANDS))
+        names = ", ".join((*SUITES, *MORE, *COMMANDS))
         parser.error(f"unknown suite or command {unknown[0]!r}: choose from {names}")
     machine = files.environment()  # before anything here loads the machine
     comparisons: list[Comparison] = []

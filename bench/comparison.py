@@ -32,6 +32,10 @@ PEERS = frozenset(
         "K = 20, lists a token",
         "K = 20, objects in dicts",
         "K = 20, the usual way",
+        "tokenizers, decode_batch",
+        "tokenizers, decode each",
+        "numpy",
+        "numpy and jax",
     }
 )
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)

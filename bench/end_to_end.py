@@ -233,9 +233,8 @@ def targets_of(
     ]
 
 
-def seconds_to_read(params: Any) -> float:
-    """The weights' bytes over the bandwidth of a copy (read plus written), measured here."""
-    size = 1 << 29
+def seconds_to_read(params: Any, size: int = 1 << 29) -> float:
+    """The weights' bytes over the bandwidth of a copy of `size` bytes (read plus written)."""
     x = jnp.zeros(size // 2, jnp.bfloat16)
     copy = jax.jit(lambda x: -x)
     timed = compare(

@@ -13,7 +13,8 @@ from typing import Any
 
 from bench.comparison import Comparison, Target, Timing
 
-PACKAGES = ("jax", "jaxlib", "numpy", "posix_ipc", "msgpack", "pyzmq", "iceoryx2", "jax-specdec")
+PACKAGES = ("jax", "jaxlib", "numpy", "posix_ipc", "msgpack", "pyzmq", "iceoryx2", "tokenizers",
+            "torch", "jax-specdec")  # fmt: skip
 
 
 class ResultsError(ValueError):

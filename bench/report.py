@@ -21,6 +21,7 @@ RESULTS, README, PLOTS = ROOT / "bench/results", ROOT / "README.md", ROOT / "doc
 BEGIN = "<!-- measured: begin, written by `python -m bench report` -->"
 END = "<!-- measured: end -->"
 NOT_MEASURED = "not measured"
+BUSY = 0.5  # the load from which a result says so
 SHOWN = {  # the plots in the README, and what is to be seen there
     "loop-64-greedy-requests-2-drafts-random-model-v-16384": "tokens a second left with logprobs",
     "loop-host-64-greedy-requests-2-drafts-tiny-model-v-264": "host time of a step, by part",
@@ -94,6 +95,11 @@ ROWS = (
                    "K = 20, the usual way")),
     Row("tokens/s, large vocabulary, sampled, K = 20 processed", "the loop without logprobs",
         SAMPLED, share("K = 20, processed")),
+    Row("strings and bytes of a step's ids, 64 requests, K = 20", "`tokenizers`, `decode` each",
+        r"^ids to strings and bytes: 64 .* K = 20$",
+        faster("tokenizers, decode each", "table an id (ours)"), device=False),
+    Row("importing the engine's side", "numpy and jax", r"^importing, in a fresh process$",
+        faster("numpy and jax", "numpy and the engine side"), device=False),
     Row("device array to records, 64 requests, K = 20", "at most 500 us", LOOP,
         figure("K = 20", "host us", "us")),
     Row("bytes of a step, 64 requests, K = 20", "530,456 in a fixed struct", LOOP,
@@ -198,11 +204,13 @@ def _targets(found: dict[str, tuple[Comparison, Results]]) -> list[str]:
 def _source(results: Results) -> str:
     machine = results.environment
     versions = machine.get("versions", {})
+    load = machine.get("load before", 0.0)
+    busy = f", on a machine that was busy (load {load})" if load > BUSY else ""
     return (
         f"[{results.path.name}](bench/results/{results.path.name}): {results.date[:10]}, "
         f"{machine['cpus']} cores of {machine.get('processor', 'an unknown processor')}, "
         f"Python {machine.get('python', '?')}, jax {versions.get('jax', '?')}, "
-        f"`{machine.get('command', '?')}`.  "
+        f"`{machine.get('command', '?')}`{busy}.  "
     )
 
 

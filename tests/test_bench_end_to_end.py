@@ -68,6 +68,15 @@ def test_targets_of_a_gpu_are_not_measured_here(found):
     assert verdicts["host part, 64 requests at K = 20"] in ("held", "MISSED")
 
 
+def test_on_their_machine_the_targets_are_judged(found, monkeypatch):
+    assert 0 < end_to_end.seconds_to_read(PARAMS, size=1 << 20) < 1
+    monkeypatch.setattr(end_to_end, "seconds_to_read", lambda params: found[OFF].median / 1.5)
+    figures = {name: {"adds us": 21.0, "host us": 400.0} for name in (K0, K20, ONE)}
+    setup = setups.Setup("1B", SETUP.load, 3, 2, 1, targets=True)
+    verdicts = [t.verdict for t in end_to_end.targets_of(found, figures, PARAMS, setup)]
+    assert verdicts == ["held", "held", "MISSED", "held", "held"]
+
+
 def test_a_contender_with_other_logprobs_is_caught_before_any_timing(compiled, monkeypatch):
     def wrong(output, *args, widths, process_rank=0):
         return rig.naive_message(
