@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench import files, timeline_picture
+from bench import files
 from bench.consumer import DECODED, PROCESSED, RECEIVED, Consumer
 from bench.device_events import recorded
 from bench.end_to_end import GREEDY, K20
@@ -119,6 +119,8 @@ def main(arguments: list[str]) -> int:
         "otherData": machine | {"setup": setup.name, "requests": REQUESTS},
     }
     trace.write_text(json.dumps(content) + "\n")
+    from bench import timeline_picture  # matplotlib: only for the picture
+
     picture = options.out / "timeline.png"
     timeline_picture.draw(spans, step, f"{REQUESTS} requests at K = 20, {setup.name}", picture)
     print(f"wrote {trace}: open it at https://ui.perfetto.dev\nwrote {picture}")
