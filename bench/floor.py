@@ -14,58 +14,69 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat
 from pallas_kernels.compat import GPU
-from pallas_kernels.mosaic_rows import as_words, read_block
-from pallas_kernels.mosaic_tiling import GROUPS_PER_BLOCK, Tiling
+from pallas_kernels.mosaic_rows import read_block, read_edge
+from pallas_kernels.mosaic_tiling import Tiling
 
 
 def row_maxima(tiling: Tiling, logits: jax.Array, interpret: Any = None) -> jax.Array:
     """logits [R, V] -> [R] float32; NaN where a row has one, at least when compiled."""
     kernel = GPU.kernel(
         functools.partial(_kernel, tiling=tiling, interpreted=interpret is not None),
-        out_type=[
-            compat.shape((logits.shape[0], tiling.splits, GROUPS_PER_BLOCK), jnp.float32),
-        ],
-        grid=(logits.shape[0], tiling.splits),
-        grid_names=("row", "split"),
-        compiler_params=compat.compiler_params(),
+        out_type=[compat.shape((logits.shape[0] * tiling.programs,), jnp.float32)],
+        grid=(logits.shape[0], tiling.programs),
+        grid_names=("row", "program"),
+        compiler_params=compat.compiler_params(shares_memory=False),
         kernel_name="row_maxima",
         interpret=interpret,
     )
-    (partial,) = kernel(as_words(tiling, logits))
-    return jnp.max(partial, axis=(1, 2))
+    (partial,) = kernel(logits.reshape(-1))
+    return jnp.max(partial.reshape(logits.shape[0], tiling.programs), axis=1)
 
 
 def _kernel(
-    words_ref: Any,  # [R * V / logits_per_word]  in: the logits
-    maxima_ref: Any,  # [R, splits, 16] f32  out
+    logits_ref: Any,  # [R * V]  in
+    maxima_ref: Any,  # [R * programs] f32  out
     *,
     tiling: Tiling,
     interpreted: bool,
 ) -> None:
-    row, split = lax.axis_index("row"), lax.axis_index("split")
-    first_word = row * (tiling.vocabulary // tiling.logits_per_word)
+    row, program = lax.axis_index("row"), lax.axis_index("program")
+    first = row * tiling.vocabulary
+    skew = tiling.skew(row)
 
-    def largest(start: Any, maximum: jax.Array) -> jax.Array:
-        pieces = read_block(words_ref, first_word, start, None, tiling, interpreted)
-        return jnp.maximum(maximum, jnp.max(functools.reduce(jnp.maximum, pieces), axis=1))
+    def nothing(vector: int) -> jax.Array:
+        lowest = jnp.full((tiling.groups_per_block,), -jnp.inf, jnp.float32)
+        return compat.cast(lowest, tiling.layout(vector).reduce(1))
 
-    def step(i: jax.Array, maximum: jax.Array) -> jax.Array:
-        for b in range(tiling.blocks_per_step):
-            maximum = largest((i * tiling.blocks_per_step + b) * tiling.block, maximum)
-        return maximum
+    def larger(maximum: jax.Array, pieces: list[jax.Array]) -> jax.Array:
+        group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+        return jnp.maximum(maximum, group_maxima.astype(jnp.float32))
 
-    lowest = jnp.full((GROUPS_PER_BLOCK,), -jnp.inf, jnp.float32)
-    lowest = compat.cast(lowest, tiling.layout.reduce(1))
-    begin = split * tiling.num_steps // tiling.splits
-    end = (split + 1) * tiling.num_steps // tiling.splits
-    maximum = lax.fori_loop(begin, end, step, lowest)
-    compat.store(maxima_ref.at[row, split], maximum, interpreted)
-    if not tiling.tail:
-        return
+    def finish(maximum: jax.Array) -> None:
+        maxima_ref[row * tiling.programs + program] = jnp.max(maximum)
 
-    @pl.when(split == tiling.splits - 1)
-    def _() -> None:
-        last = maximum
-        for start, _new in tiling.tail:  # a maximum may take a logit twice
-            last = largest(start, last)
-        compat.store(maxima_ref.at[row, split], last, interpreted)
+    def read_steps() -> None:
+        def step(i: jax.Array, maximum: jax.Array) -> jax.Array:
+            for b in range(tiling.blocks_per_step):
+                block = tiling.first_block + i * tiling.blocks_per_step + b
+                start = first - skew + block * tiling.block
+                pieces = read_block(logits_ref, start, tiling, tiling.vector, interpreted)
+                maximum = larger(maximum, pieces)
+            return maximum
+
+        begin = program * tiling.num_steps // tiling.splits
+        end = (program + 1) * tiling.num_steps // tiling.splits
+        finish(lax.fori_loop(begin, end, step, nothing(tiling.vector)))
+
+    def read_edges() -> None:
+        vector = tiling.vector if tiling.aligned else 1
+        maximum = nothing(vector)
+        for block in tiling.edges:
+            pieces = read_edge(logits_ref, first, skew, block, tiling, vector, interpreted)
+            maximum = larger(maximum, pieces)
+        finish(maximum)
+
+    if tiling.splits:
+        pl.when(program < tiling.splits)(read_steps)
+    if tiling.edges:
+        pl.when(program == tiling.splits)(read_edges)

@@ -57,7 +57,12 @@ def store(ref: Any, value: jax.Array, interpreted: bool) -> None:
 
 
 def load_block(
-    ref: Any, start: Any, shape: tuple[int, int], width: int, layout: Any, interpreted: bool
+    ref: Any,
+    start: Any,
+    shape: tuple[int, int],
+    width: int,
+    layout: Any,
+    interpreted: bool,
 ) -> list[jax.Array]:
     """rows * columns words from `start` of a flat reference, as pieces [rows, width]."""
     rows, columns = shape
@@ -83,12 +88,19 @@ def _register_layout_cast() -> None:
     mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
 
 
-def compiler_params() -> Any:
+def compiler_params(shares_memory: bool = True) -> Any:
     """Warpgroup semantics (jax 0.11's default) by name, and one-instruction exponentials.
 
     ex2.approx.ftz.f32: a relative error of 2**-22, and 0 for results below 2**-126.
+
+    shares_memory: whether a thread reads what another one of its program writes. If none does, as
+      in a kernel that writes outputs only, the barriers around its stores are left out.
     """
-    return GPU.CompilerParams(lowering_semantics=GPU.LoweringSemantics.Warpgroup, approx_math=True)
+    return GPU.CompilerParams(
+        lowering_semantics=GPU.LoweringSemantics.Warpgroup,
+        approx_math=True,
+        unsafe_no_auto_barriers=not shares_memory,
+    )
 
 
 def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> jax.Array:

@@ -46,7 +46,14 @@ def topk_logprobs(
         top_logits = jnp.zeros((token_ids.shape[0], 0), jnp.float32)
     else:
         top_ids, top_logits = mosaic_select.select_top_k(
-            tiling, k, logits, groups, targets.row_ids, targets.num_rows[None], None, interpret
+            tiling,
+            k,
+            logits,
+            groups,
+            targets.row_ids,
+            targets.num_rows[None],
+            None,
+            interpret,
         )
     return finish(targets, statistics, token_ids, selected, top_ids, top_logits, extra_token_ids)
 
@@ -126,12 +133,12 @@ def read_rows(
         scales,
         interpret,
     )
-    maximum = jnp.max(maxima, axis=(1, 2))
-    shifted = (maxima - maximum[:, None, None]) * scales[:, None, None]
+    maximum = jnp.max(maxima, axis=1)
+    shifted = (maxima - maximum[:, None]) * scales[:, None]
     # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
     parts = jnp.where(maxima == -jnp.inf, jnp.float32(0), sums * jnp.exp2(shifted))
     statistics = xla.RowStatistics(
-        maximum, jnp.sum(parts, axis=(1, 2)), jnp.sum(counts, axis=(1, 2)).astype(jnp.int32)
+        maximum, jnp.sum(parts, axis=1), jnp.sum(counts, axis=1).astype(jnp.int32)
     )
     return statistics, selected, groups
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat
 from pallas_kernels.compat import GPU
-from pallas_kernels.mosaic_tiling import GROUPS_PER_BLOCK, Tiling
+from pallas_kernels.mosaic_tiling import Tiling
 
 TAKEN = -(2**31)  # the key below all others: NaN, what was taken, what is no logit
 NO_POSITION = 2**31 - 1
@@ -49,7 +49,7 @@ def select_top_k(
       tiling: the cut of the rows, as in pass 1.
       k: at least 1.
       logits: [N, V].
-      group_maxima: [R, padded_groups] float32 from pass 1.
+      group_maxima: [R, padded_groups] from pass 1.
       row_ids: [R] int32; num_rows: [1] int32, as in pass 1.
       scan: [R] int32, not 0 where the row holds a NaN or an infinity, which hides its groups'
         maxima: column 0 then comes from a scan of the row. Without it such rows hold anything.
@@ -92,7 +92,7 @@ def select_top_k(
 
 def _select_kernel(
     logits_ref: Any,  # [N * V]  in
-    groups_ref: Any,  # [R * padded_groups] f32  in: group maxima
+    groups_ref: Any,  # [R * padded_groups]  in: group maxima
     row_ids_ref: Any,  # [R] i32  in
     num_rows_ref: Any,  # [1] i32  in
     scan_ref: Any,  # [R] i32  in: not 0 where column 0 needs a scan; [1] and unread if not scanning
@@ -114,11 +114,13 @@ def _select_kernel(
     width = tiling.group_width
     candidates = num_candidates(tiling, k)
     first = row * tiling.vocabulary
+    skew = tiling.skew(row)
 
     def take_groups() -> None:
         padded = tiling.padded_groups
         group_ids = compat.vector_iota(padded)
         maxima = compat.load_vector(groups_ref, target * padded, padded, interpreted)
+        maxima = maxima.astype(jnp.float32)
 
         def take_group(i: jax.Array, keys: jax.Array) -> jax.Array:
             _, group = _take(keys, group_ids)
@@ -142,13 +144,12 @@ def _select_kernel(
         # All loads before the first use, so that they wait for memory together.
         loaded = []
         for i in range(count):
-            start, first_new = group_start(taken_smem[begin + i], tiling)
+            start = group_start(taken_smem[begin + i], skew, tiling)
             x = compat.load_vector(logits_ref, first + start, width, interpreted)
-            loaded.append((start + offsets, first_new, x))
-        for i, (ids, first_new, x) in enumerate(loaded):
+            loaded.append((start + offsets, x))
+        for i, (ids, x) in enumerate(loaded):
             here = pl.ds((begin + i) * width, width)
-            keys = ordered_keys(x.astype(jnp.float32))
-            keys_smem[here] = jnp.where(ids >= first_new, keys, TAKEN)
+            keys_smem[here] = ordered_keys(x.astype(jnp.float32))
             ids_smem[here] = ids
 
     def read_all_groups() -> None:
@@ -243,11 +244,15 @@ def _take(keys: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     return key, jnp.min(jnp.where(keys == key, positions, NO_POSITION))
 
 
-def group_start(group: jax.Array, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """The first id of a group, and the first id that is not another group's too."""
-    block = group // GROUPS_PER_BLOCK
-    start = jnp.minimum(block * tiling.block, tiling.vocabulary - tiling.block)
-    return start + group % GROUPS_PER_BLOCK * tiling.group_width, block * tiling.block
+def group_start(group: jax.Array, skew: Any, tiling: Tiling) -> jax.Array:
+    """The first id of a group as pass 1 read it.
+
+    At a row's edges it may also hold ids of the groups beside it. Read twice, they are still the
+    row's, and taking an id takes both.
+    """
+    start, _, _ = tiling.block_ids(group // tiling.groups_per_block, skew)
+    first: jax.Array = start + group % tiling.groups_per_block * tiling.group_width
+    return first
 
 
 def ordered_keys(x: jax.Array) -> jax.Array:

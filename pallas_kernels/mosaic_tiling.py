@@ -1,24 +1,29 @@
-"""How a row of logits is cut up for the GPU kernels: words, vectors, groups, blocks, steps, splits.
+"""How a row of logits is cut up for the GPU kernels: vectors, groups, blocks, steps, programs.
 
-    row      V logits, contiguous; read by `splits` programs, each a run of whole steps
+    row      V logits, contiguous; read by `splits` programs, each a run of whole steps, and by one
+             more program for the edges, if there are any
     step     `blocks_per_step` blocks: what a program holds in registers at a time
-    block    16 groups; the last block starts early (at V - block) rather than ending late
+    block    16 or 32 groups
     group    `group_width` contiguous logits, in index order: has one maximum
-    word     one logit; of bfloat16, where V is even, a pair of logits read as one uint32
+    vector   16 aligned bytes, what a thread loads at once
 
-A warpgroup is 4 warps of 32 lanes. One load takes a [16, W] piece of a block: 4 rows (groups) a
-warp, 8 lanes a row, one vector of words a lane. So a group's maximum takes three warp shuffles.
+A warpgroup is 4 warps of 32 lanes. One load takes a [groups, W] piece of a block: one vector a
+lane, 8 lanes a group of 256 logits and 4 a group of 128. So a thread reads 32 logits of a group
+before its maximum takes three or two warp shuffles.
+
+Where V is no multiple of a vector, most rows start between two of them. Blocks are then cut at
+aligned places: `skew` logits before where they would be in an aligned row, so that vectors can be
+loaded in every row. The blocks that reach over an end of the row are edges. They are moved inside,
+read one logit at a time, and masked, so that every logit belongs to one group.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-GROUPS_PER_BLOCK = 16
-LANES_PER_GROUP = 8
+BLOCK = 4096  # logits, where the vocabulary has so many
 VECTOR_BYTES = 16
 WARPGROUP = 128
 MIN_GROUP_WIDTH = 128  # pass 2 reads a group with a warpgroup
@@ -29,7 +34,7 @@ WANTED_PROGRAMS = 132 * 5
 
 @dataclass(frozen=True)
 class Tiling:
-    """The cut of one [N, V] array of logits; see the module's docstring."""
+    """The cut of one [N, V] array of logits; see the module's docstring. splits <= num_steps."""
 
     vocabulary: int
     dtype: str
@@ -38,41 +43,37 @@ class Tiling:
     splits: int
 
     @property
-    def paired(self) -> bool:
-        """Whether a word is a pair of bfloat16 logits."""
-        return self.dtype == "bfloat16" and self.vocabulary % 2 == 0
-
-    @property
-    def logits_per_word(self) -> int:
-        return 2 if self.paired else 1
-
-    @property
     def vector(self) -> int:
-        """Words per lane and load: 16 bytes where every row starts aligned to that."""
-        word_bytes = jnp.dtype(self.dtype).itemsize * self.logits_per_word
-        return math.gcd(self.vocabulary // self.logits_per_word, VECTOR_BYTES // word_bytes)
+        """Logits in 16 bytes."""
+        return VECTOR_BYTES // jnp.dtype(self.dtype).itemsize
 
     @property
-    def load_width(self) -> int:
-        """Words of each group in one load."""
-        return LANES_PER_GROUP * self.vector
+    def aligned(self) -> bool:
+        """Whether every row starts at a vector, as the array does."""
+        return self.vocabulary % self.vector == 0
 
     @property
-    def loads_per_block(self) -> int:
-        return self.group_width // (self.load_width * self.logits_per_word)
+    def groups_per_block(self) -> int:
+        return 16 if self.vocabulary < BLOCK else BLOCK // self.group_width
 
     @property
     def block(self) -> int:
         """Logits per block."""
-        return GROUPS_PER_BLOCK * self.group_width
+        return self.groups_per_block * self.group_width
+
+    def piece(self, vector: int) -> tuple[int, int]:
+        """The shape of what a warpgroup loads at once, a vector a thread."""
+        return self.groups_per_block, WARPGROUP // self.groups_per_block * vector
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.vocabulary // self.block)
+        """Enough for a row with the largest skew."""
+        skew = 0 if self.aligned else self.vector - 1
+        return -(-(self.vocabulary + skew) // self.block)
 
     @property
     def num_groups(self) -> int:
-        return self.num_blocks * GROUPS_PER_BLOCK
+        return self.num_blocks * self.groups_per_block
 
     @property
     def padded_groups(self) -> int:
@@ -80,24 +81,41 @@ class Tiling:
         return -(-self.num_groups // WARPGROUP) * WARPGROUP
 
     @property
+    def first_block(self) -> int:
+        """Of the first step."""
+        return 0 if self.aligned else 1
+
+    @property
     def num_steps(self) -> int:
-        """Whole steps of whole blocks; the blocks after them are the tail."""
-        return self.vocabulary // (self.block * self.blocks_per_step)
+        """Whole steps of blocks that lie within the row, whatever its skew."""
+        return (self.vocabulary // self.block - self.first_block) // self.blocks_per_step
 
     @property
-    def tail(self) -> tuple[tuple[int, int], ...]:
-        """(start, first new logit) of each block after the last whole step."""
-        blocks = range(self.num_steps * self.blocks_per_step, self.num_blocks)
-        return tuple(
-            (min(b * self.block, self.vocabulary - self.block), b * self.block) for b in blocks
-        )
+    def edges(self) -> tuple[int, ...]:
+        """The blocks that are in no step."""
+        after = self.first_block + self.num_steps * self.blocks_per_step
+        return (*range(self.first_block), *range(after, self.num_blocks))
 
     @property
-    def layout(self) -> Any:
-        """Registers of a [16, load_width] piece: 4 rows a warp, 8 lanes a row."""
-        rows, width = GROUPS_PER_BLOCK // 4, self.load_width
+    def programs(self) -> int:
+        """That read a row."""
+        return self.splits + (1 if self.edges else 0)
+
+    def skew(self, row: Any) -> Any:
+        """By how many logits blocks of this row of the array start earlier than in row 0."""
+        return row * (self.vocabulary % self.vector) % self.vector
+
+    def block_ids(self, block: Any, skew: Any) -> tuple[Any, Any, Any]:
+        """The first id that a block reads, and the first and the last + 1 that belong to it."""
+        begin = block * self.block - skew
+        start = jnp.clip(begin, 0, self.vocabulary - self.block)
+        return start, begin, begin + self.block
+
+    def layout(self, vector: int) -> Any:
+        """Registers of a piece: a quarter of its groups a warp, a vector a lane."""
+        groups, width = self.piece(vector)
         return plgpu.Layout.TILED(
-            plgpu.Tiling(((4 * rows, width), (rows, width), (self.vector,))),
+            plgpu.Tiling(((groups, width), (groups // 4, width), (vector,))),
             warp_dims=(-5,),
             lane_dims=(-3, -2),
             vector_dim=-1,
@@ -106,15 +124,15 @@ class Tiling:
 
 def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tiling:
     """Narrow groups for a large K (pass 2 reads K of them) and for few rows (more splits)."""
-    group_width = 256 if k <= 32 and vocabulary >= GROUPS_PER_BLOCK * 256 else MIN_GROUP_WIDTH
-    blocks_per_step = 4 if group_width == MIN_GROUP_WIDTH else 2
+    group_width = 256 if k <= 32 and vocabulary >= BLOCK else MIN_GROUP_WIDTH
+    blocks_per_step = 2
     if dtype == "float32":
         blocks_per_step //= 2
     while blocks_per_step > 1:
-        steps = vocabulary // (GROUPS_PER_BLOCK * group_width * blocks_per_step)
-        if num_targets * steps >= WANTED_PROGRAMS and steps > 0:
+        steps = Tiling(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
+        if num_targets * steps >= WANTED_PROGRAMS:
             break
         blocks_per_step //= 2
     tiling = Tiling(vocabulary, dtype, group_width, blocks_per_step, 1)
-    splits = min(max(1, tiling.num_steps), -(-WANTED_PROGRAMS // num_targets))
+    splits = min(tiling.num_steps, -(-WANTED_PROGRAMS // num_targets))
     return Tiling(vocabulary, dtype, group_width, blocks_per_step, splits)

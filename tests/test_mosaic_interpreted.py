@@ -1,7 +1,7 @@
 """The GPU kernels' own bodies, interpreted on a CPU with race detection, against the oracle.
 
-Shapes are small, but every path of the kernels is taken: split rows, whole and ragged last blocks,
-odd vocabularies, pairs of bfloat16, skipped rows, candidates in registers and in shared memory.
+Shapes are small, but every path of the kernels is taken: split rows, whole and ragged blocks, rows
+that start between vectors, skipped rows, candidates in registers and in shared memory.
 """
 
 import jax
@@ -54,16 +54,16 @@ def edge_rows(vocabulary, dtype, group_width):
 
 
 CASES = {
-    # Pairs of bfloat16, split rows, a ragged last block.
-    "bfloat16": (Tiling(4352, "bfloat16", 128, 1, 2), 3),
-    # An odd vocabulary: one logit at a time.
-    "odd bfloat16": (Tiling(4099, "bfloat16", 128, 1, 1), 1),
-    # A split may be empty; wide groups; the last block is ragged after a whole step.
-    "float32": (Tiling(8194, "float32", 256, 2, 2), 2),
-    # Whole blocks only, several a step.
-    "float16": (Tiling(8192, "float16", 128, 2, 2), 2),
-    # No top K, no pass 2.
-    "k = 0": (Tiling(4100, "float16", 128, 1, 2), 0),
+    # Rows start at vectors; several blocks a step; a ragged last block.
+    "bfloat16": (Tiling(8448, "bfloat16", 256, 2, 1), 3),
+    # An odd vocabulary: every row has another skew, and so edges at both ends.
+    "odd bfloat16": (Tiling(8195, "bfloat16", 128, 1, 1), 1),
+    # The same with split rows and wide groups.
+    "float32": (Tiling(12_290, "float32", 256, 1, 2), 2),
+    # Whole blocks only, no edges.
+    "float16": (Tiling(8192, "float16", 128, 1, 2), 2),
+    # No top K, no pass 2; a row of nothing but edges.
+    "k = 0": (Tiling(4100, "float16", 128, 1, 0), 0),
 }
 
 
@@ -97,7 +97,7 @@ def test_separate_path(name):
 @pytest.mark.parametrize(("k", "rows"), [(0, [6, 1]), (2, range(7))])
 def test_fused_path(k, rows):
     """Every row's greedy choice, in invalid rows too, where the groups' maxima do not tell it."""
-    tiling = Tiling(4352, "bfloat16", 128, 1, 2)
+    tiling = Tiling(4352, "bfloat16", 128, 1, 1)
     x = edge_rows(tiling.vocabulary, tiling.dtype, tiling.group_width)[np.array(rows)]
     actual = mosaic_gpu.greedy_topk_logprobs(
         jnp.asarray(x),
@@ -135,11 +135,12 @@ def test_candidates_in_shared_memory():
     oracle.assert_matches(actual, oracle.topk_logprobs(x, [7], k))
 
 
-def test_floor():
-    """The benchmark's floor reads the same rows: split, with a ragged last block."""
-    tiling = Tiling(4352, "bfloat16", 128, 1, 2)
-    x = np.random.default_rng(1).normal(size=(2, 4352)).astype(jnp.bfloat16)
-    x[1, -1] = 9
+@pytest.mark.parametrize("vocabulary", [4352, 8195])  # with and without skews
+def test_floor(vocabulary):
+    """The benchmark's floor reads the same rows: in steps, and at their edges."""
+    tiling = Tiling(vocabulary, "bfloat16", 128, 1, 1)
+    x = np.random.default_rng(1).normal(size=(3, vocabulary)).astype(jnp.bfloat16)
+    x[0, 4097], x[1, -1], x[2, 0] = 9, 9, 9
     maxima = floor.row_maxima(tiling, jnp.asarray(x), interpret())
     np.testing.assert_array_equal(maxima, x.astype(np.float32).max(axis=1))
 

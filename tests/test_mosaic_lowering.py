@@ -6,6 +6,7 @@ code looks like is `bench/aot.py`'s affair.
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from pallas_kernels import (
     shapes,
     topk_logprobs,
 )
-from pallas_kernels.mosaic_tiling import GROUPS_PER_BLOCK, Tiling, choose_tiling
+from pallas_kernels.mosaic_tiling import Tiling, choose_tiling
 from tests import oracle
 
 SHARED_MEMORY = 227 * 1024  # per program, H100
@@ -43,34 +44,43 @@ def inputs(rows, vocabulary, dtype):
     }
 
 
-@pytest.mark.parametrize("vocabulary", [*shapes.VOCABULARIES.values(), 2048, 2049, 4097])
+@pytest.mark.parametrize("vocabulary", [*shapes.VOCABULARIES.values(), 2048, 2049, 4097, 50_260])
 def test_tilings(vocabulary):
-    """Every id belongs to one group, loads are aligned, and shared memory suffices."""
-    for rows, k, dtype in itertools.product(
-        (1, 4, 64, 256, 2048), (0, 1, 20, 33, 128), ("bfloat16", "float16", "float32")
+    """In every row every id belongs to one group, and loads of steps are whole and aligned."""
+    for rows, k, dtype, row in itertools.product(
+        (1, 4, 64, 256, 2048), (0, 20, 33, 128), ("bfloat16", "float32"), (0, 1, 2, 7, 1001)
     ):
         tiling = choose_tiling(rows, vocabulary, k, dtype)
-        assert 1 <= tiling.splits <= max(1, tiling.num_steps)
-        assert tiling.loads_per_block * tiling.load_width * tiling.logits_per_word == (
-            tiling.group_width
-        )
-        whole = tiling.num_steps * tiling.blocks_per_step
-        starts = [(b * tiling.block, b * tiling.block) for b in range(whole)] + list(tiling.tail)
-        alignment = tiling.vector * tiling.logits_per_word
+        assert tiling.splits <= tiling.num_steps
+        assert tiling.splits > 0 or tiling.edges
+        skew = tiling.skew(row)
+        assert skew == row * vocabulary % (16 // jnp.dtype(dtype).itemsize)
+        last = tiling.first_block + tiling.num_steps * tiling.blocks_per_step
+        in_steps = range(tiling.first_block, last)
+        assert sorted((*in_steps, *tiling.edges)) == list(range(tiling.num_blocks))
         end = 0
-        for start, new in starts:
-            assert new == end
-            assert 0 <= start <= new
-            assert start % alignment == 0
-            end = start + tiling.block
+        for block in range(tiling.num_blocks):
+            start, begin, past = map(int, tiling.block_ids(block, skew))
+            owned = max(begin, 0), min(past, vocabulary)
+            assert owned[0] == min(end, vocabulary)
+            assert 0 <= start <= owned[0] or owned[0] >= owned[1]
+            assert owned[1] <= start + tiling.block <= vocabulary or owned[0] >= owned[1]
+            end = max(end, owned[1])
+            if block in in_steps:
+                assert (start, start + tiling.block) == (begin, past) == owned
+                assert (row * vocabulary + start) % tiling.vector == 0
         assert end == vocabulary
-        assert vocabulary % alignment == 0  # so every row starts aligned
-        assert len(starts) * GROUPS_PER_BLOCK == tiling.num_groups <= tiling.padded_groups
-        for group in (0, tiling.num_groups - 1):
-            start, new = mosaic_select.group_start(np.int32(group), tiling)
-            block_start, block_new = starts[group // GROUPS_PER_BLOCK]
-            assert start == block_start + group % GROUPS_PER_BLOCK * tiling.group_width
-            assert new == block_new
+        assert tiling.num_blocks * tiling.groups_per_block == tiling.num_groups
+        assert tiling.num_groups <= tiling.padded_groups
+        loaded = math.prod(tiling.piece(tiling.vector))
+        assert tiling.block % loaded == 0
+        assert loaded == 128 * tiling.vector
+        for group in (0, tiling.groups_per_block, tiling.num_groups - 1):
+            start = mosaic_select.group_start(np.int32(group), skew, tiling)
+            block_start, _, _ = tiling.block_ids(group // tiling.groups_per_block, skew)
+            offset = group % tiling.groups_per_block * tiling.group_width
+            assert start == block_start + offset
+            assert 0 <= start <= vocabulary - tiling.group_width
         assert 8 * mosaic_select.num_candidates(tiling, max(k, 1)) + 4 * k < SHARED_MEMORY
 
 
