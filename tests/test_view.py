@@ -152,7 +152,9 @@ def test_nothing_that_a_token_says_becomes_markup():
     document = view.page(view.read([json.dumps(hostile_response())]), title=HOSTILE[0])
     harmless = view.page(view.read([line(two_steps())]), title="x")
     assert Elements(document).names == Elements(harmless).names
-    data = json.loads(Elements(document).inside[1])
+    # A browser ends a script at more than Python's parser does, but nowhere without a "<".
+    rest = document.partition('type="application/json">')[2]
+    data = json.loads(rest.partition("<")[0])
     assert data["requests"][0]["prompt"] == HOSTILE[0]  # and nothing of it is lost
     assert {*HOSTILE} <= {*data["strings"]}
     # The check can fail: unescaped, the same data would add elements.
