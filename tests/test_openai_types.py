@@ -11,6 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
+from jax_specdec import demo, output_processor, view
 from jax_specdec.openai import (
     DONE,
     ChatStream,
@@ -19,6 +20,7 @@ from jax_specdec.openai import (
     completion,
     server_sent_event,
 )
+from jax_specdec.requests import Request, SamplingParams
 from tests.processor_messages import target, tokens
 from tests.test_openai import MADE, TABLE, records_of, snowman, two_steps
 
@@ -93,6 +95,25 @@ def test_chunks_are_of_the_types(make):
     chunks = [*map(live.chunk, records), live.usage()]
     for chunk in chunks[-2:]:  # the type has no null reason, which the API sends all the same
         strict(Completion, chunk)
+
+
+def test_the_demo_writes_the_type_and_the_page_reads_it(tmp_path):
+    asked = Request(id="r", prompt_token_ids=(256, 65), params=SamplingParams(logprobs=1))
+    state = output_processor.admit(output_processor.ProcessorState.empty(1), 0, 1, asked)
+    message = target(0, tokens(0xC3, 0xA9, 256, columns=2))
+    _, records = output_processor.step(state, message)
+    collector = demo.Collector.of([asked])
+    collector.outputs["r"].add(records[0])
+    with demo.open_json(tmp_path / "r.jsonl") as file:
+        demo.write_json(file, collector)
+    (line,) = (tmp_path / "r.jsonl").read_text().splitlines()
+    response = json.loads(line)
+    response["choices"][0]["finish_reason"] = "stop"  # it has not ended
+    found = strict(Completion, response)
+    assert found.choices[0].text == "\u00e9"  # the special token is no part of it
+    (shown,) = view.read([line])
+    assert shown.tokens == [r"bytes:\xc3", r"bytes:\xa9", "<|eos|>"]
+    assert shown.prompt == "A"
 
 
 def test_the_types_refuse_what_is_wrong():

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.fast
 
 HOSTILE = [
     "</script><script>alert(1)</script>", "<!--<script>", "]]>", "<img src=x onerror=alert(1)>",
-    "{{script}}", "</script x", "&lt;b&gt;", "\u2028\u2029", '"\'`', "\x00\x1b[31m", "</style>", "\ud800",
+    "{{script}}", "</script x", "&lt;b&gt;", "\u2028\u2029",
+    '"\'`', "\x00\x1b[31m", "</style>", "\ud800",
 ]  # fmt: skip
 
 
