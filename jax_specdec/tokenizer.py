@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jax_specdec.chat_template import INSTALL, ChatTemplate, MissingExtra, read_template
 from jax_specdec.detokenize import TokenTable
 from jax_specdec.hf_config import read_json
@@ -79,6 +81,11 @@ class Tokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a text to go on from, with what the tokenizer puts before it (BOS)."""
         return tuple(self._tokenizer.encode(text).ids)
+
+    def encode_plain(self, text: str) -> np.ndarray:
+        """The ids [N] int32 of a text alone."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int32)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The ids of a conversation, up to where the model is to answer.

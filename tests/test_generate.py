@@ -1,0 +1,277 @@
+"""`jax-specdec generate`, as a user runs it: a checkpoint, prompts, texts and records."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from jax_specdec import cli, generate
+from jax_specdec.detokenize import TokenTable
+from jax_specdec.engine import Engine, EngineConfig
+from jax_specdec.model import ModelConfig
+from jax_specdec.prompts import Prompt
+from jax_specdec.records import FinishReason
+from jax_specdec.requests import Request
+from jax_specdec.worker_client import WorkerFailed, WorkerProcess
+from tests import decoding, hf_files
+
+VOCAB = 300
+CONFIG = ModelConfig.tiny(VOCAB, qkv_bias=True, tie_embeddings=False, num_mtp_layers=0)
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|model|>"
+
+
+def make_tokenizer():
+    """Trained on this file; special ids 0 to 3."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 8,  # as usual, the model has ids that the tokenizer has not
+        special_tokens=["<s>", "</s>", "<|user|>", "<|model|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train([__file__], trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hf") / "tiny-qwen"
+    hf_files.write(directory, CONFIG, shards=2, fields={"eos_token_id": 1})
+    make_tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    return directory
+
+
+def command(*options):
+    return [sys.executable, "-m", "jax_specdec.cli", "generate", *map(str, options)]
+
+
+def run(*options, check=True):
+    return subprocess.run(command(*options), capture_output=True, text=True, check=check)
+
+
+def without_times(path):
+    """The records of a file by id, without what differs from run to run."""
+    records = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        assert record["id"] not in records
+        records[record["id"]] = record
+        del record["created"]
+        record.pop("speculation")  # how many drafts fit into a step depends on the other slots
+    return records
+
+
+# Texts in order --------------------------------------------------------------------------------
+
+
+class Shown(list):
+    def __call__(self, kind, text):
+        self.append((kind, text))
+
+
+def prompts(*ids, chat=False):
+    return [Prompt(Request(id=id, prompt_token_ids=(65, 66)), chat) for id in ids]
+
+
+def record(id, text, reason=None):
+    ids = np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8)
+    return SimpleNamespace(request_id=id, token_ids=ids, finish_reason=reason)
+
+
+TABLE = TokenTable([bytes([byte]) for byte in range(256)])
+
+
+@pytest.mark.fast
+def test_one_text_grows_at_a_time_in_the_order_of_the_prompts():
+    shown = Shown()
+    texts = generate.TextsInOrder(prompts("a", "b", "c"), TABLE, shown)
+    for part in (
+        record("b", "one "), record("a", "uno "), record("c", "eins", FinishReason.LENGTH),
+        record("a", "due"), record("b", "two"), record("a", "", FinishReason.STOP_TOKEN),
+        record("b", "!", FinishReason.LENGTH),
+    ):  # fmt: skip
+        texts.add(part)
+    assert shown == [
+        ("title", "== a ==\n"), ("prompt", "AB"), ("text", "uno "), ("text", "due"), ("text", "\n"),
+        ("title", "== b ==\n"), ("prompt", "AB"), ("text", "one "), ("text", "two"), ("text", "!"),
+        ("text", "\n"),
+        ("title", "== c ==\n"), ("prompt", "AB"), ("text", "eins"), ("text", "\n"),
+    ]  # fmt: skip
+
+
+@pytest.mark.fast
+def test_half_characters_early_ends_and_conversations():
+    shown = Shown()
+    texts = generate.TextsInOrder(prompts("a", chat=True), TABLE, shown)
+    texts.add(record("a", "é".encode()[:1]))
+    texts.add(record("a", "é".encode()[1:] + b"\xf0"))
+    texts.add(record("a", "", FinishReason.WORKER_LOST))
+    assert shown == [
+        ("text", "é"), ("text", "\ufffd"), ("error", "[ended early: worker_lost]"), ("text", "\n"),
+    ]  # fmt: skip
+
+
+# The command -----------------------------------------------------------------------------------
+
+
+def test_records_are_those_of_the_loop(model, tmp_path):
+    """Another process, files and a tokenizer between: the same ids and logprobs, bit for bit."""
+    file = tmp_path / "p.jsonl"
+    lines = [
+        {"id": "a", "prompt": "import json, import json, import", "logprobs": 3},
+        {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2},
+        {"id": "c", "prompt": "no logprobs", "max_tokens": 4},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    done = run(
+        "--model", model, "--prompts", file, "--output", tmp_path / "o.jsonl", "--max-tokens", 16,
+        "--slots", 3, "--max-length", 96, "--ignore-eos",
+    )  # fmt: skip
+    assert "3 of 3 requests, 36 tokens" in done.stderr
+    records = {
+        one["id"]: one for one in map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
+    }
+    tokenizer = make_tokenizer()
+    ids = [tokenizer.encode(lines[0]["prompt"]).ids, [2, *tokenizer.encode("Hi").ids[1:], 3],
+           tokenizer.encode("no logprobs").ids]  # fmt: skip
+    requests = [
+        decoding.request(name, prompt, max_tokens=tokens, logprobs=k)
+        for name, prompt, tokens, k in zip("a2c", ids, (16, 16, 4), (3, 2, None), strict=True)
+    ]
+    params = hf_files.random_params(CONFIG)
+    want = decoding.run(requests, "ngram", num_slots=3, model=(params, CONFIG), chunk=64)
+    for name, prompt in zip("a2c", ids, strict=True):
+        found = records[name]["speculation"]
+        assert found["prompt_token_ids"] == prompt
+        assert found["token_ids"] == want.token_ids(name)
+        assert records[name]["model"] == "tiny-qwen"
+    logprobs = [float(x) for part in want.records["a"] for x in part.logprobs[:, 0]]
+    assert records["a"]["choices"][0]["logprobs"]["token_logprobs"] == logprobs
+    assert records["2"]["object"] == "chat.completion"
+    content = records["2"]["choices"][0]["logprobs"]["content"]
+    logprobs = [float(x) for part in want.records["2"] for x in part.logprobs[:, 0]]
+    assert [token["logprob"] for token in content] == logprobs
+    assert records["c"]["choices"][0]["logprobs"] is None
+    # What was shown is what was written.
+    shown = "".join(
+        f"== {name} ==\n{'' if name == '2' else line.get('prompt')}{text}\n"
+        for name, line, text in (
+            ("a", lines[0], records["a"]["choices"][0]["text"]),
+            ("2", lines[1], records["2"]["choices"][0]["message"]["content"]),
+            ("c", lines[2], records["c"]["choices"][0]["text"]),
+        )
+    )
+    assert done.stdout == shown
+
+
+def test_a_killed_run_goes_on(model, tmp_path):
+    file, path, whole = tmp_path / "p.txt", tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
+    file.write_text("".join(f"prompt number {index}\n" for index in range(24)))
+    options = ["--model", model, "--prompts", file, "--max-tokens", 100, "--slots", 2,
+               "--temperature", 0.9, "--logprobs", 1, "--drafter", "none", "--quiet"]  # fmt: skip
+    process = subprocess.Popen(command(*options, "--output", path), stderr=subprocess.DEVNULL)
+    try:
+        while not (path.exists() and path.read_bytes().count(b"\n") >= 3):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    before = path.read_bytes()
+    assert 3 <= before.count(b"\n") < 24  # it was killed in the middle
+    with path.open("ab") as out:  # and, as the kernel may cut a write, in the middle of a line
+        out.write(before.splitlines(keepends=True)[0][:100])
+    done = run(*options, "--output", path)
+    assert "cut off a half-written record of 100 bytes" in done.stderr
+    assert f"{before.count(bytes([10]))} of 24 requests are in the output already" in done.stderr
+    assert path.read_bytes().startswith(before)
+    run(*options, "--output", whole)
+    assert without_times(path) == without_times(whole)
+    again = run(*options, "--output", path)
+    assert again.stderr == "24 of 24 requests are in the output already\n"
+
+
+def test_an_interrupted_run_says_how_to_go_on(model, tmp_path):
+    (tmp_path / "p.txt").write_text("a\nb\n")
+    process = subprocess.Popen(
+        command("--model", model, "--prompts", tmp_path / "p.txt", "--max-tokens", 400,
+                "--slots", 1, "--output", tmp_path / "o.jsonl"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.read(12).startswith("== 1 ==")  # texts have begun
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "requests had ended and are in" in error
+    assert "run the same command again for the others" in error
+    assert not [name for name in os.listdir("/dev/shm") if str(process.pid) in name]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--drafter", "mtp"], "has no MTP head in DeepSeek's layout (model.layers.2.eh_proj"),
+        (["--max-tokens", "600"], "are more than the 512 positions that the model was made for"),
+        (["--max-length", "600"], "600 tokens in a slot are more than the 512 positions"),
+        (["--max-length", "20"], "exceed the 20 tokens of a slot"),
+        (["--logprobs", "129"], "logprobs = 129 must be from 0 to 128"),
+        (["--slots", "0"], "num_slots = 0 must be from 1"),
+        (["--drafts", "65"], "num_drafts = 65 must be from 0 to 64"),
+        (["--output", "/"], "Is a directory"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_anything_runs(options, message, model, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("a\n")
+    arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.txt")]
+    assert cli.main([*arguments, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_another_question_under_the_same_id_is_refused(model, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("a\n")
+    output = tmp_path / "o.jsonl"
+    output.write_text('{"id": "1", "request_digest": "0"}\n')
+    arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.txt")]
+    assert cli.main([*arguments, "--output", str(output)]) == 2
+    assert "has a record of id '1' that was made from another prompt" in capsys.readouterr().err
+    assert output.read_text() == '{"id": "1", "request_digest": "0"}\n'
+
+
+def test_a_model_that_does_not_fit_is_said_in_the_workers_words(model):
+    code = (
+        "import sys; from jax_specdec import memory, worker_process\n"
+        "memory.available_bytes = lambda: 2**20\n"
+        "sys.exit(worker_process.main())"
+    )
+    start = functools.partial(WorkerProcess, program=(sys.executable, "-c", code))
+    config = EngineConfig(
+        vocab_size=VOCAB, weights=str(model), dtype="float32", drafter="ngram", max_length=20_000
+    )
+    request = decoding.request("a", [5], max_tokens=3)
+    with (
+        Engine(config, start_worker=start) as engine,
+        pytest.raises(WorkerFailed, match=r"(?s)status 1.*GiB in float32, with its caches; ava") as e,
+    ):
+        list(engine.generate([request]))
+    assert "Traceback" not in str(e.value)
