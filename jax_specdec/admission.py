@@ -19,6 +19,7 @@ from jax_specdec.processor_state import (
     row_format,
     totals,
 )
+from jax_specdec.prompt_logprobs import rows_due
 from jax_specdec.record_batch import FinishReason
 from jax_specdec.requests import Request
 from jax_specdec.statistics import Statistics
@@ -80,6 +81,7 @@ def admit(
         newest = progress.token_ids[-tail.shape[1] :]
         empty = (0,) * (tail.shape[1] - len(newest))
         tail = _with(tail, slot, np.array(empty + newest, np.int32))
+    prompt_due = _with(admitted.prompt_due, slot, 0 if done else rows_due(request))
     return replace(
         state,
         admitted=Admitted(
@@ -90,6 +92,9 @@ def admit(
             row_format=_with(admitted.row_format, slot, row),
             handed_over=_with(admitted.handed_over, slot, done),
             earlier=_with_item(admitted.earlier, slot, progress.statistics),
+            prompt_due=prompt_due,
+            prompt_before=_with(admitted.prompt_before, slot, progress.num_prompt_rows),
+            any_prompt_due=bool(prompt_due.any()),
             history=_with(admitted.history, slot, history),
             stop_keys=frozen(stopping.with_slot(admitted.stop_keys, slot, params)),
         ),
@@ -101,6 +106,7 @@ def admit(
             ),
             outcomes=_with(columns.outcomes, slot, 0),
             tail=tail,
+            num_prompt=_with(columns.num_prompt, slot, 0),
         ),
     )
 
@@ -115,6 +121,7 @@ def release(state: ProcessorState, slot: int) -> ProcessorState:
     if state.admitted.requests[slot] is None:
         return state
     admitted, columns = state.admitted, state.columns
+    prompt_due = _with(admitted.prompt_due, slot, 0)
     return replace(
         state,
         admitted=replace(
@@ -122,6 +129,8 @@ def release(state: ProcessorState, slot: int) -> ProcessorState:
             requests=_with_item(admitted.requests, slot, None),
             handed_over=_with(admitted.handed_over, slot, 0),
             earlier=_with_item(admitted.earlier, slot, Statistics()),
+            prompt_due=prompt_due,
+            any_prompt_due=bool(prompt_due.any()),
             history=_with(admitted.history, slot, 0),
             stop_keys=frozen(stopping.without_slot(admitted.stop_keys, slot)),
         ),

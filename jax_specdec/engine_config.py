@@ -104,9 +104,11 @@ def check(request: Request, config: EngineConfig) -> None:
             f"{params.max_tokens} exceed the {config.max_length} tokens of a slot; "
             "shorten one of them or raise max_length"
         )
-    if params.logprobs is not None and params.logprobs > config.vocab_size:
-        raise RequestError(
-            f"request {request.id!r}: logprobs = {params.logprobs}, but the vocabulary has only "
-            f"{config.vocab_size} tokens"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        k = getattr(params, name)
+        if k is not None and k > config.vocab_size:
+            raise RequestError(
+                f"request {request.id!r}: {name} = {k}, but the vocabulary has only "
+                f"{config.vocab_size} tokens"
+            )
     check_served(request)

@@ -32,11 +32,13 @@ class Job:
         if it had made those tokens itself.
         """
         request, emitted = self.request, self.progress.token_ids
+        if not emitted:
+            return request
         left = request.params.max_tokens - len(emitted)
         return replace(
             request,
             prompt_token_ids=request.prompt_token_ids + emitted,
-            params=replace(request.params, max_tokens=left),
+            params=replace(request.params, max_tokens=left, prompt_logprobs=None),
         )
 
 

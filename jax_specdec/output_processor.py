@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc.wire import Kind, SlotState
-from jax_specdec import emission
+from jax_specdec import emission, prompt_logprobs
 from jax_specdec.admission import admit, release
 from jax_specdec.decode import Message
 from jax_specdec.processor_state import (
@@ -62,8 +62,8 @@ def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
     The records are views of the message's buffer, which must stay unchanged while they are used.
 
     Raises:
-      StepLost: a target message is missing, or came twice; names the steps.
-      ProcessorError: the message contradicts what was admitted, or is of a kind not served.
+      StepLost: a target message, or a part of a prompt's logprobs, is missing or came twice.
+      ProcessorError: the message contradicts what was admitted.
       In either case `state` is what it was.
     """
     if message.num_slots > state.num_slots:
@@ -80,7 +80,7 @@ def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
         return _target(state, message)
     if message.kind is Kind.DRAFT:
         return _draft(state, message)
-    raise ProcessorError(f"messages of kind {message.kind.name} are not served by this processor")
+    return prompt_logprobs.take(state, message)
 
 
 def abort(state: ProcessorState, request_id: str) -> tuple[ProcessorState, Records]:
@@ -127,6 +127,8 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         counters = emission.count_strangers(state, message, speaks & ~mine)
     slots = np.flatnonzero(mine)
     emitted = emission.emitted(state, message, slots)
+    if admitted.any_prompt_due:
+        prompt_logprobs.check_complete(state, slots, emitted.count)
     cut = emission.cut(state, message, slots, emitted)
 
     num_tokens = columns.num_tokens.copy()
@@ -153,6 +155,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         frozen(cumulative),
         outcomes,
         emission.tail(state, message, slots, cut.kept),
+        columns.num_prompt,
     )
     batch = RecordBatch(
         step=message.step,

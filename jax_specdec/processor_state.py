@@ -44,11 +44,13 @@ class Progress:
         stop sequences, and are never delivered again.
       cumulative_logprob: of these tokens, as in their last record; None where none were asked.
       statistics: of the steps that made them, as in that record.
+      num_prompt_rows: rows of its prompt's logprobs that were delivered, where it asked for them.
     """
 
     token_ids: tuple[int, ...] = ()
     cumulative_logprob: float | None = None
     statistics: Statistics = field(default_factory=Statistics)
+    num_prompt_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +65,9 @@ class Admitted:
       row_format: [B] int64, what its rows must look like; see `row_format`.
       handed_over: [B] int64, tokens that it brought along.
       earlier: [B] the statistics that it brought along; empty ones in a free slot.
+      prompt_due: [B] int64, rows of the prompt's logprobs that come before its first token.
+      prompt_before: [B] int64, those of them that were delivered in an earlier stay.
+      any_prompt_due: whether one of `prompt_due` is not 0.
       history: [B] int64, tokens that its stop sequences need remembered.
       stop_keys: sorted int64, see `stopping`.
     """
@@ -74,6 +79,9 @@ class Admitted:
     row_format: NDArray[np.int64]
     handed_over: NDArray[np.int64]
     earlier: tuple[Statistics, ...]
+    prompt_due: NDArray[np.int64]
+    prompt_before: NDArray[np.int64]
+    any_prompt_due: bool
     history: NDArray[np.int64]
     stop_keys: NDArray[np.int64]
 
@@ -89,6 +97,7 @@ class Columns:
       outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
       tail: [B, M] int32, the last tokens, the newest in the last column; only where
         `Admitted.history` is not 0.
+      num_prompt: [B] int64, rows of the prompt's logprobs that came in this stay.
     """
 
     phase: NDArray[np.int8]
@@ -96,6 +105,7 @@ class Columns:
     cumulative_logprob: NDArray[np.float64]
     outcomes: NDArray[np.int64]
     tail: NDArray[np.int32]
+    num_prompt: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +152,9 @@ class ProcessorState:
                 row_format=integers,
                 handed_over=integers,
                 earlier=(Statistics(),) * num_slots,
+                prompt_due=integers,
+                prompt_before=integers,
+                any_prompt_due=False,
                 history=integers,
                 stop_keys=stopping.no_keys(),
             ),
@@ -151,6 +164,7 @@ class ProcessorState:
                 cumulative_logprob=frozen(np.zeros(num_slots)),
                 outcomes=frozen(np.zeros((num_slots, 3, 1), np.int64)),
                 tail=frozen(np.zeros((num_slots, 0), np.int32)),
+                num_prompt=integers,
             ),
         )
 

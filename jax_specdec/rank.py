@@ -215,12 +215,16 @@ class Rank:
         request = self.state.admitted.requests[slot]
         assert request is not None  # every live request was admitted
         cumulative = float(self.state.columns.cumulative_logprob[slot])
+        prompt_rows = max(
+            self.state.columns.num_prompt[slot], self.state.admitted.prompt_before[slot]
+        )
         job = Job(
             request=request,
             progress=Progress(
                 token_ids=self._log.tokens(slot),
                 cumulative_logprob=cumulative if request.params.columns else None,
                 statistics=self.state.slot_statistics(slot),
+                num_prompt_rows=int(prompt_rows),
             ),
         )
         self.state = output_processor.release(self.state, slot)

@@ -53,6 +53,27 @@ class StatisticsSource:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptRows:
+    """The logprobs of n prompt tokens, each given those before it; read-only views.
+
+    Attributes:
+      start: the first one's place in the prompt; 1 at the least, as nothing predicts the first.
+      token_ids: [n] int32.
+      logprobs: [n, K+1] float32, the token itself first, then the top K.
+      chosen_logprobs: [n, C] float32, of the request's `extra_token_ids`.
+      token_ranks: [n] int32, 1 is the most likely token, 0 marks an invalid row.
+      topk_ids: [n, K] int32, -1 where fewer than K are finite.
+    """
+
+    start: int
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    chosen_logprobs: NDArray[np.float32]
+    token_ranks: NDArray[np.int32]
+    topk_ids: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RecordBatch:
     """The records of one step, one row a request; axes: N records, B slots.
 
@@ -72,6 +93,9 @@ class RecordBatch:
       draft: the draft message of the step, where one was joined.
       joined: [N] bool, records that have drafts in `draft`.
       totals: statistics' columns; only where some record of the batch ends its stay in a slot.
+      prompt: the message of kind PROMPT, where the records are a prompt's logprobs.
+      prompt_start: [N] int64, the place in the prompt of each record's first row, from 1.
+      prompt_skip: [N] int64, rows of the message's slot before that one.
     """
 
     step: int
@@ -89,9 +113,27 @@ class RecordBatch:
     draft: Message | None = None
     joined: NDArray[np.bool_] | None = None
     totals: StatisticsSource | None = None
+    prompt: Message | None = None
+    prompt_start: NDArray[np.int64] | None = None
+    prompt_skip: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def prompt_rows(self, row: int) -> PromptRows | None:
+        """What record `row` has of its prompt's logprobs."""
+        if self.prompt is None or self.prompt_start is None or self.prompt_skip is None:
+            return None
+        slot, skip = int(self.slots[row]), int(self.prompt_skip[row])
+        said, columns = self.prompt.slot(slot), int(self.prompt.columns[slot])
+        return PromptRows(
+            start=int(self.prompt_start[row]),
+            token_ids=said.token_ids[skip:],
+            logprobs=said.logprobs[skip:, :columns],
+            chosen_logprobs=said.logprobs[skip:, columns:],
+            token_ranks=said.token_ranks[skip:],
+            topk_ids=said.topk_ids[skip:],
+        )
 
     def take(self, rows: NDArray[np.intp]) -> "RecordBatch":
         """The batch with only these rows; the rare way (an abort while records wait)."""

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from ipc.wire import SlotState
 from jax_specdec.decode import Message
-from jax_specdec.record_batch import FinishReason, RecordBatch
+from jax_specdec.record_batch import FinishReason, PromptRows, RecordBatch
 from jax_specdec.requests import Request
 from jax_specdec.statistics import Statistics
 
-__all__ = ["FinishReason", "Record", "RecordBatch", "Records"]
+__all__ = ["FinishReason", "PromptRows", "Record", "RecordBatch", "Records"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,6 +205,14 @@ class Record:
             return None
         start = message.token_start[self.slot]
         return message.token_ids[start + 1 : start + message.num_tokens[self.slot]]
+
+    @property
+    def prompt(self) -> PromptRows | None:
+        """A part of the prompt's logprobs; such a record has no tokens, all others have None here.
+
+        They come in order, and before the first token.
+        """
+        return self.batch.prompt_rows(self.index)
 
     @property
     def statistics(self) -> Statistics | None:

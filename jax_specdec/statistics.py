@@ -96,7 +96,8 @@ class Counters:
 
     Attributes:
       cut_tokens: tokens behind a stop or the length limit, in the step that ended their request.
-      surplus_tokens: tokens of later steps, for a request that had ended or left its slot.
+      surplus_tokens: tokens of later steps, for a request that had ended or left its slot; rows of
+        a prompt's logprobs too.
       late_slots: slots of target messages that spoke of an older generation.
       late_drafts: slots of draft messages with drafts that no waiting record took: the record was
         released before, or its request had ended.
