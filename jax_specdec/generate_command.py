@@ -72,6 +72,13 @@ def add(commands: Any) -> None:
     running.add_argument("--drafts", type=int, default=3, metavar="N",
                          help="draft tokens a step at most (default: %(default)s)")  # fmt: skip
     running.add_argument(
+        "--corpus", type=Path, metavar="FILE", help="a text that the suffix drafter searches too"
+    )
+    running.add_argument(
+        "--adaptive", action="store_true",
+        help="draft less for a request whose drafts are seldom accepted",
+    )  # fmt: skip
+    running.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="",
         help="to compute in (default: the checkpoint's; float32 for a float16 one)",
     )  # fmt: skip
@@ -180,6 +187,8 @@ def _engine_config(
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
+        adaptive=options.adaptive,
+        corpus=str(options.corpus.resolve(strict=True)) if options.corpus else "",
     )
 
 

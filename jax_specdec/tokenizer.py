@@ -3,7 +3,7 @@
 Encoding is the `tokenizers` library's (the `hf` extra); decoding needs only the table of bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -106,3 +106,14 @@ class Tokenizer:
     @cached_property  # only conversations need it, and jinja2
     def _template(self) -> ChatTemplate | None:
         return read_template(self._directory)
+
+
+def text_encoder(weights: str, vocab_size: int) -> Callable[[str], np.ndarray] | None:
+    """What makes a model's ids of a text, for a shared corpus; None where bytes are its tokens.
+
+    Args:
+      weights: a directory in Hugging Face layout, or any other name for a byte-level model.
+    """
+    if not weights or not Path(weights).is_dir():
+        return None
+    return Tokenizer(weights, vocab_size).encode_plain

@@ -10,6 +10,7 @@ from jax_specdec import loop
 from jax_specdec.checkpoint import load_model
 from jax_specdec.control import Command, Shutdown, Start, from_line
 from jax_specdec.drafter_choice import make_drafter
+from jax_specdec.tokenizer import text_encoder
 from jax_specdec.worker import Worker
 
 
@@ -52,6 +53,7 @@ def main() -> int:
                 config,
                 corpus=start.corpus,
                 adaptive=start.adaptive,
+                encode=text_encoder(start.weights, config.vocab_size) if start.corpus else None,
             )
         except (OSError, ValueError, MemoryError) as error:
             print(error, file=sys.stderr)  # the engine shows it: the user's to mend, not ours

@@ -4,6 +4,7 @@ import builtins
 import json
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from jax_specdec.detokenize import TextStream
 from jax_specdec.model_config import CheckpointError
 from jax_specdec.token_pieces import Pieces
 from jax_specdec.tokenizer import Tokenizer as OurTokenizer
+from jax_specdec.tokenizer import text_encoder
 
 pytestmark = pytest.mark.fast
 
@@ -155,6 +157,16 @@ def test_an_added_token_that_is_text_keeps_its_text(tmp_path):
     id = library.token_to_id("<tool>é")
     assert ours.encode("a <tool>é b").count(id) == 1
     assert ours.token_bytes[id] == "<tool>é".encode()
+
+
+def test_a_corpus_is_encoded_without_special_tokens(tmp_path):
+    library = byte_level()
+    write(tmp_path, library)
+    ids = text_encoder(str(tmp_path), 500)(CORPUS[0])
+    assert ids.dtype == np.int32
+    assert ids.tolist() == library.encode(CORPUS[0], add_special_tokens=False).ids
+    assert text_encoder("", 264) is None
+    assert text_encoder(str(tmp_path / "tokenizer.json"), 264) is None  # a file, not a directory
 
 
 def test_half_a_character_waits_for_the_rest(pair):
