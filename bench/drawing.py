@@ -13,12 +13,14 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator
 
 from bench.comparison import PEERS
 
 OURS = "#0072B2"
 OTHERS = ("#D55E00", "#666666", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#000000")
 MARKERS = ("s", "^", "D", "v", "P", "X", "*")
+NARROW = 100  # a range that whole decades do not divide finely enough
 GRID = "#DDDDDD"
 STYLE: Any = {
     "font.size": 9,
@@ -88,6 +90,9 @@ def lines(axes: Any, series: Mapping[str, Points], shown: Mapping[str, str] | No
         x, y = zip(*sorted(points), strict=True)
         axes.plot(x, y, markersize=4.5, **styles[name])
         ends.append((y[-1], x[-1], (shown or {}).get(name, name), styles[name]["color"]))
+    least, most = axes.get_ylim()
+    if axes.get_yscale() == "log" and most / least < NARROW:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.figure.draw_without_rendering()  # the axes must know their limits
     _labels(axes, ends)
 

@@ -119,8 +119,12 @@ def _counted(comparison: Comparison) -> Table:
     for key in shown:
         table.add_column(key, justify="right")
     for name, row in comparison.figures.items():
-        table.add_row(name, *(f"{row[key]:,.4g}" if key in row else "" for key in shown))
+        table.add_row(name, *(_number(row[key]) if key in row else "" for key in shown))
     return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _table(title: str) -> Table:
