@@ -16,8 +16,10 @@ from jax_specdec.model import KVCache, ModelConfig, ModelParams, init_mtp_cache,
 from jax_specdec.mtp import mtp_forward
 from jax_specdec.prefill import mtp_prefill
 from jax_specdec.sampling import DRAFT, Sampling, categorical, keys, processed_probs
+from jax_specdec.sharding import ONE_DEVICE, Parallel
 from jax_specdec.verify import Drafts, Verified
-from pallas_kernels import greedy_token_ids
+from pallas_kernels.sharded import greedy
+from pallas_kernels.vocab_shard import VocabShard
 
 State = Any  # a pytree that belongs to the drafter
 
@@ -142,6 +144,7 @@ class MtpDrafter:
 
     config: ModelConfig
     num_drafts: int
+    parallel: Parallel = ONE_DEVICE
 
     def __post_init__(self) -> None:
         if self.config.num_mtp_layers == 0:
@@ -190,7 +193,7 @@ class MtpDrafter:
                 )
             drawn_from.append(logits(params, self.config, hidden))
             places = context.lengths + index
-            token_ids.append(draw(drawn_from[-1], context.sampling, places))
+            token_ids.append(draw(drawn_from[-1], context.sampling, places, self.parallel))
         num = jnp.minimum(context.limit, self.num_drafts)
         ids, all_logits = jnp.stack(token_ids, axis=1), jnp.concatenate(drawn_from, axis=1)
         return Drafts(ids, num, all_logits), state
@@ -202,23 +205,36 @@ def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
     return Drafts(zeros, jnp.zeros(num_slots, jnp.int32), None)
 
 
-def draw(draft_logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+def draw(
+    draft_logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    parallel: Parallel = ONE_DEVICE,
+) -> jax.Array:
     """Draw drafts as verification expects them: from q, with random numbers of their own.
 
     Args:
       draft_logits: [B, 1, V] float, to be kept in `Drafts.logits`.
       sampling: each slot's parameters; a greedy slot gets the greedy token.
       positions: [B] int32, the sequence position of each draft.
+      parallel: the devices among which the vocabulary of the logits is split.
 
     Returns:
       [B] int32.
     """
 
-    def drawn() -> jax.Array:
-        q = processed_probs(draft_logits, sampling)
-        return categorical(keys(sampling.seed, positions, DRAFT), q[:, 0])
+    def on_shard(shard: VocabShard, draft_logits: jax.Array, whole: Any) -> jax.Array:
+        sampling, positions = whole
 
-    ids: jax.Array = lax.cond(
-        jnp.any(sampling.temperature > 0), drawn, lambda: greedy_token_ids(draft_logits[:, 0])
-    )
-    return ids
+        def drawn() -> jax.Array:
+            q = processed_probs(draft_logits, sampling, shard=shard)
+            return categorical(keys(sampling.seed, positions, DRAFT), q[:, 0], shard=shard)
+
+        ids: jax.Array = lax.cond(
+            jnp.any(sampling.temperature > 0),
+            drawn,
+            lambda: greedy(draft_logits[:, 0], shard).token_ids,
+        )
+        return ids
+
+    return parallel.over_vocabulary(on_shard, draft_logits, (sampling, positions))

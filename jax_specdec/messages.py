@@ -13,6 +13,7 @@ from ipc import wire
 from ipc.wire import Kind, SlotState
 from jax_specdec.modes import Asked, Widths, row_logprobs
 from jax_specdec.pack import Rows, SlotFields, pack, select_rows
+from jax_specdec.sharding import ONE_DEVICE, Parallel
 from jax_specdec.verify import Drafts
 from pallas_kernels import TopkLogprobs
 
@@ -39,6 +40,7 @@ def target_message(
     *,
     widths: Widths,
     process_rank: int = 0,
+    parallel: Parallel = ONE_DEVICE,
 ) -> jax.Array:
     """The target message of a step, packed.
 
@@ -48,6 +50,7 @@ def target_message(
       step_number: [2] uint32, low and high half.
       draft_follows: whether the step's draft message is sent after this one. [] bool
       widths: the static limits of `asked`. Where nobody asked for logprobs, no kernel runs.
+      parallel: the devices among which the logits' vocabulary is split.
 
     Returns:
       [W] uint32, W = `most_words(B, S, widths)`; see `pack`.
@@ -64,7 +67,7 @@ def target_message(
                 lambda x: x.at[rows.flat].get(mode="fill", fill_value=0), output.greedy_rows
             )
         else:
-            found = row_logprobs(output.logits, output.token_ids, rows, asked, widths)
+            found = row_logprobs(output.logits, output.token_ids, rows, asked, widths, parallel)
     slots = SlotFields(
         state=jnp.where(asked.verdict > 0, asked.verdict, output.state),
         mode=asked.mode,
@@ -97,6 +100,7 @@ def draft_message(
     *,
     widths: Widths,
     process_rank: int = 0,
+    parallel: Parallel = ONE_DEVICE,
 ) -> jax.Array:
     """The draft message of a step, packed: the logprobs, under the draft model, of what it drafted.
 
@@ -118,7 +122,7 @@ def draft_message(
         rows, found = nothing()
     else:
         rows = select_rows(num_rows, num_drafts)
-        found = row_logprobs(logits, drafts.token_ids, rows, asked, widths)
+        found = row_logprobs(logits, drafts.token_ids, rows, asked, widths, parallel)
     state = jnp.where(asked.verdict > 0, asked.verdict, output.state)
     slots = SlotFields(
         state=state,

@@ -14,7 +14,9 @@ from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.pack import Rows
 from jax_specdec.sampling import Sampling, truncation
+from jax_specdec.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels.sharded import named_logits
 
 CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)  # widths of the table of chosen token ids
 
@@ -45,7 +47,12 @@ class Asked(NamedTuple):
 
 
 def row_logprobs(
-    logits: jax.Array, token_ids: jax.Array, rows: Rows, asked: Asked, widths: Widths
+    logits: jax.Array,
+    token_ids: jax.Array,
+    rows: Rows,
+    asked: Asked,
+    widths: Widths,
+    parallel: Parallel = ONE_DEVICE,
 ) -> TopkLogprobs:
     """The logprobs of `rows`, each in the mode of its slot's request.
 
@@ -60,6 +67,7 @@ def row_logprobs(
       rows: R = B * S, as `select_rows` makes them; rows from `rows.num` on enter no kernel.
       asked: by slot. Columns beyond what a slot asked for are computed too: `pack` leaves them out.
       widths: static; k must not be None.
+      parallel: the devices among which the logits' vocabulary is split.
 
     Returns:
       `TopkLogprobs` of R rows with K = widths.k and C = widths.chosen.
@@ -80,19 +88,30 @@ def row_logprobs(
         num_rows=rows.num,
         temperatures=temperatures,
         extra_token_ids=asked.chosen_ids[slot] if widths.chosen else None,
+        mesh=parallel.mesh,
+        axis_name=parallel.axis_name,
     )
     if widths.mode is not LogprobsMode.PROCESSED:
         return found
-    return _processed(logits, rows, slot, asked, found)
+    return _processed(logits, rows, slot, asked, found, parallel)
 
 
 def _processed(
-    logits: jax.Array, rows: Rows, slot: jax.Array, asked: Asked, found: TopkLogprobs
+    logits: jax.Array,
+    rows: Rows,
+    slot: jax.Array,
+    asked: Asked,
+    found: TopkLogprobs,
+    parallel: Parallel,
 ) -> TopkLogprobs:
     """Scaled logprobs, renormalized over what the slot's sampling keeps where it asked for that."""
     in_mode = asked.mode == LogprobsMode.PROCESSED
     # A greedy slot's cut costs next to nothing: that of the slots in other modes is not used.
-    everywhere = truncation(logits, _where(in_mode, asked.sampling, Sampling.greedy(len(in_mode))))
+    everywhere = parallel.over_vocabulary(
+        lambda shard, logits, sampling: truncation(logits, sampling, shard=shard),
+        logits,
+        _where(in_mode, asked.sampling, Sampling.greedy(len(in_mode))),
+    )
     cut = jax.tree.map(
         lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), everywhere
     )
@@ -100,11 +119,13 @@ def _processed(
     flat_logits = logits.reshape(-1, logits.shape[-1])
 
     def renormalized(ids: jax.Array, logprobs: jax.Array) -> jax.Array:
-        x = flat_logits.at[rows.flat[:, None], ids].get(
-            mode="fill", fill_value=-jnp.inf, wrap_negative_indices=False
+        x = parallel.over_vocabulary(
+            lambda shard, logits, whole: named_logits(logits, whole[0], whole[1], shard),
+            flat_logits,
+            (rows.flat, ids),
         )
         kept = jnp.where(is_greedy, 0.0, logprobs - cut.log_kept[:, None])
-        processed = jnp.where(cut.keeps(x.astype(jnp.float32), ids) & (ids >= 0), kept, -jnp.inf)
+        processed = jnp.where(cut.keeps(x, ids), kept, -jnp.inf)
         # NaN says that the row is invalid or the token unknown: that stays.
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
 

@@ -6,7 +6,7 @@ follow the target's processed distribution exactly, whatever the drafter propose
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,10 @@ from jax_specdec.sampling import (
     processed_probs,
     uniform,
 )
-from pallas_kernels import Greedy, greedy
+from jax_specdec.sharding import ONE_DEVICE, Parallel
+from pallas_kernels import Greedy
+from pallas_kernels.sharded import greedy
+from pallas_kernels.vocab_shard import VocabShard
 
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -61,6 +64,7 @@ def verify(
     *,
     accept: AcceptRule = accept_draft,
     choice: Greedy | None = None,
+    parallel: Parallel = ONE_DEVICE,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
 
@@ -71,39 +75,66 @@ def verify(
       positions: [B] int32, the sequence position of the token that row 0 predicts.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
       choice: the greedy choice of the [B * S] rows, where it is known already.
+      parallel: the devices among which the vocabulary of all logits is split. On the same logits,
+        the emitted tokens are those of one device.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
       greedy token.
     """
-    batch, num_positions, vocab = logits.shape
-    num_drafts = num_positions - 1
-    if drafts.token_ids.shape != (batch, num_drafts):
+    batch, num_positions, _ = logits.shape
+    if drafts.token_ids.shape != (batch, num_positions - 1):
         raise ValueError(
             f"drafts {drafts.token_ids.shape} do not go with logits {logits.shape}: "
-            f"{num_positions} rows a slot verify {num_drafts} drafts"
+            f"{num_positions} rows a slot verify {num_positions - 1} drafts"
         )
+
+    def on_shard(shard: VocabShard, columns: Any, whole: Any) -> Verified:
+        logits, draft_logits = columns
+        token_ids, num, sampling, positions, choice = whole
+        drafts = Drafts(token_ids, num, draft_logits)
+        return _verify(shard, logits, drafts, sampling, positions, choice, accept)
+
+    return parallel.over_vocabulary(
+        on_shard,
+        (logits, drafts.logits),
+        (drafts.token_ids, drafts.num, sampling, positions, choice),
+    )
+
+
+def _verify(
+    shard: VocabShard,
+    logits: jax.Array,
+    drafts: Drafts,
+    sampling: Sampling,
+    positions: jax.Array,
+    choice: Greedy | None,
+    accept: AcceptRule,
+) -> Verified:
+    """`verify` where this device holds the columns of `shard` of all logits."""
+    batch, num_positions, width = logits.shape
+    num_drafts = num_positions - 1
     if choice is None:
-        choice = greedy(logits.reshape(-1, vocab))
-    choice_ids = choice.token_ids.reshape(batch, num_positions)
-    valid = choice.valid.reshape(batch, num_positions)
+        choice = greedy(logits.reshape(-1, width), shard)
+    choice = Greedy(*(x.reshape(batch, num_positions) for x in choice))
     index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
-    considered = (index[:, :num_drafts] < drafts.num[:, None]) & valid[:, :num_drafts]
+    considered = (index[:, :num_drafts] < drafts.num[:, None]) & choice.valid[:, :num_drafts]
     is_greedy = sampling.temperature == 0
 
     def greedily() -> Verified:
-        agrees = considered & (drafts.token_ids == choice_ids[:, :num_drafts])
-        return _emit(agrees, drafts.token_ids, choice_ids)
+        agrees = considered & (drafts.token_ids == choice.token_ids[:, :num_drafts])
+        return _emit(agrees, drafts.token_ids, choice.token_ids)
 
     def sampled() -> Verified:
-        p = processed_probs(logits, sampling)
-        draft_ids = jnp.clip(drafts.token_ids, 0, vocab - 1)
-        p_draft = jnp.take_along_axis(p[:, :num_drafts], draft_ids[..., None], axis=-1)[..., 0]
+        p = processed_probs(logits, sampling, shard=shard, choice=choice)
+        draft_ids = jnp.clip(drafts.token_ids, 0, shard.size(width) - 1)
+        p_draft = shard.at(p[:, :num_drafts], draft_ids)
         if drafts.logits is None:
-            q = jax.nn.one_hot(drafts.token_ids, vocab, dtype=jnp.float32)
+            own = jnp.broadcast_to(shard.ids(width)[None, None], p[:, :num_drafts].shape)
+            q = (own == draft_ids[..., None]).astype(jnp.float32)
         else:
-            q = processed_probs(drafts.logits, sampling)
-        q_draft = jnp.take_along_axis(q, draft_ids[..., None], axis=-1)[..., 0]
+            q = processed_probs(drafts.logits, sampling, shard=shard)
+        q_draft = shard.at(q, draft_ids)
         all_positions = positions[:, None] + index
         seeds = jnp.broadcast_to(sampling.seed[:, None], all_positions.shape)
         u = uniform(keys(seeds, all_positions, ACCEPT)[:, :num_drafts])
@@ -119,9 +150,9 @@ def verify(
         rejected = jnp.take_along_axis(row_considered, a[:, None], axis=1)
         residual = jnp.where(rejected, jnp.maximum(p_last - q_last, 0.0), p_last)
         # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer.
-        residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p_last)
-        next_ids = categorical(keys(sampling.seed, positions + a, RECOVER), residual)
-        next_ids = jnp.broadcast_to(next_ids[:, None], choice_ids.shape)
+        residual = jnp.where(shard.any(residual > 0)[:, None], residual, p_last)
+        next_ids = categorical(keys(sampling.seed, positions + a, RECOVER), residual, shard=shard)
+        next_ids = jnp.broadcast_to(next_ids[:, None], choice.token_ids.shape)
         drawn = _emit(accepted, drafts.token_ids, next_ids)
         chosen = greedily()
         return Verified(

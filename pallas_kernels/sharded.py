@@ -56,15 +56,14 @@ def topk_logprobs(
     """
     num_logits_rows, width = logits.shape
     num_targets = token_ids.shape[0]
-    vocab_size = shard.size(width)
     logits = shard.masked(logits)
     temperatures = None if temperatures is None else xla.usable_temperatures(temperatures)
     named = jnp.concatenate([token_ids[:, None], extra_token_ids], axis=1)
     rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
-    named_logits = _named_logits(logits, rows, named, shard, vocab_size)
+    wanted = named_logits(logits, rows, named, shard)
 
     parts_of = _parts_of(implementation, logits)
-    parts = parts_of(logits, named_logits[:, 0], min(k, width), row_ids, num_rows, temperatures)
+    parts = parts_of(logits, wanted[:, 0], min(k, width), row_ids, num_rows, temperatures)
     statistics, candidates = _combined(parts, temperatures, shard, width)
     # Shards come in the order of their ids, and each shard's ties too: top_k keeps that order.
     ids, values = candidates
@@ -73,17 +72,20 @@ def topk_logprobs(
     return xla.finish(
         statistics,
         token_ids,
-        jnp.concatenate([named_logits[:, :1], top_logits, named_logits[:, 1:]], axis=1),
+        jnp.concatenate([wanted[:, :1], top_logits, wanted[:, 1:]], axis=1),
         jnp.where(top_logits > -jnp.inf, top_ids, jnp.int32(-1)),
         xla.wanted_rows(num_logits_rows, num_targets, row_ids, num_rows),
         temperatures,
     )
 
 
-def _named_logits(
-    logits: jax.Array, rows: jax.Array, ids: jax.Array, shard: VocabShard, vocab_size: int
+def named_logits(
+    logits: jax.Array, rows: jax.Array, ids: jax.Array, shard: VocabShard
 ) -> jax.Array:
-    """The logits [R, C] float32 of ids [R, C] in rows [R]; NaN for an id outside the vocabulary."""
+    """The logits [R, C] float32 of ids [R, C] in rows [R] of [N, V]; NaN for an id outside [0, V).
+
+    A row outside [0, N) is clamped.
+    """
     first = shard.ids(logits.shape[1])[0]
     column = ids - first
     mine = (column >= 0) & (column < logits.shape[1])
@@ -91,7 +93,8 @@ def _named_logits(
     found = logits.at[rows, jnp.clip(column, 0, logits.shape[1] - 1)].get().astype(jnp.float32)
     # The others add 0, which changes neither an infinity nor a NaN.
     found = shard.across_sum(jnp.where(mine, found, jnp.float32(0)))
-    return jnp.where((ids >= 0) & (ids < vocab_size), found, jnp.float32(jnp.nan))
+    known = (ids >= 0) & (ids < shard.size(logits.shape[1]))
+    return jnp.where(known, found, jnp.float32(jnp.nan))
 
 
 def _combined(

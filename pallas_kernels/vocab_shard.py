@@ -50,6 +50,18 @@ class VocabShard:
         real = (self.ids(width) < vocab_size).reshape((1,) * (logits.ndim - 1) + (width,))
         return jnp.where(real, logits, jnp.asarray(-jnp.inf, logits.dtype))
 
+    def at(self, x: jax.Array, ids: jax.Array) -> jax.Array:
+        """x [..., width] float at one token id [...] each: [...]. NaN for an id outside [0, V)."""
+        width = x.shape[-1]
+        column = ids - self.ids(width)[0]
+        mine = (column >= 0) & (column < width)
+        place = jnp.clip(column, 0, width - 1)[..., None]
+        found = jnp.take_along_axis(x, place, axis=-1)[..., 0]
+        # The others add 0, which changes neither an infinity nor a NaN.
+        found = self.across_sum(jnp.where(mine, found, jnp.zeros_like(found)))
+        known = (ids >= 0) & (ids < self.size(width))
+        return jnp.where(known, found, jnp.asarray(jnp.nan, x.dtype))
+
     def maximum(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [...]."""
         return self.across_maximum(x.max(-1))

@@ -18,7 +18,7 @@ DEVICE_SIDE = {
     "drafter_choice",
     "adaptive", "callable_drafter",
     "suffix",
-    "fixed_point", "prefix",
+    "fixed_point", "prefix", "sharding",
     "hf_weights", "memory",
     "checkpoint", "drafters", "loop", "messages", "model", "model_params", "modes", "mtp", "pack",
     "prefill", "sampling", "slots", "verify", "worker", "worker_process",
