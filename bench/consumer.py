@@ -85,7 +85,7 @@ class Consumer:
             sender.close()
         if self._process.is_alive():
             self._control.send(None)
-            self._process.join(PATIENCE_SECONDS)
+            self._process.join(5)  # it is idle, unless a round was broken off
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

@@ -67,13 +67,14 @@ def run(quick: bool = False) -> list[Comparison]:
     for setup in setups(quick):
         params, model = setup.load()
         config = setup.loop_config(model)
+        compiled = Compiled(config)
         with_gpu = runs_on_gpu(config)
         greedy = [c for c in GREEDY if c.kernel != "separate" or with_gpu]
         chosen = [c for c in greedy if not (quick and c.name in NOT_QUICK)]
         groups = {"greedy": chosen} if quick else {"greedy": chosen, "sampled": list(SAMPLED)}
         for kind, contenders in groups.items():
             title = f"decoding {REQUESTS} {kind} requests, {DRAFTS} drafts, {setup.name}"
-            results.append(measure(title, setup, contenders, params, model))
+            results.append(measure(title, setup, contenders, params, model, compiled))
     return results
 
 

@@ -49,6 +49,17 @@ def changes(old: Sequence[Comparison], new: Sequence[Comparison]) -> list[Change
     return found
 
 
+def gone(old: Sequence[Comparison], new: Sequence[Comparison]) -> list[tuple[str, str]]:
+    """This project's contenders that the new run left out of a comparison that it made."""
+    after = {one.title: one.names for one in new}
+    return [
+        (one.title, name)
+        for one in old
+        for name in one.names
+        if one.title in after and name not in PEERS and name not in after[one.title]
+    ]
+
+
 def main(arguments: list[str]) -> int:
     """Exit status 0: nothing slower; 1: something is; 2: the files cannot be compared."""
     parser = argparse.ArgumentParser(
@@ -97,4 +108,6 @@ def _print(found: list[Change], slower: list[Change], old: Results, new: Results
     titles = {one.title for one in old.comparisons} ^ {one.title for one in new.comparisons}
     if titles:
         console.print(f"{len(titles)} comparisons are in one file only and were left out")
+    for title, name in gone(old.comparisons, new.comparisons):
+        console.print(f"no longer measured: {name} in {title!r}")
     console.print(f"{len(slower)} of {len(found)} got slower")

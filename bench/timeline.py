@@ -3,7 +3,7 @@
 Writes trace.json (Trace Event Format; open it at https://ui.perfetto.dev) and timeline.png. The
 loop is that of the end-to-end benchmark at K = 20: some steps as a server runs them, where step
 n + 1 is launched before step n is read, then some taken apart, each part waited for. The picture
-shows the last of those. The device's own operations come from jax.profiler.
+shows a typical one of those. The device's own operations come from jax.profiler.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 def record(
     setup: Setup, compiled: Compiled | None = None
 ) -> tuple[list[Span], tuple[int, int], list[DeviceEvent]]:
-    """The spans of one round at K = 20, the last step that was taken apart, the device's events."""
+    """The spans of a round at K = 20, a typical step taken apart, and the device's operations."""
     params, model = setup.load()
     config = setup.loop_config(model)
     contender = next(one for one in GREEDY if one.name == K20)
@@ -147,4 +147,5 @@ def record(
         consumer.close()
     first = min(span.begin for span in spans)
     inside = [one for one in operations if one.begin >= first]
-    return spans, rig.steps[-1], inside
+    typical = sorted(rig.steps, key=lambda step: step[1] - step[0])[len(rig.steps) // 2]
+    return spans, typical, inside

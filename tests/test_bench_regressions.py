@@ -65,6 +65,13 @@ def test_a_peers_own_slowdown_is_nobodys_concern(tmp_path):
     assert status(tmp_path, after) == 0
 
 
+def test_a_contender_that_is_gone_is_named(tmp_path, capsys):
+    old = written(tmp_path / "old.json", BEFORE | {"ring, spin": 9.0})
+    new = written(tmp_path / "new.json", BEFORE)
+    assert regressions.main([old, new]) == 0
+    assert "no longer measured: ring, spin in '530 KB, hot'" in capsys.readouterr().out
+
+
 def test_files_without_anything_in_common_are_refused(tmp_path, capsys):
     assert status(tmp_path, BEFORE, title="another size") == 2
     assert "nothing to compare" in capsys.readouterr().err
