@@ -61,7 +61,10 @@ AOT = (
     *(Shape(1536, vocabulary, 20, "bfloat16") for vocabulary in VOCABULARIES.values()),
     *(Shape(64, vocabulary, 20, "float32") for vocabulary in VOCABULARIES.values()),
     *(Shape(256, 151_936, k, dtype) for k in (0, 1, 64, 128) for dtype in ("bfloat16", "float32")),
-    Shape(1, 32_000, 128, "float16"),
+    *(Shape(1536, 50_257, 64, dtype) for dtype in ("bfloat16", "float32")),
+    Shape(64, 131_072, 20, "bfloat16"),
     Shape(4, 131_072, 20, "bfloat16"),
+    Shape(4, 50_257, 128, "float32"),
+    Shape(1, 32_000, 128, "float16"),
     Shape(2048, 262_144, 5, "float16"),
 )
