@@ -20,7 +20,8 @@ def added(one, other):
 class Occupant:
     """One request's stay in one slot; `earlier` are the statistics of its stays before."""
 
-    def __init__(self, request, slot, generation, prefill, token_ids, cumulative_logprob, earlier):
+    def __init__(self, request, slot, generation, prefill, token_ids, cumulative_logprob, earlier,
+                 prompt_before):  # fmt: skip
         self.request = request
         self.slot = slot
         self.generation = generation
@@ -31,6 +32,10 @@ class Occupant:
         self.steps = []  # (drafts proposed, drafts accepted) of every step with tokens
         self.delivered = 0
         self.earlier = earlier
+        self.prompt_before = prompt_before  # rows of the prompt delivered in earlier stays
+        self.prompt_came = 0
+        asked = request.params.prompt_logprobs is not None and not token_ids
+        self.prompt_due = len(request.prompt_token_ids) - 1 if asked else 0
 
     def statistics_of_stay(self):
         return {"steps": sorted(self.steps), "num_tokens": self.delivered}
@@ -65,10 +70,18 @@ class ReferenceProcessor:
         self.preempted = 0
         self.finished = []
 
-    def admit(self, slot, generation, request, prefill, token_ids, cumulative_logprob, earlier):
+    def admit(self, slot, generation, request, prefill, token_ids, cumulative_logprob, earlier,
+              prompt_before):  # fmt: skip
         assert self.slots[slot] is None
         self.slots[slot] = Occupant(
-            request, slot, generation, prefill, token_ids, cumulative_logprob or 0.0, earlier
+            request,
+            slot,
+            generation,
+            prefill,
+            token_ids,
+            cumulative_logprob or 0.0,
+            earlier,
+            prompt_before,
         )
         self.last_generation[slot] = generation
 
@@ -146,6 +159,53 @@ class ReferenceProcessor:
         released, self.waiting = self.waiting, []
         return released
 
+    def prompt(self, slots):
+        """One record for each slot with rows that were not delivered before."""
+        spoken = [
+            (slot, contents)
+            for slot, contents in enumerate(slots)
+            if contents.state.name == "TOKENS" and contents.token_ids
+        ]
+        for slot, contents in spoken:
+            if contents.generation > self.last_generation[slot]:
+                raise Refused("a generation that was never admitted")
+            occupant = self.slots[slot]
+            if self.is_about(contents, occupant):
+                first = 1 + occupant.prompt_came
+                if not occupant.prompt_due or occupant.token_ids:
+                    raise Refused("nobody asked for it")
+                prompt = list(occupant.request.prompt_token_ids)
+                if prompt[first : first + len(contents.token_ids)] != contents.token_ids:
+                    raise Refused("other tokens than the prompt's next ones")
+        records = []
+        for slot, contents in spoken:
+            occupant = self.slots[slot]
+            if not self.is_about(contents, occupant):
+                if contents.generation == self.last_generation[slot]:
+                    self.surplus_tokens += len(contents.token_ids)
+                else:
+                    self.late_slots += 1
+                continue
+            record = self.empty_record(occupant, self.next_step)
+            record["prompt"] = []
+            for j in range(len(contents.token_ids)):
+                occupant.prompt_came += 1
+                if occupant.prompt_came > occupant.prompt_before:
+                    row, columns = contents.logprobs[j], contents.columns
+                    record["prompt"].append(
+                        [
+                            occupant.prompt_came,
+                            contents.token_ids[j],
+                            row[:columns],
+                            row[columns:],
+                            contents.token_ranks[j],
+                            contents.topk_ids[j],
+                        ]
+                    )
+            if record["prompt"]:
+                records.append(record)
+        return records
+
     def check(self, slots):
         for slot, contents in enumerate(slots):
             if contents.state.name in ("NOTHING", "STOPPED"):
@@ -153,6 +213,12 @@ class ReferenceProcessor:
             if contents.generation > self.last_generation[slot]:
                 raise Refused("a generation that was never admitted")
             occupant = self.slots[slot]
+            if (
+                contents.token_ids
+                and self.is_about(contents, occupant)
+                and occupant.prompt_came < occupant.prompt_due
+            ):
+                raise Refused("a token before the last of its prompt's rows")
             if (
                 contents.state.name == "PREFILL_FIRST_TOKEN"
                 and self.is_about(contents, occupant)
@@ -267,6 +333,7 @@ class ReferenceProcessor:
             "draft_logprobs": None,
             "draft_token_ranks": None,
             "draft_topk_ids": None,
+            "prompt": None,
             "statistics": None,
         }
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from ipc.wire import Kind, LogprobsMode, SlotState
-from jax_specdec import emission, output_processor
+from jax_specdec import emission, output_processor, prompt_logprobs
 from jax_specdec.decode import decode
 from jax_specdec.encode import SlotContents, encode
 from jax_specdec.output_processor import ProcessorError, ProcessorState, Progress
@@ -54,7 +54,13 @@ def random_params(rng):
         logprobs_mode=rng.choice(list(LogprobsMode)),
         extra_token_ids=tuple(range(rng.randint(0, 2))) if logprobs is not None else (),
         draft_logprobs=rng.random() < 0.5,
+        prompt_logprobs=rng.choice((None, None, None, None, 0, 2)),
     )
+
+
+def random_request(rng, name):
+    prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 2, 5))))
+    return Request(id=name, prompt_token_ids=prompt, params=random_params(rng))
 
 
 def random_rows(rng, params, n, **fields):
@@ -104,6 +110,15 @@ def random_draft_slot(rng, params, generation):
     return random_rows(rng, asked, n, state=SlotState.TOKENS, generation=generation, num_drafts=n)
 
 
+def random_prompt_slot(rng, params, generation, tokens):
+    """What a chunk's message says: `tokens` with the columns of the prompt's own K."""
+    asked = replace(params, logprobs=params.prompt_logprobs or 0)
+    fields = {"state": SlotState.TOKENS, "generation": generation}
+    if not tokens:
+        return SlotContents(generation=generation, state=SlotState.NOTHING)
+    return replace(random_rows(rng, asked, len(tokens), **fields), token_ids=tokens)
+
+
 def plain(value):
     """NumPy values as Python's; NaN as a string, so that it equals itself."""
     if isinstance(value, np.ndarray):
@@ -120,8 +135,18 @@ def as_dict(record, reference_names):
     values = {name: plain(getattr(record, name)) for name in reference_names}
     reason, statistics = record.finish_reason, record.statistics
     values["finish_reason"] = None if reason is None else reason.name
+    values["prompt"] = prompt_rows(record.prompt)
     values["statistics"] = None if statistics is None else marginals_of(statistics)
     return values
+
+
+def prompt_rows(rows):
+    """The rows one by one, each with its place in the prompt."""
+    if rows is None:
+        return None
+    columns = (rows.token_ids, rows.logprobs, rows.chosen_logprobs, rows.token_ranks, rows.topk_ids)
+    each = zip(*(plain(column) for column in columns), strict=True)
+    return [[rows.start + n, *row] for n, row in enumerate(each)]
 
 
 def marginals_of(statistics):
@@ -159,7 +184,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, first_step):
         self.state = ProcessorState.empty(SLOTS, first_step=first_step)
         self.reference = ReferenceProcessor(SLOTS, first_step)
-        self.params = [{} for _ in range(SLOTS)]  # by slot and generation
+        self.asked = [{} for _ in range(SLOTS)]  # requests by slot and generation
         self.names = 0
         self.preempted = []  # (request, progress, its statistics as the reference has them)
 
@@ -173,9 +198,8 @@ class Machine(RuleBasedStateMachine):
             request, progress, earlier = self.preempted.pop()
         else:
             self.names += 1
-            params = random_params(rng)
-            request = Request(id=str(self.names), prompt_token_ids=(1,), params=params)
-            if rng.random() < 0.3 and params.max_tokens > 1:
+            request = random_request(rng, str(self.names))
+            if rng.random() < 0.3 and request.params.max_tokens > 1:
                 brought = (VOCABULARY + 1,)  # in no stop rule
                 earlier = {"steps": [(3, 1), (0, 0)], "num_tokens": 1}
                 progress = Progress(
@@ -183,9 +207,12 @@ class Machine(RuleBasedStateMachine):
                     cumulative_logprob=-0.75,
                     statistics=Statistics(*marginals(earlier)),
                 )
+            elif rng.random() < 0.3:  # preempted while its prompt was run
+                came = rng.randrange(len(request.prompt_token_ids))
+                progress = Progress(num_prompt_rows=came)
         prefill = rng.random() < 0.15
         generation = self.reference.last_generation[slot] + rng.randint(1, 3)
-        self.params[slot][generation] = request.params
+        self.asked[slot][generation] = request
         self.state = self.product.admit(
             self.state, slot, generation, request, prefill=prefill, handed_over=progress
         )
@@ -197,6 +224,7 @@ class Machine(RuleBasedStateMachine):
             progress.token_ids,
             progress.cumulative_logprob,
             earlier,
+            progress.num_prompt_rows,
         )
 
     @rule(
@@ -238,11 +266,29 @@ class Machine(RuleBasedStateMachine):
             return
         rng = random.Random(seed)
         slots = [
-            random_draft_slot(rng, params, generation)
-            for params, generation in (self.subject(rng, slot) for slot in range(SLOTS))
+            random_draft_slot(rng, request.params, generation)
+            for request, generation in (self.subject(rng, slot) for slot in range(SLOTS))
         ]
         data = encode(Kind.DRAFT, step, slots)
         self.both(data, lambda: self.reference.draft(step, slots))
+
+    @rule(seed=SEEDS)
+    def prompt(self, seed):
+        rng = random.Random(seed)
+        slots = []
+        for slot in range(SLOTS):
+            request, generation = self.subject(rng, slot)
+            occupant = self.reference.slots[slot]
+            came = occupant.prompt_came if occupant is not None else 0
+            wanted = request.params.prompt_logprobs is not None and rng.random() < 0.8
+            if not wanted and rng.random() < 0.98:
+                slots.append(SlotContents(generation=generation, state=SlotState.NOTHING))
+                continue
+            first = 1 + came + (rng.random() < 0.02)  # at times, a row is lost
+            tokens = request.prompt_token_ids[first : first + rng.randint(1, 3)]
+            slots.append(random_prompt_slot(rng, request.params, generation, list(tokens)))
+        data = encode(Kind.PROMPT, self.reference.next_step, slots)
+        self.both(data, lambda: self.reference.prompt(slots))
 
     @precondition(lambda self: self.names > 0)
     @rule(reason=st.sampled_from((None, None, FinishReason.WORKER_LOST)))
@@ -263,23 +309,28 @@ class Machine(RuleBasedStateMachine):
 
     def subject(self, rng, slot):
         """Whom a slot of a message is about: usually its last generation, at times an older one."""
-        generations = sorted(self.params[slot])
+        generations = sorted(self.asked[slot])
         if not generations:
-            return SamplingParams(), 0
+            return Request(id="nobody", prompt_token_ids=(0,)), 0
         generation = rng.choice(generations[-2:]) if rng.random() < 0.3 else generations[-1]
-        return self.params[slot][generation], generation
+        return self.asked[slot][generation], generation
 
     def send_target(self, seed, draft_follows, step):
         rng = random.Random(seed)
         slots = []
         for slot in range(SLOTS):
-            params, generation = self.subject(rng, slot)
+            request, generation = self.subject(rng, slot)
             occupant = self.reference.slots[slot]
-            if not self.params[slot]:  # never admitted: the worker has nothing to say
+            if not self.asked[slot]:  # never admitted: the worker has nothing to say
                 slots.append(SlotContents(state=SlotState.STOPPED))
                 continue
+            prefilling = occupant is not None and occupant.prompt_came < occupant.prompt_due
+            if prefilling and rng.random() < 0.98:
+                state = rng.choice((SlotState.NOTHING, SlotState.NOTHING, SlotState.PREEMPTED))
+                slots.append(SlotContents(generation=generation, state=state))
+                continue
             fresh = occupant is None or not occupant.token_ids or rng.random() < 0.02
-            slots.append(random_target_slot(rng, params, generation, fresh=fresh))
+            slots.append(random_target_slot(rng, request.params, generation, fresh=fresh))
         data = encode(Kind.TARGET, step, slots, draft_follows=draft_follows)
         self.both(data, lambda: self.reference.target(step, draft_follows, slots))
 
@@ -322,6 +373,7 @@ class Machine(RuleBasedStateMachine):
                 token_ids=tuple(occupant.token_ids),
                 cumulative_logprob=record.cumulative_logprob,
                 statistics=record.statistics,
+                num_prompt_rows=max(occupant.prompt_before, occupant.prompt_came),
             )
             self.preempted.append((record.request, progress, occupant.statistics()))
             self.state = self.product.release(self.state, record.slot)
@@ -454,6 +506,30 @@ def counts_the_steps_before_a_preemption_twice(monkeypatch):
     return {"release": release}
 
 
+def delivers_a_prompts_logprobs_again(monkeypatch):
+    def admit(state, slot, generation, request, *, prefill, handed_over):
+        return output_processor.admit(
+            state,
+            slot,
+            generation,
+            request,
+            prefill=prefill,
+            handed_over=replace(handed_over, num_prompt_rows=0),
+        )
+
+    return {"admit": admit}
+
+
+def takes_lost_rows_of_a_prompt_for_granted(monkeypatch):
+    monkeypatch.setattr(prompt_logprobs, "check_complete", lambda *_: None)
+    return {}
+
+
+def takes_any_rows_for_the_prompts_next_ones(monkeypatch):
+    monkeypatch.setattr(prompt_logprobs, "_check", lambda *_: None)
+    return {}
+
+
 def leaves_the_waiting_record_behind_on_abort(monkeypatch):
     def abort(state, request_id):
         after, records = output_processor.abort(replace(state, waiting=None), request_id)
@@ -493,6 +569,9 @@ def counts_accepted_drafts_after_the_cut(monkeypatch):
         counts_the_handed_over_tokens_for_nothing,
         forgets_the_statistics_before_a_preemption,
         counts_the_steps_before_a_preemption_twice,
+        delivers_a_prompts_logprobs_again,
+        takes_lost_rows_of_a_prompt_for_granted,
+        takes_any_rows_for_the_prompts_next_ones,
         leaves_the_waiting_record_behind_on_abort,
         takes_lost_steps_for_granted,
         counts_accepted_drafts_after_the_cut,
