@@ -25,7 +25,7 @@ MORE = {
     "detokenize": "ids to strings and bytes, against the tokenizers library",
     "imports": "importing the engine's side, against importing numpy and jax",
 }
-MODULES = {"kernels": ("kernels", "sweep"), "end-to-end": ("end_to_end",)}
+MODULES = {"kernels": ("sweep",), "end-to-end": ("end_to_end",)}
 COMMANDS = {"compare": "bench.regressions", "report": "bench.report", "profile": "bench.timeline"}
 
 

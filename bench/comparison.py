@@ -1,5 +1,6 @@
 """What a run of contenders found: medians, spreads, ratios, and targets that held or not."""
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ PEERS = frozenset(
         "numpy and jax",
     }
 )
+SHAPE = re.compile(r"Shape\(rows=(\d+), vocabulary=(\d+), k=(\d+), dtype='(\w+)'\)")
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
@@ -140,3 +142,12 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     last = len(ordered) - 1
     found = {f"p{p}": ordered[round(last * p / 100)] for p in PERCENTILES}
     return found | {"max": ordered[-1]}
+
+
+def shape_of(one: Comparison) -> dict[str, Any]:
+    """rows, vocabulary, k and dtype of a kernel comparison."""
+    found = SHAPE.search(str(one.settings.get("shape", "")))
+    if found is None:
+        return {name: one.settings.get(name) for name in ("rows", "vocabulary", "k", "dtype")}
+    rows, vocabulary, k, dtype = found.groups()
+    return {"rows": int(rows), "vocabulary": int(vocabulary), "k": int(k), "dtype": dtype}

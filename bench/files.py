@@ -95,7 +95,8 @@ def _comparison(fields: dict[str, Any]) -> Comparison:
 
 def _suite(title: str) -> str:
     """The suite of a comparison that does not say it, by how its suite titles them."""
-    for start, suite in (("topk_logprobs", "kernels"), ("bytes to records", "host"),
+    for start, suite in (("topk_logprobs", "kernels"), ("copy of", "kernels"),
+                         ("bytes to records", "host"),
                          ("decoding", "end-to-end")):  # fmt: skip
         if title.startswith(start):
             return suite

@@ -9,12 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from bench import drawing
-from bench.comparison import PEERS, Comparison
+from bench.comparison import PEERS, Comparison, shape_of
 from bench.drawing import OURS
 from bench.ring_contenders import SEED_BYTES
 from bench.timing import readable
 
-SHAPE = re.compile(r"Shape\(rows=(\d+), vocabulary=(\d+), k=(\d+), dtype='(\w+)'\)")
 AXES = {"k": "K, logprobs a token", "rows": "rows (tokens) of a step", "vocabulary": "vocabulary"}
 PARTS = ("publish", "ring", "decode", "process")
 PART_COLORS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7")
@@ -56,15 +55,6 @@ def of_suite(comparisons: Sequence[Comparison], suite: str) -> list[Comparison]:
 def slug(title: str) -> str:
     """A file name of a title."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-
-
-def shape_of(one: Comparison) -> dict[str, Any]:
-    """rows, vocabulary, k and dtype of a kernel comparison."""
-    found = SHAPE.search(str(one.settings.get("shape", "")))
-    if found is None:
-        return {name: one.settings.get(name) for name in (*AXES, "dtype")}
-    rows, vocabulary, k, dtype = found.groups()
-    return {"rows": int(rows), "vocabulary": int(vocabulary), "k": int(k), "dtype": dtype}
 
 
 def kernels(comparisons: Sequence[Comparison], axis: str) -> Figure | None:

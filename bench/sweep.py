@@ -1,13 +1,17 @@
-"""What K, the batch and the vocabulary each cost on a CPU: one of them changed at a time.
+"""The `kernels` suite on a CPU: what K, the batch and the vocabulary each cost, and a copy beside.
 
-On a GPU `bench.gpu_kernels` measures a whole grid of shapes; this is the part of it that a CPU can
-do in half a minute.
+One of them is changed at a time. On a GPU `bench.gpu_kernels` measures a whole grid of shapes, with
+a copy of its own; this is what a CPU can do of it in a minute.
 """
 
-import jax
+from dataclasses import replace
 
-from bench import kernels
-from bench.timing import Comparison
+import jax
+import jax.numpy as jnp
+
+from bench import gpu_contenders, kernels
+from bench.comparison import Comparison, shape_of
+from bench.timing import compare
 from pallas_kernels.shapes import CPU_SPEED, VOCABULARIES, Shape
 
 ROWS, VOCABULARY, K, DTYPE = (
@@ -29,7 +33,34 @@ SHAPES = tuple(
 
 
 def run(quick: bool) -> list[Comparison]:
-    """Every shape that `bench.kernels` does not measure already; none where it would be slow."""
-    if quick or jax.devices()[0].platform != "cpu":
-        return []
-    return [kernels.measure(shape) for shape in SHAPES]
+    """`bench.kernels`; on a CPU also a copy and, unless `quick`, the sweep."""
+    if jax.devices()[0].platform != "cpu":
+        return kernels.run(quick)
+    copy = measure_copy()
+    found = kernels.run(quick) + ([] if quick else [kernels.measure(shape) for shape in SHAPES])
+    return [copy, *(beside(one, copy.figures["copy"]["GB/s"]) for one in found)]
+
+
+def measure_copy() -> Comparison:
+    """The bandwidth of the memory: a copy of as many logits as the largest comparison has."""
+    x = gpu_contenders.random_logits(CPU_SPEED, seed=0)
+    copy = jax.jit(lambda x: -x)
+    found = compare(
+        f"copy of {x.nbytes >> 20} MiB",
+        {"copy": lambda: jax.block_until_ready(copy(x))},  # type: ignore[no-untyped-call]
+        check=None,
+        settings={"device": jax.devices()[0].device_kind},
+    )
+    figures = {"copy": {"GB/s": 2 * x.nbytes / found["copy"].median / 1e9}}  # read and written
+    return replace(found, suite="kernels", figures=figures)
+
+
+def beside(one: Comparison, bandwidth: float) -> Comparison:
+    """The comparison with each contender's logits a second, beside the copy's GB/s."""
+    shape = shape_of(one)
+    size = shape["rows"] * shape["vocabulary"] * jnp.dtype(shape["dtype"]).itemsize
+    figures = {}
+    for timing in one.timings:
+        speed = size / timing.median / 1e9
+        figures[timing.name] = {"GB/s": speed, "% of a copy": 100 * speed / bandwidth}
+    return replace(one, figures=figures)

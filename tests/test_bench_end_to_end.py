@@ -104,6 +104,21 @@ def test_a_contender_with_other_logprobs_is_caught_before_any_timing(compiled, m
         end_to_end.measure("a test", SETUP, chosen, PARAMS, MODEL, compiled)
 
 
+def test_a_run_has_greedy_and_sampled_requests_each_with_a_baseline(compiled, monkeypatch):
+    monkeypatch.setattr(end_to_end, "setups", lambda quick: [SETUP])
+    monkeypatch.setattr(end_to_end, "Compiled", lambda config: compiled)
+    monkeypatch.setattr(end_to_end, "GREEDY", [one for one in ON_CPU if one.name in (OFF, K20)])
+    processed = [end_to_end.SAMPLED[0], end_to_end.SAMPLED[-1]]
+    monkeypatch.setattr(end_to_end, "SAMPLED", processed)
+    greedy, sampled = end_to_end.run(quick=False)
+    assert greedy.names == (OFF, K20)
+    assert sampled.names == (OFF, "K = 20, processed")
+    assert sampled.figures["K = 20, processed"]["rows"] > 0
+    assert "sampled" in sampled.title
+    assert greedy.targets
+    assert not sampled.targets
+
+
 @pytest.mark.fast
 def test_other_tokens_or_other_steps_are_caught():
     right = [[([1, 2], None), ([3], None)]]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bench import __main__ as bench
-from bench import host
+from bench import host, sweep
 from bench.comparison import from_samples
 from bench.files import read_json
 from bench.timing import BenchError
@@ -58,6 +58,17 @@ def test_results_are_printed_and_written_with_machine_settings_and_suite(
     assert (read.suite, read.settings) == ("host", {"k": 5})
     timing = read["columns (ours)"]
     assert (timing.low, timing.median, timing.high) == (1e-4, 2e-4, 4e-4)
+
+
+def test_logits_a_second_stand_beside_those_of_a_copy():
+    one = from_samples(
+        "topk_logprobs",
+        {"log_softmax + top_k": [4e-3], "xla": [1e-3]},
+        settings={"shape": "Shape(rows=10, vocabulary=100000, k=5, dtype='bfloat16')"},
+    )
+    figures = sweep.beside(one, bandwidth=4.0).figures  # 2 MB of logits
+    assert figures["xla"] == pytest.approx({"GB/s": 2.0, "% of a copy": 50.0})
+    assert figures["log_softmax + top_k"] == pytest.approx({"GB/s": 0.5, "% of a copy": 12.5})
 
 
 def test_the_engines_side_of_the_loops_benchmark_imports_no_jax():

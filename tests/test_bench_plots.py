@@ -3,7 +3,7 @@
 import pytest
 
 from bench import plots
-from bench.comparison import Comparison, from_samples
+from bench.comparison import Comparison, from_samples, shape_of
 from bench.end_to_end import K20, OFF
 
 
@@ -80,4 +80,4 @@ def test_without_results_nothing_is_drawn(tmp_path):
 )
 def test_a_shape_is_read_in_both_forms(settings):
     one = from_samples("t", {"a": [1.0]}, settings=settings)
-    assert plots.shape_of(one) == {"rows": 4, "vocabulary": 9, "k": 2, "dtype": "bfloat16"}
+    assert shape_of(one) == {"rows": 4, "vocabulary": 9, "k": 2, "dtype": "bfloat16"}
