@@ -6,7 +6,7 @@ import random
 from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.records import FinishReason
 from jax_specdec.requests import Request, SamplingParams
-from tests.scripted_worker import VOCAB, ScriptedWorker, continuation
+from tests.scripted_worker import VOCAB, ScriptedWorker, continuation, logprob
 
 CUT_SHORT = {FinishReason.ABORT, FinishReason.RECOVERY_ERROR, FinishReason.WORKER_LOST}
 
@@ -20,6 +20,7 @@ def make_requests(count, seed=0):
             params=SamplingParams(
                 max_tokens=rng.choice((1, 2, 9, 20)),
                 logprobs=rng.choice((None, 0, 2)),
+                prompt_logprobs=rng.choice((None, 0, 2)),
                 stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 1)))),
             ),
         )
@@ -84,6 +85,23 @@ class Scene:
         return self.records[name][-1].finish_reason if self.records[name] else None
 
 
+def check_prompt(request, records):
+    """Every row once, in order, before the first token; none where nobody asked."""
+    prompt = list(request.prompt_token_ids)
+    places, logprobs = [], []
+    for record in records:
+        if record.prompt is not None:
+            assert len(places) < len(prompt) - 1, "more rows than the prompt has"
+            places += range(record.prompt.start, record.prompt.start + len(record.prompt.token_ids))
+            logprobs += record.prompt.logprobs[:, 0].tolist()
+        elif record.num_tokens and request.params.prompt_logprobs is not None:
+            assert len(places) == len(prompt) - 1
+    asked = request.params.prompt_logprobs is not None
+    due = list(range(1, len(prompt))) if asked else []
+    assert places == due[: len(places)]
+    assert logprobs == [logprob(prompt[:place]) for place in places]
+
+
 def check(scene, requests):
     """Nothing is lost, doubled or changed; every request ends once."""
     for request in requests:
@@ -98,6 +116,7 @@ def check(scene, requests):
             assert got == tokens
             stopped = tokens[-1] in request.params.stop_token_ids
             assert ends[0] is (FinishReason.STOP_TOKEN if stopped else FinishReason.LENGTH)
+        check_prompt(request, records)
         totals = list(itertools.accumulate(logprobs, initial=0.0))
         position = 0
         for record in records:

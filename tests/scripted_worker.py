@@ -128,10 +128,12 @@ class ScriptedWorker:
             self.slots[command.slot] = SimpleNamespace(
                 generation=command.generation,
                 params=command.request.params,
+                prompt=list(command.request.prompt_token_ids),
                 ids=list(command.request.prompt_token_ids),
                 left=command.request.params.max_tokens,
                 drafts=list(command.draft_token_ids),
                 wait=self.rng.randint(0, 2),  # steps in which the prompt is still prefilled
+                scored=1,  # the next prompt token that gets logprobs, where they were asked
                 evicted=None,
                 ended=False,
             )
@@ -144,8 +146,10 @@ class ScriptedWorker:
                     self.slots[command.slot] = None
 
     def launch(self):
-        contents, drafts = [], []
+        messages, contents, drafts = [], [], []
         for index, slot in enumerate(self.slots):
+            if slot is not None and slot.params.prompt_logprobs is not None:
+                messages += self.score(index, slot)
             if slot is None:
                 contents.append(SlotContents(state=SlotState.STOPPED))
                 drafts.append(SlotContents(state=SlotState.STOPPED))
@@ -159,12 +163,36 @@ class ScriptedWorker:
                 self.slots[index] = None
         follows = self.draft_messages and self.rng.random() < 0.7
         header = {"process_rank": self.process_rank}
-        messages = [encode(Kind.TARGET, self.step, contents, draft_follows=follows, **header)]
+        messages.append(encode(Kind.TARGET, self.step, contents, draft_follows=follows, **header))
         # One that does not come costs only the drafts, as long as another step follows.
         if follows and not (any(self.slots) and self.rng.random() < 0.2):
             messages.append(encode(Kind.DRAFT, self.step, drafts, **header))
         self.step += 1
         return messages
+
+    def score(self, index, slot):
+        """The message of the next chunk of a prompt's logprobs; all of them before a token."""
+        prompt = slot.prompt
+        left = len(prompt) - slot.scored
+        if slot.evicted is not None or left <= 0:
+            return []
+        n = self.rng.randint(1, left)
+        slot.wait = max(slot.wait, int(n < left))
+        k, ids = slot.params.prompt_logprobs, prompt[slot.scored : slot.scored + n]
+        said = [SlotContents(state=SlotState.NOTHING)] * len(self.slots)
+        said[index] = SlotContents(
+            generation=slot.generation,
+            token_ids=ids,
+            columns=k + 1,
+            logprobs=[
+                [logprob(prompt[:place])] + [-9.0] * k
+                for place in range(slot.scored, slot.scored + n)
+            ],
+            token_ranks=[1] * n,
+            topk_ids=[[0] * k] * n,
+        )
+        slot.scored += n
+        return [encode(Kind.PROMPT, self.step, said, process_rank=self.process_rank)]
 
     def slot_step(self, slot):
         """What the slot says in this step, and the drafts that it verified."""
