@@ -20,13 +20,12 @@ from jax_specdec.jobs import Job, ended, handed_on
 from jax_specdec.output_processor import ProcessorError
 from jax_specdec.rank import Rank, RankStatus, Update, Worker
 from jax_specdec.records import FinishReason, Records
-from jax_specdec.requests import NotServed, Request, RequestError
+from jax_specdec.requests import Request, RequestError
 from jax_specdec.worker_client import WorkerFailed, WorkerProcess
 
 __all__ = [
     "Engine",
     "EngineConfig",
-    "NotServed",
     "RankStatus",
     "Update",
     "WorkerFailed",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ipc import wire
-from jax_specdec.requests import Request, RequestError, check_served
+from jax_specdec.requests import Request, RequestError
 
 MAX_DRAFTS = 64  # far beyond what pays; every draft is a row of each slot and step
 
@@ -88,7 +88,6 @@ def check(request: Request, config: EngineConfig) -> None:
 
     Raises:
       RequestError: an id outside the vocabulary, or more tokens than a slot holds.
-      NotServed: a feature that this worker does not do.
     """
     params, ids = request.params, request.prompt_token_ids
     for name, named in (("prompt", ids), ("extra", params.extra_token_ids)):
@@ -111,4 +110,3 @@ def check(request: Request, config: EngineConfig) -> None:
                 f"request {request.id!r}: {name} = {k}, but the vocabulary has only "
                 f"{config.vocab_size} tokens"
             )
-    check_served(request)

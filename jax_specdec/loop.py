@@ -20,6 +20,7 @@ from jax_specdec.messages import StepOutput
 from jax_specdec.model import KVCache, ModelConfig, ModelParams, forward, init_cache, logits
 from jax_specdec.prefill import prefill
 from jax_specdec.sampling import Sampling
+from jax_specdec.sharding import ONE_DEVICE, Parallel, split
 from jax_specdec.verify import AcceptRule, Drafts, accept_draft, verify
 from pallas_kernels import Greedy, greedy_topk_logprobs
 
@@ -35,6 +36,7 @@ class LoopConfig:
     num_slots: int  # B
     max_length: int  # T: prompt and emitted tokens of a request
     accept: AcceptRule = accept_draft
+    parallel: Parallel = ONE_DEVICE
     prefill_only: bool = False  # a request ends here with its first token, and is handed over
 
     @property
@@ -99,7 +101,30 @@ def init_state(config: LoopConfig) -> LoopState:
     )
     # No two leaves may share a buffer: the state is donated to the next step.
     distinct: LoopState = jax.tree.map(jnp.copy, state)
-    return distinct
+    placed: LoopState = config.parallel.place(distinct, state_specs(distinct))
+    return placed
+
+
+def state_shardings(config: LoopConfig) -> LoopState | None:
+    """Where each array of the state is; None: on the one device."""
+    if config.parallel.mesh is None:
+        return None
+    state = jax.eval_shape(lambda: init_state(replace(config, parallel=ONE_DEVICE)))
+    shardings: LoopState = config.parallel.shardings(state_specs(state))
+    return shardings
+
+
+def state_specs(state: LoopState) -> Any:
+    """How a state is split among devices, as a tree like it: caches by heads, logits by tokens."""
+
+    def of(x: Any) -> Any:
+        axis = -2 if isinstance(x, KVCache) else None  # of [L, B, T, KVH, Dh]
+        return jax.tree.map(lambda leaf: split(leaf.ndim, axis), x)
+
+    specs = jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
+    if state.drafts.logits is None:
+        return specs
+    return replace(specs, drafts=specs.drafts._replace(logits=split(3, -1)))  # [B, D, V]
 
 
 def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
@@ -131,6 +156,14 @@ def release(state: LoopState, slot: jax.Array) -> LoopState:
     )
 
 
+class Chunk(NamedTuple):
+    """A chunk of a prompt that was run. Axes: P positions, H hidden."""
+
+    hidden: jax.Array  # [P, H]: the decoder's; position p predicts the next token
+    next_tokens: jax.Array  # [P] int32
+    num_valid: jax.Array  # [] int32: the rest is padding
+
+
 def prefill_chunk(
     config: LoopConfig,
     params: ModelParams,
@@ -139,6 +172,18 @@ def prefill_chunk(
     start: jax.Array,
     chunk: int,
 ) -> LoopState:
+    """`run_chunk` for a prompt whose logprobs nobody wants."""
+    return run_chunk(config, params, state, slot, start, chunk)[0]
+
+
+def run_chunk(
+    config: LoopConfig,
+    params: ModelParams,
+    state: LoopState,
+    slot: jax.Array,
+    start: jax.Array,
+    chunk: int,
+) -> tuple[LoopState, Chunk]:
     """Run prompt tokens `start` to `start + chunk` of `slot` through the caches.
 
     All but the last prompt token: that one is row 0 of the slot's first step, so the first token
@@ -155,7 +200,7 @@ def prefill_chunk(
     done = start + chunk >= length - 1
     # Not at the admission: every step until now has replaced the drafts of all slots.
     drafts, certain = _first_drafts(state, slot)
-    return replace(
+    state = replace(
         state,
         drafts=drafts,
         certain=certain,
@@ -164,6 +209,7 @@ def prefill_chunk(
         active=state.active.at[slot].set(done & state.prefilling[slot]),
         prefilling=state.prefilling.at[slot].set(state.prefilling[slot] & ~done),
     )
+    return state, Chunk(hidden, tokens[1:], num_valid)
 
 
 def _first_drafts(state: LoopState, slot: jax.Array) -> tuple[Drafts, jax.Array]:
@@ -208,12 +254,25 @@ def step(
     target = logits(params, config.model, hidden)
     greedy_rows, choice = None, None
     if fused_k is not None:
-        greedy_rows = greedy_topk_logprobs(target.reshape(-1, target.shape[-1]), fused_k)
+        greedy_rows = greedy_topk_logprobs(
+            target.reshape(-1, target.shape[-1]),
+            fused_k,
+            mesh=config.parallel.mesh,
+            axis_name=config.parallel.axis_name,
+        )
         choice = Greedy(greedy_rows.token_ids[:, 0], greedy_rows.token_ranks > 0)
     # What an empty slot's last request asked for must not put a greedy batch on the sampled path.
     temperature = jnp.where(state.active, state.sampling.temperature, 0.0)
     sampling = state.sampling._replace(temperature=temperature)
-    verified = verify(target, drafts, sampling, state.lengths, accept=config.accept, choice=choice)
+    verified = verify(
+        target,
+        drafts,
+        sampling,
+        state.lengths,
+        accept=config.accept,
+        choice=choice,
+        parallel=config.parallel,
+    )
     num_tokens = jnp.where(state.active, verified.num_tokens, 0)
 
     emitted = index < num_tokens[:, None]

@@ -16,10 +16,6 @@ class RequestError(ValueError):
     """A request that cannot be served; says which value is wrong and what it may be."""
 
 
-class NotServed(RequestError):
-    """A request that is valid but asks for something that this worker does not do."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen and which logprobs come with them.
@@ -98,17 +94,6 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
-
-
-def check_served(request: Request) -> None:
-    """Refuse what the worker does not do yet; the engine asks before it admits, and so does it.
-
-    Raises:
-      NotServed: a mode or a feature that is not there.
-    """
-    params = request.params
-    if params.prompt_logprobs is not None:
-        raise NotServed(f"request {request.id!r}: prompt_logprobs are not served yet")
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

@@ -6,7 +6,7 @@ requests asked for and from how far their prompts have come.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,29 @@ def draft_bound(slots: Sequence[Slot]) -> int:
         for slot in slots
     ]
     return _bound(slots, tokens)
+
+
+def prompt_bound(slots: Sequence[Slot], scoring: Slot, num_tokens: int) -> int:
+    """The words of a prompt message of so many tokens of one of these slots."""
+    empty = _bound(slots[1:], [0] * (len(slots) - 1))
+    return empty - wire.HEADER_WORDS + _bound([scoring], [num_tokens])
+
+
+def for_prompt(slot: Slot) -> Slot:
+    """The slot as far as its prompt's logprobs go: their K stands in the place of the tokens'."""
+    params = replace(slot.params, logprobs=slot.params.prompt_logprobs)
+    return replace(slot, params=params)
+
+
+def chunk_size(slot: Slot, config: loop.LoopConfig, prefill_chunk: int) -> int:
+    """How many prompt tokens of the slot are run between two steps.
+
+    A chunk with logprobs has no more of them than a step can have tokens: so its message never
+    needs more room in the ring than a step's.
+    """
+    if slot.params.prompt_logprobs is None:
+        return prefill_chunk
+    return min(prefill_chunk, config.num_slots * config.num_positions)
 
 
 def _bound(slots: Sequence[Slot], tokens: Sequence[int]) -> int:

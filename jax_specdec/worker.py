@@ -5,9 +5,7 @@ device computes, the host takes commands, waits for the copy of the last step's 
 them. Everything that step n + 1 needs from step n stays on the device.
 """
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -16,14 +14,15 @@ import numpy as np
 
 from ipc import wire
 from ipc.wire import SlotState
-from jax_specdec import loop, messages, slots
+from jax_specdec import loop, slots
+from jax_specdec.compiled import Compiled as Compiled
 from jax_specdec.control import Admit, Command, Evict, Release, Shutdown
 from jax_specdec.decode import failed_checks
 from jax_specdec.messages import StepOutput
 from jax_specdec.model import ModelParams
 from jax_specdec.modes import Asked, Widths
 from jax_specdec.pack import bucket
-from jax_specdec.requests import check_served
+from jax_specdec.sharding import params_specs
 from jax_specdec.slots import Slot
 from pallas_kernels.implementations import cannot_run, cuda_capability
 
@@ -42,42 +41,10 @@ class Sender(Protocol):
 class Launched:
     """A step that is under way."""
 
-    states: jax.Array  # [B] SlotState after it
     generations: list[int]  # of the slots when it was launched
-    words: tuple[jax.Array, ...]  # its messages in order; none where nothing is published
-
-
-@dataclass
-class Compiled:
-    """The loop's functions, compiled on first use."""
-
-    config: loop.LoopConfig
-    admit: Callable[..., loop.LoopState] = field(init=False)
-    release: Callable[..., loop.LoopState] = field(init=False)
-    prefill_chunk: Callable[..., loop.LoopState] = field(init=False)
-    step: Callable[..., tuple[loop.LoopState, StepOutput]] = field(init=False)
-    target_message: Callable[..., jax.Array] = field(init=False)
-    draft_message: Callable[..., jax.Array] = field(init=False)
-    leading: Callable[..., jax.Array] = field(init=False)
-
-    def __post_init__(self) -> None:
-        # The state is donated: a step updates the caches in place.
-        self.admit = jax.jit(loop.admit, donate_argnums=0)
-        self.release = jax.jit(loop.release, donate_argnums=0)
-        self.prefill_chunk = jax.jit(
-            functools.partial(loop.prefill_chunk, self.config),
-            donate_argnums=1,
-            static_argnames="chunk",
-        )
-        self.step = jax.jit(
-            functools.partial(loop.step, self.config),
-            donate_argnums=1,
-            static_argnames="fused_k",
-        )
-        static = ("widths", "process_rank")
-        self.target_message = jax.jit(messages.target_message, static_argnames=static)
-        self.draft_message = jax.jit(messages.draft_message, static_argnames=static)
-        self.leading = jax.jit(lambda words, count: words[:count], static_argnums=1)
+    states: jax.Array | None  # [B] SlotState after it; None: no step, prompts alone
+    prompts: tuple[jax.Array, ...]  # messages, which go first; none where nothing is published
+    words: tuple[jax.Array, ...]  # the step's target and draft message; none likewise
 
 
 class Worker:
@@ -105,7 +72,7 @@ class Worker:
             the GPU kernels run.
         """
         self.config = config
-        self.params = params
+        self.params = config.parallel.place(params, params_specs(params))
         self.sender = sender
         self.prefill_chunk = prefill_chunk
         self.process_rank = process_rank
@@ -131,7 +98,6 @@ class Worker:
         have been published or are on their way.
 
         Raises:
-          NotServed: a request asks for what this worker does not do.
           ValueError: a slot is given away before its eviction was published, or a draft that was
             handed over is no token.
         """
@@ -149,12 +115,19 @@ class Worker:
 
     def advance(self) -> None:
         """Launch the next step, then publish the one before it."""
-        for index, slot in enumerate(self.slots):
-            if slot.occupied and slot.prefill_at is not None:
-                self._prefill(index, slot)
+        prompts = [
+            words
+            for index, slot in enumerate(self.slots)
+            if slot.occupied and slot.prefill_at is not None
+            for words in self._prefill(index, slot)
+        ]
         # An eviction has to be heard of, even where nothing decodes.
         due = any(slot.decoding or slot.verdict for slot in self.slots)
-        following = self._launch() if due else None
+        following = None
+        if due or prompts:
+            generations = [slot.generation for slot in self.slots]
+            states, words = self._launch() if due else (None, ())
+            following = Launched(generations, states, tuple(prompts), words)
         self.finish()
         self.launched = following
 
@@ -166,7 +139,6 @@ class Worker:
 
     def _admit(self, command: Admit) -> None:
         request, drafter, vocab = command.request, self.config.drafter, self.config.model.vocab_size
-        check_served(request)
         if self.slots[command.slot].verdict:
             raise ValueError(
                 f"slot {command.slot} was evicted and no message has said so yet: "
@@ -205,16 +177,47 @@ class Worker:
         self.slots[index] = slot
         self.asked = None
 
-    def _prefill(self, index: int, slot: Slot) -> None:
-        """Run one chunk of a prompt: a long one does not hold up the other slots' tokens."""
-        start = slot.prefill_at or 0
-        self.state = self.compiled.prefill_chunk(
-            self.params, self.state, jnp.int32(index), jnp.int32(start), chunk=self.prefill_chunk
-        )
-        following = start + self.prefill_chunk
-        slot.prefill_at = following if following < slot.prompt_length - 1 else None
+    def _prefill(self, index: int, slot: Slot) -> tuple[jax.Array, ...]:
+        """Run one chunk of a prompt: a long one does not hold up the other slots' tokens.
 
-    def _launch(self) -> Launched:
+        Returns the words of the chunk's own message, where its logprobs are wanted.
+        """
+        start, chunk = slot.prefill_at or 0, slots.chunk_size(slot, self.config, self.prefill_chunk)
+        places = jnp.int32(index), jnp.int32(start)
+        words: tuple[jax.Array, ...] = ()
+        if slot.params.prompt_logprobs is None:
+            self.state = self.compiled.prefill_chunk(self.params, self.state, *places, chunk=chunk)
+        else:
+            words = self._score(slot, places, chunk)
+        following = start + chunk
+        slot.prefill_at = following if following < slot.prompt_length - 1 else None
+        return words
+
+    def _score(
+        self, slot: Slot, places: tuple[jax.Array, jax.Array], chunk: int
+    ) -> tuple[jax.Array, ...]:
+        scoring = slots.for_prompt(slot)
+        widths = slots.widths_of([scoring], self.config.model.vocab_size)
+        asked = slots.asked_of([scoring], widths)
+        self.state, scored = self.compiled.score_chunk(
+            self.params, self.state, *places, asked, chunk=chunk, widths=widths
+        )
+        num_tokens = min(chunk, slot.prompt_length - 1 - (slot.prefill_at or 0))
+        if num_tokens <= 0 or not self.publish:
+            return ()
+        words = self.compiled.prompt_message(
+            scored,
+            places[0],
+            asked,
+            np.array([other.generation for other in self.slots], np.uint32),
+            self._step_words(),
+            widths=widths,
+            vocab_size=self.config.model.vocab_size,
+            process_rank=self.process_rank,
+        )
+        return (self._copy(words, slots.prompt_bound(self.slots, scoring, num_tokens)),)
+
+    def _launch(self) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Start a step and the copy of its messages; what the host knows now bounds their size."""
         if self.asked is None:
             widths = slots.widths_of(self.slots, self.config.model.vocab_size)
@@ -222,7 +225,6 @@ class Worker:
         widths, asked = self.asked
         fused_k = widths.k if self.fused and slots.wants_one_read(self.slots) else None
         self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)
-        generations = [slot.generation for slot in self.slots]
         words = self._messages(output, widths, asked) if self.publish else ()
         if not words:
             output.state.copy_to_host_async()
@@ -232,36 +234,41 @@ class Worker:
         for index, slot in enumerate(self.slots):
             if slot.verdict or (self.config.prefill_only and slot.decoding):
                 self._set(index, Slot(generation=slot.generation))
-        return Launched(output.state, generations, words)
+        return output.state, words
 
     def _messages(self, output: StepOutput, widths: Widths, asked: Asked) -> tuple[jax.Array, ...]:
         """The words of a step's target message and, where somebody asked, of its draft message."""
-        number = self.step_number
-        step_number = np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
+        step_number = self._step_words()
         wants_drafts = any(slot.decoding and slot.params.draft_logprobs for slot in self.slots)
         draft_follows = wants_drafts and self.has_draft_logits and not self.config.prefill_only
         static = {"widths": widths, "process_rank": self.process_rank}
-        packed = [
-            self.compiled.target_message(
-                output, asked, step_number, np.bool_(draft_follows), **static
-            )
-        ]
-        bounds = [slots.target_bound(self.slots)]
+        words = self.compiled.target_message(
+            output, asked, step_number, np.bool_(draft_follows), **static
+        )
+        sent = [self._copy(words, slots.target_bound(self.slots))]
         if draft_follows:
-            packed.append(self.compiled.draft_message(output, asked, step_number, **static))
-            bounds.append(slots.draft_bound(self.slots))
-        sent = []
-        for words, bound in zip(packed, bounds, strict=True):
-            # Packing compiles once for each width, and only this cut once for each bucket.
-            cut = self.compiled.leading(words, min(bucket(bound), words.size))
-            cut.copy_to_host_async()
-            sent.append(cut)
+            words = self.compiled.draft_message(output, asked, step_number, **static)
+            sent.append(self._copy(words, slots.draft_bound(self.slots)))
         return tuple(sent)
 
+    def _step_words(self) -> np.ndarray:
+        return np.array([self.step_number & 0xFFFFFFFF, self.step_number >> 32], np.uint32)
+
+    def _copy(self, words: jax.Array, bound: int) -> jax.Array:
+        """Start the copy of a message of at most `bound` words to the host."""
+        # Packing compiles once for each width, and only this cut once for each bucket.
+        cut = self.compiled.leading(words, min(bucket(bound), words.size))
+        cut.copy_to_host_async()
+        return cut
+
     def _publish(self, launched: Launched) -> None:
+        for words in launched.prompts:
+            self.sender.send(check(np.asarray(words)))
         messages = [check(np.asarray(words)) for words in launched.words]
-        for words in messages:
-            self.sender.send(words)
+        for message in messages:
+            self.sender.send(message)
+        if launched.states is None:
+            return
         if messages:
             fields = messages[0][wire.HEADER_WORDS :][: wire.SLOT_WORDS * len(self.slots)]
             states = wire.SLOT["state"].get(fields.reshape(len(self.slots), wire.SLOT_WORDS))

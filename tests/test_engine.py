@@ -20,7 +20,7 @@ from jax_specdec import engine as engine_module
 from jax_specdec import worker_client
 from jax_specdec.checkpoint import save_checkpoint
 from jax_specdec.encode import encode
-from jax_specdec.engine import Engine, EngineConfig, NotServed, WorkerFailed, check
+from jax_specdec.engine import Engine, EngineConfig, WorkerFailed, check
 from jax_specdec.rank import Rank
 from jax_specdec.records import FinishReason
 from jax_specdec.requests import RequestError
@@ -309,8 +309,8 @@ def test_requests_that_cannot_be_served_are_refused_before_anything_runs(weights
         check(request("r", [1], logprobs=33), settings)
     with pytest.raises(RequestError, match=r"extra token id 32 is outside the vocabulary"):
         check(request("r", [1], logprobs=0, extra_token_ids=(1, 32)), settings)
-    with pytest.raises(NotServed, match="prompt_logprobs"):
-        check(request("r", [1], prompt_logprobs=0), settings)
+    with pytest.raises(RequestError, match="prompt_logprobs = 33, but the vocabulary has only 32"):
+        check(request("r", [1], prompt_logprobs=33), settings)
 
 
 def test_a_failed_check_on_the_device_raises_in_the_worker_and_nothing_is_sent():

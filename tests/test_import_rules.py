@@ -21,7 +21,7 @@ DEVICE_SIDE = {
     "fixed_point", "prefix", "sharding",
     "hf_weights", "memory",
     "checkpoint", "drafters", "loop", "messages", "model", "model_params", "modes", "mtp", "pack",
-    "prefill", "sampling", "slots", "verify", "worker", "worker_process",
+    "compiled", "prefill", "sampling", "scoring", "slots", "verify", "worker", "worker_process",
 }  # fmt: skip
 ENTRY_POINTS = {"jax_specdec.cli"}
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}

@@ -115,15 +115,6 @@ def test_every_behavior_and_trap_of_the_seed_system_has_its_place():
     assert missing_places(text) == []
 
 
-def test_what_is_said_to_be_refused_is_refused_by_a_test():
-    """ "Refused with NotServed" is a claim as any other: it needs a test."""
-    refused = [
-        line for line in statements(page("semantics.md")) if "refused with NotServed" in line
-    ]
-    assert refused
-    assert [line for line in refused if not REFERENCE.search(line)] == []
-
-
 def test_these_checks_can_fail():
     existing = existing_tests()
     assert "test_semantics_index::test_these_checks_can_fail" in existing

@@ -15,13 +15,13 @@ from jax_specdec import loop
 from jax_specdec.control import Admit, Release, Shutdown
 from jax_specdec.decode import decode
 from jax_specdec.drafters import NoDrafter
-from jax_specdec.requests import NotServed
 from jax_specdec.worker import Worker
 from tests.decoding import compiled, random_model, request
 
 D, SLOTS, CHUNK, LENGTH = 3, 3, 8, 64
 COMPILED = (
-    "admit", "release", "prefill_chunk", "step", "target_message", "draft_message", "leading",
+    "admit", "release", "prefill_chunk", "score_chunk", "step",
+    "prompt_message", "target_message", "draft_message", "leading",
 )  # fmt: skip
 
 
@@ -222,17 +222,3 @@ def test_every_step_drafts_up_to_the_length_limit_and_no_further(watched, max_to
 def test_a_shutdown_says_so(watched):
     assert watched.worker.apply(Release(slot=0, generation=1)) is True
     assert watched.worker.apply(Shutdown()) is False
-
-
-@pytest.mark.parametrize(
-    ("params", "said"),
-    [
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-    ],
-)
-def test_a_worker_refuses_what_it_does_not_serve_instead_of_serving_something_else(params, said):
-    worker = Watched().worker
-    item = request("r", [1], logprobs=0, **params)
-    with pytest.raises(NotServed, match=said):
-        worker.apply(Admit(slot=0, generation=1, request=item))
-    assert not worker.busy

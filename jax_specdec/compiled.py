@@ -1,0 +1,62 @@
+"""The loop's functions, compiled on first use and shared by the workers of one configuration."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+
+from jax_specdec import loop, messages, scoring
+from jax_specdec.messages import StepOutput
+
+
+@dataclass
+class Compiled:
+    """The loop's functions, compiled on first use."""
+
+    config: loop.LoopConfig
+    admit: Callable[..., loop.LoopState] = field(init=False)
+    release: Callable[..., loop.LoopState] = field(init=False)
+    prefill_chunk: Callable[..., loop.LoopState] = field(init=False)
+    score_chunk: Callable[..., tuple[loop.LoopState, scoring.ScoredChunk]] = field(init=False)
+    step: Callable[..., tuple[loop.LoopState, StepOutput]] = field(init=False)
+    prompt_message: Callable[..., jax.Array] = field(init=False)
+    target_message: Callable[..., jax.Array] = field(init=False)
+    draft_message: Callable[..., jax.Array] = field(init=False)
+    leading: Callable[..., jax.Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The state is donated: a step updates the caches in place, where they are.
+        places = loop.state_shardings(self.config)
+        self.admit = jax.jit(loop.admit, donate_argnums=0, out_shardings=places)
+        self.release = jax.jit(loop.release, donate_argnums=0, out_shardings=places)
+        self.prefill_chunk = jax.jit(
+            functools.partial(loop.prefill_chunk, self.config),
+            donate_argnums=1,
+            static_argnames="chunk",
+            out_shardings=places,
+        )
+        self.score_chunk = jax.jit(
+            functools.partial(scoring.score_chunk, self.config),
+            donate_argnums=1,
+            static_argnames=("chunk", "widths"),
+            out_shardings=(places, None),
+        )
+        self.step = jax.jit(
+            functools.partial(loop.step, self.config),
+            donate_argnums=1,
+            static_argnames="fused_k",
+            out_shardings=(places, None),
+        )
+        static = ("widths", "process_rank")
+        self.prompt_message = jax.jit(
+            scoring.prompt_message, static_argnames=(*static, "vocab_size")
+        )
+        parallel = self.config.parallel
+        self.target_message = jax.jit(
+            functools.partial(messages.target_message, parallel=parallel), static_argnames=static
+        )
+        self.draft_message = jax.jit(
+            functools.partial(messages.draft_message, parallel=parallel), static_argnames=static
+        )
+        self.leading = jax.jit(lambda words, count: words[:count], static_argnums=1)
