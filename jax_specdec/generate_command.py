@@ -117,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
         _report_resumption(prompts, left, output)
         if not left:
             return 0
-        config = _engine_config(options, model, left)
+        # Of all prompts: the same compiled step, whatever is left to do.
+        config = _engine_config(options, model, prompts)
         table = tokenizer.table()
         result = generate.Run(
             {prompt.request.id: prompt for prompt in left}, table, settings[0], settings, output
