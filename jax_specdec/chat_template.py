@@ -62,8 +62,13 @@ class ChatTemplate:
           CheckpointError: the template refuses these messages, in its own words.
         """
         try:
+            # Tools and documents are defined and None, as where transformers is given none.
             return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special,
             )
         except (self._error, TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the chat template refuses these messages: {error}") from error
@@ -93,9 +98,11 @@ def read_template(directory: Path) -> ChatTemplate | None:
             )
     if source is None:
         return None
+    older = directory / "special_tokens_map.json"
+    named_tokens = (read_json(older) if older.is_file() else {}) | config
     special = {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in config.items()
+        for name, value in named_tokens.items()
         if name.endswith("_token") and isinstance(value, str | dict)
     }
     return ChatTemplate(source, special)

@@ -272,10 +272,18 @@ def test_templates_that_refuse_or_reach_for_more(template, message, tmp_path):
         read_template(tmp_path).render(MESSAGES)
 
 
+def test_special_tokens_of_an_older_file(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<a>", "eos_token": "<b>"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<c>"}}')
+    assert read_template(tmp_path).render(MESSAGES) == "<a><c>"
+
+
 def test_what_templates_may_use(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}\n    {%- if loop.index > 1 %}{% break %}{% endif %}\n"
         "{{ m | tojson }}\n{% endfor %}\n{{ strftime_now('%Y') | int > 2000 }}"
+        "{% if tools is not none or documents is not none %} tools{% endif %}"
     )
     rendered = read_template(tmp_path).render([{"role": "ü"}, {"role": "b"}])
     assert rendered.split() == ['{"role":', '"ü"}', "True"]
