@@ -101,7 +101,9 @@ def init_state(config: LoopConfig) -> LoopState:
     )
     # No two leaves may share a buffer: the state is donated to the next step.
     distinct: LoopState = jax.tree.map(jnp.copy, state)
-    placed: LoopState = config.parallel.place(distinct, state_specs(distinct))
+    placed: LoopState = config.parallel.place(
+        distinct, state_specs(distinct, config.parallel.num_shards)
+    )
     return placed
 
 
@@ -110,21 +112,22 @@ def state_shardings(config: LoopConfig) -> LoopState | None:
     if config.parallel.mesh is None:
         return None
     state = jax.eval_shape(lambda: init_state(replace(config, parallel=ONE_DEVICE)))
-    shardings: LoopState = config.parallel.shardings(state_specs(state))
+    shardings: LoopState = config.parallel.shardings(state_specs(state, config.parallel.num_shards))
     return shardings
 
 
-def state_specs(state: LoopState) -> Any:
+def state_specs(state: LoopState, num_shards: int) -> Any:
     """How a state is split among devices, as a tree like it: caches by heads, logits by tokens."""
 
     def of(x: Any) -> Any:
         axis = -2 if isinstance(x, KVCache) else None  # of [L, B, T, KVH, Dh]
-        return jax.tree.map(lambda leaf: split(leaf.ndim, axis), x)
+        return jax.tree.map(lambda leaf: split(leaf.shape, axis, num_shards), x)
 
     specs = jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
     if state.drafts.logits is None:
         return specs
-    return replace(specs, drafts=specs.drafts._replace(logits=split(3, -1)))  # [B, D, V]
+    of_logits = split(state.drafts.logits.shape, -1, num_shards)  # [B, D, V]
+    return replace(specs, drafts=specs.drafts._replace(logits=of_logits))
 
 
 def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_specdec.model_config import ModelConfig
-from jax_specdec.model_params import KVCache, named_arrays
+from jax_specdec.model_params import named_arrays
 from pallas_kernels.vocab_shard import WHOLE, VocabShard
 
 MODEL_AXIS = "model"
@@ -64,12 +63,13 @@ class Parallel:
         if self.mesh is None:
             return call(WHOLE, columns, whole)
         shard = VocabShard(MODEL_AXIS)
-        specs = jax.tree.map(lambda x: _spec(x.ndim, -1), columns)
+        specs = jax.tree.map(lambda x: split(x.shape, -1, self.num_shards), columns)
+        everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
         mapped: Callable[[Any, Any], Result] = jax.shard_map(
             lambda columns, whole: call(shard, columns, whole),
             mesh=self.mesh,
-            in_specs=(specs, _spec(0, None)),
-            out_specs=_spec(0, None),
+            in_specs=(specs, everywhere),
+            out_specs=everywhere,
         )
         return mapped(columns, whole)
 
@@ -78,12 +78,6 @@ class Parallel:
         if self.mesh is None:
             return values
         return jax.device_put(values, self.shardings(specs))
-
-    def keep(self, values: Any, specs: Any) -> Any:
-        """The values of a traced computation, kept where the specs say."""
-        if self.mesh is None:
-            return values
-        return lax.with_sharding_constraint(values, self.shardings(specs))  # type: ignore[no-untyped-call]
 
     def shardings(self, specs: Any) -> Any:
         """The specs as shardings of the mesh."""
@@ -102,7 +96,8 @@ def tensor_parallel(
     """A model over `count` devices.
 
     Args:
-      config: of the model; heads, feed-forward columns and vocabulary must divide evenly.
+      config: of the model. Its vocabulary must divide evenly; of what else does not, every device
+        has all.
       count: 1 for one device.
       devices: to take the first ones of; None: all that JAX knows.
 
@@ -117,40 +112,26 @@ def tensor_parallel(
             f"tensor parallelism over {count} devices, but there are {len(devices)}; on a CPU, "
             "XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of them"
         )
-    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, name) % count:
-            raise ValueError(
-                f"{name} = {getattr(config, name)} does not divide among {count} devices: choose a "
-                "divisor"
-            )
+    if config.vocab_size % count:
+        raise ValueError(
+            f"a vocabulary of {config.vocab_size} tokens does not divide among {count} devices: "
+            "choose a divisor"
+        )
     return Parallel(Mesh(np.array(devices[:count]), (MODEL_AXIS,), axis_types=(AxisType.Auto,)))
 
 
-def params_specs(params: Any) -> Any:
+def params_specs(params: Any, num_shards: int) -> Any:
     """How the weights are split: a tree of `PartitionSpec` like `params`."""
-    specs = {
-        name: _spec(value.ndim, SPLIT_AXES.get(name.rpartition(".")[2]))
+    specs = [
+        split(value.shape, SPLIT_AXES.get(name.rpartition(".")[2]), num_shards)
         for name, value in named_arrays(params).items()
-    }
-    return jax.tree.unflatten(jax.tree.structure(params), list(specs.values()))
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), specs)
 
 
-def state_specs(state: Any, vocab_size: int) -> Any:
-    """How a loop's state is split: caches by heads, drafts' logits by tokens, the rest nowhere."""
-
-    def of(x: Any) -> Any:
-        if isinstance(x, KVCache):
-            return jax.tree.map(lambda x: _spec(x.ndim, -2), x)  # [L, B, T, KVH, Dh]
-        is_logits = x.ndim == 3 and x.shape[-1] == vocab_size  # [B, D, V]
-        return _spec(x.ndim, -1 if is_logits else None)
-
-    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
-
-
-def _spec(ndim: int, axis: int | None) -> PartitionSpec:
-    """`axis`, counted from the end, over MODEL_AXIS; None: nothing is split."""
-    if axis is None:
-        return PartitionSpec()  # type: ignore[no-untyped-call]
-    names = [None] * ndim
-    names[axis] = MODEL_AXIS  # type: ignore[call-overload]
+def split(shape: tuple[int, ...], axis: int | None, num_shards: int) -> PartitionSpec:
+    """`axis` over MODEL_AXIS, if it is divided evenly; else, and for None, nothing is split."""
+    names: list[str | None] = [None] * len(shape)
+    if axis is not None and shape[axis] % num_shards == 0:
+        names[axis] = MODEL_AXIS
     return PartitionSpec(*names)  # type: ignore[no-untyped-call]

@@ -72,7 +72,9 @@ class Worker:
             the GPU kernels run.
         """
         self.config = config
-        self.params = config.parallel.place(params, params_specs(params))
+        self.params = config.parallel.place(
+            params, params_specs(params, config.parallel.num_shards)
+        )
         self.sender = sender
         self.prefill_chunk = prefill_chunk
         self.process_rank = process_rank
