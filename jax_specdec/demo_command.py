@@ -110,6 +110,11 @@ def _add_workers(group: Any) -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
+        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
+        help="devices among which each worker splits the model; logits stay where they are made. "
+        "Without accelerators it makes as many CPU devices (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--disaggregated", action="store_true",
         help="another worker process runs the prompts: the first token of a request comes from "
         "it, with the drafts after it, and all others from a worker that decodes (which runs the "
@@ -119,6 +124,13 @@ def _add_workers(group: Any) -> None:
         "--preempt-every", type=integer(1), metavar="N",
         help="after every N messages, one of the running requests in turn gives up its slot, and "
         "goes on later where it was",
+    )  # fmt: skip
+
+    group.add_argument(
+        "--on-worker-loss", choices=("stop", "continue", "restart"), default="stop",
+        help="what to do when a worker process ends early: stop everything, go on with the other "
+        "workers, or start another one in its place; where it goes on, so do the requests of the "
+        "lost one, after their last token (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -161,6 +173,8 @@ def run(options: argparse.Namespace) -> int:
                 screen.update(collector)
                 for update in engine.generate(requests):
                     collector.add(update)
+                    if update.lost and options.on_worker_loss != "stop":
+                        screen.note(str(update.lost))
                     if options.preempt_every:
                         _preempt(engine, collector, options.preempt_every)
                     screen.update(collector)
@@ -196,7 +210,10 @@ def _config(options: argparse.Namespace, requests: "list[Request]") -> "EngineCo
         adaptive=options.adaptive_drafts,
         corpus=str(options.corpus.resolve()) if options.corpus else "",
         num_ranks=options.data_parallel,
+        tensor_parallel=options.tensor_parallel,
         num_prefill_ranks=int(options.disaggregated),
+        on_worker_loss=options.on_worker_loss,
+        resume_lost=True,
     )
 
 

@@ -35,6 +35,10 @@ __all__ = [
 HEARTBEAT_SECONDS = 0.25  # between two looks at workers that send nothing
 
 
+class WorkerSilent(RuntimeError):
+    """A worker had requests and sent nothing for too long."""
+
+
 class StartWorker(Protocol):
     """Starts a worker; `WorkerProcess`, or something else in a test."""
 
@@ -208,6 +212,10 @@ class Engine:
                 continue
             if update is not None:
                 yield replace(update, records=self._act_on(rank, update.records))
+        if (limit := self.config.max_silence) is not None:
+            for rank in alive:
+                if rank.lost is None and rank.silence > limit:
+                    yield from self._lose(rank, WorkerSilent(f"nothing came for {limit} seconds"))
 
     def _act_on(self, rank: Rank, records: Records) -> Records:
         """Free the slots of requests that leave them; queue those that go on elsewhere.

@@ -31,11 +31,15 @@ class EngineConfig:
       num_ranks: workers that decode, each with its own slots and ring.
       num_prefill_ranks: workers that only run prompts: a request's first token comes from one of
         them, the rest from a decode worker, which recomputes the prompt. 0: decode workers do both.
+      tensor_parallel: devices of each worker's process among which the model is split; the
+        vocabulary must divide among them. A worker without accelerators makes as many CPU devices.
       on_worker_loss: what becomes of a rank whose worker ended early. "stop": everything stops.
         "continue": the others go on without it. "restart": a new worker takes its place.
       resume_lost: where the engine goes on, requests that a lost worker had go on after their last
         delivered token; otherwise they end with the reason `WORKER_LOST`.
       max_restarts: of each rank; from then on, it is as with "continue".
+      max_silence: seconds; a worker that has requests and sends nothing for longer hangs, and is
+        lost. Its imports and compilations are silent too. None: the engine waits.
     """
 
     drafter: str = "mtp"
@@ -51,9 +55,11 @@ class EngineConfig:
     corpus: str = ""
     num_ranks: int = 1
     num_prefill_ranks: int = 0
+    tensor_parallel: int = 1
     on_worker_loss: OnWorkerLoss = "stop"
     resume_lost: bool = False
     max_restarts: int = 3
+    max_silence: float | None = None
 
     def __post_init__(self) -> None:
         limits = (
@@ -64,11 +70,16 @@ class EngineConfig:
             ("ring_slots", 1, 2**16),
             ("num_ranks", 1, 2**10),
             ("num_prefill_ranks", 0, 2**10),
+            ("tensor_parallel", 1, 2**10),
             ("max_restarts", 0, 2**31 - 1),
         )
         for name, low, high in limits:
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from {low} to {high}")
+        if self.max_silence is not None and not self.max_silence > 0:
+            raise ValueError(
+                f"max_silence = {self.max_silence} must be above 0, or None to wait for ever"
+            )
         if self.on_worker_loss not in (known := get_args(OnWorkerLoss)):
             raise ValueError(
                 f"on_worker_loss = {self.on_worker_loss!r} must be one of {', '.join(known)}"

@@ -4,6 +4,7 @@ The edge around `output_processor`, whose state is a value; here it is replaced 
 Never jax.
 """
 
+import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -120,6 +121,7 @@ class Rank:
         self._free = list(range(num_slots))[::-1]
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
+        self._heard = 0.0  # when it last sent something, or got something to do
 
     @property
     def process_rank(self) -> int:
@@ -150,6 +152,8 @@ class Rank:
 
     def admit(self, job: Job) -> None:
         """Give a free slot to a request, under a new generation."""
+        if not self._slots:
+            self._heard = time.monotonic()
         slot, request = self._free.pop(), job.request
         generation = self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
         self.state = output_processor.admit(
@@ -170,6 +174,11 @@ class Rank:
                 draft_token_ids=job.draft_token_ids,
             )
         )
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the worker last sent something, while it had requests; 0 without any."""
+        return time.monotonic() - self._heard if self._slots else 0.0
 
     def evict(self, request_id: str, *, reschedule: bool) -> None:
         """Ask the worker for the request's slot; the answer is a record."""
@@ -192,6 +201,7 @@ class Rank:
             return None
         if received is None:
             return None
+        self._heard = time.monotonic()
         message = decode(received.data)
         self.state, records = output_processor.step(self.state, message)
         self._log.extend(records)

@@ -101,6 +101,9 @@ def _printable(text: str, keep: str = "") -> str:
 class Screen(Protocol):
     def update(self, collector: Collector) -> None: ...
 
+    def note(self, text: str) -> None:
+        """Say something that stays, above what is drawn."""
+
 
 @contextmanager
 def screen(console: Console) -> Iterator[Screen]:
@@ -124,6 +127,9 @@ class _LiveScreen:
             size = self._console.size
             self._live.update(self._view.draw(collector, size.width, size.height), refresh=True)
             self._drawn_at = time.monotonic()
+
+    def note(self, text: str) -> None:
+        say(text, self._console)
 
 
 class LiveView:
@@ -203,6 +209,9 @@ class _PlainScreen:
             self._said.add(name)
             say(f"request {name} done: {output.num_tokens} tokens ({readable(reason)})",
                 self._console)  # fmt: skip
+
+    def note(self, text: str) -> None:
+        say(text, self._console)
 
 
 def say(text: str, console: Console) -> None:

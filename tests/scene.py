@@ -42,8 +42,9 @@ class Scene:
     for each worker that is started in that place.
     """
 
-    def __init__(self, *, seed=0, num_slots=2, faults=None, **config):
+    def __init__(self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, **config):
         self.workers = []
+        self.worker = worker
         self.faults = {rank: list(numbers) for rank, numbers in (faults or {}).items()}
         self.seed = seed
         self.engine = Engine(
@@ -55,7 +56,7 @@ class Scene:
     def start(self, config, *, process_rank, prefill_only, doorbell):
         assert doorbell == (config.num_ranks + config.num_prefill_ranks > 1)
         faults = self.faults.get(process_rank)
-        worker = ScriptedWorker(
+        worker = self.worker(
             config.num_slots,
             process_rank=process_rank,
             prefill_only=prefill_only,

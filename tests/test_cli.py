@@ -12,7 +12,10 @@ import pytest
 from ipc.ring import RingReader, RingWriter
 from jax_specdec import demo, output_processor, tokens
 from jax_specdec.cli import COMMANDS, main
+from jax_specdec.rank import Update
+from jax_specdec.records import Records
 from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.worker_client import WorkerFailed
 from tests.processor_messages import target
 from tests.processor_messages import tokens as slot
 
@@ -141,6 +144,25 @@ def test_options_reach_the_engine(configured, tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("choice", ["stop", "restart"])
+def test_a_lost_worker_is_spoken_of_once(choice, monkeypatch, capsys):
+    """Where the demo goes on, it says so at once; otherwise the error at the end does."""
+    lost = WorkerFailed("the model worker of process rank 0 is gone")
+
+    def generate():
+        yield Update(None, None, Records(), 0, lost=lost)
+        if choice == "stop":
+            raise lost
+
+    fake = FakeEngine(lambda: None)
+    fake.generate = lambda requests: generate()
+    monkeypatch.setattr("jax_specdec.engine.Engine", fake)
+    assert main(["demo", "--on-worker-loss", choice]) == (1 if choice == "stop" else 0)
+    out, err = capsys.readouterr()
+    assert (out + err).count("process rank 0 is gone") == 1
+
+
+@pytest.mark.fast
 def test_options_change_every_request():
     plain = demo.default_requests()
     assert demo.with_options(plain) == plain
@@ -245,7 +267,7 @@ def test_help_is_worth_reading(capsys):
     for option in ("--drafter", "--drafts", "--k", "--temperature", "--no-logprobs", "--prompts",
                    "--json", "--slots", "--max-tokens", "--draft-logprobs", "--chunked-prefill",
                    "--disaggregated", "--data-parallel", "--preempt-every", "--adaptive-drafts",
-                   "--corpus"):  # fmt: skip
+                   "--corpus", "--on-worker-loss"):  # fmt: skip
         assert option in text
     assert "never imports jax" in text
 

@@ -1,11 +1,15 @@
 """Workers that are lost: who is told, what becomes of their requests, and who goes on."""
 
+import time
+
 import pytest
 
+from ipc.errors import RingTimeout
 from jax_specdec.engine import WorkerFailed
 from jax_specdec.prometheus import status_text
 from jax_specdec.records import FinishReason
 from tests.scene import Scene, check, long_requests
+from tests.scripted_worker import ScriptedWorker
 
 pytestmark = pytest.mark.fast
 
@@ -74,6 +78,29 @@ def test_every_rank_has_its_numbers():
     assert tokens[2] == 6
     assert sum(tokens) == 6 * 20
     assert any('live_requests{process_rank="0"} 2' in text for text in texts)
+
+
+class Hanging(ScriptedWorker):
+    """Sends some messages, and then nothing, without ending."""
+
+    def receive(self, timeout):
+        if self.sent >= 5:
+            time.sleep(timeout / 100)
+            raise RingTimeout
+        return super().receive(timeout)
+
+
+def test_a_worker_that_hangs_is_lost_where_a_limit_is_set():
+    requests = long_requests()
+    scene = Scene(on_worker_loss="restart", resume_lost=True, max_silence=0.05, worker=Hanging)
+    scene.worker = ScriptedWorker  # in its place
+    scene.run(requests)
+    check(scene, requests)
+    assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
+    (report,) = [update for update in scene.updates if update.lost]
+    assert "nothing came for 0.05 seconds" in str(report.lost)
+    assert scene.workers[0].stopped
+    assert scene.workers[0].sent == 5
 
 
 def test_restarts_come_to_an_end():

@@ -258,7 +258,7 @@ def test_two_runs_at_once_are_refused():
 @pytest.mark.parametrize(
     ("field", "value"),
     [("num_ranks", 0), ("num_prefill_ranks", -1), ("max_restarts", -1),
-     ("on_worker_loss", "cry")],
+     ("on_worker_loss", "cry"), ("max_silence", 0.0)],
 )  # fmt: skip
 def test_a_deployment_that_cannot_be_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} = {value!r} must be"):
