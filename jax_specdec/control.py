@@ -34,6 +34,7 @@ class Start:
     adaptive: bool = False  # fewer drafts for a request whose drafts are seldom accepted
     corpus: str = ""  # a UTF-8 text file that the suffix drafter searches too; empty for none
     dtype: str = ""  # to compute in; empty for that of the weights
+    tensor_parallel: int = 1  # devices of the worker's process among which the model is split
 
 
 @dataclass(frozen=True, kw_only=True)

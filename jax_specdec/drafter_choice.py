@@ -10,6 +10,7 @@ from jax_specdec.adaptive import Adaptive
 from jax_specdec.corpus import Corpus
 from jax_specdec.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.model import ModelConfig
+from jax_specdec.sharding import ONE_DEVICE, Parallel
 from jax_specdec.suffix import SuffixDrafter
 
 Encode = Callable[[str], np.ndarray]  # text to token ids [N]
@@ -23,6 +24,7 @@ def make_drafter(
     corpus: str = "",
     adaptive: bool = False,
     encode: Encode | None = None,
+    parallel: Parallel = ONE_DEVICE,
 ) -> Drafter:
     """The drafter called `name`: "mtp", "ngram", "suffix" or "none".
 
@@ -32,6 +34,7 @@ def make_drafter(
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
       adaptive: draft less for a request whose drafts are seldom accepted; "none" stays as it is.
       encode: the model's own tokenizer, for the corpus; None for byte-level tokens.
+      parallel: the devices among which that model is split.
 
     Raises:
       ValueError: the name is not known, the model has no head for it, or the corpus is none that
@@ -50,7 +53,7 @@ def make_drafter(
     elif name == "suffix":
         drafter = SuffixDrafter(num_drafts, _read(corpus, config, encode) if corpus else None)
     elif name == "mtp":
-        drafter = MtpDrafter(config, num_drafts)
+        drafter = MtpDrafter(config, num_drafts, parallel)
     else:
         raise ValueError(f"drafter {name!r} is not known: choose mtp, ngram, suffix or none")
     return Adaptive(drafter) if adaptive else drafter

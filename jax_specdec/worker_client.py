@@ -75,6 +75,7 @@ class WorkerProcess:
                     adaptive=config.adaptive,
                     corpus=config.corpus,
                     dtype=config.dtype,
+                    tensor_parallel=config.tensor_parallel,
                 )
             )
         except BaseException:

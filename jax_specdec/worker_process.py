@@ -5,11 +5,14 @@ import sys
 import threading
 from collections.abc import Iterable
 
+import jax
+
 from ipc.ring import RingWriter
 from jax_specdec import loop
 from jax_specdec.checkpoint import load_model
 from jax_specdec.control import Command, Shutdown, Start, from_line
 from jax_specdec.drafter_choice import make_drafter
+from jax_specdec.sharding import tensor_parallel
 from jax_specdec.tokenizer import text_encoder
 from jax_specdec.worker import Worker
 
@@ -39,6 +42,9 @@ def main() -> int:
     if not isinstance(start, Start):
         print("the first command must be start", file=sys.stderr)
         return 2
+    if start.tensor_parallel > 1:
+        # Before JAX looks for devices; of accelerators there are as many as there are.
+        jax.config.update("jax_num_cpu_devices", start.tensor_parallel)  # type: ignore[no-untyped-call]
     with RingWriter.attach(start.ring) as ring:
         try:
             params, config = load_model(
@@ -47,6 +53,7 @@ def main() -> int:
                 num_slots=start.num_slots,
                 max_length=start.max_length,
             )
+            parallel = tensor_parallel(config, start.tensor_parallel)
             drafter = make_drafter(
                 start.drafter,
                 start.num_drafts,
@@ -54,6 +61,7 @@ def main() -> int:
                 corpus=start.corpus,
                 adaptive=start.adaptive,
                 encode=text_encoder(start.weights, config.vocab_size) if start.corpus else None,
+                parallel=parallel,
             )
         except (OSError, ValueError, MemoryError) as error:
             print(error, file=sys.stderr)  # the engine shows it: the user's to mend, not ours
@@ -65,6 +73,7 @@ def main() -> int:
                 num_slots=start.num_slots,
                 max_length=start.max_length,
                 prefill_only=start.prefill_only,
+                parallel=parallel,
             ),
             params,
             ring,
