@@ -1,0 +1,47 @@
+"""The model's side of `own_loop.py`, which starts it: a Python loop around a model of your own.
+
+It reads its requests from standard input, one `Admit` a line, and sends two messages a step into
+the ring: what was emitted, and what was drafted.
+"""
+
+import sys
+from functools import partial
+
+import jax
+import numpy as np
+import own_step
+import story
+import trigram
+
+from ipc.ring import RingWriter
+from jax_specdec import slots
+from jax_specdec.control import from_line
+from jax_specdec.worker import check
+
+
+def main() -> None:
+    commands = [from_line(line) for line in sys.stdin]
+    table = [slots.Slot(generation=c.generation, params=c.request.params) for c in commands]
+    widths = slots.widths_of(table, story.VOCAB)  # static: one program for each kind of batch
+    asked = slots.asked_of(table, widths)
+    params = trigram.load()
+
+    @jax.jit
+    def step(params, loop, asked):
+        model = partial(trigram.logits, params["model"])
+        drafter = partial(trigram.logits, params["drafter"])
+        return own_step.step(model, drafter, loop, asked, widths)
+
+    loop = own_step.start([command.request for command in commands])
+    running = True
+    # Leaving the block ends the stream. If the engine dies, `send` raises PeerDied: we end too.
+    with RingWriter.attach(sys.argv[1]) as ring:
+        while running:
+            loop, *messages = step(params, loop, asked)
+            for words in messages:
+                ring.send(check(np.asarray(words)))
+            running = bool((loop.remaining > 0).any())
+
+
+if __name__ == "__main__":
+    main()
