@@ -124,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
             {prompt.request.id: prompt for prompt in left}, table, settings[0], settings, output
         )
         texts = generate.TextsInOrder(left, table, _discard if options.quiet else _shower())
+        print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
         try:
             with Engine(config) as engine:
                 for update in engine.generate([prompt.request for prompt in left]):
@@ -141,6 +142,11 @@ def run(options: argparse.Namespace) -> int:
         for line in result.summary():
             print(line, file=sys.stderr)
         return 1 if result.failed else 0
+
+
+def _size(model: HfModel) -> str:
+    weights, item = model.config.num_parameters, 4 if model.config.dtype == "float32" else 2
+    return f"{weights:,} weights ({weights * item / 2**30:.2f} GiB in {model.config.dtype})"
 
 
 def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
