@@ -272,7 +272,7 @@ def measure(num_slots: int, k: int, quick: bool) -> Comparison:
     )
     figures: dict[str, dict[str, float]] = {}
     for name, call in calls.items():
-        spent = cost(call, 40 if quick else 120)
+        spent = cost(call, 20 if quick else 120)
         figures[name] = {
             "blocks": spent.blocks,
             "gc objects": spent.tracked,
