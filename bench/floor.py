@@ -23,9 +23,9 @@ def row_maxima(tiling: Tiling, logits: jax.Array, interpret: Any = None) -> jax.
     kernel = GPU.kernel(
         functools.partial(_kernel, tiling=tiling, interpreted=interpret is not None),
         out_type=[compat.shape((logits.shape[0] * tiling.programs,), jnp.float32)],
-        grid=(logits.shape[0], tiling.programs),
-        grid_names=("row", "program"),
-        compiler_params=compat.compiler_params(shares_memory=False),
+        grid=(tiling.programs, logits.shape[0]),
+        grid_names=("program", "row"),
+        compiler_params=compat.compiler_params(),
         kernel_name="row_maxima",
         interpret=interpret,
     )

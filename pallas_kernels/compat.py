@@ -78,7 +78,7 @@ def load_vector(ref: Any, start: Any, size: int, interpreted: bool) -> jax.Array
     """`size` elements from `start` of a flat reference, one element a thread at a time."""
     if interpreted:
         return asarray(ref[pl.ds(start, size)])
-    return load(ref.at[pl.ds(start, size)], GPU.Layout.WG_STRIDED((size,), vec_size=1))
+    return load(ref.at[pl.ds(start, size)], vector_layout())
 
 
 def _register_layout_cast() -> None:
@@ -88,18 +88,19 @@ def _register_layout_cast() -> None:
     mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
 
 
-def compiler_params(shares_memory: bool = True) -> Any:
+def compiler_params() -> Any:
     """Warpgroup semantics (jax 0.11's default) by name, and one-instruction exponentials.
 
     ex2.approx.ftz.f32: a relative error of 2**-22, and 0 for results below 2**-126.
 
-    shares_memory: whether a thread reads what another one of its program writes. If none does, as
-      in a kernel that writes outputs only, the barriers around its stores are left out.
+    Pallas would put barriers around every store, which no load may pass. They are left out: what a
+    thread of these kernels reads, another one has written only before a `commit_smem`, which is a
+    barrier; reductions across warps bring their own.
     """
     return GPU.CompilerParams(
         lowering_semantics=GPU.LoweringSemantics.Warpgroup,
         approx_math=True,
-        unsafe_no_auto_barriers=not shares_memory,
+        unsafe_no_auto_barriers=True,
     )
 
 
@@ -108,21 +109,31 @@ def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> jax.Array:
     return cast(jax.lax.broadcasted_iota(jnp.int32, shape, dimension), layout)
 
 
+def vector_layout() -> Any:
+    """Registers of a flat vector: element i in thread i % 128, as `WG_STRIDED` would have it.
+
+    Written as a tiling, because only of these an integer reduction is one instruction a warp
+    (`redux`) and not five shuffles.
+    """
+    tiling = GPU.Tiling(((128,), (32,), (1,)))
+    return GPU.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
 def vector_iota(size: int) -> jax.Array:
     """[size] int32 indices, one element a thread at a time."""
-    layout = GPU.Layout.WG_STRIDED((size,), vec_size=1)
+    layout = vector_layout()
     return iota((size,), 0, layout)
 
 
 def full(size: int, value: int) -> jax.Array:
     """[size] int32, all equal, one element a thread at a time."""
-    layout = GPU.Layout.WG_STRIDED((size,), vec_size=1)
+    layout = vector_layout()
     return cast(jnp.full((size,), value, jnp.int32), layout)
 
 
 def load_shared(ref: Any) -> jax.Array:
     """A vector from shared memory, one element a thread at a time."""
-    return cast(ref[...], GPU.Layout.WG_STRIDED(ref.shape, vec_size=1))
+    return cast(ref[...], vector_layout())
 
 
 def races_found() -> bool:

@@ -5,9 +5,7 @@ groups it keeps the running maximum, and for each register a sum of exponentials
 a count of logits larger than the given token's. At its end it reduces them to a number each, which
 `mosaic_gpu.read_rows` combines: no program waits for another one.
 
-Programs share nothing and read nothing that they write, so they are compiled without the barriers
-that Pallas puts around every store. With them, no load of a block would start before the maxima of
-the block before it are stored.
+A step's loads all start before the first of them is used: 128 bytes a thread are in flight.
 """
 
 import functools
@@ -70,9 +68,9 @@ def read_rows(
             compat.shape((num_targets,), jnp.float32),
             compat.shape((num_targets, tiling.padded_groups), logits.dtype),
         ],
-        grid=(num_targets, tiling.programs),
-        grid_names=("row", "program"),
-        compiler_params=compat.compiler_params(shares_memory=False),
+        grid=(tiling.programs, num_targets),  # the last axis may exceed 65535, no other may
+        grid_names=("program", "row"),
+        compiler_params=compat.compiler_params(),
         kernel_name="read_rows",
         interpret=interpret,
     )
@@ -126,14 +124,17 @@ def _read_rows_kernel(
             # All -inf so far: any finite reference gives sums of 0, where -inf would give NaN.
             reference = jnp.where(new_maximum == -jnp.inf, jnp.float32(0), new_maximum)
             rescale = jnp.exp2((maximum - reference) * scale)
-            total = total * _spread(rescale, total.shape, layout)
             reference = _spread(reference, total.shape, layout)
+            terms = []
             for _, pieces in blocks:
                 for piece in pieces:
                     x = piece.astype(jnp.float32)
                     # The difference first: it is exact near the maximum, however large that is.
-                    total += jnp.exp2((x - reference) * scale)
+                    terms.append(jnp.exp2((x - reference) * scale))
                     count += jnp.where(x > selected, jnp.float32(1), jnp.float32(0))
+            # A sum of few terms is added to the many: its rounding errors stay small.
+            rescale = _spread(rescale, total.shape, layout)
+            total = total * rescale + functools.reduce(jnp.add, terms)
             return new_maximum, total, count
 
         def finish(carry: Carry) -> None:
