@@ -325,5 +325,5 @@ def test_loading_takes_about_one_copy_of_the_weights(tmp_path):
         [sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True
     )
     once, twice = (int(number) for number in done.stdout.split())
-    assert size < once < 1.35 * size
+    assert size < once < 1.5 * size  # compiling takes some, too
     assert twice > 1.9 * size  # what is measured grows with a second copy
