@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         result = generate.Run(
             {prompt.request.id: prompt for prompt in left}, table, settings[0], settings, output
         )
-        texts = generate.TextsInOrder(left, table, _discard if options.quiet else _shower())
+        texts = generate.TextsInOrder(left, table, _discard if options.quiet else shower())
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
         try:
             with Engine(config) as engine:
@@ -221,7 +221,7 @@ def _discard(kind: str, text: str) -> None:
     """Show nothing."""
 
 
-def _shower() -> Callable[[str, str], None]:
+def shower() -> Callable[[str, str], None]:
     """Writes to standard output: to a terminal styled and harmless, otherwise as it is."""
     if not sys.stdout.isatty():
         return _write

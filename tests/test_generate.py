@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from jax_specdec import cli, generate
+from jax_specdec import cli, generate, generate_command
 from jax_specdec.detokenize import TokenTable
 from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.model import ModelConfig
@@ -278,3 +278,13 @@ def test_a_model_that_does_not_fit_is_said_in_the_workers_words(model):
     ):
         list(engine.generate([request]))
     assert "Traceback" not in str(e.value)
+
+
+@pytest.mark.fast
+def test_a_terminal_gets_nothing_that_moves_its_cursor(monkeypatch, capsys):
+    shown = generate_command.shower()
+    shown("text", "a\x1b[2J\tb\n")
+    assert capsys.readouterr().out == "a\x1b[2J\tb\n"  # a file gets what the model wrote
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    generate_command.shower()("text", "a\x1b[2J [bold]b\x9b1m\n")
+    assert capsys.readouterr().out.replace("\x1b[0m", "") == "a·[2J [bold]b·1m\n"
