@@ -80,7 +80,7 @@ def decode_all(publisher, params, loop, asked, widths, go_on):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--die-after", default=0, type=int, help="steps until the engine dies")
-    parser.add_argument("--close-after", default=0, type=int, help="steps until it closes the ring")
+    parser.add_argument("--close-after", default=0, type=int, help="steps until it says goodbye")
     parser.add_argument("--then", default="stop", choices=["stop", "go-on"])
     parser.add_argument(
         "--slot-bytes", default=1 << 16, type=int, help="100: the ring is too small"

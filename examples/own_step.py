@@ -1,7 +1,9 @@
 """One step of speculative decoding around any model: draft, run the model, verify, pack.
 
 This is the whole device side of a decoding loop of your own. Everything here may be jitted, and
-runs inside `lax.while_loop` too. Axes: B requests, T tokens, D drafts, S = D + 1 rows, V vocabulary.
+runs inside `lax.while_loop` too.
+
+Axes: B requests, T tokens, D drafts, S = D + 1 positions, V vocabulary.
 """
 
 from collections.abc import Callable

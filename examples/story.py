@@ -1,4 +1,4 @@
-"""What the examples talk about: a text, its characters as tokens, and three requests. No jax here."""
+"""What the examples talk about: a text, its characters as tokens, three requests. Without jax."""
 
 import numpy as np
 
@@ -11,8 +11,8 @@ pictures or conversations in it, and what is the use of a book, thought Alice, w
 conversations? So she was considering in her own mind, as well as she could, for the hot day made
 her feel very sleepy and stupid, whether the pleasure of making a daisy-chain would be worth the
 trouble of getting up and picking the daisies, when suddenly a White Rabbit with pink eyes ran
-close by her. There was nothing so very remarkable in that; nor did Alice think it so very much out
-of the way to hear the Rabbit say to itself, Oh dear! Oh dear! I shall be late!""".replace(
+close by her. There was nothing so very remarkable in that; nor did Alice think it so very much
+out of the way to hear the Rabbit say to itself, Oh dear! Oh dear! I shall be late!""".replace(
     "\n", " "
 )
 

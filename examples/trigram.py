@@ -1,4 +1,4 @@
-"""Stands for your own model and your own drafter: two jitted functions that know no library of ours.
+"""Stands for your own model and your own drafter: jitted functions that know nothing of us.
 
 The model predicts a character from the three before it, the drafter from the two before it. Yours
 have weights, caches and a mesh; all that the examples ask of them is logits for chosen positions.

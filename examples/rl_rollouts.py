@@ -1,0 +1,126 @@
+"""Policy gradient on rollouts from speculative decoding, and the check that makes it sound.
+
+    python examples/rl_rollouts.py
+    python examples/rl_rollouts.py --mode raw        the classic mistake, and how it is noticed
+
+The rollouts' logprobs must be those of the distribution that the tokens were drawn from: here the
+request's own processed mode (temperature and top-k). The learner computes the same from a forward
+pass of its own, over whole sequences, with no cache and no drafts. |log ratio| <= 1e-4 says that
+both speak of one policy; only then do the importance ratios of later updates mean anything.
+
+The reward is silly on purpose: the share of vowels. The model is the tiny one of the package.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipc.wire import LogprobsMode
+from jax_specdec import loop, tokens
+from jax_specdec.checkpoint import load_model
+from jax_specdec.compiled import Compiled
+from jax_specdec.control import Admit
+from jax_specdec.decode import decode
+from jax_specdec.drafters import MtpDrafter
+from jax_specdec.model import forward, init_cache, logits
+from jax_specdec.output_processor import ProcessorState, admit, step
+from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.worker import Worker
+
+B, MAX_TOKENS, NUM_DRAFTS = 16, 24, 1
+TEMPERATURE, TOP_K = 0.9, 40
+LEARNING_RATE = 0.02
+CLOSE = 1e-4  # what two float32 forward passes of different shapes may differ by
+PROMPT = tuple(tokens.encode("def ", start_document=True).tolist())
+LENGTH = len(PROMPT) + MAX_TOKENS
+
+
+class Outbox(list):
+    """Takes the worker's messages in place of a ring: here the reader is the same process."""
+
+    send = list.append
+
+
+def rollouts(config, compiled, params, mode, seed):
+    """B sequences [B, LENGTH] int32 and the logprobs [B, MAX_TOKENS] float32 of their tokens."""
+    worker = Worker(config, params, Outbox(), compiled=compiled)
+    state = ProcessorState.empty(num_slots=B)
+    for slot in range(B):
+        sampling = SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=TEMPERATURE, top_k=TOP_K, seed=seed * B + slot,
+            logprobs=0, logprobs_mode=mode,
+        )  # fmt: skip
+        request = Request(id=str(slot), prompt_token_ids=PROMPT, params=sampling)
+        worker.apply(Admit(slot=slot, generation=1, request=request))
+        state = admit(state, slot=slot, generation=1, request=request)
+    ids = [list(PROMPT) for _ in range(B)]
+    logprobs = [[] for _ in range(B)]
+    while worker.busy:
+        worker.advance()
+        for words in worker.sender:
+            state, records = step(state, decode(words.tobytes()))
+            for record in records:
+                ids[record.slot] += record.token_ids.tolist()
+                logprobs[record.slot] += record.logprobs[:, 0].tolist()
+        worker.sender.clear()
+    return np.array(ids, np.int32), np.array(logprobs, np.float32), state.statistics
+
+
+def policy_logprobs(params, model, ids):
+    """The processed logprobs [B, MAX_TOKENS] of the emitted tokens, to be differentiated."""
+    places = jnp.broadcast_to(jnp.arange(LENGTH - 1, dtype=jnp.int32), (B, LENGTH - 1))
+    hidden, _ = forward(params, model, ids[:, :-1], places, init_cache(model, B, LENGTH))
+    x = logits(params, model, hidden[:, len(PROMPT) - 1 :]) / TEMPERATURE
+    # The tokens that top-k left are part of the policy; they are not differentiated.
+    smallest_kept = jax.lax.stop_gradient(jax.lax.top_k(x, TOP_K)[0][..., -1:])
+    kept = jax.nn.log_softmax(jnp.where(x >= smallest_kept, x, -jnp.inf))
+    return jnp.take_along_axis(kept, ids[:, len(PROMPT) :, None], axis=-1)[..., 0]
+
+
+def loss(params, model, ids, behavior, advantages):
+    """PPO's clipped surrogate (Schulman et al., arXiv 1707.06347), and the ratios."""
+    ratios = jnp.exp(policy_logprobs(params, model, ids) - behavior)
+    gain = advantages[:, None]
+    clipped = jnp.clip(ratios, 0.8, 1.2)
+    return -jnp.mean(jnp.minimum(ratios * gain, clipped * gain)), ratios
+
+
+def rewards_of(ids):
+    """The share of vowels among the emitted bytes. [B] float32."""
+    return np.isin(ids[:, len(PROMPT) :], list(b"aeiou")).mean(axis=1, dtype=np.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", default="processed", choices=["raw", "scaled", "processed"])
+    mode = LogprobsMode[parser.parse_args().mode.upper()]
+    params, model = load_model(dtype="float32")
+    config = loop.LoopConfig(model, MtpDrafter(model, NUM_DRAFTS), num_slots=B, max_length=LENGTH)
+    compiled = Compiled(config)
+    update = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    score = jax.jit(policy_logprobs, static_argnums=1)
+    for iteration in range(2):
+        ids, behavior, statistics = rollouts(config, compiled, params, mode, seed=iteration)
+        log_ratio = np.abs(np.asarray(score(params, model, ids)) - behavior)
+        rewards = rewards_of(ids)
+        print(
+            f"iteration {iteration}: mean reward {rewards.mean():.3f}, "
+            f"{statistics.acceptance_rate:.0%} of the drafts accepted, "
+            f"largest |log ratio| of {log_ratio.size} tokens: {log_ratio.max():.1e}"
+        )
+        if not log_ratio.max() <= CLOSE:
+            raise SystemExit(f"|log ratio| must be <= {CLOSE}: the rollouts are of another policy")
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for epoch in range(2):
+            gradient, ratios = update(params, model, ids, behavior, advantages)
+            params = jax.tree.map(lambda weight, g: weight - LEARNING_RATE * g, params, gradient)
+            print(
+                f"  epoch {epoch}: importance ratios from {ratios.min():.3f} to {ratios.max():.3f}"
+            )
+    print(f"the last rollout: {tokens.decode(ids[rewards.argmax()][1:])!r}")
+
+
+if __name__ == "__main__":
+    main()
