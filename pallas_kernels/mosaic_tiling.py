@@ -28,8 +28,9 @@ VECTOR_BYTES = 16
 WARPGROUP = 128
 MIN_GROUP_WIDTH = 128  # pass 2 reads a group with a warpgroup
 
-# Enough programs to keep an H100 (132 multiprocessors) busy with about 5 on each.
-WANTED_PROGRAMS = 132 * 5
+# An H100 has 132 multiprocessors; with up to 128 registers a thread, 4 programs fit on each. So
+# many run at once; a few more would run alone after them.
+PROGRAMS_AT_ONCE = 132 * 4
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,9 @@ def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tili
         blocks_per_step //= 2
     while blocks_per_step > 1:
         steps = Tiling(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
-        if num_targets * steps >= WANTED_PROGRAMS:
+        if num_targets * steps >= PROGRAMS_AT_ONCE:
             break
         blocks_per_step //= 2
     tiling = Tiling(vocabulary, dtype, group_width, blocks_per_step, 1)
-    splits = min(tiling.num_steps, -(-WANTED_PROGRAMS // num_targets))
+    splits = min(tiling.num_steps, max(1, PROGRAMS_AT_ONCE // num_targets))
     return Tiling(vocabulary, dtype, group_width, blocks_per_step, splits)
