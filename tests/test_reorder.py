@@ -194,9 +194,14 @@ def test_the_bytes_are_those_of_the_batch_in_slot_order(order, seed, temperature
     np.testing.assert_array_equal(message.generation, given[-1]["generation"])
 
 
+def in_model_order(order, *given):
+    return prepared(*reorder(given, order))
+
+
 def test_without_jit_too():
     given = batch(3, 0.9)
-    got = in_another_order(jnp.asarray(THREE_CYCLE), *given)
+    *model, found = jitted(in_model_order)(THREE_CYCLE, *given)
+    got = packed(*undo_message(*model, jnp.asarray(THREE_CYCLE)), found)
     np.testing.assert_array_equal(got, jitted(in_slot_order)(*given))
 
 
@@ -204,7 +209,7 @@ def test_forgetting_one_of_the_three_is_noticed():
     given = batch(5, 0.0)
     expected = np.asarray(jitted(in_slot_order)(*given)).tobytes()
     order = jnp.asarray(THREE_CYCLE)
-    model = prepared(*reorder(given, order))
+    model = jitted(in_model_order)(order, *given)
     right = (*undo_message(*model[:3], order), model[3])
     assert np.asarray(packed(*right)).tobytes() == expected
     for forgotten in range(3):
