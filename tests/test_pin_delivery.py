@@ -127,6 +127,16 @@ def collect(engine, requests):
     return records, messages
 
 
+def prompt_rows(records):
+    """Places in the prompt and their logprobs, as delivered."""
+    return [
+        (record.prompt.start + n, row)
+        for record in records
+        if record.prompt is not None
+        for n, row in enumerate(record.prompt.logprobs.tolist())
+    ]
+
+
 def requests():
     return mixed_requests(5, max_tokens=(18, 24))
 
@@ -183,7 +193,10 @@ def test_generations_wrap_around_while_slots_are_reused(expected):
 
 def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
     """A greedy request's tokens are the same; its logprobs too, up to sums in another order."""
-    asked = [replace(item, params=replace(item.params, draft_logprobs=True)) for item in requests()]
+    asked = [
+        replace(item, params=replace(item.params, draft_logprobs=True, prompt_logprobs=1))
+        for item in requests()
+    ]
     undisturbed = decoding.run(asked, "mtp")
     records = {item.id: [] for item in asked}
     preempted = 0
@@ -198,6 +211,11 @@ def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
     check(records, undisturbed, exact=False)
     for item in asked:
         last, wanted = records[item.id][-1], undisturbed.records[item.id][-1]
+        prompt, same = (prompt_rows(run[item.id]) for run in (records, undisturbed.records))
+        assert [place for place, _ in prompt] == list(range(1, len(item.prompt_token_ids)))
+        assert [place for place, _ in same] == [place for place, _ in prompt]
+        for (_, row), (_, wanted_row) in zip(prompt, same, strict=True):
+            np.testing.assert_allclose(row, wanted_row, atol=1e-4)
         drafts = sum(record.num_drafts for record in records[item.id])
         assert last.statistics.num_tokens == wanted.statistics.num_tokens
         assert last.statistics.num_drafts == drafts
