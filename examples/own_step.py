@@ -67,15 +67,16 @@ def step(
     active = loop.remaining > 0
 
     # 1. Draft, drawing each token the way that verification expects.
-    tokens, draft_logits = loop.tokens, []
-    for place in range(NUM_DRAFTS):
+    def draft(tokens: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
         position = (loop.lengths + place)[:, None]
-        draft_logits.append(drafter(tokens, position - 1))
-        drawn = draw(draft_logits[-1], asked.sampling, position[:, 0])
-        tokens = tokens.at[request, position].set(drawn[:, None], mode="drop")
+        logits = drafter(tokens, position - 1)
+        drawn = draw(logits, asked.sampling, position[:, 0])
+        return tokens.at[request, position].set(drawn[:, None], mode="drop"), logits[:, 0]
+
+    tokens, draft_logits = jax.lax.scan(draft, loop.tokens, row[0, :-1])
     draft_ids = jnp.take_along_axis(tokens, loop.lengths[:, None] + row[:, :-1], axis=1)
     num_drafts = jnp.clip(loop.remaining - 1, 0, NUM_DRAFTS)
-    drafts = Drafts(draft_ids, num_drafts, jnp.concatenate(draft_logits, axis=1))
+    drafts = Drafts(draft_ids, num_drafts, jnp.swapaxes(draft_logits, 0, 1))
 
     # 2. Run the model over the last token and the drafts. 3. Verify.
     logits = model(tokens, loop.lengths[:, None] - 1 + row)
