@@ -30,16 +30,66 @@ class Collective(NamedTuple):
 
 
 def collectives(compiled):
-    """Every collective of a compiled JAX program, also those in loops and branches."""
-    found = []
+    """Every collective of a compiled JAX program, also those in loops and branches, once each."""
+    return [c for line in compiled.as_text().splitlines() if (c := collective(line))]
+
+
+def collective(line):
+    """The collective of a line of a program's text, or None."""
+    match = LINE.search(line)
+    if match is None:
+        return None
+    shapes = tuple(
+        (dtype, tuple(int(d) for d in dims.split(",") if d))
+        for dtype, dims in SHAPE.findall(match[1])
+    )
+    name = NAME.search(line)
+    return Collective(match[2], shapes, name[1] if name else "")
+
+
+def bytes_of_a_run(compiled, branch=max):
+    """What the collectives of one run carry, with loops as often as they go round.
+
+    Of every two branches, `branch` picks one by its bytes.
+
+    Raises:
+      ValueError: a loop with a collective in it has no known number of trips.
+    """
+    parts, entry = {}, None
     for line in compiled.as_text().splitlines():
-        match = LINE.search(line)
-        if match is None:
-            continue
-        shapes = tuple(
-            (dtype, tuple(int(d) for d in dims.split(",") if d))
-            for dtype, dims in SHAPE.findall(match[1])
-        )
-        name = NAME.search(line)
-        found.append(Collective(match[2], shapes, name[1] if name else ""))
-    return found
+        if head := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = head[2]
+            entry = name if head[1] else entry
+            parts[name] = []
+        elif line.startswith("  "):
+            parts[name].append(line)
+
+    def of(name):
+        total = 0
+        for line in parts[name]:
+            if found := collective(line):
+                total += found.num_bytes
+            elif " while(" in line:
+                body = of(re.search(r"body=%?([\w.-]+)", line)[1])
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+                if body and not trips:
+                    raise ValueError(
+                        f"a loop without a known number of trips: {line.strip()[:200]}"
+                    )
+                total += body * int(trips[1]) if body else 0
+            elif " conditional(" in line:
+                named = re.search(r"branch_computations=\{([^}]*)\}", line)
+                branches = (
+                    named[1]
+                    if named
+                    else ",".join(
+                        re.search(rf"{which}_computation=%?([\w.-]+)", line)[1]
+                        for which in ("true", "false")
+                    )
+                )
+                total += branch(of(one.strip().lstrip("%")) for one in branches.split(","))
+            elif " call(" in line:
+                total += of(re.search(r"to_apply=%?([\w.-]+)", line)[1])
+        return total
+
+    return of(entry)

@@ -16,6 +16,7 @@ from jax_specdec.model import ModelConfig, init_params
 from jax_specdec.rank import Rank
 from jax_specdec.records import Records
 from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.sharding import ONE_DEVICE
 from jax_specdec.verify import accept_draft
 from jax_specdec.worker import Compiled, Worker
 
@@ -74,7 +75,7 @@ def without_jit(config):
 
 
 def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
-        distort=None, fused=False):  # fmt: skip
+        distort=None, fused=False, parallel=ONE_DEVICE):  # fmt: skip
     """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
 
     `distort` changes a step's output before it is packed: for negative controls.
@@ -86,6 +87,7 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
         num_slots=num_slots,
         max_length=max_length,
         accept=accept,
+        parallel=parallel,
     )
     sent, outputs = Sent(), []
     shared = compiled(settings)
