@@ -131,7 +131,10 @@ def state_specs(state: LoopState, num_shards: int) -> Any:
 
 
 def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
-    """Put `request` into `slot`, whatever was there before; its prompt still has to be run."""
+    """Put `request` into `slot` ([] int32), whatever was there before.
+
+    Its prompt still has to be run.
+    """
 
     def put(whole: jax.Array, one: jax.Array) -> jax.Array:
         return whole.at[slot].set(one)
@@ -151,7 +154,7 @@ def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
 
 
 def release(state: LoopState, slot: jax.Array) -> LoopState:
-    """Stop whatever runs in `slot`."""
+    """Stop whatever runs in `slot` ([] int32)."""
     return replace(
         state,
         active=state.active.at[slot].set(False),
@@ -175,7 +178,7 @@ def prefill_chunk(
     start: jax.Array,
     chunk: int,
 ) -> LoopState:
-    """`run_chunk` for a prompt whose logprobs nobody wants."""
+    """As `run_chunk`, for a prompt whose logprobs nobody wants."""
     return run_chunk(config, params, state, slot, start, chunk)[0]
 
 
@@ -187,7 +190,7 @@ def run_chunk(
     start: jax.Array,
     chunk: int,
 ) -> tuple[LoopState, Chunk]:
-    """Run prompt tokens `start` to `start + chunk` of `slot` through the caches.
+    """Run prompt tokens `start` to `start + chunk` of `slot` (both [] int32) through the caches.
 
     All but the last prompt token: that one is row 0 of the slot's first step, so the first token
     is emitted like any other. The chunk that reaches it makes the slot active.
