@@ -49,6 +49,15 @@ def test_round_trip(name, shards, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
+def test_the_shipped_weights_in_this_layout_are_the_same_model(tmp_path):
+    """An MTP head that was trained, not a random one."""
+    params, config = load_model()
+    assert config.num_mtp_layers == 1
+    loaded, found = load_model(hf_files.write(tmp_path, config, params, shards=2))
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("chosen", ["bfloat16", "float32", ""])
 def test_any_type_on_disk_any_type_to_compute_in(stored, chosen, tmp_path):
