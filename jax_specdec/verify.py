@@ -119,6 +119,8 @@ def _verify(
     choice = Greedy(*(x.reshape(batch, num_positions) for x in choice))
     index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
     considered = (index[:, :num_drafts] < drafts.num[:, None]) & choice.valid[:, :num_drafts]
+    # What is no token has probability 0 under p and under q: as if it had not been proposed.
+    considered &= (drafts.token_ids >= 0) & (drafts.token_ids < shard.size(width))
     is_greedy = sampling.temperature == 0
 
     def greedily() -> Verified:

@@ -127,6 +127,18 @@ def test_emitted_tokens_follow_the_target_whatever_was_drafted():
         assert {1, 2, 3} == set(num.tolist())
 
 
+@pytest.mark.parametrize("no_token", [-1, 5, 99])
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_draft_that_is_no_token_is_never_emitted(no_token, certain):
+    drafts, draft_logits = sampled_drafts()
+    drafts[:, 1] = no_token
+    ids, num = emitted(drafts, None if certain else draft_logits)
+    if certain:  # the first drafts are then as good as any others
+        assert p_value(ids[:, 0], P[0]) > 1e-3
+    assert set(num.tolist()) == {1, 2}
+    assert p_value(ids[num > 1, 1], P[1]) > 1e-3
+
+
 def test_a_broken_acceptance_rule_is_noticed():
     drafts, draft_logits = sampled_drafts()
     ids, _ = emitted(drafts, draft_logits, accept=lambda u, p, q: p > 0)
