@@ -99,19 +99,24 @@ def test_fused_path(k, rows):
     """Every row's greedy choice, in invalid rows too, where the groups' maxima do not tell it."""
     tiling = Tiling(4352, "bfloat16", 128, 1, 1)
     x = edge_rows(tiling.vocabulary, tiling.dtype, tiling.group_width)[np.array(rows)]
+    extra = np.array([[0, tiling.vocabulary]] * len(x), np.int32)
+    temperatures = np.linspace(0, 2, len(x), dtype=np.float32)
     actual = mosaic_gpu.greedy_topk_logprobs(
         jnp.asarray(x),
         k,
         jnp.int32(len(x)),
-        None,
-        jnp.zeros((len(x), 0), jnp.int32),
+        jnp.asarray(temperatures),
+        jnp.asarray(extra),
         tiling=tiling,
         interpret=interpret(),
     )
     jax.block_until_ready(actual)
     assert not races_found()
     token_ids = [oracle.greedy_token_id(row) for row in x]
-    oracle.assert_matches(actual, oracle.topk_logprobs(x, token_ids, k))
+    expected = oracle.topk_logprobs(
+        x, token_ids, k, temperatures=temperatures, extra_token_ids=extra
+    )
+    oracle.assert_matches(actual, expected)
 
 
 def test_candidates_in_shared_memory():
