@@ -60,6 +60,15 @@ def test_profiles_are_read(tmp_path):
         device_clock.read_events(tmp_path, "/device:GPU", "Stream")
 
 
+def test_no_device_no_times():
+    """The device's clock, here: the work runs, and no time is made up."""
+    calls = []
+    work = Work("a", lambda: calls.append("plug"), lambda: calls.append("launch"), lambda _: None)
+    with pytest.raises(ClockError, match="plane '/device:GPU'"):
+        device_clock.device_spans([work])
+    assert calls == ["plug", "launch"]
+
+
 def test_host_spans():
     """The rehearsal's clock takes the same way through `to_spans`."""
     calls = []
