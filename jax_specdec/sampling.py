@@ -261,7 +261,7 @@ def keys(seed: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
 
 
 def uniform(keys: jax.Array) -> jax.Array:
-    """One float32 in [0, 1) for each key."""
+    """One float32 in [0, 1) for each of `keys` [...]. Returns [...]."""
     flat = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.reshape(-1))
     return flat.reshape(keys.shape)
 
