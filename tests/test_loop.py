@@ -204,7 +204,8 @@ def test_without_jit_every_value_is_the_same():
     """One call of each function: without jit, every conditional is compiled anew at each call."""
     params, model = random_model()
     config = loop.LoopConfig(model, MtpDrafter(model, 1), num_slots=1, max_length=96)
-    item = request("r", [1, 2, 3], max_tokens=9, temperature=0.7, top_p=0.9, logprobs=3)
+    item = request("r", [1, 2, 3], max_tokens=9, temperature=0.7, top_p=0.9, logprobs=3,
+                   draft_logprobs=True)  # fmt: skip
     slot, start = jnp.int32(0), jnp.int32(0)
     sent = {}
     for functions in (compiled(config), without_jit(config)):
@@ -215,15 +216,19 @@ def test_without_jit_every_value_is_the_same():
         assert output.num_drafts[0] == 1
         slots = [Slot(params=item.params, most_tokens=2)]
         widths = widths_of(slots, VOCAB)
-        words = functions.target_message(
-            output, asked_of(slots, widths), np.zeros(2, np.uint32), widths=widths
-        )
-        sent[type(functions)] = decode(np.asarray(words[: words[4]]).tobytes())
-    jitted, plain = sent.values()
-    np.testing.assert_array_equal(jitted.token_ids, plain.token_ids)
-    np.testing.assert_array_equal(jitted.topk_ids, plain.topk_ids)
-    np.testing.assert_array_equal(jitted.token_ranks, plain.token_ranks)
-    np.testing.assert_allclose(jitted.logprobs, plain.logprobs, atol=1e-5)
+        sent[type(functions)] = [
+            decode(np.asarray(words[: words[4]]).tobytes())
+            for message in (functions.target_message, functions.draft_message)
+            for words in [
+                message(output, asked_of(slots, widths), np.zeros(2, np.uint32), widths=widths)
+            ]
+        ]
+    for jitted, plain in zip(*sent.values(), strict=True):
+        assert len(plain.token_ranks) > 0
+        np.testing.assert_array_equal(jitted.token_ids, plain.token_ids)
+        np.testing.assert_array_equal(jitted.topk_ids, plain.topk_ids)
+        np.testing.assert_array_equal(jitted.token_ranks, plain.token_ranks)
+        np.testing.assert_allclose(jitted.logprobs, plain.logprobs, atol=1e-5)
 
 
 @dataclasses.dataclass(frozen=True)

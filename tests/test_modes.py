@@ -18,8 +18,8 @@ from jax_specdec.modes import chosen_bucket, row_logprobs
 from jax_specdec.pack import select_rows
 from jax_specdec.requests import SamplingParams
 from jax_specdec.slots import Slot, asked_of, wants_one_read, widths_of
-from tests import in_mode, reference_model
-from tests.decoding import VOCAB, mixed_requests, random_model, request, run
+from tests import in_mode, oracle, reference_model
+from tests.decoding import VOCAB, random_model, request, run
 
 RAW, SCALED, PROCESSED = LogprobsMode.RAW, LogprobsMode.SCALED, LogprobsMode.PROCESSED
 S, V = 3, 7
@@ -197,9 +197,26 @@ def test_every_value_of_a_batch_of_mixed_modes(mixed):
     assert drafts_seen > 30
     modes = {mode for message in mixed.messages for mode in message.mode[message.num_tokens > 0]}
     assert modes == set(LogprobsMode)
-    # Columns and chosen ids are those that each request asked for, in draft messages too.
     for message in mixed.messages:
         assert (message.num_rows == message.num_tokens * (message.columns > 0)).all()
+
+
+def test_draft_rows_have_the_chosen_ids_too(mixed):
+    """Records do not show them; the messages have them behind the top K."""
+    params = {item.id: item.params for item in requests_in_every_mode()}
+    whose = {(r.step, r.slot): r.request_id for found in mixed.records.values() for r in found}
+    seen = 0
+    for message in mixed.messages:
+        if message.kind is not Kind.DRAFT:
+            continue
+        for slot in np.flatnonzero((message.num_tokens > 0) & (message.num_chosen > 0)).tolist():
+            asked = params[whose[message.step, slot]]
+            view = message.slot(slot)
+            rows = mixed.outputs[message.step].drafts.logits[slot][: len(view.token_ids)]
+            expected = [in_mode.logprobs(row, asked)[list(asked.extra_token_ids)] for row in rows]
+            oracle.assert_logprobs_close(view.logprobs[:, asked.columns :], expected)
+            seen += len(rows)
+    assert seen > 10
 
 
 def test_draft_messages_follow_their_target_where_somebody_asked(mixed):
@@ -223,8 +240,8 @@ def test_draft_messages_follow_their_target_where_somebody_asked(mixed):
 
 
 def test_nobody_asks_or_no_logits_no_draft_message():
-    plain = run(mixed_requests(2, max_tokens=(4, 8)), "mtp")
-    asking = [request("r", [1, 2, 1, 2], max_tokens=8, logprobs=1, draft_logprobs=True)]
+    plain = run([request("r", [1, 2], max_tokens=6, logprobs=20)], "mtp")
+    asking = [request("r", [1, 2, 1, 2], max_tokens=8, logprobs=20, draft_logprobs=True)]
     for result in (plain, run(asking, "ngram"), run(asking, "none")):
         assert {message.kind for message in result.messages} == {Kind.TARGET}
         assert not any(message.draft_follows for message in result.messages)
@@ -251,7 +268,7 @@ def test_sampled_frequencies_are_the_processed_probabilities():
     params = {"temperature": 1.3, "top_p": 0.9, "min_p": 0.02, "logprobs": vocab,
               "logprobs_mode": PROCESSED, "max_tokens": 1}  # fmt: skip
     requests = [request(str(seed), [4] * 5, seed=seed, **params) for seed in range(count)]
-    result = run(requests, "none", num_slots=500, max_length=16,
+    result = run(requests, "ngram", num_slots=500, max_length=16,
                  model=random_model(vocab, scale=2.0))  # fmt: skip
     first = result.records["0"][0]
     probs = np.zeros(vocab)
@@ -330,8 +347,3 @@ def test_one_read_serves_scaled_greedy_requests_and_draft_messages_too():
     seen, drafts_seen = in_mode.check_records(result, requests)
     assert seen == 24
     assert drafts_seen > 0
-    # As soon as one request needs more, the rows are read on their own.
-    more = request("more", [1, 2], max_tokens=8, logprobs=20, logprobs_mode=PROCESSED)
-    result = run([*requests[:2], more], "mtp", fused=True)
-    assert all(output.greedy_rows is None for output in result.outputs[:4])
-    in_mode.check_records(result, [*requests[:2], more])

@@ -67,7 +67,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def by_chunk():
-    return {chunk: messages_of(prompts(), chunk) for chunk in (64, 5)}
+    return {chunk: messages_of(prompts()[:count], chunk) for chunk, count in ((64, 3), (5, 1))}
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def exact_rows(ids):
 @pytest.mark.parametrize("chunk", [64, 5])
 def test_every_prompt_token_but_the_first_has_its_logprobs(by_chunk, chunk):
     """Against a forward pass over the whole prompt in float64, in the request's own mode."""
-    for slot, item in enumerate(prompts()):
+    for slot, item in enumerate(prompts()[: 1 if chunk == 5 else 3]):
         ids, ranks, got, top = prompt_of(by_chunk[chunk], slot)
         params, k = item.params, item.params.prompt_logprobs
         assert ids.tolist() == list(item.prompt_token_ids[1:])
@@ -99,14 +99,12 @@ def test_every_prompt_token_but_the_first_has_its_logprobs(by_chunk, chunk):
 
 def test_the_chunk_size_does_not_matter(by_chunk):
     """Ids, token ranks and top ids equal; logprobs as close as float32 forward passes are."""
-    for slot in range(len(prompts())):
-        one, *others = (prompt_of(messages, slot) for messages in by_chunk.values())
-        for other in others:
-            for name, a, b in zip(("ids", "ranks", "logprobs", "top"), one, other, strict=True):
-                if name == "logprobs":
-                    np.testing.assert_allclose(a, b, atol=CLOSE)
-                else:
-                    np.testing.assert_array_equal(a, b)
+    one, other = (prompt_of(messages, 0) for messages in by_chunk.values())
+    for name, a, b in zip(("ids", "ranks", "logprobs", "top"), one, other, strict=True):
+        if name == "logprobs":
+            np.testing.assert_allclose(a, b, atol=CLOSE)
+        else:
+            np.testing.assert_array_equal(a, b)
 
 
 def test_prompt_messages_precede_their_step_and_speak_of_one_slot(by_chunk):
@@ -127,10 +125,11 @@ def test_prompt_messages_precede_their_step_and_speak_of_one_slot(by_chunk):
             assert message.columns[slot] == params.prompt_logprobs + 1
             assert message.mode[slot] == params.logprobs_mode
             assert message.num_chosen[slot] == len(params.extra_token_ids)
-            assert message.generation.tolist() == [10, 11, 12]
+            assert message.generation[slot] == 10 + slot
             assert message.running
         size = min(chunk, SLOTS * (D + 1))
-        chunks = sum(-(-(len(item.prompt_token_ids) - 1) // size) for item in prompts())
+        run = prompts()[: 1 if chunk == 5 else 3]
+        chunks = sum(-(-(len(item.prompt_token_ids) - 1) // size) for item in run)
         assert sum(message.kind is Kind.PROMPT for message in messages) == chunks
     # The tokens that follow are those of requests that did not ask.
     silent = [

@@ -36,11 +36,11 @@ def requests():
         return max(ids[:14], key=ids.index)
 
     ends = [
-        {"stop_sequences": (tuple(emitted[0][within - 1 : within + 1]),), "logprobs": 5},
+        {"stop_sequences": (tuple(emitted[0][within - 1 : within + 1]),), "logprobs": 20},
         {},
-        {"stop_token_ids": (late(emitted[2]),), "logprobs": 4, "draft_logprobs": True},
+        {"stop_token_ids": (late(emitted[2]),), "logprobs": 19, "draft_logprobs": True},
         {"stop_sequences": (tuple(emitted[3][8:10]),), "draft_logprobs": True},
-        {"logprobs": 5, "logprobs_mode": LogprobsMode.PROCESSED, "extra_token_ids": (3, 3, 1)},
+        {"logprobs": 8, "logprobs_mode": LogprobsMode.SCALED},
         # More stop ids than the device watches for: the last one is the host's.
         {"stop_token_ids": (*range(VOCAB, VOCAB + 8), late(emitted[5]))},
     ]
@@ -167,7 +167,7 @@ def test_messages_of_both_kinds_are_copied_in_buckets_of_their_bound():
 
     local.worker.compiled.leading = leading
     for index in range(3):
-        asked = [{}, {"logprobs": 3}, {"logprobs": 20, "extra_token_ids": (1, 5)}][index]
+        asked = [{}, {"logprobs": 8}, {"logprobs": 20}][index]
         local.admit(request(f"r{index}", [1, 2, 3, 1], max_tokens=6 + 3 * index,
                             draft_logprobs=index > 0, **asked))  # fmt: skip
     local.drain()

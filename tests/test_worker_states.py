@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipc.wire import Kind, LogprobsMode, SlotState
+from ipc.wire import Kind, SlotState
 from jax_specdec import loop
 from jax_specdec.control import Admit, Evict, Release
 from jax_specdec.decode import decode
@@ -35,7 +35,7 @@ def slot_of(local, request_id):
 @pytest.mark.parametrize("reschedule", [True, False])
 def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     local = Local("ngram")
-    local.admit(request("r", [1, 2, 3], max_tokens=40, logprobs=1))
+    local.admit(request("r", [1, 2, 3], max_tokens=40, logprobs=20))
     slot = slot_of(local, "r")
     before = [record for _ in range(4) for record in local.advance()]
     local.rank.evict("r", reschedule=reschedule)
@@ -61,7 +61,7 @@ def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
 
 def test_a_preempted_request_goes_on_where_it_was():
     """Greedy and drafting: the ids of an uninterrupted run, none twice and none missing."""
-    item = request("r", [1, 2, 3, 1, 2], max_tokens=24, logprobs=2)
+    item = request("r", [1, 2, 3, 1, 2], max_tokens=24, logprobs=20)
     local, records, job = Local("mtp"), [], None
     local.admit(item)
     for step in range(100):
@@ -146,10 +146,9 @@ def handed_over(items, drafting="mtp", chunk=8):
 
 def test_a_prefill_node_hands_its_first_token_and_drafts_over():
     items = [
-        request("a", [1, 2, 3, 1, 2], max_tokens=12, logprobs=3, draft_logprobs=True,
-                logprobs_mode=LogprobsMode.PROCESSED, extra_token_ids=(4, 9)),
-        request("b", np.arange(30) % VOCAB, max_tokens=9, logprobs=0, draft_logprobs=True),
-        request("c", [5], max_tokens=1, logprobs=1),  # its first token is its last
+        request("a", [1, 2, 3, 1, 2], max_tokens=12, logprobs=20, draft_logprobs=True),
+        request("b", np.arange(30) % VOCAB, max_tokens=9, logprobs=15, draft_logprobs=True),
+        request("c", [5], max_tokens=1, logprobs=20),  # its first token is its last
         request("d", [7, 8], max_tokens=10),
     ]  # fmt: skip
     prefill, _, records = handed_over(items)
@@ -260,7 +259,7 @@ def test_a_rank_that_publishes_nothing_takes_every_step_and_clears_the_same(pref
         if not speaking.worker.slots[slot].occupied and not speaking.worker.slots[slot].verdict:
             generations[slot] += 1
             item = request(str(number), random.integers(0, VOCAB, 1 + number % 12).tolist(),
-                           max_tokens=int(random.integers(1, 9)), logprobs=2)  # fmt: skip
+                           max_tokens=int(random.integers(1, 9)), logprobs=20)  # fmt: skip
             command = Admit(slot=slot, generation=generations[slot], request=item)
         elif kind == 0:
             command = Evict(slot=slot, generation=generations[slot], reschedule=bool(number % 2))
