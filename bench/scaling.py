@@ -59,8 +59,7 @@ def logprob_bytes(rows: int, top_k: int, chosen: int, devices: int) -> tuple[int
 def num_digits(vocabulary: int) -> int:
     """Words of an exact sum of probabilities, as in `jax_specdec.fixed_point`."""
     log = (vocabulary - 1).bit_length()
-    digits: int = -(-(log + 21) // (31 - max(1, log)))
-    return digits
+    return -(-(log + 21) // (31 - max(1, log)))
 
 
 def search_trips(vocabulary: int, item_bytes: int) -> int:
@@ -72,7 +71,8 @@ def search_trips(vocabulary: int, item_bytes: int) -> int:
 def truncation_words(vocabulary: int, item_bytes: int) -> int:
     """All-reduced words a row for top-k and top-p and min-p together, at worst."""
     trips, digits = search_trips(vocabulary, item_bytes), num_digits(vocabulary)
-    searches = sum((2**BITS_PER_TRIP - 1) * words * trips + words + 1 for words in (1, digits))
+    sums = (1 << BITS_PER_TRIP) - 1
+    searches = sum(sums * words * trips + words + 1 for words in (1, digits))
     return 3 + 1 + searches + 3 * digits + 2
 
 
