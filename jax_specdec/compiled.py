@@ -59,4 +59,8 @@ class Compiled:
         self.draft_message = jax.jit(
             functools.partial(messages.draft_message, parallel=parallel), static_argnames=static
         )
-        self.leading = jax.jit(lambda words, count: words[:count], static_argnums=1)
+        self.leading = jax.jit(
+            lambda words, count: words[:count],
+            static_argnums=1,
+            out_shardings=parallel.everywhere,  # every process reads them
+        )

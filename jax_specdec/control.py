@@ -34,7 +34,8 @@ class Start:
     adaptive: bool = False  # fewer drafts for a request whose drafts are seldom accepted
     corpus: str = ""  # a UTF-8 text file that the suffix drafter searches too; empty for none
     dtype: str = ""  # to compute in; empty for that of the weights
-    tensor_parallel: int = 1  # devices of the worker's process among which the model is split
+    tensor_parallel: int = 1  # devices among which the model is split
+    num_processes: int = 1  # with a device each, where it is not 1: then as many as devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +78,19 @@ class Shutdown:
     """Finish the step under way and end the stream."""
 
 
-Command = Start | Admit | Evict | Release | Shutdown
+@dataclass(frozen=True, kw_only=True)
+class Advance:
+    """Launch the next step: from the lead of several processes to its followers."""
+
+
+Command = Start | Admit | Evict | Release | Shutdown | Advance
 _COMMANDS: dict[str, Callable[..., Command]] = {
     "start": Start,
     "admit": Admit,
     "evict": Evict,
     "release": Release,
     "shutdown": Shutdown,
+    "advance": Advance,
 }
 
 

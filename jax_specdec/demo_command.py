@@ -115,6 +115,11 @@ def _add_workers(group: Any) -> None:
         "Without accelerators it makes as many CPU devices (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
+        "--processes", action="store_true",
+        help="each of those devices has a process of its own, connected by jax.distributed; one "
+        "of a worker's processes sends its messages",
+    )  # fmt: skip
+    group.add_argument(
         "--disaggregated", action="store_true",
         help="another worker process runs the prompts: the first token of a request comes from "
         "it, with the drafts after it, and all others from a worker that decodes (which runs the "
@@ -211,6 +216,7 @@ def _config(options: argparse.Namespace, requests: "list[Request]") -> "EngineCo
         corpus=str(options.corpus.resolve()) if options.corpus else "",
         num_ranks=options.data_parallel,
         tensor_parallel=options.tensor_parallel,
+        processes=options.processes,
         num_prefill_ranks=int(options.disaggregated),
         on_worker_loss=options.on_worker_loss,
         resume_lost=True,

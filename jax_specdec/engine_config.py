@@ -31,8 +31,10 @@ class EngineConfig:
       num_ranks: workers that decode, each with its own slots and ring.
       num_prefill_ranks: workers that only run prompts: a request's first token comes from one of
         them, the rest from a decode worker, which recomputes the prompt. 0: decode workers do both.
-      tensor_parallel: devices of each worker's process among which the model is split; the
-        vocabulary must divide among them. A worker without accelerators makes as many CPU devices.
+      tensor_parallel: devices among which each worker splits the model; the vocabulary must divide
+        among them. A worker without accelerators makes as many CPU devices.
+      processes: each of these devices has a process of its own. The first one publishes; the worker
+        is lost when any of them is.
       on_worker_loss: what becomes of a rank whose worker ended early. "stop": everything stops.
         "continue": the others go on without it. "restart": a new worker takes its place.
       resume_lost: where the engine goes on, requests that a lost worker had go on after their last
@@ -56,6 +58,7 @@ class EngineConfig:
     num_ranks: int = 1
     num_prefill_ranks: int = 0
     tensor_parallel: int = 1
+    processes: bool = False
     on_worker_loss: OnWorkerLoss = "stop"
     resume_lost: bool = False
     max_restarts: int = 3

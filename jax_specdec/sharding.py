@@ -50,6 +50,13 @@ class Parallel:
     def num_shards(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
 
+    @property
+    def everywhere(self) -> NamedSharding | None:
+        """Of an array that every device has whole; None on one device."""
+        if self.mesh is None:
+            return None
+        return NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+
     def over_vocabulary(
         self, call: Callable[[VocabShard, Any, Any], Result], columns: Any, whole: Any
     ) -> Result:
@@ -77,7 +84,16 @@ class Parallel:
         """The values, put where the specs say; they are left alone on one device."""
         if self.mesh is None:
             return values
-        return jax.device_put(values, self.shardings(specs))
+        shardings = self.shardings(specs)
+        if not self.mesh.is_multi_process:
+            return jax.device_put(values, shardings)
+
+        # Each process has all values, and puts its own part on its own devices: nothing travels.
+        def part(value: Any, sharding: NamedSharding) -> jax.Array:
+            host = np.asarray(value)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        return jax.tree.map(part, values, shardings)
 
     def shardings(self, specs: Any) -> Any:
         """The specs as shardings of the mesh."""

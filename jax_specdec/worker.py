@@ -16,7 +16,7 @@ from ipc import wire
 from ipc.wire import SlotState
 from jax_specdec import loop, slots
 from jax_specdec.compiled import Compiled as Compiled
-from jax_specdec.control import Admit, Command, Evict, Release, Shutdown
+from jax_specdec.control import Admit, Advance, Command, Evict, Release, Shutdown
 from jax_specdec.decode import failed_checks
 from jax_specdec.messages import StepOutput
 from jax_specdec.model import ModelParams
@@ -42,9 +42,8 @@ class Launched:
     """A step that is under way."""
 
     generations: list[int]  # of the slots when it was launched
-    states: jax.Array | None  # [B] SlotState after it; None: no step, prompts alone
-    prompts: tuple[jax.Array, ...]  # messages, which go first; none where nothing is published
-    words: tuple[jax.Array, ...]  # the step's target and draft message; none likewise
+    prompts: tuple[jax.Array, ...]  # messages, which go first
+    words: tuple[jax.Array, ...]  # the step's target and draft message; none: prompts alone
 
 
 class Worker:
@@ -65,8 +64,8 @@ class Worker:
         """Start with empty slots.
 
         Args:
-          publish: send messages. A process rank that does not takes the same commands and the
-            same steps, and clears the same slots.
+          publish: send messages. A process that does not makes and reads the same ones, as what
+            makes them has collectives, and clears the same slots.
           compiled: share it among workers of one configuration.
           fused: let greedy verification and logprobs share one read where that pays; None: where
             the GPU kernels run.
@@ -94,10 +93,11 @@ class Worker:
         return self.launched is not None or any(s.occupied or s.verdict for s in self.slots)
 
     def apply(self, command: Command) -> bool:
-        """Carry out one command between two steps; False to stop.
+        """Carry out one command between two steps; False after the last one.
 
         A `Release` or an `Evict` of a request that has ended here changes nothing: its last tokens
-        have been published or are on their way.
+        have been published or are on their way. Processes of one model that carry out the same
+        commands, `Advance` among them, run the same programs in the same order.
 
         Raises:
           ValueError: a slot is given away before its eviction was published, or a draft that was
@@ -111,8 +111,11 @@ class Worker:
             if self.slots[command.slot].occupied:
                 verdict = SlotState.PREEMPTED if command.reschedule else SlotState.RECOVERY_STOP
                 self._take_back(command.slot, command.generation, verdict)
-        else:
-            return not isinstance(command, Shutdown)
+        elif isinstance(command, Advance):
+            self.advance()
+        elif isinstance(command, Shutdown):
+            self.finish()
+            return False
         return True
 
     def advance(self) -> None:
@@ -128,8 +131,8 @@ class Worker:
         following = None
         if due or prompts:
             generations = [slot.generation for slot in self.slots]
-            states, words = self._launch() if due else (None, ())
-            following = Launched(generations, states, tuple(prompts), words)
+            words = self._launch() if due else ()
+            following = Launched(generations, tuple(prompts), words)
         self.finish()
         self.launched = following
 
@@ -205,7 +208,7 @@ class Worker:
             self.params, self.state, *places, asked, chunk=chunk, widths=widths
         )
         num_tokens = min(chunk, slot.prompt_length - 1 - (slot.prefill_at or 0))
-        if num_tokens <= 0 or not self.publish:
+        if num_tokens <= 0:
             return ()
         words = self.compiled.prompt_message(
             scored,
@@ -219,7 +222,7 @@ class Worker:
         )
         return (self._copy(words, slots.prompt_bound(self.slots, scoring, num_tokens)),)
 
-    def _launch(self) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def _launch(self) -> tuple[jax.Array, ...]:
         """Start a step and the copy of its messages; what the host knows now bounds their size."""
         if self.asked is None:
             widths = slots.widths_of(self.slots, self.config.model.vocab_size)
@@ -227,16 +230,14 @@ class Worker:
         widths, asked = self.asked
         fused_k = widths.k if self.fused and slots.wants_one_read(self.slots) else None
         self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)
-        words = self._messages(output, widths, asked) if self.publish else ()
-        if not words:
-            output.state.copy_to_host_async()
+        words = self._messages(output, widths, asked)
         self.step_number += 1
-        # On every process rank alike, whether it publishes or not: what is left of an eviction,
-        # or of a request that was handed over, would speak of the slot's next request.
+        # On every process alike, whether it publishes or not: what is left of an eviction, or of
+        # a request that was handed over, would speak of the slot's next request.
         for index, slot in enumerate(self.slots):
             if slot.verdict or (self.config.prefill_only and slot.decoding):
                 self._set(index, Slot(generation=slot.generation))
-        return output.state, words
+        return words
 
     def _messages(self, output: StepOutput, widths: Widths, asked: Asked) -> tuple[jax.Array, ...]:
         """The words of a step's target message and, where somebody asked, of its draft message."""
@@ -265,21 +266,22 @@ class Worker:
 
     def _publish(self, launched: Launched) -> None:
         for words in launched.prompts:
-            self.sender.send(check(np.asarray(words)))
+            self._send(check(np.asarray(words)))
         messages = [check(np.asarray(words)) for words in launched.words]
         for message in messages:
-            self.sender.send(message)
-        if launched.states is None:
+            self._send(message)
+        if not messages:
             return
-        if messages:
-            fields = messages[0][wire.HEADER_WORDS :][: wire.SLOT_WORDS * len(self.slots)]
-            states = wire.SLOT["state"].get(fields.reshape(len(self.slots), wire.SLOT_WORDS))
-        else:
-            states = np.asarray(launched.states)
+        fields = messages[0][wire.HEADER_WORDS :][: wire.SLOT_WORDS * len(self.slots)]
+        states = wire.SLOT["state"].get(fields.reshape(len(self.slots), wire.SLOT_WORDS))
         for index in np.flatnonzero(states == SlotState.STOPPED).tolist():
             generation = launched.generations[index]
             if generation == self.slots[index].generation:  # not of a request that came since
                 self._set(index, Slot(generation=generation))
+
+    def _send(self, message: np.ndarray) -> None:
+        if self.publish:
+            self.sender.send(message)
 
 
 def check(words: np.ndarray) -> np.ndarray:

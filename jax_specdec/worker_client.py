@@ -76,6 +76,7 @@ class WorkerProcess:
                     corpus=config.corpus,
                     dtype=config.dtype,
                     tensor_parallel=config.tensor_parallel,
+                    num_processes=config.tensor_parallel if config.processes else 1,
                 )
             )
         except BaseException:

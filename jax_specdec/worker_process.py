@@ -3,28 +3,37 @@
 import queue
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 
 from ipc.ring import RingWriter
 from jax_specdec import loop
 from jax_specdec.checkpoint import load_model
-from jax_specdec.control import Command, Shutdown, Start, from_line
+from jax_specdec.control import Advance, Command, Shutdown, Start, from_line
 from jax_specdec.drafter_choice import make_drafter
+from jax_specdec.process_group import Lead
 from jax_specdec.sharding import tensor_parallel
 from jax_specdec.tokenizer import text_encoder
-from jax_specdec.worker import Worker
+from jax_specdec.worker import Sender, Worker
 
 
-def serve(worker: Worker, commands: "queue.SimpleQueue[Command]") -> None:
-    """Decode until told to stop: take the commands that wait, advance, block only when idle."""
+def serve(
+    worker: Worker,
+    commands: "queue.SimpleQueue[Command]",
+    tell: Callable[[Command], None] = lambda _: None,
+) -> None:
+    """Decode until told to stop: take the commands that wait, advance, block only when idle.
+
+    Args:
+      tell: gets every command just before it is carried out.
+    """
     while True:
-        while not (commands.empty() and worker.busy):
-            if not worker.apply(commands.get()):
-                worker.finish()
-                return
-        worker.advance()
+        waits = not (commands.empty() and worker.busy)
+        command = commands.get() if waits else Advance()
+        tell(command)
+        if not worker.apply(command):
+            return
 
 
 def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") -> None:
@@ -36,53 +45,62 @@ def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") 
         commands.put(Shutdown())
 
 
+def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker:
+    """Load the model and make its worker, with empty slots.
+
+    What the user can mend ends the process, with the reason on stderr: the engine shows it.
+    """
+    try:
+        params, config = load_model(
+            start.weights,
+            dtype=start.dtype,
+            num_slots=start.num_slots,
+            max_length=start.max_length,
+        )
+        parallel = tensor_parallel(config, start.tensor_parallel)
+        drafter = make_drafter(
+            start.drafter,
+            start.num_drafts,
+            config,
+            corpus=start.corpus,
+            adaptive=start.adaptive,
+            encode=text_encoder(start.weights, config.vocab_size) if start.corpus else None,
+            parallel=parallel,
+        )
+    except (OSError, ValueError, MemoryError) as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+    return Worker(
+        loop.LoopConfig(
+            model=config,
+            drafter=drafter,
+            num_slots=start.num_slots,
+            max_length=start.max_length,
+            prefill_only=start.prefill_only,
+            parallel=parallel,
+        ),
+        params,
+        sender,
+        prefill_chunk=start.prefill_chunk,
+        process_rank=start.process_rank,
+        publish=publish,
+    )
+
+
 def main() -> int:
     """Entry point of the worker process: commands on stdin, messages into the ring."""
     start = from_line(sys.stdin.readline())
     if not isinstance(start, Start):
         print("the first command must be start", file=sys.stderr)
         return 2
-    if start.tensor_parallel > 1:
+    if start.num_processes == 1 and start.tensor_parallel > 1:
         # Before JAX looks for devices; of accelerators there are as many as there are.
         jax.config.update("jax_num_cpu_devices", start.tensor_parallel)  # type: ignore[no-untyped-call]
-    with RingWriter.attach(start.ring) as ring:
-        try:
-            params, config = load_model(
-                start.weights,
-                dtype=start.dtype,
-                num_slots=start.num_slots,
-                max_length=start.max_length,
-            )
-            parallel = tensor_parallel(config, start.tensor_parallel)
-            drafter = make_drafter(
-                start.drafter,
-                start.num_drafts,
-                config,
-                corpus=start.corpus,
-                adaptive=start.adaptive,
-                encode=text_encoder(start.weights, config.vocab_size) if start.corpus else None,
-                parallel=parallel,
-            )
-        except (OSError, ValueError, MemoryError) as error:
-            print(error, file=sys.stderr)  # the engine shows it: the user's to mend, not ours
-            return 1
-        worker = Worker(
-            loop.LoopConfig(
-                model=config,
-                drafter=drafter,
-                num_slots=start.num_slots,
-                max_length=start.max_length,
-                prefill_only=start.prefill_only,
-                parallel=parallel,
-            ),
-            params,
-            ring,
-            prefill_chunk=start.prefill_chunk,
-            process_rank=start.process_rank,
-        )
+    with RingWriter.attach(start.ring) as ring, Lead(start, ring) as lead:
+        worker = make_worker(start, lead)
         commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         threading.Thread(target=read_commands, args=(sys.stdin, commands), daemon=True).start()
-        serve(worker, commands)
+        serve(worker, commands, lead.tell)
     return 0
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ipc.wire import LogprobsMode
 from jax_specdec.control import (
     Admit,
+    Advance,
     ControlError,
     Evict,
     Release,
@@ -64,6 +65,7 @@ slots, generations = st.integers(0, 99), st.integers(0, 2**32 - 1)
         corpus=st.text(),
     )
     | st.just(Shutdown())
+    | st.just(Advance())
 )
 def test_every_command_survives_its_line(command):
     line = to_line(command)

@@ -14,7 +14,7 @@ PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 
 # The device side of jax_specdec; every other module of it runs in a process without jax.
 DEVICE_SIDE = {
-    "reorder",
+    "follower_process", "process_group", "reorder",
     "drafter_choice",
     "adaptive", "callable_drafter",
     "suffix",
