@@ -148,9 +148,8 @@ def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
     )
     calls = []
 
-    def watched(logits, token_ids, k, *, row_ids, num_rows, temperatures, extra_token_ids):
-        assert temperatures is None  # raw
-        assert extra_token_ids is None
+    def watched(logits, token_ids, k, *, row_ids, num_rows, **others):
+        assert set(others.values()) == {None}  # raw, no chosen ids, one device
         count = int(num_rows)
         calls.append((k, row_ids[:count].tolist(), token_ids[:count].tolist()))
         return xla.skipped_rows(len(row_ids), k, 0)
