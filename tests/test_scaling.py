@@ -14,10 +14,9 @@ from jax_specdec.sampling import Sampling, truncation
 from jax_specdec.verify import Drafts, verify
 from pallas_kernels import topk_logprobs
 from tests.collectives import bytes_of_a_run
-from tests.shards import mesh_of
+from tests.shards import QUICK, mesh_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def counted(function, *shapes, branch=max):

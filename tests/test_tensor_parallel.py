@@ -20,7 +20,7 @@ from jax_specdec.worker import Compiled
 from pallas_kernels.vocab_shard import VocabShard
 from tests import decoding
 from tests.collectives import collectives
-from tests.shards import P, mesh_of
+from tests.shards import QUICK, P, mesh_of
 
 VOCAB = 4096
 CONFIG = ModelConfig(
@@ -134,10 +134,6 @@ def test_requests_get_the_tokens_of_one_device(shards, drafter):
         np.testing.assert_array_equal(a.topk_ids, b.topk_ids)
         if a.draft_logprobs is not None:
             np.testing.assert_allclose(a.draft_logprobs, b.draft_logprobs, atol=2e-4)
-
-
-# Nothing of these programs runs: the machine code need not be good.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def compiled_step(config, parallel):
