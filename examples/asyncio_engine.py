@@ -1,12 +1,14 @@
 """Reading two workers in one asyncio program, while the event loop does other things too.
 
     python examples/asyncio_engine.py
+    python examples/asyncio_engine.py --kill        the second worker dies; the first goes on
 
 Each worker has its own ring and its own state of the output processor. A ring with a doorbell can
 be awaited; each request's records go to the coroutine that serves its user, as they come.
 """
 
 import asyncio
+import sys
 
 import story
 from own_loop import admit_all, start_worker
@@ -65,6 +67,8 @@ async def main() -> None:
     inboxes = {request.id: asyncio.Queue() for request in story.REQUESTS}
     readers = [RingReader.create(16, 1 << 16, doorbell=True, wait="block") for _ in SHARES]
     workers = [start_worker(reader, share) for reader, share in zip(readers, SHARES, strict=True)]
+    if "--kill" in sys.argv:
+        workers[1].kill()
     beats: list[None] = []
     try:
         async with asyncio.TaskGroup() as group:

@@ -4,15 +4,29 @@ The NNX example is not among them, because flax is no small dependency: `check_e
 """
 
 import ast
+import functools
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 REQUESTS = ("greedy", "sampled", "ids only")
+
+
+@functools.cache
+def environment():
+    """The user's own, but that compiling, which takes nearly all the time here, takes less."""
+    cache = tempfile.TemporaryDirectory(prefix="examples-")
+    return cache, os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": cache.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 def run(script, *options, status=0):
@@ -23,6 +37,7 @@ def run(script, *options, status=0):
         text=True,
         check=False,
         timeout=200,
+        env=environment()[1],
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -66,7 +81,7 @@ def test_a_jitted_loop_goes_on_without_its_engine(own_loop):
     assert "nobody listens any more: the consumer (pid" in printed
     assert texts(printed) == texts(own_loop)  # the same model, to the end
     steps, published = map(int, re.search(r"(\d+) steps, (\d+) published", printed).groups())
-    assert 3 <= published < steps
+    assert 2 <= published <= 4 < steps
 
 
 def test_a_jitted_loop_ends_where_nobody_listens(own_loop):
@@ -74,9 +89,10 @@ def test_a_jitted_loop_ends_where_nobody_listens(own_loop):
     assert "engine: 3 steps read, " in printed
     assert "nobody listens any more: the consumer closed ring" in printed
     steps, published = map(int, re.search(r"(\d+) steps, (\d+) published", printed).groups())
-    # The step that could not be sent is the last one: the ring holds two steps more.
+    # The step that could not be sent is the last one. Five messages were read, the third step's
+    # second one perhaps never sent, and the ring holds four more.
     assert steps == published + 1
-    assert 3 <= published <= 6
+    assert 2 <= published <= 4
     whole = texts(own_loop)
     for name, text in texts(printed).items():
         assert whole[name].startswith(text)
@@ -95,6 +111,13 @@ def test_asyncio_reads_two_workers_and_does_other_things():
     assert len(re.findall(r"(?:length|stop_token) after \d+ records", printed)) == 3
     assert set(texts(printed)) == set(REQUESTS)
     assert int(re.search(r"did (\d+) other things", printed)[1]) > 10
+
+
+def test_asyncio_loses_a_worker_and_serves_the_others_requests():
+    printed = run("asyncio_engine.py", "--kill")
+    assert "a worker is lost: the producer (pid" in printed
+    assert re.search(r"^ids only  So she$\n +worker_lost after 1 records", printed, re.MULTILINE)
+    assert len(re.findall(r"(?:length|stop_token) after \d+ records", printed)) == 2
 
 
 def test_rollouts_scored_again_have_the_same_logprobs():
