@@ -27,7 +27,7 @@ from jax.experimental import io_callback
 from ipc.errors import PeerClosed, PeerDied
 from ipc.ring import RingWriter
 from jax_specdec import slots
-from jax_specdec.worker import check
+from jax_specdec.device_checks import check
 
 ENGINE = Path(__file__).parent / "jitted_loop_engine.py"
 

@@ -21,8 +21,8 @@ from own_loop import admit_all, show
 
 from jax_specdec import slots
 from jax_specdec.decode import decode
+from jax_specdec.device_checks import check
 from jax_specdec.output_processor import step as process
-from jax_specdec.worker import check
 
 WINDOW = 8  # characters that the model sees
 

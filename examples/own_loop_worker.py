@@ -16,7 +16,7 @@ import trigram
 from ipc.ring import RingWriter
 from jax_specdec import slots
 from jax_specdec.control import from_line
-from jax_specdec.worker import check
+from jax_specdec.device_checks import check
 
 
 def main() -> None:

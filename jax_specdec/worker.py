@@ -17,7 +17,8 @@ from ipc.wire import SlotState
 from jax_specdec import loop, slots
 from jax_specdec.compiled import Compiled as Compiled
 from jax_specdec.control import Admit, Advance, Command, Evict, Release, Shutdown
-from jax_specdec.decode import failed_checks
+from jax_specdec.device_checks import DeviceCheckError as DeviceCheckError
+from jax_specdec.device_checks import check
 from jax_specdec.messages import StepOutput
 from jax_specdec.model import ModelParams
 from jax_specdec.modes import Asked, Widths
@@ -25,10 +26,6 @@ from jax_specdec.pack import bucket
 from jax_specdec.sharding import params_specs
 from jax_specdec.slots import Slot
 from pallas_kernels.implementations import cannot_run, cuda_capability
-
-
-class DeviceCheckError(RuntimeError):
-    """A check on the device failed while a message was packed: the message is not sent."""
 
 
 class Sender(Protocol):
@@ -282,28 +279,6 @@ class Worker:
     def _send(self, message: np.ndarray) -> None:
         if self.publish:
             self.sender.send(message)
-
-
-def check(words: np.ndarray) -> np.ndarray:
-    """The message in a bucket of words, if the checks on the device passed.
-
-    Raises:
-      DeviceCheckError: they did not.
-    """
-    num_words = int(wire.HEADER["num_words"].get(words))
-    if num_words > words.size:
-        raise DeviceCheckError(
-            f"a message of {num_words} words is longer than the {words.size} that its slots "
-            "can fill; nothing of it was sent"
-        )
-    if wire.HEADER["error"].get(words):
-        checks = int(wire.HEADER["error_checks"].get(words))
-        step = int(wire.HEADER["step_low"].get(words))
-        raise DeviceCheckError(
-            f"step {step} failed its checks on the device ({', '.join(failed_checks(checks))});"
-            " nothing of it was sent"
-        )
-    return words[:num_words]
 
 
 def runs_on_gpu(config: loop.LoopConfig) -> bool:

@@ -14,14 +14,11 @@ PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 
 # The device side of jax_specdec; every other module of it runs in a process without jax.
 DEVICE_SIDE = {
-    "follower_process", "process_group", "reorder",
-    "drafter_choice",
-    "adaptive", "callable_drafter",
-    "suffix",
-    "fixed_point", "prefix", "sharding",
-    "hf_weights", "memory",
-    "checkpoint", "drafters", "loop", "messages", "model", "model_params", "modes", "mtp", "pack",
-    "compiled", "prefill", "sampling", "scoring", "slots", "verify", "worker", "worker_process",
+    "adaptive", "callable_drafter", "checkpoint", "compiled", "drafter_choice", "drafters",
+    "fixed_point", "follower_process", "hf_weights", "loop", "loop_state", "memory", "messages",
+    "model", "model_params", "modes", "mtp", "pack", "prefill", "prefix", "process_group",
+    "reorder", "sampling", "scoring", "sharding", "slots", "suffix", "verify", "worker",
+    "worker_process",
 }  # fmt: skip
 ENTRY_POINTS = {"jax_specdec.cli"}
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
