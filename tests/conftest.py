@@ -1,12 +1,24 @@
 """One strict JAX for every test: no silent promotion, several CPU devices, no hidden state."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before jax is imported: eight CPU devices, so that shard_map tests are real.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAG = "--xla_force_host_platform_device_count=8"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+
+# Worker processes and tests compile the same programs again and again: once a run will do.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.mkdtemp(prefix="jax-specdec-tests-")
+    _OWNER = os.getpid()
+    atexit.register(lambda: os.getpid() == _OWNER and shutil.rmtree(_CACHE, ignore_errors=True))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 from hypothesis import HealthCheck, settings
