@@ -57,6 +57,7 @@ def with_variable(text):
     return found
 
 
+@pytest.mark.fast
 def test_an_orphan_would_be_found(monkeypatch):
     monkeypatch.setenv("ORPHAN_TEST", "here")
     code = (
@@ -142,11 +143,12 @@ def assert_same(records, items):
     assert near_ties == 0  # float32 and these weights: none was met
 
 
-def fails_after(engine, pid, number):
+def fails_after(engine, pid, number, max_silence=None):
     """What the engine says when `pid` gets a signal while requests run; and after how long."""
     stream = engine.generate(requests(60))
     next(stream)
     os.kill(pid, number)
+    object.__setattr__(engine.config, "max_silence", max_silence)  # until now it compiled
     began = time.monotonic()
     with pytest.raises(WorkerFailed) as error:
         list(stream)
@@ -174,14 +176,11 @@ def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_kill
 
 def test_four_processes_deliver_what_one_computes_until_one_of_them_hangs(weights):
     items = requests(9)
-    settings = config(weights, processes=4, max_silence=1e9)
-    with Engine(settings) as engine:
+    with Engine(config(weights, processes=4)) as engine:
         assert_same(decoded(engine, items), items)
-        # Everything is compiled: a second without a message means that somebody hangs.
-        object.__setattr__(settings, "max_silence", 1.0)
         lead = engine.ranks[0].worker.pid
         group = [lead, *members(lead)]
-        said, seconds = fails_after(engine, group[2], signal.SIGSTOP)
+        said, seconds = fails_after(engine, group[2], signal.SIGSTOP, max_silence=1.0)
         assert "nothing came for 1.0 seconds" in said
         assert seconds < SECONDS
         wait_for(lambda: not any(map(is_alive, group)))
@@ -213,6 +212,19 @@ def test_a_killed_follower_ends_its_group_and_another_group_goes_on(weights):
     assert engine.ranks[0].worker.exit_status == 0
 
 
+@pytest.mark.fast
+def test_a_follower_may_be_killed_before_it_has_joined():
+    with Engine(config("")) as engine:
+        lead = engine.ranks[0].worker.pid
+        wait_for(lambda: members(lead), seconds=60)
+        (follower,) = members(lead)
+        os.kill(follower, signal.SIGKILL)
+        with pytest.raises(WorkerFailed) as error:
+            list(engine.generate(requests(1)))
+    assert f"process 1 of 2 (pid {follower}) was killed by signal 9" in str(error.value)
+
+
+@pytest.mark.fast
 def test_what_a_user_can_mend_is_said_and_ends_the_group(tmp_path):
     with (
         Engine(config(str(tmp_path / "none"))) as engine,
@@ -221,11 +233,13 @@ def test_what_a_user_can_mend_is_said_and_ends_the_group(tmp_path):
         list(engine.generate(requests(1)))
 
 
+@pytest.mark.fast
 def test_a_follower_cannot_publish():
     with pytest.raises(RuntimeError, match="publishes nothing"):
         Silent().send(np.zeros(16, np.uint32))
 
 
+@pytest.mark.fast
 def test_a_process_may_be_tied_to_its_parent_alone():
     """Whoever ties itself to one that has ended, or to another's parent, ends at once."""
     code = "import os; from jax_specdec.process_group import end_with; end_with({}); print('lives')"
