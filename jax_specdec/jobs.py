@@ -28,8 +28,9 @@ class Job:
     def for_worker(self) -> Request:
         """What a worker runs: the emitted tokens are part of the prompt, and fewer are left.
 
-        Random numbers are keyed by the position in the whole sequence, so the worker goes on as
-        if it had made those tokens itself.
+        Random numbers are keyed by the position in the whole sequence. So the tokens go on as if
+        the worker had made the first ones itself where the request is greedy or nothing is
+        drafted; otherwise, with other drafts to accept, as other draws of the same distribution.
         """
         request, emitted = self.request, self.progress.token_ids
         if not emitted:
