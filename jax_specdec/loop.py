@@ -24,6 +24,7 @@ from jax_specdec.loop_state import admit as admit
 from jax_specdec.loop_state import init_state as init_state
 from jax_specdec.loop_state import release as release
 from jax_specdec.loop_state import state_shardings as state_shardings
+from jax_specdec.loop_state import state_specs as state_specs
 from jax_specdec.messages import StepOutput
 from jax_specdec.model import ModelParams, forward, logits
 from jax_specdec.prefill import prefill

@@ -1,6 +1,7 @@
 """One strict JAX for every test: no silent promotion, several CPU devices, no hidden state."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
+import pytest
 from hypothesis import HealthCheck, settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -31,3 +33,10 @@ settings.register_profile(
     "repository", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.load_profile("repository")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _earlier_programs_are_not_searched():
+    """Compiled programs are millions of objects, and stay: the collector need not visit them."""
+    gc.collect()
+    gc.freeze()
