@@ -82,6 +82,7 @@ def test_two_ranks_are_read_side_by_side(weights):
         assert all(rank.state.statistics.num_tokens > 0 for rank in engine.ranks)
 
 
+@pytest.mark.slow
 def test_one_process_prefills_and_another_decodes(weights):
     """The tokens are those of one worker; the second verifies the drafts that it is handed."""
     requests = [*mixed_requests(5), request("stop", [1, 2, 3], max_tokens=1, logprobs=2)]

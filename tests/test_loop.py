@@ -103,6 +103,7 @@ def test_every_delivered_value_twice(runs, name):
     check_against_teacher_forcing(runs[name], requests)
 
 
+@pytest.mark.slow
 def test_one_read_for_verification_and_logprobs_delivers_the_same(runs):
     requests = mixed_requests()
     fused = run(requests, "mtp", fused=True)

@@ -83,5 +83,6 @@ def test_the_distribution_is_the_targets(name):
 
 
 @pytest.mark.parametrize("name", ["mtp", "ngram"])
+@pytest.mark.slow
 def test_a_broken_acceptance_rule_fails(name):
     assert p_value(name, always) < 1e-9

@@ -570,7 +570,7 @@ def counts_accepted_drafts_after_the_cut(monkeypatch):
         forgets_the_statistics_before_a_preemption,
         counts_the_steps_before_a_preemption_twice,
         delivers_a_prompts_logprobs_again,
-        takes_lost_rows_of_a_prompt_for_granted,
+        pytest.param(takes_lost_rows_of_a_prompt_for_granted, marks=pytest.mark.slow),
         takes_any_rows_for_the_prompts_next_ones,
         leaves_the_waiting_record_behind_on_abort,
         takes_lost_steps_for_granted,

@@ -118,6 +118,7 @@ def decoded(shards, drafter):
 
 
 @pytest.mark.parametrize(("shards", "drafter"), [(2, "mtp")])
+@pytest.mark.slow
 def test_requests_get_the_tokens_of_one_device(shards, drafter):
     """Greedy and sampled ids up to the first near tie, logprobs within sums in another order."""
     one, many = decoded(1, drafter), decoded(shards, drafter)
