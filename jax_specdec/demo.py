@@ -14,6 +14,7 @@ from ipc import wire
 from jax_specdec import openai, tokens
 from jax_specdec.detokenize import TokenTable
 from jax_specdec.engine import Update
+from jax_specdec.prompts import prompt_lines, unescape
 from jax_specdec.records import FinishReason, Record
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.statistics import Statistics
@@ -63,27 +64,10 @@ def requests_from_file(path: Path, max_tokens: int = 64) -> list[Request]:
 
     In a line, `\n`, `\t` and `\\` stand for the characters that they name.
     """
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
-            f"{error.start}; write one prompt a line"
-        ) from error
-    # Only "\n" ends a line: `splitlines` would also split on form feeds, U+2028 and others.
-    lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise ValueError(f"{path} holds no prompts: write one a line")
-    escapes = {"n": "\n", "t": "\t", "\\": "\\"}
-    requests = []
-    for index, line in enumerate(lines):
-        parts, rest = [], line
-        while rest:
-            head, slash, rest = rest.partition("\\")
-            parts += [head, escapes.get(rest[:1], slash + rest[:1]) if slash else ""]
-            rest = rest[1:] if slash else ""
-        requests.append(_request(index, "".join(parts), max_tokens, 5, 0.0))
-    return requests
+    return [
+        _request(index, unescape(line), max_tokens, 5, 0.0)
+        for index, (_, line) in enumerate(prompt_lines(path))
+    ]
 
 
 def _request(index: int, text: str, max_tokens: int, k: int | None, temperature: float) -> Request:

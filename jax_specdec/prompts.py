@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
@@ -52,19 +52,12 @@ def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list
 
     Raises:
       OSError: the file cannot be read.
-      RequestError: a line that is no prompt; says which and why.
+      RequestError: as `prompt_lines`, or a line that is no prompt; says which and why.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
-            f"{error.start}"
-        ) from error
     is_jsonl = path.suffix == ".jsonl"
     prompts: list[Prompt] = []
     names: dict[str, int] = {}
-    for number, line in _lines(text):
+    for number, line in prompt_lines(path):
         seeded = dataclasses.replace(defaults, seed=(defaults.seed + number) % 2**32)
         try:
             fields = json.loads(line) if is_jsonl else {"prompt": unescape(line)}
@@ -76,8 +69,6 @@ def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list
                 f"{path}, line {number}: id {prompt.request.id!r} is that of line {before}"
             )
         prompts.append(prompt)
-    if not prompts:
-        raise RequestError(f"{path} holds no prompts: write one a line")
     return prompts
 
 
@@ -86,11 +77,27 @@ def unescape(text: str) -> str:
     return re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], text)
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered from 1, without empty ones; only a line feed ends a line, as in JSONL."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, line.removesuffix("\r")
+def prompt_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a UTF-8 file that are not empty, numbered from 1.
+
+    Only a line feed ends a line, as in JSONL: `splitlines` would also split on form feeds.
+
+    Raises:
+      OSError: the file cannot be read.
+      RequestError: it is not UTF-8 text, or has no such line.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
+            f"{error.start}; write one prompt a line"
+        ) from error
+    numbered = enumerate(text.split("\n"), 1)
+    lines = [(number, line.removesuffix("\r")) for number, line in numbered if line.strip()]
+    if not lines:
+        raise RequestError(f"{path} holds no prompts: write one a line")
+    return lines
 
 
 def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) -> Prompt:
