@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipc import wire
 
 WORD = 4
-BITS_PER_TRIP = 4  # of the search among shards, see jax_specdec.prefix
+BITS_PER_TRIP = 4  # of the search among shards, see jax_specdec.cutoff
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec import fixed_point, prefix
+from jax_specdec import cutoff, fixed_point
 from pallas_kernels import Greedy
 from pallas_kernels.sharded import greedy
 from pallas_kernels.vocab_shard import WHOLE, VocabShard
@@ -159,11 +159,11 @@ def _cut(
     key_bits = 8 * logits.dtype.itemsize
     x = logits.astype(jnp.float32)
     ids = _ids(logits, shard)
-    tokens = prefix.order(logits, ids)
+    tokens = cutoff.order(logits, ids)
     scaled = _scaled(x, largest, sampling)
     parts = fixed_point.digits(_weights(x, scaled), vocab_size)
     rows = largest.shape
-    everything = prefix.Cut(
+    everything = cutoff.Cut(
         jnp.full(rows, -(2 ** (key_bits - 1)), jnp.int32), jnp.full(rows, vocab_size, jnp.int32)
     )
 
@@ -178,15 +178,15 @@ def _cut(
     def has_k(where: jax.Array) -> jax.Array:
         return (shard.sum(where.astype(jnp.int32)) >= top_k) & (top_k > 0)
 
-    def find(reached: Callable[[jax.Array], jax.Array]) -> prefix.Cut:
-        return prefix.last_within(tokens, key_bits, vocab_size, reached, shard)
+    def find(reached: Callable[[jax.Array], jax.Array]) -> cutoff.Cut:
+        return cutoff.last_within(tokens, key_bits, vocab_size, reached, shard)
 
     first_k = lax.cond(jnp.any(sampling.top_k > 0), lambda: find(has_k), lambda: everything)
-    kept = prefix.within(tokens, first_k)
+    kept = cutoff.within(tokens, first_k)
 
     top_p = _per_row(sampling.top_p, largest)
 
-    def first_p() -> prefix.Cut:
+    def first_p() -> cutoff.Cut:
         wanted = top_p * to_float(mass(kept))
         limit = fixed_point.at_least(jnp.maximum(wanted, 1e-30), vocab_size)  # never nothing
 
@@ -195,7 +195,7 @@ def _cut(
 
         return find(has_p)
 
-    kept &= prefix.within(
+    kept &= cutoff.within(
         tokens, lax.cond(jnp.any(sampling.top_p < 1), first_p, lambda: everything)
     )
     # On logarithms: exp may round so that a smaller logit gets a larger weight.

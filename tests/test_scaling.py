@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from bench import scaling
-from jax_specdec import fixed_point, prefix, sharding
+from jax_specdec import cutoff, fixed_point, sharding
 from jax_specdec.drafters import draw
 from jax_specdec.model import ModelConfig, forward, init_cache, init_params
 from jax_specdec.sampling import Sampling, truncation
@@ -43,7 +43,7 @@ def test_the_page_has_these_numbers():
 @pytest.mark.parametrize("vocab", [2, 300, 32_000, 128_256, 262_144])
 def test_constants_are_those_of_the_code(vocab):
     assert scaling.num_digits(vocab) == fixed_point.num_digits(vocab)
-    assert scaling.BITS_PER_TRIP == prefix.BITS_PER_TRIP
+    assert scaling.BITS_PER_TRIP == cutoff.BITS_PER_TRIP
 
 
 @pytest.mark.parametrize(("shards", "rows", "k", "chosen"), [(2, 5, 7, 0), (4, 24, 20, 3)])

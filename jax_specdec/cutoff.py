@@ -1,7 +1,7 @@
-"""The prefix of a row's tokens, in the order of their logits, that a limit on their sum keeps.
+"""Where a limit on their sum cuts off a row's tokens, in the descending order of their logits.
 
 The order is logit descending, equal logits by id, lowest first. Nothing is sorted: the last token
-of the prefix is searched for bit by bit, first among the values of the logits, then among the ids
+kept is searched for bit by bit, first among the values of the logits, then among the ids
 of the equal ones. Each trip sums over the row, so that vocabulary shards exchange a few sums a row
 and trip, and nothing of the vocabulary's size.
 """
