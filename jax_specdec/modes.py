@@ -124,7 +124,9 @@ def _processed(
             flat_logits,
             (rows.flat, ids),
         )
-        kept = jnp.where(is_greedy, 0.0, logprobs - cut.log_kept[:, None])
+        # log_kept is rounded by itself: without the minimum, a probability might exceed 1.
+        kept = jnp.minimum(logprobs - cut.log_kept[:, None], 0.0)
+        kept = jnp.where(is_greedy, 0.0, kept)
         processed = jnp.where(cut.keeps(x, ids), kept, -jnp.inf)
         # NaN says that the row is invalid or the token unknown: that stays.
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)

@@ -1,6 +1,7 @@
 """Raw, scaled and processed logprobs, by request, for target and draft rows, in one batch."""
 
 import functools
+from dataclasses import replace
 
 import chex
 import jax
@@ -17,6 +18,7 @@ from jax_specdec.model import forward, init_cache, logits
 from jax_specdec.modes import chosen_bucket, row_logprobs
 from jax_specdec.pack import select_rows
 from jax_specdec.requests import SamplingParams
+from jax_specdec.sampling import truncation
 from jax_specdec.slots import Slot, asked_of, wants_one_read, widths_of
 from tests import in_mode, oracle, reference_model
 from tests.decoding import VOCAB, random_model, request, run
@@ -85,6 +87,23 @@ def test_any_two_requests_in_one_batch(values, token_ids, num_rows, params):
     token_ids = np.array(token_ids, np.int32).reshape(2, S)
     found = jitted(x, token_ids, np.array(num_rows, np.int32), *asked_by(*params))
     check_found(found, x, token_ids, num_rows, params)
+
+
+@pytest.mark.fast
+def test_no_rounding_gives_a_probability_above_one():
+    """Where top-k leaves one token, its logprob and the log of its share are rounded apart."""
+    random = np.random.default_rng(0)
+    x = random.normal(0, 3, (1, 64, 61)).astype(np.float32)
+    token_ids, count = x.argmax(axis=-1).astype(np.int32), np.array([64], np.int32)
+    params = SamplingParams(temperature=1.0, top_k=1, logprobs=0, logprobs_mode=PROCESSED)
+    asked, widths = asked_by(params)
+    processed = jitted(x, token_ids, count, asked, widths).logprobs
+    np.testing.assert_allclose(processed, 0, atol=1e-6)
+    assert (processed <= 0).all()
+    # The control: the difference of the two is above 0 in some of these rows.
+    scaled = jitted(x, token_ids, count, *asked_by(replace(params, logprobs_mode=SCALED))).logprobs
+    log_kept = jax.jit(truncation)(x, asked.sampling).log_kept
+    assert (scaled[:, 0] - log_kept[0] > 0).any()
 
 
 class ByHand(chex.TestCase):
