@@ -4,9 +4,13 @@
     0           128    segment header: written once by the creator, checked by the attacher
     1024        128    producer line: who the producer is
     2048        128    consumer line: who the consumer is, its position, whether it closed
-    4096        stride slot 0:  64 bytes of header, then up to slot_bytes of payload
-    4096+stride stride slot 1
-    ...                num_slots + 1 slots in all; the last one is room for the end of stream
+    4096        64     descriptor of messages 0, N + 1, 2(N + 1), ...       N = num_slots
+    4160        64     descriptor of messages 1, N + 2, ...
+    ...                N + 1 in all: the end of the stream always finds a free one
+    slots_start stride slot 0: up to slot_bytes of one message's payload
+    ...                N slots; a descriptor names the slot of its message
+
+slots_start and stride are multiples of the page size.
 
 All integers are little-endian. 64-bit counts, positions, sessions and times live here, because
 the messages themselves are 32-bit words. Nothing in this module touches shared memory: headers
@@ -23,13 +27,13 @@ from ipc.errors import CorruptSegment
 from ipc.peers import ProcessIdentity
 
 MAGIC = b"JSDRING\x01"
-SLOT_MAGIC = 0x544F4C53  # "SLOT"
-VERSION = 1
+DESCRIPTOR_MAGIC = 0x47534D52  # "RMSG"
+VERSION = 2
 
 PAGE_BYTES = 4096
 PRODUCER_LINE = 1024
 CONSUMER_LINE = 2048
-SLOT_HEADER_BYTES = 64
+DESCRIPTOR_BYTES = 64  # a cache line
 
 MAX_SLOTS = 1 << 16
 MAX_SLOT_BYTES = 1 << 34
@@ -38,7 +42,7 @@ FLAG_CHECKSUM = 1  # segment: every payload carries a checksum
 FLAG_DOORBELL = 2  # segment: the producer rings a FIFO after every message
 SEGMENT_FLAGS = FLAG_CHECKSUM | FLAG_DOORBELL
 
-FLAG_END = 1  # slot: end of stream, no payload
+FLAG_END = 1  # descriptor: end of stream, no payload
 
 # magic, version, creator's role, num_slots, slot_bytes, stride, total bytes, session,
 # creator's pid, start time, pid namespace, flags
@@ -53,18 +57,19 @@ IDENTITY_BYTES = _IDENTITY.size + _CRC.size
 LINE_POSITION = 64
 LINE_CLOSED = 72
 
-# magic, version, flags, sequence, session, byte count, send time (CLOCK_MONOTONIC ns), checksum
-SLOT_FIELDS = struct.Struct("<IHHQQQQQ")
+# magic, version, flags, sequence, session, byte count, send time (CLOCK_MONOTONIC ns), checksum,
+# slot
+DESCRIPTOR_FIELDS = struct.Struct("<IHHQQQQQI")
 # the fields above as bytes, and their CRC-32
-SLOT_HEADER = struct.Struct(f"<{SLOT_FIELDS.size}sI")
+DESCRIPTOR = struct.Struct(f"<{DESCRIPTOR_FIELDS.size}sI")
 
 assert sys.byteorder == "little", "the ring's counters are read in native byte order"
 assert SEGMENT_HEADER_BYTES == 92 <= PRODUCER_LINE
 assert IDENTITY_BYTES == 28 <= LINE_POSITION
 assert PRODUCER_LINE + 128 <= CONSUMER_LINE
 assert CONSUMER_LINE + 128 <= PAGE_BYTES
-assert SLOT_FIELDS.size == 48
-assert SLOT_HEADER.size == 52 <= SLOT_HEADER_BYTES
+assert DESCRIPTOR_FIELDS.size == 52
+assert DESCRIPTOR.size == 56 <= DESCRIPTOR_BYTES
 
 
 class Role(IntEnum):
@@ -109,21 +114,31 @@ class Geometry:
                 raise ValueError(f"{name} is {value}, but must be from 1 to {limit}")
 
     @property
-    def physical_slots(self) -> int:
+    def num_descriptors(self) -> int:
         """One more than num_slots: the end of stream always has room, so closing never waits."""
         return self.num_slots + 1
 
     @property
+    def slots_start(self) -> int:
+        """Offset of slot 0."""
+        return PAGE_BYTES + _pages(self.num_descriptors * DESCRIPTOR_BYTES)
+
+    @property
     def stride(self) -> int:
-        """Bytes from one slot to the next, a multiple of the page size."""
-        return -(-(SLOT_HEADER_BYTES + self.slot_bytes) // PAGE_BYTES) * PAGE_BYTES
+        """Bytes from one slot to the next."""
+        return _pages(self.slot_bytes)
 
     @property
     def total_bytes(self) -> int:
-        return PAGE_BYTES + self.physical_slots * self.stride
+        return self.slots_start + self.num_slots * self.stride
 
-    def slot_offset(self, index: int) -> int:
-        return PAGE_BYTES + index * self.stride
+    def descriptor_offset(self, sequence: int) -> int:
+        """Where the descriptor of message `sequence` lies."""
+        return PAGE_BYTES + sequence % self.num_descriptors * DESCRIPTOR_BYTES
+
+    def slot_offset(self, slot: int) -> int:
+        """Where the payload in slot number `slot` begins."""
+        return self.slots_start + slot * self.stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +208,10 @@ class SegmentHeader:
                 f"the segment header is impossible: role {role}, session {session}, flags {flags}"
             )
         return cls(geometry, Role(role), ProcessIdentity(pid, start, space), session, flags)
+
+
+def _pages(count: int) -> int:
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
 
 
 def pack_identity(identity: ProcessIdentity, session: int) -> bytes:

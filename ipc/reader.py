@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from ipc.errors import CorruptMessage, EndOfStream, RingError, RingTimeout
 from ipc.layout import (
+    DESCRIPTOR,
+    DESCRIPTOR_FIELDS,
+    DESCRIPTOR_MAGIC,
     FLAG_CHECKSUM,
     FLAG_DOORBELL,
     FLAG_END,
-    SLOT_FIELDS,
-    SLOT_HEADER,
-    SLOT_MAGIC,
     VERSION,
     Role,
 )
@@ -66,7 +66,7 @@ class RingReader(Side):
                     raise self._over.with_traceback(None)
                 if not self._items.take(None if timeout is None else deadline_after(timeout)):
                     raise RingTimeout(f"no message within {timeout} s")
-                self._read_slot()
+                self._read_message()
             return self._hand_out()
         finally:
             self._busy = False
@@ -81,7 +81,7 @@ class RingReader(Side):
                     raise self._over.with_traceback(None)
                 if not self._items.held and not self._items.grab() and not self._glance():
                     return None
-                self._read_slot()
+                self._read_message()
             return self._hand_out()
         finally:
             self._busy = False
@@ -179,29 +179,32 @@ class RingReader(Side):
             return True
         raise problem
 
-    def _read_slot(self) -> None:
+    def _read_message(self) -> None:
         sequence = self._sequence
-        index = sequence % self._physical_slots
+        offset = self._offsets[sequence % self._num_descriptors]
         # COMMITTED: stored before the post that was taken. One copy, then only the copy is used.
-        fields, crc = SLOT_HEADER.unpack_from(self._buffer, self._offsets[index])
-        magic, version, flags, number, session, size, sent_ns, checksum = SLOT_FIELDS.unpack(fields)
+        fields, crc = DESCRIPTOR.unpack_from(self._buffer, offset)
+        (magic, version, flags, number, session, size, sent_ns, checksum,
+         slot) = DESCRIPTOR_FIELDS.unpack(fields)  # fmt: skip
         if (
             crc != zlib.crc32(fields)
-            or magic != SLOT_MAGIC
+            or magic != DESCRIPTOR_MAGIC
             or version != VERSION
             or flags & ~FLAG_END
             or session != self._session
             or number != sequence
             or size > self._slot_bytes
+            or slot >= self._num_slots
         ):
             self._fail(
-                f"the header of message {sequence} is damaged: magic {magic:#x}, version {version}"
-                f", flags {flags:#x}, sequence {number}, {size} bytes, CRC {crc:#x}"
+                f"the descriptor of message {sequence} is damaged: magic {magic:#x}, version "
+                f"{version}, flags {flags:#x}, sequence {number}, {size} bytes, slot {slot}, CRC "
+                f"{crc:#x}"
             )
         if flags == FLAG_END:
             self._over = EndOfStream(f"the producer closed the ring after {sequence} messages")
             raise self._over
-        data = self._payloads[index][:size].tobytes()
+        data = self._slots[slot][:size].tobytes()
         if self._digest is not None and self._digest(data) != checksum:
             self._fail(f"the payload of message {sequence} ({size} bytes) has a wrong checksum")
         message = ReceivedMessage(data, sequence, sent_ns, monotonic_ns())
@@ -210,7 +213,7 @@ class RingReader(Side):
         self._payload_bytes += size
         self._words[self._my_position] = sequence + 1
         self._items.held = []
-        self._post_free()  # CONSUMED
+        self._post_freed()  # CONSUMED
 
     def _hand_out(self) -> ReceivedMessage:
         message = self._undelivered

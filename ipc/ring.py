@@ -1,30 +1,36 @@
 """A ring of messages between one producer and one consumer, in shared memory.
 
-    producer                          slots                          consumer
-    send() ----- copy in ----> [0][1][2]...[N-1][spare] ---- copy out -----> receive()
+    producer                                                      consumer
+    send() -- payload -----> slots [0][1]...[N-1], a free one ----> receive()
+           -- descriptor --> number s mod (N + 1) ---------------->
 
-    free   (N)  acquire: may fill one slot                  release: slot is free again
-    items  (0)  release: one message is complete            acquire: may read one message
+    items  (0)  release: one message is complete           acquire: may read one message
+    freed  (0)  acquire: one message's slot is free again  release: the message was copied out
 
 The two semaphores are the only synchronisation: sem_post is a release and sem_wait an acquire
 (POSIX, glibc), on weakly ordered CPUs too. A plain load of a shared word decides nothing but two
 things that may come late: whether a semaphore is worth trying, and whether the consumer closed.
 Both ends of each ordering edge carry one label in the code:
 
-    COMMITTED  payload and header are stored before `items` is posted; read after it is taken
-    CONSUMED   the payload was copied out before `free` is posted; overwritten after it is taken
+    COMMITTED  payload and descriptor are stored before `items` is posted; read after it is taken
+    CONSUMED   the payload was copied out before `freed` is posted; overwritten after it is taken
     JOINED     the attacher's line is stored before `joined` is posted; read after it is taken
 
-Message number s (0, 1, 2, ...; it never wraps) lives in slot s mod (N + 1). At most N messages
-are in flight, so the slot of the next one is always free: the end of stream goes there without
-taking a credit, and close() never waits.
+Message number s is 0, 1, 2, ...; it never wraps. Its payload goes into the free slot that was
+freed last, which the caches of both cores still hold, and its descriptor names that slot. All slots
+are free at the start. Messages are consumed in order, so the i-th unit of `freed` says that message
+i has left its slot; the producer keeps its own record of which slot that was.
 
     state of message s        who may touch its slot   left by
-    free                      producer                 free.acquire (not for the end of stream)
+    not sent                  producer                 choosing a free slot
     being written             producer                 items.release                 COMMITTED
     committed                 nobody                   items.acquire
-    being read                consumer                 free.release                  CONSUMED
-    free, for s + N + 1       producer
+    being read                consumer                 freed.release                 CONSUMED
+    consumed                  nobody                   freed.acquire, s-th unit
+    known to be consumed      producer                 (the slot is free)
+
+At most N messages are in flight, so one of the N + 1 descriptors is always free: the end of stream
+goes there without a slot, and close() never waits.
 
 A process that is killed leaves its message in one of these states, and the ring is never
 repaired: what was committed is still delivered, then the reader gets PeerDied. A restart is a new

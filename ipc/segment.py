@@ -2,8 +2,8 @@
 
 A ring named N owns these names, all of mode 0600:
 
-    N          the memory: header, one line per side, the slots
-    N.free     semaphore: slots that the producer may fill       (starts at num_slots)
+    N          the memory: header, one line per side, descriptors, slots
+    N.freed    semaphore: messages whose slots are free again    (starts at 0)
     N.items    semaphore: messages that the consumer may read    (starts at 0)
     N.seat     semaphore: the one seat beside the creator        (starts at 1)
     N.joined   semaphore: posted once the attacher is complete   (starts at 0)
@@ -49,7 +49,7 @@ from ipc.peers import ProcessIdentity, current_process, is_alive
 
 SHM_DIRECTORY = Path("/dev/shm")
 PREFIX = "jax-specdec-ring"
-SEMAPHORES = ("free", "items", "seat", "joined")
+SEMAPHORES = ("freed", "items", "seat", "joined")
 _NAME = re.compile(rf"/{PREFIX}\.([0-9a-f]{{1,16}})\.(\d{{1,10}})\.(\d{{1,20}})\.[0-9a-f]{{32}}")
 # shmem's fallocate gives up and undoes its work at every signal: small steps get through a storm.
 _ALLOCATION_STEP = 4 << 20
@@ -116,9 +116,9 @@ class Segment:
         try:
             memory = _create_memory(name, geometry.total_bytes)
             memory[:SEGMENT_HEADER_BYTES] = header.pack()
-            values = {"free": geometry.num_slots, "items": 0, "seat": 1, "joined": 0}
             semaphores = {
-                suffix: _create_semaphore(name, suffix, values[suffix]) for suffix in SEMAPHORES
+                suffix: _create_semaphore(name, suffix, int(suffix == "seat"))
+                for suffix in SEMAPHORES
             }
             if flags & FLAG_DOORBELL:
                 os.mkfifo(bell_path(name), 0o600)

@@ -20,7 +20,6 @@ from ipc.layout import (
     FLAG_DOORBELL,
     LINE_CLOSED,
     LINE_POSITION,
-    SLOT_HEADER_BYTES,
     Geometry,
     Role,
 )
@@ -70,13 +69,14 @@ class Side:
         self._wait_policy = wait
         self._session = segment.header.session
         self._slot_bytes = geometry.slot_bytes
-        self._physical_slots = geometry.physical_slots
+        self._num_slots = geometry.num_slots
+        self._num_descriptors = geometry.num_descriptors
         self._buffer = segment.buffer
         self._words = segment.words
-        self._offsets = [geometry.slot_offset(i) for i in range(geometry.physical_slots)]
-        self._payloads = [
-            segment.buffer[offset + SLOT_HEADER_BYTES :][: geometry.slot_bytes]
-            for offset in self._offsets
+        self._offsets = [geometry.descriptor_offset(i) for i in range(geometry.num_descriptors)]
+        self._slots = [
+            segment.buffer[geometry.slot_offset(i) :][: geometry.slot_bytes]
+            for i in range(geometry.num_slots)
         ]
         self._my_position = (segment.role.line + LINE_POSITION) // 8
         self._my_closed = (segment.role.line + LINE_CLOSED) // 8
@@ -85,10 +85,10 @@ class Side:
         flags = segment.header.flags
         self._digest = _digest_function() if flags & FLAG_CHECKSUM else None
         self._bell = Doorbell(segment.name) if flags & FLAG_DOORBELL else None
-        self._free = Waiter(segment.semaphores["free"], wait, self._obstacle)
+        self._freed = Waiter(segment.semaphores["freed"], wait, self._obstacle)
         self._items = Waiter(segment.semaphores["items"], wait, self._obstacle)
         self._joined = Waiter(segment.semaphores["joined"], "block", self._obstacle)
-        self._post_free = segment.semaphores["free"].release
+        self._post_freed = segment.semaphores["freed"].release
         self._post_items = segment.semaphores["items"].release
         self._attached = False
         self._watch: PeerWatch | None = None
@@ -112,7 +112,7 @@ class Side:
           slot_bytes: the largest message.
           wait: this side's wait policy, see ipc.waiting.
           checksum: protect every payload with XXH3-64 (needs the `checksum` extra on both sides).
-            Headers always carry a CRC-32.
+            Descriptors always carry a CRC-32.
           doorbell: add a descriptor to wait on: asyncio, and many rings in one thread.
 
         Raises OutOfSharedMemory when /dev/shm has no room, ValueError for impossible sizes.
@@ -156,7 +156,7 @@ class Side:
     @property
     def capacity(self) -> int:
         """Messages that can wait in the ring."""
-        return self._physical_slots - 1
+        return self._num_slots
 
     @property
     def slot_bytes(self) -> int:
@@ -209,8 +209,8 @@ class Side:
             finally:
                 self._busy = False
         self._closed = True
-        for payload in self._payloads:
-            payload.release()
+        for slot in self._slots:
+            slot.release()
         if self._watch is not None:
             self._watch.close()
         if self._bell is not None:

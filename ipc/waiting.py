@@ -22,6 +22,7 @@ import _signal  # type: ignore[import-not-found]
 import os
 import signal
 from collections.abc import Callable
+from itertools import repeat
 from time import monotonic_ns
 from typing import Literal
 
@@ -76,7 +77,7 @@ class Waiter:
     """Takes units of one semaphore for one side of a ring.
 
     Attributes:
-      held: [None] while a unit is taken and not used, else []. It outlives an interrupted call.
+      held: a None for each unit that is taken and not used. It outlives an interrupted call.
       waits: how often nothing was there at once.
       wait_ns: time spent waiting since the start.
     """
@@ -111,6 +112,16 @@ class Waiter:
         except posix_ipc.BusyError:
             return False
         return True
+
+    def gather(self, limit: int) -> None:
+        """Takes every unit that is there, up to `limit`; never waits."""
+        count = min(self._semaphore.value, limit)
+        if count:
+            try:
+                self.held.extend(map(self._acquire, repeat(0, count)))
+            except posix_ipc.BusyError:
+                return
+            self._unwaited += count
 
     def take(self, deadline_ns: int | None) -> bool:
         """Takes a unit, waiting until `deadline_ns` (None: for ever); False when time is up.

@@ -7,9 +7,17 @@ from time import monotonic_ns
 import numpy as np
 
 from ipc.errors import MessageTooLarge, PeerClosed, RingFull
-from ipc.layout import FLAG_END, SLOT_FIELDS, SLOT_HEADER, SLOT_MAGIC, VERSION, Role
+from ipc.layout import (
+    DESCRIPTOR,
+    DESCRIPTOR_FIELDS,
+    DESCRIPTOR_MAGIC,
+    FLAG_END,
+    VERSION,
+    Role,
+)
+from ipc.segment import Segment
 from ipc.side import RingCounters, Side
-from ipc.waiting import SLICE_NS, deadline_after
+from ipc.waiting import SLICE_NS, WaitPolicy, deadline_after
 
 
 class RingWriter(Side):
@@ -19,6 +27,14 @@ class RingWriter(Side):
     _bell_owed = False
     _next_look_ns = 0
     _ended = False
+
+    def __init__(self, segment: Segment, wait: WaitPolicy) -> None:
+        super().__init__(segment, wait)
+        self._num_freed = 0  # messages that the consumer is known to be done with
+        # A stack, as high as num_slots less the messages in flight; the slot freed last is on top.
+        # Both lists are the writer's own: no byte of the segment decides where to write.
+        self._free_slots = list(range(self._num_slots))
+        self._slot_of = [0] * self._num_descriptors  # by sequence number mod num_descriptors
 
     def send(self, *parts: object, timeout: float | None = None) -> int:
         """Sends one message: the bytes of `parts`, one after the other.
@@ -45,7 +61,7 @@ class RingWriter(Side):
             size = sum(map(len, views))
             if size > self._slot_bytes:
                 raise MessageTooLarge(size, self._slot_bytes)
-            if not self._free.take(None if timeout is None else deadline_after(timeout)):
+            if not self._find_room(None if timeout is None else deadline_after(timeout)):
                 raise RingFull(
                     f"all {self.capacity} slots were full for {timeout} s: the consumer is behind"
                 )
@@ -63,27 +79,49 @@ class RingWriter(Side):
     def counters(self) -> RingCounters:
         """Returns this side's numbers."""
         depth = 0 if self._closed else self._sequence - self._peer_progress()
-        return self._count(depth, self._free)
+        return self._count(depth, self._freed)
+
+    def _find_room(self, deadline_ns: int | None) -> bool:
+        """Puts the slots that came back on the stack; False when none is free in time."""
+        freed = self._freed
+        in_flight = self._sequence - self._num_freed
+        freed.gather(in_flight - len(freed.held))
+        top = self._num_slots - in_flight
+        if not freed.held:
+            if top:
+                return True
+            if not freed.take(deadline_ns):
+                return False
+        until = self._num_freed + len(freed.held)
+        for sequence in range(self._num_freed, until):
+            self._free_slots[top] = self._slot_of[sequence % self._num_descriptors]
+            top += 1
+        self._num_freed = until
+        freed.held = []
+        return True
 
     def _commit(self, views: list[bytes | memoryview], size: int, flags: int) -> int:
         sequence = self._sequence
-        index = sequence % self._physical_slots
-        payload = self._payloads[index]
+        index = sequence % self._num_descriptors
+        # The end of stream may find none free; it has no payload, so any number will do.
+        slot = self._free_slots[self._num_slots - (sequence - self._num_freed) - 1]
+        payload = self._slots[slot]
         start = 0
         for view in views:
             end = start + len(view)
             payload[start:end] = view  # CONSUMED: the slot's last reader is done
             start = end
         checksum = 0 if self._digest is None else self._digest(payload[:size])
-        fields = SLOT_FIELDS.pack(
-            SLOT_MAGIC, VERSION, flags, sequence, self._session, size, monotonic_ns(), checksum
-        )
-        SLOT_HEADER.pack_into(self._buffer, self._offsets[index], fields, zlib.crc32(fields))
+        fields = DESCRIPTOR_FIELDS.pack(
+            DESCRIPTOR_MAGIC, VERSION, flags, sequence, self._session, size, monotonic_ns(),
+            checksum, slot,
+        )  # fmt: skip
+        DESCRIPTOR.pack_into(self._buffer, self._offsets[index], fields, zlib.crc32(fields))
+        self._slot_of[index] = slot
         self._sequence = sequence + 1
         self._payload_bytes += size
         self._ended = flags == FLAG_END
         self._bell_owed = self._bell is not None
-        self._free.held = []
         self._post_items()  # COMMITTED
         if self._bell_owed:
             self._ring_bell()

@@ -74,7 +74,7 @@ class OpenGate:
 
 def remove_semaphore(ring: RingReader | RingWriter, which: str) -> None:
     """Takes one of the two semaphores away from one side of a ring."""
-    waiter = {"free": ring._free, "items": ring._items}[which]
+    waiter = {"freed": ring._freed, "items": ring._items}[which]
     waiter._semaphore = OpenGate()
     waiter._acquire = OpenGate().acquire
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--max-bytes", type=int, default=1000)
     parser.add_argument("--gap-us", type=float, default=0)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--without", nargs="*", default=[], choices=["free", "items"])
+    parser.add_argument("--without", nargs="*", default=[], choices=["freed", "items"])
     parser.add_argument("--core", type=int, default=-1)
     parser.add_argument("--then", choices=["close", "sleep", "exit"], default="close")
     options = parser.parse_args()

@@ -11,6 +11,7 @@ import pytest
 from ipc import errors
 from ipc.ring import ReceivedMessage, RingReader, RingWriter
 from ipc.segment import PREFIX
+from tests.test_ring_model import assert_slots_are_accounted_for
 
 
 def leftovers() -> list[str]:
@@ -229,12 +230,41 @@ def test_payload_checksum():
         writer.send(b"ab", b"c")
         assert reader.receive(1).data == b"abc"
         writer.send(b"abcd")
-        writer._payloads[1][2] ^= 1
+        writer._slots[writer._slot_of[1]][2] ^= 1
         for _ in range(2):
             with pytest.raises(
                 errors.CorruptMessage, match=r"message 1 \(4 bytes\) has a wrong check"
             ):
                 reader.receive(1)
+
+
+@pytest.mark.fast
+def test_the_slot_freed_last_is_filled_next():
+    """So a consumer that keeps up has all its messages in one slot, in both cores' caches."""
+    with RingReader.create(3, 64) as reader, RingWriter.attach(reader.name) as writer:
+        for number in range(10):
+            writer.send(bytes([number]))
+            assert reader.receive(1).data == bytes([number])
+            assert writer._slot_of[number % 4] == 2
+        for number in range(3):
+            writer.send(bytes([number]))
+        with pytest.raises(errors.RingFull):
+            writer.send(b"", timeout=0)
+        assert [reader.receive(1).data for _ in range(2)] == [b"\x00", b"\x01"]
+        second = writer._slot_of[11 % 4]
+        writer.send(b"three")
+        assert writer._slot_of[13 % 4] == second
+        assert [reader.receive(1).data for _ in range(2)] == [b"\x02", b"three"]
+
+
+def test_a_consumer_that_frees_what_it_never_got_does_not_disturb_the_writer():
+    """It may lose its own messages; the writer neither fails nor writes outside of a slot."""
+    with RingReader.create(3, 64) as reader, RingWriter.attach(reader.name) as writer:
+        for _ in range(100):
+            reader._post_freed()
+        for number in range(20):
+            assert writer.send(bytes(64), timeout=0) == number
+        assert_slots_are_accounted_for(writer)
 
 
 def test_two_threads_on_one_side_are_refused():

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from ipc import errors
 from ipc.layout import (
     CONSUMER_LINE,
+    DESCRIPTOR,
+    DESCRIPTOR_BYTES,
+    DESCRIPTOR_FIELDS,
+    DESCRIPTOR_MAGIC,
     PAGE_BYTES,
     PRODUCER_LINE,
     SEGMENT_HEADER_BYTES,
-    SLOT_FIELDS,
-    SLOT_HEADER,
-    SLOT_HEADER_BYTES,
-    SLOT_MAGIC,
     VERSION,
     Geometry,
     Role,
@@ -41,14 +41,15 @@ def test_layout():
         2048,
         4096,
     )
-    assert (SLOT_FIELDS.size, SLOT_HEADER.size, SLOT_HEADER_BYTES, VERSION) == (48, 52, 64, 1)
+    assert (DESCRIPTOR_FIELDS.size, DESCRIPTOR.size, DESCRIPTOR_BYTES, VERSION) == (52, 56, 64, 2)
     geometry = Geometry(16, 1 << 20)
-    assert geometry.physical_slots == 17
-    assert geometry.stride == (1 << 20) + 4096
-    assert geometry.total_bytes == 4096 + 17 * geometry.stride
-    assert [geometry.slot_offset(i) for i in (0, 16)] == [4096, 4096 + 16 * geometry.stride]
-    assert Geometry(1, 4032).stride == 4096
-    assert Geometry(1, 4033).stride == 8192
+    assert geometry.num_descriptors == 17
+    assert [geometry.descriptor_offset(i) for i in (0, 16, 17)] == [4096, 4096 + 16 * 64, 4096]
+    assert geometry.stride == 1 << 20
+    assert [geometry.slot_offset(i) for i in (0, 15)] == [8192, 8192 + 15 * geometry.stride]
+    assert geometry.total_bytes == 8192 + 16 * geometry.stride
+    assert [Geometry(n, 1).slots_start for n in (63, 64)] == [8192, 12288]
+    assert [Geometry(1, n).stride for n in (1, 4096, 4097)] == [4096, 4096, 8192]
 
 
 @given(
@@ -82,7 +83,7 @@ def sealed(**changes: int) -> tuple[bytes, int]:
     ("changes", "what"),
     [
         ({"magic": b"NOTARING"}, "not a ring"),
-        ({"version": 2}, "version 2; this code speaks 1"),
+        ({"version": 1}, "version 1; this code speaks 2"),
         ({"role": 0}, "role 0"),
         ({"role": 3}, "role 3"),
         ({"num_slots": 0}, "num_slots is 0"),
@@ -90,7 +91,7 @@ def sealed(**changes: int) -> tuple[bytes, int]:
         ({"num_slots": 2**63}, "num_slots is"),
         ({"slot_bytes": 0}, "slot_bytes is 0"),
         ({"slot_bytes": 2**64 - 1}, "slot_bytes is"),
-        ({"slot_bytes": 4096}, "need"),
+        ({"slot_bytes": 4097}, "need"),
         ({"stride": 0}, "need"),
         ({"total": 2**40}, "need"),
         ({"session": 0}, "session 0"),
@@ -136,7 +137,7 @@ def test_a_recycled_or_impossible_pid_is_not_alive():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        (0, SLOT_MAGIC ^ 1),
+        (0, DESCRIPTOR_MAGIC ^ 1),
         (1, VERSION + 1),
         (2, 2),
         (3, 0),
@@ -145,19 +146,21 @@ def test_a_recycled_or_impossible_pid_is_not_alive():
         (4, 1),
         (5, SLOT_BYTES + 1),
         (5, 2**64 - 1),
+        (8, 3),
+        (8, 2**32 - 1),
     ],
 )
-def test_a_well_sealed_but_wrong_slot_is_refused(field, value):
-    """Even with a right CRC: magic, version, flags, sequence, session and size are checked."""
+def test_a_well_sealed_but_wrong_descriptor_is_refused(field, value):
+    """Even with a right CRC: magic, version, flags, sequence, session, size, slot are checked."""
     with RingReader.create(3, SLOT_BYTES) as reader, RingWriter.attach(reader.name) as writer:
         writer.send(b"zero")
         writer.send(b"one")
         assert reader.receive(1).data == b"zero"
         offset = reader._offsets[1]
-        fields = list(SLOT_FIELDS.unpack_from(reader._buffer, offset))
+        fields = list(DESCRIPTOR_FIELDS.unpack_from(reader._buffer, offset))
         fields[field] = value
-        raw = SLOT_FIELDS.pack(*fields)
-        SLOT_HEADER.pack_into(reader._buffer, offset, raw, zlib.crc32(raw))
+        raw = DESCRIPTOR_FIELDS.pack(*fields)
+        DESCRIPTOR.pack_into(reader._buffer, offset, raw, zlib.crc32(raw))
         for _ in range(2):  # and it stays refused
             with pytest.raises(errors.CorruptMessage, match="message 1 is damaged"):
                 reader.receive(1)
@@ -178,6 +181,18 @@ def mutate(memory: memoryview, rng: np.random.Generator, low: int, high: int) ->
             other = int(rng.integers(0, array.size))
             count = min(int(rng.integers(1, 64)), array.size - max(at, other))
             array[at : at + count] = array[other : other + count].copy()
+
+
+def used_ranges() -> list[tuple[int, int]]:
+    """All that follows the lines, and the bytes that a ring of `outcome` uses: aim there too."""
+    geometry = Geometry(3, SLOT_BYTES)
+    descriptors = PAGE_BYTES, geometry.descriptor_offset(3) + DESCRIPTOR_BYTES
+    slots = [geometry.slot_offset(i) for i in range(3)]
+    return [
+        (PAGE_BYTES, geometry.total_bytes),
+        descriptors,
+        *((slot, slot + SLOT_BYTES) for slot in slots),
+    ]
 
 
 def outcome(seed: int, low: int, high: int, checksum: bool) -> str:
@@ -201,14 +216,9 @@ def outcome(seed: int, low: int, high: int, checksum: bool) -> str:
         return "delivered"
 
 
-def test_mutated_slots_are_delivered_whole_or_refused():
-    """Mutations anywhere in header and slots; a payload checksum guards what CRC-32 does not."""
-    geometry = Geometry(3, SLOT_BYTES)
-    seen = [outcome(seed, PAGE_BYTES, geometry.total_bytes, True) for seed in range(300)]
-    # Only the first 128 bytes of each slot are in use here: aim there too.
-    for index in range(4):
-        offset = geometry.slot_offset(index)
-        seen += [outcome(seed, offset, offset + 120, True) for seed in range(250)]
+def test_mutated_messages_are_delivered_whole_or_refused():
+    """Mutations in descriptors and slots; a payload checksum guards what CRC-32 does not."""
+    seen = [outcome(seed, *range_, True) for range_ in used_ranges() for seed in range(250)]
     assert set(seen) == {"delivered", "CorruptMessage"}
     assert seen.count("CorruptMessage") > 300
 

@@ -14,6 +14,15 @@ SLOT_BYTES = 40
 PARTS = st.lists(st.binary(max_size=SLOT_BYTES), max_size=3)
 
 
+def assert_slots_are_accounted_for(writer: RingWriter) -> None:
+    """Each slot is on the stack of free ones or holds one message in flight; never both."""
+    messages = writer._sequence - (1 if writer._ended else 0)
+    in_flight = range(writer._num_freed, messages)
+    free = writer._free_slots[: writer._num_slots - len(in_flight)]
+    held = [writer._slot_of[number % writer._num_descriptors] for number in in_flight]
+    assert sorted(free + held) == list(range(writer._num_slots))
+
+
 class RingMachine(RuleBasedStateMachine):
     """Every call of either side, in any order; the model says what each must do."""
 
@@ -100,6 +109,11 @@ class RingMachine(RuleBasedStateMachine):
             assert sent.depth == len(self.queue)
         if self.reader_open and self.writer_open:
             assert received.depth == len(self.queue)
+
+    @invariant()
+    def every_slot_is_free_or_in_flight(self):
+        if hasattr(self, "queue"):
+            assert_slots_are_accounted_for(self.writer)
 
     def teardown(self):
         if hasattr(self, "queue"):

@@ -10,6 +10,7 @@ import pytest
 
 from ipc.ring import RingReader, RingWriter
 from tests.ring_peer import Progress, is_intact, payload, start_peer
+from tests.test_ring_model import assert_slots_are_accounted_for
 
 MODES = ["predict", "block", "spin"]
 MAX_BYTES = 2000
@@ -88,6 +89,7 @@ def test_writing_in_a_storm_of_raising_handlers(tmp_path, storm, wait):
                     armed[0] = False
             except Interrupted:
                 raised += 1
+            assert_slots_are_accounted_for(writer)
         writer.close()
         assert peer.wait(30) == 0
     progress = Progress.at(tmp_path / "p")

@@ -19,8 +19,7 @@ from ipc import errors
 from ipc.doctor import find_ring_files, remove_leftovers
 from ipc.ring import RingReader, RingWriter
 from tests.ring_peer import Progress, is_intact, payload, start_peer
-from tests.test_ring_hostile import PAGE_BYTES, SLOT_BYTES, outcome
-from tests.test_ring_hostile import Geometry as _Geometry
+from tests.test_ring_hostile import outcome, used_ranges
 
 MODES = ("predict", "block", "spin")
 
@@ -190,14 +189,12 @@ def check_transfer(messages: int, wait: str, max_bytes: int = 200) -> dict[str, 
 
 def check_mutations(rounds: int, seed: int) -> dict[str, object]:
     """Damages live segments at random: delivered whole or refused, never anything else."""
-    geometry, seen = _Geometry(3, SLOT_BYTES), {"delivered": 0, "CorruptMessage": 0}
+    ranges, seen = used_ranges(), {"delivered": 0, "CorruptMessage": 0}
     failed: list[str] = []
     memory = _resident_bytes()
     for number in range(rounds):
-        offset = geometry.slot_offset(number % 4)
-        high = offset + 120 if number % 5 else geometry.total_bytes
         try:
-            seen[outcome(seed + number, offset if number % 5 else PAGE_BYTES, high, True)] += 1
+            seen[outcome(seed + number, *ranges[number % len(ranges)], True)] += 1
         except (Exception, AssertionError) as error:
             failed.append(f"seed {seed + number}: {type(error).__name__}: {error}")
     growth = _resident_bytes() - memory
