@@ -174,24 +174,27 @@ class Layout(NamedTuple):
 def layout(
     xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
 ) -> Layout:
-    """The payload's layout, from four integer arrays [B] of one dtype.
+    """The payload's layout, from four integer arrays [B] of one dtype; see `sections`."""
+    starts, sizes = sections(xp, num_tokens, num_rows, columns, num_chosen)
+    ends = xp.cumsum(sizes, dtype=sizes.dtype) + (HEADER_WORDS + SLOT_WORDS * num_tokens.shape[0])
+    return Layout(*(starts + (ends - sizes)[:, None]), ends[-1])  # type: ignore[call-arg]
+
+
+def sections(
+    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
+) -> tuple[Array, Array]:
+    """The four sections after the slots (`Layout` names them), from four arrays [B] of one dtype.
 
     int64 holds any field values (what a reader needs for bytes that it does not trust); int32, the
     integer of traced code, is enough for checked ones.
+
+    Returns:
+      [4, B] where each slot's values start in each section, and [4] the sections' sizes; in words.
     """
-    position = HEADER_WORDS + SLOT_WORDS * num_tokens.shape[0]
-    starts = []
-    has_rows = (columns > 0).astype(columns.dtype)
-    for size in (
-        num_tokens,
-        num_rows,
-        num_rows * (columns + num_chosen) * has_rows,
-        num_rows * (columns - 1) * has_rows,
-    ):
-        ends = xp.cumsum(size, dtype=size.dtype)
-        starts.append(ends - size + position)
-        position = position + (ends[-1] if size.shape[0] else 0)
-    return Layout(*starts, position)  # type: ignore[call-arg]
+    rows = num_rows * (columns > 0).astype(columns.dtype)
+    sizes = xp.array([num_tokens, num_rows, rows * (columns + num_chosen), rows * (columns - 1)])
+    ends = xp.cumsum(sizes, axis=1, dtype=sizes.dtype)
+    return ends - sizes, sizes.sum(axis=1, dtype=sizes.dtype)
 
 
 def words_bound(num_tokens: Array, columns: Array, num_chosen: Array) -> int:

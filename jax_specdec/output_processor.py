@@ -44,6 +44,9 @@ __all__ = [
     "flush",
 ]
 
+# As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
+_RUNNING, _PREEMPTED = int(Phase.RUNNING), int(SlotState.PREEMPTED)
+
 # By slot state: does the slot say anything about its request?
 _SPEAKS = np.zeros(len(SlotState), np.bool_)
 _SPEAKS[
@@ -122,7 +125,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
     b = message.num_slots
     speaks = _SPEAKS[message.state]
     mine = (admitted.generation[:b] == message.generation) & speaks
-    mine &= columns.phase[:b] == Phase.RUNNING
+    mine &= columns.phase[:b] == _RUNNING
     if np.count_nonzero(mine) != np.count_nonzero(speaks):
         counters = emission.count_strangers(state, message, speaks & ~mine)
     slots = np.flatnonzero(mine)
@@ -135,7 +138,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
     num_tokens[slots] += cut.kept
     cumulative = emission.cumulative(columns.cumulative_logprob, message, slots, cut.kept)
     outcomes = emission.acceptance(columns, slots, emitted)
-    reschedule = emitted.state == SlotState.PREEMPTED
+    reschedule = emitted.state == _PREEMPTED
     phase = columns.phase
     leaving = cut.num_ended or (emitted.special and reschedule.any())
     if leaving:
