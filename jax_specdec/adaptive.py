@@ -84,9 +84,9 @@ class Adaptive:
         inner = self.drafter.prefill(
             params, state.inner, hidden, next_tokens, start, num_valid, slot
         )
-        # A prompt begins: whoever had the slot before has nothing to do with it.
-        begun = jnp.where(start == 0, 1.0, state.acceptance[slot])
-        return AdaptiveState(inner, state.acceptance.at[slot].set(begun))
+        # Nothing is learned while a prompt is run: what is there is of whoever had the slot before.
+        # Not at position 0 alone: a prompt whose first chunks were copied does not start there.
+        return AdaptiveState(inner, state.acceptance.at[slot].set(1.0))
 
     def propose(
         self, params: ModelParams, state: AdaptiveState, context: Context

@@ -17,6 +17,7 @@ class Compiled:
     config: loop.LoopConfig
     admit: Callable[..., loop.LoopState] = field(init=False)
     release: Callable[..., loop.LoopState] = field(init=False)
+    copy_prefix: Callable[..., loop.LoopState] = field(init=False)
     prefill_chunk: Callable[..., loop.LoopState] = field(init=False)
     score_chunk: Callable[..., tuple[loop.LoopState, scoring.ScoredChunk]] = field(init=False)
     step: Callable[..., tuple[loop.LoopState, StepOutput]] = field(init=False)
@@ -30,6 +31,7 @@ class Compiled:
         places = loop.state_shardings(self.config)
         self.admit = jax.jit(loop.admit, donate_argnums=0, out_shardings=places)
         self.release = jax.jit(loop.release, donate_argnums=0, out_shardings=places)
+        self.copy_prefix = jax.jit(loop.copy_prefix, donate_argnums=0, out_shardings=places)
         self.prefill_chunk = jax.jit(
             functools.partial(loop.prefill_chunk, self.config),
             donate_argnums=1,

@@ -29,6 +29,7 @@ class Start:
     num_slots: int
     max_length: int  # prompt and emitted tokens of a request
     prefill_chunk: int = 64  # prompt tokens between two steps
+    prefix_reuse: bool = True  # what prompts have in common is run once
     process_rank: int = 0
     prefill_only: bool = False  # run prompts, send first tokens, and hand the requests over
     adaptive: bool = False  # fewer drafts for a request whose drafts are seldom accepted

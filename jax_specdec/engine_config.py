@@ -25,6 +25,8 @@ class EngineConfig:
         that come with the package.
       dtype: "bfloat16" or "float32", to compute in; empty for that of the weights.
       prefill_chunk: prompt tokens that run between two steps.
+      prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
+        no value depends on it. A prompt whose logprobs are wanted is always run whole.
       ring_slots: messages that may wait for the engine.
       adaptive: draft less for a request whose drafts are seldom accepted.
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
@@ -52,6 +54,7 @@ class EngineConfig:
     weights: str = ""
     dtype: str = ""
     prefill_chunk: int = 64
+    prefix_reuse: bool = True
     ring_slots: int = 16
     adaptive: bool = False
     corpus: str = ""

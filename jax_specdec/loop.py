@@ -21,6 +21,7 @@ from jax_specdec.loop_state import Admission as Admission
 from jax_specdec.loop_state import LoopConfig as LoopConfig
 from jax_specdec.loop_state import LoopState as LoopState
 from jax_specdec.loop_state import admit as admit
+from jax_specdec.loop_state import copy_prefix as copy_prefix
 from jax_specdec.loop_state import init_state as init_state
 from jax_specdec.loop_state import release as release
 from jax_specdec.loop_state import state_shardings as state_shardings
@@ -28,6 +29,7 @@ from jax_specdec.loop_state import state_specs as state_specs
 from jax_specdec.messages import StepOutput
 from jax_specdec.model import ModelParams, forward, logits
 from jax_specdec.prefill import prefill
+from jax_specdec.sampling import Truncation
 from jax_specdec.verify import Drafts, verify
 from pallas_kernels import Greedy, greedy_topk_logprobs
 
@@ -100,7 +102,12 @@ def _first_drafts(state: LoopState, slot: jax.Array) -> tuple[Drafts, jax.Array]
         # Whatever the sampling makes of these logits, the draft has probability 1.
         tokens = jnp.arange(drafts.logits.shape[-1], dtype=jnp.int32)
         row = jnp.where(tokens[None, :] == ids[:, None], 0.0, -jnp.inf)
+        nothing = Truncation.nothing(ids.shape, tokens.size)
         drafts = drafts._replace(logits=drafts.logits.at[slot].set(row.astype(drafts.logits.dtype)))
+        if state.drafts.cut is not None:
+            nothing = Truncation.nothing(ids.shape, tokens.size)
+            cut = jax.tree.map(lambda x, one: x.at[slot].set(one), state.drafts.cut, nothing)
+            drafts = drafts._replace(cut=cut)
     return drafts, state.certain.at[slot].set((ids >= 0).any())
 
 
@@ -194,6 +201,7 @@ def step(
         state=slot_state.astype(jnp.int32),
         running=jnp.any(active | state.prefilling),
         greedy_rows=greedy_rows,
+        cut=verified.cut,
     )
     if config.prefill_only:
         # The first token, then the drafts: those are the decode node's to verify.

@@ -151,3 +151,23 @@ def release(state: LoopState, slot: jax.Array) -> LoopState:
         active=state.active.at[slot].set(False),
         prefilling=state.prefilling.at[slot].set(False),
     )
+
+
+def copy_prefix(state: LoopState, source: jax.Array, slot: jax.Array) -> LoopState:
+    """Copy the caches of slot `source` to `slot` (both [] int32), the drafter's ones too.
+
+    For a prompt that begins as that of `source` and is not through yet. All T positions are copied:
+    less than a prefill chunk moves, and no shape depends on how much is of use. The others are
+    overwritten before they are seen; see `model.forward`.
+    """
+
+    def copy(x: jax.Array) -> jax.Array:  # [L, B, T, KVH, Dh]
+        return x.at[:, slot].set(x[:, source])
+
+    def of(x: Any) -> Any:
+        return jax.tree.map(copy, x) if isinstance(x, KVCache) else x
+
+    is_cache = {"is_leaf": lambda x: isinstance(x, KVCache)}
+    return replace(
+        state, cache=of(state.cache), drafter=jax.tree.map(of, state.drafter, **is_cache)
+    )

@@ -23,6 +23,7 @@ from jax_specdec.messages import StepOutput
 from jax_specdec.model import ModelParams
 from jax_specdec.modes import Asked, Widths
 from jax_specdec.pack import bucket
+from jax_specdec.prefix_cache import PrefixCache
 from jax_specdec.sharding import params_specs
 from jax_specdec.slots import Slot
 from pallas_kernels.implementations import cannot_run, cuda_capability
@@ -53,6 +54,7 @@ class Worker:
         sender: Sender,
         *,
         prefill_chunk: int = 64,
+        prefix_reuse: bool = True,
         process_rank: int = 0,
         publish: bool = True,
         compiled: Compiled | None = None,
@@ -61,6 +63,8 @@ class Worker:
         """Start with empty slots.
 
         Args:
+          prefix_reuse: run what prompts have in common once, where it is still in a slot's caches;
+            no value depends on it. Prompts whose logprobs are wanted are run whole.
           publish: send messages. A process that does not makes and reads the same ones, as what
             makes them has collectives, and clears the same slots.
           compiled: share it among workers of one configuration.
@@ -80,6 +84,8 @@ class Worker:
         self.fused = runs_on_gpu(config) if fused is None else fused
         self.has_draft_logits = self.state.drafts.logits is not None
         self.slots = [Slot() for _ in range(config.num_slots)]
+        self.prefix_reuse = prefix_reuse
+        self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
         self.asked: tuple[Widths, Asked] | None = None  # by the slots; None once they changed
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
@@ -158,13 +164,16 @@ class Worker:
                 request, self.config.max_length, drafter.num_drafts, command.draft_token_ids
             ),
         )
+        # Every row of a prompt's logprobs needs its hidden state, which no cache has.
+        shared = self.prefix_reuse and request.params.prompt_logprobs is None
+        prompt = request.prompt_token_ids if shared else ()
         self._set(
             command.slot,
             Slot(
                 generation=command.generation,
                 params=request.params,
                 most_tokens=slots.most_drafts(request, drafter.num_drafts) + 1,
-                prefill_at=0,
+                prefill_at=self.prefixes.admit(command.slot, prompt),
                 prompt_length=len(request.prompt_token_ids),
             ),
         )
@@ -184,7 +193,8 @@ class Worker:
 
         Returns the words of the chunk's own message, where its logprobs are wanted.
         """
-        start, chunk = slot.prefill_at or 0, slots.chunk_size(slot, self.config, self.prefill_chunk)
+        start = self._reuse(index, slot.prefill_at or 0)
+        chunk = slots.chunk_size(slot, self.config, self.prefill_chunk)
         places = jnp.int32(index), jnp.int32(start)
         words: tuple[jax.Array, ...] = ()
         if slot.params.prompt_logprobs is None:
@@ -192,8 +202,23 @@ class Worker:
         else:
             words = self._score(slot, places, chunk)
         following = start + chunk
+        self.prefixes.hold(index, following)
         slot.prefill_at = following if following < slot.prompt_length - 1 else None
         return words
+
+    def _reuse(self, index: int, start: int) -> int:
+        """Take over what another slot holds of a prompt by now; returns where to go on.
+
+        Asked at each chunk: of equal prompts that came together, each runs other chunks. What the
+        source is doing meanwhile does not matter: a copy takes the state that the last program
+        leaves, and no step writes where a prompt was run.
+        """
+        source, held = self.prefixes.longest(index)
+        if held <= start:
+            return start
+        self.state = self.compiled.copy_prefix(self.state, jnp.int32(source), jnp.int32(index))
+        self.prefixes.hold(index, held, reused=True)
+        return held
 
     def _score(
         self, slot: Slot, places: tuple[jax.Array, jax.Array], chunk: int

@@ -70,6 +70,7 @@ class WorkerProcess:
                     num_slots=config.num_slots,
                     max_length=config.max_length,
                     prefill_chunk=config.prefill_chunk,
+                    prefix_reuse=config.prefix_reuse,
                     process_rank=process_rank,
                     prefill_only=prefill_only,
                     adaptive=config.adaptive,

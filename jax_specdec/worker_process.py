@@ -82,6 +82,7 @@ def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker
         params,
         sender,
         prefill_chunk=start.prefill_chunk,
+        prefix_reuse=start.prefix_reuse,
         process_rank=start.process_rank,
         publish=publish,
     )

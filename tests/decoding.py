@@ -45,6 +45,8 @@ class Run:
     outputs: list = field(default_factory=list)  # StepOutput as numpy, by step
     records: dict = field(default_factory=dict)  # request id to its records
     state: object = None
+    chunks: list = field(default_factory=list)  # prefill chunks that were run, as (slot, start)
+    worker: object = None
 
     def token_ids(self, request_id):
         return [t for record in self.records[request_id] for t in record.token_ids.tolist()]
@@ -75,10 +77,11 @@ def without_jit(config):
 
 
 def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
-        distort=None, fused=False, parallel=ONE_DEVICE):  # fmt: skip
+        distort=None, fused=False, parallel=ONE_DEVICE, **options):  # fmt: skip
     """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
 
-    `distort` changes a step's output before it is packed: for negative controls.
+    `distort` changes a step's output before it is packed: for negative controls. `options` are the
+    worker's.
     """
     params, config = model or random_model()
     settings = loop.LoopConfig(
@@ -89,7 +92,7 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
         accept=accept,
         parallel=parallel,
     )
-    sent, outputs = Sent(), []
+    sent, outputs, chunks = Sent(), [], []
     shared = compiled(settings)
 
     def recording_step(params, state, **options):
@@ -97,10 +100,21 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
         outputs.append(jax.tree.map(np.asarray, output))
         return state, distort(output) if distort else output
 
-    recording = SimpleNamespace(**vars(shared) | {"step": recording_step})
+    def recording_chunk(name):
+        def call(params, state, slot, start, *asked, **static):
+            chunks.append((int(slot), int(start)))
+            return getattr(shared, name)(params, state, slot, start, *asked, **static)
+
+        return call
+
+    recorders = {"step": recording_step} | {
+        name: recording_chunk(name) for name in ("prefill_chunk", "score_chunk")
+    }
+    recording = SimpleNamespace(**vars(shared) | recorders)
     worker = Worker(settings, params, sent, prefill_chunk=chunk, compiled=recording,
-                    fused=fused)  # fmt: skip
-    result = Run(outputs=outputs, records={request.id: [] for request in requests})
+                    fused=fused, **options)  # fmt: skip
+    result = Run(outputs=outputs, records={request.id: [] for request in requests},
+                 chunks=chunks, worker=worker)  # fmt: skip
     waiting, free, live = list(requests), list(range(num_slots)), {}
     generations = [0] * num_slots
     state = output_processor.ProcessorState.empty(num_slots)

@@ -75,15 +75,16 @@ def test_the_inner_drafter_gets_the_length_as_its_limit():
     np.testing.assert_array_equal(drafts.num, [2, 0, 0])
 
 
-def test_only_a_prompt_that_begins_resets_its_slot():
+def test_a_prompt_resets_its_slot_wherever_it_starts():
+    """Its first chunks may have been copied from another slot."""
     adaptive = Adaptive(NgramDrafter(3))
     _, state = adaptive.init(3, 12)
     state = state._replace(acceptance=jnp.array([0.25, 0.5, 0.75]))
-    for start, expected in [(0, [0.25, 1.0, 0.75]), (8, [0.25, 0.5, 0.75])]:
+    for start in (0, 8):
         after = adaptive.prefill(
             None, state, None, None, jnp.int32(start), jnp.int32(4), jnp.int32(1)
         )
-        np.testing.assert_array_equal(after.acceptance, expected)
+        np.testing.assert_array_equal(after.acceptance, [0.25, 1.0, 0.75])
 
 
 def stubborn(params, context):
