@@ -81,7 +81,8 @@ def sampled_bytes(setup: Setup) -> int:
     digits = num_digits(setup.vocabulary)
     cut = truncation_words(setup.vocabulary, setup.item_bytes)
     rows, drafts = setup.rows, setup.slots * setup.drafts
-    verified = rows * (cut + 1 + digits) + drafts * (cut + 3 + digits) + 3 * setup.slots
+    # The cut of a draft's distribution is carried from where it was drawn to where it is verified.
+    verified = rows * (cut + 1 + digits) + drafts * (6 + digits) + 3 * setup.slots
     drawn = drafts * (cut + 3 + digits)
     return WORD * (verified + drawn)
 
@@ -89,7 +90,7 @@ def sampled_bytes(setup: Setup) -> int:
 def sampled_collectives(setup: Setup) -> int:
     """About how many collectives these are: they wait for each other."""
     one_cut = 2 * (search_trips(setup.vocabulary, setup.item_bytes) + 2) + 9
-    return (2 + setup.drafts) * one_cut
+    return (1 + setup.drafts) * one_cut
 
 
 def this_design(setup: Setup) -> float:

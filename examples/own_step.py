@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from ipc.wire import SlotState
-from jax_specdec.drafters import draw
+from jax_specdec.drafters import draw, joined
 from jax_specdec.messages import StepOutput, draft_message, target_message
 from jax_specdec.modes import Asked, Widths
-from jax_specdec.verify import Drafts, verify
+from jax_specdec.verify import verify
 
 NUM_DRAFTS = 3
 
@@ -67,16 +67,13 @@ def step(
     active = loop.remaining > 0
 
     # 1. Draft, drawing each token the way that verification expects.
-    def draft(tokens: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        position = (loop.lengths + place)[:, None]
-        logits = drafter(tokens, position - 1)
-        drawn = draw(logits, asked.sampling, position[:, 0])
-        return tokens.at[request, position].set(drawn[:, None], mode="drop"), logits[:, 0]
-
-    tokens, draft_logits = jax.lax.scan(draft, loop.tokens, row[0, :-1])
-    draft_ids = jnp.take_along_axis(tokens, loop.lengths[:, None] + row[:, :-1], axis=1)
-    num_drafts = jnp.clip(loop.remaining - 1, 0, NUM_DRAFTS)
-    drafts = Drafts(draft_ids, num_drafts, jnp.swapaxes(draft_logits, 0, 1))
+    tokens, drawn = loop.tokens, []
+    for place in range(NUM_DRAFTS):
+        position = loop.lengths + place
+        logits = drafter(tokens, position[:, None] - 1)
+        drawn.append(draw(logits, asked.sampling, position))
+        tokens = tokens.at[request, position[:, None]].set(drawn[-1].token_ids, mode="drop")
+    drafts = joined(drawn, limit=jnp.maximum(loop.remaining - 1, 0))
 
     # 2. Run the model over the last token and the drafts. 3. Verify.
     logits = model(tokens, loop.lengths[:, None] - 1 + row)
@@ -96,11 +93,11 @@ def step(
         token_ids=verified.token_ids,
         num_tokens=num_tokens,
         num_rows=num_tokens,
-        num_drafts=jnp.where(active, num_drafts, 0),
-        drafts=drafts._replace(num=jnp.where(active, num_drafts, 0)),
+        num_drafts=drafts.num,
+        drafts=drafts,
         state=jnp.where(active, SlotState.TOKENS, SlotState.STOPPED).astype(jnp.int32),
         running=jnp.any(after.remaining > 0),
-        greedy_rows=None,
+        cut=verified.cut,
     )
     number = jnp.stack([loop.number, jnp.uint32(0)])
     target = target_message(output, asked, number, draft_follows=True, widths=widths)

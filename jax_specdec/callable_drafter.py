@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.drafters import Context, State, no_drafts
+from jax_specdec.drafters import Context, State, no_drafts, none_drawn
 from jax_specdec.model import ModelParams
+from jax_specdec.sampling import Truncation
 from jax_specdec.verify import Drafts
 
 DraftFunction = Callable[[ModelParams, Context], Drafts]
@@ -21,8 +22,9 @@ class CallableDrafter:
     - `token_ids` [B, D] int32: the tokens that follow `context.tokens[b, : context.lengths[b]]`,
     - `num` [B] int32: how many of them count. A slot's drafts also end at `context.limit[b]`, and
       at the first id outside the vocabulary: -1 says "no more" as well as `num` does,
-    - `logits`: None where each draft is certain; otherwise [B, D, V] of `logits_dtype`, and each
-      draft is drawn from them by `drafters.draw` at its position, `context.lengths + d`.
+    - `logits` and `cut`: None where each draft is certain; otherwise each draft is drawn by
+      `drafters.draw` at its position, `context.lengths + d`, from logits of `logits_dtype`, and
+      `drafters.joined` makes one `Drafts` of them.
 
     The emitted tokens follow the target's distribution if certain drafts depend on nothing but
     `context`; and if, with logits, drafts come from `drafters.draw`, and neither `num` nor the
@@ -51,11 +53,10 @@ class CallableDrafter:
             raise ValueError(f"vocab_size = {self.vocab_size} must be positive")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
-        drafts = no_drafts(num_slots, self.num_drafts)
-        if self.logits_dtype is not None:
-            shape = (num_slots, self.num_drafts, self.vocab_size)
-            drafts = drafts._replace(logits=jnp.zeros(shape, jnp.dtype(self.logits_dtype)))
-        return drafts, ()
+        if self.logits_dtype is None:
+            return no_drafts(num_slots, self.num_drafts), ()
+        shape = (num_slots, self.num_drafts, self.vocab_size)
+        return none_drawn(shape, self.logits_dtype), ()
 
     def prefill(self, *_: Any) -> State:
         return ()
@@ -68,7 +69,8 @@ class CallableDrafter:
         willing = jnp.cumprod(known.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
         num = jnp.clip(jnp.minimum(drafts.num, willing), 0, context.limit)
         exists = jnp.arange(self.num_drafts, dtype=jnp.int32)[None, :] < num[:, None]
-        return Drafts(jnp.where(exists, drafts.token_ids, 0), num, drafts.logits), state
+        ids = jnp.where(exists, drafts.token_ids, 0)
+        return drafts._replace(token_ids=ids, num=num), state
 
     def _check(self, drafts: Drafts, batch: int) -> None:
         """Refuse, while tracing, what the loop could not verify."""
@@ -78,15 +80,15 @@ class CallableDrafter:
         expected = self.init(batch, 0)[0]
         for field, got, wanted in zip(Drafts._fields, drafts, expected, strict=True):
             if _described(got) != _described(wanted):
+                origin = ": `drafters.draw` makes it" if got is None else ""
                 raise ValueError(
-                    f"{name} returned {field} = {_described(got)}; expected {_described(wanted)} "
-                    f"(B = {batch}, D = {self.num_drafts}, V = {self.vocab_size}, "
+                    f"{name} returned {field} = {_described(got)}; expected {_described(wanted)}"
+                    f"{origin} (B = {batch}, D = {self.num_drafts}, V = {self.vocab_size}, "
                     f"logits_dtype = {self.logits_dtype})"
                 )
 
 
-def _described(array: jax.Array | None) -> str:
-    """Shape and dtype, for comparing and for a person."""
-    if array is None:
-        return "None"
-    return f"{jnp.result_type(array).name}{list(jnp.shape(array))}"
+def _described(value: jax.Array | Truncation | None) -> str:
+    """Shape and dtype of each array, for comparing and for a person."""
+    arrays = jax.tree.leaves(value)
+    return ", ".join(f"{jnp.result_type(x).name}{list(jnp.shape(x))}" for x in arrays) or "None"

@@ -119,7 +119,8 @@ def _least(
         longer: jax.Array = found + (count << place)
         return longer
 
-    least: jax.Array = lax.fori_loop(0, trips, trip, jnp.zeros(rows, jnp.uint32))
+    with jax.named_scope("search"):  # dozens of reads of the row: to be found in a profile
+        least: jax.Array = lax.fori_loop(0, trips, trip, jnp.zeros(rows, jnp.uint32))
     return least
 
 

@@ -5,6 +5,7 @@ pure functions over a state of its own. None of them is special to the loop, and
 is a normal case.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,9 +16,18 @@ from jax import lax
 from jax_specdec.model import KVCache, ModelConfig, ModelParams, init_mtp_cache, logits
 from jax_specdec.mtp import mtp_forward
 from jax_specdec.prefill import mtp_prefill
-from jax_specdec.sampling import DRAFT, Sampling, categorical, keys, processed_probs
+from jax_specdec.sampling import (
+    DRAFT,
+    Sampling,
+    Truncation,
+    categorical,
+    keys,
+    processed_probs,
+    truncation,
+)
 from jax_specdec.sharding import ONE_DEVICE, Parallel
 from jax_specdec.verify import Drafts, Verified
+from pallas_kernels import Greedy
 from pallas_kernels.sharded import greedy
 from pallas_kernels.vocab_shard import VocabShard
 
@@ -153,9 +163,8 @@ class MtpDrafter:
             raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
-        drafts = no_drafts(num_slots, self.num_drafts)
         shape = (num_slots, self.num_drafts, self.config.vocab_size)
-        drafts = drafts._replace(logits=jnp.zeros(shape, jnp.dtype(self.config.dtype)))
+        drafts = none_drawn(shape, self.config.dtype)
         return drafts, init_mtp_cache(self.config, num_slots, length)
 
     def prefill(
@@ -182,21 +191,17 @@ class MtpDrafter:
         last = jnp.maximum(context.verified.num_tokens - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         is_live = jnp.any(context.positions >= 0, axis=1)
-        token_ids: list[jax.Array] = []
-        drawn_from: list[jax.Array] = []
+        drawn: list[Drafts] = []
         for index in range(self.num_drafts):
             if index > 0:
                 # The head's own hidden state stands at the position of the token drafted last.
                 place = jnp.where(is_live, context.lengths - 2 + index, -1)[:, None]
                 hidden, state = mtp_forward(
-                    params, self.config, hidden, token_ids[-1][:, None], place, state
+                    params, self.config, hidden, drawn[-1].token_ids, place, state
                 )
-            drawn_from.append(logits(params, self.config, hidden))
-            places = context.lengths + index
-            token_ids.append(draw(drawn_from[-1], context.sampling, places, self.parallel))
-        num = jnp.minimum(context.limit, self.num_drafts)
-        ids, all_logits = jnp.stack(token_ids, axis=1), jnp.concatenate(drawn_from, axis=1)
-        return Drafts(ids, num, all_logits), state
+            found = logits(params, self.config, hidden)
+            drawn.append(draw(found, context.sampling, context.lengths + index, self.parallel))
+        return joined(drawn, context.limit), state
 
 
 def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
@@ -205,36 +210,69 @@ def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
     return Drafts(zeros, jnp.zeros(num_slots, jnp.int32), None)
 
 
+def none_drawn(shape: tuple[int, int, int], dtype: str) -> Drafts:
+    """Empty proposals with logits of `shape` [B, D, V] and `dtype`: as `draw` makes them."""
+    batch, num_drafts, vocab_size = shape
+    return no_drafts(batch, num_drafts)._replace(
+        logits=jnp.zeros(shape, jnp.dtype(dtype)),
+        cut=Truncation.nothing((batch, num_drafts), vocab_size),
+    )
+
+
+def joined(drawn: Sequence[Drafts], limit: jax.Array) -> Drafts:
+    """The drafts that were drawn one after another, D in all, as one proposal.
+
+    Args:
+      drawn: what `draw` returned, in the order of the positions.
+      limit: [B] int32, how many of them each slot may get.
+    """
+    num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
+    parts = [(one.token_ids, one.logits, one.cut) for one in drawn]
+    token_ids, logits, cut = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+    return Drafts(token_ids, num, logits, cut)
+
+
 def draw(
     draft_logits: jax.Array,
     sampling: Sampling,
     positions: jax.Array,
     parallel: Parallel = ONE_DEVICE,
-) -> jax.Array:
+) -> Drafts:
     """Draw drafts as verification expects them: from q, with random numbers of their own.
 
     Args:
-      draft_logits: [B, 1, V] float, to be kept in `Drafts.logits`.
+      draft_logits: [B, 1, V] float.
       sampling: each slot's parameters; a greedy slot gets the greedy token.
       positions: [B] int32, the sequence position of each draft.
       parallel: the devices among which the vocabulary of the logits is split.
 
     Returns:
-      [B] int32.
+      One draft a slot, [B, 1], with the logits and the cut of q. `joined` makes more of them one.
     """
 
-    def on_shard(shard: VocabShard, draft_logits: jax.Array, whole: Any) -> jax.Array:
+    def on_shard(
+        shard: VocabShard, draft_logits: jax.Array, whole: Any
+    ) -> tuple[jax.Array, Truncation]:
         sampling, positions = whole
 
-        def drawn() -> jax.Array:
-            q = processed_probs(draft_logits, sampling, shard=shard)
-            return categorical(keys(sampling.seed, positions, DRAFT), q[:, 0], shard=shard)
+        def choose() -> Greedy:
+            return Greedy(*(x[:, None] for x in greedy(draft_logits[:, 0], shard)))
 
-        ids: jax.Array = lax.cond(
-            jnp.any(sampling.temperature > 0),
-            drawn,
-            lambda: greedy(draft_logits[:, 0], shard).token_ids,
+        def drawn() -> tuple[jax.Array, Truncation]:
+            choice = choose()
+            cut = truncation(draft_logits, sampling, shard=shard, choice=choice)
+            q = processed_probs(draft_logits, sampling, shard=shard, choice=choice, cut=cut)
+            ids = categorical(keys(sampling.seed, positions, DRAFT), q[:, 0], shard=shard)
+            return ids[:, None], cut
+
+        def greedily() -> tuple[jax.Array, Truncation]:
+            ids = choose().token_ids
+            return ids, Truncation.greedy(ids)
+
+        found: tuple[jax.Array, Truncation] = lax.cond(
+            jnp.any(sampling.temperature > 0), drawn, greedily
         )
-        return ids
+        return found
 
-    return parallel.over_vocabulary(on_shard, draft_logits, (sampling, positions))
+    ids, cut = parallel.over_vocabulary(on_shard, draft_logits, (sampling, positions))
+    return Drafts(ids, jnp.ones_like(positions), draft_logits, cut)

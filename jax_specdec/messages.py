@@ -13,6 +13,7 @@ from ipc import wire
 from ipc.wire import Kind, SlotState
 from jax_specdec.modes import Asked, Widths, row_logprobs
 from jax_specdec.pack import Rows, SlotFields, pack, select_rows
+from jax_specdec.sampling import Truncation
 from jax_specdec.sharding import ONE_DEVICE, Parallel
 from jax_specdec.verify import Drafts
 from pallas_kernels import TopkLogprobs
@@ -29,7 +30,8 @@ class StepOutput(NamedTuple):
     drafts: Drafts  # verified in this step; `num` counts those that were drawn from `logits`
     state: jax.Array  # [B] int32 SlotState
     running: jax.Array  # [] bool: some slot goes on after this step
-    greedy_rows: TopkLogprobs | None  # of all B * S rows' greedy choices, on the fused path
+    greedy_rows: TopkLogprobs | None = None  # of all B * S rows' greedy choices, on the fused path
+    cut: Truncation | None = None  # [B, S], of `logits`, as `verify` found it
 
 
 def target_message(
@@ -67,7 +69,9 @@ def target_message(
                 lambda x: x.at[rows.flat].get(mode="fill", fill_value=0), output.greedy_rows
             )
         else:
-            found = row_logprobs(output.logits, output.token_ids, rows, asked, widths, parallel)
+            found = row_logprobs(
+                output.logits, output.token_ids, rows, asked, widths, parallel, cut=output.cut
+            )
     slots = SlotFields(
         state=jnp.where(asked.verdict > 0, asked.verdict, output.state),
         mode=asked.mode,
@@ -122,7 +126,9 @@ def draft_message(
         rows, found = nothing()
     else:
         rows = select_rows(num_rows, num_drafts)
-        found = row_logprobs(logits, drafts.token_ids, rows, asked, widths, parallel)
+        found = row_logprobs(
+            logits, drafts.token_ids, rows, asked, widths, parallel, cut=drafts.cut
+        )
     state = jnp.where(asked.verdict > 0, asked.verdict, output.state)
     slots = SlotFields(
         state=state,

@@ -13,7 +13,7 @@ from jax import lax
 from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.pack import Rows
-from jax_specdec.sampling import Sampling, truncation
+from jax_specdec.sampling import Sampling, Truncation, truncation
 from jax_specdec.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import TopkLogprobs, topk_logprobs
 from pallas_kernels.sharded import named_logits
@@ -53,6 +53,8 @@ def row_logprobs(
     asked: Asked,
     widths: Widths,
     parallel: Parallel = ONE_DEVICE,
+    *,
+    cut: Truncation | None = None,
 ) -> TopkLogprobs:
     """The logprobs of `rows`, each in the mode of its slot's request.
 
@@ -68,6 +70,8 @@ def row_logprobs(
       asked: by slot. Columns beyond what a slot asked for are computed too: `pack` leaves them out.
       widths: static; k must not be None.
       parallel: the devices among which the logits' vocabulary is split.
+      cut: [B, S], the truncation of the logits by `asked.sampling`, where the tokens were sampled
+        and it is known already; without it, processed rows make a search of their own.
 
     Returns:
       `TopkLogprobs` of R rows with K = widths.k and C = widths.chosen.
@@ -93,7 +97,20 @@ def row_logprobs(
     )
     if widths.mode is not LogprobsMode.PROCESSED:
         return found
-    return _processed(logits, rows, slot, asked, found, parallel)
+    if cut is None:
+        cut = _cut(logits, asked, parallel)
+    return _processed(logits, rows, slot, asked, found, cut, parallel)
+
+
+def _cut(logits: jax.Array, asked: Asked, parallel: Parallel) -> Truncation:
+    """The truncation of the slots in processed mode; of the others, what costs nothing."""
+    in_mode = asked.mode == LogprobsMode.PROCESSED
+    none = Sampling.greedy(len(in_mode))
+    return parallel.over_vocabulary(
+        lambda shard, logits, sampling: truncation(logits, sampling, shard=shard),
+        logits,
+        jax.tree.map(lambda own, other: lax.select(in_mode, own, other), asked.sampling, none),
+    )
 
 
 def _processed(
@@ -102,20 +119,13 @@ def _processed(
     slot: jax.Array,
     asked: Asked,
     found: TopkLogprobs,
+    cut: Truncation,
     parallel: Parallel,
 ) -> TopkLogprobs:
     """Scaled logprobs, renormalized over what the slot's sampling keeps where it asked for that."""
-    in_mode = asked.mode == LogprobsMode.PROCESSED
-    # A greedy slot's cut costs next to nothing: that of the slots in other modes is not used.
-    everywhere = parallel.over_vocabulary(
-        lambda shard, logits, sampling: truncation(logits, sampling, shard=shard),
-        logits,
-        _where(in_mode, asked.sampling, Sampling.greedy(len(in_mode))),
-    )
-    cut = jax.tree.map(
-        lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), everywhere
-    )
-    is_processed, is_greedy = in_mode[slot][:, None], asked.sampling.temperature[slot][:, None] == 0
+    cut = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
+    is_processed = (asked.mode == LogprobsMode.PROCESSED)[slot][:, None]
+    is_greedy = asked.sampling.temperature[slot][:, None] == 0
     flat_logits = logits.reshape(-1, logits.shape[-1])
 
     def renormalized(ids: jax.Array, logprobs: jax.Array) -> jax.Array:
@@ -140,11 +150,6 @@ def _processed(
     return TopkLogprobs(
         jnp.where(excluded, -1, found.token_ids), logprobs, found.token_ranks, extra_logprobs
     )
-
-
-def _where(condition: jax.Array, ours: Sampling, others: Sampling) -> Sampling:
-    chosen: Sampling = jax.tree.map(lambda a, b: lax.select(condition, a, b), ours, others)
-    return chosen
 
 
 def chosen_bucket(count: int) -> int:

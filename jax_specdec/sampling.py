@@ -46,17 +46,31 @@ class Truncation(NamedTuple):
     """What the filters leave of rows [...]: the tokens down to the cut, in descending order.
 
     Equal logits come lowest id first. A token t is kept if x[t] > cut_logit, or x[t] == cut_logit
-    and t <= cut_id. Its probability is its share of softmax((x - m) / T), times exp(-log_kept).
+    and t < cut_id, or t is cut_id. Its probability is its share of softmax((x - m) / T), times
+    exp(-log_kept).
     """
 
-    cut_logit: jax.Array  # [...] float32, of the last kept token; -inf where nothing is cut
-    cut_id: jax.Array  # [...] int32, its id; V - 1 where nothing is cut
+    cut_logit: jax.Array  # [...] float32; -inf where nothing is cut, inf where one token is kept
+    cut_id: jax.Array  # [...] int32, of the last kept token; V - 1 where nothing is cut
     log_kept: jax.Array  # [...] float32, at most 0: log of the kept tokens' share
+
+    @classmethod
+    def nothing(cls, rows: tuple[int, ...], vocab_size: int) -> "Truncation":
+        """Of rows [...] of which nothing is cut."""
+        last = jnp.full(rows, vocab_size - 1, jnp.int32)
+        return cls(jnp.full(rows, -jnp.inf, jnp.float32), last, jnp.zeros(rows, jnp.float32))
+
+    @classmethod
+    def greedy(cls, token_ids: jax.Array) -> "Truncation":
+        """Of rows that keep one token each: [...] int32. Known without a look at the logits."""
+        rows = token_ids.shape
+        return cls(jnp.full(rows, jnp.inf, jnp.float32), token_ids, jnp.zeros(rows, jnp.float32))
 
     def keeps(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
         """Which tokens are kept. [..., C] bool for logits [..., C] float32 and their ids."""
         cut_logit, cut_id = self.cut_logit[..., None], self.cut_id[..., None]
-        return (logits > cut_logit) | ((logits == cut_logit) & (ids <= cut_id))
+        ties = (logits == cut_logit) & (ids < cut_id)
+        return (logits > cut_logit) | ties | (ids == cut_id)
 
 
 def truncation(
@@ -87,15 +101,9 @@ def truncation(
     if choice is None:
         choice = _greedy(logits, shard)
     vocab_size = shard.size(logits.shape[-1])
-    x = logits.astype(jnp.float32)
-    largest = shard.maximum(jnp.where(jnp.isnan(x), -jnp.inf, x))
     sampled = _is_sampled(sampling, choice)
     cuts = sampled & _per_row(_truncates(sampling), sampled)
-    everything = Truncation(
-        jnp.full_like(largest, -jnp.inf),
-        jnp.full_like(choice.token_ids, vocab_size - 1),
-        jnp.zeros_like(largest),
-    )
+    everything = Truncation.nothing(sampled.shape, vocab_size)
 
     def where(rows: jax.Array, a: Truncation, b: Truncation) -> Truncation:
         chosen: Truncation = jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)
@@ -104,11 +112,10 @@ def truncation(
     # A batch that cuts nothing pays for nothing.
     found: Truncation = lax.cond(
         jnp.any(cuts),
-        lambda: where(cuts, _cut(logits, largest, sampling, shard), everything),
+        lambda: where(cuts, _cut(logits, sampling, shard), everything),
         lambda: everything,
     )
-    greedy_token = Truncation(largest, choice.token_ids, jnp.zeros_like(largest))
-    return where(sampled, found, greedy_token)
+    return where(sampled, found, Truncation.greedy(choice.token_ids))
 
 
 def processed_probs(
@@ -117,10 +124,11 @@ def processed_probs(
     *,
     shard: VocabShard = WHOLE,
     choice: Greedy | None = None,
+    cut: Truncation | None = None,
 ) -> jax.Array:
     """The processed distribution of each row: that of the tokens which `truncation` keeps.
 
-    Args: as `truncation`.
+    Args: as `truncation`; and its result, `cut`, where it is known already.
 
     Returns:
       [B, ..., V] float32; each row sums to 1, over all shards. A greedy request and an invalid row
@@ -135,10 +143,10 @@ def processed_probs(
     one_hot = (ids == choice.token_ids[..., None]).astype(jnp.float32)
 
     def draw_from() -> jax.Array:
-        cut = truncation(logits, sampling, shard=shard, choice=choice)
+        known = truncation(logits, sampling, shard=shard, choice=choice) if cut is None else cut
         x = logits.astype(jnp.float32)
         scaled = _scaled(x, shard.maximum(x), sampling)
-        kept = sampled[..., None] & cut.keeps(x, ids)
+        kept = sampled[..., None] & known.keeps(x, ids)
         weights = jnp.where(kept, _weights(x, scaled), 0.0)
         parts = fixed_point.digits(weights, vocab_size)
         total = fixed_point.to_float(fixed_point.mass(parts, kept, shard, vocab_size), vocab_size)[
@@ -151,13 +159,12 @@ def processed_probs(
     return probs
 
 
-def _cut(
-    logits: jax.Array, largest: jax.Array, sampling: Sampling, shard: VocabShard
-) -> Truncation:
+def _cut(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Truncation:
     """`truncation` of valid rows of requests that are not greedy; anything in others."""
     vocab_size = shard.size(logits.shape[-1])
     key_bits = 8 * logits.dtype.itemsize
     x = logits.astype(jnp.float32)
+    largest = shard.maximum(x)
     ids = _ids(logits, shard)
     tokens = cutoff.order(logits, ids)
     scaled = _scaled(x, largest, sampling)

@@ -16,9 +16,11 @@ from jax_specdec.sampling import (
     ACCEPT,
     RECOVER,
     Sampling,
+    Truncation,
     categorical,
     keys,
     processed_probs,
+    truncation,
     uniform,
 )
 from jax_specdec.sharding import ONE_DEVICE, Parallel
@@ -39,6 +41,7 @@ class Drafts(NamedTuple):
     token_ids: jax.Array  # [B, D] int32
     num: jax.Array  # [B] int32, at most D
     logits: jax.Array | None  # [B, D, V] float, the draft model's; None: each draft was certain
+    cut: Truncation | None = None  # [B, D], of q, as it was drawn; None: found again where needed
 
 
 class Verified(NamedTuple):
@@ -46,6 +49,7 @@ class Verified(NamedTuple):
 
     token_ids: jax.Array  # [B, S] int32; from num_tokens on: -1
     num_tokens: jax.Array  # [B] int32, from 1 to num_drafts + 1
+    cut: Truncation | None = None  # [B, S], of the rows' p, which processed logprobs are of
 
 
 def accept_draft(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
@@ -91,14 +95,14 @@ def verify(
 
     def on_shard(shard: VocabShard, columns: Any, whole: Any) -> Verified:
         logits, draft_logits = columns
-        token_ids, num, sampling, positions, choice = whole
-        drafts = Drafts(token_ids, num, draft_logits)
+        drafts, sampling, positions, choice = whole
+        drafts = drafts._replace(logits=draft_logits)
         return _verify(shard, logits, drafts, sampling, positions, choice, accept)
 
     return parallel.over_vocabulary(
         on_shard,
         (logits, drafts.logits),
-        (drafts.token_ids, drafts.num, sampling, positions, choice),
+        (drafts._replace(logits=None), sampling, positions, choice),
     )
 
 
@@ -125,17 +129,19 @@ def _verify(
 
     def greedily() -> Verified:
         agrees = considered & (drafts.token_ids == choice.token_ids[:, :num_drafts])
-        return _emit(agrees, drafts.token_ids, choice.token_ids)
+        emitted = _emit(agrees, drafts.token_ids, choice.token_ids)
+        return emitted._replace(cut=Truncation.greedy(choice.token_ids))
 
     def sampled() -> Verified:
-        p = processed_probs(logits, sampling, shard=shard, choice=choice)
+        cut = truncation(logits, sampling, shard=shard, choice=choice)
+        p = processed_probs(logits, sampling, shard=shard, choice=choice, cut=cut)
         draft_ids = jnp.clip(drafts.token_ids, 0, shard.size(width) - 1)
         p_draft = shard.at(p[:, :num_drafts], draft_ids)
         if drafts.logits is None:
             own = jnp.broadcast_to(shard.ids(width)[None, None], p[:, :num_drafts].shape)
             q = (own == draft_ids[..., None]).astype(jnp.float32)
         else:
-            q = processed_probs(drafts.logits, sampling, shard=shard)
+            q = processed_probs(drafts.logits, sampling, shard=shard, cut=drafts.cut)
         q_draft = shard.at(q, draft_ids)
         all_positions = positions[:, None] + index
         seeds = jnp.broadcast_to(sampling.seed[:, None], all_positions.shape)
@@ -160,6 +166,7 @@ def _verify(
         return Verified(
             jnp.where(is_greedy[:, None], chosen.token_ids, drawn.token_ids),
             jnp.where(is_greedy, chosen.num_tokens, drawn.num_tokens),
+            cut,
         )
 
     verified: Verified = lax.cond(jnp.all(is_greedy), greedily, sampled)

@@ -10,6 +10,7 @@ import pytest
 
 from jax_specdec import callable_drafter
 from jax_specdec.callable_drafter import CallableDrafter
+from jax_specdec.sampling import Truncation
 from jax_specdec.verify import Drafts
 from tests.decoding import VOCAB
 from tests.test_drafters import context
@@ -46,7 +47,7 @@ def test_the_documented_example_runs():
 
 def returning(**fields):
     good = {"token_ids": jnp.zeros((4, 2), jnp.int32), "num": jnp.zeros(4, jnp.int32),
-            "logits": None}  # fmt: skip
+            "logits": None, "cut": None}  # fmt: skip
 
     def mine(params, context):
         return Drafts(**good | fields)
@@ -63,6 +64,8 @@ def returning(**fields):
         ({"num": jnp.zeros((4, 1), jnp.int32)}, r"num = int32\[4, 1\]; expected int32\[4\]"),
         ({"num": 2}, r"num = int32\[\]; expected int32\[4\]"),
         ({"logits": jnp.zeros((4, 2, VOCAB))}, r"logits = float32\[4, 2, 32\]; expected None"),
+        ({"cut": Truncation.nothing((4, 2), VOCAB)},
+         r"cut = float32\[4, 2\], int32\[4, 2\], float32\[4, 2\]; expected None"),
     ],
 )  # fmt: skip
 def test_wrong_shapes_and_types_are_named_while_tracing(fields, message):
@@ -76,6 +79,9 @@ def test_promised_logits_must_come():
     assert drafter.init(4, 8)[0].logits.dtype == jnp.bfloat16
     with pytest.raises(ValueError, match=r"logits = None; expected bfloat16\[4, 2, 32\]"):
         drafter.propose(None, (), context([[1]] * 4))
+    loose = CallableDrafter(returning(logits=jnp.zeros((4, 2, VOCAB))), 2, VOCAB, "float32")
+    with pytest.raises(ValueError, match=r"cut = None; expected .*: `drafters.draw` makes it"):
+        loose.propose(None, (), context([[1]] * 4))
 
 
 def test_what_is_no_function_of_that_kind_is_refused():

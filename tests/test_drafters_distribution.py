@@ -16,10 +16,10 @@ from scipy import stats
 from jax_specdec.adaptive import Adaptive
 from jax_specdec.callable_drafter import CallableDrafter
 from jax_specdec.corpus import Corpus
-from jax_specdec.drafters import Context, draw
+from jax_specdec.drafters import Context, draw, joined
 from jax_specdec.sampling import Sampling
 from jax_specdec.suffix import SuffixDrafter
-from jax_specdec.verify import Drafts, verify
+from jax_specdec.verify import verify
 
 P, Q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.25, 0.15, 0.2, 0.4])
 SLOTS, STEPS, D = 20_000, 7, 3
@@ -28,8 +28,8 @@ SLOTS, STEPS, D = 20_000, 7, 3
 def guesses(params, context):
     """Drawn from Q, whatever came before."""
     row = jnp.broadcast_to(jnp.log(jnp.asarray(Q, jnp.float32)), (SLOTS, 1, 4))
-    ids = [draw(row, context.sampling, context.lengths + ahead) for ahead in range(D)]
-    return Drafts(jnp.stack(ids, axis=1), context.limit, jnp.tile(row, (1, D, 1)))
+    places = [context.lengths + ahead for ahead in range(D)]
+    return joined([draw(row, context.sampling, place) for place in places], context.limit)
 
 
 def picky(params, context):

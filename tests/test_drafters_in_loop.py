@@ -10,7 +10,7 @@ import pytest
 from jax_specdec.adaptive import Adaptive
 from jax_specdec.callable_drafter import CallableDrafter
 from jax_specdec.corpus import Corpus
-from jax_specdec.drafters import MtpDrafter, draw
+from jax_specdec.drafters import MtpDrafter, draw, joined
 from jax_specdec.suffix import SuffixDrafter
 from jax_specdec.verify import Drafts
 from tests.decoding import VOCAB, random_model, request, run
@@ -21,12 +21,12 @@ D = 3
 def guesses(params, context):
     """Drawn from logits that say: the last token again, or the next id."""
     last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
-    logits, ids = [], []
+    drawn = []
     for ahead in range(D):
-        logits.append(2 * jax.nn.one_hot(last, VOCAB) + jax.nn.one_hot((last + 1) % VOCAB, VOCAB))
-        last = draw(logits[-1][:, None], context.sampling, context.lengths + ahead)
-        ids.append(last)
-    return Drafts(jnp.stack(ids, axis=1), context.limit, jnp.stack(logits, axis=1))
+        logits = 2 * jax.nn.one_hot(last, VOCAB) + jax.nn.one_hot((last + 1) % VOCAB, VOCAB)
+        drawn.append(draw(logits[:, None], context.sampling, context.lengths + ahead))
+        last = drawn[-1].token_ids[:, 0]
+    return joined(drawn, context.limit)
 
 
 DRAFTERS = {

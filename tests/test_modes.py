@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ipc.wire import Kind, LogprobsMode, WireError
+from jax_specdec import loop
 from jax_specdec.checkpoint import named_arrays
+from jax_specdec.drafters import MtpDrafter
+from jax_specdec.messages import draft_message, target_message
 from jax_specdec.model import forward, init_cache, logits
 from jax_specdec.modes import chosen_bucket, row_logprobs
 from jax_specdec.pack import select_rows
 from jax_specdec.requests import SamplingParams
 from jax_specdec.sampling import truncation
 from jax_specdec.slots import Slot, asked_of, wants_one_read, widths_of
+from jax_specdec.verify import verify
 from tests import in_mode, oracle, reference_model
 from tests.decoding import VOCAB, random_model, request, run
 
@@ -87,6 +91,54 @@ def test_any_two_requests_in_one_batch(values, token_ids, num_rows, params):
     token_ids = np.array(token_ids, np.int32).reshape(2, S)
     found = jitted(x, token_ids, np.array(num_rows, np.int32), *asked_by(*params))
     check_found(found, x, token_ids, num_rows, params)
+
+
+def searches(function, *arguments):
+    """How many searches for the end of a prefix (`cutoff`) a function's program has."""
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            is_loop = equation.primitive.name in ("scan", "while")
+            yield is_loop and "search" in str(equation.source_info.name_stack)
+            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(value):
+                    yield from walk(getattr(value, "jaxpr", value))
+
+    def is_jaxpr(value):
+        return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+    return sum(walk(jax.make_jaxpr(function)(*arguments).jaxpr))
+
+
+@pytest.mark.fast
+def test_each_distribution_is_cut_once():
+    """A row's where it is verified, a draft's where it is drawn; logprobs of both come after."""
+    params, model = random_model()
+    config = loop.LoopConfig(model, MtpDrafter(model, 2), num_slots=2, max_length=16)
+    asks = SamplingParams(temperature=1.0, top_p=0.9, logprobs=3, logprobs_mode=PROCESSED,
+                          draft_logprobs=True)  # fmt: skip
+    asked, widths = asked_by(asks, asks)
+    step = functools.partial(loop.step, config, params)
+    one_cut = searches(truncation, jnp.zeros((2, 3, VOCAB)), asked.sampling)
+    assert one_cut == 4  # keys and ids, for top-k and for top-p
+    state = loop.init_state(config)
+    assert searches(step, state) == (1 + 2) * one_cut
+    output = jax.eval_shape(step, state)[1]
+    number = jnp.zeros(2, jnp.uint32)
+    told = [
+        functools.partial(message, asked=asked, step_number=number, widths=widths)
+        for message in (target_message, draft_message)
+    ]
+    assert [searches(message, output) for message in told] == [0, 0]
+    # The controls: drafts and outputs that do not say how they were cut.
+    unsaid = output._replace(cut=None, drafts=output.drafts._replace(cut=None))
+    assert [searches(message, unsaid) for message in told] == [one_cut, one_cut]
+    rows, lengths = jnp.zeros((2, 3, VOCAB)), jnp.zeros(2, jnp.int32)
+    verified = [
+        searches(lambda drafts: verify(rows, drafts, asked.sampling, lengths), drafts)
+        for drafts in (state.drafts, state.drafts._replace(cut=None))
+    ]
+    assert verified == [one_cut, 2 * one_cut]
 
 
 @pytest.mark.fast
@@ -236,6 +288,23 @@ def test_draft_rows_have_the_chosen_ids_too(mixed):
             oracle.assert_logprobs_close(view.logprobs[:, asked.columns :], expected)
             seen += len(rows)
     assert seen > 10
+
+
+def test_logprobs_are_the_same_where_the_cut_is_not_told(mixed):
+    """A caller of `row_logprobs` who has sampled elsewhere."""
+    params = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, logprobs=5,
+                            logprobs_mode=PROCESSED)  # fmt: skip
+    asked, widths = asked_by(params, params, params)
+    read = jax.jit(functools.partial(row_logprobs, widths=widths))
+    for output in mixed.outputs[:3]:
+        rows = select_rows(jnp.asarray(output.num_rows), output.token_ids.shape[1])
+        arguments = output.logits, output.token_ids, rows, asked
+        cut = truncation(jnp.asarray(output.logits), asked.sampling)
+        told, found = read(*arguments, cut=cut), read(*arguments)
+        chex.assert_trees_all_close(told, found, rtol=0, atol=5e-7)
+        # What is told is used: another cut, other logprobs.
+        other = read(*arguments, cut=cut._replace(log_kept=cut.log_kept - 1))
+        assert (np.asarray(other.logprobs) != np.asarray(found.logprobs)).any()
 
 
 def test_draft_messages_follow_their_target_where_somebody_asked(mixed):

@@ -10,7 +10,7 @@ from bench import scaling
 from jax_specdec import cutoff, fixed_point, sharding
 from jax_specdec.drafters import draw
 from jax_specdec.model import ModelConfig, forward, init_cache, init_params
-from jax_specdec.sampling import Sampling, truncation
+from jax_specdec.sampling import Sampling, Truncation, truncation
 from jax_specdec.verify import Drafts, verify
 from pallas_kernels import topk_logprobs
 from tests.collectives import bytes_of_a_run
@@ -81,8 +81,9 @@ def test_verification_and_drafting(batch, drafts, vocab, dtype):
     assert counted(cut, logits, sampling) == scaling.WORD * rows * words
 
     proposed = Drafts(
-        array(batch, drafts, dtype=jnp.int32), integers, array(batch, drafts, vocab, dtype=dtype)
-    )
+        array(batch, drafts, dtype=jnp.int32), integers, array(batch, drafts, vocab, dtype=dtype),
+        jax.eval_shape(lambda: Truncation.nothing((batch, drafts), vocab)),
+    )  # fmt: skip
 
     def step(x, proposed, sampling, positions):
         verified = verify(x, proposed, sampling, positions, parallel=parallel)

@@ -192,7 +192,7 @@ def test_by_hand():
         )
     greedy = truncation(row, sampling_of([0.0], top_k=4, top_p=0.5))
     chex.assert_trees_all_equal(
-        greedy, Truncation(jnp.array([[3.0]]), jnp.array([[1]]), jnp.zeros((1, 1)))
+        greedy, Truncation(jnp.array([[jnp.inf]]), jnp.array([[1]]), jnp.zeros((1, 1)))
     )
 
 

@@ -159,8 +159,7 @@ def product_keys_p_value():
             jnp.broadcast_to(jnp.log(jnp.asarray(rows, jnp.float32)), (MANY, *rows.shape))
             for rows in (P[:2], Q[:1])
         )
-        ids = drafters.draw(draft, sampling, position)
-        drafts = Drafts(ids[:, None], jnp.ones(MANY, jnp.int32), draft)
+        drafts = drafters.draw(draft, sampling, position)
         return verify(target, drafts, sampling, position).token_ids[:, 0]
 
     return p_value(np.asarray(first_tokens()), P[0])

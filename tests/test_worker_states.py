@@ -199,7 +199,8 @@ def test_handed_over_drafts_are_certain_whatever_the_sampling(temperature):
     )
     assert state.drafts.token_ids[0, :2].tolist() == [9, 4]
     assert (state.drafts.num.tolist(), state.certain.tolist()) == ([2, 0, 0], [True, False, False])
-    q = processed_probs(state.drafts.logits[:, :2], state.sampling)
+    logits, cut = jax.tree.map(lambda x: x[:, :2], (state.drafts.logits, state.drafts.cut))
+    q = processed_probs(logits, state.sampling, cut=cut)
     np.testing.assert_array_equal(q[0], np.eye(model.vocab_size)[[9, 4]])
 
 
