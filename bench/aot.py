@@ -143,9 +143,10 @@ def measure(
     compiled = program.compile()
     width = shape.k if path == "separate" else max(shape.k, 1)
     tiling = choose_tiling(rows, shape.vocabulary, width, shape.dtype)
-    wanted: dict[str, tuple[Any, ...]] = {"read_rows": (tiling, rows)}
-    if width:
-        wanted["select_top_k"] = (tiling, rows, width, path)
+    wanted: dict[str, tuple[Any, ...]] = {
+        "read_rows": (tiling, rows, path, width > 0),
+        "finish_rows": (tiling, rows, shape.k, path),
+    }
     for ptx in DUMP.rglob("*.ptx"):
         name = next(name for name in wanted if ptx.stem.startswith(name))
         seen[name, *wanted[name]] = sass.read(ptx, keep)

@@ -25,7 +25,7 @@ def row_maxima(tiling: Tiling, logits: jax.Array, interpret: Any = None) -> jax.
         out_type=[compat.shape((logits.shape[0] * tiling.programs,), jnp.float32)],
         grid=(tiling.programs, logits.shape[0]),
         grid_names=("program", "row"),
-        compiler_params=compat.compiler_params(),
+        compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="row_maxima",
         interpret=interpret,
     )

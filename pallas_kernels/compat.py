@@ -88,10 +88,11 @@ def _register_layout_cast() -> None:
     mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
 
 
-def compiler_params() -> Any:
-    """Warpgroup semantics (jax 0.11's default) by name, and one-instruction exponentials.
+def compiler_params(approx_math: bool) -> Any:
+    """Warpgroup semantics (jax 0.11's default) by name.
 
-    ex2.approx.ftz.f32: a relative error of 2**-22, and 0 for results below 2**-126.
+    approx_math: exponentials in one instruction, ex2.approx.ftz.f32: a relative error of 2**-22,
+        and 0 for results below 2**-126.
 
     Pallas would put barriers around every store, which no load may pass. They are left out: what a
     thread of these kernels reads, another one has written only before a `commit_smem`, which is a
@@ -99,7 +100,7 @@ def compiler_params() -> Any:
     """
     return GPU.CompilerParams(
         lowering_semantics=GPU.LoweringSemantics.Warpgroup,
-        approx_math=True,
+        approx_math=approx_math,
         unsafe_no_auto_barriers=True,
     )
 

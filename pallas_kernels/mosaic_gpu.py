@@ -1,27 +1,21 @@
-"""`topk_logprobs` in Pallas Mosaic GPU kernels that read the logits once.
+"""`topk_logprobs` in two Pallas Mosaic GPU kernels that read the logits once.
 
 Pass 1 (`mosaic_rows`) reads each wanted row once, straight from the logits; pass 2
-(`mosaic_select`) re-reads K of the row's groups, and does not exist for K = 0. The rest, a few
-numbers a row, is left to XLA: combining splits, `xla.finish`, a gather of the extra ids' logits.
+(`mosaic_finish`) combines what its programs found, re-reads K of the row's groups and writes the
+outputs. Only `extra_token_ids` leave something to XLA: a gather of their logits.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic_rows, mosaic_select, xla
+from pallas_kernels import mosaic_finish, mosaic_rows
+from pallas_kernels.finish import RowParts, usable_temperatures
+from pallas_kernels.mosaic_finish import Inputs, Mode, RowOutputs
+from pallas_kernels.mosaic_targets import Targets, make_targets
 from pallas_kernels.mosaic_tiling import Tiling, choose_tiling
 from pallas_kernels.types import TopkLogprobs
-
-
-class Targets(NamedTuple):
-    """Which rows are wanted, and at which temperature; see `pallas_kernels.topk_logprobs`."""
-
-    logits: jax.Array  # [N, V]
-    row_ids: jax.Array  # [R] int32
-    num_rows: jax.Array  # int32 scalar
-    temperatures: jax.Array | None  # [R] float32, usable
 
 
 def topk_logprobs(
@@ -36,26 +30,10 @@ def topk_logprobs(
     interpret: Any = None,
 ) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` for checked arguments: the separate path."""
-    targets = make_targets(logits, token_ids.shape[0], row_ids, num_rows, temperatures)
+    targets = make_targets(row_ids, num_rows, temperatures)
     tiling = tiling or choose_tiling(token_ids.shape[0], logits.shape[1], k, logits.dtype.name)
-    statistics, selected, groups = read_rows(tiling, targets, token_ids, interpret)
-    known = (token_ids >= 0) & (token_ids < logits.shape[1])
-    selected = jnp.where(known, selected, jnp.float32(jnp.nan))
-    if k == 0:
-        top_ids = jnp.zeros((token_ids.shape[0], 0), jnp.int32)
-        top_logits = jnp.zeros((token_ids.shape[0], 0), jnp.float32)
-    else:
-        top_ids, top_logits = mosaic_select.select_top_k(
-            tiling,
-            k,
-            logits,
-            groups,
-            targets.row_ids,
-            targets.num_rows[None],
-            None,
-            interpret,
-        )
-    return finish(targets, statistics, token_ids, selected, top_ids, top_logits, extra_token_ids)
+    out = run(tiling, k, "given", logits, token_ids.shape[0], token_ids, targets, interpret)
+    return answers(out, k, logits, targets, extra_token_ids)
 
 
 def greedy_topk_logprobs(
@@ -73,98 +51,92 @@ def greedy_topk_logprobs(
     needed; its token rank is 1 by definition.
     """
     num_targets, vocabulary = logits.shape
-    width = max(k, 1)
-    targets = make_targets(logits, num_targets, None, num_rows, temperatures)
-    tiling = tiling or choose_tiling(num_targets, vocabulary, width, logits.dtype.name)
-    anything = jnp.zeros(num_targets, jnp.int32)
-    statistics, _, groups = read_rows(tiling, targets, anything, interpret)
-    valid = jnp.isfinite(statistics.maximum) & ~jnp.isnan(statistics.sum_exp)
-    ids, values = mosaic_select.select_top_k(
-        tiling,
-        width,
-        logits,
-        groups,
-        targets.row_ids,
-        targets.num_rows[None],
-        (~valid).astype(jnp.int32),
-        interpret,
-    )
-    return finish(
-        targets,
-        statistics._replace(num_larger=anything),
-        ids[:, 0],
-        values[:, 0],
-        ids[:, :k],
-        values[:, :k],
-        extra_token_ids,
-    )
+    targets = make_targets(None, num_rows, temperatures)
+    tiling = tiling or choose_tiling(num_targets, vocabulary, max(k, 1), logits.dtype.name)
+    out = run(tiling, k, "greedy", logits, num_targets, None, targets, interpret)
+    return answers(out, k, logits, targets, extra_token_ids)
 
 
-def make_targets(
+def row_parts(
     logits: jax.Array,
-    num_targets: int,
+    selected: jax.Array,
+    k: int,
     row_ids: jax.Array | None,
     num_rows: jax.Array | None,
     temperatures: jax.Array | None,
-) -> Targets:
-    """The same with every default filled in."""
-    return Targets(
-        logits,
-        jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids,
-        jnp.int32(num_targets) if num_rows is None else num_rows,
-        None if temperatures is None else xla.usable_temperatures(temperatures),
+    tiling: Tiling | None = None,
+    interpret: Any = None,
+) -> RowParts:
+    """`xla.row_parts`, of which this is the same on a GPU: one vocabulary shard's part of rows."""
+    num_targets = selected.shape[0]
+    targets = make_targets(row_ids, num_rows, temperatures)
+    tiling = tiling or choose_tiling(num_targets, logits.shape[1], k, logits.dtype.name)
+    out = run(tiling, k, "parts", logits, num_targets, selected, targets, interpret)
+    return RowParts(
+        maximum=out.statistics[:num_targets],
+        sum_exp=out.statistics[num_targets:],
+        num_larger=out.ranks,
+        top_ids=out.ids[: num_targets * k].reshape(num_targets, k),
+        top_logits=out.values[: num_targets * k].reshape(num_targets, k),
     )
 
 
-def read_rows(
-    tiling: Tiling, targets: Targets, token_ids: jax.Array, interpret: Any
-) -> tuple[xla.RowStatistics, jax.Array, jax.Array]:
-    """Pass 1 with its splits combined: statistics, the given tokens' logits, group maxima."""
-    scales = jnp.full(token_ids.shape, mosaic_rows.LOG2_E, jnp.float32)
-    if targets.temperatures is not None:
-        usable = jnp.where(jnp.isnan(targets.temperatures), 1, targets.temperatures)
-        scales = scales / usable
-    maxima, sums, counts, selected, groups = mosaic_rows.read_rows(
-        tiling,
-        targets.logits,
-        token_ids,
-        targets.row_ids,
-        targets.num_rows[None],
-        scales,
-        interpret,
-    )
-    maximum = jnp.max(maxima, axis=1)
-    shifted = (maxima - maximum[:, None]) * scales[:, None]
-    # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
-    parts = jnp.where(maxima == -jnp.inf, jnp.float32(0), sums * jnp.exp2(shifted))
-    statistics = xla.RowStatistics(
-        maximum, jnp.sum(parts, axis=1), jnp.sum(counts, axis=1).astype(jnp.int32)
-    )
-    return statistics, selected, groups
-
-
-def finish(
+def run(
+    tiling: Tiling,
+    k: int,
+    mode: Mode,
+    logits: jax.Array,
+    num_targets: int,
+    chosen: jax.Array | None,
     targets: Targets,
-    statistics: xla.RowStatistics,
-    token_ids: jax.Array,
-    selected: jax.Array,
-    top_ids: jax.Array,
-    top_logits: jax.Array,
+    interpret: Any,
+) -> RowOutputs:
+    """Both passes; chosen [R] is what `mosaic_rows.read_rows` counts by."""
+    with_groups = mosaic_finish.num_selected(k, mode) > 0
+    partials, groups = mosaic_rows.read_rows(
+        tiling, logits, num_targets, chosen, targets, with_groups, interpret
+    )
+    token_ids = chosen if mode == "given" else None
+    inputs = Inputs(logits.reshape(-1), token_ids, partials, groups, targets)
+    return mosaic_finish.finish_rows(
+        tiling, k, mode, inputs, logits.shape[0], num_targets, interpret
+    )
+
+
+def answers(
+    out: RowOutputs,
+    k: int,
+    logits: jax.Array,
+    targets: Targets,
     extra_token_ids: jax.Array,
 ) -> TopkLogprobs:
-    """Outputs from compact results; those of skipped rows may hold anything before this."""
-    num_rows, vocabulary = targets.logits.shape
-    index = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    wanted = (index < targets.num_rows) & (targets.row_ids >= 0) & (targets.row_ids < num_rows)
-    rows = jnp.clip(targets.row_ids, 0, num_rows - 1)[:, None]
-    extra = targets.logits.at[rows, jnp.clip(extra_token_ids, 0, vocabulary - 1)].get()
-    known = (extra_token_ids >= 0) & (extra_token_ids < vocabulary)
-    extra = jnp.where(known, extra.astype(jnp.float32), jnp.float32(jnp.nan))
-    return xla.finish(
-        statistics,
-        token_ids,
-        jnp.concatenate([selected[:, None], top_logits, extra], axis=1),
-        jnp.where(top_logits > -jnp.inf, top_ids, jnp.int32(-1)),
-        wanted,
-        targets.temperatures,
+    """What pass 2 wrote, and the logprobs of the extra ids [R, C]."""
+    num_targets, num_extra = extra_token_ids.shape
+    return TopkLogprobs(
+        token_ids=out.ids.reshape(num_targets, k + 1),
+        logprobs=out.values.reshape(num_targets, k + 1),
+        token_ranks=out.ranks,
+        extra_logprobs=(
+            extra_logprobs(out, logits, targets, extra_token_ids)
+            if num_extra
+            else jnp.zeros((num_targets, 0), jnp.float32)
+        ),
     )
+
+
+def extra_logprobs(
+    out: RowOutputs, logits: jax.Array, targets: Targets, extra_token_ids: jax.Array
+) -> jax.Array:
+    """[R, C] float32; pass 2 left NaN in the statistics of rows that have no answer."""
+    num_logits_rows, vocabulary = logits.shape
+    num_targets = extra_token_ids.shape[0]
+    rows = targets.row_ids
+    rows = jnp.arange(num_targets, dtype=jnp.int32) if rows is None else rows
+    rows = jnp.clip(rows, 0, num_logits_rows - 1)[:, None]
+    found = logits.at[rows, jnp.clip(extra_token_ids, 0, vocabulary - 1)].get()
+    scaled = found.astype(jnp.float32) - out.statistics[:num_targets, None]
+    if targets.temperatures is not None:
+        scaled = scaled / usable_temperatures(targets.temperatures)[:, None]
+    logprobs = scaled - out.statistics[num_targets:, None]
+    known = (extra_token_ids >= 0) & (extra_token_ids < vocabulary)
+    return jnp.where(known, logprobs, jnp.float32(jnp.nan))

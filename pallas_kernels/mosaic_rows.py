@@ -1,9 +1,9 @@
-"""Pass 1 on a GPU: one read of each target row yields its statistics and its groups' maxima.
+"""Pass 1 on a GPU: one read of each target row yields its partial results and its groups' maxima.
 
 A program (a warpgroup) reads some steps of one row, or its edges. For each of a block's rows of
 groups it keeps the running maximum, and for each register a sum of exponentials relative to it and
 a count of logits larger than the given token's. At its end it reduces them to a number each, which
-`mosaic_gpu.read_rows` combines: no program waits for another one.
+pass 2 combines: no program waits for another one.
 
 A step's loads all start before the first of them is used: 128 bytes a thread are in flight.
 """
@@ -18,99 +18,99 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat
 from pallas_kernels.compat import GPU
-from pallas_kernels.mosaic_tiling import Tiling
+from pallas_kernels.mosaic_targets import Targets
+from pallas_kernels.mosaic_tiling import WARPGROUP, Tiling
 
-LOG2_E = 1.4426950408889634
-
-# Running maximum [groups of a block], sums and counts (each a piece), all float32.
-Carry = tuple[jax.Array, jax.Array, jax.Array]
+# Running maximum [groups of a block], sums and, if any, counts (each a piece), all float32.
+Carry = tuple[jax.Array, jax.Array, jax.Array | None]
+PARTS = 3  # maxima, sums of exponentials, counts of larger logits
 
 
 def read_rows(
     tiling: Tiling,
     logits: jax.Array,
-    token_ids: jax.Array,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-    scales: jax.Array,
+    num_targets: int,
+    chosen: jax.Array | None,
+    targets: Targets,
+    with_groups: bool,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Statistics and group maxima of R target rows; those of skipped rows are not initialized.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
 
     Args:
       tiling: the cut of the rows.
       logits: [N, V].
-      token_ids: [R] int32; clipped to the vocabulary here.
-      row_ids: [R] int32, a row of logits each; outside [0, N) the target row is skipped.
-      num_rows: [1] int32; target rows from there on are skipped.
-      scales: [R] float32, log2(e) / temperature.
+      num_targets: R.
+      chosen: [R] int32, the given tokens, clipped to the vocabulary here; or [R] float32, their
+        logits; or None, and nothing is counted.
+      targets: which rows.
+      with_groups: whether the group maxima are wanted.
       interpret: None to compile, or `compat.interpret_params(...)`.
 
     Returns:
-      maxima, sums of exponentials, counts of larger logits: [R, programs] float32 each;
-      the given tokens' logits [R] float32; group maxima [R, padded_groups] in the logits' dtype, of
-      which `num_groups` are written.
+      partial results, float32 [PARTS, R, programs] without its axes, and unused ones after them;
+      group maxima [R * padded_groups] in the logits' dtype, of which `num_groups` a row are
+      written, or None. Counts are not initialized where nothing is counted.
     """
-    num_logits_rows = logits.shape[0]
-    num_targets = token_ids.shape[0]
-    partial = compat.shape((num_targets * tiling.programs,), jnp.float32)
+    partials = compat.shape((partials_size(tiling, num_targets),), jnp.float32)
+    groups = compat.shape((num_targets * tiling.padded_groups,), logits.dtype)
     kernel = GPU.kernel(
         functools.partial(
             _read_rows_kernel,
             tiling=tiling,
-            num_logits_rows=num_logits_rows,
+            num_logits_rows=logits.shape[0],
+            num_targets=num_targets,
             interpreted=interpret is not None,
         ),
-        out_type=[
-            partial,
-            partial,
-            partial,
-            compat.shape((num_targets,), jnp.float32),
-            compat.shape((num_targets, tiling.padded_groups), logits.dtype),
-        ],
+        out_type=[partials, groups] if with_groups else [partials],
         grid=(tiling.programs, num_targets),  # the last axis may exceed 65535, no other may
         grid_names=("program", "row"),
-        compiler_params=compat.compiler_params(),
+        compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="read_rows",
         interpret=interpret,
     )
-    *parts, selected, groups = kernel(logits.reshape(-1), token_ids, row_ids, num_rows, scales)
-    maxima, sums, counts = (part.reshape(num_targets, tiling.programs) for part in parts)
-    return maxima, sums, counts, selected, groups
+    out = kernel(logits.reshape(-1), chosen, targets)
+    return out[0], out[1] if with_groups else None
+
+
+def partials_size(tiling: Tiling, num_targets: int) -> int:
+    """Numbers in the partial results: pass 2 loads one a thread, also beyond the last."""
+    return PARTS * num_targets * tiling.programs + WARPGROUP - 1
 
 
 def _read_rows_kernel(
     logits_ref: Any,  # [N * V]  in
-    token_ids_ref: Any,  # [R] i32  in
-    row_ids_ref: Any,  # [R] i32  in
-    num_rows_ref: Any,  # [1] i32  in
-    scales_ref: Any,  # [R] f32  in: log2(e) / temperature
-    maxima_ref: Any,  # [R * programs] f32  out
-    sums_ref: Any,  # [R * programs] f32  out
-    counts_ref: Any,  # [R * programs] f32  out
-    selected_ref: Any,  # [R] f32  out: the given tokens' logits
-    groups_ref: Any,  # [R, padded_groups]  out: group maxima
+    chosen_ref: Any,  # [R]  in: i32 token ids, or f32 logits, or None
+    targets: Targets,  # in
+    partials_ref: Any,  # [PARTS * R * programs] f32  out
+    groups_ref: Any = None,  # [R * padded_groups]  out: group maxima
     *,
     tiling: Tiling,
     num_logits_rows: int,
+    num_targets: int,
     interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
     program = lax.axis_index("program")
-    row = row_ids_ref[target]
-    wanted = (target < num_rows_ref[0]) & (row >= 0) & (row < num_logits_rows)
+    row = targets.row(target)
 
-    @pl.when(wanted)
+    @pl.when(targets.wanted(target, row, num_logits_rows))
     def _() -> None:
         first = row * tiling.vocabulary
         skew = tiling.skew(row)
-        token = jnp.clip(token_ids_ref[target], 0, tiling.vocabulary - 1)
-        selected = logits_ref[first + token].astype(jnp.float32)
-        scale = scales_ref[target]
+        scale = targets.scale(target)
+        selected = None if chosen_ref is None else chosen_ref[target]
+        if selected is not None and selected.dtype == jnp.int32:
+            token = jnp.clip(selected, 0, tiling.vocabulary - 1)
+            selected = logits_ref[first + token].astype(jnp.float32)
 
-        @pl.when(program == 0)
-        def _() -> None:
-            selected_ref[target] = selected
+        def nothing(vector: int) -> Carry:
+            """Of no block."""
+            layout = tiling.layout(vector)
+            zeros = compat.cast(jnp.zeros(tiling.piece(vector), jnp.float32), layout)
+            lowest = jnp.full((tiling.groups_per_block,), -jnp.inf, jnp.float32)
+            maximum = compat.cast(lowest, layout.reduce(1))
+            return maximum, zeros, None if selected is None else zeros
 
         def update(blocks: list[tuple[Any, list[jax.Array]]], carry: Carry, layout: Any) -> Carry:
             """The carry after more blocks, given by index and pieces."""
@@ -118,8 +118,10 @@ def _read_rows_kernel(
             new_maximum = maximum
             for block, pieces in blocks:
                 group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
-                here = pl.ds(block * tiling.groups_per_block, tiling.groups_per_block)
-                compat.store(groups_ref.at[target, here], group_maxima, interpreted)
+                if groups_ref is not None:
+                    begin = target * tiling.padded_groups + block * tiling.groups_per_block
+                    here = groups_ref.at[pl.ds(begin, tiling.groups_per_block)]
+                    compat.store(here, group_maxima, interpreted)
                 new_maximum = jnp.maximum(new_maximum, group_maxima.astype(jnp.float32))
             # All -inf so far: any finite reference gives sums of 0, where -inf would give NaN.
             reference = jnp.where(new_maximum == -jnp.inf, jnp.float32(0), new_maximum)
@@ -131,7 +133,8 @@ def _read_rows_kernel(
                     x = piece.astype(jnp.float32)
                     # The difference first: it is exact near the maximum, however large that is.
                     terms.append(jnp.exp2((x - reference) * scale))
-                    count += jnp.where(x > selected, jnp.float32(1), jnp.float32(0))
+                    if count is not None and selected is not None:
+                        count += jnp.where(x > selected, jnp.float32(1), jnp.float32(0))
             # A sum of few terms is added to the many: its rounding errors stay small.
             rescale = _spread(rescale, total.shape, layout)
             total = total * rescale + functools.reduce(jnp.add, terms)
@@ -144,10 +147,11 @@ def _read_rows_kernel(
             sums = jnp.sum(total, axis=1) * jnp.exp2((maximum - reference) * scale)
             # Without a finite logit the sum is 0, and the factor may be infinite.
             sums = jnp.where(maximum == -jnp.inf, jnp.float32(0), sums)
-            part = target * tiling.programs + program
-            maxima_ref[part] = largest
-            sums_ref[part] = jnp.sum(sums)
-            counts_ref[part] = jnp.sum(jnp.sum(count, axis=1))
+            results = [largest, jnp.sum(sums)]
+            if count is not None:
+                results.append(jnp.sum(jnp.sum(count, axis=1)))
+            for i, result in enumerate(results):
+                partials_ref[(i * num_targets + target) * tiling.programs + program] = result
 
         def read_steps() -> None:
             layout = tiling.layout(tiling.vector)
@@ -163,12 +167,12 @@ def _read_rows_kernel(
 
             begin = program * tiling.num_steps // tiling.splits
             end = (program + 1) * tiling.num_steps // tiling.splits
-            finish(lax.fori_loop(begin, end, step, _nothing(tiling, tiling.vector)))
+            finish(lax.fori_loop(begin, end, step, nothing(tiling.vector)))
 
         def read_edges() -> None:
             vector = tiling.vector if tiling.aligned else 1
             layout = tiling.layout(vector)
-            carry = _nothing(tiling, vector)
+            carry = nothing(vector)
             for block in tiling.edges:
                 pieces = read_edge(logits_ref, first, skew, block, tiling, vector, interpreted)
                 carry = update([(block, pieces)], carry, layout)
@@ -217,14 +221,6 @@ def read_edge(
         inside = (ids >= begin) & (ids < end)
         out.append(jnp.where(inside, piece, jnp.asarray(-jnp.inf, piece.dtype)))
     return out
-
-
-def _nothing(tiling: Tiling, vector: int) -> Carry:
-    """Of no block."""
-    layout = tiling.layout(vector)
-    zeros = compat.cast(jnp.zeros(tiling.piece(vector), jnp.float32), layout)
-    lowest = jnp.full((tiling.groups_per_block,), -jnp.inf, jnp.float32)
-    return compat.cast(lowest, layout.reduce(1)), zeros, zeros
 
 
 def _spread(per_group: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:

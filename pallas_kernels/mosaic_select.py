@@ -1,6 +1,6 @@
-"""Pass 2 on a GPU: the exact top K of a row from its group maxima and K of its groups.
+"""Selection in pass 2 on a GPU: the exact top K of a row from its group maxima and K of its groups.
 
-A program (a warpgroup) serves one target row:
+By the warpgroup that serves the row:
 
 1. Take the K groups with the largest maxima, ties lowest group. They contain the top K, and since
    groups are contiguous and in index order, the lowest ids among equal logits too.
@@ -13,8 +13,8 @@ Mosaic GPU has neither sort nor argmax. 16-bit logits leave room in an integer f
 position, so that one maximum does in step 1. The chain of 4 K (3 K) reductions is pass 2's cost.
 """
 
-import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,109 +27,76 @@ from pallas_kernels.mosaic_tiling import Tiling
 
 TAKEN = -(2**31)  # the key below all others: NaN, what was taken, what is no logit
 NO_POSITION = 2**31 - 1
+LOWEST_KEY = 0x007FFFFF - 2**31  # of -inf
 MAX_IN_REGISTERS = 8192  # candidates: 64 registers a thread
 GROUPS_AT_ONCE = 8
 FREE_BITS = (1 << 13) - 1  # always equal in float32 values of one sign that were 16-bit logits
 SCAN_WIDTH = 1024
 
 
+class RowOfLogits(NamedTuple):
+    """A row as pass 2 reads it."""
+
+    logits_ref: Any  # [N * V]
+    first: Any  # where the row starts
+    skew: Any  # `Tiling.skew`
+    interpreted: bool
+
+    def load(self, start: Any, size: int) -> jax.Array:
+        """[size] float32 from an id of the row."""
+        x = compat.load_vector(self.logits_ref, self.first + start, size, self.interpreted)
+        return x.astype(jnp.float32)
+
+
+class Scratch(NamedTuple):
+    """Shared memory."""
+
+    taken: Any  # [k] i32: the groups taken
+    keys: Any  # [num_candidates] i32: candidates as ordered integers
+    ids: Any  # [num_candidates] i32: their token ids
+
+
+def scratch_types(tiling: Tiling, k: int) -> list[Any]:
+    """Of `Scratch`; k >= 1."""
+    candidates = num_candidates(tiling, k)
+    return [
+        GPU.SMEM((k,), jnp.int32),
+        GPU.SMEM((candidates,), jnp.int32),
+        GPU.SMEM((candidates,), jnp.int32),
+    ]
+
+
 def select_top_k(
     tiling: Tiling,
     k: int,
-    logits: jax.Array,
-    group_maxima: jax.Array,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-    scan: jax.Array | None = None,
-    interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The top K of each target row; those of skipped rows are not initialized.
-
-    Args:
-      tiling: the cut of the rows, as in pass 1.
-      k: at least 1.
-      logits: [N, V].
-      group_maxima: [R, padded_groups] from pass 1.
-      row_ids: [R] int32; num_rows: [1] int32, as in pass 1.
-      scan: [R] int32, not 0 where the row holds a NaN or an infinity, which hides its groups'
-        maxima: column 0 then comes from a scan of the row. Without it such rows hold anything.
-      interpret: None to compile, or `compat.interpret_params(...)`.
-
-    Returns:
-      token ids [R, k] int32 and their logits [R, k] float32, descending, ties lowest id first. A
-      column without a logit above -inf holds -inf and any id.
-    """
-    num_logits_rows = logits.shape[0]
-    num_targets = row_ids.shape[0]
-    candidates = num_candidates(tiling, k)
-    shape = compat.shape((num_targets * k,), jnp.int32)
-    kernel = GPU.kernel(
-        functools.partial(
-            _select_kernel,
-            tiling=tiling,
-            k=k,
-            num_logits_rows=num_logits_rows,
-            scanning=scan is not None,
-            interpreted=interpret is not None,
-        ),
-        out_type=[shape, shape],
-        scratch_types=[
-            GPU.SMEM((k,), jnp.int32),
-            GPU.SMEM((candidates,), jnp.int32),
-            GPU.SMEM((candidates,), jnp.int32),
-        ],
-        grid=(num_targets,),
-        grid_names=("row",),
-        compiler_params=compat.compiler_params(),
-        kernel_name="select_top_k",
-        interpret=interpret,
-    )
-    if scan is None:
-        scan = jnp.zeros(1, jnp.int32)
-    ids, keys = kernel(logits.reshape(-1), group_maxima.reshape(-1), row_ids, num_rows, scan)
-    return ids.reshape(num_targets, k), key_values(keys).reshape(num_targets, k)
-
-
-def _select_kernel(
-    logits_ref: Any,  # [N * V]  in
-    groups_ref: Any,  # [R * padded_groups]  in: group maxima
-    row_ids_ref: Any,  # [R] i32  in
-    num_rows_ref: Any,  # [1] i32  in
-    scan_ref: Any,  # [R] i32  in: not 0 where column 0 needs a scan; [1] and unread if not scanning
-    ids_ref: Any,  # [R * k] i32  out
-    keys_ref: Any,  # [R * k] i32  out: the top K logits as ordered integers
-    taken_smem: Any,  # [k] i32  scratch: the groups taken
-    keys_smem: Any,  # [num_candidates] i32  scratch: candidates as ordered integers
-    ids_smem: Any,  # [num_candidates] i32  scratch: their token ids
-    *,
-    tiling: Tiling,
-    k: int,
-    num_logits_rows: int,
-    scanning: bool,
-    interpreted: bool,
+    row: RowOfLogits,
+    groups_ref: Any,
+    groups_start: Any,
+    scratch: Scratch,
+    write: Callable[[Any, jax.Array, jax.Array], None],
 ) -> None:
-    target = lax.axis_index("row")
-    row = row_ids_ref[target]
-    wanted = (target < num_rows_ref[0]) & (row >= 0) & (row < num_logits_rows)
+    """Call write(i, ordered key, token id) for i from 0 to k - 1, descending, ties lowest id.
+
+    For a valid row; where fewer than k logits are above -inf, what is missing comes as -inf with
+    any id. groups_ref holds the row's group maxima from groups_start on.
+    """
     width = tiling.group_width
     candidates = num_candidates(tiling, k)
-    first = row * tiling.vocabulary
-    skew = tiling.skew(row)
 
     def take_groups() -> None:
         padded = tiling.padded_groups
         group_ids = compat.vector_iota(padded)
-        maxima = compat.load_vector(groups_ref, target * padded, padded, interpreted)
+        maxima = compat.load_vector(groups_ref, groups_start, padded, row.interpreted)
         maxima = maxima.astype(jnp.float32)
 
         def take_group(i: jax.Array, keys: jax.Array) -> jax.Array:
             _, group = _take(keys, group_ids)
-            taken_smem[i] = group
+            scratch.taken[i] = group
             return jnp.where(group_ids == group, TAKEN, keys)
 
         def take_packed_group(i: jax.Array, packed: jax.Array) -> jax.Array:
             best = jnp.max(packed)
-            taken_smem[i] = FREE_BITS - (best & FREE_BITS)
+            scratch.taken[i] = FREE_BITS - (best & FREE_BITS)
             return jnp.where(packed == best, TAKEN, packed)
 
         group_keys = jnp.where(group_ids < tiling.num_groups, ordered_keys(maxima), TAKEN)
@@ -144,13 +111,12 @@ def _select_kernel(
         # All loads before the first use, so that they wait for memory together.
         loaded = []
         for i in range(count):
-            start = group_start(taken_smem[begin + i], skew, tiling)
-            x = compat.load_vector(logits_ref, first + start, width, interpreted)
-            loaded.append((start + offsets, x))
+            start = group_start(scratch.taken[begin + i], row.skew, tiling)
+            loaded.append((start + offsets, row.load(start, width)))
         for i, (ids, x) in enumerate(loaded):
             here = pl.ds((begin + i) * width, width)
-            keys_smem[here] = ordered_keys(x.astype(jnp.float32))
-            ids_smem[here] = ids
+            scratch.keys[here] = ordered_keys(x)
+            scratch.ids[here] = ids
 
     def read_all_groups() -> None:
         def chunk(i: jax.Array, carry: tuple[()]) -> tuple[()]:
@@ -161,15 +127,11 @@ def _select_kernel(
         lax.fori_loop(0, whole, chunk, ())
         read_groups(whole * GROUPS_AT_ONCE, k % GROUPS_AT_ONCE)
         if rest := candidates - k * width:
-            keys_smem[pl.ds(k * width, rest)] = compat.full(rest, TAKEN)
-            ids_smem[pl.ds(k * width, rest)] = compat.full(rest, NO_POSITION)
-
-    def write(i: jax.Array, key: jax.Array, token: jax.Array) -> None:
-        ids_ref[target * k + i] = token
-        keys_ref[target * k + i] = key
+            scratch.keys[pl.ds(k * width, rest)] = compat.full(rest, TAKEN)
+            scratch.ids[pl.ds(k * width, rest)] = compat.full(rest, NO_POSITION)
 
     def take_token(i: jax.Array, keys: jax.Array) -> jax.Array:
-        ids = compat.load_shared(ids_smem)
+        ids = compat.load_shared(scratch.ids)
         key, token = _take(keys, ids)
         write(i, key, token)
         return jnp.where(ids == token, TAKEN, keys)
@@ -178,9 +140,9 @@ def _select_kernel(
         best: tuple[jax.Array, jax.Array] | None = None
         for begin in range(0, candidates, MAX_IN_REGISTERS // 2):
             part = pl.ds(begin, MAX_IN_REGISTERS // 2)
-            ids = compat.load_shared(ids_smem.at[part])
-            keys = jnp.where(ids == last, TAKEN, compat.load_shared(keys_smem.at[part]))
-            keys_smem[part] = keys
+            ids = compat.load_shared(scratch.ids.at[part])
+            keys = jnp.where(ids == last, TAKEN, compat.load_shared(scratch.keys.at[part]))
+            scratch.keys[part] = keys
             best = (keys, ids) if best is None else _better(best, (keys, ids))
         assert best is not None
         key, token = _take(*best)
@@ -189,38 +151,34 @@ def _select_kernel(
 
     def take_tokens() -> None:
         if candidates <= MAX_IN_REGISTERS:
-            lax.fori_loop(0, k, take_token, compat.load_shared(keys_smem))
+            lax.fori_loop(0, k, take_token, compat.load_shared(scratch.keys))
         else:
             lax.fori_loop(0, k, take_token_in_parts, jnp.int32(-1))
 
-    def scan_row() -> None:
-        positions = compat.vector_iota(SCAN_WIDTH)
-        last = tiling.vocabulary - SCAN_WIDTH
+    take_groups()
+    GPU.commit_smem()
+    read_all_groups()
+    GPU.commit_smem()
+    take_tokens()
 
-        def look(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            best_keys, best_ids = best
-            start = jnp.minimum(i * SCAN_WIDTH, last)
-            x = compat.load_vector(logits_ref, first + start, SCAN_WIDTH, interpreted)
-            keys = ordered_keys(x.astype(jnp.float32))
-            larger = keys > best_keys  # an equal one keeps the lower id
-            return jnp.where(larger, keys, best_keys), jnp.where(
-                larger, start + positions, best_ids
-            )
 
-        nothing = compat.full(SCAN_WIDTH, TAKEN)
-        best = lax.fori_loop(0, -(-tiling.vocabulary // SCAN_WIDTH), look, (nothing, positions))
-        _, token = _take(*best)
-        ids_ref[target * k] = token
+def first_largest(tiling: Tiling, row: RowOfLogits) -> jax.Array:
+    """The lowest id among the row's largest non-NaN logits; 0 if all are NaN."""
+    positions = compat.vector_iota(SCAN_WIDTH)
+    last = tiling.vocabulary - SCAN_WIDTH
 
-    @pl.when(wanted)
-    def _() -> None:
-        take_groups()
-        GPU.commit_smem()
-        read_all_groups()
-        GPU.commit_smem()
-        take_tokens()
-        if scanning:
-            pl.when(scan_ref[target] != 0)(scan_row)
+    def look(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        best_keys, best_ids = best
+        start = jnp.minimum(i * SCAN_WIDTH, last)
+        keys = ordered_keys(row.load(start, SCAN_WIDTH))
+        larger = keys > best_keys  # an equal one keeps the lower id
+        ids = jnp.where(larger, start + positions, best_ids)
+        return jnp.where(larger, keys, best_keys), ids
+
+    nothing = compat.full(SCAN_WIDTH, TAKEN)
+    steps = -(-tiling.vocabulary // SCAN_WIDTH)
+    _, token = _take(*lax.fori_loop(0, steps, look, (nothing, positions)))
+    return token
 
 
 def num_candidates(tiling: Tiling, k: int) -> int:

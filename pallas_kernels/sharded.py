@@ -6,19 +6,18 @@ extra ids that is R * (1 + C) words summed and R * (3 + 2 K) words gathered from
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import xla
+from pallas_kernels import finish, xla
 from pallas_kernels.greedy import greedy as whole_greedy
 from pallas_kernels.implementations import XLA, Implementation, choose_implementation
 from pallas_kernels.types import Greedy, TopkLogprobs
 from pallas_kernels.vocab_shard import VocabShard
 
-PartsOf = Callable[..., xla.RowParts]
+PartsOf = Callable[..., finish.RowParts]
 
 
 def greedy(logits: jax.Array, shard: VocabShard) -> Greedy:
@@ -57,7 +56,7 @@ def topk_logprobs(
     num_logits_rows, width = logits.shape
     num_targets = token_ids.shape[0]
     logits = shard.masked(logits)
-    temperatures = None if temperatures is None else xla.usable_temperatures(temperatures)
+    temperatures = None if temperatures is None else finish.usable_temperatures(temperatures)
     named = jnp.concatenate([token_ids[:, None], extra_token_ids], axis=1)
     rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
     wanted = named_logits(logits, rows, named, shard)
@@ -69,12 +68,12 @@ def topk_logprobs(
     ids, values = candidates
     top_logits, where = lax.top_k(xla.comparable(values), k)
     top_ids = jnp.take_along_axis(ids, where, axis=1)
-    return xla.finish(
+    return finish.finish(
         statistics,
         token_ids,
         jnp.concatenate([wanted[:, :1], top_logits, wanted[:, 1:]], axis=1),
         jnp.where(top_logits > -jnp.inf, top_ids, jnp.int32(-1)),
-        xla.wanted_rows(num_logits_rows, num_targets, row_ids, num_rows),
+        finish.wanted_rows(num_logits_rows, num_targets, row_ids, num_rows),
         temperatures,
     )
 
@@ -98,8 +97,8 @@ def named_logits(
 
 
 def _combined(
-    parts: xla.RowParts, temperatures: jax.Array | None, shard: VocabShard, width: int
-) -> tuple[xla.RowStatistics, tuple[jax.Array, jax.Array]]:
+    parts: finish.RowParts, temperatures: jax.Array | None, shard: VocabShard, width: int
+) -> tuple[finish.RowStatistics, tuple[jax.Array, jax.Array]]:
     """The whole rows' statistics, and all shards' candidates: ids and logits [R, shards * K]."""
     num_targets = parts.maximum.shape[0]
     first = shard.ids(width)[0]
@@ -134,66 +133,29 @@ def _combined(
     k = parts.top_ids.shape[1]
     ids, values = every[..., 3 : 3 + k], every[..., 3 + k :]
     values = lax.bitcast_convert_type(values, jnp.float32)
-    return xla.RowStatistics(maximum, sum_exp, num_larger), (candidates(ids), candidates(values))
+    return finish.RowStatistics(maximum, sum_exp, num_larger), (candidates(ids), candidates(values))
 
 
 def _parts_of(implementation: Implementation | None, logits: jax.Array) -> PartsOf:
     """Who reads a shard's columns."""
     if choose_implementation(implementation, logits) is XLA:
         return xla.row_parts
+    # Imported where it is used, as in `implementations`.
+    from pallas_kernels import mosaic_gpu
+
     if implementation is not None:
-        return mosaic_parts
+        return mosaic_gpu.row_parts
 
     def by_platform(
         logits: jax.Array, selected: jax.Array, k: int, *rest: jax.Array | None
-    ) -> xla.RowParts:
-        chosen: xla.RowParts = lax.platform_dependent(
+    ) -> finish.RowParts:
+        chosen: finish.RowParts = lax.platform_dependent(
             logits,
             selected,
             *rest,
-            cuda=lambda x, selected, *rest: mosaic_parts(x, selected, k, *rest),
+            cuda=lambda x, selected, *rest: mosaic_gpu.row_parts(x, selected, k, *rest),
             default=lambda x, selected, *rest: xla.row_parts(x, selected, k, *rest),
         )
         return chosen
 
     return by_platform
-
-
-def mosaic_parts(
-    logits: jax.Array,
-    selected: jax.Array,
-    k: int,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    tiling: Any = None,
-    interpret: Any = None,
-) -> xla.RowParts:
-    """`xla.row_parts` by the GPU kernels.
-
-    They count the logits larger than that of a token of their own columns, and `selected` may be
-    another shard's: it is counted apart, in a second read of this shard's columns.
-    """
-    # Imported where they are used, as in `implementations`.
-    from pallas_kernels import mosaic_gpu, mosaic_select
-    from pallas_kernels.mosaic_tiling import choose_tiling
-
-    num_targets = selected.shape[0]
-    targets = mosaic_gpu.make_targets(logits, num_targets, row_ids, num_rows, temperatures)
-    tiling = tiling or choose_tiling(num_targets, logits.shape[1], k, logits.dtype.name)
-    anything = jnp.zeros(num_targets, jnp.int32)
-    statistics, _, groups = mosaic_gpu.read_rows(tiling, targets, anything, interpret)
-    if k == 0:
-        ids = jnp.zeros((num_targets, 0), jnp.int32)
-        values = jnp.zeros((num_targets, 0), jnp.float32)
-    else:
-        ids, values = mosaic_select.select_top_k(
-            tiling, k, logits, groups, targets.row_ids, targets.num_rows[None], None, interpret
-        )
-    return xla.RowParts(
-        maximum=statistics.maximum,
-        sum_exp=statistics.sum_exp,
-        num_larger=xla.count_larger(logits, selected, row_ids, num_rows),
-        top_ids=ids,
-        top_logits=values,
-    )

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import checks, placement, xla
+from pallas_kernels import checks, placement
+from pallas_kernels.finish import skipped_rows
 from pallas_kernels.implementations import Implementation, choose_implementation
 from pallas_kernels.types import TopkLogprobs
 
@@ -89,7 +90,7 @@ def topk_logprobs(
     else:
         extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets)
     if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
-        return xla.skipped_rows(num_targets, k, extra_token_ids.shape[1])
+        return skipped_rows(num_targets, k, extra_token_ids.shape[1])
     if place.axis_name is not None:
         return placement.run(
             place,
@@ -137,7 +138,7 @@ def greedy_topk_logprobs(
     else:
         extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets)
     if num_targets == 0:
-        return xla.skipped_rows(num_targets, k, extra_token_ids.shape[1])
+        return skipped_rows(num_targets, k, extra_token_ids.shape[1])
     if place.axis_name is not None:
         return placement.run(
             place,

@@ -9,43 +9,26 @@ a few blocks and not a few copies of the logits. Within a block:
    `lax.top_k` over their logits gives the top K with `lax.top_k`'s own order: ties lowest id first.
 3. Finish: logprobs, token ranks and the answers for invalid and skipped rows.
 
-Each step is a function of its own, so that vocabulary shards can run steps 1 and 2 on their part
-and combine the compact results before step 3.
+Each step is a function of its own (step 3 in `finish`), so that vocabulary shards can run steps 1
+and 2 on their part and combine the compact results before step 3.
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.blocks import barrier, block_rows, map_blocks, tied
+from pallas_kernels.finish import (
+    RowParts,
+    RowStatistics,
+    finish,
+    skipped_rows,
+    usable_temperatures,
+    wanted_rows,
+)
 from pallas_kernels.types import TopkLogprobs
-
-
-class RowStatistics(NamedTuple):
-    """What one read of a block of rows yields. Shards of a row combine by `maximum` and rescaling.
-
-    maximum: [B] float32; anything where the row has a NaN: not every backend's maximum keeps it.
-    sum_exp: [B] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN, 0
-        where it has -inf alone.
-    num_larger: [B] int32, the number of logits strictly larger than the given token's.
-    """
-
-    maximum: jax.Array
-    sum_exp: jax.Array
-    num_larger: jax.Array
-
-
-class RowParts(NamedTuple):
-    """What R rows of a part of the vocabulary yield: `RowStatistics` and candidates."""
-
-    maximum: jax.Array  # [R] float32
-    sum_exp: jax.Array  # [R] float32
-    num_larger: jax.Array  # [R] int32
-    top_ids: jax.Array  # [R, K] int32, of this part's columns; anything where the logit is -inf
-    top_logits: jax.Array  # [R, K] float32, descending, ties lowest id first
 
 
 def topk_logprobs(
@@ -116,25 +99,6 @@ def row_parts(
     return map_blocks(work, block, num_rows, initial, inputs)
 
 
-def count_larger(
-    logits: jax.Array,
-    selected: jax.Array,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-) -> jax.Array:
-    """How many of each row's logits are strictly larger than `selected` [R] float32. [R] int32."""
-    num_targets = selected.shape[0]
-    block = block_rows(logits, num_targets)
-
-    def work(start: jax.Array) -> tuple[jax.Array]:
-        x = block_of_rows(logits, row_ids, start, block)
-        value = lax.dynamic_slice_in_dim(selected, start, block)
-        return (larger_than(x, value),)
-
-    inputs = (logits, selected, row_ids, num_rows)
-    return map_blocks(work, block, num_rows, (jnp.zeros(num_targets, jnp.int32),), inputs)[0]
-
-
 def larger_than(x: jax.Array, selected: jax.Array) -> jax.Array:
     """The number of logits [B, V] float32 strictly larger than each row's [B]. [B] int32."""
     # Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
@@ -153,18 +117,6 @@ def block_of_rows(
         x = gather_rows(source, lax.dynamic_slice_in_dim(row_ids, start, block))
     block_logits: jax.Array = barrier(x).astype(jnp.float32)
     return block_logits
-
-
-def wanted_rows(
-    num_logits_rows: int, num_targets: int, row_ids: jax.Array | None, num_rows: jax.Array | None
-) -> jax.Array:
-    """Which of R target rows are not skipped. [R] bool."""
-    wanted = jnp.ones(num_targets, bool)
-    if num_rows is not None:
-        wanted &= jnp.arange(num_targets, dtype=jnp.int32) < num_rows
-    if row_ids is not None:
-        wanted &= (row_ids >= 0) & (row_ids < num_logits_rows)
-    return wanted
 
 
 def gather_rows(logits: jax.Array, rows: jax.Array) -> jax.Array:
@@ -195,12 +147,6 @@ def block_topk_logprobs(
         wanted,
         temperatures,
     )
-
-
-def usable_temperatures(temperatures: jax.Array) -> jax.Array:
-    """0 means greedy, whose scaled logprobs use 1; negative or not finite gives NaN logprobs."""
-    t = jnp.where(temperatures == 0, jnp.float32(1), temperatures)
-    return jnp.where((t > 0) & jnp.isfinite(t), t, jnp.float32(jnp.nan))
 
 
 def chosen_logits(x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -267,46 +213,3 @@ def comparable(x: jax.Array) -> jax.Array:
     # select, not x + 0.0: the compiler may drop an addition of zero.
     x = jnp.where(x == 0, jnp.zeros_like(x), x)
     return jnp.where(jnp.isnan(x), jnp.full_like(x, -jnp.inf), x)
-
-
-def finish(
-    statistics: RowStatistics,
-    token_ids: jax.Array,
-    logits: jax.Array,
-    top_ids: jax.Array,
-    wanted: jax.Array,
-    temperatures: jax.Array | None,
-) -> TopkLogprobs:
-    """Step 3: logits [B, 1 + K + C] of the given token, the top K and the extra ids -> outputs."""
-    with jax.named_scope("finish"):
-        k = top_ids.shape[1]
-        maximum, sum_exp, num_larger = statistics
-        valid = wanted & jnp.isfinite(maximum) & ~jnp.isnan(sum_exp)
-        scaled = logits - maximum[:, None]
-        if temperatures is not None:
-            scaled = scaled / temperatures[:, None]
-        logprobs = scaled - jnp.log(sum_exp)[:, None]
-        logprobs = jnp.where(valid[:, None], logprobs, jnp.float32(jnp.nan))
-        known = valid & ~jnp.isnan(logits[:, 0])
-        return TopkLogprobs(
-            token_ids=jnp.concatenate(
-                [
-                    jnp.where(wanted, token_ids, jnp.int32(-1))[:, None],
-                    jnp.where(valid[:, None], top_ids, jnp.int32(-1)),
-                ],
-                axis=1,
-            ),
-            logprobs=logprobs[:, : k + 1],
-            token_ranks=jnp.where(known, 1 + num_larger, 0),
-            extra_logprobs=logprobs[:, k + 1 :],
-        )
-
-
-def skipped_rows(num_targets: int, k: int, num_extra: int) -> TopkLogprobs:
-    """The outputs of rows that were not worked on."""
-    return TopkLogprobs(
-        token_ids=jnp.full((num_targets, k + 1), -1, jnp.int32),
-        logprobs=jnp.full((num_targets, k + 1), jnp.nan, jnp.float32),
-        token_ranks=jnp.zeros(num_targets, jnp.int32),
-        extra_logprobs=jnp.full((num_targets, num_extra), jnp.nan, jnp.float32),
-    )

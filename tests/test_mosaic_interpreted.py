@@ -163,7 +163,7 @@ def test_race_detection_can_fail():
         scratch_types=[plgpu.SMEM((128,), jnp.float32)],
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=compat.compiler_params(),
+        compiler_params=compat.compiler_params(approx_math=True),
         interpret=compat.interpret_params(detect_races=True),
     )
     assert has_race(kernel)

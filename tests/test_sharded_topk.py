@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_kernels import compat, greedy_topk_logprobs, sharded, topk_logprobs
+from pallas_kernels import compat, greedy_topk_logprobs, mosaic_gpu, topk_logprobs, xla
 from pallas_kernels.mosaic_tiling import Tiling
 from pallas_kernels.vocab_shard import VocabShard
 from tests import oracle
@@ -215,11 +215,11 @@ def test_the_gpu_kernels_parts_are_those_of_xla(k):
     row_ids = jnp.array([1, 0, 2, 3, -1, 6, 5, 8, 0], jnp.int32)
     selected = jnp.array([0.0, 1.5, -3.0, 0, 0, 0, -jnp.inf, 9.0, 30.0], jnp.float32)
     rest = (selected, k, row_ids, jnp.int32(8), jnp.full(9, 0.7, jnp.float32))
-    got = sharded.mosaic_parts(
+    got = mosaic_gpu.row_parts(
         x, *rest, tiling=tiling, interpret=compat.interpret_params(detect_races=True)
     )
     assert not compat.races_found()
-    expected = sharded.xla.row_parts(x, *rest)
+    expected = xla.row_parts(x, *rest)
     done = np.array([0, 1, 2, 6, 7])  # neither skipped nor with a NaN
     for name in ("maximum", "num_larger", "top_logits"):
         np.testing.assert_array_equal(getattr(got, name)[done], getattr(expected, name)[done])
