@@ -4,6 +4,7 @@ The edge around `output_processor`, whose state is a value; here it is replaced 
 Never jax.
 """
 
+import collections
 import time
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -118,7 +119,8 @@ class Rank:
         self.lost: WorkerFailed | None = None
         self.restarts = 0
         self._generations = [first_generation] * num_slots
-        self._free = list(range(num_slots))[::-1]
+        # The one that was freed first is taken first: prompts stay in the others' caches longer.
+        self._free = collections.deque(range(num_slots))
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
         self._heard = 0.0  # when it last sent something, or got something to do
@@ -154,7 +156,7 @@ class Rank:
         """Give a free slot to a request, under a new generation."""
         if not self._slots:
             self._heard = time.monotonic()
-        slot, request = self._free.pop(), job.request
+        slot, request = self._free.popleft(), job.request
         generation = self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
         self.state = output_processor.admit(
             self.state,
