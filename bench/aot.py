@@ -2,6 +2,7 @@
 
     python -m bench.aot            a table: registers, spills, instructions per logit, temporaries
     python -m bench.aot --check    the same, and exit 1 where a limit is broken
+    python -m bench.aot --gpu      the shapes that are measured on a GPU instead of the varied ones
     python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
 
 Needs the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheels. No driver.
@@ -30,9 +31,10 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from bench import sass  # noqa: E402
+from bench.files import environment  # noqa: E402
 from pallas_kernels import mosaic_gpu  # noqa: E402
 from pallas_kernels.mosaic_tiling import Tiling, choose_tiling  # noqa: E402
-from pallas_kernels.shapes import AOT, Shape  # noqa: E402
+from pallas_kernels.shapes import AOT, GPU, Shape  # noqa: E402
 
 # What XLA must know about the chip: NVIDIA's data sheet of the H100 SXM, and deviceQuery.
 H100 = """
@@ -55,6 +57,9 @@ REGISTERS = 168
 INSTRUCTIONS_PER_LOGIT = 9.0
 TEMPORARIES = 0.03  # of the logits' bytes
 SMALL_TEMPORARIES = 4096  # bytes that are allowed in any case: XLA pads every array
+LAUNCHES = 3  # pass 1, pass 2, and the extra ids' logprobs: each costs microseconds
+OPERATION = re.compile(r"^ *(?:ROOT )?%\S+ = (.+?) ([a-z-]+)\(", re.MULTILINE)
+NO_LAUNCH = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
 SORT = re.compile(r"= [^=\n]* (?:sort|topk)\(|custom_call_target=\"[^\"]*(?:TopK|topk|sort|Sort)")
 
 
@@ -69,6 +74,7 @@ class Result:
     per_logit: float | None  # instructions in pass 1's main loop; None where there is no loop
     temporaries: int  # bytes
     sorts: int  # sort and TopK operations in the compiled program
+    launches: int  # kernels, XLA's among them
 
     @property
     def share(self) -> float:
@@ -81,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Compile every shape of the table; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit 1 where a limit is broken")
+    parser.add_argument("--gpu", action="store_true", help="the shapes of the GPU benchmark")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
     options = parser.parse_args(arguments)
@@ -88,12 +95,13 @@ def main(arguments: list[str] | None = None) -> int:
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
     results = [
         measure(path, shape, sharding, seen, options.sass)
-        for shape in AOT
+        for shape in (GPU if options.gpu else AOT)
         for path in ("separate", "fused")
     ]
     print_table(results)
     if options.json is not None:
-        content = {"jax": jax.__version__, "results": [asdict(result) for result in results]}
+        rows = [asdict(result) | {"share": round(result.share, 5)} for result in results]
+        content = {"environment": environment(), "jax": jax.__version__, "results": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     broken = [text for result in results for text in broken_limits(result)]
     if not options.check:
@@ -162,7 +170,14 @@ def measure(
         per_logit(kernels, tiling),
         temporaries.temp_size_in_bytes,
         len(SORT.findall(text)),
+        count_launches(text),
     )
+
+
+def count_launches(text: str) -> int:
+    """Operations of a compiled program that are kernels, or may be; none of them is in a loop."""
+    entry = text[text.index("\nENTRY") :]
+    return sum(name not in NO_LAUNCH for _, name in OPERATION.findall(entry))
 
 
 def per_logit(kernels: tuple[sass.Kernel, ...], tiling: Tiling) -> float | None:
@@ -189,6 +204,8 @@ def broken_limits(result: Result) -> list[str]:
         out.append(f"{name}: {result.per_logit} instructions per logit > {INSTRUCTIONS_PER_LOGIT}")
     if result.share > TEMPORARIES and result.temporaries > SMALL_TEMPORARIES:
         out.append(f"{name}: temporaries {result.share:.1%} of the logits > {TEMPORARIES:.0%}")
+    if result.launches > LAUNCHES:
+        out.append(f"{name}: {result.launches} kernels are launched > {LAUNCHES}")
     if result.sorts:
         out.append(f"{name}: the compiled program has {result.sorts} sort or TopK operations")
     return out
@@ -199,7 +216,7 @@ def print_table(results: list[Result]) -> None:
     table = Table(title=f"Compiled for H100 with jax {jax.__version__}", title_justify="left")
     for column in ("path", "R", "V", "K", "dtype", "group", "blocks", "splits"):
         table.add_column(column)
-    for column in ("registers", "spills", "instr / logit", "temporaries"):
+    for column in ("registers", "spills", "instr / logit", "temporaries", "launches"):
         table.add_column(column, justify="right")
     for r in results:
         table.add_row(
@@ -210,6 +227,7 @@ def print_table(results: list[Result]) -> None:
             str(sum(kernel.spills for kernel in r.kernels)),
             "no loop" if r.per_logit is None else f"{r.per_logit:.2f}",
             f"{r.share:.2%}",
+            str(r.launches),
         )
     Console(width=130).print(table)
 

@@ -1,26 +1,32 @@
-"""Everything about the kernels that needs a GPU, in one run: correctness first, then speed.
+"""Everything about the kernels that needs a GPU: are they right, and how fast are they?
 
-    python -m bench.gpu_check                    on a GPU of compute capability 9.0 or newer
-    python -m bench.gpu_check --part tests ...   only some parts, to fit into a short loan
-    python -m bench.gpu_check --rehearse         anywhere: the same steps, small and interpreted
+    python -m bench.gpu_check                     on a GPU of compute capability 9.0 or newer
+    python -m bench.gpu_check --minutes 8         as much as begins in 8 minutes; the same command
+                                                  again goes on where this one stopped
+    python -m bench.gpu_check --part first tune   only some parts
+    python -m bench.gpu_check --rehearse          anywhere: the same steps, small and interpreted
 
-The parts, with an estimate of their minutes on an H100 (compiling is most of it):
+The parts, what tells most first, with an estimate of their minutes on an H100 (most is compiling):
 
-  tests     2   the repository's kernel tests, with real kernels in place of interpreted ones
-  shapes    7   every vocabulary, dtype and kind of K at real sizes: both paths against XLA on all
-                rows and the float64 oracle on a few; every edge of the contract; arbitrary values
-  speed-R   4   R = 4, 16, 64, 256 or 1536: against peers and the memory's speed, see `gpu_kernels`
+  first       2   do both passes run, are they right, and how far are they from the floor?
+  tests       2   the repository's kernel tests, with real kernels in place of interpreted ones
+  shapes      7   every vocabulary, dtype and kind of K at real sizes: both paths against XLA on all
+                  rows and the float64 oracle on a few; every edge of the contract; arbitrary values
+  targets     8   the shapes with promised limits, against peers and the memory's speed
+  tune        6   other tilings than the chosen ones, see `gpu_tune`
+  rest       15   all other shapes against peers
+  end-to-end  2   the decoding loop on this device, with and without logprobs
 
-Results go to bench/results/gpu-DATE-PART.json, with device, driver and versions. Without such a GPU
-it says so and exits with 2; it exits with 1 where an answer is wrong.
+Each piece of the work is timed and announced. One that fails is reported at the end and does not
+stop the others. Results are in FOLDER/gpu-DATE.json after every piece, with device, driver and
+versions. Exits with 0 when all is done and right, 1 when something failed, 2 without such a GPU,
+and 3 when time ran out.
 """
 
 import argparse
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,99 +36,69 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 
-from bench import gpu_contenders, gpu_correctness, gpu_kernels, torch_peers
-from bench.files import environment, write_json
-from bench.timing import Comparison, print_table
+from bench import gpu_pieces, gpu_summary, torch_peers
+from bench.device_clock import host_spans
+from bench.files import environment
+from bench.gpu_contenders import Machine, rehearsal
+from bench.gpu_journal import Journal, opened
 from pallas_kernels import compat, implementations
-from pallas_kernels.shapes import GPU, Shape
-
-ROWS = tuple(dict.fromkeys(shape.rows for shape in GPU))
-PARTS = ("tests", "shapes", *(f"speed-{rows}" for rows in ROWS))
-# Test files and what to run of them; a race on a GPU proves nothing, and some are about CPUs.
-TESTS = {
-    "tests/test_mosaic_interpreted.py": "not race_detection",
-    "tests/test_topk_logprobs.py": (
-        "small_shapes or every_argument or by_hand or edges or any_values or num_rows or "
-        "equal_terms or any_size or while_loop or temperatures or (greedy and not temporaries)"
-    ),
-}
-REHEARSED_TESTS = {
-    "tests/test_mosaic_interpreted.py": "not race_detection and float16",
-    "tests/test_topk_logprobs.py": "by_hand",
-}
-# Interpreted kernels take a second a row: few rows in every part.
-REHEARSED_SHAPES = {
-    4: (Shape(2, 4352, 1, "bfloat16"),),
-    16: (Shape(2, 2048, 0, "float32"),),
-    64: (Shape(1, 2048, 20, "float32"),),
-    256: (Shape(1, 2048, 5, "bfloat16"),),
-    1536: (Shape(1, 2048, 0, "bfloat16"),),
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--rehearse", action="store_true", help="small, interpreted, on any machine"
     )
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument(
+        "--part", nargs="+", choices=gpu_pieces.PARTS, default=gpu_pieces.PARTS, help="default: all"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin nothing after so many"
+    )
     parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="FOLDER")
+    parser.add_argument("--afresh", action="store_true", help="forget what an earlier call found")
+    parser.add_argument(
+        "--clock",
+        choices=("device", "host"),
+        default="device",
+        help="host: where the profiler sees no kernels; launching is then in every time",
+    )
     options = parser.parse_args(arguments)
-    logits = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-    obstacle = implementations.cannot_run(logits, implementations.cuda_capability())
+    probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
+    obstacle = implementations.cannot_run(probe, implementations.cuda_capability())
     if obstacle is not None and not options.rehearse:
         print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs the steps anywhere.)")
         return 2
-    interpret = compat.interpret_params(detect_races=False) if options.rehearse else None
-    comparisons: list[Comparison] = []
-    for part in options.part:
-        begin = time.perf_counter()
-        if part == "tests":
-            if run_tests(REHEARSED_TESTS if options.rehearse else TESTS, options.rehearse) != 0:
-                print("FAILED: the tests above. Nothing was measured.")
-                return 1
-        elif part == "shapes":
-            gpu_correctness.run(interpret)
-        else:
-            found = measure(int(part.removeprefix("speed-")), interpret)
-            print_table(found, Console(width=150))
-            comparisons += found
-        print(f"{part}: done in {time.perf_counter() - begin:.0f} s", flush=True)
+    machine = Machine() if options.clock == "device" else Machine(clock=host_spans)
     if options.rehearse:
+        machine = rehearsal(compat.interpret_params(detect_races=False))
+    options.results.mkdir(parents=True, exist_ok=True)
+    kind = "rehearsal" if options.rehearse else "gpu"
+    path = options.results / f"{kind}-{datetime.now(UTC):%Y-%m-%d}.json"
+    journal = opened(path, environment() | device(), options.afresh)
+    if journal.checks:
+        print(f"{path} has {len(journal.checks)} pieces that are not done again (--afresh does)")
+    pieces = [piece for part in options.part for piece in gpu_pieces.pieces(part, machine, journal)]
+    left = journal.work(pieces, 60 * options.minutes)
+    return conclude(journal, left, options.rehearse)
+
+
+def conclude(journal: Journal, left: int, rehearsed: bool) -> int:
+    """What a person reads last; the exit code."""
+    for line in gpu_summary.lines(journal.comparisons):
+        print(line)
+    if rehearsed:
         print("REHEARSED: the steps ran, nothing about a GPU was measured.")
-    if comparisons:
-        path = options.results / file_name(options.part, options.rehearse)
-        write_json(path, comparisons, environment() | device())
-        print(f"wrote {path}")
-    return 0
-
-
-def run_tests(tests: Mapping[str, str], rehearse: bool) -> int:
-    """The tests in processes of their own: which device they run on is decided at their start."""
-    variables = os.environ | {"JAX_PLATFORMS": "cpu" if rehearse else "cuda"}
-    for file, chosen in tests.items():
-        command = [sys.executable, "-m", "pytest", "-q", file, "-k", chosen]
-        if code := subprocess.run(command, env=variables, check=False).returncode:
-            return code
-    return 0
-
-
-def measure(rows: int, interpret: Any) -> list[Comparison]:
-    """All shapes with so many rows."""
-    if interpret is not None:
-        return gpu_kernels.run(REHEARSED_SHAPES[rows], gpu_contenders.rehearsal(interpret))
-    return gpu_kernels.run([shape for shape in GPU if shape.rows == rows])
-
-
-def file_name(parts: Sequence[str], rehearse: bool) -> str:
-    """gpu-DATE.json of a whole run; the name of others says which parts, or that it rehearsed."""
-    speed = [part for part in parts if part.startswith("speed")]
-    kind = "rehearsal" if rehearse else "gpu"
-    some = "" if len(speed) == len(ROWS) else "-" + "-".join(speed)
-    return f"{kind}-{datetime.now(UTC):%Y-%m-%d}{some}.json"
+    for failure in journal.failures:
+        print(f"FAILED {failure.splitlines()[0]}")
+    print(f"{len(journal.checks)} pieces done, {len(journal.failures)} failed: {journal.path}")
+    if left:
+        print(f"OUT OF TIME: {left} pieces are left; the same command goes on with them")
+    return 1 if journal.failures else 3 if left else 0
 
 
 def device() -> dict[str, Any]:

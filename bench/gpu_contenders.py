@@ -23,6 +23,7 @@ UNSTABLE = "log_softmax + top_k, unstable"
 TORCH = ("torch eager", "torch compiled")
 OURS, FUSED, FLOOR, COPY = "mosaic_gpu", "mosaic_gpu, fused greedy", "max only", "copy"
 NO_ANSWER = (FLOOR, COPY)  # they bound the speed and compute nothing that could be compared
+OPTIONAL = (UNSTABLE, *TORCH)  # without them the others are still worth measuring
 NO_TIE_ORDER = (UNSTABLE, *TORCH)
 
 BUFFERS = 3
@@ -61,8 +62,13 @@ class Contender:
     temporaries: int | None = None  # bytes beyond inputs and outputs; None where nobody says
 
 
-def make_contenders(shape: Shape, machine: Machine) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The plain way first: the baseline. And who is missing, with the reason."""
+def make_contenders(
+    shape: Shape, machine: Machine, only: Sequence[str] = ()
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The plain way first: the baseline. And who is missing, with the reason.
+
+    only: these programs of jax's; all contenders if empty.
+    """
     buffers = [random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = random_ids(shape)
     k, interpret = shape.k, machine.interpret
@@ -88,8 +94,12 @@ def make_contenders(shape: Shape, machine: Machine) -> tuple[dict[str, Contender
         missing[UNSTABLE] = f"jax {jax.__version__} has no lax.top_k(is_stable=False)"
     plug = jax_plug(machine.plug_bytes)
     contenders = {
-        name: jax_contender(program, buffers, token_ids, plug) for name, program in programs.items()
+        name: jax_contender(program, buffers, token_ids, plug)
+        for name, program in programs.items()
+        if not only or name in only
     }
+    if only:
+        return contenders, missing
     if (why := torch_peers.obstacle(machine.on_gpu)) is not None:
         return contenders, missing | dict.fromkeys(TORCH, why)
     return contenders | torch_contenders(k, buffers, token_ids, machine), missing
@@ -144,19 +154,38 @@ def torch_contenders(
     return {name: bind(program) for name, program in torch_peers.programs(k).items()}
 
 
-def check_equal(shape: Shape, contenders: Mapping[str, Contender]) -> None:
-    """Every answer against the plain way's, on every buffer; also the warm-up."""
+def check_equal(
+    shape: Shape, contenders: Mapping[str, Contender]
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Every answer against the plain way's, on every buffer; also the warm-up.
+
+    Returns:
+      The contenders to measure, and which optional peers are not, with the reason.
+
+    Raises:
+      BenchError: one of the others has another answer.
+    """
+    failed: dict[str, str] = {}
     for i in range(BUFFERS):
         expected = contenders[PLAIN].result(contenders[PLAIN].launch(i))
         for name, contender in contenders.items():
-            out = contender.launch(i)
-            contender.wait(out)
-            if name in NO_ANSWER:
+            if name in failed:
                 continue
             try:
-                check(name, expected, contender.result(out))
+                out = contender.launch(i)
+                contender.wait(out)
+                if name not in NO_ANSWER:
+                    check(name, expected, contender.result(out))
             except AssertionError as error:
-                raise BenchError(f"{shape}: {name} differs from {PLAIN}: {error}") from error
+                text = f"{shape}: {name} differs from {PLAIN}: {error}"
+                if name not in OPTIONAL:
+                    raise BenchError(text) from error
+                failed[name] = text
+            except Exception as error:
+                if name not in OPTIONAL:
+                    raise
+                failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    return {name: one for name, one in contenders.items() if name not in failed}, failed
 
 
 def check(name: str, expected: Any, actual: Any) -> None:

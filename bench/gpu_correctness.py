@@ -1,8 +1,9 @@
 """The kernels' answers at real sizes: against XLA on every row, against the oracle on some."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,24 +36,23 @@ REHEARSED_SMALL = (Shape(3, 2049, 2, "float16"),)
 SEEDS = 10  # each of these shapes is compiled once and fed so many times
 
 Call = Callable[..., TopkLogprobs]
+Check = Callable[[], None]
 
 
-def run(interpret: Any = None) -> None:
-    """Everything, or in a rehearsal (`interpret` is not None) a little of everything.
+def everything(interpret: Any = None) -> Iterator[tuple[str, Check]]:
+    """All checks by name, or in a rehearsal (`interpret` is not None) a few small ones.
 
-    Raises:
-      AssertionError: an answer is wrong.
+    Calling one raises AssertionError where an answer is wrong.
     """
     small = interpret is not None
     for shape in REHEARSED if small else REAL:
-        check_shape(shape, interpret)
-        print(f"equal to XLA and the oracle: {shape}", flush=True)
+        yield f"equal to XLA and the oracle: {shape}", partial(check_shape, shape, interpret)
     for shape in REHEARSED_EDGES if small else EDGES:
-        check_edges(shape, interpret)
-        print(f"every edge: V={shape.vocabulary} {shape.dtype}", flush=True)
+        name = f"every edge: V={shape.vocabulary} {shape.dtype}"
+        yield name, partial(check_edges, shape, interpret)
     for shape in REHEARSED_SMALL if small else SMALL:
-        check_values(shape, 1 if small else SEEDS, interpret)
-        print(f"arbitrary values: {shape}", flush=True)
+        seeds = 1 if small else SEEDS
+        yield f"arbitrary values: {shape}", partial(check_values, shape, seeds, interpret)
 
 
 def separate_path(k: int, interpret: Any) -> Call:

@@ -15,6 +15,7 @@ import pytest
 
 from bench import floor, sass
 from pallas_kernels import (
+    compat,
     greedy_topk_logprobs,
     implementations,
     mosaic_gpu,
@@ -110,6 +111,37 @@ def test_lowers_for_cuda(rows, vocabulary, k, dtype):
     assert "top_k" not in text.replace("select_top_k", "")
     text = lower(fused, given["logits"], *map(given.get, order[1:])).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
+    """A grid's y and z end at 65535; its x, the last axis in Pallas, at 2**31 - 1."""
+    grids = []
+
+    def recorded(body, *, grid, **options):
+        grids.append(grid)
+        return kernel(body, grid=grid, **options)
+
+    kernel = compat.GPU.kernel
+    monkeypatch.setattr(compat.GPU, "kernel", recorded)
+    given = inputs(70_000, 2048, "bfloat16")
+    tiling = choose_tiling(70_000, 2048, 1, "bfloat16")
+    functions = {
+        "separate": lambda x, ids: mosaic_gpu.topk_logprobs(
+            x, ids, 1, None, None, None, ids[:, None]
+        ),
+        "fused": lambda x, ids: mosaic_gpu.greedy_topk_logprobs(x, 1, None, None, ids[:, None]),
+        "parts": lambda x, ids: mosaic_gpu.row_parts(
+            x, ids.astype(jnp.float32), 1, None, None, None
+        ),
+        "floor": lambda x, _: floor.row_maxima(tiling, x),
+    }
+    for name, function in functions.items():
+        text = lower(function, given["logits"], given["token_ids"]).as_text()
+        assert text.count("custom_call @mosaic_gpu") == (1 if name == "floor" else 2)
+    assert len(grids) == 7
+    for *others, last in grids:
+        assert last == 70_000
+        assert max(others, default=1) <= 65_535
 
 
 def test_floor_lowers_for_cuda():

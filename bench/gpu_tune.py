@@ -1,0 +1,162 @@
+"""The kernels at other tilings than `choose_tiling` takes: which split, step and group is fastest?
+
+    python -m bench.gpu_tune --rows 64 1536 --k 20 --dtype bfloat16     on a GPU
+    python -m bench.gpu_tune --rehearse                                 anywhere, small
+
+What can be tuned without other kernels: how many programs share a row (`splits`), how many blocks
+a program has in flight (`blocks_per_step`), and the width of groups, which trades pass 1's
+reductions against pass 2's reading. The first row of a table is the current choice, and the ratios
+are to it; results of all tilings are compared before anything is timed.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import gpu_contenders, gpu_kernels
+from bench.comparison import Comparison, from_samples
+from bench.files import write_json
+from bench.gpu_contenders import BUFFERS, Contender, Machine
+from bench.timing import print_table
+from pallas_kernels import compat, implementations, mosaic_gpu
+from pallas_kernels.mosaic_tiling import Tiling, choose_tiling
+from pallas_kernels.shapes import Shape
+
+CURRENT = "current: "
+MULTIPROCESSORS = 132
+PROGRAMS_EACH = (1, 2, 3, 4, 6, 8)  # on a multiprocessor, at once or one after the other
+BLOCKS = (1, 2, 4)
+WIDTHS = (128, 256)
+# What decides: few rows and many, with and without a top K, half and full words.
+SHAPES = tuple(
+    Shape(rows, 131_072, k, dtype)
+    for k, dtype in ((20, "bfloat16"), (0, "bfloat16"), (20, "float32"))
+    for rows in (64, 1536, 256, 16, 4)
+)
+REHEARSED = (Shape(2, 8448, 1, "bfloat16"),)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=(64, 1536), metavar="R")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=(131_072,), metavar="V")
+    parser.add_argument("--k", type=int, nargs="+", default=(20,), metavar="K")
+    parser.add_argument("--dtype", nargs="+", default=("bfloat16",))
+    parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--rehearse", action="store_true", help="small, interpreted, anywhere")
+    options = parser.parse_args(arguments)
+    if options.rehearse:
+        shapes: Sequence[Shape] = REHEARSED
+        machine = gpu_contenders.rehearsal(compat.interpret_params(detect_races=False))
+    else:
+        probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
+        obstacle = implementations.cannot_run(probe, implementations.cuda_capability())
+        if obstacle is not None:
+            print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs anywhere.)")
+            return 2
+        shapes = [
+            Shape(rows, vocabulary, k, dtype)
+            for rows in options.rows
+            for vocabulary in options.vocabulary
+            for k in options.k
+            for dtype in options.dtype
+        ]
+        machine = Machine()
+    found = []
+    for shape in shapes:
+        found.append(measure(shape, machine))
+        print_table(found[-1:])
+        if options.json is not None:
+            write_json(options.json, found)
+    if options.rehearse:
+        print("REHEARSED: the steps ran, nothing about a GPU was measured.")
+    return 0
+
+
+def tilings(shape: Shape) -> Iterator[Tiling]:
+    """The current choice first, then others; none twice."""
+    current = choose_tiling(shape.rows, shape.vocabulary, shape.k, shape.dtype)
+    seen = {current}
+    yield current
+    for width in WIDTHS if shape.k else (current.group_width,):
+        for blocks in BLOCKS:
+            whole = Tiling(shape.vocabulary, shape.dtype, width, blocks, 1)
+            for each in PROGRAMS_EACH:
+                splits = max(1, MULTIPROCESSORS * each // shape.rows)
+                tiling = replace(whole, splits=min(splits, whole.num_steps))
+                if whole.num_steps and tiling not in seen:
+                    seen.add(tiling)
+                    yield tiling
+
+
+def name_of(tiling: Tiling) -> str:
+    """For a person: the three knobs."""
+    return (
+        f"groups of {tiling.group_width}, {tiling.blocks_per_step} blocks a step, "
+        f"{tiling.splits} splits"
+    )
+
+
+def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Comparison:
+    """Every tiling on the same arrays, equal results first; `at_most` so many of them."""
+    buffers = [gpu_contenders.random_logits(shape, seed) for seed in range(BUFFERS)]
+    token_ids = gpu_contenders.random_ids(shape)
+    plug = gpu_contenders.jax_plug(machine.plug_bytes)
+    none = jnp.zeros((shape.rows, 0), jnp.int32)
+
+    def contender(tiling: Tiling) -> Contender:
+        def program(x: jax.Array, ids: jax.Array) -> Any:
+            return mosaic_gpu.topk_logprobs(
+                x, ids, shape.k, None, None, None, none, tiling, machine.interpret
+            )
+
+        return gpu_contenders.jax_contender(program, buffers, token_ids, plug)
+
+    chosen = list(tilings(shape))[:at_most]
+    contenders = {
+        f"{CURRENT if i == 0 else ''}{name_of(tiling)}": contender(tiling)
+        for i, tiling in enumerate(chosen)
+    }
+    check_equal(contenders)
+    spans = gpu_kernels.interleave(contenders, machine)
+    samples = {name: [span.total for span in found] for name, found in spans.items()}
+    current, *others = samples
+    order = [current, *sorted(others, key=lambda name: float(np.median(samples[name])))]
+    comparison = from_samples(
+        f"tilings for R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
+        {name: samples[name] for name in order},
+        settings=gpu_kernels.settings(shape, machine),
+    )
+    moved = gpu_kernels.bytes_moved(shape, gpu_contenders.OURS)
+    figures = {
+        name: {
+            "GB/s": moved / comparison[name].median / 1e9,
+            "busy us": float(np.median([span.busy for span in spans[name]])) * 1e6,
+        }
+        for name in order
+    }
+    return replace(comparison, suite="gpu tune", figures=figures)
+
+
+def check_equal(contenders: dict[str, Contender]) -> None:
+    """Every tiling's answer against the current one's; also the warm-up."""
+    expected = None
+    for name, contender in contenders.items():
+        actual = contender.result(contender.launch(0))
+        expected = actual if expected is None else expected
+        try:
+            gpu_contenders.check(gpu_contenders.OURS, expected, actual)
+        except AssertionError as error:
+            raise AssertionError(f"{name} differs from the current choice: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
