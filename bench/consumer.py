@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from bench import host
-from bench.ring_contenders import CONTENDERS, NotAvailable, QueueReceiver, Receiver, Sender
+from bench.ring_contenders import (
+    CONTENDERS,
+    NotAvailable,
+    QueueReceiver,
+    Receiver,
+    RingReceiver,
+    RingSender,
+    Sender,
+)
 from bench.timing import BenchError
 from ipc import wire
 from ipc.wire import Kind
@@ -27,6 +35,7 @@ from jax_specdec.records import Records
 from jax_specdec.requests import Request
 
 PATIENCE_SECONDS = 60.0
+GENERATION = 1  # of every slot: its requests stay for the whole run
 
 # The columns of a round's table, a row a step.
 RECEIVED, DECODED, PROCESSED, CPU, BYTES, TOKENS, ACCEPTED, ROWS = range(8)
@@ -68,10 +77,15 @@ class Consumer:
             else:
                 self.senders[name] = CONTENDERS[name][1](addresses[name])
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None  # it was started
+        return self._process.pid
+
     def begin(
         self, transport: str, design: str, requests: Sequence[Request], keep: bool = False
     ) -> None:
-        """Get ready for a round: the requests of all slots, under generation `0`-based slots."""
+        """Get ready for a round of these requests, one for each slot."""
         self._control.send((transport, design, list(requests), keep))
         self._answer()
 
@@ -107,7 +121,10 @@ NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 def send(sender: Sender, words: np.ndarray) -> None:
-    """One message through any of the transports."""
+    """One message through any of the transports; through the ring as `Worker` sends it."""
+    if isinstance(sender, RingSender):
+        sender.writer.send(words)
+        return
     sender.send(time.monotonic_ns(), (*NOTHING, words))
 
 
@@ -152,7 +169,8 @@ def _round(receiver: Receiver, take: Take, keep: bool) -> Round:
     table: list[tuple[int, ...]] = []
     content: list[Content] = []
     clock, cpu = time.monotonic_ns, time.process_time_ns
-    while len(words := receiver.receive()[3]):
+    receive = _receiver_of(receiver)
+    while len(words := receive()):
         received = clock()
         # A transport may send more than the message: a fixed size.
         message = words[: int(wire.HEADER["num_words"].get(words.view(np.uint32)))]
@@ -172,6 +190,14 @@ def _round(receiver: Receiver, take: Take, keep: bool) -> Round:
     return Round(np.array(table, np.int64).reshape(-1, 8), content)
 
 
+def _receiver_of(receiver: Receiver) -> Callable[[], np.ndarray]:
+    """The next message's words, from any transport; from the ring as the engine receives them."""
+    if isinstance(receiver, RingReceiver):
+        reader = receiver.reader
+        return lambda: np.frombuffer(reader.receive().data, "<u4")
+    return lambda: receiver.receive()[3]
+
+
 def _counts(words: np.ndarray) -> tuple[int, int, int]:
     """Tokens, accepted drafts and rows with logprobs of a target message."""
     begin = wire.HEADER_WORDS
@@ -186,7 +212,7 @@ def columns(requests: Sequence[Request], num_slots: int) -> Take:
     # A round starts where the last one ended: any number may be its first step.
     state = replace(ProcessorState.empty(num_slots), next_step=None)
     for slot, request in enumerate(requests):
-        state = output_processor.admit(state, slot, generation_of(request), request)
+        state = output_processor.admit(state, slot, GENERATION, request)
 
     def take(words: np.ndarray) -> tuple[int, tuple[Message, Records]]:
         nonlocal state
@@ -220,11 +246,6 @@ DESIGNS: dict[str, Callable[[Sequence[Request], int], Take]] = {
     "lists": a_token(host.lists),
     "objects": a_token(host.objects),
 }
-
-
-def generation_of(request: Request) -> int:
-    """The generation that the benchmark runs a request under; its id ends with it."""
-    return int(request.id.rpartition("#")[2])
 
 
 def _content(results: Any) -> Content:

@@ -14,20 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import reference
-from bench.consumer import CPU, Consumer, Round, end_of_round, send
+from bench import cores, reference
+from bench.consumer import CPU, GENERATION, PROCESSED, Consumer, Round, end_of_round, send
 from bench.ring_contenders import SEED_BYTES, Sender
 from ipc import wire
 from ipc.errors import RingError
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec import loop
-from jax_specdec.control import Admit, Release
+from jax_specdec.control import Admit
 from jax_specdec.messages import StepOutput, target_message
 from jax_specdec.modes import Widths
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.worker import Compiled, Worker
 
 WARM_STEPS = 2  # after the prompts, before the clock
+PAUSE = 0.001  # seconds after a step taken apart, for the engine: a GPU would compute meanwhile
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,12 @@ class Contender:
     transport: str = "ring"
     design: str = "columns"  # how the engine's side decodes
 
-    def requests(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, round_: int
-    ) -> list[Request]:
-        """A request for each slot; a round has generations of its own."""
+    def requests(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
+        """A request for each slot."""
         asking = len(prompts) if self.askers is None else self.askers
         return [
             Request(
-                id=f"{slot}#{round_}",
+                id=str(slot),
                 prompt_token_ids=tuple(prompt),
                 params=SamplingParams(
                     max_tokens=max_tokens,
@@ -80,7 +79,8 @@ class Steps:
     ring: float  # from there until the consumer has its bytes
     decode: float
     process: float
-    host: float  # publish to processed: everything after the device array exists
+    host: float  # ready to processed: everything after the device array exists, device idle
+    busy: float  # sent to processed as the loop runs: the device computes the next step meanwhile
     bytes: float  # of all messages of a step
     tokens: float  # emitted by a step
     rows: float  # of which logprobs were sent
@@ -95,7 +95,7 @@ class Meter:
     message_bytes: int | None
     keeps_messages: bool = False  # whether the transport reads a message after `send`
     dispatch_ns: int = 0  # since it was set to 0
-    sent_ns: int = 0  # when the last message was about to be sent
+    sent_ns: list[int] = field(default_factory=list)  # when each message was about to be sent
     words: np.ndarray = field(default_factory=lambda: np.zeros(wire.HEADER_WORDS, np.uint32))
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Meter:
             self.fixed = np.zeros(self.message_bytes // wire.WORD_BYTES, np.uint32)
 
     def send(self, data: np.ndarray, /) -> None:
-        self.sent_ns = time.monotonic_ns()
+        self.sent_ns.append(time.monotonic_ns())
         self.words = data
         if self.message_bytes is not None:
             self.fixed[: data.size] = data
@@ -144,8 +144,8 @@ class Rig:
     ) -> None:
         self.contender = contender
         self.consumer = consumer
-        self.prompts = prompts
-        self.max_tokens = config.max_length - max(map(len, prompts))
+        self.requests = contender.requests(prompts, config.max_length - max(map(len, prompts)))
+        self.start: loop.LoopState | None = None  # after the prompts, once they were run
         self.meter = Meter(
             consumer.senders[contender.transport],
             contender.message_bytes,
@@ -159,10 +159,9 @@ class Rig:
             compiled=instrumented(compiled, contender, self.meter),
             fused=None if contender.kernel == "ours" else False,
         )
-        self.generation = 0
 
     def run(self, steps: int, apart: int, *, keep: bool = False) -> tuple[Steps, Round]:
-        """Prefill, then `steps` steps as they run, then `apart` steps taken apart."""
+        """`steps` steps as they run, then `apart` steps taken apart; the first time the prompts."""
         try:
             return self._run(steps, apart, keep)
         except RingError:
@@ -170,33 +169,46 @@ class Rig:
             raise
 
     def _run(self, steps: int, apart: int, keep: bool) -> tuple[Steps, Round]:
-        self.generation += 1
-        requests = self.contender.requests(self.prompts, self.max_tokens, self.generation)
-        self.consumer.begin(self.contender.transport, self.contender.design, requests, keep)
         worker, meter = self.worker, self.meter
-        for slot, request in enumerate(requests):
-            worker.apply(Admit(slot=slot, generation=self.generation, request=request))
-        worker.advance()
-        worker.advance()
-        while not meter.all_emit():
-            worker.advance()
+        if self.start is None:
+            self.start = self._prefilled()
+        self.consumer.begin(self.contender.transport, self.contender.design, self.requests, keep)
+        worker.state = jax.tree.map(jnp.copy, self.start)  # a step takes its state's memory
         for _ in range(WARM_STEPS):
             worker.advance()
         number = worker.step_number
+        meter.sent_ns.clear()
         begin = time.perf_counter()
         for _ in range(steps):
             worker.advance()
         elapsed = time.perf_counter() - begin
-        if worker.step_number != number + steps:
+        if worker.step_number != number + steps or not meter.all_emit():
             raise RuntimeError("a round must be steps only: its requests ended too early")
+        sent = np.array(meter.sent_ns, np.int64)
         worker.finish()
-        spans = [self._apart() for _ in range(apart)]
-        for slot in range(len(requests)):
-            worker.apply(Release(slot=slot, generation=self.generation))
+        with cores.engine_core(self.consumer.pid):
+            spans = [self._apart() for _ in range(apart)]
         end_of_round(meter.sender)
         found = self.consumer.end()
         start = len(found.table) - apart - steps - 1
-        return _steps(elapsed, steps, found.table, start, spans), found
+        # The message of the step before came first; a draft message follows its target message.
+        sent = sent[:: len(sent) // steps]
+        return _steps(elapsed, sent, found.table, start, spans), found
+
+    def _prefilled(self) -> loop.LoopState:
+        """The state after the prompts, in which every round starts."""
+        worker, meter = self.worker, self.meter
+        self.consumer.begin(self.contender.transport, self.contender.design, self.requests)
+        for slot, request in enumerate(self.requests):
+            worker.apply(Admit(slot=slot, generation=GENERATION, request=request))
+        worker.advance()
+        worker.advance()
+        while not meter.all_emit():
+            worker.advance()
+        worker.finish()
+        end_of_round(meter.sender)
+        self.consumer.end()
+        return worker.state
 
     def _apart(self) -> dict[str, int]:
         """One step with nothing else under way, and the moments between its parts."""
@@ -211,6 +223,7 @@ class Rig:
         self.worker.finish()
         moments["published"] = clock()
         moments["dispatch"] = meter.dispatch_ns
+        time.sleep(PAUSE)
         return moments
 
 
@@ -244,8 +257,9 @@ FIXED_BYTES = SEED_BYTES - 24
 
 
 def _steps(
-    elapsed: float, steps: int, table: np.ndarray, start: int, spans: list[dict[str, int]]
+    elapsed: float, sent: np.ndarray, table: np.ndarray, start: int, spans: list[dict[str, int]]
 ) -> Steps:
+    steps = len(sent)
     running = table[start : start + steps]
     apart = table[start + steps + 1 :]
     received, decoded, processed = apart[:, 0], apart[:, 1], apart[:, 2]
@@ -267,6 +281,7 @@ def _steps(
         decode=median(decoded - received),
         process=median(processed - decoded),
         host=median(processed - ready),
+        busy=median(running[:, PROCESSED] - sent),
         bytes=float(running[:, 4].mean()),
         tokens=float(running[:, 5].mean()),
         rows=float(running[:, 7].mean()),

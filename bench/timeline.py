@@ -85,7 +85,7 @@ class ProfiledRig(Rig):
         ):
             self.spans.append(Span(WORKER, name, start, end))
         return {"ready": ready, "published": published, "dispatch": 0,
-                "begin": begin, "sent": self.meter.sent_ns}  # fmt: skip
+                "begin": begin, "sent": self.meter.sent_ns[-1]}  # fmt: skip
 
     def profile(self, steps: int, apart: int) -> list[Span]:
         """The spans of a round; `steps` are those as they run."""

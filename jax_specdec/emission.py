@@ -106,7 +106,7 @@ def cut(state: ProcessorState, message: Message, slots: NDArray[np.intp], emitte
     admitted = state.admitted
     room = admitted.limit[slots] - state.columns.num_tokens[slots]
     kept = np.minimum(emitted.count, room)
-    reason = np.where(emitted.count >= room, admitted.limit_reason[slots], np.int8(0))
+    reason = admitted.limit_reason[slots] * (emitted.count >= room)
     stop_index = np.full(len(slots), -1, np.int64)
     if len(admitted.stop_keys) > 1:
         owner = np.arange(message.num_slots).repeat(message.num_tokens)

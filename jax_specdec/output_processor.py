@@ -128,7 +128,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
     mine &= columns.phase[:b] == _RUNNING
     if np.count_nonzero(mine) != np.count_nonzero(speaks):
         counters = emission.count_strangers(state, message, speaks & ~mine)
-    slots = np.flatnonzero(mine)
+    slots = mine.nonzero()[0]
     emitted = emission.emitted(state, message, slots)
     if admitted.any_prompt_due:
         prompt_logprobs.check_complete(state, slots, emitted.count)
