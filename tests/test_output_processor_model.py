@@ -466,35 +466,28 @@ def delivers_what_comes_after_the_end(monkeypatch):
     return {"step": step}
 
 
-def counts_the_handed_over_tokens_for_nothing(monkeypatch):
+def admitting(change):
+    """A processor that admits `change(request, handed_over)` in place of the two."""
+
     def admit(state, slot, generation, request, *, prefill, handed_over):
-        params = replace(
-            request.params, max_tokens=request.params.max_tokens + len(handed_over.token_ids)
-        )
+        request, handed_over = change(request, handed_over)
         return output_processor.admit(
-            state,
-            slot,
-            generation,
-            replace(request, params=params),
-            prefill=prefill,
-            handed_over=handed_over,
+            state, slot, generation, request, prefill=prefill, handed_over=handed_over
         )
 
     return {"admit": admit}
+
+
+def counts_the_handed_over_tokens_for_nothing(monkeypatch):
+    def longer(request, handed_over):
+        most = request.params.max_tokens + len(handed_over.token_ids)
+        return replace(request, params=replace(request.params, max_tokens=most)), handed_over
+
+    return admitting(longer)
 
 
 def forgets_the_statistics_before_a_preemption(monkeypatch):
-    def admit(state, slot, generation, request, *, prefill, handed_over):
-        return output_processor.admit(
-            state,
-            slot,
-            generation,
-            request,
-            prefill=prefill,
-            handed_over=replace(handed_over, statistics=Statistics()),
-        )
-
-    return {"admit": admit}
+    return admitting(lambda request, over: (request, replace(over, statistics=Statistics())))
 
 
 def counts_the_steps_before_a_preemption_twice(monkeypatch):
@@ -507,17 +500,7 @@ def counts_the_steps_before_a_preemption_twice(monkeypatch):
 
 
 def delivers_a_prompts_logprobs_again(monkeypatch):
-    def admit(state, slot, generation, request, *, prefill, handed_over):
-        return output_processor.admit(
-            state,
-            slot,
-            generation,
-            request,
-            prefill=prefill,
-            handed_over=replace(handed_over, num_prompt_rows=0),
-        )
-
-    return {"admit": admit}
+    return admitting(lambda request, over: (request, replace(over, num_prompt_rows=0)))
 
 
 def takes_lost_rows_of_a_prompt_for_granted(monkeypatch):
