@@ -233,12 +233,14 @@ class Record:
     @property
     def draft_logprobs(self) -> NDArray[np.float32] | None:
         """[d, K+1] float32, under the draft model; as `logprobs`."""
-        draft, slot = self._draft_rows, self.slot
-        if draft is None:
-            return None
-        n, columns = int(draft.num_rows[slot]), int(draft.columns[slot])
-        width, start = columns + int(draft.num_chosen[slot]), draft.logprob_start[slot]
-        return draft.logprobs[start : start + n * width].reshape(n, width)[:, :columns]
+        draft = self._draft_rows
+        return None if draft is None else self._draft_table(draft)[:, : draft.columns[self.slot]]
+
+    @property
+    def draft_chosen_logprobs(self) -> NDArray[np.float32] | None:
+        """[d, C] float32, under the draft model; as `chosen_logprobs`."""
+        draft = self._draft_rows
+        return None if draft is None else self._draft_table(draft)[:, draft.columns[self.slot] :]
 
     @property
     def draft_token_ranks(self) -> NDArray[np.int32] | None:
@@ -270,6 +272,12 @@ class Record:
             return np.empty((0, width), np.float32)
         start = message.logprob_start[self.slot]
         return message.logprobs[start : start + n * width].reshape(n, width)
+
+    def _draft_table(self, draft: Message) -> NDArray[np.float32]:
+        """[d, K+1+C] float32."""
+        slot, n = self.slot, int(draft.num_rows[self.slot])
+        width, start = int(draft.columns[slot] + draft.num_chosen[slot]), draft.logprob_start[slot]
+        return draft.logprobs[start : start + n * width].reshape(n, width)
 
     @property
     def _draft(self) -> Message | None:

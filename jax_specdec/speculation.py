@@ -95,6 +95,9 @@ def _step(record: Record, table: TokenTable) -> dict[str, Any]:
             row[1 : 1 + len(found)]
             for row, found in zip(values, step["draft_topk_ids"], strict=True)
         ]
+    chosen = record.draft_chosen_logprobs
+    if chosen is not None and chosen.shape[1]:
+        step["draft_chosen_logprobs"] = _numbers(chosen.tolist())
     return step
 
 

@@ -70,6 +70,6 @@ def check_records(result, requests):
             if params.logprobs is not None:
                 rows = output.drafts.logits[record.slot][:count]
                 check_rows(rows, params, ids, record.draft_logprobs, record.draft_topk_ids,
-                           record.draft_token_ranks)  # fmt: skip
+                           record.draft_token_ranks, record.draft_chosen_logprobs)  # fmt: skip
                 drafts_seen += len(rows)
     return seen, drafts_seen

@@ -307,6 +307,7 @@ class ReferenceProcessor:
                 if contents.columns:
                     columns = contents.columns
                     record["draft_logprobs"] = [row[:columns] for row in contents.logprobs]
+                    record["draft_chosen_logprobs"] = [row[columns:] for row in contents.logprobs]
                     record["draft_token_ranks"] = contents.token_ranks
                     record["draft_topk_ids"] = contents.topk_ids
         self.late_drafts += sum(len(slot.token_ids) > 0 for slot in draft_slots) - joined
@@ -331,6 +332,7 @@ class ReferenceProcessor:
             "handover_draft_ids": None,
             "draft_token_ids": None,
             "draft_logprobs": None,
+            "draft_chosen_logprobs": None,
             "draft_token_ranks": None,
             "draft_topk_ids": None,
             "prompt": None,

@@ -258,8 +258,8 @@ def test_drafts_and_chosen_ids_are_extensions():
         state, target(0, tokens(3, 4, drafts=2, columns=2, chosen=2, logprobs=rows, ranks=[2, 1]),
                       draft_follows=True)
     )  # fmt: skip
-    guess = drafts(3, 1, columns=2)
-    guess.logprobs[:] = [[-0.125, -0.125], [-0.75, -math.inf]]
+    guess = drafts(3, 1, columns=2, chosen=2)
+    guess.logprobs[:] = [[-0.125, -0.125, -5.0, -6.0], [-0.75, -math.inf, -math.inf, -7.0]]
     guess.topk_ids[:] = [[3], [-1]]
     state, (record,) = step(state, draft(0, guess))
     response = completion(record.request, [record], TABLE, **MADE)
@@ -282,6 +282,7 @@ def test_drafts_and_chosen_ids_are_extensions():
             "draft_token_ranks": [4, 2],
             "draft_topk_ids": [[3], []],
             "draft_topk_logprobs": [[-0.125], []],
+            "draft_chosen_logprobs": [[-5.0, -6.0], [-9999.0, -7.0]],
         }
     ]
     assert found["logprobs_mode"] == "raw"
