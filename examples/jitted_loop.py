@@ -26,7 +26,7 @@ from jax.experimental import io_callback
 
 from ipc.errors import PeerClosed, PeerDied
 from ipc.ring import RingWriter
-from jax_specdec import slots
+from jax_specdec import modes
 from jax_specdec.device_checks import check
 
 ENGINE = Path(__file__).parent / "jitted_loop_engine.py"
@@ -87,8 +87,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     params = trigram.load()
-    table = [slots.Slot(generation=1, params=request.params) for request in story.REQUESTS]
-    widths = slots.widths_of(table, story.VOCAB)
+    asks = [request.params for request in story.REQUESTS]
+    widths = modes.widths_of(asks, story.VOCAB)
     # Few slots: the loop is at most two steps ahead of the engine.
     with RingWriter.create(num_slots=4, slot_bytes=options.slot_bytes) as ring:
         engine = subprocess.Popen(
@@ -98,7 +98,7 @@ def main() -> None:
         publisher = Publisher(ring)
         run = jax.jit(partial(decode_all, publisher), static_argnums=(3, 4))
         loop = own_step.start(story.REQUESTS)
-        done = run(params, loop, slots.asked_of(table, widths), widths, options.then == "go-on")
+        done = run(params, loop, modes.asked_of(asks, widths), widths, options.then == "go-on")
         jax.block_until_ready(done)
         jax.effects_barrier()  # the last callback has returned
         if isinstance(publisher.error, PeerDied | PeerClosed):

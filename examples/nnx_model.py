@@ -19,7 +19,7 @@ import story
 from flax import nnx
 from own_loop import admit_all, show
 
-from jax_specdec import slots
+from jax_specdec import modes
 from jax_specdec.decode import decode
 from jax_specdec.device_checks import check
 from jax_specdec.output_processor import step as process
@@ -70,8 +70,8 @@ def main() -> None:
 
     # From here on: pure functions. The definitions are static, the weights are arguments.
     (target_def, target_weights), (drafter_def, drafter_weights) = map(nnx.split, (target, drafter))
-    table = [slots.Slot(generation=1, params=request.params) for request in story.REQUESTS]
-    widths = slots.widths_of(table, story.VOCAB)
+    asks = [request.params for request in story.REQUESTS]
+    widths = modes.widths_of(asks, story.VOCAB)
 
     @jax.jit
     def step(target_weights, drafter_weights, loop, asked):
@@ -80,7 +80,7 @@ def main() -> None:
         return own_step.step(target, drafter, loop, asked, widths)
 
     advance = partial(step, target_weights, drafter_weights)
-    loop, asked = own_step.start(story.REQUESTS), slots.asked_of(table, widths)
+    loop, asked = own_step.start(story.REQUESTS), modes.asked_of(asks, widths)
     state = admit_all(story.REQUESTS)
     while bool((loop.remaining > 0).any()):
         loop, *messages = advance(loop, asked)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ipc.wire import SlotState
 from jax_specdec.drafters import draw, joined
-from jax_specdec.messages import StepOutput, draft_message, target_message
+from jax_specdec.messages import draft_message, step_output, target_message
 from jax_specdec.modes import Asked, Widths
 from jax_specdec.verify import verify
 
@@ -57,7 +56,7 @@ def step(
     Args:
       model: `(tokens [B, T], positions [B, S]) -> logits [B, S, V]`, the target.
       drafter: the same of a smaller model.
-      asked, widths: what the requests want to know (`jax_specdec.slots` makes both).
+      asked, widths: what the requests want to know (`jax_specdec.modes` makes both).
 
     Returns:
       The loop after the step, and its target and its draft message, [W] uint32 each.
@@ -88,17 +87,8 @@ def step(
     )
 
     # 4. Logprobs of what was emitted, of those who asked, packed into words.
-    output = StepOutput(
-        logits=logits,
-        token_ids=verified.token_ids,
-        num_tokens=num_tokens,
-        num_rows=num_tokens,
-        num_drafts=drafts.num,
-        drafts=drafts,
-        state=jnp.where(active, SlotState.TOKENS, SlotState.STOPPED).astype(jnp.int32),
-        running=jnp.any(after.remaining > 0),
-        cut=verified.cut,
-    )
+    running = jnp.any(after.remaining > 0)
+    output = step_output(logits, drafts, verified, active=active, running=running)
     number = jnp.stack([loop.number, jnp.uint32(0)])
     target = target_message(output, asked, number, draft_follows=True, widths=widths)
     return after, target, draft_message(output, asked, number, widths=widths)

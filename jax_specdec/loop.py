@@ -26,7 +26,7 @@ from jax_specdec.loop_state import init_state as init_state
 from jax_specdec.loop_state import release as release
 from jax_specdec.loop_state import state_shardings as state_shardings
 from jax_specdec.loop_state import state_specs as state_specs
-from jax_specdec.messages import StepOutput
+from jax_specdec.messages import StepOutput, step_output
 from jax_specdec.model import ModelParams, forward, logits
 from jax_specdec.prefill import prefill
 from jax_specdec.sampling import Truncation
@@ -191,17 +191,11 @@ def step(
         jnp.where(state.prefilling, SlotState.NOTHING, SlotState.STOPPED),
     )
     active = goes_on & (not config.prefill_only)
-    output = StepOutput(
-        logits=target,
-        token_ids=verified.token_ids,
-        num_tokens=num_tokens,
-        num_rows=num_tokens,
-        num_drafts=num_drafts,
+    running = jnp.any(active | state.prefilling)
+    output = step_output(target, drafts, verified, active=state.active, running=running)._replace(
         drafts=drafts._replace(num=jnp.where(state.certain, 0, num_drafts)),
         state=slot_state.astype(jnp.int32),
-        running=jnp.any(active | state.prefilling),
         greedy_rows=greedy_rows,
-        cut=verified.cut,
     )
     if config.prefill_only:
         # The first token, then the drafts: those are the decode node's to verify.

@@ -15,7 +15,7 @@ from jax_specdec.modes import Asked, Widths, row_logprobs
 from jax_specdec.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.sampling import Truncation
 from jax_specdec.sharding import ONE_DEVICE, Parallel
-from jax_specdec.verify import Drafts
+from jax_specdec.verify import Drafts, Verified
 from pallas_kernels import TopkLogprobs
 
 
@@ -32,6 +32,38 @@ class StepOutput(NamedTuple):
     running: jax.Array  # [] bool: some slot goes on after this step
     greedy_rows: TopkLogprobs | None = None  # of all B * S rows' greedy choices, on the fused path
     cut: Truncation | None = None  # [B, S], of `logits`, as `verify` found it
+
+
+def step_output(
+    logits: jax.Array,
+    drafts: Drafts,
+    verified: Verified,
+    *,
+    active: jax.Array,
+    running: jax.Array,
+) -> StepOutput:
+    """What a step emitted, from its verification: the tokens of the slots that are decoding.
+
+    Args:
+      logits: [B, S, V], the target's, as they were verified.
+      drafts: [B, D], as they were verified.
+      verified: what `verify` made of the two.
+      active: [B] bool: decoding. Other slots are stopped, and emit nothing.
+      running: [] bool: some slot goes on after this step.
+    """
+    num_tokens = jnp.where(active, verified.num_tokens, 0)
+    num_drafts = jnp.where(active, drafts.num, 0)
+    return StepOutput(
+        logits=logits,
+        token_ids=verified.token_ids,
+        num_tokens=num_tokens,
+        num_rows=num_tokens,
+        num_drafts=num_drafts,
+        drafts=drafts._replace(num=num_drafts),
+        state=jnp.where(active, SlotState.TOKENS, SlotState.STOPPED).astype(jnp.int32),
+        running=running,
+        cut=verified.cut,
+    )
 
 
 def target_message(

@@ -4,15 +4,18 @@ One kernel call serves them all: raw rows run it at temperature 1, the others at
 batch asks for at most is static (`Widths`), so a batch of raw logprobs runs no more than that.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ipc import wire
 from ipc.wire import LogprobsMode
-from jax_specdec.pack import Rows
+from jax_specdec.pack import Rows, k_bucket
+from jax_specdec.requests import SamplingParams
 from jax_specdec.sampling import Sampling, Truncation, truncation
 from jax_specdec.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import TopkLogprobs, topk_logprobs
@@ -44,6 +47,73 @@ class Asked(NamedTuple):
     chosen_ids: jax.Array  # [B, C] int32; anything from num_chosen on
     draft_logprobs: jax.Array  # [B] bool
     sampling: Sampling
+
+
+def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
+    """The static limits of what the requests of a batch ask for."""
+    asked = [one for one in params if one.columns]
+    if not asked:
+        return Widths()
+    return Widths(
+        k=k_bucket(max(one.columns for one in asked) - 1, vocab_size),
+        chosen=chosen_bucket(max(len(one.extra_token_ids) for one in asked)),
+        mode=LogprobsMode(max(one.logprobs_mode for one in asked)),
+    )
+
+
+def asked_of(
+    params: Sequence[SamplingParams],
+    widths: Widths,
+    *,
+    generation: int | Sequence[int] = 1,
+    verdict: int | Sequence[int] = 0,
+) -> Asked:
+    """What the requests of a batch ask for, on the device: request b is in slot b.
+
+    Args:
+      params: of B requests.
+      widths: `widths_of` them.
+      generation: of each slot, or of all; it changes whenever a slot gets another request.
+      verdict: of each slot, or of all; see `Asked`.
+
+    Raises:
+      ValueError: not as many generations or verdicts as requests.
+    """
+    chosen_ids = np.zeros((len(params), widths.chosen), np.int32)
+    for row, one in zip(chosen_ids, params, strict=True):
+        row[: len(one.extra_token_ids)] = one.extra_token_ids
+    return Asked(
+        generation=_each("generations", generation, len(params), np.uint32),
+        verdict=_each("verdicts", verdict, len(params), np.int32),
+        columns=_array([one.columns for one in params], np.int32),
+        mode=_array([one.logprobs_mode for one in params], np.int32),
+        num_chosen=_array([len(one.extra_token_ids) for one in params], np.int32),
+        chosen_ids=jnp.asarray(chosen_ids),
+        draft_logprobs=_array([one.draft_logprobs for one in params], np.bool_),
+        sampling=sampling_of(lambda name: [getattr(one, name) for one in params]),
+    )
+
+
+def sampling_of(values: Callable[[str], object]) -> Sampling:
+    """Of what `values` has for each of its names: scalars, or lists [B] of them."""
+    return Sampling(
+        temperature=_array(values("temperature"), np.float32),
+        top_k=_array(values("top_k"), np.int32),
+        top_p=_array(values("top_p"), np.float32),
+        min_p=_array(values("min_p"), np.float32),
+        seed=_array(values("seed"), np.uint32),
+    )
+
+
+def _each(what: str, value: int | Sequence[int], count: int, dtype: type[np.generic]) -> jax.Array:
+    values = [value] * count if isinstance(value, int) else list(value)
+    if len(values) != count:
+        raise ValueError(f"{len(values)} {what} for {count} requests: one for each, or one for all")
+    return _array(values, dtype)
+
+
+def _array(values: object, dtype: type[np.generic]) -> jax.Array:
+    return jnp.asarray(np.array(values, dtype))
 
 
 def row_logprobs(

@@ -5,20 +5,17 @@ requests asked for and from how far their prompts have come.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ipc import wire
 from ipc.wire import LogprobsMode
-from jax_specdec import loop
-from jax_specdec.modes import Asked, Widths, chosen_bucket
-from jax_specdec.pack import k_bucket
+from jax_specdec import loop, modes
+from jax_specdec.modes import Asked, Widths, sampling_of
 from jax_specdec.requests import Request, SamplingParams
-from jax_specdec.sampling import Sampling
 
 NOBODY = SamplingParams()  # of an empty slot
 
@@ -46,47 +43,17 @@ class Slot:
 
 def widths_of(slots: Sequence[Slot], vocab_size: int) -> Widths:
     """The static limits of what these slots ask for."""
-    asked = [slot.params for slot in slots if slot.params.columns]
-    if not asked:
-        return Widths()
-    return Widths(
-        k=k_bucket(max(params.columns for params in asked) - 1, vocab_size),
-        chosen=chosen_bucket(max(len(params.extra_token_ids) for params in asked)),
-        mode=LogprobsMode(max(params.logprobs_mode for params in asked)),
-    )
+    return modes.widths_of([slot.params for slot in slots], vocab_size)
 
 
 def asked_of(slots: Sequence[Slot], widths: Widths) -> Asked:
     """What is known of these slots, on the device."""
-    chosen_ids = np.zeros((len(slots), widths.chosen), np.int32)
-    for row, slot in zip(chosen_ids, slots, strict=True):
-        row[: len(slot.params.extra_token_ids)] = slot.params.extra_token_ids
-    params = [slot.params for slot in slots]
-    return Asked(
-        generation=_array([slot.generation for slot in slots], np.uint32),
-        verdict=_array([slot.verdict for slot in slots], np.int32),
-        columns=_array([p.columns for p in params], np.int32),
-        mode=_array([p.logprobs_mode for p in params], np.int32),
-        num_chosen=_array([len(p.extra_token_ids) for p in params], np.int32),
-        chosen_ids=jnp.asarray(chosen_ids),
-        draft_logprobs=_array([p.draft_logprobs for p in params], np.bool_),
-        sampling=_sampling(lambda name: [getattr(p, name) for p in params]),
+    return modes.asked_of(
+        [slot.params for slot in slots],
+        widths,
+        generation=[slot.generation for slot in slots],
+        verdict=[slot.verdict for slot in slots],
     )
-
-
-def _sampling(values: Callable[[str], object]) -> Sampling:
-    """Of what `values` has for each name: scalars, or lists of them."""
-    return Sampling(
-        temperature=_array(values("temperature"), np.float32),
-        top_k=_array(values("top_k"), np.int32),
-        top_p=_array(values("top_p"), np.float32),
-        min_p=_array(values("min_p"), np.float32),
-        seed=_array(values("seed"), np.uint32),
-    )
-
-
-def _array(values: object, dtype: type[np.generic]) -> jax.Array:
-    return jnp.asarray(np.array(values, dtype))
 
 
 def target_bound(slots: Sequence[Slot]) -> int:
@@ -180,7 +147,7 @@ def admission(
         max_tokens=jnp.int32(params.max_tokens),
         max_drafts=jnp.int32(most),
         stop_ids=jnp.asarray(stop_ids),
-        sampling=_sampling(functools.partial(getattr, params)),
+        sampling=sampling_of(functools.partial(getattr, params)),
         draft_token_ids=jnp.asarray(drafts),
     )
 

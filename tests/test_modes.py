@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from ipc.wire import Kind, LogprobsMode, WireError
+from ipc.wire import Kind, LogprobsMode, SlotState, WireError
 from jax_specdec import loop
 from jax_specdec.checkpoint import named_arrays
-from jax_specdec.drafters import MtpDrafter
-from jax_specdec.messages import draft_message, target_message
+from jax_specdec.drafters import MtpDrafter, no_drafts
+from jax_specdec.messages import draft_message, step_output, target_message
 from jax_specdec.model import forward, init_cache, logits
-from jax_specdec.modes import chosen_bucket, row_logprobs
+from jax_specdec.modes import asked_of, chosen_bucket, row_logprobs, widths_of
 from jax_specdec.pack import select_rows
 from jax_specdec.requests import SamplingParams
 from jax_specdec.sampling import truncation
-from jax_specdec.slots import Slot, asked_of, wants_one_read, widths_of
-from jax_specdec.verify import verify
+from jax_specdec.slots import Slot, wants_one_read
+from jax_specdec.verify import Verified, verify
 from tests import in_mode, reference_model
 from tests.decoding import VOCAB, random_model, request, run
 
@@ -37,10 +37,9 @@ def jitted(x, token_ids, num_rows, asked, widths):
 
 
 def asked_by(*params):
-    """(asked, widths) of slots with these parameters."""
-    slots = [Slot(params=one, most_tokens=S) for one in params]
-    widths = widths_of(slots, V)
-    return asked_of(slots, widths), widths
+    """(asked, widths) of requests with these parameters."""
+    widths = widths_of(params, V)
+    return asked_of(params, widths), widths
 
 
 def check_found(found, x, token_ids, num_rows, params):
@@ -166,14 +165,14 @@ class ByHand(chex.TestCase):
 
     def found(self, token, **params):
         function = self.variant(row_logprobs, static_argnames="widths")
-        slots = [Slot(params=SamplingParams(logprobs=4, **params), most_tokens=1)]
-        widths = widths_of(slots, 4)
+        asks = [SamplingParams(logprobs=4, **params)]
+        widths = widths_of(asks, 4)
         rows = select_rows(jnp.ones(1, jnp.int32), 1)
-        asked = asked_of(slots, widths)
+        asked = asked_of(asks, widths)
         tokens = jnp.array([[token]], jnp.int32)
         got = function(jnp.asarray(self.X), tokens, rows, asked, widths=widths)
         # In twelfths, so that they can be written down.
-        named = len(slots[0].params.extra_token_ids)
+        named = len(asks[0].extra_token_ids)
         logprobs = [
             np.asarray(x, np.float64) for x in (got.logprobs[0], got.extra_logprobs[0, :named])
         ]
@@ -211,6 +210,33 @@ def test_only_what_the_batch_asks_for_is_compiled():
     assert buckets == {0: 0, 1: 16, 16: 16, 17: 128, 128: 128}
     with pytest.raises(WireError, match="129 chosen token ids"):
         chosen_bucket(129)
+
+
+@pytest.mark.fast
+def test_what_a_batch_asks_for_has_a_row_for_each_request():
+    params = [SamplingParams(logprobs=3, extra_token_ids=(4, 2)), SamplingParams(temperature=0.5)]
+    widths = widths_of(params, V)
+    asked = asked_of(params, widths)
+    assert asked.chosen_ids.shape == (2, widths.chosen)
+    assert asked.chosen_ids[0, :2].tolist() == [4, 2]
+    said = [asked.columns, asked.num_chosen, asked.generation, asked.verdict]
+    assert [x.tolist() for x in said] == [[4, 0], [2, 0], [1, 1], [0, 0]]
+    assert asked.sampling.temperature.tolist() == [0, 0.5]
+    assert asked_of(params, widths, generation=[7, 9]).generation.tolist() == [7, 9]
+    with pytest.raises(ValueError, match="3 generations for 2 requests"):
+        asked_of(params, widths, generation=[7, 8, 9])
+
+
+@pytest.mark.fast
+def test_slots_that_do_not_decode_emit_nothing():
+    logits, count = jnp.zeros((2, 3, V)), jnp.array([2, 3], jnp.int32)
+    drafts = no_drafts(2, 2)._replace(num=jnp.array([2, 2], jnp.int32))
+    verified = Verified(jnp.ones((2, 3), jnp.int32), count)
+    active, running = jnp.array([True, False]), jnp.bool_(True)
+    output = step_output(logits, drafts, verified, active=active, running=running)
+    said = output.num_tokens, output.num_rows, output.num_drafts, output.drafts.num, output.state
+    assert [x.tolist() for x in said] == [[2, 0], [2, 0], [2, 0], [2, 0],
+                                          [SlotState.TOKENS, SlotState.STOPPED]]  # fmt: skip
 
 
 @pytest.mark.fast
