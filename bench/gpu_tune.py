@@ -10,6 +10,7 @@ are to it; results of all tilings are compared before anything is timed.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -84,17 +85,15 @@ def main(arguments: list[str] | None = None) -> int:
 def tilings(shape: Shape) -> Iterator[Tiling]:
     """The current choice first, then others; none twice."""
     current = choose_tiling(shape.rows, shape.vocabulary, shape.k, shape.dtype)
-    seen = {current}
-    yield current
-    for width in WIDTHS if shape.k else (current.group_width,):
-        for blocks in BLOCKS:
-            whole = Tiling(shape.vocabulary, shape.dtype, width, blocks, 1)
-            for each in PROGRAMS_EACH:
-                splits = max(1, MULTIPROCESSORS * each // shape.rows)
-                tiling = replace(whole, splits=min(splits, whole.num_steps))
-                if whole.num_steps and tiling not in seen:
-                    seen.add(tiling)
-                    yield tiling
+    splits = {max(1, MULTIPROCESSORS * each // shape.rows) for each in PROGRAMS_EACH}
+    if shape.rows > MULTIPROCESSORS:  # the rows fill the chip; split, its last programs end sooner
+        splits |= {2, 4}
+    found = {current: None}
+    for width, blocks, wanted in itertools.product(WIDTHS, BLOCKS, sorted(splits)):
+        whole = Tiling(shape.vocabulary, shape.dtype, width, blocks, 1)
+        if whole.num_steps:
+            found[replace(whole, splits=min(wanted, whole.num_steps))] = None
+    yield from found
 
 
 def name_of(tiling: Tiling) -> str:
