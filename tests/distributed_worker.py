@@ -37,7 +37,7 @@ def run(parallel, *, publish):
     config = loop.LoopConfig(
         model=CONFIG, drafter=NgramDrafter(2), num_slots=3, max_length=64, parallel=parallel
     )
-    worker = Worker(config, params, Sender(), publish=publish, fused=False)
+    worker = Worker(config, params, Sender(), prefill_chunk=4, publish=publish, fused=False)
     for slot, request in enumerate(REQUESTS):
         prompt = tuple(range(1, 5 + slot)) * 2
         request = Request(id=str(slot), prompt_token_ids=prompt, params=request)
@@ -48,7 +48,8 @@ def run(parallel, *, publish):
     while worker.busy:
         worker.advance()
     slots = [[slot.generation, slot.occupied, slot.verdict] for slot in worker.slots]
-    return {"messages": sent, "slots": slots, "steps": worker.step_number}
+    reused = worker.prefixes.reused
+    return {"messages": sent, "slots": slots, "steps": worker.step_number, "reused": reused}
 
 
 def main():

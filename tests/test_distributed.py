@@ -57,6 +57,8 @@ def test_one_of_two_processes_publishes_and_both_do_the_same():
     assert second["messages"] == []
     assert first["slots"] == second["slots"]
     assert first["steps"] == second["steps"] == len(first["messages"])
+    # Both took the same entries from another slot: the last two prompts begin alike.
+    assert first["reused"] == second["reused"] == 4
     alone = distributed_worker.run(sharding.ONE_DEVICE, publish=True)
     assert first["slots"] == alone["slots"]
     assert ids_of(first) == ids_of(alone)
