@@ -3,8 +3,14 @@
 Every contender is a `Worker` (bench/rig.py) whose messages go to a consumer in another process
 (bench/consumer.py). All decode the same prompts to the same tokens, and those that ask for the same
 logprobs deliver the same: that is checked first. Then they run in turn, round by round. A round
-decodes from the same state for everybody: first as a server runs, step n + 1 launched before step n
-is read, then some steps taken apart, each part waited for.
+decodes from the state after the prompts: first as a server runs, step n + 1 launched before step n
+is read, then some steps taken apart, each part waited for, the device idle and the engine on a core
+of its own.
+
+Two latencies, both by the wall's clock. "host us", which the target is about: from the moment that
+the device's array exists until the records do, in the steps taken apart; beside a GPU the device
+takes no time of the engine's. "busy us": from sending until the records, as the loop runs; where
+the CPU is the device, it computes the next step on the same cores meanwhile.
 
 "no logprobs" is the baseline; the names after "K = 20, " say which one part is replaced.
 """
@@ -20,7 +26,7 @@ import jax.numpy as jnp
 from bench import progress
 from bench.consumer import Consumer, Content
 from bench.rig import FIXED_BYTES, Contender, Rig, Steps
-from bench.setups import DRAFTS, REQUESTS, Setup, prompts, setups
+from bench.setups import DRAFTS, REQUESTS, Length, Setup, prompts, setups
 from bench.timing import BenchError, Comparison, Target, compare, from_samples, rotated
 from ipc.wire import LogprobsMode
 from jax_specdec.worker import Compiled, runs_on_gpu
@@ -73,7 +79,8 @@ def run(quick: bool = False) -> list[Comparison]:
         groups = {"greedy": chosen} if quick else {"greedy": chosen, "sampled": list(SAMPLED)}
         for kind, contenders in groups.items():
             title = f"decoding {REQUESTS} {kind} requests, {DRAFTS} drafts, {setup.name}"
-            results.append(measure(title, setup, contenders, params, model, compiled))
+            length = setup.length(sampled=kind == "sampled")
+            results.append(measure(title, setup, contenders, params, model, compiled, length))
     return results
 
 
@@ -84,13 +91,19 @@ def measure(
     params: Any,
     model: Any,
     compiled: Compiled | None = None,
+    length: Length | None = None,
 ) -> Comparison:
     """All contenders on one setup; the first is the baseline.
+
+    Args:
+      compiled: the loop's functions for this setup, to be shared; None: new ones.
+      length: None: the setup's.
 
     Raises:
       BenchError: one of them delivers other tokens or logprobs.
     """
     config, texts = setup.loop_config(model), prompts(model)
+    length = length or setup.length()
     notes: dict[str, Any] = {}
     served = list(contenders)
     consumer = Consumer(sorted({c.transport for c in served}), REQUESTS)
@@ -101,7 +114,7 @@ def measure(
                 notes[f"NOT RUN {contender.name}"] = consumer.missing[contender.transport]
         compiled = compiled or Compiled(config)
         rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in served}
-        rounds = run_rounds(title, rigs, setup)
+        rounds = run_rounds(title, rigs, length)
     finally:
         consumer.close()
     samples = {name: [steps.step for steps in found] for name, found in rounds.items()}
@@ -111,8 +124,8 @@ def measure(
         "vocabulary": model.vocab_size,
         "dtype": model.dtype,
         "parameters": model.num_parameters,
-        "steps": setup.steps,
-        "rounds": setup.rounds,
+        "steps": length.steps,
+        "rounds": length.rounds,
         "device": jax.devices()[0].device_kind,
     }
     plain = from_samples(title, samples, settings=settings, notes=notes)
@@ -121,20 +134,20 @@ def measure(
     return replace(plain, figures=figures, targets=tuple(targets))
 
 
-def run_rounds(title: str, rigs: dict[str, Rig], setup: Setup) -> dict[str, list[Steps]]:
+def run_rounds(title: str, rigs: dict[str, Rig], length: Length) -> dict[str, list[Steps]]:
     """Equal results first; then the rounds, each starting with another contender."""
     names = list(rigs)
     rounds: dict[str, list[Steps]] = {name: [] for name in names}
-    with progress.bar(title, len(names) * (setup.rounds + 1)) as advance:
+    with progress.bar(title, len(names) * (length.rounds + 1)) as advance:
         seen = {}
         for name, rig in rigs.items():
             content = rig.run(4, 2, keep=True)[1].content
             seen[name] = content
             check(title, rig.contender, content, names[0], seen)
             advance()
-        for index in range(setup.rounds):
+        for index in range(length.rounds):
             for name in rotated(names, index):
-                found = rigs[name].run(setup.steps, setup.apart)[0]
+                found = rigs[name].run(length.steps, length.apart)[0]
                 rounds[name].append(found)
                 advance()
     return rounds
