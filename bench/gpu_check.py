@@ -13,7 +13,7 @@ The parts, what tells most first, with an estimate of their minutes on an H100 (
   shapes      7   every vocabulary, dtype and kind of K at real sizes: both paths against XLA on all
                   rows and the float64 oracle on a few; every edge of the contract; arbitrary values
   targets     8   the shapes with promised limits, against peers and the memory's speed
-  tune        6   other tilings than the chosen ones, see `gpu_tune`
+  tune        8   other tilings than the chosen ones, see `gpu_tune`
   rest       15   all other shapes against peers
   end-to-end  2   the decoding loop on this device, with and without logprobs
 
