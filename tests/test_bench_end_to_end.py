@@ -2,6 +2,8 @@
 
 import json
 import time
+from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from bench import end_to_end, rig, setups, spans, timeline
 from bench.end_to_end import GREEDY, K0, K20, OFF, ONE
 from bench.timing import BenchError
+from jax_specdec import loop
 from jax_specdec.model import ModelConfig, init_params
 from jax_specdec.worker import Compiled
 
@@ -119,6 +122,53 @@ def test_a_run_has_greedy_and_sampled_requests_each_with_a_baseline(compiled, mo
     assert not sampled.targets
 
 
+def small_llama():
+    """The GPU's configuration with everything but its structure and dtype made small."""
+    config = replace(
+        ModelConfig.llama_1b(num_mtp_layers=1),
+        vocab_size=512, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        intermediate_size=32,
+    )  # fmt: skip
+    return init_params(config, jax.random.key(0)), config
+
+
+def test_what_a_gpu_will_measure_runs_here_in_small(monkeypatch):
+    small = replace(setups.large(quick=False), load=small_llama, steps=2, apart=1, rounds=1)
+    names = (OFF, K0, K20, ONE, "K = 20, separate read")
+    monkeypatch.setattr(end_to_end, "setups", lambda quick: [small])
+    monkeypatch.setattr(end_to_end, "runs_on_gpu", lambda config: True)
+    read = partial(end_to_end.seconds_to_read, size=1 << 20)
+    monkeypatch.setattr(end_to_end, "seconds_to_read", read)
+    monkeypatch.setattr(end_to_end, "GREEDY", [one for one in GREEDY if one.name in names])
+    (found,) = end_to_end.run(quick=True)
+    assert found.names == names
+    assert found.settings["dtype"] == "bfloat16"
+    verdicts = {target.what: target.verdict for target in found.targets}
+    assert len(verdicts) == 5
+    assert {*verdicts.values()} <= {"held", "MISSED"}  # each one has a figure
+    added = found.figures[K20]["adds us"]
+    wanted = "held" if added <= end_to_end.ADDED_LIMITS[K20] else "MISSED"
+    assert verdicts[f"H100: {K20} adds to a step"] == wanted
+
+
+@pytest.mark.fast
+def test_what_a_gpu_will_measure_fits_its_memory():
+    model = ModelConfig.llama_1b(num_mtp_layers=1)
+    setup = setups.large(quick=False)
+    config = setup.loop_config(model)
+
+    def size(make):
+        leaves = jax.tree.leaves(jax.eval_shape(make))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    weights = size(lambda: init_params(model, jax.random.key(0)))
+    state = size(lambda: loop.init_state(config))
+    assert 2.4e9 < weights < 3.0e9
+    # Every contender keeps its state and the one that its rounds start in; the working memory of a
+    # step, and the arrays of the measured copy, are far less than the rest of 80 GB.
+    assert weights + 2 * len(GREEDY) * state < 40e9
+
+
 @pytest.mark.fast
 def test_other_tokens_or_other_steps_are_caught():
     right = [[([1, 2], None), ([3], None)]]
@@ -191,7 +241,8 @@ def test_a_trace_is_what_perfetto_opens():
 
 @pytest.mark.fast
 def test_rounds_leave_room_for_all_their_tokens():
-    for setup in (SETUP, *setups.setups(quick=True), *setups.setups(quick=False)):
+    shown = [setups.large(False), *setups.setups(quick=True), *setups.setups(quick=False)]
+    for setup in (SETUP, *shown):
         most = (setups.DRAFTS + 1) * (rig.WARM_STEPS + setup.steps + setup.apart + 4)
         assert setup.max_length - setups.PROMPT >= most
     texts = setups.prompts(MODEL)
