@@ -102,7 +102,6 @@ def _first_drafts(state: LoopState, slot: jax.Array) -> tuple[Drafts, jax.Array]
         # Whatever the sampling makes of these logits, the draft has probability 1.
         tokens = jnp.arange(drafts.logits.shape[-1], dtype=jnp.int32)
         row = jnp.where(tokens[None, :] == ids[:, None], 0.0, -jnp.inf)
-        nothing = Truncation.nothing(ids.shape, tokens.size)
         drafts = drafts._replace(logits=drafts.logits.at[slot].set(row.astype(drafts.logits.dtype)))
         if state.drafts.cut is not None:
             nothing = Truncation.nothing(ids.shape, tokens.size)
