@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec import loop, sharding, slots
+from jax_specdec.decode import decode
 from jax_specdec.drafters import MtpDrafter, NgramDrafter
+from jax_specdec.messages import step_output, target_message
 from jax_specdec.model import ModelConfig, init_params, logits
-from jax_specdec.modes import Widths
+from jax_specdec.modes import Widths, asked_of, widths_of
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.sampling import Sampling
 from jax_specdec.verify import Drafts, verify
@@ -71,20 +74,67 @@ def rows(seed=0):
     return jnp.asarray(target), drafts, sampling, jnp.full(batch, 7, jnp.int32)
 
 
+@functools.cache
+def verified(shards, with_q):
+    """What `verify` makes of `rows()` on so many devices."""
+    target, drafts, sampling, positions = rows()
+    parallel = sharding.ONE_DEVICE if shards == 1 else sharding.Parallel(mesh_of(shards))
+    if not with_q:
+        drafts = drafts._replace(logits=None)
+    found = jax.jit(functools.partial(verify, parallel=parallel))(
+        target, drafts, sampling, positions
+    )
+    return found, parallel
+
+
 @pytest.mark.parametrize(
     ("shards", "with_q"), [(2, True), pytest.param(4, False, marks=pytest.mark.fast), (8, True)]
 )
 def test_verification_on_shards_emits_what_one_device_emits(shards, with_q):
-    """On the same logits, bit for bit, with random numbers of every purpose."""
-    target, drafts, sampling, positions = rows()
-    if not with_q:
-        drafts = drafts._replace(logits=None)
-    whole = jax.jit(verify)(target, drafts, sampling, positions)
+    """On the same logits, bit for bit, with random numbers of every purpose; the cuts too."""
+    whole, got = (verified(count, with_q)[0] for count in (1, shards))
     assert len(set(np.asarray(whole.num_tokens).tolist())) > 1
-    parallel = sharding.Parallel(mesh_of(shards))
-    got = jax.jit(functools.partial(verify, parallel=parallel))(target, drafts, sampling, positions)
-    np.testing.assert_array_equal(got.num_tokens, whole.num_tokens)
-    np.testing.assert_array_equal(got.token_ids, whole.token_ids)
+    jax.tree.map(np.testing.assert_array_equal, got, whole)
+
+
+def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
+    """The message of two devices, which searches for no cut, is that of one."""
+    target, drafts, sampling, positions = rows()
+    values = zip(*(x.tolist() for x in sampling), strict=True)
+    asks = [
+        SamplingParams(
+            logprobs=5, logprobs_mode=LogprobsMode.PROCESSED, extra_token_ids=(7, VOCAB - 1),
+            **dict(zip(sampling._fields, one, strict=True)),
+        )
+        for one in values
+    ]  # fmt: skip
+    widths = widths_of(asks, VOCAB)
+
+    def told(shards, turn=0):
+        """The message; its slots are told the cuts of those so many places before them."""
+        found, parallel = verified(shards, True)
+        output = step_output(
+            target, drafts, found, active=positions > 0, running=jnp.bool_(True)
+        )._replace(cut=jax.tree.map(lambda x: jnp.roll(x, turn, axis=0), found.cut))
+        message = jax.jit(
+            functools.partial(target_message, widths=widths, parallel=parallel),
+            compiler_options=QUICK,
+        )
+        words = np.asarray(message(output, asked_of(asks, widths), np.zeros(2, np.uint32)))
+        return decode(words[: words[wire.HEADER["num_words"].word]].tobytes())
+
+    def same(a, b):
+        exact = all(
+            np.array_equal(getattr(a, name), getattr(b, name))
+            for name in ("token_ids", "token_ranks", "topk_ids")
+        )
+        return exact and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5, equal_nan=True)
+
+    one, two = told(1), told(2)
+    assert np.isneginf(one.logprobs).any()  # of tokens that are excluded
+    assert same(two, one)
+    # The control: what it is told is used.
+    assert not same(told(2, turn=1), one)
 
 
 REQUESTS = [
