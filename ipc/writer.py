@@ -6,7 +6,7 @@ from time import monotonic_ns
 
 import numpy as np
 
-from ipc.errors import MessageTooLarge, PeerClosed, RingFull
+from ipc.errors import MessageTooLarge, PeerClosed, RingClosed, RingFull
 from ipc.layout import (
     DESCRIPTOR,
     DESCRIPTOR_FIELDS,
@@ -51,12 +51,15 @@ class RingWriter(Side):
           RingFull: no slot became free in time. Nothing was sent.
           MessageTooLarge: the parts exceed slot_bytes. Nothing was sent.
           PeerClosed, PeerDied: the consumer is gone.
+          RingClosed: close() was called, even where it was interrupted.
           TypeError, ValueError: a part has no buffer, or is not contiguous.
         """
         if getpid() != self._pid or self._closed or self._busy:
             self._refuse()
         self._busy = True
         try:
+            if self._ended:  # by a close() that a signal handler interrupted
+                raise RingClosed("this producer has ended the stream: nothing behind it is read")
             views = [part if type(part) is bytes else _as_bytes(part) for part in parts]
             size = sum(map(len, views))
             if size > self._slot_bytes:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from ipc.errors import RingClosed
 from ipc.ring import RingReader, RingWriter
 from tests.ring_peer import Progress, is_intact, payload, start_peer
 from tests.test_ring_model import assert_slots_are_accounted_for
@@ -95,6 +96,27 @@ def test_writing_in_a_storm_of_raising_handlers(tmp_path, storm, wait):
     progress = Progress.at(tmp_path / "p")
     assert (progress.done, progress.damaged, progress.finished) == (count, 0, True)
     assert raised > 50, f"only {raised} of {fired[0]} signals raised: the test was idle"
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_nothing_is_sent_after_an_interrupted_close(monkeypatch, num_slots):
+    """The end of stream has no slot: a message behind it would overwrite one that waits."""
+
+    def interrupt(name):
+        raise Interrupted
+
+    with RingReader.create(num_slots, 8) as reader, RingWriter.attach(reader.name) as writer:
+        sent = [bytes([number]) * 8 for number in range(num_slots)]
+        for data in sent:
+            writer.send(data)
+        with monkeypatch.context() as patch:
+            patch.setattr("ipc.side.unlink_names", interrupt)  # the call after the end of stream
+            with pytest.raises(Interrupted):
+                writer.close()
+        with pytest.raises(RingClosed, match="has ended the stream"):
+            writer.send(b"too late", timeout=0)
+        writer.close()
+        assert [message.data for message in reader] == sent
 
 
 WAITING = """
