@@ -116,7 +116,7 @@ class Waiter:
     def gather(self, limit: int) -> None:
         """Takes every unit that is there, up to `limit`; never waits."""
         count = min(self._semaphore.value, limit)
-        if count:
+        if count > 0:
             try:
                 self.held.extend(map(self._acquire, repeat(0, count)))
             except posix_ipc.BusyError:
