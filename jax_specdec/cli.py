@@ -44,8 +44,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         status: int = command.run(options)
     except WorkerFailed as error:
-        _complain(str(error))
+        _complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
         return 1
+    except MemoryError as error:
+        _complain(f"jax-specdec: out of memory: {error}; ask for fewer slots or shorter requests")
+        return 2
     except (RingError, OSError, ValueError) as error:
         _complain(f"jax-specdec: {error}")
         return 2

@@ -5,7 +5,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.options import integer
+from jax_specdec.options import found, integer
 
 if TYPE_CHECKING:
     from jax_specdec.demo import Collector
@@ -210,10 +210,10 @@ def _config(options: argparse.Namespace, requests: "list[Request]") -> "EngineCo
         num_slots=options.slots,
         max_length=max(256, -(-longest // 128) * 128),
         vocab_size=tokens.VOCAB_SIZE,
-        weights=str(options.weights.resolve()) if options.weights else "",
+        weights=found(options.weights),
         prefill_chunk=options.chunked_prefill,
         adaptive=options.adaptive_drafts,
-        corpus=str(options.corpus.resolve()) if options.corpus else "",
+        corpus=found(options.corpus),
         num_ranks=options.data_parallel,
         tensor_parallel=options.tensor_parallel,
         processes=options.processes,

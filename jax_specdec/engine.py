@@ -62,15 +62,18 @@ class Engine:
         self._generating = False
         try:
             for process_rank in range(config.num_ranks + config.num_prefill_ranks):
-                self.ranks.append(
-                    Rank(
-                        self._start(process_rank),
+                worker = self._start(process_rank)
+                with contextlib.ExitStack() as stack:  # without a rank, nobody else would stop it
+                    stack.callback(worker.stop, drain=False)
+                    rank = Rank(
+                        worker,
                         num_slots=config.num_slots,
                         max_length=config.max_length,
                         process_rank=process_rank,
                         prefill_only=process_rank >= config.num_ranks,
                     )
-                )
+                    self.ranks.append(rank)
+                    stack.pop_all()
         except BaseException:
             self.close()
             raise

@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jax_specdec import openai
 from jax_specdec.detokenize import TextStream, TokenTable
 from jax_specdec.jsonl_output import JsonlOutput
 from jax_specdec.prompts import Prompt
+from jax_specdec.record_batch import PromptRows
 from jax_specdec.records import FinishReason, Record, Records
 from jax_specdec.statistics import Statistics
 
@@ -26,7 +29,7 @@ class TextsInOrder:
     def __init__(
         self, prompts: Sequence[Prompt], table: TokenTable, show: Callable[[str, str], None]
     ) -> None:
-        """Show nothing yet.
+        """Show nothing before the first record: what comes until then is about loading.
 
         Args:
           prompts: in the order of their texts.
@@ -40,10 +43,13 @@ class TextsInOrder:
         self._streams = {prompt.request.id: TextStream(table) for prompt in prompts}
         self._hidden: dict[str, list[tuple[str, str]]] = {}
         self._ended: set[str] = set()
-        self._begin()
+        self._begun = False
 
     def add(self, record: Record) -> None:
         """The next record of some request."""
+        if not self._begun:
+            self._begun = True
+            self._begin()
         id = record.request_id
         stream = self._streams[id]
         self._put(id, "text", stream.push(record.token_ids.tolist()))
@@ -122,7 +128,10 @@ class Run:
     def response(self, prompt: Prompt, records: Sequence[Record]) -> dict[str, Any]:
         """The OpenAI-style response of a request that ended."""
         make = openai.chat_completion if prompt.chat else openai.completion
-        return make(prompt.request, records, self.table, model=self.model, created=int(time.time()))
+        return make(
+            prompt.request, records, self.table, model=self.model, created=int(time.time()),
+            prompt=_prompt_rows(prompt.request.params.prompt_logprobs, records),
+        )  # fmt: skip
 
     def summary(self) -> Iterator[str]:
         """What a person wants to know at the end, a line each."""
@@ -140,6 +149,22 @@ class Run:
         yield line
         for id, reason in self.failed.items():
             yield f"request {id!r} ended early: {reason}"
+
+
+def _prompt_rows(k: int | None, records: Sequence[Record]) -> openai.Rows | None:
+    """The prompt's logprobs, of all the records that have a chunk of them; None where not asked."""
+    if k is None:
+        return None
+    empty = openai.Rows(  # all there is of a prompt of one token
+        np.empty(0, np.int32), np.empty((0, k + 1), np.float32), np.empty((0, k), np.int32)
+    )
+    chunks = [record.prompt for record in records if record.prompt is not None]
+    parts: list[openai.Rows | PromptRows] = [empty, *chunks]
+    return openai.Rows(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.topk_ids for part in parts]),
+    )
 
 
 def left_to_do(

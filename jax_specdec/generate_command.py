@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_specdec.options import found
+
 if TYPE_CHECKING:
     from jax_specdec.engine import EngineConfig
     from jax_specdec.hf_model import HfModel
@@ -95,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       OSError, ValueError: what the user gave cannot be used; the message is for them.
+      WorkerFailed: the worker ended early; its note says what was kept.
     """
     import contextlib
 
@@ -104,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
     from jax_specdec.jsonl_output import JsonlOutput
     from jax_specdec.prompts import read_prompts
     from jax_specdec.tokenizer import Tokenizer
+    from jax_specdec.worker_client import WorkerFailed
 
     model = open_model(options.model, dtype=options.dtype)
     tokenizer = Tokenizer(options.model, model.config.vocab_size)
@@ -131,11 +135,11 @@ def run(options: argparse.Namespace) -> int:
                     result.add(update.records)
                     for record in update.records:
                         texts.add(record)
-        except KeyboardInterrupt as interrupt:
+        except (KeyboardInterrupt, WorkerFailed) as end:
             kept = f"{len(result.finished)} of {len(left)} requests had ended"
             if output is not None:
                 kept += f" and are in {options.output}: run the same command again for the others"
-            interrupt.add_note(kept)
+            end.add_note(kept)
             raise
         finally:
             sys.stdout.flush()
@@ -178,6 +182,8 @@ def _engine_config(
             f"{options.model} has no MTP head in DeepSeek's layout (model.layers."
             f"{model.config.num_layers}.eh_proj.weight): choose --drafter ngram, suffix or none"
         )
+    if options.corpus and drafter != "suffix":
+        raise ValueError(f"--corpus is for --drafter suffix; {drafter} looks in no text")
     length, limit = _length(options, prompts), model.hf.max_length
     if limit is not None and length > limit:
         raise ValueError(
@@ -195,7 +201,7 @@ def _engine_config(
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
         adaptive=options.adaptive,
-        corpus=str(options.corpus.resolve(strict=True)) if options.corpus else "",
+        corpus=found(options.corpus),
     )
 
 

@@ -2,6 +2,19 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
+
+
+def found(path: Path | None) -> str:
+    """The absolute path of what is there, for a worker; "" for None.
+
+    Raises:
+      OSError: nothing is there.
+    """
+    if path is None:
+        return ""
+    path.stat()  # its error names the whole path, that of a strict `resolve` the part that is wrong
+    return str(path.resolve())
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -60,7 +60,7 @@ def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list
     for number, line in prompt_lines(path):
         seeded = dataclasses.replace(defaults, seed=(defaults.seed + number) % 2**32)
         try:
-            fields = json.loads(line) if is_jsonl else {"prompt": unescape(line)}
+            fields = _json(line) if is_jsonl else {"prompt": unescape(line)}
             prompt = _prompt(fields, str(number), encoder, seeded)
         except ValueError as error:  # of JSON, of a value, or of the chat template
             raise RequestError(f"{path}, line {number}: {error}") from error
@@ -98,6 +98,20 @@ def prompt_lines(path: Path) -> list[tuple[int, str]]:
     if not lines:
         raise RequestError(f"{path} holds no prompts: write one a line")
     return lines
+
+
+def _json(line: str) -> Any:
+    """What a line of JSON says, where all of it is text: escapes can name half a character."""
+    fields = json.loads(line)
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise RequestError(
+            f"\\u{ord(half):04x} is half of a surrogate pair, and the other half is missing: "
+            "write the character itself"
+        ) from error
+    return fields
 
 
 def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) -> Prompt:

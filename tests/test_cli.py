@@ -1,17 +1,20 @@
 """The command line: what its options do, what it writes, and what it says when it cannot."""
 
+import functools
 import json
 import re
 import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from ipc.ring import RingReader, RingWriter
 from jax_specdec import demo, output_processor, tokens
 from jax_specdec.cli import COMMANDS, main
+from jax_specdec.engine import Engine
 from jax_specdec.rank import Update
 from jax_specdec.records import Records
 from jax_specdec.requests import Request, SamplingParams
@@ -211,13 +214,20 @@ def test_prompts_that_are_no_text_are_refused_by_their_name(tmp_path, capsys):
         (["--prompts", "/nowhere/prompts.txt"], "/nowhere/prompts.txt"),
         (["--prompts", "/dev/null"], "holds no prompts"),
         (["--json", "/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
-        (["--weights", "/nowhere/x.safetensors", "--max-tokens", "1"], "no checkpoint at /nowhere"),
+        (["--weights", "/nowhere/x.safetensors"], "/nowhere/x.safetensors"),
+        (["--drafter", "suffix", "--corpus", "/nowhere/text"], "/nowhere/text"),
+        (["--max-tokens", str(2**31 - 300), "--slots", str(2**16)], "out of memory: Unable to"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_sentence(options, said, capsys):
-    assert main(["demo", *options]) in (1, 2)
+def test_what_cannot_be_done_is_said_in_one_sentence(options, said, monkeypatch, capsys):
+    stopped = []
+    worker = SimpleNamespace(stop=lambda drain: stopped.append(drain))
+    start = functools.partial(Engine, start_worker=lambda *_, **__: worker)  # no process
+    monkeypatch.setattr("jax_specdec.engine.Engine", start)
+    assert main(["demo", *options]) == 2
     errors = "".join(capsys.readouterr().err.split())
     assert "".join(said.split()) in errors
+    assert stopped == [False] * said.startswith("out of memory")
 
 
 @pytest.mark.fast

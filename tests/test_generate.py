@@ -100,6 +100,7 @@ TABLE = TokenTable([bytes([byte]) for byte in range(256)])
 def test_one_text_grows_at_a_time_in_the_order_of_the_prompts():
     shown = Shown()
     texts = generate.TextsInOrder(prompts("a", "b", "c"), TABLE, shown)
+    assert not shown  # until the first record: the worker loads, or refuses
     for part in (
         record("b", "one "), record("a", "uno "), record("c", "eins", FinishReason.LENGTH),
         record("a", "due"), record("b", "two"), record("a", "", FinishReason.STOP_TOKEN),
@@ -135,7 +136,7 @@ def test_records_are_those_of_the_loop(model, tmp_path):
     lines = [
         {"id": "a", "prompt": "import json, import json, import", "logprobs": 3},
         {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2},
-        {"id": "c", "prompt": "no logprobs", "max_tokens": 4},
+        {"id": "c", "prompt": "no logprobs", "max_tokens": 4, "prompt_logprobs": 2},
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
     done = run(
@@ -150,8 +151,10 @@ def test_records_are_those_of_the_loop(model, tmp_path):
     ids = [tokenizer.encode(lines[0]["prompt"]).ids, [2, *tokenizer.encode("Hi").ids[1:], 3],
            tokenizer.encode("no logprobs").ids]  # fmt: skip
     requests = [
-        decoding.request(name, prompt, max_tokens=tokens, logprobs=k)
-        for name, prompt, tokens, k in zip("a2c", ids, (16, 16, 4), (3, 2, None), strict=True)
+        decoding.request(name, prompt, max_tokens=tokens, logprobs=k, prompt_logprobs=prompt_k)
+        for name, prompt, tokens, k, prompt_k in zip(
+            "a2c", ids, (16, 16, 4), (3, 2, None), (None, None, 2), strict=True
+        )
     ]
     params = hf_files.random_params(CONFIG)
     want = decoding.run(requests, "ngram", num_slots=3, model=(params, CONFIG), chunk=64)
@@ -167,6 +170,14 @@ def test_records_are_those_of_the_loop(model, tmp_path):
     logprobs = [float(x) for part in want.records["2"] for x in part.logprobs[:, 0]]
     assert [token["logprob"] for token in content] == logprobs
     assert records["c"]["choices"][0]["logprobs"] is None
+    rows = [one.prompt for one in want.records["c"] if one.prompt is not None]
+    first, *entries = records["c"]["speculation"]["prompt_logprobs"]
+    assert first is None
+    assert "prompt_logprobs" not in records["a"]["speculation"]
+    assert [entry["logprob"] for entry in entries] == [
+        float(x) for part in rows for x in part.logprobs[:, 0]
+    ]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [2] * (len(ids[2]) - 1)
     # What was shown is what was written.
     shown = "".join(
         f"== {name} ==\n{'' if name == '2' else line.get('prompt')}{text}\n"
@@ -207,7 +218,8 @@ def test_a_killed_run_goes_on(model, tmp_path):
     assert again.stderr == "14 of 14 requests are in the output already\n"
 
 
-def test_an_interrupted_run_says_how_to_go_on(model, tmp_path):
+@pytest.mark.parametrize("end", ["interrupt", "lost worker"])
+def test_a_run_that_ends_early_says_how_to_go_on(end, model, tmp_path):
     (tmp_path / "p.txt").write_text("a\nb\n")
     process = subprocess.Popen(
         command("--model", model, "--prompts", tmp_path / "p.txt", "--max-tokens", 400,
@@ -216,12 +228,18 @@ def test_an_interrupted_run_says_how_to_go_on(model, tmp_path):
     )  # fmt: skip
     try:
         assert process.stdout.read(12).startswith("== 1 ==")  # texts have begun
-        process.send_signal(signal.SIGINT)
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
+        else:
+            children = f"/proc/{process.pid}/task/{process.pid}/children"
+            with open(children) as file:
+                (worker,) = map(int, file.read().split())
+            os.kill(worker, signal.SIGKILL)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130
+    assert process.returncode == (130 if end == "interrupt" else 1)
     assert "requests had ended and are in" in error
     assert "run the same command again for the others" in error
     assert not [name for name in os.listdir("/dev/shm") if str(process.pid) in name]
@@ -239,13 +257,16 @@ def test_an_interrupted_run_says_how_to_go_on(model, tmp_path):
         (["--slots", "0"], "num_slots = 0 must be from 1"),
         (["--drafts", "65"], "num_drafts = 65 must be from 0 to 64"),
         (["--output", "/"], "Is a directory"),
+        (["--corpus", __file__], "--corpus is for --drafter suffix; ngram looks in no text"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_runs(options, message, model, tmp_path, capsys):
     (tmp_path / "p.txt").write_text("a\n")
     arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.txt")]
     assert cli.main([*arguments, *options]) == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert not shown.out
 
 
 @pytest.mark.fast
