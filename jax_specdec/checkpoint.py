@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_specdec.hf_model import open_model
-from jax_specdec.hf_weights import load_weights
+from jax_specdec.hf_weights import cache_bytes, load_weights
+from jax_specdec.memory import available_bytes, check_memory
 from jax_specdec.model import ModelConfig, ModelParams, init_params
 from jax_specdec.model_config import CheckpointError as CheckpointError
 from jax_specdec.model_params import named_arrays as named_arrays
@@ -118,12 +119,16 @@ def load_model(
     Raises:
       FileNotFoundError: there is no such path, or a file of the directory is missing.
       CheckpointError: what is there is damaged, not supported or does not fit.
-      InsufficientMemory: weights and caches of a directory's model do not fit.
+      InsufficientMemory: weights and caches do not fit.
     """
     if path and Path(path).is_dir():
         model = open_model(path, dtype=dtype)
         return load_weights(model, num_slots=num_slots, max_length=max_length), model.config
-    params, config, _ = load_checkpoint(path or tiny_weights_path(), dtype=dtype or None)
+    file = path or tiny_weights_path()
+    params, config, _ = load_checkpoint(file, dtype=dtype or None)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    needed = weights + cache_bytes(config, num_slots, max_length)
+    check_memory(needed, str(file), config.dtype, available=available_bytes() + weights)
     return params, config
 
 

@@ -30,6 +30,7 @@ class Start:
     max_length: int  # prompt and emitted tokens of a request
     prefill_chunk: int = 64  # prompt tokens between two steps
     prefix_reuse: bool = True  # what prompts have in common is run once
+    vocab_size: int = 0  # token ids that the engine takes for known; the model has as many or more
     process_rank: int = 0
     prefill_only: bool = False  # run prompts, send first tokens, and hand the requests over
     adaptive: bool = False  # fewer drafts for a request whose drafts are seldom accepted

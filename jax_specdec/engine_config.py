@@ -20,7 +20,7 @@ class EngineConfig:
       num_drafts: draft tokens a step at most.
       num_slots: requests that decode together.
       max_length: prompt and emitted tokens of a request.
-      vocab_size: ids below it are legal in a prompt.
+      vocab_size: ids below it are legal in a prompt; at most the model's.
       weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
         that come with the package.
       dtype: "bfloat16" or "float32", to compute in; empty for that of the weights.
@@ -69,6 +69,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         limits = (
+            ("vocab_size", 1, 2**31 - 1),
             ("num_drafts", 0, MAX_DRAFTS),
             ("num_slots", 1, 2**16),
             ("max_length", 2, 2**31 - 1),

@@ -4,6 +4,8 @@ Checked here, once, at the boundary: everything behind it may rely on these limi
 """
 
 from dataclasses import dataclass, field
+from operator import index
+from typing import SupportsIndex
 
 from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
 
@@ -53,9 +55,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _in_range("top_k", self.top_k, 0, 2**31 - 1)
-        _in_range("seed", self.seed, 0, 2**32 - 1)
+        _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
+        _whole("seed", self.seed, 0, 2**32 - 1)
         _in_range("min_p", self.min_p, 0.0, 1.0)
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise RequestError(
@@ -65,9 +67,9 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1 (1 keeps all)")
         if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, MAX_TOP_K)
+            _whole("logprobs", self.logprobs, 0, MAX_TOP_K)
         if self.prompt_logprobs is not None:
-            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_K)
+            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_K)
         if len(self.extra_token_ids) > MAX_CHOSEN:
             raise RequestError(
                 f"{len(self.extra_token_ids)} extra_token_ids; a request may name {MAX_CHOSEN}"
@@ -94,6 +96,13 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    # OpenAI's chat format has logprobs = true: taken for 1, it would be another request.
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise RequestError(f"{name} = {value!r} must be a whole number from {low} to {high}")
+    _in_range(name, index(value), low, high)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

@@ -71,6 +71,7 @@ class WorkerProcess:
                     max_length=config.max_length,
                     prefill_chunk=config.prefill_chunk,
                     prefix_reuse=config.prefix_reuse,
+                    vocab_size=config.vocab_size,
                     process_rank=process_rank,
                     prefill_only=prefill_only,
                     adaptive=config.adaptive,

@@ -57,6 +57,12 @@ def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker
             num_slots=start.num_slots,
             max_length=start.max_length,
         )
+        if start.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"EngineConfig.vocab_size = {start.vocab_size}, but the model has "
+                f"{config.vocab_size} tokens: set it to {config.vocab_size} or less, or prompts "
+                "may hold ids that the model does not know"
+            )
         parallel = tensor_parallel(config, start.tensor_parallel)
         drafter = make_drafter(
             start.drafter,

@@ -14,10 +14,13 @@ from jax_specdec import model
 from jax_specdec.checkpoint import (
     CheckpointError,
     load_checkpoint,
+    load_model,
     named_arrays,
     save_checkpoint,
     tiny_weights_path,
 )
+from jax_specdec.hf_weights import cache_bytes
+from jax_specdec.memory import InsufficientMemory
 from jax_specdec.model import ModelConfig, init_params
 from tests import reference_model
 
@@ -111,6 +114,16 @@ def test_configurations_that_cannot_be_are_named(file, config):
 def test_reserved_metadata_is_refused(params, tmp_path):
     with pytest.raises(ValueError, match=r"\['config'\] are written by save_checkpoint"):
         save_checkpoint(tmp_path / "x", params, CONFIG, metadata={"config": "{}"})
+
+
+def test_caches_that_do_not_fit_are_refused_before_they_are_made(file, monkeypatch):
+    """The weights are there already: what is free then must hold the caches."""
+    _, config = load_model(file)
+    just_enough = cache_bytes(config, 4, 100)
+    monkeypatch.setattr("jax_specdec.checkpoint.available_bytes", lambda: just_enough)
+    assert load_model(file, num_slots=4, max_length=100)[1] == config
+    with pytest.raises(InsufficientMemory, match="fewer slots or a smaller max_length"):
+        load_model(file, num_slots=4, max_length=101)
 
 
 def test_shipped_weights():

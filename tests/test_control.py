@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,15 @@ def test_garbage_is_refused(line):
 def test_impossible_requests_are_refused_by_name(field, value):
     with pytest.raises(RequestError, match=field.split("_")[0]):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [True, "5", 2.5])
+def test_what_is_no_whole_number_is_refused_by_name(name, value):
+    """OpenAI's chat format has logprobs = true, which Python would take for 1."""
+    with pytest.raises(RequestError, match=rf"^{name} = {value!r} must be a whole number from"):
+        SamplingParams(**{name: value})
+    assert getattr(SamplingParams(**{name: np.int64(5)}), name) == 5
 
 
 def test_an_empty_prompt_is_refused():

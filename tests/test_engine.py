@@ -275,11 +275,11 @@ def test_ids_may_be_numpy_integers(weights):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("num_drafts", 65), ("num_drafts", -1), ("num_slots", 0), ("max_length", 1),
-     ("ring_slots", 0), ("prefill_chunk", 0)],
+     ("ring_slots", 0), ("prefill_chunk", 0), ("vocab_size", 0)],
 )  # fmt: skip
 def test_sizes_are_checked_before_memory_is_taken(field, value):
     with pytest.raises(ValueError, match=f"{field} = {value} must be from"):
-        EngineConfig(vocab_size=VOCAB, **{field: value})
+        EngineConfig(**{"vocab_size": VOCAB, field: value})
 
 
 def test_only_rings_with_a_message_are_read_when_there_are_several():

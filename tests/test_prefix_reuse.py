@@ -244,7 +244,7 @@ def test_a_copy_stays_on_its_device():
     assert collectives(program) == []
 
 
-def test_the_setting_reaches_the_worker(tmp_path):
+def test_the_setting_reaches_the_worker(tmp_path, capfd):
     """From the engine's configuration into the first command, and from it into a worker."""
     told = tmp_path / "told"
     program = (sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(input())", str(told))
@@ -258,3 +258,7 @@ def test_the_setting_reaches_the_worker(tmp_path):
         assert start.prefix_reuse is reuse
         small = dataclasses.replace(start, num_slots=1, max_length=8, drafter="none")
         assert make_worker(small, Sent()).prefix_reuse is reuse
+    # Here too as it loads the model: what the engine takes for known, the model must know.
+    with pytest.raises(SystemExit):
+        make_worker(dataclasses.replace(small, vocab_size=265), Sent())
+    assert "vocab_size = 265, but the model has 264 tokens" in capfd.readouterr().err
