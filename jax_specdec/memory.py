@@ -39,8 +39,8 @@ def check_memory(needed: int, what: str, dtype: str, available: int | None = Non
 
 
 def available_bytes() -> int:
-    """Free memory of the first device; of this machine, where the device has none of its own."""
-    statistics = jax.devices()[0].memory_stats()
+    """Free memory of this process's first device; of the machine, where it has none of its own."""
+    statistics = jax.local_devices()[0].memory_stats()  # another process may own the first of all
     if statistics and "bytes_limit" in statistics:
         return int(statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
     return host_bytes()
