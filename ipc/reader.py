@@ -2,7 +2,7 @@
 
 import select
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from os import getpid
 from time import monotonic_ns
 from typing import NamedTuple
@@ -48,8 +48,16 @@ class RingReader(Side):
     _next_look_ns = 0
     _epoll: select.epoll | None = None
 
-    def receive(self, timeout: float | None = None) -> ReceivedMessage:
+    def receive(
+        self, timeout: float | None = None, *, rehearse: Callable[[], object] | None = None
+    ) -> ReceivedMessage:
         """Returns the next message, waiting up to `timeout` seconds (None: as long as it takes).
+
+        Args:
+          rehearse: called at most once in a wait, shortly before the message is expected, under
+            the wait policy "predict". It should do, into nothing, what will be done with the
+            message, so that code and data are in the caches by then; it must not use this ring.
+            What it raises, receive() raises; no message is lost.
 
         Raises:
           RingTimeout: nothing came in time.
@@ -64,7 +72,8 @@ class RingReader(Side):
             if self._undelivered is None:
                 if self._over is not None:
                     raise self._over.with_traceback(None)
-                if not self._items.take(None if timeout is None else deadline_after(timeout)):
+                deadline = None if timeout is None else deadline_after(timeout)
+                if not self._items.take(deadline, rehearse):
                     raise RingTimeout(f"no message within {timeout} s")
                 self._read_message()
             return self._hand_out()

@@ -4,7 +4,12 @@
     spin     look at the semaphore all the time; the least latency, one core at 100 %
     predict  sleep until shortly before the unit is expected (a moving average of the intervals),
              then spin for a bounded time, then sleep: nearly the latency of spinning, for the
-             cost of LEAD_NS or so per message
+             cost of LEAD_NS or so per message; of up to a sixteenth of the interval where long
+             intervals vary
+
+Under `predict`, a rehearsal may run in front of the spinning: something that brings into the caches
+what will be needed once the unit is here. A core that slept, or whose neighbors were at work, has
+lost it: then the same code takes five times as long.
 
 Every wait proceeds in slices of at most SLICE_NS, between which the caller's `obstacle` is asked
 whether the peer is gone. Deadlines are times of CLOCK_MONOTONIC. (posix_ipc waits on
@@ -34,7 +39,8 @@ POLICIES: tuple[WaitPolicy, ...] = ("predict", "block", "spin")
 SLICE_NS = 20_000_000  # a peer's death is noticed within one slice
 LOOK_NS = 1_000_000  # while spinning, ask about obstacles this often
 LEAD_NS = 400_000  # wake up this long before the expected moment: timers and cores are late
-SPIN_NS = 800_000  # then spin at most this long
+LEAD_SHARE = 16  # at most this share of the interval, where the moment varies more than that
+FIRST_REHEARSAL_NS = 500_000  # how long a rehearsal takes, until one was seen
 FIRST_NS = 5_000_000  # the first interval is a guess: a decode step, or less
 GLANCES = 20  # looks at the semaphore between two looks at the clock
 AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
@@ -96,6 +102,8 @@ class Waiter:
         self._policy = policy
         self._obstacle = obstacle
         self._interval_ns = 0
+        self._deviation_ns = 0
+        self._rehearsal_ns = FIRST_REHEARSAL_NS
         self._gap_ns = 0
         self._last_ns = 0
         self._unwaited = 0  # units that were there at once, since _last_ns
@@ -123,10 +131,14 @@ class Waiter:
                 return
             self._unwaited += count
 
-    def take(self, deadline_ns: int | None) -> bool:
+    def take(self, deadline_ns: int | None, rehearse: Callable[[], object] | None = None) -> bool:
         """Takes a unit, waiting until `deadline_ns` (None: for ever); False when time is up.
 
-        Raises what `obstacle` returned, unless a unit was still there.
+        Args:
+          rehearse: called at most once, shortly before the unit is expected, if it is waited for
+            that long; only where it is predicted.
+
+        Raises what `obstacle` returned, unless a unit was still there; what `rehearse` raised.
         """
         if self.held:
             return True
@@ -138,22 +150,30 @@ class Waiter:
             else:
                 self._unwaited += 1
                 return True
-        return self._wait(deadline_ns)
+        return self._wait(deadline_ns, rehearse)
 
-    def _wait(self, deadline_ns: int | None) -> bool:
+    def _wait(self, deadline_ns: int | None, rehearse: Callable[[], object] | None) -> bool:
         self.waits += 1
         now = started = monotonic_ns()
         deadline = _NEVER if deadline_ns is None else deadline_ns
         spin_from, spin_until = self._spin_window(now)
+        rehearse_at = _NEVER
+        if rehearse is not None and spin_from - self._rehearsal_ns > now:  # else it would be late
+            rehearse_at = spin_from - self._rehearsal_ns
         try:
             while True:
+                if rehearse is not None and rehearse_at <= now < deadline:
+                    rehearse()
+                    rehearse_at = _NEVER
+                    begun, now = now, monotonic_ns()
+                    self._rehearsal_ns += (now - begun - self._rehearsal_ns) // 4
                 taken = False
                 if spin_from <= now < spin_until and now < deadline:
                     taken = self._spin(min(now + LOOK_NS, spin_until, deadline))
                 elif now < deadline:
                     end = min(now + SLICE_NS, deadline)
                     if now < spin_from:
-                        end = min(end, spin_from)
+                        end = min(end, spin_from, rehearse_at)
                     taken = self._sleep((end - now) * 1e-9)
                 if taken:
                     return True
@@ -184,10 +204,13 @@ class Waiter:
             self._interval_ns = min(self._gap_ns, FIRST_NS)
         else:
             # A pause between requests must not spoil the prediction for the messages after it.
-            self._interval_ns += (min(self._gap_ns, 2 * self._interval_ns) - self._interval_ns) // 4
+            error = min(self._gap_ns, 2 * self._interval_ns) - self._interval_ns
+            self._deviation_ns += (abs(error) - self._deviation_ns) // 4
+            self._interval_ns += error // 4
+        lead = max(LEAD_NS, min(2 * self._deviation_ns, self._interval_ns // LEAD_SHARE))
         expected = self._last_ns + self._interval_ns * (self._unwaited + 1)
-        start = max(now, expected - LEAD_NS)
-        return start, start + SPIN_NS
+        start = max(now, expected - lead)
+        return start, start + 2 * lead
 
     def _spin(self, until_ns: int) -> bool:
         semaphore = self._semaphore

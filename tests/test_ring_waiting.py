@@ -1,0 +1,194 @@
+"""When a waiter sleeps, rehearses and spins: on a clock of its own, so timing decides nothing."""
+
+import numpy as np
+import posix_ipc
+import pytest
+
+from ipc import waiting
+from ipc.ring import RingReader, RingWriter
+from ipc.waiting import FIRST_REHEARSAL_NS, LEAD_NS, Waiter
+
+pytestmark = pytest.mark.fast
+
+US, MS = 1_000, 1_000_000
+
+
+class Clockwork:
+    """A semaphore whose units come at given times, and the clock by which they do."""
+
+    def __init__(self, monkeypatch, policy="predict"):
+        self.now = 0
+        self.due = []  # when units come that have not been taken
+        self.spun = self.slept = 0  # units that came to a spinning, and to a sleeping waiter
+        self.waiter = Waiter(self, policy, lambda: None)
+        monkeypatch.setattr(waiting, "monotonic_ns", self.clock)
+
+    def clock(self):
+        self.now += 100
+        return self.now
+
+    @property
+    def value(self):
+        self.now += 100
+        return sum(moment <= self.now for moment in self.due)
+
+    def acquire(self, seconds):
+        if self.due and self.due[0] <= self.now + seconds * 1e9:
+            self.slept += self.due[0] > self.now
+            self.now = max(self.now, self.due.pop(0))
+            return
+        self.now += int(seconds * 1e9)
+        raise posix_ipc.BusyError
+
+    def take(self, gap, rehearse=None, work=50 * US):
+        """The waiter waits for a unit that comes `gap` after now; then some work is done."""
+        self.due.append(self.now + gap)
+        slept = self.slept
+        assert self.waiter.take(None, rehearse)
+        self.spun += self.slept == slept
+        self.waiter.held.clear()
+        self.now += work
+
+
+class Rehearsal:
+    """Takes `lasts`, and notes when it began."""
+
+    def __init__(self, scene, lasts):
+        self.scene, self.lasts, self.began = scene, lasts, []
+
+    def __call__(self):
+        self.began.append(self.scene.now)
+        self.scene.now += self.lasts
+
+
+def test_a_rehearsal_ends_shortly_before_the_unit_comes(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    rehearsal = Rehearsal(scene, lasts=300 * US)
+    scene.take(5 * MS, rehearsal)
+    assert not rehearsal.began  # nothing was known yet
+    for _ in range(30):
+        scene.take(5 * MS, rehearsal)
+        comes = scene.now - 50 * US
+        if rehearsal.began:
+            assert comes - 2 * LEAD_NS < rehearsal.began[-1] + rehearsal.lasts < comes
+    assert 25 <= len(rehearsal.began) <= 30
+    assert scene.spun >= 25
+    # Its length was learned: the spinning is not longer than without.
+    ahead = comes - rehearsal.began[-1] - rehearsal.lasts
+    assert LEAD_NS * 0.8 < ahead < LEAD_NS * 1.2
+
+
+@pytest.mark.parametrize("policy", ["block", "spin"])
+def test_where_nothing_is_predicted_nothing_is_rehearsed(monkeypatch, policy):
+    scene = Clockwork(monkeypatch, policy)
+    rehearsal = Rehearsal(scene, lasts=300 * US)
+    for _ in range(10):
+        scene.take(5 * MS, rehearsal)
+    assert not rehearsal.began
+
+
+def test_units_that_come_soon_are_not_rehearsed_for(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    rehearsal = Rehearsal(scene, lasts=300 * US)
+    for gap in (0, LEAD_NS, LEAD_NS + FIRST_REHEARSAL_NS // 2):
+        for _ in range(10):
+            scene.take(gap, rehearsal)
+    assert not rehearsal.began
+
+
+def test_a_deadline_that_comes_first_leaves_no_time_to_rehearse(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    rehearsal = Rehearsal(scene, lasts=300 * US)
+    for _ in range(5):
+        scene.take(5 * MS)
+    before = scene.now
+    assert not scene.waiter.take(before + 2 * MS, rehearsal)
+    assert not rehearsal.began
+    assert scene.now - before < 3 * MS
+
+
+def test_a_unit_that_comes_early_is_taken_without_a_rehearsal(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    rehearsal = Rehearsal(scene, lasts=300 * US)
+    for _ in range(5):
+        scene.take(5 * MS)
+    scene.take(2 * MS, rehearsal)
+    assert not rehearsal.began
+
+
+def test_an_error_in_a_rehearsal_is_raised_and_no_unit_is_lost(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    for _ in range(5):
+        scene.take(5 * MS)
+    scene.due.append(scene.now + 5 * MS)
+    with pytest.raises(ZeroDivisionError):
+        scene.waiter.take(None, lambda: 1 // 0)
+    assert not scene.waiter.held
+    assert scene.waiter.take(None)
+    assert len(scene.waiter.held) == 1
+
+
+def jittery(scene, mean, spread, count=300):
+    """Gaps around `mean`: the share of units that came while the waiter spun."""
+    rng = np.random.default_rng(0)
+    for gap in rng.normal(mean, spread, 50):
+        scene.take(int(gap))
+    scene.spun = 0
+    for gap in rng.normal(mean, spread, count):
+        scene.take(int(gap))
+    return scene.spun / count
+
+
+def test_long_intervals_that_vary_are_met_by_spinning_longer(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    spinning = []
+    window = scene.waiter._spin_window
+
+    def noted(now):
+        start, until = window(now)
+        spinning.append(until - start)
+        return start, until
+
+    scene.waiter._spin_window = noted
+    share = jittery(scene, 35 * MS, 0.8 * MS)
+    assert share > 0.8
+    assert max(spinning) <= 35 * MS // 7  # twice a sixteenth, and a little for the average
+    scene = Clockwork(monkeypatch)
+    monkeypatch.setattr(waiting, "LEAD_SHARE", 10**9)  # as without: the lead stays as it is
+    assert jittery(scene, 35 * MS, 0.8 * MS) < share - 0.2
+
+
+def test_steady_or_short_intervals_are_met_with_the_least_lead(monkeypatch):
+    for mean, spread in ((35 * MS, 0.01 * MS), (5 * MS, 0.2 * MS)):
+        scene = Clockwork(monkeypatch)
+        share = jittery(scene, mean, spread)
+        start, until = scene.waiter._spin_window(scene.now)
+        assert until - start == 2 * LEAD_NS
+        assert share > 0.9
+
+
+def test_a_pause_does_not_spoil_the_prediction(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    for _ in range(20):
+        scene.take(5 * MS)
+    scene.take(3_000 * MS)
+    scene.spun = 0
+    for _ in range(20):
+        scene.take(5 * MS)
+    assert scene.spun >= 14
+
+
+def test_receive_rehearses_through_a_real_ring():
+    """That the callable comes through; when it is called, the tests above say."""
+    with RingReader.create(4, 64) as reader, RingWriter.attach(reader.name) as writer:
+        calls = []
+        for number in range(3):
+            writer.send(bytes([number]))
+            assert reader.receive(rehearse=lambda: calls.append(1)).data == bytes([number])
+        assert not calls  # they were there at once
+        reader._items._last_ns = waiting.monotonic_ns()  # a message 200 ms apart is expected
+        reader._items._interval_ns = reader._items._gap_ns = 200 * MS
+        with pytest.raises(ZeroDivisionError):
+            reader.receive(timeout=10, rehearse=lambda: 1 // 0)
+        writer.send(b"after")
+        assert reader.receive(timeout=10).data == b"after"
