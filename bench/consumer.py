@@ -7,6 +7,7 @@ or as lists or objects a token (`bench.host`).
 
 import gc
 import multiprocessing
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -83,10 +84,20 @@ class Consumer:
         return self._process.pid
 
     def begin(
-        self, transport: str, design: str, requests: Sequence[Request], keep: bool = False
+        self,
+        transport: str,
+        design: str,
+        requests: Sequence[Request],
+        keep: bool = False,
+        rehearse: bool = False,
     ) -> None:
-        """Get ready for a round of these requests, one for each slot."""
-        self._control.send((transport, design, list(requests), keep))
+        """Get ready for a round of these requests, one for each slot.
+
+        Args:
+          keep: the messages' content.
+          rehearse: as `EngineConfig.rehearse`; through the ring.
+        """
+        self._control.send((transport, design, list(requests), keep, rehearse))
         self._answer()
 
     def end(self) -> Round:
@@ -148,11 +159,12 @@ def _main(
     control.send(addresses)
     try:
         while (order := control.recv()) is not None:
-            transport, design, requests, keep = order
+            transport, design, requests, keep, rehearse = order
             take = DESIGNS[design](requests, num_slots)
             gc.collect()
             control.send("ready")
-            control.send(_round(receivers[transport], take, keep))
+            rehearsal = take.rehearse if rehearse and isinstance(take, Columns) else None
+            control.send(_round(_receiver_of(receivers[transport], rehearsal), take, keep))
     except EOFError:
         pass
     except Exception as error:  # the other side says it and ends
@@ -162,39 +174,43 @@ def _main(
             receiver.close()
 
 
-Take = Callable[[np.ndarray], tuple[int, Any]]  # bytes to (when decoded, results)
+Take = Callable[[Any], tuple[int, Any]]  # a message's bytes to (when decoded, results)
+
+_NUM_WORDS = struct.Struct("<I")
+_NUM_WORDS_AT = wire.HEADER["num_words"].word * wire.WORD_BYTES
 
 
-def _round(receiver: Receiver, take: Take, keep: bool) -> Round:
+def _round(receive: Callable[[], Any], take: Take, keep: bool) -> Round:
+    """Every message until an empty one; what only the table needs is done after the last clock."""
     table: list[tuple[int, ...]] = []
     content: list[Content] = []
     clock, cpu = time.monotonic_ns, time.process_time_ns
-    receive = _receiver_of(receiver)
-    while len(words := receive()):
+    while num_bytes := memoryview(data := receive()).nbytes:
         received = clock()
-        # A transport may send more than the message: a fixed size.
-        message = words[: int(wire.HEADER["num_words"].get(words.view(np.uint32)))]
+        message, size = data, _NUM_WORDS.unpack_from(data, _NUM_WORDS_AT)[0] * wire.WORD_BYTES
+        if size != num_bytes:  # a transport may send more than the message: a fixed size
+            message = memoryview(data).cast("B")[:size]
         decoded, results = take(message)
         processed, used = clock(), cpu()
-        is_target = int(wire.HEADER["kind"].get(message.view(np.uint32))) == Kind.TARGET
+        words = np.frombuffer(message, "<u4")
+        is_target = int(wire.HEADER["kind"].get(words)) == Kind.TARGET
         if is_target:
-            counts = _counts(message.view(np.uint32))
-            table.append((received, decoded, processed, used, words.nbytes, *counts))
+            table.append((received, decoded, processed, used, num_bytes, *_counts(words)))
         else:  # a draft message belongs to the step before it
             last = table.pop()
             spent = last[DECODED] + (decoded - received)
-            table.append((last[0], spent, processed, used, last[BYTES] + words.nbytes, *last[5:]))
+            table.append((last[0], spent, processed, used, last[BYTES] + num_bytes, *last[5:]))
         if keep and is_target:
             content.append(_content(results))
-        del words, message, results
+        del data, words, message, results
     return Round(np.array(table, np.int64).reshape(-1, 8), content)
 
 
-def _receiver_of(receiver: Receiver) -> Callable[[], np.ndarray]:
-    """The next message's words, from any transport; from the ring as the engine receives them."""
+def _receiver_of(receiver: Receiver, rehearse: Callable[[], object] | None) -> Callable[[], Any]:
+    """The next message's bytes, from any transport; from the ring as the engine receives them."""
     if isinstance(receiver, RingReceiver):
         reader = receiver.reader
-        return lambda: np.frombuffer(reader.receive().data, "<u4")
+        return lambda: reader.receive(rehearse=rehearse).data
     return lambda: receiver.receive()[3]
 
 
@@ -207,21 +223,27 @@ def _counts(words: np.ndarray) -> tuple[int, int, int]:
     return int(tokens.sum()), int(accepted), int((slots[:, 1] >> 16).sum())
 
 
-def columns(requests: Sequence[Request], num_slots: int) -> Take:
-    """This project's way."""
-    # A round starts where the last one ended: any number may be its first step.
-    state = replace(ProcessorState.empty(num_slots), next_step=None)
-    for slot, request in enumerate(requests):
-        state = output_processor.admit(state, slot, GENERATION, request)
+class Columns:
+    """This project's way, as the engine's `Rank` does it."""
 
-    def take(words: np.ndarray) -> tuple[int, tuple[Message, Records]]:
-        nonlocal state
-        message = decode(words)
+    def __init__(self, requests: Sequence[Request], num_slots: int) -> None:
+        # A round starts where the last one ended: any number may be its first step.
+        self.state = replace(ProcessorState.empty(num_slots), next_step=None)
+        for slot, request in enumerate(requests):
+            self.state = output_processor.admit(self.state, slot, GENERATION, request)
+        self.last: tuple[ProcessorState, Any] | None = None
+
+    def __call__(self, data: Any) -> tuple[int, tuple[Message, Records]]:
+        self.last = self.state, data
+        message = decode(data)
         decoded = time.monotonic_ns()
-        state, records = output_processor.step(state, message)
+        self.state, records = output_processor.step(self.state, message)
         return decoded, (message, records)
 
-    return take
+    def rehearse(self) -> None:
+        if self.last is not None:
+            state, data = self.last
+            output_processor.step(state, decode(data))
 
 
 def a_token(
@@ -232,9 +254,9 @@ def a_token(
     def design(requests: Sequence[Request], num_slots: int) -> Take:
         call = make(num_slots)
 
-        def take(words: np.ndarray) -> tuple[int, Any]:
+        def take(data: Any) -> tuple[int, Any]:
             decoded = time.monotonic_ns()
-            return decoded, call(words)
+            return decoded, call(np.frombuffer(data, "<u4"))
 
         return take
 
@@ -242,7 +264,7 @@ def a_token(
 
 
 DESIGNS: dict[str, Callable[[Sequence[Request], int], Take]] = {
-    "columns": columns,
+    "columns": Columns,
     "lists": a_token(host.lists),
     "objects": a_token(host.objects),
 }

@@ -9,7 +9,8 @@ of its own.
 
 Two latencies, both by the wall's clock. "host us", which the target is about: from the moment that
 the device's array exists until the records do, in the steps taken apart; beside a GPU the device
-takes no time of the engine's. "busy us": from sending until the records, as the loop runs; where
+takes no time of the engine's; the first of these steps are not counted, in which the ring learns when
+to expect the next. "busy us": from sending until the records, as the loop runs; where
 the CPU is the device, it computes the next step on the same cores meanwhile.
 
 "no logprobs" is the baseline; the names after "K = 20, " say which one part is replaced.
@@ -44,6 +45,7 @@ GREEDY = (
     Contender(K20, 20),
     Contender("K = 20 and draft logprobs", 20, draft_logprobs=True),
     Contender(ONE, 20, askers=1),
+    Contender("K = 20, not rehearsed", 20, rehearse=False),
     Contender("K = 20, separate read", 20, kernel="separate"),
     Contender("K = 20, naive kernel", 20, kernel="naive"),
     Contender("K = 20, fixed-size message", 20, message_bytes=FIXED_BYTES),

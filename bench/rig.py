@@ -28,6 +28,7 @@ from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.worker import Compiled, Worker
 
 WARM_STEPS = 2  # after the prompts, before the clock
+SETTLE = 6  # steps taken apart that are not counted: the ring learns when the next will come
 PAUSE = 0.001  # seconds after a step taken apart, for the engine: a GPU would compute meanwhile
 
 
@@ -46,6 +47,7 @@ class Contender:
     message_bytes: int | None = None  # None: as long as its content
     transport: str = "ring"
     design: str = "columns"  # how the engine's side decodes
+    rehearse: bool = True  # as `EngineConfig.rehearse`: with our transport and decoder
 
     def requests(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
         """A request for each slot."""
@@ -172,7 +174,10 @@ class Rig:
         worker, meter = self.worker, self.meter
         if self.start is None:
             self.start = self._prefilled()
-        self.consumer.begin(self.contender.transport, self.contender.design, self.requests, keep)
+        contender = self.contender
+        self.consumer.begin(
+            contender.transport, contender.design, self.requests, keep, contender.rehearse
+        )
         worker.state = jax.tree.map(jnp.copy, self.start)  # a step takes its state's memory
         for _ in range(WARM_STEPS):
             worker.advance()
@@ -187,10 +192,12 @@ class Rig:
         sent = np.array(meter.sent_ns, np.int64)
         worker.finish()
         with cores.engine_core(self.consumer.pid):
+            for _ in range(SETTLE):
+                self._apart()
             spans = [self._apart() for _ in range(apart)]
         end_of_round(meter.sender)
         found = self.consumer.end()
-        start = len(found.table) - apart - steps - 1
+        start = len(found.table) - apart - SETTLE - steps - 1
         # The message of the step before came first; a draft message follows its target message.
         sent = sent[:: len(sent) // steps]
         return _steps(elapsed, sent, found.table, start, spans), found
@@ -261,7 +268,7 @@ def _steps(
 ) -> Steps:
     steps = len(sent)
     running = table[start : start + steps]
-    apart = table[start + steps + 1 :]
+    apart = table[start + steps + 1 + SETTLE :]
     received, decoded, processed = apart[:, 0], apart[:, 1], apart[:, 2]
     ready = np.array([s["ready"] for s in spans], np.int64)
     published = np.array([s["published"] for s in spans], np.int64)

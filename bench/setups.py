@@ -43,7 +43,7 @@ class Setup:
     @property
     def max_length(self) -> int:
         """Room for every step of a round to emit all that it can."""
-        return PROMPT + (DRAFTS + 1) * (self.steps + self.apart + 12)
+        return PROMPT + (DRAFTS + 1) * (self.steps + self.apart + 18)
 
     def loop_config(self, model: ModelConfig) -> loop.LoopConfig:
         return loop.LoopConfig(

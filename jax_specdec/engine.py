@@ -71,6 +71,7 @@ class Engine:
                         max_length=config.max_length,
                         process_rank=process_rank,
                         prefill_only=process_rank >= config.num_ranks,
+                        rehearse=config.rehearse,
                     )
                     self.ranks.append(rank)
                     stack.pop_all()

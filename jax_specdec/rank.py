@@ -111,8 +111,14 @@ class Rank:
         process_rank: int = 0,
         prefill_only: bool = False,
         first_generation: int = 0,
+        rehearse: bool = False,
     ) -> None:
-        """Start with empty slots, whose first requests get the generation after the given one."""
+        """Start with empty slots.
+
+        Args:
+          first_generation: the slots' first requests get the one after it.
+          rehearse: take the last message once more, into nothing, before the next is expected.
+        """
         self.worker = worker
         self.state = ProcessorState.empty(num_slots, process_rank=process_rank)
         self.prefill_only = prefill_only
@@ -124,6 +130,8 @@ class Rank:
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
         self._heard = 0.0  # when it last sent something, or got something to do
+        self._rehearsed = self._rehearse if rehearse else None
+        self._last: tuple[ProcessorState, bytes] | None = None  # the message, and what was before
 
     @property
     def process_rank(self) -> int:
@@ -197,17 +205,27 @@ class Rank:
         """
         try:
             received = (
-                self.worker.ring.receive(timeout) if timeout else self.worker.ring.try_receive()
+                self.worker.ring.receive(timeout, rehearse=self._rehearsed)
+                if timeout
+                else self.worker.ring.try_receive()
             )
         except RingTimeout:
             return None
         if received is None:
             return None
         self._heard = time.monotonic()
-        message = decode(received.data)
-        self.state, records = output_processor.step(self.state, message)
+        before, message = self.state, decode(received.data)
+        self.state, records = output_processor.step(before, message)
+        if self._rehearsed is not None:
+            self._last = before, received.data
         self._log.extend(records)
         return Update(message, received, records, self.process_rank)
+
+    def _rehearse(self) -> None:
+        """Nothing comes of it: both functions are pure, and went well with these arguments."""
+        if self._last is not None:
+            state, data = self._last
+            output_processor.step(state, decode(data))
 
     def abort(self, request_id: str) -> Records:
         """The record that ends a request; none if its last one is on its way."""
@@ -249,5 +267,5 @@ class Rank:
         assert not self._slots
         fresh = ProcessorState.empty(self.state.num_slots, process_rank=self.process_rank)
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
-        self.worker, self.lost = worker, None
+        self.worker, self.lost, self._last = worker, None, None
         self.restarts += 1

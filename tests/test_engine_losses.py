@@ -83,11 +83,11 @@ def test_every_rank_has_its_numbers():
 class Hanging(ScriptedWorker):
     """Sends some messages, and then nothing, without ending."""
 
-    def receive(self, timeout):
+    def receive(self, timeout, *, rehearse=None):
         if self.sent >= 5:
             time.sleep(timeout / 100)
             raise RingTimeout
-        return super().receive(timeout)
+        return super().receive(timeout, rehearse=rehearse)
 
 
 def test_a_worker_that_hangs_is_lost_where_a_limit_is_set():

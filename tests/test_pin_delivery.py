@@ -79,7 +79,7 @@ class WorkerThread:
         except RingFull:
             self.dropped += 1
 
-    def receive(self, timeout):
+    def receive(self, timeout, *, rehearse=None):
         if self.reads < self.patience:
             # Each message finds a full ring: it waits once, so waits tell which one it is.
             self.reads += 1
@@ -87,7 +87,7 @@ class WorkerThread:
             while not (self.dropped if self.drops else self.writer.counters().waits >= self.reads):
                 assert time.monotonic() < deadline, "the worker never found the ring full"
                 time.sleep(0.001)
-        return self.reader.receive(timeout)
+        return self.reader.receive(timeout, rehearse=rehearse)
 
     def failure(self, cause):
         return type(cause)(str(cause))
