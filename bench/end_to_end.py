@@ -9,9 +9,9 @@ of its own.
 
 Two latencies, both by the wall's clock. "host us", which the target is about: from the moment that
 the device's array exists until the records do, in the steps taken apart; beside a GPU the device
-takes no time of the engine's; the first of these steps are not counted, in which the ring learns when
-to expect the next. "busy us": from sending until the records, as the loop runs; where
-the CPU is the device, it computes the next step on the same cores meanwhile.
+takes no time of the engine's. The first of these steps are not counted: in them the ring learns
+when to expect the next. "busy us": from sending until the records, as the loop runs; where the CPU
+is the device, it computes the next step on the same cores meanwhile.
 
 "no logprobs" is the baseline; the names after "K = 20, " say which one part is replaced.
 """
