@@ -28,7 +28,7 @@ from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.worker import Compiled, Worker
 
 WARM_STEPS = 2  # after the prompts, before the clock
-SETTLE = 6  # steps taken apart that are not counted: the ring learns when the next will come
+SETTLE = 6  # at most: steps taken apart and not counted, while the ring learns when they come
 PAUSE = 0.001  # seconds after a step taken apart, for the engine: a GPU would compute meanwhile
 
 
@@ -192,12 +192,13 @@ class Rig:
         sent = np.array(meter.sent_ns, np.int64)
         worker.finish()
         with cores.engine_core(self.consumer.pid):
-            for _ in range(SETTLE):
+            settle = min(SETTLE, 2 * apart)
+            for _ in range(settle):
                 self._apart()
             spans = [self._apart() for _ in range(apart)]
         end_of_round(meter.sender)
         found = self.consumer.end()
-        start = len(found.table) - apart - SETTLE - steps - 1
+        start = len(found.table) - apart - settle - steps - 1
         # The message of the step before came first; a draft message follows its target message.
         sent = sent[:: len(sent) // steps]
         return _steps(elapsed, sent, found.table, start, spans), found
@@ -268,7 +269,7 @@ def _steps(
 ) -> Steps:
     steps = len(sent)
     running = table[start : start + steps]
-    apart = table[start + steps + 1 + SETTLE :]
+    apart = table[-len(spans) :]
     received, decoded, processed = apart[:, 0], apart[:, 1], apart[:, 2]
     ready = np.array([s["ready"] for s in spans], np.int64)
     published = np.array([s["published"] for s in spans], np.int64)
