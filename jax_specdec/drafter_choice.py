@@ -9,6 +9,7 @@ from jax_specdec import tokens
 from jax_specdec.adaptive import Adaptive
 from jax_specdec.corpus import Corpus
 from jax_specdec.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.engine_config import DRAFTERS
 from jax_specdec.model import ModelConfig
 from jax_specdec.sharding import ONE_DEVICE, Parallel
 from jax_specdec.suffix import SuffixDrafter
@@ -26,7 +27,7 @@ def make_drafter(
     encode: Encode | None = None,
     parallel: Parallel = ONE_DEVICE,
 ) -> Drafter:
-    """The drafter called `name`: "mtp", "ngram", "suffix" or "none".
+    """The drafter called `name`, which is one of `DRAFTERS`.
 
     Args:
       num_drafts: at most, per slot and step; 0 means "none".
@@ -41,6 +42,8 @@ def make_drafter(
         this drafter and this model can use.
       OSError: the corpus cannot be read.
     """
+    if name not in DRAFTERS:
+        raise ValueError(f"drafter {name!r} is not known: choose one of {', '.join(DRAFTERS)}")
     if corpus and name != "suffix":
         raise ValueError(
             f"corpus {corpus!r} would not be read: the drafter is {name}, and only suffix has one"
@@ -52,10 +55,8 @@ def make_drafter(
         drafter = NgramDrafter(num_drafts)
     elif name == "suffix":
         drafter = SuffixDrafter(num_drafts, _read(corpus, config, encode) if corpus else None)
-    elif name == "mtp":
-        drafter = MtpDrafter(config, num_drafts, parallel)
     else:
-        raise ValueError(f"drafter {name!r} is not known: choose mtp, ngram, suffix or none")
+        drafter = MtpDrafter(config, num_drafts, parallel)
     return Adaptive(drafter) if adaptive else drafter
 
 

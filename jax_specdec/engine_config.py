@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ipc import wire
+from jax_specdec.model_config import DTYPES
 from jax_specdec.requests import Request, RequestError
 
+DRAFTERS = ("mtp", "ngram", "suffix", "none")  # by which an engine's worker may be told to draft
 MAX_DRAFTS = 64  # far beyond what pays; every draft is a row of each slot and step
 
 OnWorkerLoss = Literal["stop", "continue", "restart"]
@@ -13,7 +15,7 @@ OnWorkerLoss = Literal["stop", "continue", "restart"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What to run; sizes are checked when the engine starts.
+    """What to run; what needs no file and no device is checked when it is made.
 
     Attributes:
       drafter: "mtp", "ngram", "suffix" or "none".
@@ -23,7 +25,8 @@ class EngineConfig:
       vocab_size: ids below it are legal in a prompt; at most the model's.
       weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
         that come with the package.
-      dtype: "bfloat16" or "float32", to compute in; empty for that of the weights.
+      dtype: "bfloat16" or "float32", to compute in; empty for that of the weights. "float16" is for
+        a safetensors file or the package's own weights only.
       prefill_chunk: prompt tokens that run between two steps.
       prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
         no value depends on it. A prompt whose logprobs are wanted is always run whole.
@@ -47,6 +50,9 @@ class EngineConfig:
       max_restarts: of each rank; from then on, it is as with "continue".
       max_silence: seconds; a worker that has requests and sends nothing for longer hangs, and is
         lost. Its imports and compilations are silent too. None: the engine waits.
+
+    Raises:
+      ValueError: a value that cannot be; names it, and what can.
     """
 
     drafter: str = "mtp"
@@ -91,10 +97,15 @@ class EngineConfig:
             raise ValueError(
                 f"max_silence = {self.max_silence} must be above 0, or None to wait for ever"
             )
-        if self.on_worker_loss not in (known := get_args(OnWorkerLoss)):
-            raise ValueError(
-                f"on_worker_loss = {self.on_worker_loss!r} must be one of {', '.join(known)}"
-            )
+        choices = (
+            ("drafter", DRAFTERS, ""),
+            ("dtype", ("", *DTYPES), "; empty for that of the weights"),
+            ("on_worker_loss", get_args(OnWorkerLoss), ""),
+        )
+        for name, known, more in choices:
+            if (value := getattr(self, name)) not in known:
+                named = ", ".join(filter(None, known))
+                raise ValueError(f"{name} = {value!r} must be one of {named}{more}")
 
     @property
     def message_bytes(self) -> int:

@@ -8,6 +8,7 @@ from jax_specdec.adaptive import Adaptive
 from jax_specdec.corpus import Corpus
 from jax_specdec.drafter_choice import make_drafter
 from jax_specdec.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.engine_config import DRAFTERS
 from jax_specdec.model import ModelConfig
 from jax_specdec.suffix import SuffixDrafter
 
@@ -26,6 +27,11 @@ def test_names():
     assert make_drafter("none", 3, CONFIG, adaptive=True) == NoDrafter()
 
 
+def test_every_name_that_an_engine_takes_is_another_drafter():
+    made = [type(make_drafter(name, 3, CONFIG)) for name in DRAFTERS]
+    assert len({*made}) == len(DRAFTERS) == 4
+
+
 def test_a_corpus_is_one_document_in_the_models_tokens(tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text("déjà vu")
@@ -39,8 +45,11 @@ def test_a_corpus_is_one_document_in_the_models_tokens(tmp_path):
 def test_what_cannot_be_chosen(tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="'mpt' is not known: choose mtp, ngram, suffix or none"):
-        make_drafter("mpt", 2, CONFIG)
+    for num_drafts in (2, 0):
+        with pytest.raises(
+            ValueError, match="'mpt' is not known: choose one of mtp, ngram, suffix, none"
+        ):
+            make_drafter("mpt", num_drafts, CONFIG)
     with pytest.raises(ValueError, match="only suffix has one"):
         make_drafter("ngram", 2, CONFIG, corpus=str(path))
     with pytest.raises(ValueError, match="not UTF-8"):

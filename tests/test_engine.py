@@ -282,6 +282,29 @@ def test_sizes_are_checked_before_memory_is_taken(field, value):
         EngineConfig(**{"vocab_size": VOCAB, field: value})
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("field", "known"),
+    [
+        ("drafter", "mtp, ngram, suffix, none$"),
+        ("dtype", "float32, bfloat16, float16; empty for that of the weights"),
+        ("on_worker_loss", "stop, continue, restart$"),
+    ],
+)
+def test_a_choice_that_is_not_known_is_refused_before_a_worker_starts(field, known):
+    for value in ("x", "MTP", "fp32"):
+        with pytest.raises(ValueError, match=f"^{field} = '{value}' must be one of {known}"):
+            EngineConfig(**{"vocab_size": VOCAB, field: value})
+
+
+@pytest.mark.fast
+def test_what_a_worker_can_be_told_is_not_refused():
+    for drafter in ("mtp", "ngram", "suffix", "none"):
+        for dtype in ("", "bfloat16", "float32", "float16"):
+            settings = EngineConfig(vocab_size=VOCAB, drafter=drafter, dtype=dtype)
+            assert (settings.drafter, settings.dtype) == (drafter, dtype)
+
+
 def test_only_rings_with_a_message_are_read_when_there_are_several():
     def rank(number):
         ring = RingReader.create(4, 64, doorbell=True)
