@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from jax_specdec.engine import Engine, EngineConfig
     from jax_specdec.requests import Request
 
-MAX_DRAFTS = 64
 MAX_WORKERS = 64
 
 HELP = """\
@@ -43,9 +42,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add_drafting(group: Any) -> None:
+    from jax_specdec.engine_config import DRAFTERS, MAX_DRAFTS
+
     group.add_argument(
         "--drafter",
-        choices=("mtp", "ngram", "suffix", "none"),
+        choices=DRAFTERS,
         default="mtp",
         help="who drafts: the model's multi-token prediction head, the latest n-gram of the "
         "request's own text, the longest suffix of that text that occurred before, or nobody "

@@ -38,6 +38,8 @@ SAMPLING = (
 
 def add(commands: Any) -> None:
     """Add the command to the parser's subparsers."""
+    from jax_specdec.engine_config import DRAFTERS
+
     parser = commands.add_parser(
         "generate",
         help="run prompts through a Hugging Face checkpoint",
@@ -68,7 +70,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     running = parser.add_argument_group("running")
     running.add_argument(
-        "--drafter", choices=("mtp", "ngram", "suffix", "none"),
+        "--drafter", choices=DRAFTERS,
         help="who drafts (default: mtp where the checkpoint has a head, otherwise ngram)",
     )  # fmt: skip
     running.add_argument("--drafts", type=int, default=3, metavar="N",
