@@ -59,10 +59,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jax-specdec", description="Exact token logprobs for speculative decoding in JAX."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         _module(name).add(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """As argparse's own, but what finds the version is imported only for whoever asks for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print("jax-specdec", version("jax-specdec"))
+        parser.exit()
 
 
 def _module(command: str) -> ModuleType:

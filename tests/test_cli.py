@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,8 @@ from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.worker_client import WorkerFailed
 from tests.processor_messages import target
 from tests.processor_messages import tokens as slot
+
+ROOT = Path(__file__).parent.parent
 
 
 def run(*options):
@@ -267,6 +271,15 @@ def test_a_wrong_value_is_refused_by_its_name(options, said, capsys):
         main(["demo", *options])
     assert error.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_the_version_is_that_of_the_project(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"{project['name']} {project['version']}\n"
 
 
 @pytest.mark.fast
