@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
         "--corpus", type=Path, metavar="FILE", help="a text that the suffix drafter searches too"
     )
     running.add_argument(
-        "--adaptive", action="store_true",
+        "--adaptive-drafts", action="store_true",
         help="draft less for a request whose drafts are seldom accepted",
     )  # fmt: skip
     running.add_argument(
@@ -202,7 +202,7 @@ def _engine_config(
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
-        adaptive=options.adaptive,
+        adaptive=options.adaptive_drafts,
         corpus=found(options.corpus),
     )
 

@@ -296,6 +296,19 @@ def test_help_is_worth_reading(capsys):
 
 
 @pytest.mark.fast
+def test_two_commands_name_their_drafting_options_alike(capsys):
+    named = []
+    for command in ("demo", "generate"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        options = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+        named.append([one for one in options if re.search("adaptive|draft|corpus", one)])
+    demos, generates = named
+    assert generates == ["--drafter", "--drafts", "--corpus", "--adaptive-drafts"]
+    assert {*demos} == {*generates, "--draft-logprobs"}
+
+
+@pytest.mark.fast
 def test_an_invalid_row_and_minus_infinity_survive_json(tmp_path):
     request = Request(
         id="r", prompt_token_ids=(256, 65), params=SamplingParams(max_tokens=2, logprobs=1)

@@ -270,6 +270,25 @@ def test_what_cannot_be_is_said_before_anything_runs(options, message, model, tm
 
 
 @pytest.mark.fast
+def test_the_drafting_options_reach_the_engine(model, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("a\n")
+    seen = []
+
+    def start(config):
+        seen.append(config)
+        raise ValueError("enough is known")
+
+    monkeypatch.setattr("jax_specdec.engine.Engine", start)
+    arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.txt")]
+    assert cli.main(arguments) == 2
+    assert cli.main([*arguments, "--adaptive-drafts", "--drafter", "suffix", "--drafts", "5"]) == 2
+    assert [(one.drafter, one.num_drafts, one.adaptive) for one in seen] == [
+        ("ngram", 3, False),
+        ("suffix", 5, True),
+    ]
+
+
+@pytest.mark.fast
 def test_another_question_under_the_same_id_is_refused(model, tmp_path, capsys):
     (tmp_path / "p.txt").write_text("a\n")
     output = tmp_path / "o.jsonl"
