@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc.wire import LogprobsMode
-from jax_specdec.columnar import KINDS, NOT_ASKED, Columns, Ragged
+from jax_specdec.columnar import ColumnBuilder
+from jax_specdec.columns import KINDS, NOT_ASKED, Columns, Ragged
 from jax_specdec.records import FinishReason
 
 TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
@@ -21,7 +22,8 @@ def tokens_table(columns: Columns) -> Any:
     """A `pyarrow.Table`, one row a token: the columns of `Columns` by the same names.
 
     `request_id` and `kind` are dictionary columns of words; the top K and the chosen ids are lists
-    (`topk_ids`, `topk_logprobs`, `chosen_ids`, `chosen_logprobs`).
+    (`topk_ids`, `topk_logprobs`, `chosen_ids`, `chosen_logprobs`, and of the drafts
+    `draft_chosen_ids`, `draft_chosen_logprobs`).
     """
     pa = _pyarrow()
     asked, drafted = columns.token_rank != NOT_ASKED, columns.draft_token_rank != NOT_ASKED
@@ -43,6 +45,10 @@ def tokens_table(columns: Columns) -> Any:
             "topk_logprobs": _lists(pa, columns.topk, columns.topk.logprobs),
             "chosen_ids": _lists(pa, columns.chosen, columns.chosen.ids),
             "chosen_logprobs": _lists(pa, columns.chosen, columns.chosen.logprobs),
+            "draft_chosen_ids": _lists(pa, columns.draft_chosen, columns.draft_chosen.ids),
+            "draft_chosen_logprobs": _lists(
+                pa, columns.draft_chosen, columns.draft_chosen.logprobs
+            ),
         }
     )
 
@@ -64,7 +70,18 @@ def requests_table(columns: Columns) -> Any:
 
 
 def from_tables(tokens: Any, requests: Any) -> Columns:
-    """The columns that the two tables were made of."""
+    """The columns that the two tables were made of.
+
+    Raises:
+      ValueError: a table lacks columns, as those that an earlier version wrote do.
+    """
+    nothing = ColumnBuilder().columns()
+    for table, whole in ((tokens, tokens_table(nothing)), (requests, requests_table(nothing))):
+        if missing := sorted(set(whole.column_names) - set(table.column_names)):
+            raise ValueError(
+                f"a table lacks the columns {', '.join(missing)}: read it with the version that "
+                "wrote it, or collect its records again"
+            )
     ids = requests["request_id"].to_pylist()
     index = {request_id: n for n, request_id in enumerate(ids)}
     reasons = requests["finish_reason"].to_pylist()
@@ -89,6 +106,7 @@ def from_tables(tokens: Any, requests: Any) -> Columns:
         draft_token_rank=_filled(tokens["draft_token_rank"], np.int32(NOT_ASKED)),
         topk=_ragged(tokens["topk_ids"], tokens["topk_logprobs"]),
         chosen=_ragged(tokens["chosen_ids"], tokens["chosen_logprobs"]),
+        draft_chosen=_ragged(tokens["draft_chosen_ids"], tokens["draft_chosen_logprobs"]),
     )
 
 
@@ -102,7 +120,11 @@ def write_parquet(folder: Path | str, columns: Columns) -> None:
 
 
 def read_parquet(folder: Path | str) -> Columns:
-    """Read what `write_parquet` wrote."""
+    """Read what `write_parquet` wrote.
+
+    Raises:
+      ValueError: as `from_tables`.
+    """
     parquet, path = _pyarrow("pyarrow.parquet"), Path(folder)
     return from_tables(parquet.read_table(path / TOKENS), parquet.read_table(path / REQUESTS))
 
@@ -133,8 +155,8 @@ def _lists(pa: Any, ragged: Ragged, values: NDArray[Any] | None) -> Any:
 def _ragged(ids: Any, logprobs: Any = None) -> Ragged:
     values = ids.combine_chunks()
     counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    return Ragged(
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+    return Ragged.of(
+        counts,
         values.flatten().to_numpy(zero_copy_only=False),
         None if logprobs is None else logprobs.combine_chunks().flatten().to_numpy(),
     )

@@ -5,116 +5,21 @@ it in an npz file. `arrow.py` makes Arrow tables and Parquet files of it. No jax
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jax_specdec.columns import KINDS, NOT_ASKED, TOKEN_COLUMNS, TOKEN_LISTS, Columns, Ragged
 from jax_specdec.records import Record
 from jax_specdec.requests import Request
 from jax_specdec.speculation import token_kinds
 
-FORMAT = 1
-KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `Columns.kind`
-NOT_ASKED = -1  # in `Columns.token_rank`
+__all__ = ["KINDS", "NOT_ASKED", "Ragged", "Columns", "ColumnBuilder", "save", "load"]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ragged:
-    """A list a row: those of row i are `values[offsets[i] : offsets[i + 1]]`.
-
-    Attributes:
-      offsets: [N+1] int64, from 0.
-      ids: [M] int32.
-      logprobs: [M] float32, of these ids; None where ids have none (a prompt).
-    """
-
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32] | None = None
-
-    def dense(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Ids and logprobs as [N, K] with K the longest list; -1 and -inf fill the others up."""
-        counts = np.diff(self.offsets)
-        there = np.arange(counts.max(initial=0)) < counts[:, None]
-        ids = np.full(there.shape, -1, np.int32)
-        logprobs = np.full(there.shape, -np.inf, np.float32)
-        ids[there] = self.ids
-        if self.logprobs is not None:
-            logprobs[there] = self.logprobs
-        return ids, logprobs
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Columns:
-    """N tokens of Q requests; one request's tokens are in order, requests are interleaved.
-
-    Attributes:
-      request_id: [Q] str, in the order of their first records.
-      prompt: of each request, its prompt's ids.
-      temperature: [Q] float64, as asked.
-      mode: [Q] int8, `LogprobsMode`: the distribution that the request's logprobs are of.
-      finish_reason: [Q] int8 `FinishReason`, 0 for a request that had not ended.
-      request: [N] int32, the index of the token's request.
-      position: [N] int64, of the token in its sequence; the first after the prompt is at the
-        prompt's length.
-      step: [N] int64, the step that emitted it.
-      token_id: [N] int32.
-      logprob: [N] float32; NaN where the row was invalid or no logprobs were asked.
-      token_rank: [N] int32, 1 the most likely; 0 in an invalid row, NOT_ASKED where none asked.
-      kind: [N] int8, what the token was to verification, an index of KINDS.
-      draft_token_id: [N] int32, the draft that was proposed for this position; -1 if none was, or
-        its message did not come. Drafts behind the first rejected one have no position here.
-      draft_logprob: [N] float32, that draft's logprob under the draft model; NaN if not known.
-      draft_token_rank: [N] int32, likewise; NOT_ASKED if not known.
-      topk: of each token, the top K that are finite, most likely first.
-      chosen: of each token, the request's `extra_token_ids`.
-    """
-
-    request_id: NDArray[np.str_]
-    prompt: Ragged
-    temperature: NDArray[np.float64]
-    mode: NDArray[np.int8]
-    finish_reason: NDArray[np.int8]
-    request: NDArray[np.int32]
-    position: NDArray[np.int64]
-    step: NDArray[np.int64]
-    token_id: NDArray[np.int32]
-    logprob: NDArray[np.float32]
-    token_rank: NDArray[np.int32]
-    kind: NDArray[np.int8]
-    draft_token_id: NDArray[np.int32]
-    draft_logprob: NDArray[np.float32]
-    draft_token_rank: NDArray[np.int32]
-    topk: Ragged
-    chosen: Ragged
-
-    def __len__(self) -> int:
-        return len(self.token_id)
-
-    def of_request(self, index: int) -> "Columns":
-        """The rows of one request, in order; what is a request's own stays as it is."""
-        rows = np.flatnonzero(self.request == index)
-        taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in TOKEN_COLUMNS}
-        taken |= {name: _take(getattr(self, name), rows) for name in TOKEN_LISTS}
-        return replace(self, **taken)
-
-
-TOKEN_COLUMNS = {
-    "request": np.int32,
-    "position": np.int64,
-    "step": np.int64,
-    "token_id": np.int32,
-    "logprob": np.float32,
-    "token_rank": np.int32,
-    "kind": np.int8,
-    "draft_token_id": np.int32,
-    "draft_logprob": np.float32,
-    "draft_token_rank": np.int32,
-}
-TOKEN_LISTS = ("topk", "chosen")
+FORMAT = 2  # of an npz file; 1 had no `draft_chosen`
 
 
 class ColumnBuilder:
@@ -128,7 +33,11 @@ class ColumnBuilder:
         self._parts: list[dict[str, NDArray[Any]]] = []
 
     def add(self, records: Iterable[Record]) -> None:
-        """Append records; those of a request from its first token on, in order."""
+        """Append records; those of a request from its first token on, in order.
+
+        Raises:
+          ValueError: drafts have logprobs of other ids than those that their request named.
+        """
         rows = [self._row(record) for record in records]
         if rows:
             names = rows[0].keys()
@@ -138,11 +47,11 @@ class ColumnBuilder:
         """Everything that was added."""
         requests = list(self._requests.values())
         prompts = [request.prompt_token_ids for request in requests]
-        parts = self._parts or [_EMPTY]
+        parts = self._parts or [_NO_TOKENS]
         joined: dict[str, Any] = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
         lists: dict[str, Any] = {
-            name: Ragged(
-                _offsets(joined.pop(f"{name}.counts")),
+            name: Ragged.of(
+                joined.pop(f"{name}.counts"),
                 joined.pop(f"{name}.ids"),
                 joined.pop(f"{name}.logprobs"),
             )
@@ -150,8 +59,8 @@ class ColumnBuilder:
         }
         return Columns(
             request_id=np.array(list(self._requests), np.str_),
-            prompt=Ragged(
-                _offsets(np.array([len(prompt) for prompt in prompts], np.int64)),
+            prompt=Ragged.of(
+                np.array([len(prompt) for prompt in prompts], np.int64),
                 np.array([token_id for prompt in prompts for token_id in prompt], np.int32),
             ),
             temperature=np.array([r.params.temperature for r in requests], np.float64),
@@ -203,8 +112,13 @@ def load(path: Path | str) -> Columns:
       ValueError: not such a file, or of another format.
     """
     with np.load(path, allow_pickle=False) as arrays:
-        if "format" not in arrays or int(arrays["format"]) != FORMAT:
-            raise ValueError(f"{path} is no file of columns in format {FORMAT}: save writes them")
+        if "format" not in arrays:
+            raise ValueError(f"{path} is no file of columns: save writes them")
+        if (found := int(arrays["format"])) != FORMAT:
+            raise ValueError(
+                f"{path} has columns in format {found}, and this version reads {FORMAT}: load it "
+                "with the version that wrote it, or collect its records again"
+            )
         values: dict[str, Any] = {}
         for field in fields(Columns):
             if field.name in arrays:
@@ -220,23 +134,21 @@ def load(path: Path | str) -> Columns:
 
 
 def _logprobs(record: Record, n: int) -> dict[str, NDArray[Any]]:
-    rows, ranks = record.logprobs, record.token_ranks
-    topk_ids, chosen = record.topk_ids, record.chosen_logprobs
-    if rows is None or ranks is None or topk_ids is None or chosen is None:
-        none = np.zeros(n, np.int64)
+    rows, ranks, topk_ids = record.logprobs, record.token_ranks, record.topk_ids
+    chosen = _chosen("chosen", record, n, record.chosen_logprobs)
+    if rows is None or ranks is None or topk_ids is None:
         return {
             "logprob": np.full(n, np.nan, np.float32),
             "token_rank": np.full(n, NOT_ASKED, np.int32),
-            **_list("topk", none, _NO_IDS, _NO_LOGPROBS),
-            **_list("chosen", none, _NO_IDS, _NO_LOGPROBS),
+            **_list("topk", np.zeros(n, np.int64), _NO_IDS, _NO_LOGPROBS),
+            **chosen,
         }
     there = topk_ids >= 0
-    ids = np.array(record.request.params.extra_token_ids, np.int32)
     return {
         "logprob": rows[:, 0],
         "token_rank": ranks,
         **_list("topk", there.sum(axis=1), topk_ids[there], rows[:, 1:][there]),
-        **_list("chosen", np.full(n, len(ids)), np.tile(ids, n), chosen.ravel()),
+        **chosen,
     }
 
 
@@ -247,7 +159,24 @@ def _drafts(record: Record, n: int) -> dict[str, NDArray[Any]]:
         "draft_token_id": _padded(ids, n, np.int32(-1)),
         "draft_logprob": _padded(None if rows is None else rows[:, 0], n, np.float32(np.nan)),
         "draft_token_rank": _padded(ranks, n, np.int32(NOT_ASKED)),
+        **_chosen("draft_chosen", record, n, record.draft_chosen_logprobs),
     }
+
+
+def _chosen(
+    name: str, record: Record, n: int, logprobs: NDArray[np.float32] | None
+) -> dict[str, NDArray[Any]]:
+    """The lists of n tokens: C ids each where `logprobs` [m, C] has a row for it, else none."""
+    ids = np.array(record.request.params.extra_token_ids, np.int32)
+    rows = np.empty((0, len(ids)), np.float32) if logprobs is None else logprobs[:n]
+    if rows.shape[1] != len(ids):
+        raise ValueError(
+            f"{name}: request {record.request_id!r} named {len(ids)} ids in extra_token_ids, step "
+            f"{record.step} has logprobs of {rows.shape[1]}: a worker sends those that were named"
+        )
+    counts = np.zeros(n, np.int64)
+    counts[: len(rows)] = len(ids)
+    return _list(name, counts, np.tile(ids, len(rows)), rows.ravel())
 
 
 def _padded(values: NDArray[Any] | None, n: int, fill: np.generic) -> NDArray[Any]:
@@ -263,23 +192,13 @@ def _list(
     return {f"{name}.counts": counts, f"{name}.ids": ids, f"{name}.logprobs": logprobs}
 
 
-def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-
-
-def _take(ragged: Ragged, rows: NDArray[np.intp]) -> Ragged:
-    counts = np.diff(ragged.offsets)
-    keep = np.zeros(len(counts), np.bool_)
-    keep[rows] = True
-    cells = np.repeat(keep, counts)  # `rows` ascend
-    logprobs = None if ragged.logprobs is None else ragged.logprobs[cells]
-    return Ragged(_offsets(counts[rows]), ragged.ids[cells], logprobs)
-
-
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
-_EMPTY: dict[str, NDArray[Any]] = {
+_NO_TOKENS: dict[str, NDArray[Any]] = {
     **{name: np.empty(0, dtype) for name, dtype in TOKEN_COLUMNS.items()},
-    **_list("topk", np.empty(0, np.int64), _NO_IDS, _NO_LOGPROBS),
-    **_list("chosen", np.empty(0, np.int64), _NO_IDS, _NO_LOGPROBS),
+    **{
+        part: values
+        for name in TOKEN_LISTS
+        for part, values in _list(name, np.empty(0, np.int64), _NO_IDS, _NO_LOGPROBS).items()
+    },
 }

@@ -1,11 +1,14 @@
 """Columns for training: one row a token, and back from npz, Arrow and Parquet without loss."""
 
 import inspect
+import itertools
 import sys
 from dataclasses import fields
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jax_specdec import arrow, columnar
 from jax_specdec.columnar import KINDS, NOT_ASKED, ColumnBuilder, Columns, Ragged
@@ -35,7 +38,7 @@ def three_requests():
         tokens(3, 4),
         draft_follows=True,
     )  # fmt: skip
-    guesses = drafts(1, 11, 12)
+    guesses = drafts(1, 11, 12, chosen=2)
     second = target(1, tokens(3, columns=1, chosen=2), silent(), tokens(5))
     builder = ColumnBuilder()
     for message in (first, draft(0, guesses, silent(), silent()), second):
@@ -78,6 +81,12 @@ def test_one_row_a_token():
     assert found.topk.ids.tolist() == [9]
     assert found.chosen.ids.tolist() == [7, 8] * 3
     assert found.chosen.logprobs.tolist()[:4] == [-2, -3, -4, -np.inf]
+    # Of the drafts at the positions of the two emitted tokens; the third has no position.
+    assert found.draft_chosen.offsets.tolist() == [0, 2, 4, 4, 4, 4, 4, 4, 4]
+    assert found.draft_chosen.ids.tolist() == [7, 8] * 2
+    np.testing.assert_allclose(
+        found.draft_chosen.logprobs, [-2 / 16, -2 / 24, -12 / 16, -12 / 24], rtol=1e-6
+    )
     assert found.prompt.ids.tolist() == [1, 2] * 3
     assert found.finish_reason.tolist() == [FinishReason.LENGTH, 0, 0]
     assert found.temperature.tolist() == [0, 0.5, 0]
@@ -112,8 +121,14 @@ def test_npz_brings_everything_back(tmp_path):
 @pytest.mark.fast
 def test_another_npz_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    with pytest.raises(ValueError, match="no file of columns in format 1"):
+    with pytest.raises(ValueError, match="no file of columns: save writes them"):
         columnar.load(tmp_path / "other.npz")
+    columnar.save(tmp_path / "now.npz", three_requests())
+    with np.load(tmp_path / "now.npz") as arrays:
+        before = {n: a for n, a in arrays.items() if not n.startswith("draft_chosen")}
+    np.savez(tmp_path / "before.npz", **before | {"format": np.array(1)})
+    with pytest.raises(ValueError, match="has columns in format 1, and this version reads 2"):
+        columnar.load(tmp_path / "before.npz")
 
 
 @pytest.mark.fast
@@ -122,12 +137,140 @@ def test_the_comparison_of_these_tests_can_fail():
     right.draft_logprob[0] += 1
     with pytest.raises(AssertionError, match="draft_logprob"):
         same(left, right)
+    right = three_requests()
+    right.draft_chosen.logprobs[3] += 1
+    with pytest.raises(AssertionError, match="logprobs"):
+        same(left, right)
 
 
 def test_parquet_brings_everything_back(tmp_path):
     for columns in (three_requests(), ColumnBuilder().columns()):
         arrow.write_parquet(tmp_path / "rollouts", columns)
         same(columns, arrow.read_parquet(tmp_path / "rollouts"))
+
+
+def test_tables_without_a_column_are_refused():
+    columns = three_requests()
+    tokens_table, requests_table = arrow.tokens_table(columns), arrow.requests_table(columns)
+    before = tokens_table.drop_columns(["draft_chosen_ids", "draft_chosen_logprobs"])
+    with pytest.raises(ValueError, match=r"lacks .* draft_chosen_ids, draft_chosen_logprobs: read"):
+        arrow.from_tables(before, requests_table)
+    with pytest.raises(ValueError, match="lacks the columns mode: read"):
+        arrow.from_tables(tokens_table, requests_table.drop_columns(["mode"]))
+
+
+@st.composite
+def streams(draw):
+    """(request, [(ids, drafts, their slot in a draft message or None)]) of each slot of a run."""
+    runs, num_steps = [], draw(st.integers(1, 4))
+    for slot in range(draw(st.integers(1, 3))):
+        k = draw(st.none() | st.integers(0, 2))
+        chosen = () if k is None else draw(st.permutations((3, 5, 9)))[: draw(st.integers(0, 3))]
+        asked = request(
+            f"r{slot}",
+            logprobs=k,
+            extra_token_ids=tuple(chosen),
+            max_tokens=draw(st.integers(1, 9)),
+            draft_logprobs=k is not None and draw(st.booleans()),
+        )
+        steps = []
+        for _ in range(num_steps):
+            guesses = draw(st.lists(st.integers(0, 30), max_size=3))
+            accepted = draw(st.integers(0, len(guesses)))
+            ids = [*guesses[:accepted], draw(st.integers(31, 40))]
+            width = asked.params.columns + len(chosen)
+            table = draw(logprobs_table(len(ids), width))
+            drafted = None
+            if asked.params.draft_logprobs and guesses and draw(st.booleans()):
+                drafted = draw(logprobs_table(len(guesses), width))
+            steps.append((ids, guesses, table, drafted))
+        runs.append((asked, steps))
+    return runs
+
+
+def logprobs_table(rows, width):
+    """[rows, width]: -inf is legal, NaN is an invalid row's."""
+    some = st.floats(-50, 0, width=32) | st.just(-np.inf) | st.just(np.nan)
+    return st.lists(st.lists(some, min_size=width, max_size=width), min_size=rows, max_size=rows)
+
+
+def delivered(runs):
+    """The columns of these runs, whose messages come out of the encoder."""
+    state, builder = ProcessorState.empty(len(runs)), ColumnBuilder()
+    for slot, (asked, _) in enumerate(runs):
+        state = admit(state, slot, 1, asked)
+    for number in range(len(runs[0][1])):
+        targets, guessed = [], []
+        for asked, steps in runs:
+            ids, guesses, table, drafted = steps[number]
+            shape = {"columns": asked.params.columns, "chosen": len(asked.params.extra_token_ids)}
+            rows = table if shape["columns"] else None
+            targets.append(tokens(*ids, drafts=len(guesses), logprobs=rows, **shape))
+            one = tokens(*guesses, drafts=len(guesses), logprobs=drafted, **shape)
+            guessed.append(silent() if drafted is None else one)
+        follows = any(steps[number][3] is not None for _, steps in runs)
+        messages = [target(number, *targets, draft_follows=follows)]
+        messages += [draft(number, *guessed)] if follows else []
+        for message in messages:
+            state, records = step(state, message)
+            builder.add(records)
+    return builder.columns()
+
+
+def chosen_by_hand(asked, steps):
+    """Lists of (id, logprob) of each delivered token and of the draft at its position."""
+    ids, columns = asked.params.extra_token_ids, asked.params.columns
+    of_tokens, of_drafts = [], []
+    for emitted, guesses, table, drafted in steps:
+        for place in range(len(emitted)):
+            row = table[place][columns:] if ids else []
+            of_tokens.append(list(zip(ids, row, strict=True)))
+            there = drafted is not None and place < len(guesses)
+            row = drafted[place][columns:] if there else []
+            of_drafts.append(list(zip(ids, row, strict=True)) if there else [])
+    most = asked.params.max_tokens
+    return of_tokens[:most], of_drafts[:most]
+
+
+def pairs(ragged):
+    values = list(zip(ragged.ids.tolist(), ragged.logprobs.tolist(), strict=True))
+    bounds = ragged.offsets.tolist()
+    return [values[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+@pytest.mark.fast
+@given(streams())
+def test_chosen_ids_of_tokens_and_drafts_are_those_that_were_sent(runs):
+    columns = delivered(runs)
+    for index, request_id in enumerate(columns.request_id.tolist()):
+        asked, steps = next(run for run in runs if run[0].id == request_id)
+        mine = columns.of_request(index)
+        of_tokens, of_drafts = chosen_by_hand(asked, steps)
+        np.testing.assert_equal(pairs(mine.chosen), of_tokens)
+        np.testing.assert_equal(pairs(mine.draft_chosen), of_drafts)
+        known = mine.draft_token_rank != NOT_ASKED
+        counts = np.diff(mine.draft_chosen.offsets)
+        assert counts.tolist() == (known * len(asked.params.extra_token_ids)).tolist()
+
+
+@given(streams())
+def test_every_run_comes_back_from_npz_and_parquet(tmp_path_factory, runs):
+    folder, columns = tmp_path_factory.mktemp("columns"), delivered(runs)
+    columnar.save(folder / "rollouts", columns)
+    same(columns, columnar.load(folder / "rollouts"))
+    arrow.write_parquet(folder, columns)
+    same(columns, arrow.read_parquet(folder))
+
+
+@pytest.mark.fast
+def test_drafts_with_logprobs_of_other_ids_are_refused():
+    asked = request("a", logprobs=0, extra_token_ids=(7, 8), draft_logprobs=True)
+    state = admit(ProcessorState.empty(1), 0, 1, asked)
+    one = tokens(1, 2, columns=1, chosen=2)
+    state, _ = step(state, target(0, one, draft_follows=True))
+    _, records = step(state, draft(0, drafts(1, chosen=1)))
+    with pytest.raises(ValueError, match=r"'a' named 2 ids in .* step 0 has logprobs of 1"):
+        ColumnBuilder().add(records)
 
 
 def test_arrow_knows_null_from_nan():

@@ -1,0 +1,131 @@
+"""What a columnar export holds: tokens of many requests as NumPy arrays, one row a token. No jax.
+
+`columnar.py` fills and keeps these values; nobody needs it to read them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `Columns.kind`
+NOT_ASKED = -1  # in `Columns.token_rank`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """A list a row: those of row i are `values[offsets[i] : offsets[i + 1]]`.
+
+    Attributes:
+      offsets: [N+1] int64, from 0.
+      ids: [M] int32.
+      logprobs: [M] float32, of these ids; None where ids have none (a prompt).
+    """
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        counts: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        logprobs: NDArray[np.float32] | None = None,
+    ) -> "Ragged":
+        """Lists of `counts` [N] values."""
+        return cls(np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]), ids, logprobs)
+
+    def take(self, rows: NDArray[np.intp]) -> "Ragged":
+        """The lists of `rows`, which ascend."""
+        counts = np.diff(self.offsets)
+        keep = np.zeros(len(counts), np.bool_)
+        keep[rows] = True
+        cells = np.repeat(keep, counts)
+        logprobs = None if self.logprobs is None else self.logprobs[cells]
+        return Ragged.of(counts[rows], self.ids[cells], logprobs)
+
+    def dense(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Ids and logprobs as [N, K] with K the longest list; -1 and -inf fill the others up."""
+        counts = np.diff(self.offsets)
+        there = np.arange(counts.max(initial=0)) < counts[:, None]
+        ids = np.full(there.shape, -1, np.int32)
+        logprobs = np.full(there.shape, -np.inf, np.float32)
+        ids[there] = self.ids
+        if self.logprobs is not None:
+            logprobs[there] = self.logprobs
+        return ids, logprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Columns:
+    """N tokens of Q requests; one request's tokens are in order, requests are interleaved.
+
+    Attributes:
+      request_id: [Q] str, in the order of their first records.
+      prompt: of each request, its prompt's ids.
+      temperature: [Q] float64, as asked.
+      mode: [Q] int8, `LogprobsMode`: the distribution that the request's logprobs are of.
+      finish_reason: [Q] int8 `FinishReason`, 0 for a request that had not ended.
+      request: [N] int32, the index of the token's request.
+      position: [N] int64, of the token in its sequence; the first after the prompt is at the
+        prompt's length.
+      step: [N] int64, the step that emitted it.
+      token_id: [N] int32.
+      logprob: [N] float32; NaN where the row was invalid or no logprobs were asked.
+      token_rank: [N] int32, 1 the most likely; 0 in an invalid row, NOT_ASKED where none asked.
+      kind: [N] int8, what the token was to verification, an index of KINDS.
+      draft_token_id: [N] int32, the draft that was proposed for this position; -1 if none was, or
+        its message did not come. Drafts behind the first rejected one have no position here.
+      draft_logprob: [N] float32, that draft's logprob under the draft model; NaN if not known.
+      draft_token_rank: [N] int32, likewise; NOT_ASKED if not known.
+      topk: of each token, the top K that are finite, most likely first.
+      chosen: of each token, the request's `extra_token_ids`.
+      draft_chosen: the same ids under the draft model, in the row that the draft was proposed
+        from; an empty list where `draft_logprob` is not known.
+    """
+
+    request_id: NDArray[np.str_]
+    prompt: Ragged
+    temperature: NDArray[np.float64]
+    mode: NDArray[np.int8]
+    finish_reason: NDArray[np.int8]
+    request: NDArray[np.int32]
+    position: NDArray[np.int64]
+    step: NDArray[np.int64]
+    token_id: NDArray[np.int32]
+    logprob: NDArray[np.float32]
+    token_rank: NDArray[np.int32]
+    kind: NDArray[np.int8]
+    draft_token_id: NDArray[np.int32]
+    draft_logprob: NDArray[np.float32]
+    draft_token_rank: NDArray[np.int32]
+    topk: Ragged
+    chosen: Ragged
+    draft_chosen: Ragged
+
+    def __len__(self) -> int:
+        return len(self.token_id)
+
+    def of_request(self, index: int) -> "Columns":
+        """The rows of one request, in order; what is a request's own stays as it is."""
+        rows = np.flatnonzero(self.request == index)
+        taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in TOKEN_COLUMNS}
+        taken |= {name: getattr(self, name).take(rows) for name in TOKEN_LISTS}
+        return replace(self, **taken)
+
+
+TOKEN_COLUMNS = {
+    "request": np.int32,
+    "position": np.int64,
+    "step": np.int64,
+    "token_id": np.int32,
+    "logprob": np.float32,
+    "token_rank": np.int32,
+    "kind": np.int8,
+    "draft_token_id": np.int32,
+    "draft_logprob": np.float32,
+    "draft_token_rank": np.int32,
+}
+TOKEN_LISTS = ("topk", "chosen", "draft_chosen")
