@@ -5,6 +5,7 @@ import os
 import stat
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -183,12 +184,23 @@ class Output:
 
 @dataclass
 class Collector:
-    """Everything that came back: records by request, and what it took to send them."""
+    """Everything that came back: records by request, and what it took to send them.
+
+    Only messages that the engine delivered count: not what workers sent after the last request
+    had ended. Those of a worker that took a lost one's place count with the lost one's.
+
+    Attributes:
+      outputs: by request id.
+      messages_of: messages by process rank.
+      bytes_of: bytes of these messages by process rank.
+      payload_bytes: ids, logprobs and ranks alone.
+      latencies_ns: of each message.
+    """
 
     outputs: dict[str, Output]
-    messages: int = 0
-    message_bytes: int = 0
-    payload_bytes: int = 0  # ids, logprobs and ranks alone
+    messages_of: Counter[int] = field(default_factory=Counter)
+    bytes_of: Counter[int] = field(default_factory=Counter)
+    payload_bytes: int = 0
     latencies_ns: list[int] = field(default_factory=list)
 
     @classmethod
@@ -202,10 +214,20 @@ class Collector:
             return
         message = update.message
         fixed = wire.HEADER_WORDS + wire.SLOT_WORDS * message.num_slots
-        self.messages += 1
-        self.message_bytes += message.num_bytes
+        self.messages_of[message.process_rank] += 1
+        self.bytes_of[message.process_rank] += message.num_bytes
         self.payload_bytes += message.num_bytes - wire.WORD_BYTES * fixed
         self.latencies_ns.append(update.latency_ns)
+
+    @property
+    def messages(self) -> int:
+        """Of all process ranks."""
+        return self.messages_of.total()
+
+    @property
+    def message_bytes(self) -> int:
+        """Of all process ranks."""
+        return self.bytes_of.total()
 
     def latency_us(self, share: float) -> float:
         """The transport latency that `share` of the messages stayed below, microseconds."""

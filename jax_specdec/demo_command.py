@@ -191,7 +191,7 @@ def run(options: argparse.Namespace) -> int:
         terminal.legend(console)
         summary.show(collector, console)
         if options.data_parallel > 1 or options.disaggregated or options.preempt_every:
-            summary.show_ranks(engine.status, console)
+            summary.show_ranks(engine.status, collector, console)
         if json_file is not None:
             demo.write_json(json_file, collector)
             terminal.say(f"wrote {len(requests)} records to {options.json}", console)

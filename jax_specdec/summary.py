@@ -95,8 +95,8 @@ def _mean(logprob: float | None) -> str:
     return "-" if logprob is None else f"{logprob:.3f}"
 
 
-def show_ranks(ranks: Sequence[RankStatus], console: Console) -> None:
-    """What each worker process did, and what its ring carried."""
+def show_ranks(ranks: Sequence[RankStatus], collector: Collector, console: Console) -> None:
+    """What each process rank did; messages and bytes add up to those that `show` speaks of."""
     table = Table(title="Workers", title_justify="left", box=HEAVY_HEAD)
     table.add_column("rank", no_wrap=True)
     table.add_column("role", no_wrap=True)
@@ -107,8 +107,8 @@ def show_ranks(ranks: Sequence[RankStatus], console: Console) -> None:
         table.add_row(
             str(rank.process_rank),
             "prefill" if rank.prefill_only else "decode",
-            f"{rank.ring.messages:,}",
-            f"{rank.ring.payload_bytes:,}",
+            f"{collector.messages_of[rank.process_rank]:,}",
+            f"{collector.bytes_of[rank.process_rank]:,}",
             str(rank.statistics.num_tokens),
             str(finished[FinishReason.PREFILL_HANDOVER]),
             str(rank.processor.preempted),

@@ -95,6 +95,8 @@ def test_every_behavior_of_the_seed_system_in_one_run(prompts, tmp_path):
     decode, prefill = (re.findall(r"[\w,]+", rows[rank]) for rank in "01")
     assert (decode[1], prefill[1]) == ("decode", "prefill")
     assert prefill[5] == "3"  # handed over
+    (messages,) = re.findall(r"(\d+) messages,", done.stdout)
+    assert int(decode[2]) + int(prefill[2]) == int(messages)
     assert int(decode[6]) > 0  # preempted
     for line in path.read_text().splitlines():
         record = json.loads(line)

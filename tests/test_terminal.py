@@ -55,6 +55,14 @@ def deliver(collector, request, ids, drafts=3):
         collector.add(received)
 
 
+def delivered(scene, requests):
+    """A collector of what an engine delivered."""
+    collector = demo.Collector.of(requests)
+    for update in scene.updates:
+        collector.add(update)
+    return collector
+
+
 def view(collector, width, height):
     shown = console(width, height)
     shown.print(terminal.LiveView().draw(collector, width, height))
@@ -215,7 +223,7 @@ def test_the_table_of_workers_shows_every_number_at_every_width(width):
     scene = Scene(num_ranks=2, num_prefill_ranks=1)
     scene.run(long_requests(), lambda scene, n: n or scene.engine.preempt("r0"))
     shown = console(width)
-    summary.show_ranks(scene.engine.status, shown)
+    summary.show_ranks(scene.engine.status, delivered(scene, long_requests()), shown)
     rows = [re.findall(r"[\w,]+", line) for line in printed(shown).splitlines()]
     rows = [row for row in rows if row and row[0] in "012"]
     sent = [str(worker.sent) for worker in scene.workers]
@@ -226,6 +234,26 @@ def test_the_table_of_workers_shows_every_number_at_every_width(width):
     assert [row[5] for row in rows] == ["0", "0", "6"]
     preempted = [rank.processor.preempted for rank in scene.engine.status]
     assert [row[6] for row in rows] == [str(number) for number in preempted]
+
+
+def test_the_table_of_workers_adds_up_to_the_sentence_before_it():
+    """Also where a worker was replaced, and others sent more than anybody waited for."""
+    requests = long_requests()
+    scene = Scene(num_ranks=2, faults={0: [4]}, on_worker_loss="restart", resume_lost=True)
+    scene.run(requests)
+    collector = delivered(scene, requests)
+    for worker in scene.workers:
+        worker.sent += 2  # the engine took them out of the ring while it closed
+    shown = console(200)
+    summary.show(collector, shown)
+    messages, size = re.search(r"(\d+) messages, ([\d,]+) bytes", printed(shown)).groups()
+    shown = console(200)
+    summary.show_ranks(scene.engine.status, collector, shown)
+    rows = [re.findall(r"[\w,]+", line) for line in printed(shown).splitlines()]
+    rows = [row for row in rows if row and row[0] in "01"]
+    assert len(rows) == 2
+    assert sum(int(row[2]) for row in rows) == int(messages) == len(collector.latencies_ns) > 8
+    assert sum(int(row[3].replace(",", "")) for row in rows) == int(size.replace(",", ""))
 
 
 def test_the_latency_says_what_it_includes():
