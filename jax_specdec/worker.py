@@ -19,10 +19,9 @@ from jax_specdec.compiled import Compiled as Compiled
 from jax_specdec.control import Admit, Advance, Command, Evict, Release, Shutdown
 from jax_specdec.device_checks import DeviceCheckError as DeviceCheckError
 from jax_specdec.device_checks import check
-from jax_specdec.messages import StepOutput
 from jax_specdec.model import ModelParams
 from jax_specdec.modes import Asked, Widths
-from jax_specdec.pack import bucket
+from jax_specdec.outgoing import Outgoing
 from jax_specdec.prefix_cache import PrefixCache
 from jax_specdec.sharding import params_specs
 from jax_specdec.slots import Slot
@@ -77,12 +76,14 @@ class Worker:
         )
         self.sender = sender
         self.prefill_chunk = prefill_chunk
-        self.process_rank = process_rank
         self.publish = publish
         self.compiled = compiled or Compiled(config)
         self.state = loop.init_state(config)
         self.fused = runs_on_gpu(config) if fused is None else fused
-        self.has_draft_logits = self.state.drafts.logits is not None
+        has_draft_logits = self.state.drafts.logits is not None
+        self.outgoing = Outgoing(
+            self.compiled, process_rank, has_draft_logits and not config.prefill_only
+        )
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.prefix_reuse = prefix_reuse
         self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
@@ -232,17 +233,10 @@ class Worker:
         num_tokens = min(chunk, slot.prompt_length - 1 - (slot.prefill_at or 0))
         if num_tokens <= 0:
             return ()
-        words = self.compiled.prompt_message(
-            scored,
-            places[0],
-            asked,
-            np.array([other.generation for other in self.slots], np.uint32),
-            self._step_words(),
-            widths=widths,
-            vocab_size=self.config.model.vocab_size,
-            process_rank=self.process_rank,
+        words = self.outgoing.of_prompt(
+            scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths, asked
         )
-        return (self._copy(words, slots.prompt_bound(self.slots, scoring, num_tokens)),)
+        return (words,)
 
     def _launch(self) -> tuple[jax.Array, ...]:
         """Start a step and the copy of its messages; what the host knows now bounds their size."""
@@ -252,7 +246,7 @@ class Worker:
         widths, asked = self.asked
         fused_k = widths.k if self.fused and slots.wants_one_read(self.slots) else None
         self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)
-        words = self._messages(output, widths, asked)
+        words = self.outgoing.of_step(output, self.step_number, self.slots, widths, asked)
         self.step_number += 1
         # On every process alike, whether it publishes or not: what is left of an eviction, or of
         # a request that was handed over, would speak of the slot's next request.
@@ -260,31 +254,6 @@ class Worker:
             if slot.verdict or (self.config.prefill_only and slot.decoding):
                 self._set(index, Slot(generation=slot.generation))
         return words
-
-    def _messages(self, output: StepOutput, widths: Widths, asked: Asked) -> tuple[jax.Array, ...]:
-        """The words of a step's target message and, where somebody asked, of its draft message."""
-        step_number = self._step_words()
-        wants_drafts = any(slot.decoding and slot.params.draft_logprobs for slot in self.slots)
-        draft_follows = wants_drafts and self.has_draft_logits and not self.config.prefill_only
-        static = {"widths": widths, "process_rank": self.process_rank}
-        words = self.compiled.target_message(
-            output, asked, step_number, np.bool_(draft_follows), **static
-        )
-        sent = [self._copy(words, slots.target_bound(self.slots))]
-        if draft_follows:
-            words = self.compiled.draft_message(output, asked, step_number, **static)
-            sent.append(self._copy(words, slots.draft_bound(self.slots)))
-        return tuple(sent)
-
-    def _step_words(self) -> np.ndarray:
-        return np.array([self.step_number & 0xFFFFFFFF, self.step_number >> 32], np.uint32)
-
-    def _copy(self, words: jax.Array, bound: int) -> jax.Array:
-        """Start the copy of a message of at most `bound` words to the host."""
-        # Packing compiles once for each width, and only this cut once for each bucket.
-        cut = self.compiled.leading(words, min(bucket(bound), words.size))
-        cut.copy_to_host_async()
-        return cut
 
     def _publish(self, launched: Launched) -> None:
         for words in launched.prompts:

@@ -16,9 +16,9 @@ PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 DEVICE_SIDE = {
     "adaptive", "callable_drafter", "checkpoint", "compiled", "cutoff", "drafter_choice",
     "drafters", "fixed_point", "follower_process", "hf_weights", "loop", "loop_state", "memory",
-    "messages", "model", "model_params", "modes", "mtp", "pack", "prefill", "process_group",
-    "reorder", "sampling", "scoring", "sharding", "slots", "suffix", "verify", "worker",
-    "worker_process",
+    "messages", "model", "model_params", "modes", "mtp", "outgoing", "pack", "prefill",
+    "process_group", "reorder", "sampling", "scoring", "sharding", "slots", "suffix", "verify",
+    "worker", "worker_process",
 }  # fmt: skip
 ENTRY_POINTS = {"jax_specdec.cli"}
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
