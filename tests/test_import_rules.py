@@ -15,8 +15,8 @@ PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 # The device side of jax_specdec; every other module of it runs in a process without jax.
 DEVICE_SIDE = {
     "adaptive", "callable_drafter", "checkpoint", "compiled", "cutoff", "drafter_choice",
-    "drafters", "fixed_point", "follower_process", "hf_weights", "loop", "loop_state", "memory",
-    "messages", "model", "model_params", "modes", "mtp", "outgoing", "pack", "prefill",
+    "drafters", "draws", "fixed_point", "follower_process", "hf_weights", "loop", "loop_state",
+    "memory", "messages", "model", "model_params", "modes", "mtp", "outgoing", "pack", "prefill",
     "process_group", "reorder", "sampling", "scoring", "sharding", "slots", "suffix", "verify",
     "worker", "worker_process",
 }  # fmt: skip
