@@ -12,12 +12,12 @@ One state belongs to one ring (one publishing process rank), whose messages arri
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ipc.wire import Kind, SlotState
 from jax_specdec import emission, prompt_logprobs
 from jax_specdec.admission import admit, release
 from jax_specdec.decode import Message
+from jax_specdec.ending import count_finished, end
 from jax_specdec.processor_state import (
     Columns,
     Phase,
@@ -28,7 +28,7 @@ from jax_specdec.processor_state import (
     frozen,
     totals,
 )
-from jax_specdec.record_batch import FinishReason, RecordBatch, StatisticsSource
+from jax_specdec.record_batch import FinishReason, RecordBatch
 from jax_specdec.records import Records
 
 __all__ = [
@@ -94,7 +94,7 @@ def abort(state: ProcessorState, request_id: str) -> tuple[ProcessorState, Recor
     """
     for slot, request in enumerate(state.admitted.requests):
         if request is not None and request.id == request_id:
-            return _end(state, np.array([slot]), FinishReason.ABORT)
+            return end(state, np.array([slot]), FinishReason.ABORT)
     return state, Records()
 
 
@@ -108,7 +108,7 @@ def flush(
     slots = np.arange(state.num_slots)
     ended = Records()
     if reason is not None:
-        state, ended = _end(state, slots, reason)
+        state, ended = end(state, slots, reason)
     waiting = () if state.waiting is None else (state.waiting,)
     counters = state.counters
     if state.early_draft is not None:
@@ -148,7 +148,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         counters = replace(
             counters,
             cut_tokens=counters.cut_tokens + int((emitted.count - cut.kept).sum()),
-            finished=_count_finished(counters.finished, cut.reason),
+            finished=count_finished(counters.finished, cut.reason),
             preempted=counters.preempted + int(reschedule.sum()),
         )
         frozen(phase)
@@ -241,65 +241,3 @@ def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:
 
 def _num_with_drafts(draft: Message) -> int:
     return int(np.count_nonzero(draft.num_tokens))
-
-
-def _count_finished(finished: tuple[int, ...], reason: NDArray[np.int8]) -> tuple[int, ...]:
-    counts = np.bincount(reason, minlength=len(finished) + 1)[1:].tolist()
-    return tuple(before + count for before, count in zip(finished, counts, strict=True))
-
-
-def _end(
-    state: ProcessorState, slots: NDArray[np.intp], reason: FinishReason
-) -> tuple[ProcessorState, Records]:
-    """End those of `slots` (ascending) that hold a running or preempted request.
-
-    Where a record of it waits for a draft message, that record goes out with the reason; the
-    others of that batch keep waiting.
-    """
-    admitted, columns = state.admitted, state.columns
-    phase = columns.phase[slots]
-    slots = slots[(phase == Phase.RUNNING) | (phase == Phase.PREEMPTED)]
-    if not slots.size:
-        return state, Records()
-    phase = columns.phase.copy()
-    phase[slots] = Phase.ENDED
-    columns = replace(columns, phase=frozen(phase))
-    source = totals(admitted, columns)
-    batches: list[RecordBatch] = []
-    waiting = state.waiting
-    if waiting is not None:
-        current = waiting.generation == admitted.generation[waiting.slots]
-        taken = current & np.isin(waiting.slots, slots)
-        if taken.any():
-            slots = slots[~np.isin(slots, waiting.slots[taken])]
-            out, rest = waiting.take(np.flatnonzero(taken)), np.flatnonzero(~taken)
-            batches.append(_ended(out, reason, source))
-            waiting = waiting.take(rest) if rest.size else None
-    if slots.size:
-        none = np.zeros(len(slots), np.int64)
-        empty = RecordBatch(
-            step=(state.next_step or 0) - 1,
-            requests=admitted.requests,
-            slots=slots,
-            generation=admitted.generation[slots],
-            num_tokens=none,
-            num_drafts=none,
-            num_accepted=none,
-            cumulative_logprob=columns.cumulative_logprob[slots],
-            finish_reason=none.astype(np.int8),
-            stop_index=none - 1,
-            reschedule=none.astype(np.bool_),
-            message=None,
-        )
-        batches.append(_ended(empty, reason, source))
-    num_ended = sum(map(len, batches))
-    counts = _count_finished(state.counters.finished, np.full(num_ended, reason, np.int8))
-    counters = replace(state.counters, finished=counts)
-    state = replace(state, columns=columns, waiting=waiting, counters=counters)
-    return state, Records(tuple(batches))
-
-
-def _ended(batch: RecordBatch, reason: FinishReason, source: StatisticsSource) -> RecordBatch:
-    reasons = np.full(len(batch), reason, np.int8)
-    going_on = np.zeros(len(batch), np.bool_)
-    return replace(batch, finish_reason=reasons, reschedule=going_on, totals=source)
