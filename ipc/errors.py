@@ -38,7 +38,8 @@ class PeerDied(RingError):
         reached = f"message {last_sequence}" if last_sequence >= 0 else "no message"
         super().__init__(
             f"the {side} (pid {pid}) ended without closing the ring; the last to cross it was "
-            f"{reached}. This session is over: create a new ring for the restarted {side}"
+            f"{reached}. This session is over: whoever created the ring makes a new one for the "
+            f"restarted {side}"
         )
 
     def __reduce__(self) -> tuple[type["PeerDied"], tuple[str, int, int]]:

@@ -44,7 +44,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         status: int = command.run(options)
     except WorkerFailed as error:
-        _complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        _complain("\n".join([error.report, *getattr(error, "__notes__", ())]))
         return 1
     except MemoryError as error:
         _complain(f"jax-specdec: out of memory: {error}; ask for fewer slots or shorter requests")

@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from jax_specdec import demo, summary, terminal
-    from jax_specdec.engine import Engine
+    from jax_specdec.engine import Engine, WorkerFailed
 
     console = Console()
     requests = demo.with_options(
@@ -180,12 +180,19 @@ def run(options: argparse.Namespace) -> int:
                 for update in engine.generate(requests):
                     collector.add(update)
                     if update.lost and options.on_worker_loss != "stop":
-                        screen.note(str(update.lost))
+                        screen.note(update.lost.report)
                     if options.preempt_every:
                         _preempt(engine, collector, options.preempt_every)
                     screen.update(collector)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note("the worker was stopped")
+            raise
+        except WorkerFailed as failure:
+            if failure.advice:
+                failure.add_note(
+                    "run the demo again; with --on-worker-loss restart another worker takes its "
+                    "place, and the demo goes on"
+                )
             raise
         terminal.full_texts(collector, console)
         terminal.legend(console)

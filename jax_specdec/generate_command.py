@@ -141,6 +141,8 @@ def run(options: argparse.Namespace) -> int:
             kept = f"{len(result.finished)} of {len(left)} requests had ended"
             if output is not None:
                 kept += f" and are in {options.output}: run the same command again for the others"
+            else:
+                kept += "; with --output FILE they are kept, and the same command runs the others"
             end.add_note(kept)
             raise
         finally:

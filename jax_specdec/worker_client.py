@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +18,29 @@ PATIENCE_SECONDS = 5.0  # for a worker that was told to stop
 # -P: a file in the current directory must not stand in for a module of the worker.
 WORKER = (sys.executable, "-P", "-m", "jax_specdec.worker_process")
 
+ADVICE = (
+    "Make a new Engine for the requests that are left. With "
+    'EngineConfig(on_worker_loss="restart") a new worker takes the place of a lost one, and with '
+    "resume_lost=True its requests go on there"
+)
+MEMORY = (
+    "SIGKILL comes from somebody, or from Linux where memory runs out (`dmesg` tells which): then "
+    "fewer slots or shorter requests help"
+)
+
 
 class WorkerFailed(RuntimeError):
-    """The worker ended before its requests did; carries what it printed last."""
+    """The worker ended before its requests did; says how, and what it printed last.
+
+    Attributes:
+      report: the message without the advice.
+      advice: to the author of a program around the engine; empty where the report says it all.
+    """
+
+    def __init__(self, report: str, advice: str = "") -> None:
+        super().__init__(f"{report}\n{advice}" if advice else report)
+        self.report = report
+        self.advice = advice
 
 
 class WorkerProcess:
@@ -44,6 +65,7 @@ class WorkerProcess:
           program: the command line of the worker; it speaks `control` on its standard input.
         """
         self._process_rank = process_rank
+        self._stops_all = config.on_worker_loss == "stop"
         self._last_lines: collections.deque[str] = collections.deque(maxlen=50)
         self._process: subprocess.Popen[str] | None = None
         self.ring = RingReader.create(config.ring_slots, config.message_bytes, doorbell=doorbell)
@@ -108,15 +130,19 @@ class WorkerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(PATIENCE_SECONDS)  # its stream has ended: it is about to
         running = self.exit_status is None
+        arrived = self.ring.counters().messages
         code = self.stop(drain=False)
         last = "".join(self._last_lines).strip()
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-        how = "had to be ended" if running else how
-        return WorkerFailed(
-            f"the model worker of process rank {self._process_rank} (pid {self.pid}) {how} before "
-            f"its requests were done: {cause}\n"
-            + (f"its last words:\n{last}" if last else "it printed nothing")
-        )
+        killed = code < 0 and not running
+        report = [
+            f"the model worker of process rank {self._process_rank} (pid {self.pid}) "
+            f"{'had to be ended' if running else _how_it_ended(code)} after {arrived} messages, "
+            # How its ring ended is for users of rings; here it is said already.
+            f"before its requests were done{'' if ends else f': {cause}'}",
+            f"its last words:\n{last}" if last else "it printed nothing",
+            *([MEMORY] if killed and -code == signal.SIGKILL else ()),
+        ]
+        return WorkerFailed("\n".join(report), ADVICE if killed and self._stops_all else "")
 
     def stop(self, *, drain: bool) -> int:
         """End the worker and the ring; returns its exit status. Calling it again does nothing.
@@ -161,3 +187,9 @@ class WorkerProcess:
         assert self._process.stderr is not None
         while line := self._process.stderr.readline(4096):  # a line need not end
             self._last_lines.append(line)
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by signal {-code} ({signal.strsignal(-code)})"
+    return f"exited with status {code}"

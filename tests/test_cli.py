@@ -172,6 +172,20 @@ def test_a_lost_worker_is_spoken_of_once(choice, monkeypatch, capsys):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("advice", ["EngineConfig(...)", ""])
+def test_a_killed_worker_brings_advice_for_the_command_line(advice, capsys, during):
+    def lose():
+        raise WorkerFailed("the worker is gone", advice)
+
+    during(lose)
+    assert main(["demo"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("the worker is gone\n")
+    assert ("--on-worker-loss restart" in errors) == bool(advice)
+    assert "EngineConfig" not in errors  # nobody can type that here
+
+
+@pytest.mark.fast
 def test_options_change_every_request():
     plain = demo.default_requests()
     assert demo.with_options(plain) == plain

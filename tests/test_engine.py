@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,8 +153,14 @@ def test_a_killed_worker_is_reported_and_its_requests_are_closed(weights):
         stream = engine.generate(requests)
         next(stream)
         os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(WorkerFailed, match=r"killed by signal 9"):
+        with pytest.raises(WorkerFailed, match=r"killed by signal 9") as error:
             collect(stream)
+    assert "SIGKILL comes from somebody, or from Linux where memory runs out" in str(error.value)
+    assert "make a new engine" in str(error.value).lower()
+    assert 'EngineConfig(on_worker_loss="restart")' in str(error.value)
+    cause = error.value.__cause__  # the ring's own error: a traceback shows it too
+    assert f"message {cause.last_sequence}. This session is over: whoever created" in str(cause)
+    assert "create a new ring" not in f"{error.value} {cause}"
     lost = [name for name, reason in reasons.items() if reason is FinishReason.WORKER_LOST]
     assert len(lost) == 3  # the three that had slots; the fourth had not begun
 
@@ -173,9 +180,11 @@ def fake_worker(code):
     return (sys.executable, "-c", head + attach + code)
 
 
-def failure_of(code, requests=None):
+def failure_of(code, requests=None, on_worker_loss="stop"):
     """What an engine says of a worker that runs `code`, and why its requests ended."""
-    settings = EngineConfig(vocab_size=VOCAB, num_slots=3, max_length=96)
+    settings = EngineConfig(
+        vocab_size=VOCAB, num_slots=3, max_length=96, on_worker_loss=on_worker_loss
+    )
     reasons = []
 
     def collect(engine):
@@ -196,6 +205,29 @@ def test_what_a_worker_prints_last_is_shown_whatever_its_bytes_are():
     assert "status 3" in text
     assert r"caf\xe9 is broken" in text
     assert reasons == [FinishReason.WORKER_LOST] * 2
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("code", "how", "memory", "restart"),
+    [
+        ("os.kill(os.getpid(), 9)", "was killed by signal 9 (Killed)", True, True),
+        ("os.kill(os.getpid(), 11)", "was killed by signal 11 (Segmentation fault)", False, True),
+        ("os.kill(os.getpid(), 40)", "was killed by signal 40 (", False, True),
+        ("os._exit(3)", "exited with status 3", False, False),
+        ("ring.close(); os._exit(0)", "exited with status 0", False, False),
+    ],
+)
+def test_what_is_said_of_a_lost_worker_helps_who_never_saw_a_ring(code, how, memory, restart):
+    text, _ = failure_of(code)
+    assert f"{how}" in text
+    assert "after 0 messages, before its requests were done\n" in text
+    assert ("memory runs out" in text) == memory
+    assert ('on_worker_loss="restart"' in text) == restart
+    assert not re.search(r"\brings?\b|producer", text)
+    text, _ = failure_of(code, on_worker_loss="continue")  # who chose knows what there is
+    assert how in text
+    assert 'on_worker_loss="restart"' not in text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -218,12 +219,14 @@ def test_a_killed_run_goes_on(model, tmp_path):
     assert again.stderr == "14 of 14 requests are in the output already\n"
 
 
-@pytest.mark.parametrize("end", ["interrupt", "lost worker"])
-def test_a_run_that_ends_early_says_how_to_go_on(end, model, tmp_path):
+@pytest.mark.parametrize(
+    ("end", "kept"), [("interrupt", True), ("lost worker", True), ("lost worker", False)]
+)
+def test_a_run_that_ends_early_says_how_to_go_on(end, kept, model, tmp_path):
     (tmp_path / "p.txt").write_text("a\nb\n")
     process = subprocess.Popen(
         command("--model", model, "--prompts", tmp_path / "p.txt", "--max-tokens", 400,
-                "--slots", 1, "--output", tmp_path / "o.jsonl"),
+                "--slots", 1, *(["--output", tmp_path / "o.jsonl"] if kept else ())),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -240,8 +243,15 @@ def test_a_run_that_ends_early_says_how_to_go_on(end, model, tmp_path):
         process.kill()
         process.wait()
     assert process.returncode == (130 if end == "interrupt" else 1)
-    assert "requests had ended and are in" in error
-    assert "run the same command again for the others" in error
+    if kept:
+        assert "requests had ended and are in" in error
+        assert "run the same command again for the others" in error
+    else:
+        assert "with --output FILE they are kept, and the same command runs the others" in error
+    if end == "lost worker":
+        assert "was killed by signal 9" in error
+        assert "memory runs out" in error
+    assert not re.search(r"\bring\b|Engine", error)
     assert not [name for name in os.listdir("/dev/shm") if str(process.pid) in name]
 
 
