@@ -138,7 +138,7 @@ class WorkerProcess:
             f"the model worker of process rank {self._process_rank} (pid {self.pid}) "
             f"{'had to be ended' if running else _how_it_ended(code)} after {arrived} messages, "
             # How its ring ended is for users of rings; here it is said already.
-            f"before its requests were done{'' if ends else f': {cause}'}",
+            f"before its requests were done{'' if ends and not running else f': {cause}'}",
             f"its last words:\n{last}" if last else "it printed nothing",
             *([MEMORY] if killed and -code == signal.SIGKILL else ()),
         ]

@@ -235,6 +235,11 @@ def test_what_is_said_of_a_lost_worker_helps_who_never_saw_a_ring(code, how, mem
     [
         ("ring.send(b'garbage!'); time.sleep(9)", "whole 32-bit words and at least 8"),
         ("ring.send(bytes(64)); time.sleep(9)", "magic"),
+        (
+            "ring.close(); time.sleep(9)",
+            "had to be ended after 0 messages, before its requests "
+            "were done: the producer closed the ring",
+        ),
         ("from jax_specdec.encode import encode\nring.send(encode(3, 7, [])); time.sleep(9)", "7"),
     ],
 )
