@@ -57,7 +57,9 @@ class RingReader(Side):
           rehearse: called at most once in a wait, shortly before the message is expected, under
             the wait policy "predict". It should do, into nothing, what will be done with the
             message, so that code and data are in the caches by then; it must not use this ring.
-            What it raises, receive() raises; no message is lost.
+            What it raises, receive() raises; no message is lost. It is not cut short: where it
+            takes longer than the ones before, `timeout` and the noticing of a death are late by
+            as much; and it is left out where it takes longer than there is time.
 
         Raises:
           RingTimeout: nothing came in time.

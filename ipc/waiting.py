@@ -41,6 +41,7 @@ LOOK_NS = 1_000_000  # while spinning, ask about obstacles this often
 LEAD_NS = 400_000  # wake up this long before the expected moment: timers and cores are late
 LEAD_SHARE = 16  # at most this share of the interval, where the moment varies more than that
 FIRST_REHEARSAL_NS = 500_000  # how long a rehearsal takes, until one was seen
+REHEARSAL_DECAY = 256  # what a wait takes off that length, where it is too long to be tried
 FIRST_NS = 5_000_000  # the first interval is a guess: a decode step, or less
 GLANCES = 20  # looks at the semaphore between two looks at the clock
 AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
@@ -104,9 +105,11 @@ class Waiter:
         self._interval_ns = 0
         self._deviation_ns = 0
         self._rehearsal_ns = FIRST_REHEARSAL_NS
-        self._gap_ns = 0
+        self._gap_ns = 0  # between the last two units that were waited for, until it is learned
         self._last_ns = 0
         self._unwaited = 0  # units that were there at once, since _last_ns
+        self._window = (_NEVER, _NEVER)  # in which to spin for the next unit
+        self._window_of = (0, 0)  # _last_ns and _unwaited when it was chosen
         self._one_core = False
         self._affinity_until = 0
 
@@ -136,7 +139,8 @@ class Waiter:
 
         Args:
           rehearse: called at most once, shortly before the unit is expected, if it is waited for
-            that long; only where it is predicted.
+            that long; only where it is predicted. While it runs, neither the time nor `obstacle`
+            is looked at.
 
         Raises what `obstacle` returned, unless a unit was still there; what `rehearse` raised.
         """
@@ -158,15 +162,21 @@ class Waiter:
         deadline = _NEVER if deadline_ns is None else deadline_ns
         spin_from, spin_until = self._spin_window(now)
         rehearse_at = _NEVER
-        if rehearse is not None and spin_from - self._rehearsal_ns > now:  # else it would be late
-            rehearse_at = spin_from - self._rehearsal_ns
+        if rehearse is not None and now < spin_from <= deadline:
+            if spin_from - self._rehearsal_ns > now:  # else it would be late
+                rehearse_at = spin_from - self._rehearsal_ns
+            elif self._rehearsal_ns > FIRST_REHEARSAL_NS:
+                # One that was held up, by a stranger on its core perhaps, must not be the last.
+                self._rehearsal_ns -= self._rehearsal_ns // REHEARSAL_DECAY
         try:
             while True:
-                if rehearse is not None and rehearse_at <= now < deadline:
-                    rehearse()
+                if rehearse is not None and rehearse_at <= now:
                     rehearse_at = _NEVER
-                    begun, now = now, monotonic_ns()
-                    self._rehearsal_ns += (now - begun - self._rehearsal_ns) // 4
+                    # A core that woke late has no time for it: the unit may be there already.
+                    if now < spin_from and not self._semaphore.value:
+                        rehearse()
+                        begun, now = now, monotonic_ns()
+                        self._rehearsal_ns += (now - begun - self._rehearsal_ns) // 4
                 taken = False
                 if spin_from <= now < spin_until and now < deadline:
                     taken = self._spin(min(now + LOOK_NS, spin_until, deadline))
@@ -199,14 +209,22 @@ class Waiter:
             return 0, _NEVER
         if self._policy == "block" or self._last_ns == 0:
             return _NEVER, _NEVER
+        # Once for each unit: who waits for it in many short calls must not spin in each of them.
+        unit = (self._last_ns, self._unwaited)
+        if unit != self._window_of:
+            self._window, self._window_of = self._choose_window(now), unit
+        return self._window
+
+    def _choose_window(self, now: int) -> tuple[int, int]:
         # Learned here, while there is nothing else to do, and not when a unit has just come.
         if self._interval_ns == 0:
             self._interval_ns = min(self._gap_ns, FIRST_NS)
-        else:
+        elif self._gap_ns:
             # A pause between requests must not spoil the prediction for the messages after it.
             error = min(self._gap_ns, 2 * self._interval_ns) - self._interval_ns
             self._deviation_ns += (abs(error) - self._deviation_ns) // 4
             self._interval_ns += error // 4
+        self._gap_ns = 0
         lead = max(LEAD_NS, min(2 * self._deviation_ns, self._interval_ns // LEAD_SHARE))
         expected = self._last_ns + self._interval_ns * (self._unwaited + 1)
         start = max(now, expected - lead)

@@ -70,6 +70,42 @@ def test_reading_in_a_storm_of_raising_handlers(tmp_path, storm, wait):
     assert raised > 50, f"only {raised} of {fired[0]} signals raised: the test was idle"
 
 
+def test_rehearsing_in_a_storm_of_raising_handlers(tmp_path, storm):
+    """What is raised inside a rehearsal leaves receive(); no message is lost, nor held back."""
+    armed, _ = storm
+    count, inside, received, rehearsing = 200, 0, [], []
+
+    def rehearse():
+        rehearsing.append(1)
+        until = time.monotonic() + 0.0005
+        while time.monotonic() < until:
+            pass
+        rehearsing.clear()
+
+    with RingReader.create(4, MAX_BYTES) as reader:
+        peer = start_peer(
+            "produce", reader.name, tmp_path / "p",
+            wait="predict", count=count, max_bytes=MAX_BYTES, gap_us=3000,
+        )  # fmt: skip
+        reader.wait_attached(30)
+        while len(received) < count:
+            try:
+                armed[0] = True
+                try:
+                    message = reader.receive(30, rehearse=rehearse)
+                finally:
+                    armed[0] = False
+            except Interrupted:
+                inside += bool(rehearsing)
+                rehearsing.clear()
+                continue
+            received.append(message.sequence)
+            assert is_intact(message.data, message.sequence, MAX_BYTES)
+        assert peer.wait(30) == 0
+    assert received == list(range(count))
+    assert inside, "no rehearsal was interrupted: the test was idle"
+
+
 @pytest.mark.parametrize("wait", MODES)
 def test_writing_in_a_storm_of_raising_handlers(tmp_path, storm, wait):
     """After an interrupted send(), the counters say whether the message was sent."""

@@ -20,6 +20,7 @@ class Clockwork:
         self.now = 0
         self.due = []  # when units come that have not been taken
         self.spun = self.slept = 0  # units that came to a spinning, and to a sleeping waiter
+        self.late = 0  # from a timer's end until its core runs again
         self.waiter = Waiter(self, policy, lambda: None)
         monkeypatch.setattr(waiting, "monotonic_ns", self.clock)
 
@@ -37,7 +38,7 @@ class Clockwork:
             self.slept += self.due[0] > self.now
             self.now = max(self.now, self.due.pop(0))
             return
-        self.now += int(seconds * 1e9)
+        self.now += int(seconds * 1e9) + self.late
         raise posix_ipc.BusyError
 
     def take(self, gap, rehearse=None, work=50 * US):
@@ -105,6 +106,49 @@ def test_a_deadline_that_comes_first_leaves_no_time_to_rehearse(monkeypatch):
     assert not scene.waiter.take(before + 2 * MS, rehearsal)
     assert not rehearsal.began
     assert scene.now - before < 3 * MS
+
+
+def test_a_rehearsal_that_would_end_behind_the_deadline_is_left_out(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    rehearsal = Rehearsal(scene, lasts=3 * MS)
+    for _ in range(20):
+        scene.take(20 * MS, rehearsal)
+    learned, before = len(rehearsal.began), scene.now
+    assert learned
+    assert not scene.waiter.take(before + 18 * MS, rehearsal)  # in the middle of it
+    assert len(rehearsal.began) == learned
+    assert scene.now - before < 18.1 * MS
+
+
+def test_a_core_that_woke_late_takes_the_unit_and_rehearses_nothing(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    rehearsal = Rehearsal(scene, lasts=300 * US)
+    for _ in range(20):
+        scene.take(5 * MS, rehearsal)
+    learned = len(rehearsal.began)
+    assert learned
+    scene.late = 2 * MS  # the rehearsal would begin after the unit has come
+    scene.take(5 * MS, rehearsal)
+    assert len(rehearsal.began) == learned
+
+
+def test_one_rehearsal_that_was_held_up_is_not_the_last(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    rehearsal = Rehearsal(scene, lasts=300 * US)
+    for lasts, count in ((300 * US, 20), (60 * MS, 1), (300 * US, 1000)):
+        rehearsal.lasts = lasts
+        rehearsal.began.clear()
+        for _ in range(count):
+            scene.take(5 * MS, rehearsal)
+    assert len(rehearsal.began) > 500
+
+
+def test_rehearsals_that_take_too_long_are_seldom_tried(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    rehearsal = Rehearsal(scene, lasts=10 * MS)
+    for _ in range(1000):
+        scene.take(5 * MS, rehearsal)
+    assert 1 <= len(rehearsal.began) < 30
 
 
 def test_a_unit_that_comes_early_is_taken_without_a_rehearsal(monkeypatch):
@@ -178,6 +222,41 @@ def test_a_pause_does_not_spoil_the_prediction(monkeypatch):
     assert scene.spun >= 14
 
 
+@pytest.mark.parametrize(("interval", "spread", "poll"), [(35, 1, 1), (400, 140, 50)])
+def test_many_short_waits_for_one_unit_spin_no_longer_than_one(monkeypatch, interval, spread, poll):
+    """As an engine does between two heartbeats, and a server that polls."""
+    scene = Clockwork(monkeypatch)
+    spin, spinning = scene.waiter._spin, []
+
+    def noted(until):
+        begun = scene.now
+        taken = spin(until)
+        spinning.append(scene.now - begun)
+        return taken
+
+    scene.waiter._spin = noted
+    for gap in np.random.default_rng(0).normal(interval, spread, 30):
+        scene.due.append(scene.now + int(max(gap, 1) * MS))
+        while not scene.waiter.take(scene.now + poll * MS):
+            pass
+        scene.waiter.held.clear()
+        spinning.clear()
+    begun = scene.now
+    while scene.now < begun + 5 * interval * MS:  # nothing comes
+        assert not scene.waiter.take(scene.now + poll * MS)
+    assert 0 < sum(spinning) < interval * MS // 7
+
+
+def test_many_short_waits_learn_a_pause_once(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    for gap in (*[35] * 30, 3000, 35):
+        scene.due.append(scene.now + gap * MS)
+        while not scene.waiter.take(scene.now + MS):
+            pass
+        scene.waiter.held.clear()
+    assert 35 * MS < scene.waiter._interval_ns < 45 * MS
+
+
 def test_receive_rehearses_through_a_real_ring():
     """That the callable comes through; when it is called, the tests above say."""
     with RingReader.create(4, 64) as reader, RingWriter.attach(reader.name) as writer:
@@ -186,9 +265,12 @@ def test_receive_rehearses_through_a_real_ring():
             writer.send(bytes([number]))
             assert reader.receive(rehearse=lambda: calls.append(1)).data == bytes([number])
         assert not calls  # they were there at once
-        reader._items._last_ns = waiting.monotonic_ns()  # a message 200 ms apart is expected
-        reader._items._interval_ns = reader._items._gap_ns = 200 * MS
+        # A message is expected in 30 s, and to rehearse takes so long: however late this core
+        # wakes up, there is time.
+        reader._items._last_ns = waiting.monotonic_ns()
+        reader._items._interval_ns = reader._items._gap_ns = 30_000 * MS
+        reader._items._rehearsal_ns = 29_500 * MS
         with pytest.raises(ZeroDivisionError):
-            reader.receive(timeout=10, rehearse=lambda: 1 // 0)
+            reader.receive(timeout=60, rehearse=lambda: 1 // 0)
         writer.send(b"after")
         assert reader.receive(timeout=10).data == b"after"
