@@ -267,7 +267,7 @@ def test_receive_rehearses_through_a_real_ring():
         assert not calls  # they were there at once
         # A message is expected in 30 s, and to rehearse takes so long: however late this core
         # wakes up, there is time.
-        reader._items._last_ns = waiting.monotonic_ns()
+        reader._items._last_ns, reader._items._unwaited = waiting.monotonic_ns(), 0
         reader._items._interval_ns = reader._items._gap_ns = 30_000 * MS
         reader._items._rehearsal_ns = 29_500 * MS
         with pytest.raises(ZeroDivisionError):
