@@ -260,6 +260,8 @@ class Rank:
         self.state = output_processor.release(self.state, slot)
         self.worker.tell(Release(slot=slot, generation=self._generations[slot]))
         self._free.append(slot)
+        if not self._slots:
+            self._last = None  # nothing is expected: keep no message, and no prompt, for it
         return job
 
     def restart(self, worker: Worker) -> None:

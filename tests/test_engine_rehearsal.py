@@ -49,6 +49,19 @@ def test_rehearsals_change_nothing_that_is_delivered(monkeypatch, seed):
     assert len(taken) > messages * 1.7  # nearly all of them twice
 
 
+def test_no_message_and_no_request_is_kept_once_all_have_ended():
+    scene = Scene(rehearse=True)
+    kept = []
+
+    def look(scene, n):
+        (rank,) = scene.engine.ranks
+        kept.append((bool(rank.request_ids), rank._last is not None))
+
+    scene.run(long_requests(), look)
+    assert (True, True) in kept
+    assert kept[-1] == (False, False)
+
+
 def test_a_rehearsal_that_keeps_its_outcome_is_noticed(monkeypatch):
     def keeps(self):
         if self._last is not None:
