@@ -234,10 +234,11 @@ class Columns:
         self.last: tuple[ProcessorState, Any] | None = None
 
     def __call__(self, data: Any) -> tuple[int, tuple[Message, Records]]:
-        self.last = self.state, data
-        message = decode(data)
+        before, message = self.state, decode(data)
         decoded = time.monotonic_ns()
-        self.state, records = output_processor.step(self.state, message)
+        self.state, records = output_processor.step(before, message)
+        if message.kind is Kind.TARGET:
+            self.last = before, data
         return decoded, (message, records)
 
     def rehearse(self) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ipc.errors import RingTimeout
 from ipc.ring import ReceivedMessage, RingCounters, RingReader
+from ipc.wire import Kind
 from jax_specdec import output_processor
 from jax_specdec.control import Admit, Command, Evict, Release
 from jax_specdec.decode import Message, decode
@@ -216,7 +217,7 @@ class Rank:
         self._heard = time.monotonic()
         before, message = self.state, decode(received.data)
         self.state, records = output_processor.step(before, message)
-        if self._rehearsed is not None:
+        if self._rehearsed is not None and message.kind is Kind.TARGET:  # what pauses end with
             self._last = before, received.data
         self._log.extend(records)
         return Update(message, received, records, self.process_rank)
