@@ -2,7 +2,7 @@
 
     block    sleep in the kernel; a wake-up of a sleeping core costs 45-70 us
     spin     look at the semaphore all the time; the least latency, one core at 100 %
-    predict  sleep until shortly before the unit is expected (a moving average of the intervals),
+    predict  sleep until shortly before the unit is expected (the median of the last intervals),
              then spin for a bounded time, then sleep: nearly the latency of spinning, for the
              cost of LEAD_NS or so per message; of up to a sixteenth of the interval where long
              intervals vary
@@ -39,9 +39,11 @@ POLICIES: tuple[WaitPolicy, ...] = ("predict", "block", "spin")
 SLICE_NS = 20_000_000  # a peer's death is noticed within one slice
 LOOK_NS = 1_000_000  # while spinning, ask about obstacles this often
 LEAD_NS = 400_000  # wake up this long before the expected moment: timers and cores are late
-LEAD_SHARE = 16  # at most this share of the interval, where the moment varies more than that
+LEAD_SHARE = 16  # at most this share of the interval, where the moment varies more than that:
+LEAD_DEVIATIONS = 4  # so many median deviations
+LAST_GAPS = 5  # of which the median is the interval
 FIRST_REHEARSAL_NS = 500_000  # how long a rehearsal takes, until one was seen
-REHEARSAL_DECAY = 256  # what a wait takes off that length, where it is too long to be tried
+REHEARSAL_DECAY = 1024  # what a wait takes off that length, where it is too long to be tried
 FIRST_NS = 5_000_000  # the first interval is a guess: a decode step, or less
 GLANCES = 20  # looks at the semaphore between two looks at the clock
 AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
@@ -61,6 +63,10 @@ _HOST_SIGNALS = frozenset(signal.valid_signals()) - {
 # The C function: signal.pthread_sigmask is a Python wrapper, at whose entry a handler may raise,
 # between the sleep and the restoring of the mask, which would then stay in place for good.
 _sigmask = _signal.pthread_sigmask
+
+
+def _median(values: list[int]) -> int:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def check_policy(policy: str) -> WaitPolicy:
@@ -102,8 +108,9 @@ class Waiter:
         self._acquire = semaphore.acquire
         self._policy = policy
         self._obstacle = obstacle
+        self._gaps: list[int] = []  # the last ones
         self._interval_ns = 0
-        self._deviation_ns = 0
+        self._lead_ns = LEAD_NS
         self._rehearsal_ns = FIRST_REHEARSAL_NS
         self._gap_ns = 0  # between the last two units that were waited for, until it is learned
         self._last_ns = 0
@@ -166,7 +173,7 @@ class Waiter:
             if spin_from - self._rehearsal_ns > now:  # else it would be late
                 rehearse_at = spin_from - self._rehearsal_ns
             elif self._rehearsal_ns > FIRST_REHEARSAL_NS:
-                # One that was held up, by a stranger on its core perhaps, must not be the last.
+                # What took too long for a while must be tried again.
                 self._rehearsal_ns -= self._rehearsal_ns // REHEARSAL_DECAY
         try:
             while True:
@@ -176,7 +183,9 @@ class Waiter:
                     if now < spin_from and not self._semaphore.value:
                         rehearse()
                         begun, now = now, monotonic_ns()
-                        self._rehearsal_ns += (now - begun - self._rehearsal_ns) // 4
+                        # One that was held up must not spoil the estimate for those after it.
+                        lasted = min(now - begun, 2 * self._rehearsal_ns)
+                        self._rehearsal_ns += (lasted - self._rehearsal_ns) // 4
                 taken = False
                 if spin_from <= now < spin_until and now < deadline:
                     taken = self._spin(min(now + LOOK_NS, spin_until, deadline))
@@ -217,15 +226,16 @@ class Waiter:
 
     def _choose_window(self, now: int) -> tuple[int, int]:
         # Learned here, while there is nothing else to do, and not when a unit has just come.
-        if self._interval_ns == 0:
-            self._interval_ns = min(self._gap_ns, FIRST_NS)
-        elif self._gap_ns:
-            # A pause between requests must not spoil the prediction for the messages after it.
-            error = min(self._gap_ns, 2 * self._interval_ns) - self._interval_ns
-            self._deviation_ns += (abs(error) - self._deviation_ns) // 4
-            self._interval_ns += error // 4
-        self._gap_ns = 0
-        lead = max(LEAD_NS, min(2 * self._deviation_ns, self._interval_ns // LEAD_SHARE))
+        if self._gap_ns:
+            gap = self._gap_ns if self._gaps else min(self._gap_ns, FIRST_NS)
+            self._gaps = [*self._gaps[1 - LAST_GAPS :], gap]
+            self._gap_ns = 0
+            # A pause between requests does not move a median, and a new rhythm soon does.
+            self._interval_ns = _median(self._gaps)
+            deviation = _median([abs(gap - self._interval_ns) for gap in self._gaps])
+            lead = min(LEAD_DEVIATIONS * deviation, self._interval_ns // LEAD_SHARE)
+            self._lead_ns = max(LEAD_NS, lead)
+        lead = self._lead_ns
         expected = self._last_ns + self._interval_ns * (self._unwaited + 1)
         start = max(now, expected - lead)
         return start, start + 2 * lead
