@@ -65,8 +65,11 @@ def test_an_orphan_would_be_found(monkeypatch):
         "print(Popen(['sleep', '60'], stdout=DEVNULL, stderr=DEVNULL).pid)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert with_variable("ORPHAN_TEST=here") == [int(done.stdout)]
-    os.kill(int(done.stdout), signal.SIGKILL)
+    orphan = int(done.stdout)
+    try:  # for a moment after it has begun, its environment reads as empty
+        wait_for(lambda: with_variable("ORPHAN_TEST=here") == [orphan])
+    finally:
+        os.kill(orphan, signal.SIGKILL)
 
 
 def config(weights, processes=2, **changes):

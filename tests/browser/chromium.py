@@ -121,11 +121,18 @@ class Page:
     def open(self, file):
         self.call("Page.navigate", url=Path(file).as_uri())
         self._browser.wait("Page.loadEventFired", self._session)
+        # The browser drops mouse and keys until the page's first frame is on the screen.
+        self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return self
 
     def js(self, expression):
-        """The value of an expression in the page (run by the debugger, whatever the policy)."""
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """The value of an expression in the page (run by the debugger, whatever the policy).
+
+        Of a promise, what it resolves to.
+        """
+        result = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
