@@ -1,0 +1,160 @@
+"""A PTX module as text -> its instructions. What is not understood is an error that names the line.
+
+Only one kernel a module, without functions, scopes or initialized data: so Mosaic GPU emits them.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+class PtxError(Exception):
+    """The program is not understood, or does what it must not do."""
+
+
+@dataclass(frozen=True)
+class Register:
+    name: str  # with its %
+
+
+@dataclass(frozen=True)
+class Immediate:
+    value: int  # the bits, or a signed number
+
+
+@dataclass(frozen=True)
+class Address:
+    base: str  # a register, a parameter or a shared variable
+    offset: int
+
+
+@dataclass(frozen=True)
+class Vector:
+    items: tuple["Operand", ...]  # {a, b}; also a|b, the two results of one instruction
+
+
+@dataclass(frozen=True)
+class Symbol:
+    name: str  # a label or a shared variable
+
+
+@dataclass(frozen=True)
+class Sink:
+    """_: a result that nobody wants."""
+
+
+Operand = Register | Immediate | Address | Vector | Symbol | Sink
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a program; `opcode` with all its modifiers."""
+
+    line: int
+    text: str
+    guard: str | None  # the predicate register
+    negated: bool  # @!
+    opcode: str
+    operands: tuple[Operand, ...]
+
+    def error(self, why: str) -> PtxError:
+        return PtxError(f"line {self.line}: {self.text}: {why}")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One kernel."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]  # the index of the instruction after it
+    parameters: tuple[str, ...]  # each a 64-bit pointer
+    registers: dict[str, str]  # prefix -> "pred", "b16", "b32" or "b64"
+    threads: int  # in a CTA
+
+    def kind(self, register: str) -> str:
+        """The declared type of a register."""
+        found = re.fullmatch(r"(%[a-z]+)\d+", register)
+        if found is None or found[1] not in self.registers:
+            raise PtxError(f"register {register} is not declared")
+        return self.registers[found[1]]
+
+
+# used_bytes_mask: of a load's bytes, which the compiler will use; the machine sees that itself.
+IGNORED = re.compile(
+    r"\.(version \d+\.\d+|target sm_90a|address_size 64|minnctapersm 1|loc\s.*|file\s.*|"
+    r"pragma \"used_bytes_mask 0x[0-9a-f]+\";|section\s+\.debug_\w+\s*\{\s*\})$"
+)
+ENTRY = re.compile(r"\.visible \.entry (\w+)\($")
+PARAMETER = re.compile(r"\.param \.u64(?: \.ptr \.align \d+)? (\w+),?$")
+MAXNTID = re.compile(r"\.maxntid (\d+), 1, 1$")
+REGISTERS = re.compile(r"\.reg \.(pred|b16|b32|b64)\s+(%[a-z]+)<\d+>;$")
+# The window onto dynamic shared memory. LLVM prints its empty array so.
+SHARED = re.compile(r"\.shared \.align \d+ \.b8 __dynamic_shmem__0;$")
+LABEL = re.compile(r"([$\w]+):$")
+STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)(?:\s+(.*?))?\s*;$")
+ATOM = re.compile(r"%[a-z]+\d*(?:\.[xyz])?$")
+FLOAT = re.compile(r"0f([0-9A-Fa-f]{8})$")
+INTEGER = re.compile(r"-?(?:0x[0-9A-Fa-f]+|\d+)$")
+PLACE = re.compile(r"\[([%$\w]+)(?:\+?(-?\d+))?\]$")
+SHARED_VARIABLE = "__dynamic_shmem__0"
+
+
+def parse(text: str) -> Program:
+    """The kernel of a module."""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    parameters: list[str] = []
+    registers: dict[str, str] = {}
+    name, threads = None, None
+    for number, whole in enumerate(text.splitlines(), 1):
+        line = whole.split("//")[0].strip()
+        if line in ("", ")", "{", "}") or IGNORED.match(line) or SHARED.match(line):
+            continue
+        if found := LABEL.match(line):
+            if found[1] in labels:
+                raise PtxError(f"line {number}: label {found[1]} is there twice")
+            labels[found[1]] = len(instructions)
+        elif found := ENTRY.match(line):
+            if name is not None:
+                raise PtxError(f"line {number}: a second kernel")
+            name = found[1]
+        elif found := PARAMETER.match(line):
+            parameters.append(found[1])
+        elif found := MAXNTID.match(line):
+            threads = int(found[1])
+        elif found := REGISTERS.match(line):
+            registers[found[2]] = found[1]
+        elif found := STATEMENT.match(line):
+            negated, guard, opcode, rest = found.groups()
+            operands = tuple(_operand(part, number) for part in _split(rest or ""))
+            instructions.append(Instruction(number, line, guard, bool(negated), opcode, operands))
+        else:
+            raise PtxError(f"line {number}: not understood: {line}")
+    if name is None or threads is None:
+        raise PtxError("the module has no kernel, or no .maxntid")
+    return Program(name, tuple(instructions), labels, tuple(parameters), registers, threads)
+
+
+def _split(rest: str) -> list[str]:
+    """Operands, by the commas outside braces."""
+    return [part.strip() for part in re.split(r",(?![^{]*\})", rest) if part.strip()]
+
+
+def _operand(text: str, line: int) -> Operand:
+    if text == "_":
+        return Sink()
+    if text.startswith("{") and text.endswith("}"):
+        return Vector(tuple(_operand(part.strip(), line) for part in text[1:-1].split(",")))
+    if "|" in text:
+        return Vector(tuple(_operand(part.strip(), line) for part in text.split("|")))
+    if ATOM.match(text):
+        return Register(text)
+    if found := FLOAT.match(text):
+        return Immediate(int(found[1], 16))
+    if INTEGER.match(text):
+        return Immediate(int(text, 0))
+    if found := PLACE.match(text):
+        return Address(found[1], int(found[2] or 0))
+    if re.fullmatch(r"[$\w]+", text):
+        return Symbol(text)
+    raise PtxError(f"line {line}: operand not understood: {text}")
