@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = Path(__file__).parent / "api.md"
 
+# What a program of one's own calls. Parts that only the package's worker and engine put together
+# (`outgoing`, `compiled`, `scoring`, `rank`, ...) are not among them.
 MODULES = {
     "Kernels, with jax": ("pallas_kernels",),
     "A decoding loop, with jax": (

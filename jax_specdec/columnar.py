@@ -33,11 +33,7 @@ class ColumnBuilder:
         self._parts: list[dict[str, NDArray[Any]]] = []
 
     def add(self, records: Iterable[Record]) -> None:
-        """Append records; those of a request from its first token on, in order.
-
-        Raises:
-          ValueError: drafts have logprobs of other ids than those that their request named.
-        """
+        """Append records; those of a request from its first token on, in order."""
         rows = [self._row(record) for record in records]
         if rows:
             names = rows[0].keys()
@@ -169,11 +165,6 @@ def _chosen(
     """The lists of n tokens: C ids each where `logprobs` [m, C] has a row for it, else none."""
     ids = np.array(record.request.params.extra_token_ids, np.int32)
     rows = np.empty((0, len(ids)), np.float32) if logprobs is None else logprobs[:n]
-    if rows.shape[1] != len(ids):
-        raise ValueError(
-            f"{name}: request {record.request_id!r} named {len(ids)} ids in extra_token_ids, step "
-            f"{record.step} has logprobs of {rows.shape[1]}: a worker sends those that were named"
-        )
     counts = np.zeros(n, np.int64)
     counts[: len(rows)] = len(ids)
     return _list(name, counts, np.tile(ids, len(rows)), rows.ravel())

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.wire import SlotState
+from ipc.wire import LogprobsMode, SlotState
+from ipc.wording import counted
 from jax_specdec import stopping
 from jax_specdec.decode import Message
 from jax_specdec.processor_state import (
@@ -21,6 +22,7 @@ from jax_specdec.processor_state import (
     row_format,
 )
 from jax_specdec.record_batch import FinishReason
+from jax_specdec.requests import Request
 from jax_specdec.statistics import Counters
 
 
@@ -49,22 +51,40 @@ def emitted(state: ProcessorState, message: Message, slots: NDArray[np.intp]) ->
             )
         count = np.where(first, 1, count)  # the rest are drafts of the next step
         num_drafts = np.where(slot_state == SlotState.TOKENS, num_drafts, 0)
-    rows = row_format(message.columns, message.num_chosen, message.mode)[slots]
-    wrong = rows != state.admitted.row_format[slots]
-    if wrong.any() and (wrong & (count > 0)).any():
-        raise _wrong_rows(state, message, int(slots[(wrong & (count > 0)).argmax()]))
+    check_rows(message, state.admitted.requests, slots, state.admitted.row_format[slots], count > 0)
     return Emitted(slot_state, special, count, num_drafts)
 
 
-def _wrong_rows(state: ProcessorState, message: Message, slot: int) -> ProcessorError:
-    request = state.admitted.requests[slot]
+def check_rows(
+    message: Message,
+    requests: tuple[Request | None, ...],
+    slots: NDArray[np.intp],
+    expected: NDArray[np.int64],
+    counts: NDArray[np.bool_],
+) -> None:
+    """Raise ProcessorError where the rows of N slots are not what their requests asked for.
+
+    Args:
+      message: with target rows or with those of drafts: both have one format.
+      requests: [B] whom the slots' tokens belong to.
+      slots: [N].
+      expected: [N] their `row_format`.
+      counts: [N] where the message has tokens of the slot's request; the others are not looked at.
+    """
+    wrong = row_format(message.columns, message.num_chosen, message.mode)[slots] != expected
+    if not wrong.any() or not (wrong & counts).any():
+        return
+    slot = int(slots[(wrong & counts).argmax()])
+    request = requests[slot]
     assert request is not None
     params = request.params
-    return ProcessorError(
-        f"slot {slot}: request {request.id!r} asked for {params.columns} columns, "
-        f"{len(params.extra_token_ids)} chosen ids and mode {params.logprobs_mode.name}; "
-        f"the message has {message.columns[slot]}, {message.num_chosen[slot]} and mode "
-        f"{message.mode[slot]}"
+    chosen = counted(len(params.extra_token_ids), "chosen id")
+    raise ProcessorError(
+        f"slot {slot}: request {request.id!r} asked for {counted(params.columns, 'column')} "
+        f"(K + 1, or 0 without logprobs), {chosen} and mode "
+        f"{params.logprobs_mode.name}; the {message.kind.name.lower()} message of step "
+        f"{message.step} has {message.columns[slot]}, {message.num_chosen[slot]} and "
+        f"{LogprobsMode(message.mode[slot]).name}: a worker sends what was asked for"
     )
 
 

@@ -173,6 +173,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         stop_index=cut.stop_index,
         reschedule=reschedule,
         message=message,
+        row_format=admitted.row_format[slots],
         totals=totals(admitted, after) if leaving else None,
     )
     released = () if state.waiting is None else (state.waiting,)
@@ -229,12 +230,18 @@ def _step_lost(expected: int, step: int) -> StepLost:
 
 
 def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:
-    """The batch with its drafts, and how many of the message's slots no record took."""
+    """The batch with its drafts, and how many of the message's slots no record took.
+
+    Raises:
+      ProcessorError: a record's drafts have other rows than its request asked for.
+    """
     if not draft.num_slots:
         return batch, 0
     inside = batch.slots < draft.num_slots
     slots = np.where(inside, batch.slots, 0)
     joined = inside & (draft.generation[slots] == batch.generation) & (draft.num_tokens[slots] > 0)
+    assert batch.row_format is not None  # of every step's records
+    emission.check_rows(draft, batch.requests, slots, batch.row_format, joined)
     late = _num_with_drafts(draft) - int(np.count_nonzero(joined))
     return replace(batch, draft=draft, joined=joined), late
 

@@ -92,6 +92,7 @@ class RecordBatch:
       message: the target message; None for records that no message caused (an abort).
       draft: the draft message of the step, where one was joined.
       joined: [N] bool, records that have drafts in `draft`.
+      row_format: [N] int64, what the rows of these drafts must look like; see `processor_state`.
       totals: statistics' columns; only where some record of the batch ends its stay in a slot.
       prompt: the message of kind PROMPT, where the records are a prompt's logprobs.
       prompt_start: [N] int64, the place in the prompt of each record's first row, from 1.
@@ -112,6 +113,7 @@ class RecordBatch:
     message: Message | None
     draft: Message | None = None
     joined: NDArray[np.bool_] | None = None
+    row_format: NDArray[np.int64] | None = None
     totals: StatisticsSource | None = None
     prompt: Message | None = None
     prompt_start: NDArray[np.int64] | None = None
@@ -141,6 +143,7 @@ class RecordBatch:
             self,
             **{name: getattr(self, name)[rows] for name in _ROW_COLUMNS},
             joined=None if self.joined is None else self.joined[rows],
+            row_format=None if self.row_format is None else self.row_format[rows],
         )
 
 

@@ -68,6 +68,8 @@ def draft(step, *slots, **header):
     return decode(encode(Kind.DRAFT, step, slots, **header))
 
 
-def drafts(*ids, generation=1, columns=1, chosen=0):
+def drafts(*ids, generation=1, columns=0, chosen=0, **fields):
     """A slot of a draft message: all the drafts of the step."""
-    return tokens(*ids, generation=generation, drafts=len(ids), columns=columns, chosen=chosen)
+    return tokens(
+        *ids, generation=generation, drafts=len(ids), columns=columns, chosen=chosen, **fields
+    )

@@ -62,6 +62,7 @@ class ReferenceProcessor:
     def __init__(self, num_slots, first_step=0):
         self.slots = [None] * num_slots
         self.last_generation = [-1] * num_slots
+        self.asked = {}  # (slot, generation) to the parameters of whoever was admitted there
         self.next_step = first_step
         self.waiting = []  # records of step next_step - 1
         self.early_draft = None  # slots of the draft message of step next_step
@@ -84,6 +85,7 @@ class ReferenceProcessor:
             prompt_before,
         )
         self.last_generation[slot] = generation
+        self.asked[slot, generation] = request.params
 
     def release(self, slot):
         if self.slots[slot] is not None:
@@ -147,6 +149,8 @@ class ReferenceProcessor:
 
     def draft(self, step, slots):
         if step == self.next_step - 1 and self.waiting:
+            for record in self.waiting:
+                self.check_drafts(record["slot"], record["generation"], slots)
             released, self.waiting = self.waiting, []
             self.join(released, slots)
             return released
@@ -225,6 +229,23 @@ class ReferenceProcessor:
                 and occupant.token_ids
             ):
                 raise Refused("a first token after other tokens")
+            if self.is_about(contents, occupant):
+                if contents.token_ids:
+                    self.check_rows(slot, contents)
+                if self.early_draft is not None:
+                    self.check_drafts(slot, contents.generation, self.early_draft)
+
+    def check_drafts(self, slot, generation, draft_slots):
+        drafts = draft_slots[slot]
+        if drafts.token_ids and drafts.generation == generation:
+            self.check_rows(slot, drafts)
+
+    def check_rows(self, slot, contents):
+        params = self.asked[slot, contents.generation]
+        chosen = len(params.extra_token_ids)
+        asked = (0, 0) if params.logprobs is None else (params.logprobs + 1, chosen)
+        if (contents.columns, contents.num_chosen, contents.mode) != (*asked, params.logprobs_mode):
+            raise Refused("other rows than were asked for")
 
     @staticmethod
     def is_about(contents, occupant):

@@ -158,8 +158,16 @@ class ScriptedWorker:
                 continue
             target, verified = self.slot_step(slot)
             contents.append(target)
-            n = len(verified)
-            said = SlotContents(generation=slot.generation, token_ids=verified, num_drafts=n)
+            n, columns = len(verified), slot.params.columns
+            said = SlotContents(
+                generation=slot.generation,
+                token_ids=verified,
+                num_drafts=n,
+                columns=columns,
+                logprobs=[[-9.0] * columns] * n if columns else (),
+                token_ranks=[1] * n if columns else (),
+                topk_ids=[[0] * (columns - 1)] * n if columns else (),
+            )
             drafts.append(said)
             if slot.ended:
                 self.slots[index] = None

@@ -38,7 +38,7 @@ def three_requests():
         tokens(3, 4),
         draft_follows=True,
     )  # fmt: skip
-    guesses = drafts(1, 11, 12, chosen=2)
+    guesses = drafts(1, 11, 12, columns=1, chosen=2)
     second = target(1, tokens(3, columns=1, chosen=2), silent(), tokens(5))
     builder = ColumnBuilder()
     for message in (first, draft(0, guesses, silent(), silent()), second):
@@ -260,17 +260,6 @@ def test_every_run_comes_back_from_npz_and_parquet(tmp_path_factory, runs):
     same(columns, columnar.load(folder / "rollouts"))
     arrow.write_parquet(folder, columns)
     same(columns, arrow.read_parquet(folder))
-
-
-@pytest.mark.fast
-def test_drafts_with_logprobs_of_other_ids_are_refused():
-    asked = request("a", logprobs=0, extra_token_ids=(7, 8), draft_logprobs=True)
-    state = admit(ProcessorState.empty(1), 0, 1, asked)
-    one = tokens(1, 2, columns=1, chosen=2)
-    state, _ = step(state, target(0, one, draft_follows=True))
-    _, records = step(state, draft(0, drafts(1, chosen=1)))
-    with pytest.raises(ValueError, match=r"'a' named 2 ids in .* step 0 has logprobs of 1"):
-        ColumnBuilder().add(records)
 
 
 def test_arrow_knows_null_from_nan():

@@ -309,7 +309,9 @@ def test_progress_with_nothing_left_is_refused():
 
 
 def test_rows_that_nobody_asked_for_are_refused():
-    with pytest.raises(ProcessorError, match=r"asked for 1 columns.*the message has 2"):
+    with pytest.raises(
+        ProcessorError, match=r"asked for 1 column .*the target message of step 0 has 2"
+    ):
         step(admitted(logprobs=0), target(0, tokens(5, columns=2)))
 
 
@@ -338,7 +340,7 @@ def test_drafts_are_joined_to_their_step():
     state, (none, (record,)) = run(
         state,
         target(0, tokens(5, drafts=2, columns=1), draft_follows=True),
-        draft(0, drafts(7, 8)),
+        draft(0, drafts(7, 8, columns=1)),
     )
     assert none == []
     assert record.draft_token_ids.tolist() == [7, 8]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ipc.wire import SlotState
+from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.output_processor import (
     ProcessorError,
     ProcessorState,
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fast
 
 
 def two_requests(**params):
-    state = ProcessorState.empty(2)
+    state = ProcessorState.empty(3)
     state = admit(state, 0, 1, request("a", draft_logprobs=True, **params))
     return admit(state, 1, 1, request("b", draft_logprobs=True, **params))
 
@@ -140,13 +140,63 @@ def test_a_slot_without_drafts_in_the_draft_message_has_none():
 
 
 def test_drafts_without_logprobs_are_ids_alone():
-    state, _ = step(two_requests(), both(0))
-    _, records = step(state, draft(0, drafts(1, 2, columns=0), drafts(3, 4, columns=3)))
+    state = admit(two_requests(), 2, 1, request("c", logprobs=2, draft_logprobs=True))
+    state, _ = step(
+        state, target(0, tokens(5), tokens(6), tokens(7, columns=3), draft_follows=True)
+    )
+    state, records = step(state, draft(0, drafts(1, 2), silent(), drafts(3, 4, columns=3)))
+    records = [records[0], records[2]]
     assert records[0].draft_token_ids.tolist() == [1, 2]
     assert records[0].draft_logprobs is records[0].draft_topk_ids is None
     assert records[0].draft_token_ranks is None
     assert records[1].draft_logprobs.shape == (2, 3)
     assert records[1].draft_topk_ids.tolist() == [[3, 4], [4, 5]]
+
+
+ASKED = {"logprobs": 1, "extra_token_ids": (3, 4), "draft_logprobs": True}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"columns": 3}, "has 3, 2 and RAW"),
+        ({"columns": 0, "chosen": 0}, "has 0, 0 and RAW"),
+        ({"chosen": 1}, "has 2, 1 and RAW"),
+        ({"mode": LogprobsMode.PROCESSED}, "has 2, 2 and PROCESSED"),
+    ],
+)
+def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint):
+    """Whichever message comes first, nothing changes: what was waiting can still go on."""
+    before = admit(ProcessorState.empty(2), 0, 1, request("plain", draft_logprobs=True))
+    before = admit(before, 1, 1, request("a", **ASKED))
+    fields = {"columns": 2, "chosen": 2}
+    first = target(0, tokens(6), tokens(5, **fields), draft_follows=True)
+    good, bad = (draft(0, drafts(9), drafts(1, 2, **fields | other)) for other in ({}, wrong))
+    asked = r"slot 1: request 'a' asked for 2 columns .*, 2 chosen ids and mode RAW; "
+    complaint = f"{asked}the draft message of step 0 {complaint}"
+
+    waiting, _ = step(before, first)
+    with pytest.raises(ProcessorError, match=complaint):
+        step(waiting, bad)
+    _, records = step(waiting, good)
+    assert [record.draft_token_ids.tolist() for record in records] == [[9], [1, 2]]
+
+    early, _ = step(before, bad)
+    with pytest.raises(ProcessorError, match=complaint):
+        step(early, first)
+    assert early.next_step == 0
+
+
+def test_the_rows_of_drafts_are_those_of_their_own_request():
+    """A slot that was given away meanwhile: its new request's K says nothing about them."""
+    state = admit(ProcessorState.empty(1), 0, 1, request("old", max_tokens=1, **ASKED))
+    fields = {"columns": 2, "chosen": 2}
+    state, _ = step(state, target(0, tokens(5, **fields), draft_follows=True))
+    state = admit(release(state, 0), 0, 2, request("new", logprobs=5))
+    _, (record,) = step(state, draft(0, drafts(1, **fields)))
+    assert record.draft_chosen_logprobs.shape == (1, 2)
+    _, (record,) = step(state, draft(0, drafts(1, generation=2, columns=3)))  # late: not looked at
+    assert record.draft_token_ids is None
 
 
 def test_drafts_are_whole_where_their_tokens_were_cut():
@@ -202,8 +252,8 @@ def test_each_ring_has_its_own_state():
 
 
 def test_messages_that_do_not_fit_are_refused():
-    with pytest.raises(ProcessorError, match="3 slots; this state has 2"):
-        step(two_requests(), target(0, *[silent(SlotState.STOPPED)] * 3))
+    with pytest.raises(ProcessorError, match="4 slots; this state has 3"):
+        step(two_requests(), target(0, *[silent(SlotState.STOPPED)] * 4))
 
 
 def test_a_message_may_have_fewer_slots_than_the_state():

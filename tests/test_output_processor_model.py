@@ -106,8 +106,16 @@ def random_target_slot(rng, params, generation, *, fresh):
 
 def random_draft_slot(rng, params, generation):
     n = rng.choice((0, 1, 2, 4))
-    asked = params if params.draft_logprobs else SamplingParams()
-    return random_rows(rng, asked, n, state=SlotState.TOKENS, generation=generation, num_drafts=n)
+    if rng.random() < 0.02:
+        params = perhaps_other_rows(rng, params)
+    return random_rows(rng, params, n, state=SlotState.TOKENS, generation=generation, num_drafts=n)
+
+
+def perhaps_other_rows(rng, params):
+    """Parameters with the rows of some request: another K, mode or number of chosen ids."""
+    other = random_params(rng)
+    names = ("logprobs", "logprobs_mode", "extra_token_ids")
+    return replace(params, **{name: getattr(other, name) for name in names})
 
 
 def random_prompt_slot(rng, params, generation, tokens):
@@ -440,6 +448,17 @@ def drops_the_drafts_of_a_step_in_which_a_request_finished(monkeypatch):
     return {}
 
 
+def takes_any_rows_of_drafts(monkeypatch):
+    original = emission.check_rows
+
+    def check_rows(message, *rest):
+        if message.kind is Kind.TARGET:
+            original(message, *rest)
+
+    monkeypatch.setattr(emission, "check_rows", check_rows)
+    return {}
+
+
 def adds_up_the_logprobs_of_cut_tokens(monkeypatch):
     original = emission.cumulative
 
@@ -546,6 +565,7 @@ def counts_accepted_drafts_after_the_cut(monkeypatch):
         joins_drafts_of_any_step,
         joins_drafts_by_list_position,
         drops_the_drafts_of_a_step_in_which_a_request_finished,
+        takes_any_rows_of_drafts,
         adds_up_the_logprobs_of_cut_tokens,
         forgets_earlier_steps_in_stop_sequences,
         delivers_what_comes_after_the_end,

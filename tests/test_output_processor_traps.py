@@ -83,7 +83,7 @@ def step_of_three(n, *ids):
 
 
 def drafts_of_three(n):
-    slots = [drafts(slot, slot + 1) for slot in range(4)]
+    slots = [drafts(slot, slot + 1, columns=1) for slot in range(4)]
     slots[2] = drafts(generation=0)  # none
     return draft(n, *slots)
 
