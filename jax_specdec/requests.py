@@ -12,6 +12,7 @@ from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
 # Below, the rounding of float32 logits (1e-6 near 16) changes the probabilities by per cents;
 # above, logits that differ by 100 make them differ by 1 %. Meant is greedy, or uniform.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
+MAX_TOKEN_ID = 2**31 - 1  # whatever the vocabulary: ids are int32
 
 
 class RequestError(ValueError):
@@ -76,6 +77,14 @@ class SamplingParams:
             )
         if self.extra_token_ids and self.logprobs is None:
             raise RequestError("extra_token_ids need logprobs: ask for logprobs = 0 at least")
+        named = (
+            ("stop_token_ids", self.stop_token_ids),
+            ("extra_token_ids", self.extra_token_ids),
+            *(("stop_sequences", sequence) for sequence in self.stop_sequences),
+        )
+        for name, ids in named:
+            for id in ids:
+                _whole(name, id, 0, MAX_TOKEN_ID)
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
 
