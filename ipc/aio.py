@@ -5,6 +5,7 @@ async for message in reader: ...
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 
 from ipc.errors import EndOfStream
@@ -33,6 +34,8 @@ async def messages(reader: Pollable[MessageT_co]) -> AsyncIterator[MessageT_co]:
 async def _until_readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
+    # A loop has one callback a descriptor: another task that waits for this ring needs its own.
+    fd = os.dup(fd)
 
     def wake() -> None:
         if not readable.done():
@@ -43,3 +46,4 @@ async def _until_readable(fd: int) -> None:
         await readable
     finally:
         loop.remove_reader(fd)
+        os.close(fd)

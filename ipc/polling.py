@@ -33,7 +33,8 @@ def wait_readable(readers: Sequence[ReaderT], timeout: float | None = None) -> l
 
     A returned reader's try_receive() returns a message, raises what receive() would raise, or
     now and then returns None (a doorbell only says "look"). The list is empty after `timeout`
-    seconds (None: no limit). Raises RingError for a ring without a doorbell.
+    seconds (None: no limit). Raises RingError for a ring without a doorbell, RingClosed for one
+    that this process closed.
     """
     ready = [reader for reader in readers if reader.ready()]
     if ready:

@@ -124,8 +124,11 @@ class RingReader(Side):
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there may be something to receive.
 
-        It stays the same for the ring's life. Raises RingError without doorbell=True.
+        It stays the same for the ring's life. Raises RingError without doorbell=True, RingClosed
+        after close().
         """
+        if self._closed:
+            self._refuse()
         if self._bell is None:
             raise RingError("this ring has no descriptor: create it with doorbell=True")
         if self._epoll is None:

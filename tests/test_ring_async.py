@@ -69,6 +69,23 @@ def test_async_death_and_cancellation(tmp_path):
         peer.wait(30)
 
 
+def test_two_tasks_share_a_ring():
+    """Each message goes to one of them; none waits for good while there is a message."""
+
+    async def both(reader, writer):
+        tasks = [asyncio.create_task(aio.receive(reader)) for _ in range(2)]
+        await asyncio.sleep(0.02)  # until both wait
+        for data in (b"one", b"two"):
+            writer.send(data)
+        return [message.data for message in await asyncio.wait_for(asyncio.gather(*tasks), 10)]
+
+    with (
+        RingReader.create(4, 64, doorbell=True) as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        assert sorted(asyncio.run(both(reader, writer))) == [b"one", b"two"]
+
+
 def test_the_descriptor_follows_the_ring():
     with RingReader.create(8, 64, doorbell=True) as reader:
         poll = select.poll()
@@ -124,6 +141,15 @@ def test_no_doorbell_no_descriptor():
         for call in (reader.fileno, lambda: wait_readable([reader], 0)):
             with pytest.raises(errors.RingError, match="doorbell=True"):
                 call()
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["never waited for", "waited for"])
+def test_a_closed_ring_has_no_descriptor(used):
+    with RingReader.create(2, 64, doorbell=True) as reader:
+        assert not used or wait_readable([reader], 0) == []
+    for call in (reader.fileno, lambda: wait_readable([reader], 0)):
+        with pytest.raises(errors.RingClosed, match="this consumer was closed"):
+            call()
 
 
 def test_many_rings_are_served_fairly(tmp_path):
