@@ -109,7 +109,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"prompt": "a", "logprobs": 129}', "logprobs = 129 must be from 0 to 128"),
         ('{"prompt": "a", "logprobs_mode": "cooked"}', "must be one of raw, scaled, processed"),
         ('{"prompt": "a", "draft_logprobs": 1}', "draft_logprobs = 1 must be of type bool"),
-        ('{"prompt": "a", "stop_token_ids": [4294967296]}', "4294967296 must be from 0 to 21474836"),
+        ('{"prompt": "a", "stop_token_ids": [4294967296]}', "4294967296 must be from 0 to 2147"),
         ('{"prompt": "a", "stop_sequences": [3]}', "stop_sequences = 3 must be of type list"),
         (r'{"prompt": "a\ud83d"}', r"line 1: \\ud83d is half of a surrogate pair"),
         (r'{"prompt": "a", "id": "\udc00"}', r"line 1: \\udc00 is half of a surrogate pair"),
