@@ -13,6 +13,10 @@ from typing import Any
 from ipc.wire import LogprobsMode
 from jax_specdec.requests import Request, SamplingParams
 
+# A lead whose follower was killed by a signal exits with this plus the signal's number, as a shell
+# says it of a command.
+GROUP_KILLED = 128
+
 
 class ControlError(ValueError):
     """A line that is not a command; says what is wrong with it."""

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from ipc.ring import RingWriter
-from jax_specdec.control import Command, Shutdown, Start, to_line
+from jax_specdec.control import GROUP_KILLED, Command, Shutdown, Start, to_line
 
 # -P: a file in the current directory must not stand in for a module of the follower.
 FOLLOWER = (sys.executable, "-P", "-m", "jax_specdec.follower_process")
@@ -50,7 +50,7 @@ class Lead:
         self._followers: list[subprocess.Popen[str]] = []
         self._sending = threading.Lock()  # held while a message is written, and to end for good
         self._closing = False
-        self._lost: str | None = None  # which follower, and how it ended; of the first
+        self._lost = ("", 1)  # which follower and how it ended, and the lead's status; of the first
         self._is_lost = threading.Event()
         if self._size == 1:
             return
@@ -75,7 +75,7 @@ class Lead:
         elif isinstance(error, SystemExit):
             self._end("")
         elif self._is_lost.wait(GRACE_SECONDS):  # a collective's error is what came of it
-            self._end(self._lost or "")
+            self._end(*self._lost)
         else:
             self._end("".join(traceback.format_exception(error)))
 
@@ -111,17 +111,18 @@ class Lead:
             return
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if not self._is_lost.is_set():
-            self._lost = f"process {index} of {self._size} (pid {follower.pid}) {how}"
+            text = f"process {index} of {self._size} (pid {follower.pid}) {how}"
+            self._lost = text, GROUP_KILLED - code if code < 0 else 1
             self._is_lost.set()
         time.sleep(GRACE_SECONDS)  # the main thread may hang from now on
-        self._end(self._lost or "")
+        self._end(*self._lost)
 
-    def _end(self, text: str) -> NoReturn:
+    def _end(self, text: str, status: int = 1) -> NoReturn:
         """End this process, and so the followers; no exit handler waits for them."""
         with self._sending:
             if text:
                 print(text, file=sys.stderr, flush=True)
-            os._exit(1)
+            os._exit(status)
 
 
 def join(index: int, size: int, coordinator: str) -> None:

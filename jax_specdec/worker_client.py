@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from ipc.errors import EndOfStream, PeerDied, RingError
 from ipc.ring import RingReader
-from jax_specdec.control import Command, Shutdown, Start, to_line
+from ipc.wording import counted
+from jax_specdec.control import GROUP_KILLED, Command, Shutdown, Start, to_line
 from jax_specdec.engine_config import EngineConfig
 
 PATIENCE_SECONDS = 5.0  # for a worker that was told to stop
@@ -133,16 +134,17 @@ class WorkerProcess:
         arrived = self.ring.counters().messages
         code = self.stop(drain=False)
         last = "".join(self._last_lines).strip()
-        killed = code < 0 and not running
+        number = 0 if running else _signal(code)
         report = [
             f"the model worker of process rank {self._process_rank} (pid {self.pid}) "
-            f"{'had to be ended' if running else _how_it_ended(code)} after {arrived} messages, "
+            f"{'had to be ended' if running else _how_it_ended(code)} after "
+            f"{counted(arrived, 'message')}, "
             # How its ring ended is for users of rings; here it is said already.
             f"before its requests were done{'' if ends and not running else f': {cause}'}",
             f"its last words:\n{last}" if last else "it printed nothing",
-            *([MEMORY] if killed and -code == signal.SIGKILL else ()),
+            *([MEMORY] if number == signal.SIGKILL else ()),
         ]
-        return WorkerFailed("\n".join(report), ADVICE if killed and self._stops_all else "")
+        return WorkerFailed("\n".join(report), ADVICE if number and self._stops_all else "")
 
     def stop(self, *, drain: bool) -> int:
         """End the worker and the ring; returns its exit status. Calling it again does nothing.
@@ -189,7 +191,15 @@ class WorkerProcess:
             self._last_lines.append(line)
 
 
-def _how_it_ended(code: int) -> str:
+def _signal(code: int) -> int:
+    """The signal that ended the worker, itself or another process of its group; 0 for none."""
     if code < 0:
-        return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-    return f"exited with status {code}"
+        return -code
+    return code - GROUP_KILLED if GROUP_KILLED < code < GROUP_KILLED + signal.NSIG else 0
+
+
+def _how_it_ended(code: int) -> str:
+    if not (number := _signal(code)):
+        return f"exited with status {code}"
+    killed = f"was killed by signal {number} ({signal.strsignal(number)})"
+    return killed if code < 0 else f"ended because another process of its group {killed}"

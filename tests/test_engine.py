@@ -215,6 +215,9 @@ def test_what_a_worker_prints_last_is_shown_whatever_its_bytes_are():
         ("os.kill(os.getpid(), 11)", "was killed by signal 11 (Segmentation fault)", False, True),
         ("os.kill(os.getpid(), 40)", "was killed by signal 40 (", False, True),
         ("os._exit(3)", "exited with status 3", False, False),
+        ("os._exit(137)", "another process of its group was killed by signal 9 (", True, True),
+        ("os._exit(128)", "exited with status 128", False, False),
+        ("os._exit(255)", "exited with status 255", False, False),
         ("ring.close(); os._exit(0)", "exited with status 0", False, False),
     ],
 )
