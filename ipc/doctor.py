@@ -19,6 +19,7 @@ from typing import Literal
 
 from ipc.peers import ProcessIdentity, is_alive, pid_namespace
 from ipc.segment import PREFIX, SEMAPHORES, SHM_DIRECTORY, creator_of
+from ipc.wording import counted
 
 State = Literal["dead", "alive", "other namespace", "other user"]
 
@@ -83,7 +84,8 @@ def report(files: list[RingFile], removed: list[RingFile]) -> str:
         lines.append(f"{what:16} {file.size:>12,} B  pid {file.creator.pid:<8} {file.path}")
     leftovers = [file for file in files if file.state == "dead" and file not in removed]
     lines.append(
-        f"{len(files)} names: {len(removed)} removed, {len(leftovers)} left by dead processes"
+        f"{counted(len(files), 'name')}: {len(removed)} removed, "
+        f"{len(leftovers)} left by dead processes"
     )
     if leftovers:
         lines.append("run again with --remove to remove them")

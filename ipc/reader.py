@@ -21,6 +21,7 @@ from ipc.layout import (
 from ipc.peers import PeerWatch
 from ipc.side import RingCounters, Side
 from ipc.waiting import SLICE_NS, deadline_after
+from ipc.wording import counted
 
 
 class ReceivedMessage(NamedTuple):
@@ -216,11 +217,15 @@ class RingReader(Side):
                 f"{crc:#x}"
             )
         if flags == FLAG_END:
-            self._over = EndOfStream(f"the producer closed the ring after {sequence} messages")
+            self._over = EndOfStream(
+                f"the producer closed the ring after {counted(sequence, 'message')}"
+            )
             raise self._over
         data = self._slots[slot][:size].tobytes()
         if self._digest is not None and self._digest(data) != checksum:
-            self._fail(f"the payload of message {sequence} ({size} bytes) has a wrong checksum")
+            self._fail(
+                f"the payload of message {sequence} ({counted(size, 'byte')}) has a wrong checksum"
+            )
         message = ReceivedMessage(data, sequence, sent_ns, monotonic_ns())
         self._undelivered = message
         self._sequence = sequence + 1

@@ -46,6 +46,7 @@ from ipc.layout import (
     unpack_identity,
 )
 from ipc.peers import ProcessIdentity, current_process, is_alive
+from ipc.wording import counted
 
 SHM_DIRECTORY = Path("/dev/shm")
 PREFIX = "jax-specdec-ring"
@@ -279,8 +280,8 @@ def _explained(error: OSError, name: str, geometry: Geometry) -> RingError:
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
         return RingError(f"cannot create ring {name}: {error}")
     return OutOfSharedMemory(
-        f"{SHM_DIRECTORY} has no room for a ring of {geometry.num_slots} slots of "
-        f"{geometry.slot_bytes} bytes: it needs {geometry.total_bytes} bytes, "
+        f"{SHM_DIRECTORY} has no room for a ring of {counted(geometry.num_slots, 'slot')} of "
+        f"{counted(geometry.slot_bytes, 'byte')}: it needs {geometry.total_bytes} bytes, "
         f"{_free_bytes()} are free ({error}). Use fewer or smaller slots, or give "
         "the container more (docker run --shm-size)"
     )

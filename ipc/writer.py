@@ -18,6 +18,7 @@ from ipc.layout import (
 from ipc.segment import Segment
 from ipc.side import RingCounters, Side
 from ipc.waiting import SLICE_NS, WaitPolicy, deadline_after
+from ipc.wording import counted
 
 
 class RingWriter(Side):
@@ -66,7 +67,8 @@ class RingWriter(Side):
                 raise MessageTooLarge(size, self._slot_bytes)
             if not self._find_room(None if timeout is None else deadline_after(timeout)):
                 raise RingFull(
-                    f"all {self.capacity} slots were full for {timeout} s: the consumer is behind"
+                    f"the ring ({counted(self.capacity, 'slot')}) was full for {timeout} s: "
+                    "the consumer is behind"
                 )
             if self._words[self._peer_closed]:
                 raise PeerClosed(f"the consumer closed ring {self.name}")

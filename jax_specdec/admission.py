@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ipc.wording import counted
 from jax_specdec import stopping
 from jax_specdec.processor_state import (
     Admitted,
@@ -163,8 +164,8 @@ def _check_progress(request: Request, progress: Progress) -> None:
     params, tokens = request.params, list(progress.token_ids)
     if len(tokens) >= params.max_tokens:
         raise ProcessorError(
-            f"request {request.id!r} has emitted {len(tokens)} of {params.max_tokens} tokens: "
-            "nothing is left to emit"
+            f"request {request.id!r} has emitted {len(tokens)} of "
+            f"{counted(params.max_tokens, 'token')}: nothing is left to emit"
         )
     if tokens and tokens[-1] in params.stop_token_ids:
         raise ProcessorError(f"request {request.id!r} has ended with stop token {tokens[-1]}")

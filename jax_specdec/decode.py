@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
+from ipc.wording import counted
 
 _KINDS = frozenset(Kind)
 _HEADER = struct.Struct(f"<{wire.HEADER_WORDS}I")
@@ -119,7 +120,7 @@ def decode(data: Any) -> Message:
     if view.nbytes % wire.WORD_BYTES or view.nbytes < wire.HEADER_WORDS * wire.WORD_BYTES:
         raise MessageError(
             f"a message has whole 32-bit words and at least {wire.HEADER_WORDS} of them; "
-            f"this has {view.nbytes} bytes"
+            f"this has {counted(view.nbytes, 'byte')}"
         )
     words: NDArray[np.uint32] = np.frombuffer(view, dtype="<u4")
     words.flags.writeable = False
@@ -127,7 +128,8 @@ def decode(data: Any) -> Message:
     slots_end = wire.HEADER_WORDS + wire.SLOT_WORDS * num_slots
     if slots_end > words.size:
         raise MessageError(
-            f"the header counts {num_slots} slots, {slots_end} words; the message has {words.size}"
+            f"the header counts {counted(num_slots, 'slot')}, {slots_end} words; the message has "
+            f"{words.size}"
         )
     slots = words[wire.HEADER_WORDS : slots_end].reshape(num_slots, wire.SLOT_WORDS)
     columns = (slots.T[_SLOT_WORD] >> _SLOT_SHIFT & _SLOT_MASK).astype(np.int64)
@@ -258,7 +260,7 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
             slot = int(wrong.argmax())
             raise MessageError(
                 f"slot {slot}: {name} = {int(values[slot])} cannot be (state {int(state[slot])}, "
-                f"{int(tokens[slot])} tokens of {int(drafts[slot])} drafts, "
-                f"{int(rows[slot])} rows, columns {int(columns[slot])} "
+                f"{counted(int(tokens[slot]), 'token')} of {counted(int(drafts[slot]), 'draft')}, "
+                f"{counted(int(rows[slot]), 'row')}, columns {int(columns[slot])} "
                 f"of at most {max_num_logprobs + 1})"
             )

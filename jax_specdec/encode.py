@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from ipc import wire
 from ipc.wire import LogprobsMode, SlotState
+from ipc.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,9 @@ def encode(
         width = slot.columns + slot.num_chosen if slot.columns else 0
         if (logprobs.size, topk_ids.size) != (rows * width, rows * k):
             raise wire.WireError(
-                f"{rows} rows of {slot.columns} columns and {slot.num_chosen} chosen ids need "
-                f"{rows * width} logprobs and {rows * k} top-K ids; there are {logprobs.size} "
+                f"{counted(rows, 'row')} of {counted(slot.columns, 'column')} and "
+                f"{counted(slot.num_chosen, 'chosen id')} need {counted(rows * width, 'logprob')} "
+                f"and {counted(rows * k, 'top-K id')}; there are {logprobs.size} "
                 f"and {topk_ids.size}"
             )
         values = {

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ipc import wire
+from ipc.wording import counted
 from jax_specdec.model_config import DTYPES
 from jax_specdec.requests import Request, RequestError
 
@@ -132,7 +133,7 @@ def check(request: Request, config: EngineConfig) -> None:
             )
     if len(ids) + params.max_tokens > config.max_length:
         raise RequestError(
-            f"request {request.id!r}: {len(ids)} prompt tokens and max_tokens = "
+            f"request {request.id!r}: {counted(len(ids), 'prompt token')} and max_tokens = "
             f"{params.max_tokens} exceed the {config.max_length} tokens of a slot; "
             "shorten one of them or raise max_length"
         )
@@ -141,5 +142,5 @@ def check(request: Request, config: EngineConfig) -> None:
         if k is not None and k > config.vocab_size:
             raise RequestError(
                 f"request {request.id!r}: {name} = {k}, but the vocabulary has only "
-                f"{config.vocab_size} tokens"
+                f"{counted(config.vocab_size, 'token')}"
             )

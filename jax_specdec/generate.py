@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ipc.wording import counted
 from jax_specdec import openai
 from jax_specdec.detokenize import TextStream, TokenTable
 from jax_specdec.jsonl_output import JsonlOutput
@@ -138,13 +139,15 @@ class Run:
         seconds = max(time.monotonic() - self._began, 1e-9)
         total = self.total
         line = (
-            f"{len(self.finished)} of {len(self.prompts)} requests, {total.num_tokens} tokens in "
+            f"{len(self.finished)} of {counted(len(self.prompts), 'request')}, "
+            f"{counted(total.num_tokens, 'token')} in "
             f"{seconds:.1f} s, loading included ({total.num_tokens / seconds:.1f} a second)"
         )
         if total.num_drafts:
             line += (
-                f"; {total.num_accepted / total.num_drafts:.0%} of {total.num_drafts} drafts "
-                f"accepted, {total.num_tokens / total.steps:.2f} tokens a step"
+                f"; {total.num_accepted / total.num_drafts:.0%} of "
+                f"{counted(total.num_drafts, 'draft')} accepted, "
+                f"{total.num_tokens / total.steps:.2f} tokens a step"
             )
         yield line
         for id, reason in self.failed.items():

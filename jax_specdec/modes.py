@@ -14,6 +14,7 @@ from jax import lax
 
 from ipc import wire
 from ipc.wire import LogprobsMode
+from ipc.wording import counted
 from jax_specdec.pack import Rows, k_bucket
 from jax_specdec.requests import SamplingParams
 from jax_specdec.sampling import Sampling, Truncation, truncation
@@ -108,7 +109,9 @@ def sampling_of(values: Callable[[str], object]) -> Sampling:
 def _each(what: str, value: int | Sequence[int], count: int, dtype: type[np.generic]) -> jax.Array:
     values = [value] * count if isinstance(value, int) else list(value)
     if len(values) != count:
-        raise ValueError(f"{len(values)} {what} for {count} requests: one for each, or one for all")
+        raise ValueError(
+            f"{len(values)} {what} for {counted(count, 'request')}: one for each, or one for all"
+        )
     return _array(values, dtype)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ipc.wire import Kind, SlotState
+from ipc.wording import counted
 from jax_specdec import emission, prompt_logprobs
 from jax_specdec.admission import admit, release
 from jax_specdec.decode import Message
@@ -71,8 +72,8 @@ def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
     """
     if message.num_slots > state.num_slots:
         raise ProcessorError(
-            f"a message of {message.num_slots} slots; this state has {state.num_slots}: create it "
-            "with the worker's number of slots"
+            f"a message of {counted(message.num_slots, 'slot')}; this state has {state.num_slots}: "
+            "create it with the worker's number of slots"
         )
     if message.process_rank != state.process_rank:
         raise ProcessorError(

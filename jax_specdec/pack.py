@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, SlotState
+from ipc.wording import counted
 from pallas_kernels import TopkLogprobs
 
 
@@ -93,8 +94,8 @@ def pack(
     fixed_words = wire.HEADER_WORDS + wire.SLOT_WORDS * batch
     if num_words < fixed_words:
         raise wire.WireError(
-            f"a bucket of {num_words} words cannot hold the header and {batch} slots: "
-            f"{fixed_words} words"
+            f"a bucket of {counted(num_words, 'word')} cannot hold the header and "
+            f"{counted(batch, 'slot')}: {fixed_words} words"
         )
     num_extra = logprobs.extra_logprobs.shape[1]
     wire.fits("num_positions", num_positions, wire.SLOT["num_tokens"])

@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.wire import SlotState
+from ipc.wire import LogprobsMode, SlotState
+from ipc.wording import counted
 from jax_specdec import emission
 from jax_specdec.decode import Message
 from jax_specdec.processor_state import Phase, ProcessorError, ProcessorState, StepLost, frozen
@@ -66,7 +67,7 @@ def check_complete(
         have, due = int(state.columns.num_prompt[slot]), int(state.admitted.prompt_due[slot])
         raise StepLost(
             f"the first token of request {request.id if request else None!r} came after {have} of "
-            f"the {due} rows of its prompt's logprobs: {due - have} are lost"
+            f"the {counted(due, 'row')} of its prompt's logprobs: the others are lost"
         )
 
 
@@ -85,14 +86,15 @@ def _check(state: ProcessorState, message: Message, slot: int) -> None:
     if got != asked:
         raise ProcessorError(
             f"slot {slot}: request {request.id!r} asked for prompt logprobs with K = {asked[0]}, "
-            f"{asked[1]} chosen ids and mode {asked[2].name}; the message has K = {got[0]}, "
-            f"{got[1]} chosen ids and mode {got[2]}"
+            f"{counted(asked[1], 'chosen id')} and mode {asked[2].name}; the message has "
+            f"K = {got[0]}, {counted(got[1], 'chosen id')} and mode {LogprobsMode(got[2]).name}"
         )
     expected = request.prompt_token_ids[1 + have : 1 + have + len(said.token_ids)]
     if said.token_ids.tolist() != list(expected):
         raise StepLost(
-            f"slot {slot}: the logprobs of {len(said.token_ids)} prompt tokens came that are not "
-            f"tokens {1 + have} and on of request {request.id!r}: a chunk is lost, or came twice"
+            f"slot {slot}: the logprobs of {counted(len(said.token_ids), 'prompt token')} came "
+            f"where tokens {1 + have} and on of request {request.id!r} were next: a chunk is lost, "
+            "or came twice"
         )
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ipc.wording import counted
 from jax_specdec.pack import Rows, SlotFields
 
 Tree = TypeVar("Tree")
@@ -105,8 +106,8 @@ def checked(order: ArrayLike, num_slots: int) -> np.ndarray:
     found = np.asarray(order)
     if found.shape != (num_slots,) or found.dtype.kind not in "iu":
         raise ValueError(
-            f"an order of shape {found.shape} and type {found.dtype} is none of {num_slots} slots: "
-            "one whole number for each"
+            f"an order of shape {found.shape} and type {found.dtype} is none of "
+            f"{counted(num_slots, 'slot')}: one whole number for each"
         )
     if found.size and not 0 <= found.min() <= found.max() < num_slots:
         raise ValueError(
@@ -116,7 +117,7 @@ def checked(order: ArrayLike, num_slots: int) -> np.ndarray:
     times = np.bincount(found, minlength=num_slots)
     if (times != 1).any():
         raise ValueError(
-            f"an order names slot {int(times.argmax())} {times.max()} times and "
+            f"an order names slot {int(times.argmax())} {counted(int(times.max()), 'time')} and "
             f"slot {int(times.argmin())} not at all: every slot has one place"
         )
     return found.astype(np.int32)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ipc.wording import counted
 from jax_specdec.model_config import ModelConfig
 from jax_specdec.model_params import named_arrays
 from pallas_kernels.vocab_shard import WHOLE, VocabShard
@@ -125,7 +126,8 @@ def tensor_parallel(
     devices = jax.devices() if devices is None else devices
     if not 1 <= count <= len(devices):
         raise ValueError(
-            f"tensor parallelism over {count} devices, but there are {len(devices)}; on a CPU, "
+            f"tensor parallelism over {counted(count, 'device')}, but JAX has {len(devices)}; "
+            "on a CPU, "
             "XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of them"
         )
     if config.vocab_size % count:

@@ -14,6 +14,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from ipc.wording import counted
 from jax_specdec import tokens
 from jax_specdec.demo import Collector, Output
 from jax_specdec.records import FinishReason
@@ -159,7 +160,7 @@ class LiveView:
             emitted = sum(output.num_tokens for output in outputs)
             note = (
                 f"{done} of {len(outputs)} done, {len(running)} running, {len(waiting)} waiting, "
-                f"{emitted} tokens, step {collector.messages}"
+                f"{counted(emitted, 'token')}, step {collector.messages}"
             )
         else:
             note = "starting the model worker: it imports jax and compiles ..."
@@ -207,8 +208,8 @@ class _PlainScreen:
             if reason in (None, FinishReason.WORKER_LOST) or name in self._said:
                 continue
             self._said.add(name)
-            say(f"request {name} done: {output.num_tokens} tokens ({readable(reason)})",
-                self._console)  # fmt: skip
+            emitted = counted(output.num_tokens, "token")
+            say(f"request {name} done: {emitted} ({readable(reason)})", self._console)
 
     def note(self, text: str) -> None:
         say(text, self._console)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ipc.wording import counted
 from jax_specdec.sampling import (
     ACCEPT,
     RECOVER,
@@ -90,7 +91,8 @@ def verify(
     if drafts.token_ids.shape != (batch, num_positions - 1):
         raise ValueError(
             f"drafts {drafts.token_ids.shape} do not go with logits {logits.shape}: "
-            f"{num_positions} rows a slot verify {num_positions - 1} drafts"
+            f"for {counted(num_positions, 'row')} a slot there are "
+            f"{counted(num_positions - 1, 'draft')} to verify"
         )
 
     def on_shard(shard: VocabShard, columns: Any, whole: Any) -> Verified:

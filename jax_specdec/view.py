@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ipc.wording import counted
+
 NEGATIVE_INFINITY = -9999.0  # in the JSON; the page shows it as such
 KINDS = ("accepted", "recovered", "bonus", "plain")
 
@@ -182,13 +184,13 @@ def _response(value: Any, choice: Any, name: str) -> Shown:
     columns = {key: extension.get(key) for key in ("token_ids", "token_ranks", "token_kinds")}
     for key, column in columns.items():
         if column is not None and len(column) != len(tokens):
-            raise ValueError(f"{key} has {len(column)} entries for {len(tokens)} tokens")
+            raise ValueError(f"{key} has length {len(column)} for {counted(len(tokens), 'token')}")
     for kind in columns["token_kinds"] or ():
         if kind not in KINDS:
             raise ValueError(f"token_kinds has {kind!r}; known are {', '.join(KINDS)}")
     steps = [_step(step) for step in extension.get("by_step") or ()]
     if steps and sum(step.num_tokens for step in steps) != len(tokens):
-        raise ValueError(f"by_step does not add up to {len(tokens)} tokens")
+        raise ValueError(f"by_step does not add up to {counted(len(tokens), 'token')}")
     temperature, reason = extension.get("temperature"), choice.get("finish_reason")
     return Shown(
         id=name,
@@ -225,10 +227,12 @@ def _tokens(
         )
     tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
     if len(values) != len(tokens):
-        raise ValueError(f"token_logprobs has {len(values)} entries for {len(tokens)} tokens")
+        raise ValueError(
+            f"token_logprobs has length {len(values)} for {counted(len(tokens), 'token')}"
+        )
     tops = logprobs.get("top_logprobs") or [{} for _ in tokens]
     if len(tops) != len(tokens):
-        raise ValueError(f"top_logprobs has {len(tops)} entries for {len(tokens)} tokens")
+        raise ValueError(f"top_logprobs has length {len(tops)} for {counted(len(tokens), 'token')}")
     return (
         [str(token) for token in tokens],
         [_number(value) for value in values],

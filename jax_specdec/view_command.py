@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
       OSError: a file that cannot be read or written.
       ValueError: FILE holds no responses, or the page would replace it.
     """
+    from ipc.wording import counted
     from jax_specdec import view
 
     source: Path = options.file
@@ -52,5 +53,6 @@ def run(options: argparse.Namespace) -> int:
         errors="backslashreplace",  # a file's name need not be text
     )
     num_tokens = sum(len(one.tokens) for one in responses)
-    sys.stdout.write(f"wrote {len(responses)} responses, {num_tokens} tokens to {target}\n")
+    written = f"{counted(len(responses), 'response')}, {counted(num_tokens, 'token')}"
+    sys.stdout.write(f"wrote {written} to {target}\n")
     return 0

@@ -252,7 +252,7 @@ def test_gathered_logits_would_be_seen(monkeypatch):
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="vocabulary of 4096 tokens does not divide among 3"):
         sharding.tensor_parallel(CONFIG, 3)
-    with pytest.raises(ValueError, match="over 9 devices, but there are 8"):
+    with pytest.raises(ValueError, match="over 9 devices, but JAX has 8"):
         sharding.tensor_parallel(CONFIG, 9)
     assert sharding.tensor_parallel(CONFIG, 1) == sharding.ONE_DEVICE
     assert sharding.ONE_DEVICE.over_vocabulary(lambda shard, x, _: (shard, x), 3, None) == (

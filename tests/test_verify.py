@@ -67,7 +67,7 @@ class Greedy(chex.TestCase):
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="3 rows a slot verify 2 drafts"):
+    with pytest.raises(ValueError, match="for 3 rows a slot there are 2 drafts to verify"):
         verify(
             jnp.zeros((1, 3, 4)),
             Drafts(jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32), None),

@@ -119,12 +119,12 @@ def test_a_response_of_another_server_is_shown_without_what_it_lacks():
     [
         (lambda r: r.pop("choices"), "'choices' is missing"),
         (lambda r: r["choices"][0].pop("text"), "'text' is missing"),
-        (lambda r: r["speculation"]["token_ranks"].pop(), "token_ranks has 2 entries for 3"),
-        (lambda r: r["speculation"]["token_kinds"].append("x"), "token_kinds has 4 entries for 3"),
+        (lambda r: r["speculation"]["token_ranks"].pop(), "token_ranks has length 2 for 3 tokens"),
+        (lambda r: r["speculation"]["token_kinds"].append("x"), "token_kinds has length 4 for 3"),
         (lambda r: r["speculation"].update(token_kinds=["x"] * 3), "token_kinds has 'x'; known"),
         (lambda r: r["speculation"]["by_step"].pop(), "by_step does not add up to 3 tokens"),
-        (lambda r: r["choices"][0]["logprobs"]["token_logprobs"].pop(), "token_logprobs has 2"),
-        (lambda r: r["choices"][0]["logprobs"]["top_logprobs"].pop(), "top_logprobs has 2"),
+        (lambda r: r["choices"][0]["logprobs"]["token_logprobs"].pop(), "token_logprobs has length 2"),
+        (lambda r: r["choices"][0]["logprobs"]["top_logprobs"].pop(), "top_logprobs has length 2"),
         (lambda r: r["choices"][0]["logprobs"].update(token_logprobs=["x"] * 3), "'x'"),
     ],
 )
