@@ -50,7 +50,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         _complain(f"jax-specdec: out of memory: {error}; ask for fewer slots or shorter requests")
         return 2
     except (RingError, OSError, ValueError) as error:
-        _complain(f"jax-specdec: {error}")
+        _complain("\n".join([f"jax-specdec: {error}", *getattr(error, "__notes__", ())]))
         return 2
     return status
 
@@ -70,10 +70,23 @@ class _Version(argparse.Action):
     """As argparse's own, but what finds the version is imported only for whoever asks for it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print("jax-specdec", version("jax-specdec"))
+        print("jax-specdec", _version())
         parser.exit()
+
+
+def _version() -> str:
+    """That of the package that is installed, or of the checkout that this file is in."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("jax-specdec")
+    except metadata.PackageNotFoundError:
+        import tomllib
+        from pathlib import Path
+
+        checkout = Path(__file__).resolve().parent.parent
+        with (checkout / "pyproject.toml").open("rb") as file:
+            return f"{tomllib.load(file)['project']['version']} (from {checkout}, not installed)"
 
 
 def _module(command: str) -> ModuleType:

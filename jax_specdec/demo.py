@@ -1,5 +1,6 @@
 """The demo's requests, and a collector of what becomes of them. Never jax, no terminal."""
 
+import contextlib
 import json
 import os
 import stat
@@ -253,7 +254,21 @@ def open_json(path: Path) -> TextIO:
 
 
 def write_json(file: TextIO, collector: Collector) -> None:
-    """Replace what `file` holds by one OpenAI-style completion a line, in request order."""
+    """Replace what `file` holds by one OpenAI-style completion a line, in request order.
+
+    Raises:
+      OSError: it cannot be written whole; what it held is gone.
+    """
+    try:
+        _write_json(file, collector)
+        file.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):  # or it would be tried again where nobody catches it
+            file.close()
+        raise OSError(error.errno, error.strerror, file.name) from error
+
+
+def _write_json(file: TextIO, collector: Collector) -> None:
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe or /dev/null has no old content
         file.truncate(0)
     table, created = token_table(), int(time.time())

@@ -160,6 +160,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
+    from ipc.wording import counted
     from jax_specdec import demo, summary, terminal
     from jax_specdec.engine import Engine, WorkerFailed
 
@@ -201,7 +202,8 @@ def run(options: argparse.Namespace) -> int:
             summary.show_ranks(engine.status, collector, console)
         if json_file is not None:
             demo.write_json(json_file, collector)
-            terminal.say(f"wrote {len(requests)} records to {options.json}", console)
+            written = counted(len(requests), "record")
+            terminal.say(f"wrote {written} to {options.json}", console)
     return 0
 
 

@@ -99,10 +99,13 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       OSError, ValueError: what the user gave cannot be used; the message is for them.
+      OSError: a record or a text cannot be written; its note says what was kept.
       WorkerFailed: the worker ended early; its note says what was kept.
     """
     import contextlib
 
+    from ipc.errors import RingError
+    from ipc.wording import counted
     from jax_specdec import generate
     from jax_specdec.engine import Engine
     from jax_specdec.hf_model import open_model
@@ -137,24 +140,26 @@ def run(options: argparse.Namespace) -> int:
                     result.add(update.records)
                     for record in update.records:
                         texts.add(record)
-        except (KeyboardInterrupt, WorkerFailed) as end:
-            kept = f"{len(result.finished)} of {len(left)} requests had ended"
+        except (KeyboardInterrupt, WorkerFailed, OSError) as end:
+            kept = f"ended before that: {len(result.finished)} of {counted(len(left), 'request')}"
             if output is not None:
-                kept += f" and are in {options.output}: run the same command again for the others"
+                kept += f", kept in {options.output}: run the same command again for the others"
             else:
                 kept += "; with --output FILE they are kept, and the same command runs the others"
-            end.add_note(kept)
+            if not isinstance(end, RingError):  # of shared memory: nothing has begun
+                end.add_note(kept)
             raise
-        finally:
-            sys.stdout.flush()
         for line in result.summary():
             print(line, file=sys.stderr)
         return 1 if result.failed else 0
 
 
 def _size(model: HfModel) -> str:
+    from ipc.wording import counted
+
     weights, item = model.config.num_parameters, 4 if model.config.dtype == "float32" else 2
-    return f"{weights:,} weights ({weights * item / 2**30:.2f} GiB in {model.config.dtype})"
+    size = weights * item / 2**30
+    return f"{counted(weights, 'weight', ',')} ({size:.2f} GiB in {model.config.dtype})"
 
 
 def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
@@ -218,11 +223,15 @@ def _length(options: argparse.Namespace, prompts: list[Prompt]) -> int:
 def _report_resumption(
     prompts: list[Prompt], left: list[Prompt], output: JsonlOutput | None
 ) -> None:
+    from ipc.wording import counted
+
     if output is not None and output.cut:
-        print(f"cut off a half-written record of {output.cut} bytes", file=sys.stderr)
+        cut = counted(output.cut, "byte")
+        print(f"cut off a half-written record of {cut}", file=sys.stderr)
     if len(left) < len(prompts):
         print(
-            f"{len(prompts) - len(left)} of {len(prompts)} requests are in the output already",
+            f"in the output already: {len(prompts) - len(left)} of "
+            f"{counted(len(prompts), 'request')}",
             file=sys.stderr,
         )
 
@@ -250,5 +259,8 @@ def shower() -> Callable[[str, str], None]:
 
 
 def _write(kind: str, text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error

@@ -38,7 +38,7 @@ class JsonlOutput:
         self._path = path
         self.done: dict[str, str] = {}
         self.cut = 0
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), "ab")
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), "ab", 0)
         try:
             if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                 self._lock()
@@ -48,10 +48,18 @@ class JsonlOutput:
             raise
 
     def write(self, id: str, digest: str, record: Mapping[str, Any]) -> None:
-        """Append one record, and hand it to the system: it outlives this process."""
+        """Append one record, and hand it to the system: it outlives this process.
+
+        Raises:
+          OSError: it cannot be written, or not whole; the next run cuts off what there is of it.
+        """
         line = json.dumps({"id": id, **record, "request_digest": digest}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        left = memoryview(line.encode() + b"\n")
+        try:
+            while left:  # on a disk that fills up, the first write may be short
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         self.done[id] = digest
 
     def close(self) -> None:

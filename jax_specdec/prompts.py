@@ -102,7 +102,13 @@ def prompt_lines(path: Path) -> list[tuple[int, str]]:
 
 def _json(line: str) -> Any:
     """What a line of JSON says, where all of it is text: escapes can name half a character."""
-    fields = json.loads(line)
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"{error.msg} (column {error.colno}): it must be a JSON object such as "
+            '{"prompt": "Hi"}; a file with bare texts needs a name that does not end in .jsonl'
+        ) from error
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -116,7 +122,7 @@ def _json(line: str) -> Any:
 
 def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) -> Prompt:
     if not isinstance(fields, dict):
-        raise RequestError(f"a {type(fields).__name__}, not an object such as {{'prompt': 'Hi'}}")
+        raise RequestError(f'a {type(fields).__name__}, not an object such as {{"prompt": "Hi"}}')
     given = dict(fields)
     kinds = [kind for kind in PROMPTS if kind in given]
     if len(kinds) != 1:

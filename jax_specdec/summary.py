@@ -7,13 +7,14 @@ from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ipc.wording import counted
 from jax_specdec.demo import Collector
 from jax_specdec.rank import RankStatus
 from jax_specdec.records import FinishReason
 from jax_specdec.statistics import Statistics
 from jax_specdec.terminal import readable, say
 
-_SEED_BYTES = 530_456  # the fixed message of the seed system, whatever was asked for
+_FIXED_BYTES = 530_456  # the fixed message of the seed system, whatever was asked for
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ def show(collector: Collector, console: Console) -> None:
     _print_whole(table, console)
     if not collector.messages:
         return
-    seed = _SEED_BYTES * collector.messages / collector.message_bytes
+    mean = collector.message_bytes / collector.messages
     say(
-        f"{collector.messages} messages, {collector.message_bytes:,} bytes; bare payload "
-        f"{collector.payload_bytes:,} bytes "
-        f"({collector.payload_bytes / collector.message_bytes:.0%}); "
-        f"a fixed-size message would have sent {seed:,.0f} times as much",
+        f"{counted(collector.messages, 'message', ',')}, {collector.message_bytes:,} bytes, of "
+        f"which {collector.payload_bytes / collector.message_bytes:.0%} are ids, logprobs and "
+        f"token ranks; {mean:,.0f} bytes a message, where a fixed struct with room for 512 slots "
+        f"of 6 tokens at K = 20 has {_FIXED_BYTES:,}",
         console,
     )
     say(

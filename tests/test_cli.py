@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,7 +51,7 @@ def test_a_run_writes_one_openai_style_record_a_request(prompts, tmp_path):
                "--slots", "2", "--json", str(path))  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for said in ("00", "tokens", "a step", "drafts accepted", "logprob", "bare payload",
+    for said in ("00", "tokens", "a step", "drafts accepted", "logprob", "are ids, logprobs",
                  "transport latency", "wrote 3 records"):  # fmt: skip
         assert said in done.stdout
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -296,6 +297,30 @@ def test_the_version_is_that_of_the_project(capsys):
     assert exit_.value.code == 0
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert capsys.readouterr().out == f"{project['name']} {project['version']}\n"
+
+
+@pytest.mark.fast
+def test_a_checkout_that_is_not_installed_says_its_version_and_where_it_is(capsys, monkeypatch):
+    def none(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", none)
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"jax-specdec {version} (from {ROOT}, not installed)\n"
+
+
+@pytest.mark.fast
+def test_records_that_do_not_fit_the_disk_are_said_with_the_files_name():
+    """Python would report it once more, where nobody catches it, if the file were left open."""
+    collector = demo.Collector.of(demo.default_requests())
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '/dev/full'"),
+        demo.open_json(Path("/dev/full")) as file,
+    ):
+        demo.write_json(file, collector)
 
 
 @pytest.mark.fast

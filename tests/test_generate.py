@@ -211,12 +211,12 @@ def test_a_killed_run_goes_on(model, tmp_path):
         out.truncate(len(before) + 100)
     done = run(*options, "--output", path)
     assert "cut off a half-written record of 100 bytes" in done.stderr
-    assert f"{before.count(bytes([10]))} of 14 requests are in the output already" in done.stderr
+    assert f"in the output already: {before.count(bytes([10]))} of 14 requests" in done.stderr
     assert path.read_bytes().startswith(before)
     run(*options, "--output", whole)
     assert without_times(path) == without_times(whole)
     again = run(*options, "--output", path)
-    assert again.stderr == "14 of 14 requests are in the output already\n"
+    assert again.stderr == "in the output already: 14 of 14 requests\n"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_run_that_ends_early_says_how_to_go_on(end, kept, model, tmp_path):
         process.wait()
     assert process.returncode == (130 if end == "interrupt" else 1)
     if kept:
-        assert "requests had ended and are in" in error
+        assert re.search(r"ended before that: \d of 2 requests, kept in .*o.jsonl: run", error)
         assert "run the same command again for the others" in error
     else:
         assert "with --output FILE they are kept, and the same command runs the others" in error
@@ -277,6 +277,34 @@ def test_what_cannot_be_is_said_before_anything_runs(options, message, model, tm
     shown = capsys.readouterr()
     assert message in shown.err
     assert not shown.out
+
+
+@pytest.mark.fast
+def test_lines_that_are_no_json_are_said_so(model, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text("bare text\n")
+    arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.jsonl")]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"line 1: .*column 1.* such as \{\"prompt\": .* not end in \.jsonl", said), (
+        said
+    )
+
+
+@pytest.mark.parametrize("full", ["the output", "standard output"])
+def test_what_cannot_be_written_is_named_with_what_was_kept(full, model, tmp_path):
+    (tmp_path / "p.txt").write_text("a\n")
+    output = "/dev/full" if full == "the output" else tmp_path / "o.jsonl"
+    with open("/dev/full" if full == "standard output" else os.devnull, "w") as shown:
+        done = subprocess.run(
+            command("--model", model, "--prompts", tmp_path / "p.txt", "--max-tokens", 2,
+                    "--output", output),
+            stdout=shown, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode in (2, 120)  # 120: Python's own, for a standard output it cannot close
+    name = output if full == "the output" else full
+    assert f"No space left on device: '{name}'" in done.stderr
+    assert re.search(rf"ended before that: [01] of 1 request, kept in {output}: run", done.stderr)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.fast
