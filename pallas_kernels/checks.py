@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 MAX_K = 128
 MAX_EXTRA = 128
+MAX_VOCABULARY = 2**24  # token ranks are counted in float32, exact up to here
 LOGITS_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -22,6 +23,11 @@ def check_logits(logits: Any) -> jax.Array:
         )
     if array.shape[1] == 0:
         raise ValueError("logits has an empty vocabulary axis: V must be at least 1")
+    if array.shape[1] > MAX_VOCABULARY:
+        raise ValueError(
+            f"logits has {array.shape[1]} columns; the limit is {MAX_VOCABULARY} on a device: "
+            "split the vocabulary over several"
+        )
     return array
 
 
@@ -55,8 +61,10 @@ def check_temperatures(temperatures: Any, num_targets: int) -> jax.Array:
 def check_num_rows(num_rows: Any) -> jax.Array:
     """The dynamic number of rows as an int32 scalar."""
     if isinstance(num_rows, int) and not isinstance(num_rows, bool):
-        if num_rows < 0:
-            raise ValueError(f"num_rows = {num_rows} is negative; 0 skips every row")
+        if not 0 <= num_rows < 2**31:
+            raise ValueError(
+                f"num_rows = {num_rows} is outside 0 .. {2**31 - 1}; 0 skips every row"
+            )
         return jnp.asarray(num_rows, jnp.int32)
     return _check("num_rows", num_rows, "int32", ())
 
@@ -70,6 +78,19 @@ def check_extra_token_ids(ids: Any, num_targets: int) -> jax.Array:
             "call once for each part"
         )
     return array
+
+
+def check_options(
+    num_rows: Any, temperatures: Any, extra_token_ids: Any, num_targets: int
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
+    """What R target rows may have besides; [R, 0] extra token ids where none are named."""
+    if num_rows is not None:
+        num_rows = check_num_rows(num_rows)
+    if temperatures is not None:
+        temperatures = check_temperatures(temperatures, num_targets)
+    if extra_token_ids is None:
+        return num_rows, temperatures, jnp.zeros((num_targets, 0), jnp.int32)
+    return num_rows, temperatures, check_extra_token_ids(extra_token_ids, num_targets)
 
 
 def check_num_targets(num_targets: int, num_logits_rows: int) -> None:

@@ -1,7 +1,6 @@
 """Top K, logprobs and token ranks of chosen rows of logits: the contract, and who computes it."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import checks, placement
 from pallas_kernels.finish import skipped_rows
@@ -81,14 +80,9 @@ def topk_logprobs(
         checks.check_num_targets(num_targets, logits.shape[0])
     else:
         row_ids = checks.check_ids("row_ids", row_ids, (num_targets,))
-    if num_rows is not None:
-        num_rows = checks.check_num_rows(num_rows)
-    if temperatures is not None:
-        temperatures = checks.check_temperatures(temperatures, num_targets)
-    if extra_token_ids is None:
-        extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
-    else:
-        extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets)
+    num_rows, temperatures, extra_token_ids = checks.check_options(
+        num_rows, temperatures, extra_token_ids, num_targets
+    )
     if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
         return skipped_rows(num_targets, k, extra_token_ids.shape[1])
     if place.axis_name is not None:
@@ -129,14 +123,9 @@ def greedy_topk_logprobs(
     num_targets = logits.shape[0]
     place = placement.placed(logits, axis_name, mesh, vocab_size)
     k = checks.check_k(k, place.vocab_size)
-    if num_rows is not None:
-        num_rows = checks.check_num_rows(num_rows)
-    if temperatures is not None:
-        temperatures = checks.check_temperatures(temperatures, num_targets)
-    if extra_token_ids is None:
-        extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
-    else:
-        extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets)
+    num_rows, temperatures, extra_token_ids = checks.check_options(
+        num_rows, temperatures, extra_token_ids, num_targets
+    )
     if num_targets == 0:
         return skipped_rows(num_targets, k, extra_token_ids.shape[1])
     if place.axis_name is not None:

@@ -347,7 +347,8 @@ GOOD = {
         ({"k": 1.0}, TypeError, "Python int"),
         ({"k": True}, TypeError, "Python int"),
         ({"row_ids": np.zeros(4, np.int32)}, ValueError, "row_ids has shape"),
-        ({"num_rows": -1}, ValueError, "negative"),
+        ({"num_rows": -1}, ValueError, "num_rows = -1 is outside 0 .. 2147483647"),
+        ({"num_rows": 2**31}, ValueError, "num_rows = 2147483648 is outside"),
         ({"num_rows": np.zeros(1, np.int32)}, ValueError, "num_rows has shape"),
         ({"temperatures": np.zeros(2, np.float32)}, ValueError, "temperatures has shape"),
         ({"temperatures": np.zeros(3, np.float16)}, TypeError, "float16"),
@@ -360,6 +361,19 @@ def test_refused(change, error, words):
     topk_logprobs(**GOOD)
     with pytest.raises(error, match=words):
         topk_logprobs(**(GOOD | change))
+
+
+def test_a_vocabulary_whose_ranks_float32_cannot_count_is_refused():
+    """Only traced: nobody has the memory for it."""
+    tokens = jax.ShapeDtypeStruct((1,), np.int32)
+
+    def shape(vocabulary):
+        logits = jax.ShapeDtypeStruct((1, vocabulary), np.float32)
+        return jax.eval_shape(lambda x, t: topk_logprobs(x, t, 1).token_ranks, logits, tokens).shape
+
+    assert shape(2**24) == (1,)
+    with pytest.raises(ValueError, match="16777217 columns; the limit is 16777216 on a device"):
+        shape(2**24 + 1)
 
 
 def test_k_must_be_static():
