@@ -14,6 +14,7 @@ BLOCK_BYTES = 1 << 21
 SMALL_BLOCK_BYTES = 1 << 16
 
 Outputs = TypeVar("Outputs", bound=tuple[jax.Array, ...])
+Values = TypeVar("Values")  # a tree of arrays
 
 
 def block_rows(logits: jax.Array, num_targets: int) -> int:
@@ -71,11 +72,23 @@ def barrier(values: Any) -> Any:
     return lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
 
 
-def vary_like(values: Outputs, inputs: tuple[jax.Array | None, ...]) -> Outputs:
-    """Under `shard_map`, a loop's first carry must vary over the mesh axes that its inputs do."""
-    types = [jax.typeof(x).manual_axis_type for x in inputs if x is not None]
-    axes = frozenset[str]().union(*(kind.varying for kind in types))
-    if not axes:
-        return values
-    varying: Outputs = jax.tree.map(lambda x: lax.pcast(x, tuple(axes), to="varying"), values)
+def vary_like(values: Values, inputs: Any) -> Values:
+    """The values, under `shard_map` varying over every mesh axis that some array of inputs does.
+
+    A loop's first carry must vary as its inputs do, and so must what a GPU kernel makes of them,
+    of which JAX knows only shapes.
+    """
+    axes = frozenset[str]().union(*(_varying(x) for x in jax.tree.leaves(inputs)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    varying: Values = jax.tree.map(vary, values)
     return varying
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes of the `shard_map` around over which x may differ."""
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes

@@ -2,16 +2,18 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 from jax import lax
 
 from pallas_kernels import xla
+from pallas_kernels.blocks import vary_like
 from pallas_kernels.greedy import greedy_token_ids
 from pallas_kernels.types import TopkLogprobs
 
 Implementation = Literal["xla", "mosaic_gpu"]
+Result = TypeVar("Result")
 
 MIN_CAPABILITY = 9.0
 MIN_VOCABULARY = 2048  # one block of the narrowest groups, see mosaic_tiling
@@ -85,18 +87,24 @@ def xla_greedy_topk_logprobs(
 
 
 def by_platform(
-    k_position: int, on_cuda: Callable[..., TopkLogprobs], elsewhere: Callable[..., TopkLogprobs]
-) -> Callable[..., TopkLogprobs]:
-    """Chosen where the program is lowered: a CUDA host may still run a program on its CPU."""
+    k_position: int, on_cuda: Callable[..., Result], elsewhere: Callable[..., Result]
+) -> Callable[..., Result]:
+    """Chosen where the program is lowered: a CUDA host may still run a program on its CPU.
 
-    def run(*args: Any) -> TopkLogprobs:
+    Both take positional arguments: arrays or None, and a static K at `k_position`.
+    """
+
+    def run(*args: Any) -> Result:
         k = args[k_position]
         rest = (*args[:k_position], *args[k_position + 1 :])
 
-        def with_k(function: Callable[..., TopkLogprobs]) -> Callable[..., TopkLogprobs]:
-            return lambda *rest: function(*rest[:k_position], k, *rest[k_position:])
+        def with_k(function: Callable[..., Result]) -> Callable[..., Result]:
+            # Alike in what they vary over, too: under `shard_map` that is part of a result's type.
+            return lambda *rest: vary_like(
+                function(*rest[:k_position], k, *rest[k_position:]), rest
+            )
 
-        chosen: TopkLogprobs = lax.platform_dependent(
+        chosen: Result = lax.platform_dependent(
             *rest, cuda=with_k(on_cuda), default=with_k(elsewhere)
         )
         return chosen

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic_finish, mosaic_rows
+from pallas_kernels.blocks import vary_like
 from pallas_kernels.finish import RowParts, usable_temperatures
 from pallas_kernels.mosaic_finish import Inputs, Mode, RowOutputs
 from pallas_kernels.mosaic_targets import Targets, make_targets
@@ -98,9 +99,10 @@ def run(
     )
     token_ids = chosen if mode == "given" else None
     inputs = Inputs(logits.reshape(-1), token_ids, partials, groups, targets)
-    return mosaic_finish.finish_rows(
+    out = mosaic_finish.finish_rows(
         tiling, k, mode, inputs, logits.shape[0], num_targets, interpret
     )
+    return vary_like(out, (logits, chosen, targets))
 
 
 def answers(

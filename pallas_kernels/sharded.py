@@ -13,7 +13,12 @@ from jax import lax
 
 from pallas_kernels import finish, xla
 from pallas_kernels.greedy import greedy as whole_greedy
-from pallas_kernels.implementations import XLA, Implementation, choose_implementation
+from pallas_kernels.implementations import (
+    XLA,
+    Implementation,
+    by_platform,
+    choose_implementation,
+)
 from pallas_kernels.types import Greedy, TopkLogprobs
 from pallas_kernels.vocab_shard import VocabShard
 
@@ -85,15 +90,10 @@ def named_logits(
 
     A row outside [0, N) is clamped.
     """
-    first = shard.ids(logits.shape[1])[0]
-    column = ids - first
-    mine = (column >= 0) & (column < logits.shape[1])
     rows = jnp.clip(rows, 0, logits.shape[0] - 1)[:, None]
-    found = logits.at[rows, jnp.clip(column, 0, logits.shape[1] - 1)].get().astype(jnp.float32)
-    # The others add 0, which changes neither an infinity nor a NaN.
-    found = shard.across_sum(jnp.where(mine, found, jnp.float32(0)))
-    known = (ids >= 0) & (ids < shard.size(logits.shape[1]))
-    return jnp.where(known, found, jnp.float32(jnp.nan))
+    return shard.looked_up(
+        ids, logits.shape[1], lambda columns: logits.at[rows, columns].get().astype(jnp.float32)
+    )
 
 
 def _combined(
@@ -145,17 +145,4 @@ def _parts_of(implementation: Implementation | None, logits: jax.Array) -> Parts
 
     if implementation is not None:
         return mosaic_gpu.row_parts
-
-    def by_platform(
-        logits: jax.Array, selected: jax.Array, k: int, *rest: jax.Array | None
-    ) -> finish.RowParts:
-        chosen: finish.RowParts = lax.platform_dependent(
-            logits,
-            selected,
-            *rest,
-            cuda=lambda x, selected, *rest: mosaic_gpu.row_parts(x, selected, k, *rest),
-            default=lambda x, selected, *rest: xla.row_parts(x, selected, k, *rest),
-        )
-        return chosen
-
-    return by_platform
+    return by_platform(2, mosaic_gpu.row_parts, xla.row_parts)

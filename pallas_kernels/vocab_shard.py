@@ -52,15 +52,26 @@ class VocabShard:
 
     def at(self, x: jax.Array, ids: jax.Array) -> jax.Array:
         """x [..., width] float at one token id [...] each: [...]. NaN for an id outside [0, V)."""
-        width = x.shape[-1]
+        return self.looked_up(
+            ids,
+            x.shape[-1],
+            lambda columns: jnp.take_along_axis(x, columns[..., None], axis=-1)[..., 0],
+        )
+
+    def looked_up(
+        self, ids: jax.Array, width: int, read: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """What `read` has of token ids [...]: float [...]. NaN for an id outside [0, V).
+
+        `read` takes columns [...] of this device's `width`; only those of ids that it holds count.
+        """
         column = ids - self.ids(width)[0]
         mine = (column >= 0) & (column < width)
-        place = jnp.clip(column, 0, width - 1)[..., None]
-        found = jnp.take_along_axis(x, place, axis=-1)[..., 0]
+        found = read(jnp.clip(column, 0, width - 1))
         # The others add 0, which changes neither an infinity nor a NaN.
         found = self.across_sum(jnp.where(mine, found, jnp.zeros_like(found)))
         known = (ids >= 0) & (ids < self.size(width))
-        return jnp.where(known, found, jnp.asarray(jnp.nan, x.dtype))
+        return jnp.where(known, found, jnp.asarray(jnp.nan, found.dtype))
 
     def maximum(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [...]."""

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_kernels import compat, greedy_topk_logprobs, mosaic_gpu, topk_logprobs, xla
+from pallas_kernels import (
+    compat,
+    greedy_topk_logprobs,
+    implementations,
+    mosaic_gpu,
+    topk_logprobs,
+    xla,
+)
 from pallas_kernels.mosaic_tiling import Tiling
 from pallas_kernels.vocab_shard import VocabShard
 from tests import oracle
@@ -176,6 +183,35 @@ class TestOutside:
 def largest(compiled):
     """Bytes of the largest collective."""
     return max((c.num_bytes for c in collectives(compiled)), default=0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("split", ["vocabulary", "rows"])
+def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
+    """Where one is lowered for CUDA; where it is lowered for the host's CPU, XLA with its values.
+
+    Under `shard_map`, both must vary over the same mesh axes, or no program can be traced at all.
+    """
+    monkeypatch.setattr(implementations, "cuda_capability", lambda: 9.0)
+    x = np.random.default_rng(0).normal(size=(4, 4096)).astype(np.float32)
+    ids, temperatures = np.arange(4, dtype=np.int32), np.full(4, 0.5, np.float32)
+    extra = np.arange(8, dtype=np.int32).reshape(4, 2)
+    mesh = mesh_of(2)
+
+    def call(x, ids, extra, **where):
+        chosen = topk_logprobs(x, ids, 3, temperatures=temperatures[: len(ids)], **where)
+        return chosen, greedy_topk_logprobs(x, 3, extra_token_ids=extra, **where)
+
+    if split == "vocabulary":
+        function = functools.partial(call, mesh=mesh, axis_name="model")
+    else:
+        function = jax.shard_map(call, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+    traced = jax.jit(function).trace(x, ids, extra)
+    on_cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert on_cuda.count("custom_call @mosaic_gpu") == 4
+    assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    for actual, expected in zip(jax.jit(function)(x, ids, extra), call(x, ids, extra), strict=True):
+        assert_same(actual, expected)
 
 
 @pytest.mark.fast
