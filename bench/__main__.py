@@ -8,11 +8,14 @@ python -m bench profile --out DIR   one step's timeline, as a picture and for Pe
 
 import argparse
 import importlib
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from bench import files
+from bench import files, outputs
+from bench.files import ResultsError
+from bench.outputs import OutputError
 from bench.timing import BenchError, Comparison, print_table
 
 SUITES = {
@@ -26,15 +29,35 @@ MORE = {
     "imports": "importing the engine's side, against importing numpy and jax",
 }
 MODULES = {"kernels": ("sweep",), "end-to-end": ("end_to_end",)}
+NEEDS = {"detokenize": ("tokenizers", "hf")}  # a package without which there is nothing to compare
 COMMANDS = {"compare": "bench.regressions", "report": "bench.report", "profile": "bench.timeline"}
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Exit status 0, or 1: not measured, or slower; 2: cannot be done; 130: interrupted."""
     given = sys.argv[1:] if arguments is None else arguments
-    if given and given[0] in COMMANDS:
-        command = importlib.import_module(COMMANDS[given[0]])
-        status: int = command.main(given[1:])
-        return status
+    before = signal.signal(signal.SIGTERM, _terminate)  # what was set up is taken down
+    try:
+        if given and given[0] in COMMANDS:
+            command = importlib.import_module(COMMANDS[given[0]])
+            status: int = command.main(given[1:])
+            return status
+        return run(given)
+    except BenchError as error:
+        print(f"NOT MEASURED: {error}", file=sys.stderr)
+        return 1
+    except (OutputError, ResultsError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run(given: list[str]) -> int:
+    """The suites."""
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=__doc__,
@@ -56,14 +79,19 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         names = ", ".join((*SUITES, *MORE, *COMMANDS))
         parser.error(f"unknown suite or command {unknown[0]!r}: choose from {names}")
+    suites = list(dict.fromkeys(options.suites or SUITES))
+    for name in suites:
+        if name in NEEDS:
+            package, extra = NEEDS[name]
+            outputs.check_package(package, f"the suite {name}", extra)
+    if options.json:
+        outputs.check_file(options.json)
+    if options.plot:
+        outputs.check_plots(options.plot)
     machine = files.environment()  # before anything here loads the machine
     comparisons: list[Comparison] = []
-    for name in options.suites or SUITES:
-        try:
-            results = measure(name, options.quick)
-        except BenchError as error:
-            print(f"NOT MEASURED: {error}", file=sys.stderr)
-            return 1
+    for name in suites:
+        results = measure(name, options.quick)
         print_table(results)
         comparisons += results
     if options.json:
@@ -71,9 +99,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"wrote {options.json}")
     if options.plot:
         plots = importlib.import_module("bench.plots")  # needs matplotlib: only on demand
-        for path in plots.draw(comparisons, options.plot):
+        made = plots.draw(comparisons, options.plot)
+        for path in made:
             print(f"wrote {path}")
+        for name in suites:
+            if not any(path.stem.startswith(plots.PREFIXES.get(name, ())) for path in made):
+                why = ": a line needs three sizes, and --quick takes fewer" if options.quick else ""
+                print(f"no plot of {name}{why if name in plots.PREFIXES else ''}")
     return 0
+
+
+def _terminate(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def measure(suite: str, quick: bool) -> list[Comparison]:

@@ -15,6 +15,12 @@ from bench.ring_contenders import SEED_BYTES
 from bench.timing import readable
 
 AXES = {"k": "K, logprobs a token", "rows": "rows (tokens) of a step", "vocabulary": "vocabulary"}
+PREFIXES = {  # of the files, by suite
+    "kernels": ("kernels-",),
+    "ring": ("ring-",),
+    "host": ("host-", "message-"),
+    "end-to-end": ("loop-",),
+}
 PARTS = ("publish", "ring", "decode", "process")
 PART_COLORS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import outputs
 from bench.comparison import Comparison
 from bench.files import Results, ResultsError, read_json
 from bench.timing import readable
@@ -244,6 +245,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     results = load(RESULTS)
     if not options.check:
+        outputs.check_plots(PLOTS)
         draw(results, PLOTS)
     before = README.read_text()
     after = insert(before, render(results, images_in(PLOTS)))

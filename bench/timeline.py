@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench import files
+from bench import files, outputs
 from bench.consumer import DECODED, PROCESSED, RECEIVED, Consumer
 from bench.device_events import recorded
 from bench.end_to_end import GREEDY, K20
@@ -107,10 +107,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
     options = parser.parse_args(arguments)
+    outputs.check_plots(options.out)
     setup = setups(quick=True)[0]
     machine = files.environment()
     spans, step, operations = record(setup)
-    options.out.mkdir(parents=True, exist_ok=True)
     trace = options.out / "trace.json"
     first = min(span.begin for span in spans)
     content = {

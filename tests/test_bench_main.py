@@ -1,6 +1,7 @@
 """`python -m bench`: its suites exist, a wrong contender ends it, results become files."""
 
 import importlib
+import signal
 import subprocess
 import sys
 
@@ -27,6 +28,83 @@ def test_an_unknown_suite_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         bench.main(["kernel"])
     assert "unknown suite or command 'kernel': choose from kernels, ring" in capsys.readouterr().err
+
+
+def measured(monkeypatch, calls):
+    """A host suite that only counts."""
+    one = from_samples("bytes to records", {"columns (ours)": [1e-4]})
+    monkeypatch.setattr(host, "run", lambda quick: calls.append(quick) or [one])
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("place", ["file/x", "/proc/x/y"])
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path, monkeypatch, capsys, option, place
+):
+    calls = []
+    measured(monkeypatch, calls)
+    tmp_path.joinpath("file").touch()
+    assert bench.main(["host", "--quick", option, str(tmp_path / place)]) == 2
+    assert calls == []
+    assert "cannot write files to the folder" in capsys.readouterr().err
+    assert bench.main(["host", "--quick", option, str(tmp_path / "new/x")]) == 0  # and others are
+    assert calls == [True]
+
+
+def test_a_folder_is_no_file_for_results_and_a_file_no_folder_for_plots(tmp_path, capsys):
+    assert bench.main(["host", "--json", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder: name a file in it" in capsys.readouterr().err
+    tmp_path.joinpath("file").touch()
+    for command in (["host", "--plot"], ["profile", "--out"]):
+        assert bench.main([*command, str(tmp_path / "file")]) == 2
+        assert "name another one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("matplotlib", ["host", "--plot", "here"]),
+        ("matplotlib", ["profile", "--out", "here"]),
+        ("matplotlib", ["report"]),
+        ("tokenizers", ["host", "detokenize"]),
+    ],
+)
+def test_a_missing_package_is_named_before_measuring(
+    tmp_path, monkeypatch, capsys, package, command
+):
+    calls = []
+    measured(monkeypatch, calls)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert bench.main(command) == 2
+    assert calls == []
+    assert f"needs {package}, which is not installed: pip" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_suite_that_was_not_drawn_is_named(tmp_path, monkeypatch, capsys):
+    measured(monkeypatch, [])
+    assert bench.main(["host", "host", "--quick", "--plot", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no plot of host: a line needs three sizes") == 1  # named twice, run once
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_and_takes_down_what_it_set_up(monkeypatch, capsys, number):
+    taken_down = []
+
+    def run(quick):
+        try:
+            signal.raise_signal(number)
+        finally:
+            taken_down.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(host, "run", run)
+    assert bench.main(["host"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert taken_down == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_wrong_contender_ends_the_run_and_writes_nothing(tmp_path, monkeypatch, capsys):
