@@ -22,6 +22,7 @@ __all__ = [
 
 Call = Callable[[], Any]
 
+BORDER = 3  # characters that a table's column takes beside its text
 PART = "part: "  # how the name of a figure starts that is part of another one
 
 
@@ -92,45 +93,64 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
         if not console.is_terminal:  # nothing there to wrap lines for
             console = Console(width=max(console.width, 120))
     for comparison in comparisons:
-        table = _table(comparison.title)
-        for column in ("median", "quartiles", f"against {comparison.timings[0].name}"):
-            table.add_column(column, justify="right")
-        for timing in comparison.timings:
-            table.add_row(
-                timing.name,
-                readable(timing.median),
-                f"{readable(timing.low)} .. {readable(timing.high)}",
-                f"{timing.ratio:.2f}x the time",
-            )
-        console.print(table)
-        if comparison.figures:
-            console.print(_counted(comparison))
+        columns = {
+            "median": [readable(t.median) for t in comparison.timings],
+            "quartiles": [f"{readable(t.low)} .. {readable(t.high)}" for t in comparison.timings],
+            f"against {comparison.names[0]}": [
+                f"{t.ratio:.2f}x the time" for t in comparison.timings
+            ],
+        }
+        for table in _tables(comparison.title, comparison.names, columns, console.width):
+            console.print(table)
+        counted = list(comparison.figures)
+        for table in _tables("", counted, _counted(comparison), console.width):
+            console.print(table)
         for name, value in comparison.notes.items():
             console.print(f"  {name}: {value}")
         for target in comparison.targets:
             console.print(f"  target: {target}")
 
 
-def _counted(comparison: Comparison) -> Table:
+def _counted(comparison: Comparison) -> dict[str, list[str]]:
     """What was counted beside the time; the parts of a figure are for the JSON and the plots."""
-    keys = dict.fromkeys(key for row in comparison.figures.values() for key in row)
-    shown = [key for key in keys if not key.startswith(PART)]
-    table = _table("")
-    for key in shown:
-        table.add_column(key, justify="right")
-    for name, row in comparison.figures.items():
-        table.add_row(name, *(_number(row[key]) if key in row else "" for key in shown))
-    return table
+    rows = list(comparison.figures.values())
+    keys = dict.fromkeys(key for row in rows for key in row if not key.startswith(PART))
+    return {key: [_number(row[key]) if key in row else "" for row in rows] for key in keys}
+
+
+def _tables(
+    title: str, names: Sequence[str], columns: Mapping[str, Sequence[str]], width: int
+) -> list[Table]:
+    """The columns, in as many tables as it takes to cut nothing off in lines of `width`."""
+    left = max(map(len, ("contender", *names))) + BORDER + 1
+    parts: list[list[str]] = []
+    rest = 0
+    for header, cells in columns.items():
+        needed = _width(header, cells) + BORDER
+        if not parts or needed > rest:
+            parts.append([])
+            rest = width - left
+        parts[-1].append(header)
+        rest -= needed
+    found: list[Table] = []
+    for part in parts:
+        table = Table(title=None if found else title or None, title_justify="left")
+        table.add_column("contender", no_wrap=True)
+        for header in part:
+            table.add_column(header, justify="right", width=_width(header, columns[header]))
+        for row in zip(names, *(columns[header] for header in part), strict=True):
+            table.add_row(*row)
+        found.append(table)
+    return found
+
+
+def _width(header: str, cells: Sequence[str]) -> int:
+    """Characters of a column whose header may wrap between words."""
+    return max(map(len, (*header.split(), *cells)))
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _table(title: str) -> Table:
-    table = Table(title=title or None, title_justify="left")
-    table.add_column("contender", no_wrap=True)
-    return table
 
 
 def readable(seconds: float) -> str:

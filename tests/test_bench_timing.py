@@ -1,8 +1,11 @@
 """The measuring tool itself: unequal contenders are refused, ratios are of medians."""
 
+import io
 import json
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from bench import timing
 
@@ -44,6 +47,28 @@ def test_json_names_machine_and_settings(tmp_path):
     content = json.loads((tmp_path / "r" / "x.json").read_text())
     assert content["comparisons"][0]["settings"] == {"K": 20}
     assert content["environment"]["versions"]["jax"]
+
+
+@pytest.mark.parametrize("width", [70, 80, 120, 300])
+def test_no_figure_and_no_word_is_cut_off_however_narrow_the_lines(width):
+    names = ["K = 20, multiprocessing.Queue", "ring"]
+    figures = {
+        name: {f"thing{n} us": 530_432.0 + n for n in range(10)} | {"part: x us": 7.0}
+        for name in names
+    }
+    one = timing.from_samples("title", {name: [8.87e-3, 8.01e-3, 10.7e-3] for name in names})
+    out = io.StringIO()
+    timing.print_table([replace(one, figures=figures)], Console(file=out, width=width))
+    text = out.getvalue()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(line.rstrip()[-1] in "┓┃┩│┘" for line in lines if line[0] in "┏┃┡│└")
+    assert "\u2026" not in text  # what a cut leaves behind
+    assert text.count("8.01 ms .. 10.7 ms") == len(names)
+    assert all(text.count(f"530,{432 + n}") == len(names) for n in range(10))
+    assert all(f"thing{n}" in text for n in range(10))
+    assert "part:" not in text
+    assert text.count("title") == 1
 
 
 @pytest.mark.parametrize(
