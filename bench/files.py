@@ -1,6 +1,7 @@
 """Results as files: every figure with the machine, the versions and the settings it belongs to."""
 
 import json
+import math
 import os
 import platform
 import sys
@@ -88,6 +89,9 @@ def read_json(path: Path) -> Results:
 
 def _comparison(fields: dict[str, Any]) -> Comparison:
     timings = [Timing(**{**t, "rounds": tuple(t["rounds"])}) for t in fields.pop("timings")]
+    for timing in timings:
+        if not 0 < timing.median < math.inf:  # nothing is a ratio of it
+            raise ValueError(f"{timing.name!r} took {timing.median!r} s in {fields['title']!r}")
     targets = tuple(Target(**target) for target in fields.pop("targets", ()))
     suite = fields.pop("suite", "") or _suite(fields["title"])
     return Comparison(timings=tuple(timings), targets=targets, suite=suite, **fields)

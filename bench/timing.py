@@ -96,9 +96,7 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
         columns = {
             "median": [readable(t.median) for t in comparison.timings],
             "quartiles": [f"{readable(t.low)} .. {readable(t.high)}" for t in comparison.timings],
-            f"against {comparison.names[0]}": [
-                f"{t.ratio:.2f}x the time" for t in comparison.timings
-            ],
+            f"time over {comparison.names[0]}": [f"{t.ratio:.2f}x" for t in comparison.timings],
         }
         for table in _tables(comparison.title, comparison.names, columns, console.width):
             console.print(table)

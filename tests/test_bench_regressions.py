@@ -47,6 +47,59 @@ def test_a_slowdown_is_flagged_on_a_faster_machine_too(tmp_path):
     assert status(tmp_path, after) == 1
 
 
+LOOP = {
+    "no logprobs": 8.0, "K = 20": 9.0, "K = 20, naive kernel": 12.0, "K = 20, ZeroMQ": 9.0,
+    "K = 20, lists a token": 9.5,
+}  # fmt: skip
+
+
+def loop_status(tmp_path, after):
+    """What the comparison of two runs of the whole loop ends with."""
+    title = "decoding 64 greedy requests"
+    old = written(tmp_path / "old.json", LOOP, title)
+    return regressions.main([old, written(tmp_path / "new.json", after, title)])
+
+
+def test_logprobs_that_cost_more_are_a_slowdown_of_the_loop(tmp_path, capsys):
+    """The ablations have all parts but one in common with it: they are as slow, and no excuse."""
+    slower = {name: value * (1 if name == "no logprobs" else 1.5) for name, value in LOOP.items()}
+    assert loop_status(tmp_path, slower) == 1
+    assert "1 of 1 got slower" in capsys.readouterr().out
+
+
+def test_a_slower_model_is_no_slowdown_of_the_logprobs(tmp_path):
+    assert loop_status(tmp_path, {name: 1.5 * value for name, value in LOOP.items()}) == 0
+
+
+def test_another_device_is_not_compared(tmp_path, capsys):
+    for name, device in (("old", "cpu"), ("new", "NVIDIA H100")):
+        samples = {name: [value * 1e-6] for name, value in BEFORE.items()}
+        one = from_samples(TITLE, samples, settings={"device": device})
+        write_json(tmp_path / f"{name}.json", [one])
+    files = [str(tmp_path / f"{name}.json") for name in ("old", "new")]
+    assert regressions.main(files) == 2
+    assert "nothing to compare" in capsys.readouterr().err
+    assert regressions.main([files[0], files[0]]) == 0
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "inf"])
+def test_a_tolerance_that_would_judge_nothing_is_refused(tmp_path, capsys, tolerance):
+    with pytest.raises(SystemExit):
+        status(tmp_path, BEFORE | {"ring": 100.0}, f"--tolerance={tolerance}")
+    assert "is no share of a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("median", ["0", "-1.0", "NaN", "Infinity", '"fast"', "null"])
+def test_a_time_that_has_no_ratios_is_refused(tmp_path, capsys, median):
+    path = written(tmp_path / "a.json", BEFORE)
+    text = (tmp_path / "a.json").read_text()
+    broken = text.replace('"median": 1e-05', f'"median": {median}')
+    assert broken != text
+    (tmp_path / "b.json").write_text(broken)
+    assert regressions.main([path, str(tmp_path / "b.json")]) == 2
+    assert "b.json holds no benchmark results" in capsys.readouterr().err
+
+
 def test_the_tolerance_is_the_readers(tmp_path):
     assert status(tmp_path, BEFORE | {"ring": 11.0}) == 0
     assert status(tmp_path, BEFORE | {"ring": 11.0}, "--tolerance", "0.05") == 1

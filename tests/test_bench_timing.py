@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -51,7 +52,7 @@ def test_json_names_machine_and_settings(tmp_path):
 
 @pytest.mark.parametrize("width", [70, 80, 120, 300])
 def test_no_figure_and_no_word_is_cut_off_however_narrow_the_lines(width):
-    names = ["K = 20, multiprocessing.Queue", "ring"]
+    names = ["ring", "K = 20, multiprocessing.Queue"]
     figures = {
         name: {f"thing{n} us": 530_432.0 + n for n in range(10)} | {"part: x us": 7.0}
         for name in names
@@ -69,6 +70,8 @@ def test_no_figure_and_no_word_is_cut_off_however_narrow_the_lines(width):
     assert all(f"thing{n}" in text for n in range(10))
     assert "part:" not in text
     assert text.count("title") == 1
+    ratios = "8.01 ms .. 10.7 ms \u2502 1.00x"  # beside its median, in 80 columns too
+    assert (re.sub(" +", " ", text).count(ratios) == len(names)) == (width >= 80)
 
 
 @pytest.mark.parametrize(
