@@ -126,12 +126,17 @@ def from_samples(
     base = statistics.median(next(iter(samples.values())))
     timings = []
     for name, values in samples.items():
-        ordered = sorted(values)
-        median = statistics.median(ordered)
-        low, high = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+        median = statistics.median(values)
+        low, high = middle_half(values)
         found = percentiles((events or {}).get(name, ()))
         timings.append(Timing(name, median, low, high, median / base, tuple(values), found))
     return Comparison(title, dict(settings or {}), tuple(timings), dict(notes or {}))
+
+
+def middle_half(values: Sequence[float]) -> tuple[float, float]:
+    """The quartiles of the values."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from bench import drawing
-from bench.comparison import PEERS, Comparison, shape_of
+from bench.comparison import PEERS, Comparison, middle_half, shape_of
 from bench.drawing import OURS
 from bench.ring_contenders import SEED_BYTES
 from bench.timing import readable
@@ -21,7 +21,7 @@ PREFIXES = {  # of the files, by suite
     "host": ("host-", "message-"),
     "end-to-end": ("loop-",),
 }
-PARTS = ("publish", "ring", "decode", "process")
+PARTS = ("copy", "ring", "decode", "process")
 PART_COLORS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7")
 
 
@@ -191,23 +191,36 @@ def latencies(one: Comparison) -> Figure:
 
 
 def kept(one: Comparison) -> Figure:
-    """Tokens a second beside the loop without logprobs."""
-    names = [name for name in one.names if name != one.names[0]]
+    """Tokens a second beside the loop without logprobs, round by round: median and middle half."""
+    base, *names = one.names
+    rounds = {
+        name: [before / now for before, now in zip(one[base].rounds, one[name].rounds, strict=True)]
+        for name in names
+    }
+    halves = [
+        (100 * low, 100 * high) for low, high in (middle_half(rounds[name]) for name in names)
+    ]
     shares = [one.figures[name]["% of tokens/s"] for name in names]
-    base = one.figures[one.names[0]]["tokens/s"]
+    speed = one.figures[base]["tokens/s"]
     figure, axes = drawing.new(
         f"Tokens a second that are left: {one.title.removeprefix('decoding ')}",
-        (6.4, 0.9 + 0.27 * len(names)),
+        (6.4, 1.1 + 0.27 * len(names)),
     )
-    _bars(axes, names, shares, lambda value: f"{value:.0f} %")
     axes.axvline(100, color="#444444", linewidth=1)
-    axes.set_xlim(0, max(115, 1.08 * max(shares)))
-    axes.set_xlabel(f"% of the loop without logprobs ({base:,.0f} tokens/s, {device(one)})")
+    _bars(axes, names, shares, lambda value: f"{value:.0f} %", halves)
+    axes.set_xlim(0, 12 + max(100.0, *shares, *(high for _, high in halves)))
+    axes.set_xlabel(
+        f"% of the loop without logprobs ({speed:,.0f} tokens/s, {device(one)})\n"
+        "bar: the median of the rounds, line: their middle half"
+    )
     return figure
 
 
 def host_parts(one: Comparison) -> Figure:
-    """What happens after the device array exists, part by part."""
+    """What happens after the device array exists, part by part.
+
+    Results from before "copy" was a part of its own have it in "ring".
+    """
     names = list(one.figures)
     figure, axes = drawing.new(
         f"Host time of a step, by part: {one.title.removeprefix('decoding ')}",
@@ -215,7 +228,10 @@ def host_parts(one: Comparison) -> Figure:
     )
     left = [0.0] * len(names)
     for part, color in zip(PARTS, PART_COLORS, strict=True):
-        widths = [one.figures[name][f"part: {part} us"] / 1e3 for name in names]
+        key = f"part: {part} us"
+        if any(key not in one.figures[name] for name in names):
+            continue  # only of "copy", see above
+        widths = [one.figures[name][key] / 1e3 for name in names]
         axes.barh(range(len(names)), widths, 0.62, left, color=color, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, total in enumerate(left):
@@ -228,12 +244,25 @@ def host_parts(one: Comparison) -> Figure:
 
 
 def _bars(
-    axes: Any, names: Sequence[str], values: Sequence[float], text: Callable[[float], str]
+    axes: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    text: Callable[[float], str],
+    halves: Sequence[tuple[float, float]] = (),
 ) -> None:
+    """A bar for each name, its value behind it, and a line over the middle half where given."""
     colors = [drawing.OTHERS[1] if name in PEERS else OURS for name in names]
     axes.barh(range(len(names)), values, 0.62, color=colors)
-    for row, value in enumerate(values):
-        axes.annotate(f" {text(value)}", (value, row), va="center", fontsize=8)
+    for row, (low, high) in enumerate(halves):
+        axes.plot((low, high), (row, row), color="black", linewidth=1.2)
+    ends = values
+    if halves:
+        ends = [max(value, high) for value, (_, high) in zip(values, halves, strict=True)]
+    for row, (value, end) in enumerate(zip(values, ends, strict=True)):
+        axes.annotate(
+            text(value), (end, row), xytext=(4, 0), textcoords="offset points", va="center",
+            fontsize=8, bbox={"boxstyle": "square,pad=0.1", "color": "white"},
+        )  # fmt: skip
     drawing.names_at_left(axes, names)
 
 

@@ -78,10 +78,11 @@ class Steps:
     engine_cpu: float  # of the consumer's process, for each of those steps
     output: float  # the worker's thread for output: launching the message, and publishing it
     publish: float  # the part of `output` after the message is on the device
-    ring: float  # from there until the consumer has its bytes
+    host: float  # ready to processed: everything after the device array exists, device idle
+    copy: float  # the parts of `host`, one after the other: until it is sent, copied and checked,
+    ring: float  # until the consumer has its bytes,
     decode: float
     process: float
-    host: float  # ready to processed: everything after the device array exists, device idle
     busy: float  # sent to processed as the loop runs: the device computes the next step meanwhile
     bytes: float  # of all messages of a step
     tokens: float  # emitted by a step
@@ -228,8 +229,10 @@ class Rig:
         assert self.worker.launched is not None
         jax.block_until_ready(self.worker.launched.words)  # type: ignore[no-untyped-call]
         moments["ready"] = clock()
+        before = len(meter.sent_ns)
         self.worker.finish()
         moments["published"] = clock()
+        moments["sent"] = meter.sent_ns[before]  # a draft message comes after it
         moments["dispatch"] = meter.dispatch_ns
         time.sleep(PAUSE)
         return moments
@@ -274,6 +277,7 @@ def _steps(
     ready = np.array([s["ready"] for s in spans], np.int64)
     published = np.array([s["published"] for s in spans], np.int64)
     dispatch = np.array([s["dispatch"] for s in spans], np.int64)
+    handed_over = np.array([s["sent"] for s in spans], np.int64)
     for span, row in zip(spans, apart, strict=True):
         span |= {"received": int(row[0]), "decoded": int(row[1]), "processed": int(row[2])}
 
@@ -285,7 +289,8 @@ def _steps(
         engine_cpu=float(running[-1, CPU] - running[0, CPU]) * 1e-9 / (steps - 1),
         output=median(dispatch + published - ready),
         publish=median(published - ready),
-        ring=median(received - ready),
+        copy=median(handed_over - ready),
+        ring=median(received - handed_over),
         decode=median(decoded - received),
         process=median(processed - decoded),
         host=median(processed - ready),

@@ -40,14 +40,32 @@ def trace_events(
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": track}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0,
                "args": {"sort_index": pid}}  # fmt: skip
-    for span in spans:
-        yield _complete(span.name, 1 + TRACKS.index(span.track), 1, span.begin - first, span)
+    for track in TRACKS:
+        own = sorted((s for s in spans if s.track == track), key=lambda s: s.begin)
+        for tid, span in zip(lanes(own), own, strict=True):
+            yield _complete(span.name, 1 + TRACKS.index(track), tid, span.begin - first, span)
     pid = 1 + len(TRACKS)
     threads = {line: tid for tid, line in enumerate(sorted({one.line for one in operations}), 1)}
     for line, tid in threads.items():
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": line}}
     for one in operations:
         yield _complete(one.name, pid, threads[one.line], one.begin - first, one)
+
+
+def lanes(spans: Sequence[Span]) -> list[int]:
+    """A thread for each span, 1 unless that one's last span is still under way.
+
+    Perfetto nests the events of a thread: of two that overlap in part, as two messages in the ring
+    do, it drops one.
+    """
+    ends: list[int] = []
+    found = []
+    for span in spans:
+        free = [lane for lane, end in enumerate(ends) if end <= span.begin]
+        lane = free[0] if free else len(ends)
+        ends[lane : lane + 1] = [span.end]
+        found.append(1 + lane)
+    return found
 
 
 def _complete(

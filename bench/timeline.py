@@ -147,5 +147,5 @@ def record(
         consumer.close()
     first = min(span.begin for span in spans)
     inside = [one for one in operations if one.begin >= first]
-    typical = sorted(rig.steps, key=lambda step: step[1] - step[0])[len(rig.steps) // 2]
+    typical = sorted(rig.steps, key=lambda step: step[1] - step[0])[(len(rig.steps) - 1) // 2]
     return spans, typical, inside

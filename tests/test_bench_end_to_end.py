@@ -1,5 +1,6 @@
 """The loop's benchmark: equal work for everybody, a wrong contender is caught, a trace is valid."""
 
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import end_to_end, rig, setups, spans, timeline
+from bench import consumer, end_to_end, plots, rig, setups, spans, timeline
 from bench.end_to_end import GREEDY, K0, K20, OFF, ONE
 from bench.timing import BenchError
 from jax_specdec import loop
@@ -58,10 +59,23 @@ def test_only_what_was_asked_for_travels_and_fixed_messages_do_not_shrink(found)
 
 def test_the_parts_of_the_host_time_are_inside_it(found):
     for row in found.figures.values():
-        parts = [row[f"part: {part} us"] for part in ("decode", "process")]
+        parts = [row[f"part: {part} us"] for part in plots.PARTS]
         assert min(parts) >= 0
         assert row["host us"] >= max(parts)
         assert row["worker us"] >= row["part: publish us"] > 0
+
+
+@pytest.mark.fast
+def test_the_parts_of_the_host_time_add_up_to_it():
+    """Sending goes on while the consumer has the bytes already: it is counted once."""
+    span = {"ready": 9_000, "sent": 11_000, "published": 18_000, "dispatch": 4_000}
+    table = np.zeros((3, 8), np.int64)  # two steps as they ran, and this one
+    table[2, [consumer.RECEIVED, consumer.DECODED, consumer.PROCESSED]] = 15_000, 19_000, 25_000
+    found = rig._steps(1.0, np.zeros(2, np.int64), table, 0, [span])
+    parts = (found.copy, found.ring, found.decode, found.process)
+    assert parts == pytest.approx((2e-6, 4e-6, 4e-6, 6e-6))
+    assert sum(parts) == pytest.approx(found.host)
+    assert found.output == pytest.approx(13e-6)  # launching the message, and publishing it
 
 
 def test_targets_of_a_gpu_are_not_measured_here(found):
@@ -195,20 +209,24 @@ def test_the_timeline_has_every_part_in_order(compiled):
     begin = time.monotonic_ns()
     recorded, step, operations = timeline.record(SETUP, compiled)
     end = time.monotonic_ns()
-    inside = {s.name: s for s in recorded if s.begin >= step[0] and s.end <= step[1]}
-    order = ["model, verify, draft", "logprobs, pack", "copy", "check and send", "process"]
-    starts = [inside[name].begin for name in order]
-    assert starts == sorted(starts)
-    # Sending overlaps with the ring; nothing is received before it was sent, or decoded before.
-    ring, last = (
-        inside["ring"],
-        max((s for s in recorded if s.name == "decode"), key=lambda s: s.end),
-    )
-    assert inside["check and send"].begin <= ring.begin <= ring.end <= last.begin
     assert all(begin <= s.begin <= s.end <= end for s in recorded)
+    by_name = {}
+    for span in sorted(recorded, key=lambda span: span.begin):
+        by_name.setdefault(span.name, []).append(span)
+    order = ["model, verify, draft", "logprobs, pack", "copy", "check and send", "process"]
+    # Each step leaves one of each, however long the engine takes: the last belong together.
+    for back in range(1, 5):
+        last = {name: by_name[name][-back] for name in (*order, "ring", "decode")}
+        starts = [last[name].begin for name in order]
+        assert starts == sorted(starts)
+        # Sending overlaps with the ring; nothing is received before it was sent.
+        sending, ring, decode = last["check and send"], last["ring"], last["decode"]
+        assert sending.begin <= ring.begin <= ring.end <= decode.begin <= decode.end
+        assert decode.end <= last["process"].begin
+    assert step[0] in [span.begin for span in by_name["launch and wait"]]
     # jax.profiler has a clock of its own: joined wrongly, its operations would be elsewhere.
     assert operations
-    work = inside["model, verify, draft"]
+    work = by_name["model, verify, draft"][-1]
     assert any(work.begin <= o.begin and o.end <= work.end for o in operations)
     assert all(begin <= o.begin <= o.end <= end for o in operations)
 
@@ -237,6 +255,18 @@ def test_a_trace_is_what_perfetto_opens():
     ]
     threads = [e for e in events if e["name"] == "thread_name"]
     assert [e["args"]["name"] for e in threads] == ["stream 7"]
+
+
+@pytest.mark.fast
+def test_no_two_events_of_a_thread_overlap_in_part():
+    ring = [(0, 40), (10, 50), (20, 30), (50, 60), (40, 45)]
+    some = [spans.Span(spans.RING, "ring", *times) for times in ring]
+    events = [e for e in spans.trace_events(some, [], first=0) if e["ph"] == "X"]
+    assert len(events) == len(ring)
+    assert {e["tid"] for e in events} == {1, 2, 3}
+    for thread in (1, 2, 3):
+        times = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == thread)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(times))
 
 
 @pytest.mark.fast

@@ -61,6 +61,19 @@ def test_every_kind_is_drawn_once_and_names_units_and_contenders(tmp_path):
     assert all(len(text) < 60_000 for text in texts.values())
 
 
+def test_the_tokens_that_are_left_are_drawn_with_the_spread_of_the_rounds():
+    samples = {OFF: [1.0, 1.0, 1.0, 1.0, 2.0], K20: [2.0, 1.25, 1.0, 1.25, 2.0]}
+    one = from_samples("decoding", samples)
+    figures = {OFF: {"tokens/s": 10.0}, K20: {"% of tokens/s": 80.0}}
+    figure = plots.kept(Comparison(**{**vars(one), "figures": figures}))
+    (axes,) = figure.axes
+    drawn = [tuple(line.get_xdata()) for line in axes.lines]
+    assert (80.0, 100.0) in drawn  # of 50, 80, 80, 100, 100 %
+    (text,) = [text for text in axes.texts if text.get_text() == "80 %"]
+    assert text.xy[0] == 100.0  # behind the line, which it would hide
+    assert axes.get_xlim()[1] > 100.0
+
+
 def test_the_same_results_make_the_same_files(tmp_path):
     once, twice = (plots.draw(results(), tmp_path / name) for name in ("a", "b"))
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in twice]
