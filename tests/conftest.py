@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 
 # Before jax is imported: eight CPU devices, so that shard_map tests are real.
@@ -21,6 +22,21 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Another process may be writing the entry that is read, or have been killed while it wrote it. jax
+# warns and compiles: neither an error here nor an odd line among what a worker prints.
+_CACHE_WARNING = "Error reading persistent compilation cache entry"
+os.environ["PYTHONWARNINGS"] = ",".join(
+    filter(None, (os.environ.get("PYTHONWARNINGS"), f"ignore:{_CACHE_WARNING}"))
+)
+
+# Who runs the tests has settings that programs look at; those under test are asked for plain text.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PYTHON_COLORS", "TTY_COMPATIBLE"):
+    os.environ.pop(_name, None)
+
+# A job that a script runs in the background ignores Ctrl-C, and so would every process of a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,6 +49,10 @@ settings.register_profile(
     "repository", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.load_profile("repository")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", f"ignore:{_CACHE_WARNING}")
 
 
 @pytest.fixture(autouse=True, scope="module")
