@@ -25,7 +25,8 @@ def check(words: np.ndarray) -> np.ndarray:
             "can fill; nothing of it was sent"
         )
     if _of(header, "error"):
-        checks, step = _of(header, "error_checks"), _of(header, "step_low")
+        checks = _of(header, "error_checks")
+        step = _of(header, "step_high") << 32 | _of(header, "step_low")
         raise DeviceCheckError(
             f"step {step} failed its checks on the device ({', '.join(failed_checks(checks))});"
             " nothing of it was sent"

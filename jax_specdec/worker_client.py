@@ -69,6 +69,7 @@ class WorkerProcess:
         self._stops_all = config.on_worker_loss == "stop"
         self._last_lines: collections.deque[str] = collections.deque(maxlen=50)
         self._process: subprocess.Popen[str] | None = None
+        self._listener: threading.Thread | None = None
         self.ring = RingReader.create(config.ring_slots, config.message_bytes, doorbell=doorbell)
         try:
             self._process = subprocess.Popen(
@@ -82,8 +83,9 @@ class WorkerProcess:
             )
             self.ring.expect_peer(self._process.pid)
             # A pipe that nobody reads would block the worker once it is full.
-            self._listener = threading.Thread(target=self._listen, daemon=True)
-            self._listener.start()
+            listener = threading.Thread(target=self._listen, daemon=True)
+            listener.start()
+            self._listener = listener
             self.tell(
                 Start(
                     ring=self.ring.name,
@@ -177,7 +179,8 @@ class WorkerProcess:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._listener.join(PATIENCE_SECONDS)
+        if self._listener is not None:  # None: it could not be started
+            self._listener.join(PATIENCE_SECONDS)
         for stream in (process.stdin, process.stderr):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,6 +266,28 @@ def test_an_interrupt_while_a_worker_is_started_leaves_nothing(monkeypatch):
         Engine(EngineConfig(vocab_size=VOCAB, num_ranks=2))
     assert len(started) == 1
     assert not is_alive(started[0])
+
+
+@pytest.mark.parametrize("owner", [RingReader, threading.Thread])
+def test_a_worker_that_cannot_be_watched_or_heard_is_ended_with_the_reason(owner, monkeypatch):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    def refuse(*_):
+        raise RuntimeError("too many of them")
+
+    monkeypatch.setattr(worker_client.subprocess, "Popen", Popen)
+    monkeypatch.setattr(owner, "expect_peer" if owner is RingReader else "start", refuse)
+    with pytest.raises(RuntimeError, match="too many of them"):
+        worker_client.WorkerProcess(
+            EngineConfig(vocab_size=VOCAB), program=fake_worker("time.sleep(99)")
+        )
+    assert [process.poll() for process in started] == [-signal.SIGTERM]
+    assert all(pipe.closed for process in started for pipe in (process.stdin, process.stderr))
 
 
 def test_closing_does_not_wait_for_a_worker_that_reads_nothing(monkeypatch):

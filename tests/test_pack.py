@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, LogprobsMode, SlotState
+from jax_specdec import device_checks
 from jax_specdec.decode import MessageError, decode
+from jax_specdec.device_checks import DeviceCheckError
 from jax_specdec.encode import SlotContents, encode
 from jax_specdec.pack import SlotFields, bucket, k_bucket, pack, select_rows
 from pallas_kernels import TopkLogprobs
@@ -195,6 +197,14 @@ def test_an_id_outside_the_vocabulary_sets_its_bit(wrong):
     # Beyond the slot's tokens, anything may stand.
     words = run(slots, ids.at[1, 2].set(wrong), found)
     assert wire.HEADER["error"].get(words) == 0
+
+
+def test_a_failed_check_names_the_whole_number_of_its_step():
+    slots, ids, found = simple_step(num_tokens=[2, -1, 2, 2])
+    step = jnp.array([7, 3], jnp.uint32)
+    words = np.asarray(packed(slots, ids, found, step, True, False, 0))
+    with pytest.raises(DeviceCheckError, match=rf"step {3 * 2**32 + 7} failed .*SLOT_COUNTS"):
+        device_checks.check(words)
 
 
 def test_a_message_longer_than_its_bucket_sets_its_bit():
