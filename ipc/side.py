@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import getpid
-from types import TracebackType
 from typing import ClassVar, Self
 
 from ipc.doorbell import Doorbell
@@ -220,12 +219,7 @@ class Side:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _say_goodbye(self) -> None:

@@ -23,6 +23,7 @@ column count share one word; here both are guarded.
 """
 
 import sys
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -138,14 +139,6 @@ def fits(name: str, value: int, field: Field) -> int:
     return value
 
 
-def kind_word(kind: int, max_num_logprobs: int) -> int:
-    """The word that kind and K share; each is refused, never truncated, when it does not fit."""
-    kind_field, k_field = HEADER["kind"], HEADER["max_num_logprobs"]
-    return fits("kind", int(kind), kind_field) << kind_field.shift | (
-        fits("max_num_logprobs", int(max_num_logprobs), k_field) << k_field.shift
-    )
-
-
 def words_of(xp: Any, fields: dict[str, Field], num_words: int, values: dict[str, Array]) -> Array:
     """Put `values` (uint32 arrays of one shape [...]) into words [..., num_words] uint32.
 
@@ -197,13 +190,15 @@ def sections(
     return ends - sizes, sizes.sum(axis=1, dtype=sizes.dtype)
 
 
-def words_bound(num_tokens: Array, columns: Array, num_chosen: Array) -> int:
-    """The most words that slots with these counts (host integers [B]) can fill.
+def words_bound(
+    num_tokens: Sequence[int], columns: Sequence[int], num_chosen: Sequence[int]
+) -> int:
+    """The most words that slots with these counts [B] can fill.
 
     `num_tokens` is the most tokens each slot can emit: its drafts plus one.
     """
     words = HEADER_WORDS
     for tokens, cols, chosen in zip(num_tokens, columns, num_chosen, strict=True):
         rows = tokens if cols > 0 else 0
-        words += SLOT_WORDS + int(tokens) + int(rows) * (2 * int(cols) + int(chosen))
+        words += SLOT_WORDS + tokens + rows * (2 * cols + chosen)
     return words

@@ -54,7 +54,7 @@ def last_within(
     tokens: Order,
     key_bits: int,
     vocab_size: int,
-    exceeds: Callable[[jax.Array], jax.Array],
+    reaches: Callable[[jax.Array], jax.Array],
     shard: VocabShard,
 ) -> Cut:
     """The last token with fewer than a limit before it.
@@ -63,7 +63,7 @@ def last_within(
       tokens: the order.
       key_bits: 8 * the logits' item size.
       vocab_size: V.
-      exceeds: `tokens [..., V] bool -> [...] bool`, whether the sum of these tokens has reached
+      reaches: `tokens [..., V] bool -> [...] bool`, whether the sum of these tokens has reached
         the limit; false for no token at all.
       shard: what this device holds of the row.
 
@@ -75,7 +75,7 @@ def last_within(
     per_trip = 1 if shard.axis_name is None else BITS_PER_TRIP
 
     def above_reaches(offset: jax.Array) -> jax.Array:
-        return exceeds(tokens.keys > (_signed(offset) + lowest)[..., None])
+        return reaches(tokens.keys > (_signed(offset) + lowest)[..., None])
 
     # The least key above which the limit is not reached: it belongs to a token of the row, or the
     # limit is reached nowhere and it is the lowest there is.
@@ -84,11 +84,11 @@ def last_within(
     equal = tokens.keys == key[..., None]
 
     def up_to_reaches(id: jax.Array) -> jax.Array:
-        return exceeds(above | (equal & (tokens.ids <= _signed(id)[..., None])))
+        return reaches(above | (equal & (tokens.ids <= _signed(id)[..., None])))
 
     id_bits = (vocab_size - 1).bit_length()
     last = shard.maximum(jnp.where(equal, tokens.ids, -1))[..., None]
-    some_left_out = exceeds(above | (equal & (tokens.ids < last)))
+    some_left_out = reaches(above | (equal & (tokens.ids < last)))
     # The usual case, at least in float32: all equal ones are kept, and no id is looked for.
     id = lax.cond(
         jnp.any(some_left_out),

@@ -28,9 +28,8 @@ _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
 _SLOT_SHIFT = np.array([[field.shift] for field in wire.SLOT.values()], np.uint32)
 _SLOT_MASK = np.array([[field.maximum] for field in wire.SLOT.values()], np.uint32)
 
-_EMITS = np.zeros(
-    wire.SLOT["state"].maximum + 1, np.bool_
-)  # by state, also those that do not exist
+# By state, also those that do not exist.
+_EMITS = np.zeros(wire.SLOT["state"].maximum + 1, np.bool_)
 _EMITS[[SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN]] = True
 
 _HEADER_FIELDS = tuple((name, f.word, f.shift, f.maximum) for name, f in wire.HEADER.items())
@@ -124,7 +123,8 @@ def decode(data: Any) -> Message:
         )
     words: NDArray[np.uint32] = np.frombuffer(view, dtype="<u4")
     words.flags.writeable = False
-    header, num_slots = _header(view, words.size)
+    header = _header(view, words.size)
+    num_slots = header["num_slots"]
     slots_end = wire.HEADER_WORDS + wire.SLOT_WORDS * num_slots
     if slots_end > words.size:
         raise MessageError(
@@ -164,7 +164,7 @@ def decode(data: Any) -> Message:
     )
 
 
-def _header(view: memoryview, num_words: int) -> tuple[dict[str, int], int]:
+def _header(view: memoryview, num_words: int) -> dict[str, int]:
     raw = _HEADER.unpack_from(view)
     header = {name: raw[word] >> shift & most for name, word, shift, most in _HEADER_FIELDS}
     if header["magic"] != wire.MAGIC:
@@ -195,7 +195,7 @@ def _header(view: memoryview, num_words: int) -> tuple[dict[str, int], int]:
             "the sender's checks failed and the message came all the same: "
             + ", ".join(failed_checks(header["error_checks"]))
         )
-    return header, header["num_slots"]
+    return header
 
 
 def failed_checks(error_checks: int) -> list[str]:

@@ -82,7 +82,6 @@ def encode(
         for part, array in zip(parts, (ids, ranks, logprobs, topk_ids), strict=True):
             part.append(array.view(np.uint32))
     body = [*slot_words, *(array for part in parts for array in part)]
-    wire.kind_word(kind, max_num_logprobs)
     header = {
         "version": wire.VERSION,
         "magic": wire.MAGIC,

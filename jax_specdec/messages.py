@@ -92,7 +92,7 @@ def target_message(
     batch, num_positions, vocab = output.logits.shape
     num_rows = jnp.where(asked.columns > 0, output.num_rows, 0)
     if widths.k is None:
-        rows, found = nothing()
+        rows, found = _nothing()
     else:
         rows = select_rows(num_rows, num_positions)
         if output.greedy_rows is not None:
@@ -155,7 +155,7 @@ def draft_message(
     num_tokens = jnp.where(asked.draft_logprobs, drafts.num, 0)
     num_rows = jnp.where(asked.columns > 0, num_tokens, 0)
     if widths.k is None:
-        rows, found = nothing()
+        rows, found = _nothing()
     else:
         rows = select_rows(num_rows, num_drafts)
         found = row_logprobs(
@@ -187,7 +187,7 @@ def draft_message(
     )
 
 
-def nothing() -> tuple[Rows, TopkLogprobs]:
+def _nothing() -> tuple[Rows, TopkLogprobs]:
     """No rows, and the logprobs of none."""
     none = jnp.zeros(0, jnp.int32)
     empty = TopkLogprobs(jnp.zeros((0, 1), jnp.int32), jnp.zeros((0, 1)), none, jnp.zeros((0, 0)))

@@ -90,7 +90,8 @@ def pack(
     """
     batch, num_positions = token_ids.shape
     k = logprobs.token_ids.shape[1] - 1
-    wire.kind_word(kind, k)
+    wire.fits("kind", kind, wire.HEADER["kind"])
+    wire.fits("max_num_logprobs", k, wire.HEADER["max_num_logprobs"])
     fixed_words = wire.HEADER_WORDS + wire.SLOT_WORDS * batch
     if num_words < fixed_words:
         raise wire.WireError(

@@ -196,8 +196,8 @@ def _cut(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Truncation
     def has_k(where: jax.Array) -> jax.Array:
         return (shard.sum(where.astype(jnp.int32)) >= top_k) & (top_k > 0)
 
-    def find(reached: Callable[[jax.Array], jax.Array]) -> cutoff.Cut:
-        return cutoff.last_within(tokens, key_bits, vocab_size, reached, shard)
+    def find(reaches: Callable[[jax.Array], jax.Array]) -> cutoff.Cut:
+        return cutoff.last_within(tokens, key_bits, vocab_size, reaches, shard)
 
     first_k = lax.cond(jnp.any(sampling.top_k > 0), lambda: find(has_k), lambda: everything)
     kept = cutoff.within(tokens, first_k)

@@ -6,7 +6,7 @@ requests asked for and from how far their prompts have come.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ class Slot:
     """One slot, empty unless `most_tokens` is positive."""
 
     generation: int = 0
-    params: SamplingParams = field(default=NOBODY)
+    params: SamplingParams = NOBODY
     most_tokens: int = 0  # a step; 0 while nothing can be emitted
     prefill_at: int | None = None  # next prompt token to run; None when none is left
     prompt_length: int = 0

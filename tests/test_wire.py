@@ -130,15 +130,16 @@ def test_only_what_was_asked_for_travels():
 
 
 def test_kind_and_k_share_a_word_and_are_never_truncated():
-    word = wire.kind_word(255, 65535)
-    assert wire.HEADER["kind"].get(np.array([0, word], np.uint32)) == 255
-    assert wire.HEADER["max_num_logprobs"].get(np.array([0, word], np.uint32)) == 65535
+    assert wire.HEADER["kind"].word == wire.HEADER["max_num_logprobs"].word
+    words = np.frombuffer(encode(255, 0, [], max_num_logprobs=65535), np.uint32)
+    assert wire.HEADER["kind"].get(words) == 255
+    assert wire.HEADER["max_num_logprobs"].get(words) == 65535
     with pytest.raises(wire.WireError, match=r"kind = 256 .*0 to 255"):
-        wire.kind_word(256, 0)
+        encode(256, 0, [])
     with pytest.raises(wire.WireError, match=r"max_num_logprobs = 65536 .*0 to 65535"):
-        wire.kind_word(3, 65536)
+        encode(3, 0, [], max_num_logprobs=65536)
     with pytest.raises(wire.WireError, match="kind = -1"):
-        wire.kind_word(-1, 0)
+        encode(-1, 0, [])
 
 
 def good_message():
