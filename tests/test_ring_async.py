@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import select
-import time
 
 import pytest
 
@@ -56,10 +55,8 @@ def test_async_death_and_cancellation(tmp_path):
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(aio.receive(reader), 0.05)
         asyncio.get_running_loop().call_later(0.05, peer.kill)
-        start = time.monotonic()
         with pytest.raises(errors.PeerDied, match="message 2"):
-            await aio.receive(reader)
-        assert time.monotonic() - start < 2
+            await asyncio.wait_for(aio.receive(reader), 10)
 
     with RingReader.create(4, 64, doorbell=True) as reader:
         peer = start_peer(

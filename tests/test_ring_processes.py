@@ -50,35 +50,48 @@ def test_every_message_arrives_once_and_in_order(tmp_path, wait, creator):
 @pytest.mark.parametrize("gap_us", [50, 0])
 @pytest.mark.parametrize("wait", MODES)
 def test_both_sides_on_one_core(tmp_path, wait, gap_us):
+    """CPU time, as other processes on that core take none of it. Yielding costs 7 to 140 us a
+    message; a spinning side that keeps the core takes a whole time slice (2.5 ms) for few of them.
+    """
+    used = []
+    while not used or used[-1] >= (0.5e-3 if gap_us else 0.1e-3):
+        # A host that counts what it gave to others as our time does not do so three times.
+        assert len(used) < 3, used
+        used.append(seconds_a_message(tmp_path / f"{len(used)}", wait, gap_us))
+
+
+def seconds_a_message(progress, wait, gap_us, count=1000):
+    """CPU time of both sides, a message, on one core."""
     before = os.sched_getaffinity(0)
     core = min(before)
-    count = 1000
     with RingReader.create(4, MAX_BYTES, wait=wait) as reader:
         peer = start_peer(
-            "produce", reader.name, tmp_path / "p",
+            "produce", reader.name, progress,
             wait=wait, count=count, max_bytes=MAX_BYTES, core=core, gap_us=gap_us,
         )  # fmt: skip
         os.sched_setaffinity(0, {core})
         try:
             first = reader.receive(30)
-            start = time.monotonic()
+            begun = time.thread_time()
             rest = [message.sequence for message in reader]
-            elapsed = time.monotonic() - start
+            used = time.thread_time() - begun
         finally:
             os.sched_setaffinity(0, before)
     assert [first.sequence, *rest] == list(range(count))
     assert peer.wait(30) == 0
-    # A spinning side that kept the core would cost a time slice (2.5 ms, measured) per message.
-    assert elapsed < count * 0.001
+    return (used + Progress.at(progress).cpu_seconds) / count
 
 
 @pytest.mark.parametrize("wait", MODES)
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 def test_death_is_noticed_in_100_ms(tmp_path, wait, side):
     here, job = (RingReader, "produce") if side == "producer" else (RingWriter, "consume")
+    # The promise is for an idle machine, and one that is idle is met at the first attempt. That no
+    # wait is longer than a slice, whatever the machine does, is for test_ring_waiting.
     delays = []
-    for attempt in range(3):  # the promise is for an idle machine: the best of three counts
-        progress = tmp_path / f"{attempt}"
+    while not delays or delays[-1] >= 0.1:
+        assert len(delays) < 10, delays
+        progress = tmp_path / f"{len(delays)}"
         with here.create(2, 64, wait=wait) as ring:
             peer = start_peer(
                 job, ring.name, progress, count=3, max_bytes=64, gap_us=2000, then="sleep"
@@ -106,7 +119,6 @@ def test_death_is_noticed_in_100_ms(tmp_path, wait, side):
             delays.append(noticed - float(killer.communicate(timeout=30)[0]))
             # peer was not reaped while this process waited: a zombie counts as dead.
             assert peer.wait(30) == -signal.SIGKILL
-    assert min(delays) < 0.1
 
 
 @pytest.mark.fast
@@ -134,7 +146,7 @@ def test_what_was_committed_before_the_kill_is_delivered(tmp_path):
 
 
 def test_a_writer_that_never_fills_the_ring_notices_too(tmp_path):
-    with RingWriter.create(60000, 16) as writer:
+    with RingWriter.create(2001, 16) as writer:
         peer = start_peer(
             "consume", writer.name, tmp_path / "p", count=1, max_bytes=16, then="sleep"
         )

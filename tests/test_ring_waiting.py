@@ -6,7 +6,7 @@ import pytest
 
 from ipc import waiting
 from ipc.ring import RingReader, RingWriter
-from ipc.waiting import FIRST_REHEARSAL_NS, LEAD_NS, Waiter
+from ipc.waiting import FIRST_REHEARSAL_NS, LEAD_NS, POLICIES, Waiter
 
 pytestmark = pytest.mark.fast
 
@@ -170,6 +170,20 @@ def test_an_error_in_a_rehearsal_is_raised_and_no_unit_is_lost(monkeypatch):
     assert not scene.waiter.held
     assert scene.waiter.take(None)
     assert len(scene.waiter.held) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dies", [0, 3, 4.9, 7, 30])
+def test_a_peer_that_is_gone_is_noticed_within_50_ms(monkeypatch, policy, dies):
+    """Whenever it dies: before a unit is expected, while it is spun for, and long after."""
+    scene = Clockwork(monkeypatch, policy)
+    for _ in range(5):
+        scene.take(5 * MS)
+    dies = scene.now + int(dies * MS)
+    scene.waiter._obstacle = lambda: ZeroDivisionError() if scene.now >= dies else None
+    with pytest.raises(ZeroDivisionError):
+        scene.waiter.take(dies + 1000 * MS)
+    assert scene.now - dies <= 50 * MS
 
 
 def jittery(scene, mean, spread, count=300):

@@ -166,13 +166,13 @@ def check_transfer(messages: int, wait: str, max_bytes: int = 200) -> dict[str, 
                 "produce", reader.name, progress, count=messages, max_bytes=max_bytes, wait=wait
             )
             reader.wait_attached(60)
-            start, memory, number = time.monotonic(), _resident_bytes(), 0
+            start, memory, number = time.monotonic(), _own_bytes(), 0
             for message in reader:
                 if message.sequence != number or not is_intact(message.data, number, max_bytes):
                     failed.append(f"message {number}")
                     break
                 number += 1
-            seconds, growth = time.monotonic() - start, _resident_bytes() - memory
+            seconds, growth = time.monotonic() - start, _own_bytes() - memory
         if number != messages:
             failed.append(f"{number} of {messages} messages arrived")
         if growth > 4 << 20:
@@ -191,13 +191,13 @@ def check_mutations(rounds: int, seed: int) -> dict[str, object]:
     """Damages live segments at random: delivered whole or refused, never anything else."""
     ranges, seen = used_ranges(), {"delivered": 0, "CorruptMessage": 0}
     failed: list[str] = []
-    memory = _resident_bytes()
+    memory = _own_bytes()
     for number in range(rounds):
         try:
             seen[outcome(seed + number, *ranges[number % len(ranges)], True)] += 1
         except (Exception, AssertionError) as error:
             failed.append(f"seed {seed + number}: {type(error).__name__}: {error}")
-    growth = _resident_bytes() - memory
+    growth = _own_bytes() - memory
     if growth > 8 << 20:
         failed.append(f"the process grew by {growth} bytes")
     return {"rounds": rounds, "growth_bytes": growth, **seen, "failed": failed}
@@ -234,8 +234,14 @@ def main() -> int:
     return int(not ok)
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _own_bytes() -> int:
+    """This process's own memory: exact, and without the pages of files, which come and go."""
+    (line,) = (
+        line
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+        if line.startswith("Anonymous:")
+    )
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":
