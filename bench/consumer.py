@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench import host
+from bench.content import Step, content_of
 from bench.ring_contenders import (
     CONTENDERS,
     NotAvailable,
@@ -41,17 +42,13 @@ GENERATION = 1  # of every slot: its requests stay for the whole run
 # The columns of a round's table, a row a step.
 RECEIVED, DECODED, PROCESSED, CPU, BYTES, TOKENS, ACCEPTED, ROWS = range(8)
 
-# One request's part of one step, to compare contenders by: its ids, and each row's logprobs of the
-# emitted token and the top K, descending. None: this contender does not deliver it in this form.
-Content = list[tuple[list[int] | None, list[list[float]] | None]]
-
 
 @dataclass(frozen=True)
 class Round:
     """What the consumer saw: `table` [steps, 8] int64, times in ns of CLOCK_MONOTONIC."""
 
     table: np.ndarray
-    content: list[Content]  # by step; empty unless it was asked for
+    content: list[Step]  # empty unless it was asked for
 
 
 class Consumer:
@@ -183,7 +180,7 @@ _NUM_WORDS_AT = wire.HEADER["num_words"].word * wire.WORD_BYTES
 def _round(receive: Callable[[], Any], take: Take, keep: bool) -> Round:
     """Every message until an empty one; what only the table needs is done after the last clock."""
     table: list[tuple[int, ...]] = []
-    content: list[Content] = []
+    content: list[Step] = []
     clock, cpu = time.monotonic_ns, time.process_time_ns
     while num_bytes := memoryview(data := receive()).nbytes:
         received = clock()
@@ -201,7 +198,9 @@ def _round(receive: Callable[[], Any], take: Take, keep: bool) -> Round:
             spent = last[DECODED] + (decoded - received)
             table.append((last[0], spent, processed, used, last[BYTES] + num_bytes, *last[5:]))
         if keep and is_target:
-            content.append(_content(results))
+            content.append(content_of(results))
+        elif keep:  # records that wait for their drafts' logprobs
+            content[-1] = {**content[-1], **content_of(results)}
         del data, words, message, results
     return Round(np.array(table, np.int64).reshape(-1, 8), content)
 
@@ -269,33 +268,3 @@ DESIGNS: dict[str, Callable[[Sequence[Request], int], Take]] = {
     "lists": a_token(host.lists),
     "objects": a_token(host.objects),
 }
-
-
-def _content(results: Any) -> Content:
-    """What was delivered, in one form for all designs."""
-    if isinstance(results, tuple):  # ours
-        message, _ = results
-        return [_of_view(message.slot(slot)) for slot in range(message.num_slots)]
-    if results and isinstance(results[0], list):  # objects: a dictionary a token
-        return [(None, [_descending(by_id) for by_id in slot]) for slot in results]
-    return [
-        (ids, [_descending(_by_id(i, r, t)) for i, r, t in zip(ids, rows, tops, strict=True)])
-        for ids, _, tops, rows, _ in results
-    ]
-
-
-def _of_view(view: Any) -> tuple[list[int], list[list[float]] | None]:
-    ids = view.token_ids.tolist()
-    if not view.logprobs.size:
-        return ids, None
-    rows, tops = view.logprobs.tolist(), view.topk_ids.tolist()
-    return ids, [_descending(_by_id(i, r, t)) for i, r, t in zip(ids, rows, tops, strict=True)]
-
-
-def _by_id(token: int, row: Sequence[float], top: Sequence[int]) -> dict[int, float]:
-    return {**dict(zip(top, row[1:], strict=True)), token: row[0]}
-
-
-def _descending(by_id: dict[int, Any]) -> list[float]:
-    values = [v.logprob if isinstance(v, host.Logprob) else v for v in by_id.values()]
-    return sorted(values, reverse=True)

@@ -22,19 +22,21 @@ those nothing is rehearsed: their "host us" is to be set beside that row's.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from bench import progress
-from bench.consumer import Consumer, Content
+from bench import content, progress
+from bench.consumer import Consumer
+from bench.content import Step
 from bench.rig import FIXED_BYTES, Contender, Rig, Steps
 from bench.setups import DRAFTS, REQUESTS, Length, Setup, prompts, setups
-from bench.timing import BenchError, Comparison, Target, compare, from_samples, rotated
+from bench.timing import Comparison, Target, compare, from_samples, rotated
 from ipc.wire import LogprobsMode
+from jax_specdec.requests import Request
 from jax_specdec.worker import Compiled, runs_on_gpu
 
 QUEUE, ZEROMQ = "multiprocessing.Queue", "ZeroMQ msgpack"
@@ -148,10 +150,10 @@ def run_rounds(title: str, rigs: dict[str, Rig], length: Length) -> dict[str, li
     with progress.bar(title, len(names) * (length.rounds + 1)) as advance:
         seen = {}
         for name, rig in rigs.items():
-            content = rig.run(4, 2, keep=True)[1].content
-            seen[name] = content
-            check(title, rig.contender, content, names[0], seen)
+            seen[name] = rig.run(4, 2, keep=True)[1].content
             advance()
+        for name, rig in rigs.items():
+            check(f"{title}: {name}", rig.contender, rig.requests, seen, names[0])
         for index in range(length.rounds):
             for name in rotated(names, index):
                 found = rigs[name].run(length.steps, length.apart)[0]
@@ -163,39 +165,23 @@ def run_rounds(title: str, rigs: dict[str, Rig], length: Length) -> dict[str, li
 def check(
     title: str,
     contender: Contender,
-    content: Sequence[Content],
+    requests: Sequence[Request],
+    seen: Mapping[str, Sequence[Step]],
     baseline: str,
-    seen: dict[str, list[Content]],
 ) -> None:
-    """Everybody's tokens must be the baseline's; an ablation's logprobs those of "K = 20".
+    """What it delivered: the baseline's tokens, and of greedy requests the logprobs of "K = 20".
 
     Raises:
-      BenchError: they are not.
+      BenchError: it is something else.
     """
-    name = contender.name
-    if len(content) != len(seen[baseline]):
-        raise BenchError(
-            f"{title}: {name} took {len(content)} steps, {baseline} {len(seen[baseline])}"
-        )
-    like = seen.get(K20) if name.startswith("K = 20, ") and contender.temperature == 0 else None
-    for step, slots in enumerate(content):
-        for slot, (ids, rows) in enumerate(slots):
-            where = f"{title}: {name} differs from {{}} at step {step}, request {slot}: {{}}"
-            wanted_ids, _ = seen[baseline][step][slot]
-            if ids is not None and ids != wanted_ids:
-                raise BenchError(where.format(baseline, f"tokens {ids}, not {wanted_ids}"))
-            if like is None:
-                continue
-            wanted = like[step][slot][1] or []
-            if not same_rows(rows or [], wanted):
-                raise BenchError(where.format(K20, f"logprobs {rows}, not {wanted}"))
-
-
-def same_rows(rows: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]) -> bool:
-    """Equal within the rounding of the naive kernel, which subtracts in another order."""
-    return len(rows) == len(wanted) and all(
-        len(row) == len(want) and all(abs(a - b) <= 1e-4 for a, b in zip(row, want, strict=True))
-        for row, want in zip(rows, wanted, strict=True)
+    greedy = contender.temperature == 0  # sampled requests ask in modes of their own
+    content.check(
+        title,
+        seen[contender.name],
+        seen[baseline],
+        [request.params.logprobs for request in requests],
+        like=seen.get(K20) if greedy else None,
+        drafts=DRAFTS if contender.draft_logprobs else 0,
     )
 
 

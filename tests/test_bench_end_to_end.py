@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from bench import consumer, end_to_end, plots, rig, setups, spans, timeline
+from bench import consumer, content, end_to_end, host, plots, rig, setups, spans, timeline
 from bench.end_to_end import GREEDY, K0, K20, OFF, ONE
 from bench.timing import BenchError
 from jax_specdec import loop
 from jax_specdec.model import ModelConfig, init_params
+from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.worker import Compiled
 
 MODEL = ModelConfig.tiny(vocab_size=64)
@@ -117,7 +118,7 @@ def test_a_contender_with_other_logprobs_is_caught_before_any_timing(compiled, m
 
     monkeypatch.setattr(rig, "instrumented", instrumented)
     monkeypatch.setattr(end_to_end, "rotated", never)
-    with pytest.raises(BenchError, match="naive kernel differs from K = 20 at step"):
+    with pytest.raises(BenchError, match="naive kernel: step 0, request 0: token 0: logprobs"):
         end_to_end.measure("a test", SETUP, chosen, PARAMS, MODEL, compiled)
 
 
@@ -183,26 +184,85 @@ def test_what_a_gpu_will_measure_fits_its_memory():
     assert weights + 2 * len(GREEDY) * state < 40e9
 
 
-@pytest.mark.fast
-def test_other_tokens_or_other_steps_are_caught():
-    right = [[([1, 2], None), ([3], None)]]
-    k0 = next(one for one in GREEDY if one.name == K0)
-    end_to_end.check("t", k0, right, OFF, {OFF: right})
-    with pytest.raises(BenchError, match="request 1: tokens"):
-        end_to_end.check("t", k0, [[([1, 2], None), ([4], None)]], OFF, {OFF: right})
-    with pytest.raises(BenchError, match="took 2 steps"):
-        end_to_end.check("t", k0, right * 2, OFF, {OFF: right})
+def changed(part, **changes):
+    """One step of one request."""
+    return [{0: replace(part, **changes)}]
+
+
+# Two tokens, the second one not in its top 2.
+PART = content.Part(
+    [7, 9],
+    [{7: -0.5, 3: -1.0}, {5: -0.25, 3: -2.0, 9: -4.0}],
+    [{7: 1}, {9: 30}],
+    drafts=1,
+)
+PLAIN = content.Part([7, 9], [], [])
+WRONG = {
+    "other tokens": {"ids": [7, 8]},
+    "fewer tokens": {"ids": [7]},
+    "no logprobs": {"logprobs": [], "ranks": []},
+    "one row": {"logprobs": PART.logprobs[:1], "ranks": PART.ranks[:1]},
+    "another logprob": {"logprobs": [{7: -0.5, 3: -1.1}, PART.logprobs[1]]},
+    "another id": {"logprobs": [{7: -0.5, 4: -1.01}, PART.logprobs[1]]},
+    "the emitted token's is missing": {"logprobs": [PART.logprobs[0], {5: -0.25, 3: -2.0}]},
+    "fewer logprobs": {"logprobs": [{7: -0.5}, PART.logprobs[1]]},
+    "more logprobs": {"logprobs": [PART.logprobs[0] | {1: -1.0, 2: -1.0}, PART.logprobs[1]]},
+    "another rank": {"ranks": [{7: 1}, {9: 29}]},
+    "no drafts": {"drafts": 0},
+}
 
 
 @pytest.mark.fast
-def test_other_logprobs_are_caught():
-    like = [[([1], [[-0.5, -1.0]])]]
-    objects = next(one for one in GREEDY if one.design == "objects" and one.kernel == "ours")
-    seen = {OFF: [[([1], None)]], K20: like}
-    end_to_end.check("t", objects, [[(None, [[-0.5, -1.0]])]], OFF, seen)
-    for wrong in ([[-0.5, -1.1]], [[-0.5]], []):
-        with pytest.raises(BenchError, match="logprobs"):
-            end_to_end.check("t", objects, [[(None, wrong)]], OFF, seen)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_whatever_is_not_what_was_asked_for_is_caught(wrong):
+    right, plain = changed(PART), changed(PLAIN)
+    content.check("t", right, plain, [2], right, drafts=1)
+    with pytest.raises(BenchError, match="t: step 0, request 0: "):
+        content.check("t", changed(PART, **WRONG[wrong]), plain, [2], right, drafts=1)
+
+
+@pytest.mark.fast
+def test_fewer_logprobs_are_the_first_of_more_and_without_a_request_there_are_none():
+    right, plain = changed(PART), changed(PLAIN)
+    k0 = changed(PART, logprobs=[{7: -0.5}, {9: -4.0}], drafts=0)
+    content.check("t", k0, plain, [0], right)
+    k1 = changed(PART, logprobs=[{7: -0.5}, {5: -0.25, 9: -4.0}], drafts=0)
+    content.check("t", k1, plain, [1], right)
+    content.check("t", plain, plain, [None], right)
+    for steps, k in ((k1, 0), (k0, 1), (plain, 0), (k0, None), ([], 0), (2 * k0, 0), ([{}], 0)):
+        with pytest.raises(BenchError, match="t"):
+            content.check("t", steps, plain, [k], right)
+
+
+@pytest.mark.fast
+def test_rounding_is_no_difference_and_changes_the_last_of_two_that_are_close():
+    wanted = {7: -0.5, 3: -1.0}
+    for row, same in (
+        ({7: -0.50005, 3: -1.00005}, True),
+        ({7: -0.5, 4: -1.00005}, True),
+        ({7: -0.5, 4: -1.01}, False),
+        ({8: -0.5, 3: -1.0}, False),
+    ):
+        assert content.same_row(row, wanted) is same
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("k", [0, 3])
+def test_all_designs_deliver_the_same_content(k):
+    data = host.message_bytes(4, k)
+    requests = [
+        Request(id=str(slot), prompt_token_ids=(1,), params=SamplingParams(logprobs=k))
+        for slot in range(4)
+    ]
+    found = {
+        name: content.content_of(design(requests, 4)(data)[1])
+        for name, design in consumer.DESIGNS.items()
+    }
+    ours = found["columns"]
+    assert [len(part.logprobs) for part in ours.values()] == [host.TOKENS] * 4
+    assert found["lists"] == ours
+    for name in ("columns", "lists", "objects"):
+        content.check(name, [found[name]], [ours], [k] * 4, [ours])
 
 
 def test_the_timeline_has_every_part_in_order(compiled):

@@ -1,0 +1,133 @@
+"""What the contenders of the whole loop deliver, in one form, and whether it is what was asked for.
+
+The consumer's process makes it, so nothing here imports jax.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.timing import BenchError
+
+ROUNDING = 1e-4  # of the naive kernel, which subtracts in another order
+
+
+@dataclass(frozen=True)
+class Part:
+    """One request's part of one step: n tokens."""
+
+    ids: list[int] | None  # None: this design does not say which of a token's ids was emitted
+    logprobs: list[dict[int, float]]  # [n] by id: the emitted token's, the top K's; []: none asked
+    ranks: list[dict[int, int]]  # [n] by id: at least the emitted token's
+    drafts: int = 0  # that have logprobs
+
+
+Step = Mapping[int, Part]  # by slot
+
+
+def content_of(results: Any) -> dict[int, Part]:
+    """One step's, of what any design makes of a message."""
+    if isinstance(results, tuple):  # ours: a message and its records
+        return {record.slot: _of_record(record) for record in results[1]}
+    if results and isinstance(results[0], list):  # objects: a dictionary a token
+        return {
+            slot: Part(
+                None,
+                [{id: one.logprob for id, one in by_id.items()} for by_id in positions],
+                [{id: one.rank for id, one in by_id.items()} for by_id in positions],
+            )
+            for slot, positions in enumerate(results)
+        }
+    return {
+        slot: _of_lists(ids, rows, tops, ranks)
+        for slot, (ids, _, tops, rows, ranks) in enumerate(results)
+    }
+
+
+def _of_record(record: Any) -> Part:
+    ids, rows = record.token_ids.tolist(), record.logprobs
+    if rows is None:
+        return Part(ids, [], [])
+    drafts = 0 if record.draft_logprobs is None else len(record.draft_logprobs)
+    tops, ranks = record.topk_ids.tolist(), record.token_ranks.tolist()
+    return _of_lists(ids, rows.tolist(), tops, ranks, drafts)
+
+
+def _of_lists(
+    ids: list[int],
+    rows: Sequence[Sequence[float]],
+    tops: Sequence[Sequence[int]],
+    ranks: Sequence[int],
+    drafts: int = 0,
+) -> Part:
+    by_id = [
+        {**dict(zip(top, row[1:], strict=True)), id: row[0]}
+        for id, row, top in zip(ids, rows, tops, strict=True)
+    ]
+    return Part(ids, by_id, [{id: rank} for id, rank in zip(ids, ranks, strict=True)], drafts)
+
+
+def check(
+    name: str,
+    steps: Sequence[Step],
+    baseline: Sequence[Step],
+    asked: Sequence[int | None],
+    like: Sequence[Step] | None = None,
+    drafts: int = 0,
+) -> None:
+    """Everybody's tokens must be the baseline's, and their logprobs what each request asked for.
+
+    Args:
+      asked: K of each slot's request; None: no logprobs.
+      like: steps whose requests all asked for at least as many; None: nobody did in this mode, and
+        only how many logprobs there are is compared.
+      drafts: how many drafts of each step must have logprobs.
+
+    Raises:
+      BenchError: they are not.
+    """
+    if len(steps) != len(baseline):
+        raise BenchError(f"{name} took {len(steps)} steps, the baseline {len(baseline)}")
+    for number, step in enumerate(steps):
+        for slot, k in enumerate(asked):
+            wanted = baseline[number].get(slot)
+            part = step.get(slot)
+            try:
+                if wanted is None or part is None:
+                    assert wanted is part, f"has {part}, the baseline {wanted}"
+                    continue
+                assert wanted.ids is not None, "the baseline must say what was emitted"
+                same_part(part, wanted.ids, k, None if like is None else like[number][slot])
+                assert part.drafts == drafts, f"logprobs of {part.drafts} drafts, not {drafts}"
+            except AssertionError as error:
+                raise BenchError(f"{name}: step {number}, request {slot}: {error}") from error
+
+
+def same_part(part: Part, ids: Sequence[int], k: int | None, like: Part | None) -> None:
+    """Raises AssertionError unless it has these tokens and each one's logprobs, as in `like`."""
+    assert part.ids in (None, ids), f"tokens {part.ids}, not {ids}"
+    if k is None:
+        assert not part.logprobs, f"logprobs {part.logprobs} that nobody asked for"
+        return
+    assert len(part.logprobs) == len(ids), f"logprobs of {len(part.logprobs)} of {len(ids)} tokens"
+    for place, (id, row, ranks) in enumerate(zip(ids, part.logprobs, part.ranks, strict=True)):
+        assert id in row, f"token {place}: no logprob of token {id}, which was emitted"
+        assert len(row) in (k, k + 1), f"token {place}: {len(row)} logprobs, not {k} or {k + 1}"
+        if like is not None:
+            assert ranks[id] == like.ranks[place][id], f"token {place}: rank {ranks[id]}"
+            wanted = first(like.logprobs[place], k, id)
+            assert same_row(row, wanted), f"token {place}: logprobs {row}, not {wanted}"
+
+
+def first(row: Mapping[int, float], k: int, emitted: int) -> dict[int, float]:
+    """The emitted token's and the top `k` of a row that has more."""
+    top = sorted(row, key=lambda id: (-row[id], id))[:k]
+    return {id: row[id] for id in (*top, emitted)}
+
+
+def same_row(row: Mapping[int, float], wanted: Mapping[int, float]) -> bool:
+    """Equal within the rounding; of ids whose logprobs are that close, either may be the last."""
+    last = min(wanted.values())
+    return len(row) == len(wanted) and all(
+        abs(row.get(id, last) - wanted.get(id, last)) <= ROUNDING for id in row.keys() | wanted
+    )
