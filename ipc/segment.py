@@ -124,8 +124,9 @@ class Segment:
             if flags & FLAG_DOORBELL:
                 os.mkfifo(bell_path(name), 0o600)
         except BaseException as error:
-            unlink_names(name)
-            if isinstance(error, OSError) and not isinstance(error, RingError):
+            with contextlib.suppress(OSError, posix_ipc.Error):  # where nothing may be made
+                unlink_names(name)
+            if isinstance(error, OSError | posix_ipc.Error) and not isinstance(error, RingError):
                 raise _explained(error, name, geometry) from error
             raise
         segment = cls._mapped(name, role, header, me, memory, semaphores)
@@ -276,8 +277,14 @@ def _missing(name: str) -> RingNotFound:
     )
 
 
-def _explained(error: OSError, name: str, geometry: Geometry) -> RingError:
-    if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
+def _explained(error: Exception, name: str, geometry: Geometry) -> RingError:
+    number = getattr(error, "errno", None)  # posix_ipc's own errors have none
+    if isinstance(error, posix_ipc.PermissionsError) or number in (errno.EROFS, errno.EACCES):
+        return RingError(
+            f"cannot create a ring in {SHM_DIRECTORY}: {error}. It is shared memory: user "
+            f"{os.geteuid()} must be able to make files there (usually its mode is 1777)"
+        )
+    if number not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
         return RingError(f"cannot create ring {name}: {error}")
     return OutOfSharedMemory(
         f"{SHM_DIRECTORY} has no room for a ring of {counted(geometry.num_slots, 'slot')} of "
