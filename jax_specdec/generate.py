@@ -121,10 +121,10 @@ class Run:
             if reason not in FINISHED:
                 self.failed[id] = str(openai.finish_reason(reason))
                 continue
-            self.finished.append(id)
             if self.output is not None:
                 prompt = self.prompts[id]
                 self.output.write(id, prompt.digest(*self.settings), self.response(prompt, mine))
+            self.finished.append(id)
 
     def response(self, prompt: Prompt, records: Sequence[Record]) -> dict[str, Any]:
         """The OpenAI-style response of a request that ended."""

@@ -47,11 +47,12 @@ def run(options: argparse.Namespace) -> int:
             responses = view.read(lines)
     except (view.ViewError, UnicodeDecodeError) as error:
         raise ValueError(f"{source}: {error}") from error
-    target.write_text(
-        view.page(responses, source.name if options.title is None else options.title),
-        encoding="utf-8",
-        errors="backslashreplace",  # a file's name need not be text
-    )
+    page = view.page(responses, source.name if options.title is None else options.title)
+    try:
+        # A file's name need not be text.
+        target.write_text(page, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from error
     num_tokens = sum(len(one.tokens) for one in responses)
     written = f"{counted(len(responses), 'response')}, {counted(num_tokens, 'token')}"
     sys.stdout.write(f"wrote {written} to {target}\n")

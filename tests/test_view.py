@@ -123,7 +123,10 @@ def test_a_response_of_another_server_is_shown_without_what_it_lacks():
         (lambda r: r["speculation"]["token_kinds"].append("x"), "token_kinds has length 4 for 3"),
         (lambda r: r["speculation"].update(token_kinds=["x"] * 3), "token_kinds has 'x'; known"),
         (lambda r: r["speculation"]["by_step"].pop(), "by_step does not add up to 3 tokens"),
-        (lambda r: r["choices"][0]["logprobs"]["token_logprobs"].pop(), "token_logprobs has length 2"),
+        (
+            lambda r: r["choices"][0]["logprobs"]["token_logprobs"].pop(),
+            "token_logprobs has length 2",
+        ),
         (lambda r: r["choices"][0]["logprobs"]["top_logprobs"].pop(), "top_logprobs has length 2"),
         (lambda r: r["choices"][0]["logprobs"].update(token_logprobs=["x"] * 3), "'x'"),
     ],
@@ -225,3 +228,9 @@ def test_a_file_name_that_is_no_text(tmp_path):
     source.write_text(line(snowman()), encoding="utf-8")
     assert main(["view", str(source)]) == 0
     assert "<title>run\\udcff.jsonl</title>" in source.with_suffix(".html").read_text("utf-8")
+
+
+def test_a_page_that_does_not_fit_the_disk_is_named(tmp_path, capsys):
+    (tmp_path / "run.jsonl").write_text(line(snowman()), encoding="utf-8")
+    assert main(["view", str(tmp_path / "run.jsonl"), "--output", "/dev/full"]) == 2
+    assert "No space left on device: '/dev/full'" in capsys.readouterr().err
