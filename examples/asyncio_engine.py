@@ -15,6 +15,7 @@ from own_loop import admit_all, start_worker
 
 from ipc.errors import PeerDied
 from ipc.ring import RingReader
+from ipc.wording import counted
 from jax_specdec.decode import decode
 from jax_specdec.output_processor import flush, step
 from jax_specdec.records import FinishReason
@@ -52,7 +53,7 @@ async def serve(request, inbox) -> str:
             logprob = "not asked" if total is None else f"{total:.3f}"
             return (
                 f"{request.id:8}  {text}\n          {record.finish_reason.name.lower()} after "
-                f"{num_records} records, cumulative logprob {logprob}"
+                f"{counted(num_records, 'record')}, cumulative logprob {logprob}"
             )
 
 

@@ -15,7 +15,8 @@ import story
 from ipc.ring import RingReader
 from jax_specdec.control import Admit, to_line
 from jax_specdec.decode import decode
-from jax_specdec.output_processor import ProcessorState, admit, step
+from jax_specdec.output_processor import ProcessorState, admit, flush, step
+from jax_specdec.records import FinishReason
 
 WORKER = Path(__file__).parent / "own_loop_worker.py"
 
@@ -75,9 +76,13 @@ def main() -> None:
                 if record.finish_reason:
                     reasons[record.request_id] = record.finish_reason.name.lower()
         worker.wait()
+    state, late = flush(state, FinishReason.WORKER_LOST)  # none, unless it failed
+    reasons |= {r.request_id: r.finish_reason.name.lower() for r in late if r.finish_reason}
     print()
     for name, text in texts.items():
         print(f"{name:8}  {text}  ({reasons[name]})")
+    if worker.returncode:
+        sys.exit(f"the worker failed: exit status {worker.returncode}")
     print(f"accepted {state.statistics.acceptance_rate:.0%} of the drafts")
 
 

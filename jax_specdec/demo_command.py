@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 MAX_WORKERS = 64
 
 HELP = """\
-Decode at least sixteen prompts over eight slots with a tiny byte-level model, and deliver every
-token's logprob from the worker process to this one through shared memory.
+Decode eighteen built-in prompts, or those of a file, with a tiny byte-level model, and deliver
+every token's logprob from the worker process to this one through shared memory.
 
 The worker drafts several tokens a step, verifies them in one forward pass, computes logprobs and
 token ranks of the accepted rows alone, packs them on the device and sends one message a step. This

@@ -7,6 +7,7 @@ import ast
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -108,16 +109,28 @@ def test_an_exception_in_the_callback_is_not_lost():
 
 def test_asyncio_reads_two_workers_and_does_other_things():
     printed = run("asyncio_engine.py")
-    assert len(re.findall(r"(?:length|stop_token) after \d+ records", printed)) == 3
+    assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 3
     assert set(texts(printed)) == set(REQUESTS)
     assert int(re.search(r"did (\d+) other things", printed)[1]) > 10
+
+
+def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(tmp_path):
+    """Its stream ends as that of one that is done: the engine's side must look who is left."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    script = tmp_path / "examples" / "own_loop.py"
+    script.write_text(script.read_text().replace("slot_bytes=1 << 16", "slot_bytes=64"))
+    printed = run(script, status=1)
+    assert "does not fit a slot of 64 bytes" in printed
+    assert printed.count("(worker_lost)") == 3
+    assert "the worker failed: exit status 1" in printed
+    assert "KeyError" not in printed
 
 
 def test_asyncio_loses_a_worker_and_serves_the_others_requests():
     printed = run("asyncio_engine.py", "--kill")
     assert "a worker is lost: the producer (pid" in printed
-    assert re.search(r"^ids only  So she$\n +worker_lost after 1 records", printed, re.MULTILINE)
-    assert len(re.findall(r"(?:length|stop_token) after \d+ records", printed)) == 2
+    assert re.search(r"^ids only  So she$\n +worker_lost after 1 record,", printed, re.MULTILINE)
+    assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 2
 
 
 def test_rollouts_scored_again_have_the_same_logprobs():
