@@ -9,24 +9,20 @@ hot: the next message 100-200 us after the last one arrived. idle: 5 ms after, a
 message waits behind another. throughput: back to back, as fast as the consumer takes them.
 """
 
-import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench import progress
-from bench.ring_contenders import BOUND, CONTENDERS, NotAvailable, Receiver
+from bench.ring_contenders import BOUND, CONTENDERS, NotAvailable
+from bench.ring_link import Link, check_equal, link, measure
 from bench.timing import BenchError, Comparison, Target, from_samples, rotated
 
 HOT, IDLE = 100e-6, 5e-3
@@ -62,16 +58,6 @@ CPU_LIMIT = 0.15  # of a core, for the consumer between messages 5 ms apart
 
 
 @dataclass
-class Link:
-    """One contender, set up: the receiver here and its producer process."""
-
-    receiver: Receiver
-    process: Any
-    control: Connection
-    arrived: Any  # shared counter: messages of this order that the receiver has
-
-
-@dataclass
 class Samples:
     """What was measured, by case and contender, and who could not run, with the reason."""
 
@@ -88,106 +74,9 @@ class Samples:
         self.latencies.setdefault(title, {}).setdefault(name, []).extend(latencies)
 
 
-def arrays_of(size: int, seed: int = 0) -> list[np.ndarray]:
-    """A step of about `size` bytes: ids [n] int32, logprobs [n] float32, token ranks int32."""
-    rng = np.random.default_rng(seed)
-    n = (size - 16) * 10 // 84
-    ranks = (size - 16 - 8 * n) // 4
-    return [
-        rng.integers(0, 1 << 17, n, dtype=np.int32),
-        rng.standard_normal(n, dtype=np.float32),
-        rng.integers(1, 1 << 17, ranks, dtype=np.int32),
-    ]
-
-
-def produce(name: str, address: Any, core: int, control: Connection, arrived: Any) -> None:
-    """The producer process: sends what the measuring process asks for."""
-    os.sched_setaffinity(0, {core})
-    sender = CONTENDERS[name][1](address)
-    control.send("ready")
-    with suppress(EOFError):
-        while (order := control.recv()) is not None:
-            size, gap, count, seed = order
-            arrays = arrays_of(size, seed)
-            for number in range(count):
-                while gap and arrived.value < number:
-                    time.sleep(20e-6)  # gives up the GIL: multiprocessing.Queue has a thread here
-                if gap >= 1e-3:
-                    time.sleep(gap)
-                else:
-                    until = time.monotonic_ns() + gap * 1e9
-                    while time.monotonic_ns() < until:
-                        pass
-                sender.send(time.monotonic_ns(), arrays)
-    sender.close()
-
-
-@contextmanager
-def link(name: str, core: int) -> Iterator[Link]:
-    """Starts a contender; raises NotAvailable when this machine cannot run it."""
-    receiver = CONTENDERS[name][0]()
-    context = multiprocessing.get_context("spawn")
-    control, theirs = context.Pipe()
-    arrived = context.RawValue("q", 0)
-    process = context.Process(
-        target=produce, args=(name, receiver.address, core, theirs, arrived), daemon=True
-    )
-    process.start()
-    theirs.close()
-    try:
-        if not control.poll(60) or not process.is_alive():
-            raise BenchError(f"the producer process of {name} did not start")
-        control.recv()
-        yield Link(receiver, process, control, arrived)
-        control.send(None)
-        process.join(10)
-    finally:
-        if process.is_alive():
-            process.kill()
-            process.join()
-        control.close()
-        receiver.close()
-
-
-def check_equal(name: str, one: Link) -> None:
-    """A random step of every size must arrive bit for bit."""
-    for seed, (size, *_) in enumerate(CASES.values(), start=1):
-        one.control.send((size, 0.0, 1, seed))
-        _, *received = one.receiver.receive()
-        for expected, actual in zip(arrays_of(size, seed), received, strict=True):
-            if not np.array_equal(expected.view(np.int32), np.asarray(actual).view(np.int32)):
-                raise BenchError(f"{name} delivered other data than was sent ({size} bytes)")
-
-
-def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float, list[float]]:
-    """Returns seconds per message (median latency, or for gap 0 the mean), this side's CPU share
-    of a core, and each message's latency (for gap 0 none: there, messages wait in line)."""
-    receive, clock = one.receiver.receive, time.monotonic_ns
-    warm_up = max(count // 10, 5)
-    arrived = one.arrived
-    arrived.value = 0
-    one.control.send((size, gap, count + warm_up, 0))
-    for number in range(warm_up):
-        receive()
-        arrived.value = number + 1
-    latencies = []
-    cpu, start = time.process_time(), clock()
-    for _ in range(count):
-        step = receive()
-        latencies.append(clock() - step[0])
-        del step  # a step is dealt with before the next: its memory can serve again, as in C
-        arrived.value += 1
-    elapsed = (clock() - start) * 1e-9
-    share = (time.process_time() - cpu) / elapsed
-    if not gap:
-        return elapsed / count, share, []
-    seconds = [ns * 1e-9 for ns in latencies]
-    return statistics.median(seconds), share, seconds
-
-
 @contextmanager
 def bound_program() -> Iterator[Path | None]:
-    """Compiles ring_bound.c; None where there is no C compiler."""
+    """Compiles ring_bound.c; None where no C compiler can."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         yield None
@@ -195,8 +84,9 @@ def bound_program() -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory() as directory:
         program = Path(directory, "ring_bound")
         source = Path(__file__).with_name("ring_bound.c")
-        subprocess.run([compiler, "-O2", "-o", str(program), str(source)], check=True)
-        yield program
+        command = [compiler, "-O2", "-o", str(program), str(source)]
+        done = subprocess.run(command, check=False, capture_output=True)
+        yield program if done.returncode == 0 else None  # a compiler without its C library fails
 
 
 def measure_bound(program: Path, cores: Sequence[int], size: int, gap: float, count: int) -> float:
@@ -221,7 +111,7 @@ def run(quick: bool = False) -> list[Comparison]:
         os.sched_setaffinity(0, {cores[0]})
         with bound_program() as program:
             if program is None:
-                taken.missing[BOUND] = "no C compiler"
+                taken.missing[BOUND] = "no C compiler that works"
             with progress.bar("ring", starts * rounds) as advance:
                 for start in range(starts):
                     with ExitStack() as stack:
@@ -242,7 +132,7 @@ def _start_all(stack: ExitStack, core: int, taken: Samples) -> dict[str, Link]:
             continue
         try:
             links[name] = stack.enter_context(link(name, core))
-            check_equal(name, links[name])
+            check_equal(links[name], [size for size, *_ in CASES.values()])
         except NotAvailable as reason:
             taken.missing[name] = str(reason)
     return links

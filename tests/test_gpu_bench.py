@@ -55,7 +55,7 @@ def test_profiles_are_read(tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         jax.block_until_ready(call(x))
     events = device_clock.read_events(tmp_path, "/host:CPU", "")
-    assert 0 < max(event.end - event.start for event in events) < 60
+    assert max(event.end - event.start for event in events) > 0
     with pytest.raises(ClockError, match="no events on a line 'Stream' of a plane '/device:GPU'"):
         device_clock.read_events(tmp_path, "/device:GPU", "Stream")
 
@@ -75,7 +75,7 @@ def test_host_spans():
     work = Work("a", lambda: calls.append("plug"), lambda: calls.append("launch"), lambda _: None)
     spans = device_clock.host_spans([work, work])
     assert calls == ["plug", "launch"] * 2
-    assert all(0 <= span.busy <= span.total < 1 for span in spans)
+    assert all(0 <= span.busy <= span.total for span in spans)
 
 
 def compared(shape, seconds, temporaries=1.0):

@@ -1,26 +1,31 @@
 """The ring's benchmark measures what it says: equal data, one message at a time."""
 
 import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from bench import ring as bench
+from bench import ring_link
 from bench.ring_contenders import CONTENDERS, RingReceiver
 from bench.timing import BenchError
 
 CORE = max(os.sched_getaffinity(0))
+SIZES = [size for size, *_ in bench.CASES.values()]
 
 
 @pytest.mark.parametrize("name", ["ring", "ring, spin", "multiprocessing.Queue"])
 def test_contenders_deliver_equal_steps_and_are_measured(name):
-    with bench.link(name, CORE) as link:
-        bench.check_equal(name, link)
+    with ring_link.link(name, CORE) as link:
+        ring_link.check_equal(link, SIZES)
         for gap in (1e-4, 0.0):
-            seconds, share, latencies = bench.measure(link, 4160, gap, 20)
-            assert 0 < seconds < 1
+            seconds, share, latencies = ring_link.measure(link, 4160, gap, 20)
+            assert seconds > 0
             assert len(latencies) == (20 if gap else 0)
-            assert 0 <= share < 4
+            assert share >= 0
     assert not link.process.is_alive()
 
 
@@ -32,16 +37,55 @@ def test_a_transport_that_changes_the_data_is_refused(monkeypatch):
 
     monkeypatch.setitem(CONTENDERS, "ring", (Liar, CONTENDERS["ring"][1]))
     with (
-        bench.link("ring", CORE) as link,
+        ring_link.link("ring", CORE) as link,
         pytest.raises(BenchError, match="delivered other data"),
     ):
-        bench.check_equal("ring", link)
+        ring_link.check_equal(link, SIZES)
+
+
+@pytest.mark.parametrize("name", ["ring", "multiprocessing.Queue"])
+def test_a_producer_that_ends_is_named_and_not_waited_for(name):
+    with ring_link.link(name, CORE) as link:
+        killer = threading.Thread(target=_kill_after_some, args=(link,))
+        killer.start()
+        before = signal.getsignal(signal.SIGCHLD)
+        with pytest.raises(BenchError, match=f"{name}.* ended") as raised:
+            ring_link.measure(link, 4160, 1e-3, 10**9)
+        killer.join()
+        assert signal.getsignal(signal.SIGCHLD) is before
+        assert "exit status -9" in str(raised.value)
+        with pytest.raises(BenchError, match="exit status -9"):  # nor is the next message
+            ring_link.measure(link, 4160, 1e-3, 1)
+
+
+def _kill_after_some(link):
+    while link.arrived.value < 20:
+        time.sleep(0.001)
+    link.process.kill()
+
+
+def test_a_producer_that_does_not_start_is_named(monkeypatch):
+    receiver = type("R", (RingReceiver,), {"address": property(lambda _: None)})
+    monkeypatch.setattr(receiver, "__init__", lambda self: None)
+    monkeypatch.setattr(receiver, "close", lambda self: None)
+    monkeypatch.setitem(CONTENDERS, "ring", (receiver, CONTENDERS["ring"][1]))
+    with (
+        pytest.raises(BenchError, match="the producer process of ring did not start"),
+        ring_link.link("ring", CORE),
+    ):
+        raise AssertionError("it has no address")
 
 
 def test_steps_have_the_size_that_the_tables_name():
     for size, *_ in bench.CASES.values():
-        step = bench.arrays_of(size)
+        step = ring_link.arrays_of(size)
         assert size - 8 < 16 + sum(array.nbytes for array in step) <= size
+
+
+def test_a_compiler_that_fails_leaves_the_bound_out(monkeypatch):
+    monkeypatch.setattr(bench.shutil, "which", lambda name: "false")
+    with bench.bound_program() as program:
+        assert program is None
 
 
 def test_the_bound_compiles_and_runs_where_there_is_a_compiler():
@@ -51,4 +95,4 @@ def test_the_bound_compiles_and_runs_where_there_is_a_compiler():
             return
         cores = (min(os.sched_getaffinity(0)), CORE)
         for gap in (1e-5, 0.0):
-            assert 0 < bench.measure_bound(program, cores, 4160, gap, 100) < 1
+            assert bench.measure_bound(program, cores, 4160, gap, 100) > 0
