@@ -24,6 +24,7 @@ MODULES = {
     "A decoding loop, with jax": (
         "jax_specdec.verify",
         "jax_specdec.sampling",
+        "jax_specdec.draws",
         "jax_specdec.drafters",
         "jax_specdec.callable_drafter",
         "jax_specdec.messages",

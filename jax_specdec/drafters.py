@@ -13,18 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec.draws import DRAFT, categorical, keys
 from jax_specdec.model import KVCache, ModelConfig, ModelParams, init_mtp_cache, logits
 from jax_specdec.mtp import mtp_forward
 from jax_specdec.prefill import mtp_prefill
-from jax_specdec.sampling import (
-    DRAFT,
-    Sampling,
-    Truncation,
-    categorical,
-    keys,
-    processed_probs,
-    truncation,
-)
+from jax_specdec.sampling import Sampling, Truncation, processed_probs, truncation
 from jax_specdec.sharding import ONE_DEVICE, Parallel
 from jax_specdec.verify import Drafts, Verified
 from pallas_kernels import Greedy

@@ -12,24 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec import cutoff, fixed_point
-from jax_specdec.draws import ACCEPT, DRAFT, RECOVER, categorical, gumbel, keys, uniform
 from pallas_kernels import Greedy
 from pallas_kernels.sharded import greedy
 from pallas_kernels.vocab_shard import WHOLE, VocabShard
-
-__all__ = [
-    "Sampling",
-    "Truncation",
-    "truncation",
-    "processed_probs",
-    "ACCEPT",
-    "RECOVER",
-    "DRAFT",
-    "keys",
-    "uniform",
-    "categorical",
-    "gumbel",
-]
 
 
 class Sampling(NamedTuple):

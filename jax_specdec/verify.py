@@ -13,17 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipc.wording import counted
-from jax_specdec.sampling import (
-    ACCEPT,
-    RECOVER,
-    Sampling,
-    Truncation,
-    categorical,
-    keys,
-    processed_probs,
-    truncation,
-    uniform,
-)
+from jax_specdec.draws import ACCEPT, RECOVER, categorical, keys, uniform
+from jax_specdec.sampling import Sampling, Truncation, processed_probs, truncation
 from jax_specdec.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import Greedy
 from pallas_kernels.sharded import greedy

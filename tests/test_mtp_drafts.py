@@ -10,7 +10,8 @@ import numpy as np
 from jax_specdec import loop, tokens
 from jax_specdec.checkpoint import load_checkpoint, named_arrays, tiny_weights_path
 from jax_specdec.drafters import MtpDrafter
-from jax_specdec.sampling import DRAFT, categorical, keys, processed_probs
+from jax_specdec.draws import DRAFT, categorical, keys
+from jax_specdec.sampling import processed_probs
 from jax_specdec.slots import admission
 from tests import reference_model
 from tests.decoding import VOCAB, compiled, random_model, request, run

@@ -11,21 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from jax_specdec.draws import ACCEPT, DRAFT, categorical, keys, uniform
 from jax_specdec.requests import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     RequestError,
     SamplingParams,
 )
-from jax_specdec.sampling import (
-    ACCEPT,
-    DRAFT,
-    Sampling,
-    categorical,
-    keys,
-    processed_probs,
-    uniform,
-)
+from jax_specdec.sampling import Sampling, processed_probs
 
 pytestmark = pytest.mark.fast
 

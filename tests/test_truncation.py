@@ -11,14 +11,8 @@ from jax import lax
 from scipy import stats
 
 from jax_specdec import fixed_point
-from jax_specdec.sampling import (
-    Sampling,
-    Truncation,
-    categorical,
-    gumbel,
-    processed_probs,
-    truncation,
-)
+from jax_specdec.draws import categorical, gumbel
+from jax_specdec.sampling import Sampling, Truncation, processed_probs, truncation
 from pallas_kernels.vocab_shard import WHOLE, VocabShard
 from tests import oracle
 from tests.shards import on_shards

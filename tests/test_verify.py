@@ -8,7 +8,8 @@ import pytest
 from scipy import stats
 
 from jax_specdec import drafters
-from jax_specdec.sampling import ACCEPT, RECOVER, Sampling
+from jax_specdec.draws import ACCEPT, RECOVER
+from jax_specdec.sampling import Sampling
 from jax_specdec.verify import Drafts, accept_draft, verify
 
 pytestmark = pytest.mark.fast
