@@ -28,7 +28,7 @@ MORE = {
     "detokenize": "ids to strings and bytes, against the tokenizers library",
     "imports": "importing the engine's side, against importing numpy and jax",
 }
-MODULES = {"kernels": ("sweep",), "end-to-end": ("end_to_end",)}
+MODULES = {"end-to-end": "end_to_end"}
 NEEDS = {"detokenize": ("tokenizers", "hf")}  # a package without which there is nothing to compare
 COMMANDS = {"compare": "bench.regressions", "report": "bench.report", "profile": "bench.timeline"}
 
@@ -115,11 +115,8 @@ def _terminate(*_: object) -> None:
 
 def measure(suite: str, quick: bool) -> list[Comparison]:
     """Run one suite."""
-    results: list[Comparison] = []
-    for name in MODULES.get(suite, (suite,)):
-        found = importlib.import_module(f"bench.{name}").run(quick=quick)
-        results += [replace(one, suite=one.suite or suite) for one in found]
-    return results
+    found = importlib.import_module(f"bench.{MODULES.get(suite, suite)}").run(quick=quick)
+    return [replace(one, suite=one.suite or suite) for one in found]
 
 
 if __name__ == "__main__":

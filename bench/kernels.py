@@ -1,32 +1,46 @@
-"""Benchmark of `topk_logprobs`: on a CPU against the plain way, on a GPU see `gpu_kernels`."""
+"""Benchmark of `topk_logprobs`: on a CPU against the plain way and a copy, on a GPU `gpu_kernels`.
 
-import sys
+On a CPU, K, the batch and the vocabulary are changed one at a time: this is what it can do in a
+minute of the grid of shapes that a GPU measures.
+"""
+
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from bench import gpu_contenders, gpu_kernels, reference
-from bench.timing import Comparison, compare, print_table
+from bench.gpu_contenders import COPY, PLAIN
+from bench.timing import Comparison, Target, compare
 from pallas_kernels import implementations, topk_logprobs
-from pallas_kernels.shapes import CPU_SPEED, GPU, Shape
+from pallas_kernels.shapes import CPU_SPEED, GPU, VOCABULARIES, Shape
 
-CPU_SHAPES = (
-    CPU_SPEED,
-    Shape(64, 131_072, 20, "bfloat16"),
-    Shape(64, 50_257, 5, "float32"),
-    Shape(24, 257, 20, "float32"),
+QUICK = (CPU_SPEED, replace(CPU_SPEED, dtype="bfloat16"))
+# Two vocabularies that hardly differ make one point of a plot.
+APART = [size for name, size in VOCABULARIES.items() if name != "Llama 3"]
+SHAPES = tuple(
+    dict.fromkeys(
+        (
+            *QUICK,
+            Shape(64, 50_257, 5, "float32"),
+            Shape(24, 257, 20, "float32"),
+            *(replace(CPU_SPEED, k=k) for k in (0, 1, 5, 20, 64, 128)),
+            *(replace(CPU_SPEED, rows=rows) for rows in (1, 4, 16, 64, 256)),
+            *(replace(CPU_SPEED, vocabulary=vocabulary) for vocabulary in APART),
+        )
+    )
 )
 
 
 def run(quick: bool) -> list[Comparison]:
     """Every shape of this machine's table; `quick` takes a few of them."""
-    if implementations.cuda_capability() is None:
-        return [measure(shape) for shape in (CPU_SHAPES[:2] if quick else CPU_SHAPES)]
-    shapes = [s for s in GPU if not quick or (s.rows in (64, 1536) and s.k in (0, 20))]
-    return gpu_kernels.run(shapes)
+    if implementations.cuda_capability() is not None:
+        shapes = [s for s in GPU if not quick or (s.rows in (64, 1536) and s.k in (0, 20))]
+        return gpu_kernels.run(shapes)
+    copy = measure_copy()
+    found = [measure(shape) for shape in (QUICK if quick else SHAPES)]
+    return [copy, *(beside(one, copy.figures[COPY]["GB/s"]) for one in found)]
 
 
 def measure(shape: Shape, rounds: int = 7) -> Comparison:
@@ -38,30 +52,45 @@ def measure(shape: Shape, rounds: int = 7) -> Comparison:
         compiled = jax.jit(program)
         return lambda: jax.block_until_ready(compiled(logits, token_ids))  # type: ignore[no-untyped-call]
 
-    comparison = compare(
+    found = compare(
         f"topk_logprobs R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
         {
-            "log_softmax + top_k": bind(lambda x, t: reference.topk_logprobs(x, t, shape.k)),
+            PLAIN: bind(lambda x, t: reference.topk_logprobs(x, t, shape.k)),
             "xla": bind(lambda x, t: topk_logprobs(x, t, shape.k, implementation="xla")),
         },
-        check=check,
+        check=gpu_contenders.check,
         rounds=rounds,
-        settings={"shape": str(shape), "device": jax.devices()[0].device_kind},
+        settings={
+            "shape": str(shape), "bytes": logits.nbytes, "device": jax.devices()[0].device_kind,
+        },
+    )  # fmt: skip
+    targets = targets_of(found) if shape == CPU_SPEED else ()
+    return replace(found, suite="kernels", targets=targets)
+
+
+def targets_of(found: Comparison) -> tuple[Target, ...]:
+    """What the project promises for `CPU_SPEED` on a CPU."""
+    return (Target(f"speed over {PLAIN}", 2, found.speedup("xla", PLAIN), "x", at_least=True),)
+
+
+def measure_copy() -> Comparison:
+    """The bandwidth of the memory: a copy of as many logits as the largest comparison has."""
+    x = gpu_contenders.random_logits(CPU_SPEED, seed=0)
+    copy = jax.jit(lambda x: -x)
+    found = compare(
+        f"copy of {x.nbytes >> 20} MiB",
+        {COPY: lambda: jax.block_until_ready(copy(x))},  # type: ignore[no-untyped-call]
+        check=None,
+        settings={"device": jax.devices()[0].device_kind},
     )
-    size = logits.size * jnp.dtype(shape.dtype).itemsize
-    speedup = comparison.speedup("xla", "log_softmax + top_k")
-    note = f"{speedup:.2f}x the speed, {size / comparison['xla'].median / 1e9:.0f} GB/s of logits"
-    return Comparison(
-        comparison.title, comparison.settings, comparison.timings, {"xla": note}, "kernels"
-    )
+    figures = {COPY: {"GB/s": 2 * x.nbytes / found[COPY].median / 1e9}}  # read and written
+    return replace(found, suite="kernels", figures=figures)
 
 
-def check(_: str, expected: Any, actual: Any) -> None:
-    """Equal ids and ranks, close logprobs."""
-    np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
-    np.testing.assert_array_equal(actual.token_ranks, expected.token_ranks)
-    np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=1e-6, atol=3e-5)
-
-
-if __name__ == "__main__":
-    print_table(run(quick="--quick" in sys.argv))
+def beside(one: Comparison, bandwidth: float) -> Comparison:
+    """The comparison with each contender's logits a second, beside the copy's GB/s."""
+    figures = {}
+    for timing in one.timings:
+        speed = one.settings["bytes"] / timing.median / 1e9
+        figures[timing.name] = {"GB/s": speed, "% of a copy": 100 * speed / bandwidth}
+    return replace(one, figures=figures)

@@ -150,7 +150,8 @@ def _round(
         for name in names:
             taken.add(title, name, *measure(links[name], size, gap, max(count // share, 20)))
         if program is not None and with_bound:
-            taken.add(title, BOUND, measure_bound(program, cores, size, gap, count), 0.0)
+            messages = max(count // share, 20)
+            taken.add(title, BOUND, measure_bound(program, cores, size, gap, messages), 0.0)
 
 
 def _comparison(title: str, taken: Samples, rounds: int) -> Comparison:

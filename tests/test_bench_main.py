@@ -1,5 +1,6 @@
 """`python -m bench`: its suites exist, a wrong contender ends it, results become files."""
 
+import dataclasses
 import importlib
 import signal
 import subprocess
@@ -8,18 +9,19 @@ import sys
 import pytest
 
 from bench import __main__ as bench
-from bench import host, sweep
+from bench import host, kernels, timing
 from bench.comparison import from_samples
 from bench.files import read_json
 from bench.timing import BenchError
+from pallas_kernels import topk_logprobs
+from pallas_kernels.shapes import CPU_SPEED, Shape
 
 pytestmark = pytest.mark.fast
 
 
 def test_every_suite_and_command_is_a_module_that_runs():
     for suite in bench.SUITES | bench.MORE:
-        for name in bench.MODULES.get(suite, (suite,)):
-            assert callable(importlib.import_module(f"bench.{name}").run)
+        assert callable(importlib.import_module(f"bench.{bench.MODULES.get(suite, suite)}").run)
     for name in set(bench.COMMANDS.values()) - {"bench.timeline"}:  # needs matplotlib
         assert callable(importlib.import_module(name).main)
 
@@ -142,11 +144,43 @@ def test_logits_a_second_stand_beside_those_of_a_copy():
     one = from_samples(
         "topk_logprobs",
         {"log_softmax + top_k": [4e-3], "xla": [1e-3]},
-        settings={"shape": "Shape(rows=10, vocabulary=100000, k=5, dtype='bfloat16')"},
+        settings={"bytes": 2_000_000},
     )
-    figures = sweep.beside(one, bandwidth=4.0).figures  # 2 MB of logits
+    figures = kernels.beside(one, bandwidth=4.0).figures
     assert figures["xla"] == pytest.approx({"GB/s": 2.0, "% of a copy": 50.0})
     assert figures["log_softmax + top_k"] == pytest.approx({"GB/s": 0.5, "% of a copy": 12.5})
+
+
+def test_wrong_logprobs_of_logits_are_caught_before_any_timing(monkeypatch):
+    def wrong(*args, **kwargs):
+        found = topk_logprobs(*args, **kwargs)
+        return found._replace(token_ranks=found.token_ranks + 1)
+
+    shape = Shape(2, 300, 5, "float32")
+    right = kernels.measure(shape, rounds=1)
+    assert right.names == ("log_softmax + top_k", "xla")
+    assert right.settings["bytes"] == 2 * 300 * 4
+    monkeypatch.setattr(kernels, "topk_logprobs", wrong)
+    monkeypatch.setattr(timing, "rotated", None)  # timed before it was checked
+    with pytest.raises(BenchError, match="xla differs from log_softmax"):
+        kernels.measure(shape, rounds=1)
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.9, "held"), (1.1, "MISSED")])
+def test_on_a_cpu_the_promise_is_twice_the_speed_of_the_plain_way(seconds, verdict):
+    found = from_samples("t", {"log_softmax + top_k": [2.0], "xla": [seconds]})
+    (target,) = kernels.targets_of(found)
+    assert target.verdict == verdict
+
+
+def test_what_is_drawn_is_measured_at_three_places_at_least():
+    for axis in ("k", "rows", "vocabulary"):
+        along = {
+            getattr(shape, axis)
+            for shape in kernels.SHAPES
+            if dataclasses.replace(shape, **{axis: getattr(CPU_SPEED, axis)}) == CPU_SPEED
+        }
+        assert len(along) >= 5
 
 
 def test_the_engines_side_of_the_loops_benchmark_imports_no_jax():

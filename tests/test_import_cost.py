@@ -48,6 +48,6 @@ def test_that_check_can_fail(module):
 
 
 def test_the_benchmark_times_the_statement_alone():
-    assert 0.05 <= imports.seconds("time.sleep(0.05)", os.environ) < 5
+    assert imports.seconds("time.sleep(0.05)", os.environ) >= 0.05
     with pytest.raises(subprocess.CalledProcessError):
         imports.seconds("import nothing_of_that_name", os.environ)
