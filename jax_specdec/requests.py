@@ -59,6 +59,8 @@ class SamplingParams:
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _whole("top_k", self.top_k, 0, 2**31 - 1)
         _whole("seed", self.seed, 0, 2**32 - 1)
+        for name in ("temperature", "top_p", "min_p"):
+            _number(name, getattr(self, name))
         _in_range("min_p", self.min_p, 0.0, 1.0)
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise RequestError(
@@ -112,6 +114,12 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise RequestError(f"{name} = {value!r} must be a whole number from {low} to {high}")
     _in_range(name, index(value), low, high)
+
+
+def _number(name: str, value: object) -> None:
+    # The worker gets it as JSON, which has no numpy.float32.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} = {value!r} must be a Python number: float(...) makes it one")
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

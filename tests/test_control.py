@@ -109,6 +109,18 @@ def test_what_is_no_whole_number_is_refused_by_name(name, value):
     assert getattr(SamplingParams(**{name: np.int64(5)}), name) == 5
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [True, "0.5", np.float32(0.5), None])
+def test_what_no_line_can_carry_as_a_number_is_refused_by_name(name, value):
+    """A numpy.float64 is a float of Python's, and an integer is as good."""
+    with pytest.raises(RequestError, match=rf"^{name} = .* must be a Python number"):
+        SamplingParams(**{name: value})
+    for fine in (np.float64(0.5), 1):
+        asks = Request(id="r", prompt_token_ids=(1,), params=SamplingParams(**{name: fine}))
+        line = to_line(Admit(slot=0, generation=1, request=asks))
+        assert getattr(from_line(line).request.params, name) == fine
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(RequestError, match="empty prompt"):
         Request(id="r", prompt_token_ids=())
