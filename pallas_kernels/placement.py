@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import sharded
 from pallas_kernels.implementations import Implementation
@@ -14,12 +14,13 @@ from pallas_kernels.vocab_shard import VocabShard
 
 # Of `sharded.topk_logprobs`, but for the static ones. Without token_ids: the greedy choice.
 Arguments = tuple[jax.Array | None, ...]
+AnyMesh = Mesh | AbstractMesh  # the latter where a traced array tells
 
 
 class Place(NamedTuple):
     """Where a call's logits are."""
 
-    mesh: Any  # outside `shard_map`, the mesh that splits their vocabulary; else None
+    mesh: AnyMesh | None  # outside `shard_map`, the one that splits their vocabulary
     shard: VocabShard
     vocab_size: int  # V
 
@@ -38,7 +39,7 @@ def placed(
     """
     if mesh is not None and axis_name is None:
         raise ValueError(f"mesh {mesh.shape} without axis_name; name the vocabulary's axis")
-    found: Any = mesh
+    found: AnyMesh | None = mesh
     if mesh is None and axis_name is None:
         found, axis_name = _sharding_of(logits)
     shard = VocabShard(axis_name, vocab_size)
@@ -61,7 +62,7 @@ def placed(
     return Place(found, shard, VocabShard(None, vocab_size).size(width))
 
 
-def _sharding_of(logits: jax.Array) -> tuple[Any, str | None]:
+def _sharding_of(logits: jax.Array) -> tuple[AnyMesh | None, str | None]:
     """The mesh and the axis that split the logits' columns; neither where none does."""
     is_traced = isinstance(logits, jax.core.Tracer)
     sharding = jax.typeof(logits).sharding if is_traced else logits.sharding
@@ -85,7 +86,7 @@ def run(
 
 @functools.cache
 def _mapped(
-    mesh: Any, shard: VocabShard, implementation: Implementation | None, k: int
+    mesh: AnyMesh, shard: VocabShard, implementation: Implementation | None, k: int
 ) -> Callable[..., TopkLogprobs]:
     """The call on every shard; the mesh's other axes are left as they are."""
     whole, columns = PartitionSpec(), PartitionSpec(None, shard.axis_name)  # type: ignore[no-untyped-call]
