@@ -57,7 +57,8 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
+    coordinator = f"127.0.0.1:{port}"
+    jax.distributed.initialize(coordinator, count, rank, coordinator_bind_address=coordinator)
     result = run(sharding.tensor_parallel(CONFIG, count), publish=jax.process_index() == 0)
     print(json.dumps(result), flush=True)
     jax.distributed.shutdown()

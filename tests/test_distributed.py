@@ -17,9 +17,13 @@ TIMEOUT = 240
 
 def run_processes(count):
     """What each of `count` processes printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with socket.socket() as held:  # until they have ended: nobody else gets the port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # but their coordinator
+        held.bind(("127.0.0.1", 0))
+        return outputs_of(count, held.getsockname()[1])
+
+
+def outputs_of(count, port):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     processes = [
         subprocess.Popen(

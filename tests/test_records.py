@@ -92,11 +92,14 @@ def test_the_number_of_objects_grows_with_nothing():
 def test_touching_one_record_makes_few_objects():
     state = some_slots(64, logprobs=20)
     _, records = step(state, batch_message(64, 3, 20))
-    record = records[5]
-    assert isinstance(record, Record)
-    before = sys.getallocatedblocks()
-    touched = (record.token_ids, record.logprobs, record.token_ranks, record.topk_ids)
-    assert sys.getallocatedblocks() - before < 40
+    touched, counts = [], []
+    for index in range(5):  # another thread may make some: take the middle
+        record = records[index]
+        assert isinstance(record, Record)
+        before = sys.getallocatedblocks()
+        touched += record.token_ids, record.logprobs, record.token_ranks, record.topk_ids
+        counts.append(sys.getallocatedblocks() - before)
+    assert 4 <= sorted(counts)[2] < 40
     assert all(array.base is not None for array in touched)
 
 
