@@ -1,7 +1,6 @@
 """`topk_logprobs` and `greedy` (XLA) against the float64 oracle: values, edges, calling styles."""
 
 import functools
-import time
 
 import chex
 import jax
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import reference
 from pallas_kernels import blocks, greedy, greedy_token_ids, shapes, topk_logprobs
 from tests import oracle
 
@@ -400,24 +398,3 @@ def test_bad_temperatures_give_nan():
     )
     np.testing.assert_array_equal(np.isnan(out.logprobs[:, 0]), [True, True, True, False])
     assert out.token_ids[:, 1].tolist() == [2, 2, 2, 2]
-
-
-def test_twice_as_fast_as_the_plain_way():
-    """On a CPU, against log_softmax + top_k + gather + count, taken in turn in one run."""
-    shape = shapes.CPU_SPEED
-    rng = np.random.default_rng(7)
-    x = jnp.asarray(random_logits(rng, shape.rows, shape.vocabulary))
-    token_ids = jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)
-    contenders = {
-        "plain": jax.jit(lambda x, t: reference.topk_logprobs(x, t, shape.k)),
-        "xla": jax.jit(lambda x, t: topk_logprobs(x, t, shape.k, implementation="xla")),
-    }
-    results = {name: jax.block_until_ready(call(x, token_ids)) for name, call in contenders.items()}
-    np.testing.assert_array_equal(results["plain"].token_ids, results["xla"].token_ids)
-    seconds = {name: [] for name in contenders}
-    for _ in range(7):
-        for name, call in contenders.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call(x, token_ids))
-            seconds[name].append(time.perf_counter() - begin)
-    assert np.median(seconds["plain"]) >= 2 * np.median(seconds["xla"]), seconds
