@@ -27,6 +27,7 @@ from bench.ring_contenders import (
     RingSender,
     Sender,
 )
+from bench.ring_link import start_unattended
 from bench.timing import BenchError
 from ipc import wire
 from ipc.wire import Kind
@@ -63,7 +64,7 @@ class Consumer:
         self._process = context.Process(
             target=_main, args=(theirs, list(transports), queues, num_slots), daemon=True
         )
-        self._process.start()
+        start_unattended(self._process)
         theirs.close()
         addresses = self._answer()
         addresses |= {name: queue.address for name, queue in queues.items()}

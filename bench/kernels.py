@@ -16,7 +16,11 @@ from bench.timing import Comparison, Target, compare
 from pallas_kernels import implementations, topk_logprobs
 from pallas_kernels.shapes import CPU_SPEED, GPU, VOCABULARIES, Shape
 
-QUICK = (CPU_SPEED, replace(CPU_SPEED, dtype="bfloat16"))
+QUICK = (
+    CPU_SPEED,
+    replace(CPU_SPEED, dtype="bfloat16"),
+    *(replace(CPU_SPEED, k=k) for k in (0, 128)),  # three make a line against K
+)
 # Two vocabularies that hardly differ make one point of a plot.
 APART = [size for name, size in VOCABULARIES.items() if name != "Llama 3"]
 SHAPES = tuple(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -67,6 +68,20 @@ def produce(name: str, address: Any, core: int, control: Connection, arrived: An
     sender.close()
 
 
+def start_unattended(process: Any) -> None:
+    """Start it deaf to Ctrl-C.
+
+    The terminal sends that to every process of the run. This one here ends the others; they have
+    nothing to say about it.
+    """
+    resource_tracker.ensure_running()  # its own start would undo the next line
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits it
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextmanager
 def link(name: str, core: int) -> Iterator[Link]:
     """Starts a contender; raises NotAvailable when this machine cannot run it."""
@@ -77,7 +92,7 @@ def link(name: str, core: int) -> Iterator[Link]:
     process = context.Process(
         target=produce, args=(name, receiver.address, core, theirs, arrived), daemon=True
     )
-    process.start()
+    start_unattended(process)
     theirs.close()
     try:
         try:

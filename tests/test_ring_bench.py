@@ -64,6 +64,16 @@ def _kill_after_some(link):
     link.process.kill()
 
 
+def test_ctrl_c_is_for_this_process_alone(capfd):
+    """The terminal sends it to all; the producer neither ends nor writes a traceback."""
+    with ring_link.link("ring", CORE) as link:
+        os.kill(link.process.pid, signal.SIGINT)
+        ring_link.check_equal(link, SIZES)
+        assert link.process.is_alive()
+    assert capfd.readouterr().err == ""
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_a_producer_that_does_not_start_is_named(monkeypatch):
     receiver = type("R", (RingReceiver,), {"address": property(lambda _: None)})
     monkeypatch.setattr(receiver, "__init__", lambda self: None)
