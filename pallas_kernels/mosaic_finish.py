@@ -28,7 +28,7 @@ from pallas_kernels.mosaic_select import (
     scratch_types,
     select_top_k,
 )
-from pallas_kernels.mosaic_targets import Targets
+from pallas_kernels.mosaic_targets import Targets, over_temperature
 from pallas_kernels.mosaic_tiling import WARPGROUP, Tiling
 
 # Column 0 is the given token's, or the greedy choice's; or there is none, and logits are left as
@@ -190,7 +190,9 @@ def _finish_rows_kernel(
 
         def logprobs(x: jax.Array) -> jax.Array:
             scaled = x - maximum
-            return (scaled if temperature is None else scaled / temperature) - log_sum
+            if temperature is not None:
+                scaled = over_temperature(scaled, temperature)
+            return scaled - log_sum
 
         if mode == "given":
             token = inputs.token_ids[target]

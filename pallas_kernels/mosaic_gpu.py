@@ -14,7 +14,7 @@ from pallas_kernels import mosaic_finish, mosaic_rows
 from pallas_kernels.blocks import vary_like
 from pallas_kernels.finish import RowParts, usable_temperatures
 from pallas_kernels.mosaic_finish import Inputs, Mode, RowOutputs
-from pallas_kernels.mosaic_targets import Targets, make_targets
+from pallas_kernels.mosaic_targets import Targets, make_targets, over_temperature
 from pallas_kernels.mosaic_tiling import Tiling, choose_tiling
 from pallas_kernels.types import TopkLogprobs
 
@@ -138,7 +138,8 @@ def extra_logprobs(
     found = logits.at[rows, jnp.clip(extra_token_ids, 0, vocabulary - 1)].get()
     scaled = found.astype(jnp.float32) - out.statistics[:num_targets, None]
     if targets.temperatures is not None:
-        scaled = scaled / usable_temperatures(targets.temperatures)[:, None]
+        temperatures = usable_temperatures(targets.temperatures)[:, None]
+        scaled = over_temperature(scaled, temperatures)
     logprobs = scaled - out.statistics[num_targets:, None]
     known = (extra_token_ids >= 0) & (extra_token_ids < vocabulary)
     return jnp.where(known, logprobs, jnp.float32(jnp.nan))
