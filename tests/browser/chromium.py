@@ -60,7 +60,7 @@ class Browser:
         with contextlib.suppress(BrokenPipeError, EOFError):
             self.call("Browser.close")
         os.close(self._commands)
-        self._process.wait(20)
+        self._process.wait(60)
         os.close(self._answers)
 
     def call(self, method, session=None, **params):

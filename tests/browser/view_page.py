@@ -46,7 +46,7 @@ def speculative():
     for message in (
         target(0, plain),
         target(1, partly, draft_follows=True),
-        draft(1, drafts(3, 4, 1, columns=1)),
+        draft(1, drafts(3, 4, 1, columns=3)),
         target(2, both),
     ):
         state, released = step(state, message)
