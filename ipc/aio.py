@@ -13,7 +13,10 @@ from ipc.polling import MessageT_co, Pollable
 
 
 async def receive(reader: Pollable[MessageT_co]) -> MessageT_co:
-    """Returns the next message without blocking the event loop; raises as receive() does."""
+    """Returns the next message without blocking the event loop; raises as receive() does.
+
+    Several tasks may wait for one ring: each message goes to one of them.
+    """
     # Even if messages are always there, the loop's other tasks get their turn.
     await asyncio.sleep(0)
     while (message := reader.try_receive()) is None:
