@@ -2,7 +2,7 @@
 
 parser       the text of a module -> instructions
 arithmetic   what each instruction without memory computes, bit for bit, in NumPy
-memory       buffers with bounds, alignment, initialization and data races checked
+memory       buffers with bounds, alignment, definedness and data races checked
 machine      the threads of one or more CTAs, in step until they diverge
 transfers    the machine's instructions that move data between threads and memory
 host         how a kernel is launched, from the host code that Mosaic compiled for it

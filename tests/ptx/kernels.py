@@ -2,8 +2,8 @@
 
 Only `GPU.kernel` is replaced, where `pallas_kernels` uses it: each kernel, with the shapes of the
 call, is compiled by Mosaic GPU on this machine, and its PTX is run on the arrays. Everything
-between kernels is the project's own code and JAX's on a CPU. A kernel is compiled alone; that it
-gives the same PTX in a whole program is checked by `same_in_program`.
+between kernels is the project's own code and JAX's on a CPU. A kernel is compiled alone; that a
+whole program has the same is checked by `others_in_program`.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ os.environ["MOSAIC_GPU_DUMP_HOST_LLVM"] = "1"  # beside the PTX
 import jax  # isort: skip
 import numpy as np
 
-from pallas_kernels import compat, mosaic_finish, mosaic_rows
-from tests.ptx import host, machine
+from pallas_kernels import compat, mosaic_finish, mosaic_gpu, mosaic_rows
+from tests.ptx import host, machine, threads
 from tests.ptx.memory import Buffer
 from tests.ptx.parser import Program, PtxError, parse
 
@@ -44,7 +44,7 @@ class Schedule:
     name: str
     batches: Callable[[int], list[list[int]]]  # number of CTAs -> which run together, in order
     base: int = BASE
-    hardware: machine.Hardware = field(default_factory=machine.Hardware)
+    hardware: threads.Hardware = field(default_factory=threads.Hardware)
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,27 @@ def compiled_kernels(function: Any, *args: Any, **static: Any) -> dict[str, Comp
     return out
 
 
+def others_in_program(compiler: Compiler) -> list[str]:
+    """Kernels of a jitted call, compiled as one program, that are not those compiled alone.
+
+    Mosaic GPU compiles a kernel once a process, known by a hash of its code: a whole program whose
+    kernels were all compiled alone before adds none.
+    """
+    rows, vocabulary, k = 4, 8448, 2
+    numbers = (rows,), "int32"
+    kinds = [((rows, vocabulary), "bfloat16"), numbers, numbers, ((), "int32")]
+    kinds += [((rows,), "float32"), ((rows, 2), "int32")]
+
+    def call(logits: Any, ids: Any, row_ids: Any, count: Any, temperatures: Any, extra: Any) -> Any:
+        return mosaic_gpu.topk_logprobs(logits, ids, k, row_ids, count, temperatures, extra)
+
+    stand = Stand(Schedule("", lambda ctas: [list(range(ctas))]), compiler)
+    with executed(stand):
+        call(*(jax.numpy.zeros(shape, dtype) for shape, dtype in kinds))
+    types = [jax.ShapeDtypeStruct(*kind, sharding=compiler.sharding) for kind in kinds]
+    return list(compiled_kernels(call, *types))
+
+
 @dataclass(frozen=True)
 class Output:
     """What a launch left: an array, and which of its granules were written."""
@@ -170,7 +191,7 @@ def execute(
         out.reshape(-1).view(np.uint8)[:] = schedule.hardware.garbage
         arrays.append(out)
         buffers.append(Buffer(f"output {i}", out, schedule.base, writable=True))
-    launch = machine.Launch(code.grid, code.shared_bytes, tuple(buffers[i] for i in code.buffers))
+    launch = threads.Launch(code.grid, code.shared_bytes, tuple(buffers[i] for i in code.buffers))
     batches = schedule.batches(int(np.prod(code.grid)))
     counts = machine.run(compiled.program, launch, batches, schedule.hardware)
     written = [buffer.defined for buffer in buffers[len(inputs) :]]

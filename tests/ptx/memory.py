@@ -10,24 +10,33 @@ threads of one CTA that store the same value to one place by the same instructio
 writes scalars. The value is defined then, and a barrier must still lie before anyone loads it.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
 
 from tests.ptx.parser import PtxError
 
 GRANULE = 2  # bytes: no narrower access is known to the machine
-NOBODY = -1
 WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
+# Who accesses memory, and when, as one number: its CTA, the barriers that this has passed, and the
+# thread in it. Equal but for the thread: no barrier lies between.
+MANY = np.int64(1 << 10)  # beside a thread: others of its CTA did the same
+NOBODY = np.int64(-1)
+SEVERAL_CTAS = np.int64(1 << 62)
 
-@dataclass(frozen=True)
-class Lanes:
-    """Who accesses memory."""
 
-    thread: np.ndarray  # [lanes] number of the thread in the launch
-    cta: np.ndarray  # [lanes] number of its CTA in the launch
-    epoch: np.ndarray  # [lanes] barriers that its CTA has passed
+def stamp(cta: np.ndarray, epoch: np.ndarray, thread: np.ndarray) -> np.ndarray:
+    """cta below 2**31, epoch (barriers passed) below 2**20, thread of the CTA below 2**10."""
+    return (cta.astype(np.int64) << 31) | (epoch.astype(np.int64) << 11) | thread
+
+
+def epoch_of(stamps: np.ndarray) -> np.ndarray:
+    return stamps >> 11
+
+
+def cta_of(stamps: np.ndarray) -> np.ndarray:
+    return stamps >> 31
 
 
 class Buffer:
@@ -55,10 +64,10 @@ class Buffer:
         if writable:
             granules = -(-self.data.size // GRANULE)
             self.defined = np.zeros(granules, bool)
-            self.accesses = _Accesses(granules)
+            self.accesses = _Accesses(granules, self._at)
 
     def load(
-        self, offsets: np.ndarray, width: int, count: int, lanes: Lanes
+        self, offsets: np.ndarray, width: int, count: int, stamps: np.ndarray
     ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Elements offsets + i * width, i < count, each [lanes]; and where they are undefined.
 
@@ -69,7 +78,7 @@ class Buffer:
         values = [words[index + i] for i in range(count)]
         places = _granules(offsets, width * count)
         if self.accesses is not None:
-            self.accesses.load(places, lanes, self._at, offsets)
+            self.accesses.load(places, stamps, offsets)
         if self.defined is None:
             return values, None
         defined = self.defined[places]
@@ -84,7 +93,7 @@ class Buffer:
         width: int,
         values: list[np.ndarray],
         undefined: list[np.ndarray | None],
-        lanes: Lanes,
+        stamps: np.ndarray,
     ) -> None:
         """values: each [lanes], in raw bits; undefined: [lanes], None where all are defined."""
         if self.accesses is None or self.defined is None:
@@ -92,7 +101,7 @@ class Buffer:
         index = self._index(offsets, width, len(values))
         places = _granules(offsets, width * len(values))
         words = self._words(width)
-        shared = self.accesses.store(places, lanes, self._at, offsets)
+        shared = self.accesses.store(places, stamps, offsets)
         for i, value in enumerate(values):
             words[index + i] = value
             if shared and (words[index + i] != value).any():
@@ -121,85 +130,57 @@ class Buffer:
         return f"{self.name} + {int(offsets[lane])}"
 
 
-@dataclass
 class _Accesses:
-    """Per granule the last store and the loads since."""
+    """Per granule the last store and the last load."""
 
-    granules: int
-    stored_by: np.ndarray = field(init=False)
-    stored_in: np.ndarray = field(init=False)  # epoch
-    stored_cta: np.ndarray = field(init=False)
-    by_many: np.ndarray = field(init=False)  # the last store was several threads'
-    loaded_by: np.ndarray = field(init=False)
-    loaded_in: np.ndarray = field(init=False)
-    loaded_cta: np.ndarray = field(init=False)
-    loaded_by_many: np.ndarray = field(init=False)
+    def __init__(self, granules: int, at: Callable[[np.ndarray, int], str]) -> None:
+        self.stored = np.full(granules, NOBODY)
+        self.loaded = np.full(granules, NOBODY)
+        self.at = at  # what a lane's offset is called
 
-    def __post_init__(self) -> None:
-        for name in (
-            "stored_by",
-            "stored_in",
-            "stored_cta",
-            "loaded_by",
-            "loaded_in",
-            "loaded_cta",
-        ):
-            setattr(self, name, np.full(self.granules, NOBODY, np.int32))
-        self.by_many = np.zeros(self.granules, bool)
-        self.loaded_by_many = np.zeros(self.granules, bool)
-
-    def load(self, places: np.ndarray, lanes: Lanes, at, offsets) -> None:
-        thread, cta, epoch = lanes.thread[:, None], lanes.cta[:, None], lanes.epoch[:, None]
-        race = self._unordered_store(places, thread, cta, epoch)
+    def load(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> None:
+        mine = stamps[:, None]
+        race = _unordered(self.stored[places], mine)
         if race.any():
-            lane = int(np.argmax(race.any(axis=1)))
-            raise PtxError(
-                f"data race: {at(offsets, lane)} is loaded without a barrier after a store"
-            )
-        by = self.loaded_by[places]
-        recent = (by != NOBODY) & (
-            (self.loaded_cta[places] != cta) | (self.loaded_in[places] == epoch)
-        )
-        many = recent & ((by != thread) | self.loaded_by_many[places])
-        self.loaded_by[places] = thread
-        self.loaded_cta[places] = cta
-        self.loaded_in[places] = epoch
-        many |= self.loaded_by[places] != thread  # several lanes of this very instruction
-        self.loaded_by_many[places] = False
-        self.loaded_by_many[places[many]] = True
+            raise self._race(race, offsets, "loaded without a barrier after a store")
+        before = self.loaded[places]
+        others = (epoch_of(before) == epoch_of(mine)) & (before != mine)
+        elsewhere = (before != NOBODY) & (cta_of(before) != cta_of(mine))
+        self.loaded[places] = np.where(elsewhere, SEVERAL_CTAS, np.where(others, mine | MANY, mine))
+        self._mark(self.loaded, places, mine)
 
-    def store(self, places: np.ndarray, lanes: Lanes, at, offsets) -> bool:
+    def store(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> bool:
         """Whether several threads store to one place here."""
-        thread, cta, epoch = lanes.thread[:, None], lanes.cta[:, None], lanes.epoch[:, None]
-        by, loaded_cta = self.loaded_by[places], self.loaded_cta[places]
-        recent = (by != NOBODY) & ((loaded_cta != cta) | (self.loaded_in[places] == epoch))
-        race = recent & ((by != thread) | self.loaded_by_many[places])
-        after = "a load"
-        if not race.any():
-            race, after = self._unordered_store(places, thread, cta, epoch), "a store"
-        if race.any():
-            lane = int(np.argmax(race.any(axis=1)))
-            raise PtxError(
-                f"data race: {at(offsets, lane)} is stored to without a barrier after {after}"
-            )
-        self.stored_by[places] = thread
-        self.stored_cta[places] = cta
-        self.stored_in[places] = epoch
-        many = self.stored_by[places] != thread
-        if (self.stored_cta[places] != cta).any():
-            lane = int(np.argmax((self.stored_cta[places] != cta).any(axis=1)))
-            raise PtxError(f"data race: several CTAs store to {at(offsets, lane)}")
-        self.by_many[places] = False
-        self.by_many[places[many]] = True
-        return bool(many.any())
+        mine = stamps[:, None]
+        for before, what in ((self.loaded, "a load"), (self.stored, "a store")):
+            race = _unordered(before[places], mine)
+            if race.any():
+                raise self._race(race, offsets, f"stored to without a barrier after {what}")
+        self.stored[places] = mine
+        elsewhere = cta_of(self.stored[places]) != cta_of(mine)
+        if elsewhere.any():
+            raise self._race(elsewhere, offsets, "stored to by several CTAs")
+        return self._mark(self.stored, places, mine)
 
-    def _unordered_store(self, places, thread, cta, epoch) -> np.ndarray:
-        """Where another thread's last store is not before a barrier."""
-        by = self.stored_by[places]
-        recent = (by != NOBODY) & (
-            (self.stored_cta[places] != cta) | (self.stored_in[places] == epoch)
-        )
-        return recent & ((by != thread) | self.by_many[places])
+    def _mark(self, last: np.ndarray, places: np.ndarray, mine: np.ndarray) -> bool:
+        """Mark the places to which another lane of this instruction wrote its stamp too."""
+        now = last[places]
+        lost = (now & ~MANY) != mine
+        if not lost.any():
+            return False
+        last[places[lost]] |= np.where(now[lost] == SEVERAL_CTAS, 0, MANY)
+        return True
+
+    def _race(self, race: np.ndarray, offsets: np.ndarray, what: str) -> PtxError:
+        lane = int(np.argmax(race.any(axis=1)))
+        return PtxError(f"data race: {self.at(offsets, lane)} is {what}")
+
+
+def _unordered(before: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """Where another thread's access is not before a barrier of its CTA, or is another CTA's."""
+    same_epoch = epoch_of(before) == epoch_of(mine)
+    elsewhere = cta_of(before) != cta_of(mine)
+    return (before != NOBODY) & (before != mine) & (same_epoch | elsewhere)
 
 
 def _granules(offsets: np.ndarray, size: int) -> np.ndarray:

@@ -67,7 +67,7 @@ class Program:
     name: str
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]  # the index of the instruction after it
-    parameters: tuple[str, ...]  # each a 64-bit pointer
+    parameters: dict[str, int]  # 64-bit pointers, in order, and the bytes they are aligned to
     registers: dict[str, str]  # prefix -> "pred", "b16", "b32" or "b64"
     threads: int  # in a CTA
 
@@ -85,7 +85,7 @@ IGNORED = re.compile(
     r"pragma \"used_bytes_mask 0x[0-9a-f]+\";|section\s+\.debug_\w+\s*\{\s*\})$"
 )
 ENTRY = re.compile(r"\.visible \.entry (\w+)\($")
-PARAMETER = re.compile(r"\.param \.u64(?: \.ptr \.align \d+)? (\w+),?$")
+PARAMETER = re.compile(r"\.param \.u64 \.ptr \.align (\d+) (\w+),?$")
 MAXNTID = re.compile(r"\.maxntid (\d+), 1, 1$")
 REGISTERS = re.compile(r"\.reg \.(pred|b16|b32|b64)\s+(%[a-z]+)<\d+>;$")
 # The window onto dynamic shared memory. LLVM prints its empty array so.
@@ -103,7 +103,7 @@ def parse(text: str) -> Program:
     """The kernel of a module."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    parameters: list[str] = []
+    parameters: dict[str, int] = {}
     registers: dict[str, str] = {}
     name, threads = None, None
     for number, whole in enumerate(text.splitlines(), 1):
@@ -119,7 +119,7 @@ def parse(text: str) -> Program:
                 raise PtxError(f"line {number}: a second kernel")
             name = found[1]
         elif found := PARAMETER.match(line):
-            parameters.append(found[1])
+            parameters[found[2]] = int(found[1])
         elif found := MAXNTID.match(line):
             threads = int(found[1])
         elif found := REGISTERS.match(line):
@@ -132,7 +132,7 @@ def parse(text: str) -> Program:
             raise PtxError(f"line {number}: not understood: {line}")
     if name is None or threads is None:
         raise PtxError("the module has no kernel, or no .maxntid")
-    return Program(name, tuple(instructions), labels, tuple(parameters), registers, threads)
+    return Program(name, tuple(instructions), labels, parameters, registers, threads)
 
 
 def _split(rest: str) -> list[str]:
