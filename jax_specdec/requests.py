@@ -5,7 +5,7 @@ Checked here, once, at the boundary: everything behind it may rely on these limi
 
 from dataclasses import dataclass, field
 from operator import index
-from typing import SupportsIndex
+from typing import Any
 
 from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
 
@@ -22,6 +22,8 @@ class RequestError(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen and which logprobs come with them.
+
+    Token ids may come in any sequence, a NumPy array too; they are kept as tuples of ints.
 
     Attributes:
       max_tokens: tokens to emit at most.
@@ -56,6 +58,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop_token_ids", "extra_token_ids"):
+            object.__setattr__(self, name, _ids(name, getattr(self, name)))
+        sequences = _items("stop_sequences", self.stop_sequences, "sequences of token ids")
+        sequences = tuple(_ids("stop_sequences", sequence) for sequence in sequences)
+        object.__setattr__(self, "stop_sequences", sequences)
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _whole("top_k", self.top_k, 0, 2**31 - 1)
         _whole("seed", self.seed, 0, 2**32 - 1)
@@ -79,14 +86,6 @@ class SamplingParams:
             )
         if self.extra_token_ids and self.logprobs is None:
             raise RequestError("extra_token_ids need logprobs: ask for logprobs = 0 at least")
-        named = (
-            ("stop_token_ids", self.stop_token_ids),
-            ("extra_token_ids", self.extra_token_ids),
-            *(("stop_sequences", sequence) for sequence in self.stop_sequences),
-        )
-        for name, ids in named:
-            for id in ids:
-                _whole(name, id, 0, MAX_TOKEN_ID)
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
 
@@ -98,22 +97,47 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it; `id` is the user's own name for it."""
+    """One prompt and how to continue it; `id` is the user's own name for it.
+
+    The prompt may be any sequence of token ids, a NumPy array too; it is kept as a tuple of ints.
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
-        if not self.prompt_token_ids:
+        ids = _ids("prompt_token_ids", self.prompt_token_ids)
+        object.__setattr__(self, "prompt_token_ids", ids)
+        if not ids:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    """Plain ints, which can be compared, joined to emitted tokens and sent as JSON."""
+    ids = _items(name, value, "token ids")
+    for id in ids:
+        if type(id) is not int or not 0 <= id <= MAX_TOKEN_ID:
+            _whole(name, id, 0, MAX_TOKEN_ID)  # NumPy's integers are fine
+    return tuple(map(index, ids))
+
+
+def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise RequestError(f"{name} = {value!r} must be a sequence of {what}") from None
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
     # OpenAI's chat format has logprobs = true: taken for 1, it would be another request.
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    try:
+        whole = index(value) if not isinstance(value, bool) else None
+    except TypeError:
+        whole = None
+    if whole is None:
         raise RequestError(f"{name} = {value!r} must be a whole number from {low} to {high}")
-    _in_range(name, index(value), low, high)
+    _in_range(name, whole, low, high)
 
 
 def _number(name: str, value: object) -> None:

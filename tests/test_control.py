@@ -121,6 +121,41 @@ def test_what_no_line_can_carry_as_a_number_is_refused_by_name(name, value):
         assert getattr(from_line(line).request.params, name) == fine
 
 
+@pytest.mark.parametrize("sequence", [list, np.array])
+def test_ids_in_any_sequence_are_kept_as_tuples_of_ints(sequence):
+    params = SamplingParams(
+        stop_token_ids=sequence([7]), extra_token_ids=sequence([8, 9]), logprobs=0,
+        stop_sequences=[sequence([1, 2])],
+    )  # fmt: skip
+    asks = Request(id="r", prompt_token_ids=sequence([3, 1, 4]), params=params)
+    plain = SamplingParams(
+        stop_token_ids=(7,), extra_token_ids=(8, 9), logprobs=0, stop_sequences=((1, 2),)
+    )
+    assert asks == Request(id="r", prompt_token_ids=(3, 1, 4), params=plain)
+    assert {type(id) for id in (*asks.prompt_token_ids, *params.extra_token_ids)} == {int}
+    assert from_line(to_line(Admit(slot=0, generation=1, request=asks))).request == asks
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (5, "= 5 must be a sequence of token ids"),
+        ("ab", "= 'a' must be a whole number from 0 to 2147483647"),
+        ([True], "= True must be a whole number"),
+        ([2**31], "= 2147483648 must be from 0 to 2147483647"),
+        (np.ones((2, 2), np.int32), r"= array\(\[1, 1\].* must be a whole number"),
+        (np.array([0.5]), "= .*0.5.* must be a whole number"),
+    ],
+)
+def test_what_is_no_sequence_of_ids_is_refused_by_name(ids, message):
+    with pytest.raises(RequestError, match=f"^prompt_token_ids {message}"):
+        Request(id="r", prompt_token_ids=ids)
+    with pytest.raises(RequestError, match=f"^stop_sequences {message}"):
+        SamplingParams(stop_sequences=(ids,))
+    with pytest.raises(RequestError, match=r"^stop_sequences = 5 must be a sequence of sequences"):
+        SamplingParams(stop_sequences=5)
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(RequestError, match="empty prompt"):
         Request(id="r", prompt_token_ids=())
