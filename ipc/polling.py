@@ -12,6 +12,8 @@ import select
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from ipc.errors import RingError
+
 MessageT_co = TypeVar("MessageT_co", covariant=True)
 
 
@@ -34,8 +36,10 @@ def wait_readable(readers: Sequence[ReaderT], timeout: float | None = None) -> l
     A returned reader's try_receive() returns a message, raises what receive() would raise, or
     now and then returns None (a doorbell only says "look"). The list is empty after `timeout`
     seconds (None: no limit). Raises RingError for a ring without a doorbell, RingClosed for one
-    that this process closed.
+    that this process closed, and where nothing could ever end the wait: no readers and no limit.
     """
+    if not readers and timeout is None:
+        raise RingError("no readers and no timeout: nothing would end the wait")
     ready = [reader for reader in readers if reader.ready()]
     if ready:
         return ready

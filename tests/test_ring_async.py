@@ -149,6 +149,12 @@ def test_a_closed_ring_has_no_descriptor(used):
             call()
 
 
+def test_waiting_for_no_rings_ends():
+    assert wait_readable([], 0) == []
+    with pytest.raises(errors.RingError, match="nothing would end the wait"):
+        wait_readable([])
+
+
 def test_many_rings_are_served_fairly(tmp_path):
     """A fast producer does not starve a slow one, and one's death is not the other's."""
     count = 2000
