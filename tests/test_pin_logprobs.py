@@ -177,7 +177,7 @@ def test_the_cumulative_logprob_is_in_the_requests_own_mode():
     _, (record,) = step(state, target(0, scaled))
     assert record.cumulative_logprob == -0.75
     raw = tokens(1, 2, columns=1, logprobs=[[-0.25], [-0.5]])
-    with pytest.raises(ProcessorError, match="mode SCALED; the target .* has 1, 0 and RAW"):
+    with pytest.raises(ProcessorError, match=r"mode SCALED; the target .* has 1, 0 and RAW"):
         step(state, target(0, raw))
 
 
