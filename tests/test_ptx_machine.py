@@ -354,6 +354,8 @@ def test_maxima_and_comparisons():
         ("mul.wide.s32", (np.uint32(2**32 - 2), np.uint32(3)), 2**64 - 6),
         ("mul.wide.u32", (np.uint32(2**32 - 2), np.uint32(3)), 3 * (2**32 - 2)),
         ("mul.lo.s32", (np.uint32(2**31), np.uint32(3)), 2**31),
+        ("mul.lo.s16", (np.uint16(430), np.uint16(500)), 430 * 500 % 2**16),
+        ("shr.u16", (np.uint16(0x8000), np.uint32(8)), 0x80),
         ("max.s32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
         ("min.u32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
         ("neg.f32", (words(-0.0),), 0),

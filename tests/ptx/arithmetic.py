@@ -243,7 +243,7 @@ def _table() -> dict[str, Operation]:
         names = COMPARISONS[:2] if kind[0] == "b" else COMPARISONS
         for name in names:
             add(f"setp.{name}.{kind}", "p", letter * 2, comparison(name, kind))
-    for kind in ("s32", "s64"):
+    for kind in ("s16", "s32", "s64"):
         letter = _letter(kind)
         add(f"add.{kind}", letter, letter * 2, np.add)
         add(f"sub.{kind}", letter, letter * 2, np.subtract)
@@ -266,13 +266,18 @@ def _table() -> dict[str, Operation]:
     for kind in ("b16", "b32", "b64", "f32"):
         letter = _letter(kind)
         add(f"selp.{kind}", letter, letter * 2 + "p", lambda a, b, p: np.where(p, a, b))
-    for name, kinds in (("shl", ("b32", "b64")), ("shr", ("u32", "s32", "u64", "s64"))):
+    for name, kinds in (
+        ("shl", ("b16", "b32", "b64")),
+        ("shr", ("u16", "s16", "u32", "s32", "u64", "s64")),
+    ):
         for kind in kinds:
             add(f"{name}.{kind}", _letter(kind), _letter(kind) + "w", shift(name, kind))
     add("bfe.u32", "w", "www", bit_field)
     add("cvt.f32.bf16", "w", "h", lambda x: bits32(floats(x, "bf16")))
     add("cvt.f32.f16", "w", "h", lambda x: bits32(floats(x, "f16")))
     add("cvt.u16.u32", "h", "w", lambda x: x.astype(np.uint16))
+    add("cvt.u32.u16", "w", "h", lambda x: x.astype(np.uint32))
+    add("cvt.u64.u16", "d", "h", lambda x: x.astype(np.uint64))
     add("cvt.u64.u32", "d", "w", lambda x: x.astype(np.uint64))
     add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))
     add("cvt.rn.f32.s32", "w", "w", lambda x: bits32(signed(x).astype(np.float32)))
