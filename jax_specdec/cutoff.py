@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.blocks import vary_like
 from pallas_kernels.vocab_shard import VocabShard
 
 # Among shards each trip waits for an exchange: fewer trips, of 15 sums each. On one device
@@ -93,7 +94,7 @@ def last_within(
     id = lax.cond(
         jnp.any(some_left_out),
         lambda: _signed(_least(up_to_reaches, id_bits, rows, per_trip)),
-        lambda: jnp.full(rows, vocab_size - 1, jnp.int32),
+        lambda: vary_like(jnp.full(rows, vocab_size - 1, jnp.int32), some_left_out),
     )
     return Cut(key, id)
 
@@ -119,8 +120,11 @@ def _least(
         longer: jax.Array = found + (count << place)
         return longer
 
+    zeros = jnp.zeros(rows, jnp.uint32)
     with jax.named_scope("search"):  # dozens of reads of the row: to be found in a profile
-        least: jax.Array = lax.fori_loop(0, trips, trip, jnp.zeros(rows, jnp.uint32))
+        least: jax.Array = lax.fori_loop(
+            0, trips, trip, vary_like(zeros, jax.eval_shape(holds, zeros))
+        )
     return least
 
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from jax_specdec import cutoff, fixed_point
 from pallas_kernels import Greedy
+from pallas_kernels.blocks import vary_like
 from pallas_kernels.sharded import greedy
 from pallas_kernels.vocab_shard import WHOLE, VocabShard
 
@@ -60,7 +61,8 @@ class Truncation(NamedTuple):
     def greedy(cls, token_ids: jax.Array) -> "Truncation":
         """Of rows that keep one token each: [...] int32. Known without a look at the logits."""
         rows = token_ids.shape
-        return cls(jnp.full(rows, jnp.inf, jnp.float32), token_ids, jnp.zeros(rows, jnp.float32))
+        cut = cls(jnp.full(rows, jnp.inf, jnp.float32), token_ids, jnp.zeros(rows, jnp.float32))
+        return vary_like(cut, token_ids)
 
     def keeps(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
         """Which tokens are kept. [..., C] bool for logits [..., C] float32 and their ids."""
@@ -99,7 +101,7 @@ def truncation(
     vocab_size = shard.size(logits.shape[-1])
     sampled = _is_sampled(sampling, choice)
     cuts = sampled & _per_row(_truncates(sampling), sampled)
-    everything = Truncation.nothing(sampled.shape, vocab_size)
+    everything = vary_like(Truncation.nothing(sampled.shape, vocab_size), cuts)
 
     def where(rows: jax.Array, a: Truncation, b: Truncation) -> Truncation:
         chosen: Truncation = jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)
@@ -169,6 +171,7 @@ def _cut(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Truncation
     everything = cutoff.Cut(
         jnp.full(rows, -(2 ** (key_bits - 1)), jnp.int32), jnp.full(rows, vocab_size, jnp.int32)
     )
+    everything = vary_like(everything, largest)
 
     def mass(where: jax.Array) -> fixed_point.Mass:
         return fixed_point.mass(parts, where, shard, vocab_size)

@@ -25,6 +25,7 @@ from jax_specdec.corpus import SEPARATOR, Corpus
 from jax_specdec.drafters import Context, State, no_drafts
 from jax_specdec.model import ModelParams
 from jax_specdec.verify import Drafts
+from pallas_kernels.blocks import vary_like
 
 NEVER = -2  # equal to no token and no separator
 
@@ -191,6 +192,7 @@ def in_corpus(shared: Shared, query: jax.Array, max_candidates: int) -> Places:
             return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
 
         edges = jnp.zeros(batch, jnp.int32), jnp.full(batch, num_places, jnp.int32)
+        edges = vary_like(edges, (shared, query))
         low, _ = lax.fori_loop(0, num_places.bit_length(), halve, edges)
         below: jax.Array = low
         return below

@@ -1,0 +1,494 @@
+"""Every device program of the package, traced and lowered as on a host with CUDA devices.
+
+Elsewhere only XLA's implementation is ever traced through the programs around the kernels; here
+the choice by platform is, with both. Lowering needs no GPU, and nothing is compiled.
+"""
+
+import ast
+import functools
+import pathlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipc.wire import LogprobsMode
+from jax_specdec import hf_weights, loop, messages, modes, sharding, slots
+from jax_specdec.adaptive import Adaptive
+from jax_specdec.callable_drafter import CallableDrafter
+from jax_specdec.compiled import Compiled
+from jax_specdec.corpus import Corpus
+from jax_specdec.drafters import MtpDrafter, NgramDrafter, NoDrafter, draw, joined
+from jax_specdec.model import ModelConfig, init_params
+from jax_specdec.model import logits as model_logits
+from jax_specdec.modes import Widths
+from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.sampling import Sampling
+from jax_specdec.suffix import SuffixDrafter
+from jax_specdec.verify import Drafts, verify
+from pallas_kernels import (
+    greedy_topk_logprobs,
+    implementations,
+    mosaic_gpu,
+    placement,
+    topk_logprobs,
+)
+from tests.shards import QUICK, P, mesh_of
+
+ROOT = pathlib.Path(__file__).parents[1]
+VOCAB = 4096  # two shards of the least that the kernels take
+SLOTS, DRAFTS, LENGTH, CHUNK = 4, 2, 64, 8
+DTYPES = {1: "float32", 2: "bfloat16"}  # of the model, by the number of devices
+KERNELS = 2  # custom calls that one call of a function of `mosaic_gpu` makes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_cuda_host():
+    """The programs that are kept for one mesh or one shape may have been traced elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementations, "cuda_capability", lambda: 9.0)
+        _forget()
+        yield
+    _forget()
+
+
+def _forget():
+    placement._mapped.cache_clear()
+    implementations.fastest_runner.cache_clear()
+
+
+def lowered(function, *args, platform="cuda", **static):
+    return function.trace(*args, **static).lower(lowering_platforms=(platform,)).as_text()
+
+
+def custom_calls(text):
+    return text.count("custom_call @mosaic_gpu")
+
+
+def config_of(shards):
+    return ModelConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
+        intermediate_size=64, num_mtp_layers=1, dtype=DTYPES[shards],
+    )  # fmt: skip
+
+
+def the_same_again(params, context):
+    last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
+    return Drafts(jnp.repeat(last, DRAFTS, axis=1), context.limit, None)
+
+
+def drawn_again(model, parallel, params, context):
+    rows = model_logits(params, model, context.hidden[:, :1])
+    turns = [draw(rows, context.sampling, context.lengths + d, parallel) for d in range(DRAFTS)]
+    return joined(turns, context.limit)
+
+
+def drafter_of(name, model, parallel):
+    if name == "callable with logits":
+        function = functools.partial(drawn_again, model, parallel)
+        return CallableDrafter(function, DRAFTS, VOCAB, model.dtype)
+    return {
+        "none": lambda: NoDrafter(),
+        "mtp": lambda: MtpDrafter(model, DRAFTS, parallel),
+        "ngram": lambda: NgramDrafter(DRAFTS),
+        "suffix": lambda: SuffixDrafter(DRAFTS),
+        "suffix with corpus": lambda: SuffixDrafter(DRAFTS, Corpus.of([np.arange(40) % 7])),
+        "callable": lambda: CallableDrafter(the_same_again, DRAFTS, VOCAB),
+        "adaptive mtp": lambda: Adaptive(MtpDrafter(model, DRAFTS, parallel)),
+        "adaptive ngram": lambda: Adaptive(NgramDrafter(DRAFTS)),
+    }[name]()
+
+
+class Loop:
+    """The programs of one loop, and the shapes and places of what they take."""
+
+    def __init__(self, drafter, shards, prefill_only=False):
+        model = config_of(shards)
+        parallel = sharding.tensor_parallel(model, shards)
+        self.parallel = parallel
+        self.config = loop.LoopConfig(
+            model=model, drafter=drafter_of(drafter, model, parallel), num_slots=SLOTS,
+            max_length=LENGTH, parallel=parallel, prefill_only=prefill_only,
+        )  # fmt: skip
+        self.compiled = Compiled(self.config)
+        params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+        state = jax.eval_shape(
+            lambda: loop.init_state(replace(self.config, parallel=sharding.ONE_DEVICE))
+        )
+        self.params = self.placed(params, sharding.params_specs(params, shards))
+        self.state = self.placed(state, loop.state_specs(state, shards))
+
+    def placed(self, shapes, specs):
+        if self.parallel.mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            shapes,
+            self.parallel.shardings(specs),
+        )
+
+    def output(self, fused_k=None):
+        """What the step returns: logits split by tokens, the rest everywhere."""
+        found = self.compiled.step.trace(self.params, self.state, fused_k=fused_k).out_info[1]
+        plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+        specs = jax.tree.map(
+            lambda x: sharding.split(
+                x.shape, -1 if x.shape[-1:] == (VOCAB,) else None, self.parallel.num_shards
+            ),
+            plain,
+        )
+        return self.placed(plain, specs)
+
+
+loop_of = functools.cache(Loop)
+
+NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
+STEP_NUMBER = jax.ShapeDtypeStruct((2,), jnp.uint32)
+RAW = Widths(k=5)
+SCALED = Widths(k=5, chosen=16, mode=LogprobsMode.SCALED)
+PROCESSED = Widths(k=20, chosen=16, mode=LogprobsMode.PROCESSED)
+# Greedy and sampled, with and without logprobs: which they are is data, and one program has all.
+REQUESTS = [
+    SamplingParams(max_tokens=9, logprobs=5),
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=9, temperature=0.8, top_k=50, logprobs=3, draft_logprobs=True),
+    SamplingParams(max_tokens=9, temperature=1.1, logprobs=2, extra_token_ids=(7,)),
+]
+
+
+def asked(widths, count=SLOTS):
+    return jax.eval_shape(lambda: modes.asked_of(REQUESTS[-count:], widths))
+
+
+def admission(of):
+    request = Request(id="a", prompt_token_ids=(1, 2, 3), params=REQUESTS[0])
+    return jax.eval_shape(
+        lambda: slots.admission(request, LENGTH, of.config.drafter.num_drafts, (5,))
+    )
+
+
+def score_chunk(of, widths):
+    arguments = of.params, of.state, NUMBER, NUMBER, asked(widths, 1)
+    return arguments, {"chunk": CHUNK, "widths": widths}
+
+
+def prompt_message(of, widths):
+    arguments, static = score_chunk(of, widths)
+    scored = of.compiled.score_chunk.trace(*arguments, **static).out_info[1]
+    scored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), scored)
+    generation = jax.ShapeDtypeStruct((SLOTS,), jnp.uint32)
+    arguments = scored, NUMBER, arguments[-1], generation, STEP_NUMBER
+    return arguments, {"widths": widths, "vocab_size": VOCAB}
+
+
+def target_message(of, widths, fused_k=None):
+    arguments = of.output(fused_k), asked(widths), STEP_NUMBER, jax.ShapeDtypeStruct((), bool)
+    return arguments, {"widths": widths}
+
+
+def draft_message(of, widths):
+    return (of.output(), asked(widths), STEP_NUMBER), {"widths": widths}
+
+
+def leading(of, count):
+    return (jax.ShapeDtypeStruct((500,), jnp.uint32), count), {}
+
+
+class Case(NamedTuple):
+    """A program of `Compiled` with the arguments that one kind of loop or message gives it."""
+
+    program: str
+    variant: str
+    arguments: Callable[[Loop], tuple[tuple[Any, ...], dict[str, Any]]]
+    kernels: int = 0  # calls
+    drafter: str = "mtp"
+    prefill_only: bool = False
+    fast: bool = False
+
+
+def step_case(drafter, fused_k=None, **options):
+    return Case(
+        "step", f"{drafter}, {'separate' if fused_k is None else 'fused'}",
+        lambda of: ((of.params, of.state), {"fused_k": fused_k}),
+        kernels=int(fused_k is not None), drafter=drafter, **options,
+    )  # fmt: skip
+
+
+STEPS = [
+    step_case("none"),
+    step_case("none", 5, fast=True),
+    step_case("mtp"),
+    step_case("mtp", 5),
+    step_case("ngram"),
+    step_case("ngram", 0),
+    step_case("suffix"),
+    step_case("suffix with corpus", 5),
+    step_case("callable"),
+    step_case("callable with logits", 5),
+    step_case("adaptive mtp"),
+    step_case("adaptive ngram", 5),
+    step_case("mtp", prefill_only=True)._replace(variant="mtp, prefill only"),
+]
+PROMPTS = [
+    Case("admit", "mtp", lambda of: ((of.state, NUMBER, admission(of)), {})),
+    Case("release", "mtp", lambda of: ((of.state, NUMBER), {})),
+    *(
+        Case(
+            "prefill_chunk", drafter,
+            lambda of: ((of.params, of.state, NUMBER, NUMBER), {"chunk": CHUNK}), drafter=drafter,
+        )
+        for drafter in ("none", "mtp", "adaptive mtp")
+    ),
+    *(
+        Case("copy_prefix", drafter, lambda of: ((of.state, NUMBER, NUMBER), {}), drafter=drafter)
+        for drafter in ("ngram", "mtp", "adaptive mtp")
+    ),
+    *(
+        Case(
+            "score_chunk", widths.mode.name, functools.partial(score_chunk, widths=widths),
+            kernels=1, fast=widths is SCALED,
+        )
+        for widths in (RAW, SCALED, PROCESSED)
+    ),
+    *(
+        Case("prompt_message", widths.mode.name, functools.partial(prompt_message, widths=widths))
+        for widths in (RAW, PROCESSED)
+    ),
+]  # fmt: skip
+MESSAGES = [
+    Case("target_message", "no logprobs", functools.partial(target_message, widths=Widths())),
+    Case(
+        "target_message", "of the fused path",
+        functools.partial(target_message, widths=RAW, fused_k=5),
+    ),
+    Case("leading", "bucket", functools.partial(leading, count=256)),
+    Case("draft_message", "no logprobs", functools.partial(draft_message, widths=Widths())),
+    *(
+        Case(
+            "target_message", f"{drafter}, {widths.mode.name}",
+            functools.partial(target_message, widths=widths), kernels=1, drafter=drafter,
+            fast=widths is PROCESSED and drafter == "mtp",
+        )
+        for widths in (RAW, SCALED, PROCESSED) for drafter in ("none", "mtp")
+    ),
+    *(
+        Case(
+            "draft_message", f"{drafter}, {widths.mode.name}",
+            functools.partial(draft_message, widths=widths), kernels=1, drafter=drafter,
+        )
+        for widths in (RAW, SCALED, PROCESSED) for drafter in ("mtp", "callable with logits")
+    ),
+]  # fmt: skip
+CASES = [*STEPS, *PROMPTS, *MESSAGES]
+
+
+@pytest.mark.parametrize("shards", [1, 2], ids=["one device", "two devices"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=f"{case.program}: {case.variant}", marks=[pytest.mark.fast][: case.fast]
+        )
+        for case in CASES
+    ],
+)
+def test_programs_of_the_loop(case, shards):
+    """For CUDA with the kernels' calls, where rows are read; for the host's CPU without any."""
+    of = loop_of(case.drafter, shards, case.prefill_only)
+    arguments, static = case.arguments(of)
+    program = getattr(of.compiled, case.program)
+    assert custom_calls(lowered(program, *arguments, **static)) == KERNELS * case.kernels
+    if case.kernels:
+        assert "mosaic_gpu" not in lowered(program, *arguments, platform="cpu", **static)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_are_placed(transposed):
+    shape = (6, 4) if transposed else (4, 6)
+    stack = jax.ShapeDtypeStruct((2, 4, 6), jnp.bfloat16)
+    tensor = jax.ShapeDtypeStruct(shape, jnp.float32)
+    text = lowered(hf_weights._place, stack, tensor, NUMBER, transposed=transposed)
+    assert "dynamic_update_slice" in text
+
+
+ROWS = jax.ShapeDtypeStruct((4, VOCAB), jnp.bfloat16)
+IDS = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+
+def both_functions(split, implementation=None):
+    """The public functions on one device, on vocabulary shards, and with rows on shards; jitted."""
+
+    def call(logits, ids, **where):
+        where["implementation"] = implementation
+        extra, warm = ids[:, None], jnp.full(ids.shape, 0.5, jnp.float32)
+        separate = topk_logprobs(
+            logits, ids, 3, row_ids=ids, num_rows=2, temperatures=warm, extra_token_ids=extra,
+            **where,
+        )  # fmt: skip
+        return separate, greedy_topk_logprobs(logits, 3, extra_token_ids=extra, **where)
+
+    mesh = mesh_of(2)
+    if split == "vocabulary":
+        call = functools.partial(call, mesh=mesh, axis_name="model")
+    elif split == "rows":
+        call = jax.shard_map(call, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+    return jax.jit(call)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("split", ["nothing", "vocabulary", "rows"])
+def test_xla_where_it_is_asked_for(split):
+    assert custom_calls(lowered(both_functions(split), ROWS, IDS)) == 2 * KERNELS
+    assert "mosaic_gpu" not in lowered(both_functions(split, "xla"), ROWS, IDS)
+
+
+def test_programs_of_another_host_have_no_kernels(monkeypatch):
+    """The control of every count above: they depend on the host, not on the lowering alone."""
+    monkeypatch.setattr(implementations, "cuda_capability", lambda: None)
+    of = Loop("none", 2)
+    _forget()
+    arguments, static = target_message(of, RAW)
+    assert custom_calls(lowered(of.compiled.target_message, *arguments, **static)) == 0
+    _forget()
+
+
+@pytest.mark.fast
+def test_branches_that_vary_differently_would_be_seen(monkeypatch):
+    """The defect that these tests were written after."""
+    for module in (implementations, mosaic_gpu):
+        monkeypatch.setattr(module, "vary_like", lambda values, inputs: values)
+    _forget()
+    for split in ("vocabulary", "rows"):
+        with pytest.raises(TypeError, match="branch"):
+            lowered(both_functions(split), ROWS, IDS)
+    _forget()
+
+
+def by_slots(function):
+    """`function` in a `shard_map` over slots: each of two devices has its own part of a batch."""
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh_of(2), in_specs=P("model"), out_specs=P("model")),
+        compiler_options=QUICK,
+    )
+
+
+@pytest.mark.parametrize("widths", [RAW, PROCESSED], ids=lambda widths: widths.mode.name)
+def test_messages_with_slots_on_shards(widths):
+    """Verification and both messages of it."""
+    target = jax.ShapeDtypeStruct((SLOTS, DRAFTS + 1, VOCAB), jnp.float32)
+    drafts = jax.eval_shape(lambda: MtpDrafter(config_of(1), DRAFTS).init(SLOTS, LENGTH)[0])
+
+    def packed(target, drafts, ask, lengths):
+        found = verify(target, drafts, ask.sampling, lengths)
+        output = messages.step_output(
+            target, drafts, found, active=lengths > 0, running=jnp.any(lengths > 0)
+        )
+        number = jnp.zeros(2, jnp.uint32)
+        return (
+            messages.target_message(output, ask, number, widths=widths),
+            messages.draft_message(output, ask, number, widths=widths),
+        )
+
+    lengths = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
+    text = lowered(by_slots(packed), target, drafts, asked(widths), lengths)
+    assert custom_calls(text) == 2 * KERNELS
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "suffix with corpus"])
+def test_steps_with_slots_on_shards(drafter):
+    of = loop_of(drafter, 1)
+    both = replace(of.config, num_slots=2 * SLOTS)
+    state = jax.eval_shape(lambda: loop.init_state(both))
+    specs = jax.tree.map(
+        lambda x, part: P(
+            *("model" if a != b else None for a, b in zip(x.shape, part.shape, strict=True))
+        ),
+        state,
+        of.state,
+    )
+
+    def step(params, state):
+        state, output = loop.step(of.config, params, state, fused_k=5)
+        return state, output._replace(running=output.running[None])
+
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(2), in_specs=(P(), specs), out_specs=(specs, P("model"))
+    )
+    assert custom_calls(lowered(jax.jit(mapped), of.params, state)) == KERNELS
+
+
+def test_verification_with_slots_on_shards():
+    """Greedy, cut and plain slots get what they get on one device, bit for bit."""
+    batch, vocab = 8, 64
+    rng = np.random.default_rng(0)
+    target = jnp.asarray(np.round(rng.normal(0, 2, (batch, DRAFTS + 1, vocab)), 1), jnp.float32)
+    given = target[:, :DRAFTS] + jnp.asarray(rng.normal(0, 1, (batch, DRAFTS, vocab)), jnp.float32)
+    sampling = Sampling(
+        temperature=jnp.asarray(np.resize(np.float32([0, 1, 0.4]), batch)),
+        top_k=jnp.asarray(np.resize(np.int32([0, 9, 0, 3]), batch)),
+        top_p=jnp.asarray(np.resize(np.float32([1, 0.8, 0.9, 1, 1]), batch)),
+        min_p=jnp.zeros(batch, jnp.float32),
+        seed=jnp.arange(batch, dtype=jnp.uint32),
+    )
+
+    def found(target, given, sampling, lengths):
+        first = [draw(given[:, d : d + 1], sampling, lengths + d) for d in range(DRAFTS)]
+        return verify(target, joined(first, lengths), sampling, lengths)
+
+    arguments = target, given, sampling, jnp.full(batch, DRAFTS, jnp.int32)
+    expected = jax.jit(found, compiler_options=QUICK)(*arguments)
+    assert len(set(expected.num_tokens.tolist())) > 1
+    assert jnp.unique(expected.cut.cut_id).size > 2
+    jax.tree.map(np.testing.assert_array_equal, by_slots(found)(*arguments), expected)
+
+
+JIT = {"jit", "pjit", "pmap"}
+# Not of `Compiled`, whose programs are those that CASES name, and the tests that lower them.
+OTHERS = {
+    "jax_specdec/hf_weights.py: _place": test_weights_are_placed,
+    "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,
+    "pallas_kernels/placement.py: mapped": test_xla_where_it_is_asked_for,
+}
+
+
+def jitted(source):
+    """What a module calls each program that it jits: a variable, an attribute or a function."""
+
+    def visit(node, name):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+        elif isinstance(node, ast.AnnAssign):
+            name = ast.unparse(node.target)
+        names = [getattr(node, "attr", None), getattr(node, "id", None)]
+        names += [node.name] if isinstance(node, ast.alias) else []
+        here = {name} if JIT & set(names) else set()
+        return here.union(*(visit(child, name) for child in ast.iter_child_nodes(node)))
+
+    return visit(ast.parse(source), "module")
+
+
+@pytest.mark.fast
+def test_every_program_is_known():
+    """A new `jax.jit` needs a case above."""
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}: {name}"
+        for package in ("jax_specdec", "pallas_kernels")
+        for path in (ROOT / package).rglob("*.py")
+        for name in jitted(path.read_text(encoding="utf-8"))
+    }
+    of_loop = {f"jax_specdec/compiled.py: self.{case.program}" for case in CASES}
+    assert found == of_loop | set(OTHERS)
+
+
+def test_new_programs_would_be_seen():
+    """As a decorator, a variable, an attribute, and by its bare name."""
+    source = "@partial(jax.jit, donate_argnums=0)\ndef a():\n    b: C = jax.jit(f)\n"
+    source += "def d():\n    self.e = jax.jit(g)\n    return jax.pmap(h)\nx = f(1)\n"
+    assert jitted(source) == {"a", "b", "self.e", "d"}
+    assert jitted("from jax import jit as compiled") == {"module"}
