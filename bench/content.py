@@ -3,6 +3,7 @@
 The consumer's process makes it, so nothing here imports jax.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +34,8 @@ def content_of(results: Any) -> dict[int, Part]:
         return {
             slot: Part(
                 None,
-                [{id: one.logprob for id, one in by_id.items()} for by_id in positions],
-                [{id: one.rank for id, one in by_id.items()} for by_id in positions],
+                [{id: one.logprob for id, one in by_id.items() if id >= 0} for by_id in positions],
+                [{id: one.rank for id, one in by_id.items() if id >= 0} for by_id in positions],
             )
             for slot, positions in enumerate(results)
         }
@@ -60,8 +61,8 @@ def _of_lists(
     ranks: Sequence[int],
     drafts: int = 0,
 ) -> Part:
-    by_id = [
-        {**dict(zip(top, row[1:], strict=True)), id: row[0]}
+    by_id = [  # a column whose id is -1 holds none: fewer than K tokens can be emitted there
+        {**{i: p for i, p in zip(top, row[1:], strict=True) if i >= 0}, id: row[0]}
         for id, row, top in zip(ids, rows, tops, strict=True)
     ]
     return Part(ids, by_id, [{id: rank} for id, rank in zip(ids, ranks, strict=True)], drafts)
@@ -112,11 +113,17 @@ def same_part(part: Part, ids: Sequence[int], k: int | None, like: Part | None) 
     assert len(part.logprobs) == len(ids), f"logprobs of {len(part.logprobs)} of {len(ids)} tokens"
     for place, (id, row, ranks) in enumerate(zip(ids, part.logprobs, part.ranks, strict=True)):
         assert id in row, f"token {place}: no logprob of token {id}, which was emitted"
-        assert len(row) in (k, k + 1), f"token {place}: {len(row)} logprobs, not {k} or {k + 1}"
+        enough = len(row) in (k, k + 1) or (len(row) < k and are_all(row))
+        assert enough, f"token {place}: {len(row)} logprobs, not {k} or {k + 1}"
         if like is not None:
             assert ranks[id] == like.ranks[place][id], f"token {place}: rank {ranks[id]}"
             wanted = first(like.logprobs[place], k, id)
             assert same_row(row, wanted), f"token {place}: logprobs {row}, not {wanted}"
+
+
+def are_all(row: Mapping[int, float]) -> bool:
+    """Whether nothing else can be emitted: the row's probabilities sum to one."""
+    return abs(sum(map(math.exp, row.values())) - 1) <= ROUNDING
 
 
 def first(row: Mapping[int, float], k: int, emitted: int) -> dict[int, float]:

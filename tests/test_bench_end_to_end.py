@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -232,6 +233,19 @@ def test_fewer_logprobs_are_the_first_of_more_and_without_a_request_there_are_no
     for steps, k in ((k1, 0), (k0, 1), (plain, 0), (k0, None), ([], 0), (2 * k0, 0), ([{}], 0)):
         with pytest.raises(BenchError, match="t"):
             content.check("t", steps, plain, [k], right)
+
+
+@pytest.mark.fast
+def test_a_distribution_that_was_cut_has_fewer_than_k():
+    """Processed logprobs: ids of the other columns are -1."""
+    half = math.log(0.5)
+    part = content._of_lists([7], [[half, half, half, -math.inf]], [[7, 3, -1]], [1])
+    assert part.logprobs == [{7: half, 3: half}]
+    plain = changed(content.Part([7], [], []))
+    content.check("t", changed(part), plain, [3])
+    for logprobs in ({7: half}, {7: half, 3: -1.0}):  # something is missing
+        with pytest.raises(BenchError, match=f"{len(logprobs)} logprobs, not 3 or 4"):
+            content.check("t", changed(part, logprobs=[logprobs]), plain, [3])
 
 
 @pytest.mark.fast
