@@ -269,18 +269,20 @@ MESSAGES = [
     Case("draft_message", "no logprobs", functools.partial(draft_message, widths=Widths())),
     *(
         Case(
-            "target_message", f"{drafter}, {widths.mode.name}",
-            functools.partial(target_message, widths=widths), kernels=1, drafter=drafter,
-            fast=widths is PROCESSED and drafter == "mtp",
+            "target_message", widths.mode.name,
+            functools.partial(target_message, widths=widths), kernels=1,
+            fast=widths is PROCESSED,
         )
-        for widths in (RAW, SCALED, PROCESSED) for drafter in ("none", "mtp")
+        for widths in (RAW, SCALED, PROCESSED)
     ),
     *(
         Case(
             "draft_message", f"{drafter}, {widths.mode.name}",
             functools.partial(draft_message, widths=widths), kernels=1, drafter=drafter,
         )
-        for widths in (RAW, SCALED, PROCESSED) for drafter in ("mtp", "callable with logits")
+        for drafter, widths in (
+            ("mtp", RAW), ("mtp", SCALED), ("mtp", PROCESSED), ("callable with logits", RAW)
+        )
     ),
 ]  # fmt: skip
 CASES = [*STEPS, *PROMPTS, *MESSAGES]
@@ -302,7 +304,7 @@ def test_programs_of_the_loop(case, shards):
     arguments, static = case.arguments(of)
     program = getattr(of.compiled, case.program)
     assert custom_calls(lowered(program, *arguments, **static)) == KERNELS * case.kernels
-    if case.kernels:
+    if case.kernels and shards == 1:
         assert "mosaic_gpu" not in lowered(program, *arguments, platform="cpu", **static)
 
 
