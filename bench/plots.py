@@ -193,12 +193,8 @@ def latencies(one: Comparison) -> Figure:
 def kept(one: Comparison) -> Figure:
     """Tokens a second beside the loop without logprobs, round by round: median and middle half."""
     base, *names = one.names
-    rounds = {
-        name: [before / now for before, now in zip(one[base].rounds, one[name].rounds, strict=True)]
-        for name in names
-    }
     halves = [
-        (100 * low, 100 * high) for low, high in (middle_half(rounds[name]) for name in names)
+        (100 * low, 100 * high) for low, high in (middle_half(one.kept(name)) for name in names)
     ]
     shares = [one.figures[name]["% of tokens/s"] for name in names]
     speed = one.figures[base]["tokens/s"]

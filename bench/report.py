@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import outputs
-from bench.comparison import Comparison
+from bench.comparison import Comparison, middle_half
 from bench.files import Results, ResultsError, read_json
 from bench.timing import readable
 
@@ -55,11 +55,15 @@ def faster(peer: str, *ours: str) -> Callable[[Comparison], str]:
 
 
 def share(name: str) -> Callable[[Comparison], str]:
-    """The tokens a second that are left, and what is added to a step."""
+    """The tokens a second that are left, in brackets the rounds' middle half; what a step adds."""
 
     def value(one: Comparison) -> str:
         figures = one.figures[name]
-        return f"{figures['% of tokens/s']:.0f} % ({figures['adds us']:+,.0f} us a step)"
+        low, high = (f"{100 * share:.0f}" for share in middle_half(one.kept(name)))
+        return (
+            f"{figures['% of tokens/s']:.0f} % ({low} to {high}), "
+            f"{figures['adds us']:+,.0f} us a step"
+        )
 
     return value
 
