@@ -13,9 +13,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from bench import files, outputs
-from bench.files import ResultsError
-from bench.outputs import OutputError
+from bench.report import files, outputs
+from bench.report.files import ResultsError
+from bench.report.outputs import OutputError
 from bench.timing import BenchError, Comparison, print_table
 
 SUITES = {
@@ -28,9 +28,13 @@ MORE = {
     "detokenize": "ids to strings and bytes, against the tokenizers library",
     "imports": "importing the engine's side, against importing numpy and jax",
 }
-MODULES = {"end-to-end": "end_to_end"}
+MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite"}
 NEEDS = {"detokenize": ("tokenizers", "hf")}  # a package without which there is nothing to compare
-COMMANDS = {"compare": "bench.regressions", "report": "bench.report", "profile": "bench.timeline"}
+COMMANDS = {
+    "compare": "bench.report.regressions",
+    "report": "bench.report.readme",
+    "profile": "bench.loop.timeline",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,7 +102,7 @@ def run(given: list[str]) -> int:
         files.write_json(options.json, comparisons, machine)
         print(f"wrote {options.json}")
     if options.plot:
-        plots = importlib.import_module("bench.plots")  # needs matplotlib: only on demand
+        plots = importlib.import_module("bench.report.plots")  # needs matplotlib: only on demand
         made = plots.draw(comparisons, options.plot)
         for path in made:
             print(f"wrote {path}")

@@ -30,10 +30,10 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from bench import sass  # noqa: E402
-from bench.files import environment  # noqa: E402
-from pallas_kernels import mosaic_gpu  # noqa: E402
-from pallas_kernels.mosaic_tiling import Tiling, choose_tiling  # noqa: E402
+from bench.gpu import sass  # noqa: E402
+from bench.report.files import environment  # noqa: E402
+from pallas_kernels.mosaic_gpu import run  # noqa: E402
+from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling  # noqa: E402
 from pallas_kernels.shapes import AOT, GPU, Shape  # noqa: E402
 
 # What XLA must know about the chip: NVIDIA's data sheet of the H100 SXM, and deviceQuery.
@@ -140,11 +140,11 @@ def measure(
     ids, count = array((rows,), "int32"), array((), "int32")
     extra, temperatures = array((rows, 2), "int32"), array((rows,), "float32")
     if path == "separate":
-        program = jax.jit(mosaic_gpu.topk_logprobs, static_argnums=2).lower(
+        program = jax.jit(run.topk_logprobs, static_argnums=2).lower(
             logits, ids, shape.k, ids, count, temperatures, extra
         )
     else:
-        program = jax.jit(mosaic_gpu.greedy_topk_logprobs, static_argnums=1).lower(
+        program = jax.jit(run.greedy_topk_logprobs, static_argnums=1).lower(
             logits, shape.k, count, temperatures, extra
         )
     compiled = program.compile()

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from bench.timing import Comparison, Target, compare
 from ipc.wire import Kind
-from jax_specdec.decode import decode
-from jax_specdec.detokenize import TextStream, TokenTable, byte_level_bytes
-from jax_specdec.encode import SlotContents, encode
-from jax_specdec.openai import chat_logprobs
-from jax_specdec.output_processor import ProcessorState, admit, step
-from jax_specdec.records import Records
+from jax_specdec.export.openai import chat_logprobs
+from jax_specdec.records.decode import decode
+from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.output_processor import ProcessorState, admit, step
+from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.text.detokenize import TextStream, TokenTable, byte_level_bytes
 
 REQUESTS, TOKENS, K = 64, 3, 20
 VOCABULARY = 30_000

@@ -37,12 +37,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 
-from bench import gpu_pieces, gpu_summary, torch_peers
-from bench.device_clock import host_spans
-from bench.files import environment
-from bench.gpu_contenders import Machine, rehearsal
-from bench.gpu_journal import Journal, opened
-from pallas_kernels import compat, implementations
+from bench.gpu import summary, torch_peers
+from bench.gpu.contenders import Machine, rehearsal
+from bench.gpu.device_clock import host_spans
+from bench.gpu.journal import Journal, opened
+from bench.gpu.pieces import PARTS, pieces_of
+from bench.report.files import environment
+from pallas_kernels import implementations
+from pallas_kernels.mosaic_gpu import compat
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,9 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse", action="store_true", help="small, interpreted, on any machine"
     )
-    parser.add_argument(
-        "--part", nargs="+", choices=gpu_pieces.PARTS, default=gpu_pieces.PARTS, help="default: all"
-    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin nothing after so many"
     )
@@ -82,14 +82,14 @@ def main(arguments: list[str] | None = None) -> int:
     journal = opened(path, environment() | device(), options.afresh)
     if journal.checks:
         print(f"{path} has {len(journal.checks)} pieces that are not done again (--afresh does)")
-    pieces = [piece for part in options.part for piece in gpu_pieces.pieces(part, machine, journal)]
+    pieces = [piece for part in options.part for piece in pieces_of(part, machine, journal)]
     left = journal.work(pieces, 60 * options.minutes)
     return conclude(journal, left, options.rehearse)
 
 
 def conclude(journal: Journal, left: int, rehearsed: bool) -> int:
     """What a person reads last; the exit code."""
-    for line in gpu_summary.lines(journal.comparisons):
+    for line in summary.lines(journal.comparisons):
         print(line)
     if rehearsed:
         print("REHEARSED: the steps ran, nothing about a GPU was measured.")

@@ -21,13 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import gpu_contenders, gpu_kernels
-from bench.comparison import Comparison, from_samples
-from bench.files import write_json
-from bench.gpu_contenders import BUFFERS, Contender, Machine
+from bench.gpu import contenders as peers
+from bench.gpu import kernels
+from bench.gpu.contenders import BUFFERS, Contender, Machine
+from bench.report.comparison import Comparison, from_samples
+from bench.report.files import write_json
 from bench.timing import print_table
-from pallas_kernels import compat, implementations, mosaic_gpu
-from pallas_kernels.mosaic_tiling import Tiling, choose_tiling
+from pallas_kernels import implementations
+from pallas_kernels.mosaic_gpu import compat, run
+from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.shapes import Shape
 
 CURRENT = "current: "
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rehearse:
         shapes: Sequence[Shape] = REHEARSED
-        machine = gpu_contenders.rehearsal(compat.interpret_params(detect_races=False))
+        machine = peers.rehearsal(compat.interpret_params(detect_races=False))
     else:
         probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
         obstacle = implementations.cannot_run(probe, implementations.cuda_capability())
@@ -106,18 +108,18 @@ def name_of(tiling: Tiling) -> str:
 
 def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Comparison:
     """Every tiling on the same arrays, equal results first; `at_most` so many of them."""
-    buffers = [gpu_contenders.random_logits(shape, seed) for seed in range(BUFFERS)]
-    token_ids = gpu_contenders.random_ids(shape)
-    plug = gpu_contenders.jax_plug(machine.plug_bytes)
+    buffers = [peers.random_logits(shape, seed) for seed in range(BUFFERS)]
+    token_ids = peers.random_ids(shape)
+    plug = peers.jax_plug(machine.plug_bytes)
     none = jnp.zeros((shape.rows, 0), jnp.int32)
 
     def contender(tiling: Tiling) -> Contender:
         def program(x: jax.Array, ids: jax.Array) -> Any:
-            return mosaic_gpu.topk_logprobs(
+            return run.topk_logprobs(
                 x, ids, shape.k, None, None, None, none, tiling, machine.interpret
             )
 
-        return gpu_contenders.jax_contender(program, buffers, token_ids, plug)
+        return peers.jax_contender(program, buffers, token_ids, plug)
 
     chosen = list(tilings(shape))[:at_most]
     contenders = {
@@ -125,16 +127,16 @@ def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Compa
         for i, tiling in enumerate(chosen)
     }
     check_equal(contenders)
-    spans = gpu_kernels.interleave(contenders, machine)
+    spans = kernels.interleave(contenders, machine)
     samples = {name: [span.total for span in found] for name, found in spans.items()}
     current, *others = samples
     order = [current, *sorted(others, key=lambda name: float(np.median(samples[name])))]
     comparison = from_samples(
         f"tilings for R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
         {name: samples[name] for name in order},
-        settings=gpu_kernels.settings(shape, machine),
+        settings=kernels.settings(shape, machine),
     )
-    moved = gpu_kernels.bytes_moved(shape, gpu_contenders.OURS)
+    moved = kernels.bytes_moved(shape, peers.OURS)
     figures = {
         name: {
             "GB/s": moved / comparison[name].median / 1e9,
@@ -152,7 +154,7 @@ def check_equal(contenders: dict[str, Contender]) -> None:
         actual = contender.result(contender.launch(0))
         expected = actual if expected is None else expected
         try:
-            gpu_contenders.check(gpu_contenders.OURS, expected, actual)
+            peers.check(peers.OURS, expected, actual)
         except AssertionError as error:
             raise AssertionError(f"{name} differs from the current choice: {error}") from error
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.garbage import cost
+from bench.loop.garbage import cost
 from bench.timing import Comparison, Target, compare
 from ipc import wire
 from ipc.wire import Kind
-from jax_specdec.decode import decode
-from jax_specdec.encode import SlotContents, encode
-from jax_specdec.output_processor import ProcessorState, admit, step
-from jax_specdec.records import Records
+from jax_specdec.records.decode import decode
+from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.output_processor import ProcessorState, admit, step
+from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
 
 TOKENS = 3  # a step and request: two drafts, both accepted

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from bench import gpu_contenders, gpu_kernels, reference
-from bench.gpu_contenders import COPY, PLAIN
+from bench import reference
+from bench.gpu import contenders, kernels
+from bench.gpu.contenders import COPY, PLAIN
 from bench.timing import Comparison, Target, compare
 from pallas_kernels import implementations, topk_logprobs
 from pallas_kernels.shapes import CPU_SPEED, GPU, VOCABULARIES, Shape
@@ -41,7 +42,7 @@ def run(quick: bool) -> list[Comparison]:
     """Every shape of this machine's table; `quick` takes a few of them."""
     if implementations.cuda_capability() is not None:
         shapes = [s for s in GPU if not quick or (s.rows in (64, 1536) and s.k in (0, 20))]
-        return gpu_kernels.run(shapes)
+        return kernels.run(shapes)
     copy = measure_copy()
     found = [measure(shape) for shape in (QUICK if quick else SHAPES)]
     return [copy, *(beside(one, copy.figures[COPY]["GB/s"]) for one in found)]
@@ -49,8 +50,8 @@ def run(quick: bool) -> list[Comparison]:
 
 def measure(shape: Shape, rounds: int = 7) -> Comparison:
     """The plain way and the XLA implementation on the same arrays; equal results first."""
-    logits = gpu_contenders.random_logits(shape, seed=0)
-    token_ids = gpu_contenders.random_ids(shape)
+    logits = contenders.random_logits(shape, seed=0)
+    token_ids = contenders.random_ids(shape)
 
     def bind(program: Callable[[jax.Array, jax.Array], Any]) -> Callable[[], Any]:
         compiled = jax.jit(program)
@@ -62,7 +63,7 @@ def measure(shape: Shape, rounds: int = 7) -> Comparison:
             PLAIN: bind(lambda x, t: reference.topk_logprobs(x, t, shape.k)),
             "xla": bind(lambda x, t: topk_logprobs(x, t, shape.k, implementation="xla")),
         },
-        check=gpu_contenders.check,
+        check=contenders.check,
         rounds=rounds,
         settings={
             "shape": str(shape), "bytes": logits.nbytes, "device": jax.devices()[0].device_kind,
@@ -79,7 +80,7 @@ def targets_of(found: Comparison) -> tuple[Target, ...]:
 
 def measure_copy() -> Comparison:
     """The bandwidth of the memory: a copy of as many logits as the largest comparison has."""
-    x = gpu_contenders.random_logits(CPU_SPEED, seed=0)
+    x = contenders.random_logits(CPU_SPEED, seed=0)
     copy = jax.jit(lambda x: -x)
     found = compare(
         f"copy of {x.nbytes >> 20} MiB",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipc import wire
 
 WORD = 4
-BITS_PER_TRIP = 4  # of the search among shards, see jax_specdec.cutoff
+BITS_PER_TRIP = 4  # of the search among shards, see jax_specdec.device.sampling.threshold_search
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def logprob_bytes(rows: int, top_k: int, chosen: int, devices: int) -> tuple[int
 
 
 def num_digits(vocabulary: int) -> int:
-    """Words of an exact sum of probabilities, as in `jax_specdec.fixed_point`."""
+    """Words of an exact sum of probabilities, as in `jax_specdec.device.sampling.exact_sums`."""
     log = (vocabulary - 1).bit_length()
     return -(-(log + 21) // (31 - max(1, log)))
 

@@ -16,9 +16,9 @@ from own_loop import admit_all, start_worker
 from ipc.errors import PeerDied
 from ipc.ring import RingReader
 from ipc.wording import counted
-from jax_specdec.decode import decode
-from jax_specdec.output_processor import flush, step
-from jax_specdec.records import FinishReason
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.decode import decode
+from jax_specdec.records.output_processor import flush, step
 
 SHARES = (story.REQUESTS[:2], story.REQUESTS[2:])  # of the two workers
 

@@ -26,8 +26,8 @@ from jax.experimental import io_callback
 
 from ipc.errors import PeerClosed, PeerDied
 from ipc.ring import RingWriter
-from jax_specdec import modes
-from jax_specdec.device_checks import check
+from jax_specdec.device.messages import row_logprobs
+from jax_specdec.device.worker.device_checks import check
 
 ENGINE = Path(__file__).parent / "jitted_loop_engine.py"
 
@@ -88,7 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     params = trigram.load()
     asks = [request.params for request in story.REQUESTS]
-    widths = modes.widths_of(asks, story.VOCAB)
+    widths = row_logprobs.widths_of(asks, story.VOCAB)
     # Few slots: the loop is at most two steps ahead of the engine.
     with RingWriter.create(num_slots=4, slot_bytes=options.slot_bytes) as ring:
         engine = subprocess.Popen(
@@ -98,7 +98,9 @@ def main() -> None:
         publisher = Publisher(ring)
         run = jax.jit(partial(decode_all, publisher), static_argnums=(3, 4))
         loop = own_step.start(story.REQUESTS)
-        done = run(params, loop, modes.asked_of(asks, widths), widths, options.then == "go-on")
+        done = run(
+            params, loop, row_logprobs.asked_of(asks, widths), widths, options.then == "go-on"
+        )
         jax.block_until_ready(done)
         jax.effects_barrier()  # the last callback has returned
         if isinstance(publisher.error, PeerDied | PeerClosed):

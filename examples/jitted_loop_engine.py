@@ -8,8 +8,8 @@ import story
 from own_loop import admit_all
 
 from ipc.ring import RingReader
-from jax_specdec.decode import decode
-from jax_specdec.output_processor import step
+from jax_specdec.records.decode import decode
+from jax_specdec.records.output_processor import step
 
 
 def main() -> None:

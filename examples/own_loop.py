@@ -14,9 +14,9 @@ import story
 
 from ipc.ring import RingReader
 from jax_specdec.control import Admit, to_line
-from jax_specdec.decode import decode
-from jax_specdec.output_processor import ProcessorState, admit, flush, step
-from jax_specdec.records import FinishReason
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.decode import decode
+from jax_specdec.records.output_processor import ProcessorState, admit, flush, step
 
 WORKER = Path(__file__).parent / "own_loop_worker.py"
 

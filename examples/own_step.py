@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.drafters import draw, joined
-from jax_specdec.messages import draft_message, step_output, target_message
-from jax_specdec.modes import Asked, Widths
-from jax_specdec.verify import verify
+from jax_specdec.device.drafting.drafters import draw, joined
+from jax_specdec.device.messages.row_logprobs import Asked, Widths
+from jax_specdec.device.messages.step_messages import draft_message, step_output, target_message
+from jax_specdec.device.sampling.verify import verify
 
 NUM_DRAFTS = 3
 
@@ -56,7 +56,7 @@ def step(
     Args:
       model: `(tokens [B, T], positions [B, S]) -> logits [B, S, V]`, the target.
       drafter: the same of a smaller model.
-      asked, widths: what the requests want to know (`jax_specdec.modes` makes both).
+      asked, widths: what the requests want to know (`asked_of` and `widths_of` make them).
 
     Returns:
       The loop after the step, and its target and its draft message, [W] uint32 each.

@@ -18,22 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipc.wire import LogprobsMode
-from jax_specdec import loop, tokens
-from jax_specdec.checkpoint import load_model
-from jax_specdec.compiled import Compiled
 from jax_specdec.control import Admit
-from jax_specdec.decode import decode
-from jax_specdec.drafters import MtpDrafter
-from jax_specdec.model import forward, init_cache, logits
-from jax_specdec.output_processor import ProcessorState, admit, step
+from jax_specdec.device.drafting.drafters import MtpDrafter
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.model.checkpoint import load_model
+from jax_specdec.device.model.llama import forward, logits
+from jax_specdec.device.model.params import init_cache
+from jax_specdec.device.worker.worker import Worker
+from jax_specdec.records.decode import decode
+from jax_specdec.records.output_processor import ProcessorState, admit, step
 from jax_specdec.requests import Request, SamplingParams
-from jax_specdec.worker import Worker
+from jax_specdec.text import byte_tokens
 
 B, MAX_TOKENS, NUM_DRAFTS = 16, 24, 1
 TEMPERATURE, TOP_K = 0.9, 40
 LEARNING_RATE = 0.02
 CLOSE = 1e-4  # what two float32 forward passes of different shapes may differ by
-PROMPT = tuple(tokens.encode("def ", start_document=True).tolist())
+PROMPT = tuple(byte_tokens.encode("def ", start_document=True).tolist())
 LENGTH = len(PROMPT) + MAX_TOKENS
 
 
@@ -97,7 +99,7 @@ def main() -> None:
     parser.add_argument("--mode", default="processed", choices=["raw", "scaled", "processed"])
     mode = LogprobsMode[parser.parse_args().mode.upper()]
     params, model = load_model(dtype="float32")
-    config = loop.LoopConfig(model, MtpDrafter(model, NUM_DRAFTS), num_slots=B, max_length=LENGTH)
+    config = LoopConfig(model, MtpDrafter(model, NUM_DRAFTS), num_slots=B, max_length=LENGTH)
     compiled = Compiled(config)
     update = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
     score = jax.jit(policy_logprobs, static_argnums=1)
@@ -119,7 +121,7 @@ def main() -> None:
             print(
                 f"  epoch {epoch}: importance ratios from {ratios.min():.3f} to {ratios.max():.3f}"
             )
-    print(f"the last rollout: {tokens.decode(ids[rewards.argmax()][1:])!r}")
+    print(f"the last rollout: {byte_tokens.decode(ids[rewards.argmax()][1:])!r}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_specdec import tokens
+from jax_specdec.text import byte_tokens
 
 SPLITS = ("train", "held-out")
 HELD_OUT_SHARE = 0.08  # of the files, by a hash of their paths
@@ -97,7 +97,7 @@ def load(entries: Sequence[Entry], split: str, library: Path) -> np.ndarray:
         if content is None or _sha256(content) != entry.sha256:
             wrong.append(f"  {entry.path}: {'missing' if content is None else 'differs'}")
         else:
-            documents.append(tokens.encode(content, start_document=True))
+            documents.append(byte_tokens.encode(content, start_document=True))
     if wrong:
         raise CorpusError(
             f"{len(wrong)} files below {library} (Python {sys.version.split()[0]}) are not those "
@@ -107,7 +107,7 @@ def load(entries: Sequence[Entry], split: str, library: Path) -> np.ndarray:
         )
     if not documents:
         raise CorpusError(f"the list has no {split} files")
-    return np.concatenate([*documents, np.array([tokens.EOS_ID], np.int32)])
+    return np.concatenate([*documents, np.array([byte_tokens.EOS_ID], np.int32)])
 
 
 def digest(entries: Sequence[Entry]) -> str:

@@ -24,25 +24,28 @@ import numpy as np
 import tiny_corpus
 from jax import lax
 
-from jax_specdec import checkpoint, tokens
-from jax_specdec.model import (
-    LayerParams,
-    ModelConfig,
-    ModelParams,
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model import checkpoint
+from jax_specdec.device.model.llama import (
     attention,
     decoder_layer,
     embed,
     forward,
-    init_cache,
-    init_mtp_cache,
-    init_params,
     logits,
     rms_norm,
 )
-from jax_specdec.mtp import mtp_forward, mtp_inputs, mtp_params
+from jax_specdec.device.model.mtp import mtp_forward, mtp_inputs, mtp_params
+from jax_specdec.device.model.params import (
+    LayerParams,
+    ModelParams,
+    init_cache,
+    init_mtp_cache,
+    init_params,
+)
+from jax_specdec.text import byte_tokens
 
 CONFIG = ModelConfig(
-    vocab_size=tokens.VOCAB_SIZE, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2,
+    vocab_size=byte_tokens.VOCAB_SIZE, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2,
     head_dim=32, intermediate_size=384, num_mtp_layers=1,
 )  # fmt: skip
 DRAFT_DEPTH = 2  # drafts that the MTP head is trained for
@@ -209,7 +212,7 @@ def acceptance(
     proposed = accepted = 0
     for row_emitted, row_drafted in zip(emitted, drafted, strict=True):
         at = 0  # the draft made together with token `at` is for token at + 1
-        while at + 1 < generated and row_emitted[at] != tokens.EOS_ID:
+        while at + 1 < generated and row_emitted[at] != byte_tokens.EOS_ID:
             hit = row_drafted[at] == row_emitted[at + 1]
             proposed, accepted = proposed + 1, accepted + int(hit)
             at += 1 + int(hit)

@@ -7,8 +7,10 @@ from os import getpid
 from time import monotonic_ns
 from typing import NamedTuple
 
+from ipc.endpoint import RingCounters, Side
 from ipc.errors import CorruptMessage, EndOfStream, RingError, RingTimeout
-from ipc.layout import (
+from ipc.peers import PeerWatch
+from ipc.segment_layout import (
     DESCRIPTOR,
     DESCRIPTOR_FIELDS,
     DESCRIPTOR_MAGIC,
@@ -18,8 +20,6 @@ from ipc.layout import (
     VERSION,
     Role,
 )
-from ipc.peers import PeerWatch
-from ipc.side import RingCounters, Side
 from ipc.waiting import SLICE_NS, deadline_after
 from ipc.wording import counted
 

@@ -43,8 +43,8 @@ send(), `counters().messages` says whether that message was sent. An interrupted
 had taken a message hands it out at the next call.
 """
 
+from ipc.endpoint import RingCounters
 from ipc.reader import ReceivedMessage, RingReader
-from ipc.side import RingCounters
 from ipc.writer import RingWriter
 
 __all__ = ["ReceivedMessage", "RingCounters", "RingReader", "RingWriter"]

@@ -34,7 +34,8 @@ from ipc.errors import (
     RingNotFound,
     RoleTaken,
 )
-from ipc.layout import (
+from ipc.peers import ProcessIdentity, current_process, is_alive
+from ipc.segment_layout import (
     FLAG_DOORBELL,
     IDENTITY_BYTES,
     PAGE_BYTES,
@@ -45,7 +46,6 @@ from ipc.layout import (
     pack_identity,
     unpack_identity,
 )
-from ipc.peers import ProcessIdentity, current_process, is_alive
 from ipc.wording import counted
 
 SHM_DIRECTORY = Path("/dev/shm")

@@ -6,8 +6,10 @@ from time import monotonic_ns
 
 import numpy as np
 
+from ipc.endpoint import RingCounters, Side
 from ipc.errors import MessageTooLarge, PeerClosed, RingClosed, RingFull
-from ipc.layout import (
+from ipc.segment import Segment
+from ipc.segment_layout import (
     DESCRIPTOR,
     DESCRIPTOR_FIELDS,
     DESCRIPTOR_MAGIC,
@@ -15,8 +17,6 @@ from ipc.layout import (
     VERSION,
     Role,
 )
-from ipc.segment import Segment
-from ipc.side import RingCounters, Side
 from ipc.waiting import SLICE_NS, WaitPolicy, deadline_after
 from ipc.wording import counted
 

@@ -124,17 +124,17 @@ XLA = compiled(xla.topk_logprobs, xla_greedy_topk_logprobs)
 @functools.cache
 def mosaic_gpu_runner() -> Runner:
     """The GPU kernels."""
-    from pallas_kernels import mosaic_gpu
+    from pallas_kernels.mosaic_gpu import run
 
-    return compiled(mosaic_gpu.topk_logprobs, mosaic_gpu.greedy_topk_logprobs)
+    return compiled(run.topk_logprobs, run.greedy_topk_logprobs)
 
 
 @functools.cache
 def fastest_runner() -> Runner:
     """The GPU kernels in programs for CUDA, XLA in programs for other platforms."""
-    from pallas_kernels import mosaic_gpu
+    from pallas_kernels.mosaic_gpu import run
 
     return compiled(
-        by_platform(2, mosaic_gpu.topk_logprobs, xla.topk_logprobs),
-        by_platform(1, mosaic_gpu.greedy_topk_logprobs, xla_greedy_topk_logprobs),
+        by_platform(2, run.topk_logprobs, xla.topk_logprobs),
+        by_platform(1, run.greedy_topk_logprobs, xla_greedy_topk_logprobs),
     )

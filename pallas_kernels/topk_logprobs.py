@@ -2,9 +2,10 @@
 
 import jax
 
-from pallas_kernels import checks, placement
+from pallas_kernels import checks
 from pallas_kernels.finish import skipped_rows
 from pallas_kernels.implementations import Implementation, choose_implementation
+from pallas_kernels.sharding import placement
 from pallas_kernels.types import TopkLogprobs
 
 

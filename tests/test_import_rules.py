@@ -20,7 +20,7 @@ DEVICE_SIDE = {
     "process_group", "reorder", "sampling", "scoring", "sharding", "slots", "suffix", "verify",
     "worker", "worker_process",
 }  # fmt: skip
-ENTRY_POINTS = {"jax_specdec.cli"}
+ENTRY_POINTS = {"jax_specdec.cli.main"}
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
 
 
@@ -73,7 +73,7 @@ def violations(name, source):
 
 def test_imports_run_one_way():
     found = modules()
-    assert {"ipc.wire", "jax_specdec.engine", "pallas_kernels.xla"} <= found.keys()
+    assert {"ipc.wire", "jax_specdec.engine.engine", "pallas_kernels.xla"} <= found.keys()
     assert {f"jax_specdec.{name}" for name in DEVICE_SIDE} <= found.keys()
     broken = {name: violations(name, path.read_text()) for name, path in found.items()}
     assert {name: wrong for name, wrong in broken.items() if wrong} == {}
@@ -84,14 +84,26 @@ def test_imports_run_one_way():
     [
         ("ipc.ring", "import jax.numpy as jnp", "jax"),
         ("ipc.ring", "import rich", "rich"),
-        ("jax_specdec.decode", "def f():\n    from jax import numpy", "jax"),
-        ("jax_specdec.engine", "from jax_specdec import loop", "jax_specdec.loop"),
-        ("jax_specdec.openai", "from jax_specdec.model import ModelConfig", "jax_specdec.model"),
-        ("jax_specdec.records", "from pallas_kernels import greedy", "pallas_kernels"),
+        ("jax_specdec.records.decode", "def f():\n    from jax import numpy", "jax"),
+        (
+            "jax_specdec.engine.engine",
+            "from jax_specdec import loop",
+            "jax_specdec.device.loop.step",
+        ),
+        (
+            "jax_specdec.export.openai",
+            "from jax_specdec.device.model.llama import ModelConfig",
+            "jax_specdec.device.model.llama",
+        ),
+        ("jax_specdec.records.record", "from pallas_kernels import greedy", "pallas_kernels"),
         ("pallas_kernels.xla", "from ipc import wire", "ipc"),
         ("pallas_kernels.xla", "import numpy, torch", "torch"),
-        ("jax_specdec.demo", "from jax_specdec.cli import main", "jax_specdec.cli"),
-        ("jax_specdec.pack", "import bench.timing", "bench"),
+        (
+            "jax_specdec.cli.demo_requests",
+            "from jax_specdec.cli.main import main",
+            "jax_specdec.cli.main",
+        ),
+        ("jax_specdec.device.messages.pack", "import bench.timing", "bench"),
     ],
 )
 def test_a_violation_is_found(name, source, wrong):
@@ -113,5 +125,5 @@ def test_a_consumer_process_never_starts_an_accelerator_runtime():
 
 
 def test_that_check_can_fail():
-    assert loads_jax("jax_specdec.loop")
-    assert not loads_jax("jax_specdec.engine")
+    assert loads_jax("jax_specdec.device.loop.step")
+    assert not loads_jax("jax_specdec.engine.engine")

@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from jax_specdec import view
-from jax_specdec.openai import completion
-from jax_specdec.output_processor import ProcessorState, admit, step
+from jax_specdec.export import html_page
+from jax_specdec.export.openai import completion
+from jax_specdec.records.output_processor import ProcessorState, admit, step
 from tests.browser.chromium import Browser, Page
-from tests.processor_messages import draft, drafts, request, target, tokens
-from tests.test_openai import MADE, TABLE, two_steps
-from tests.test_view import HOSTILE, hostile_response
+from tests.jax_specdec.export.test_html_page import HOSTILE, hostile_response
+from tests.jax_specdec.export.test_openai import MADE, TABLE, two_steps
+from tests.support.processor_messages import draft, drafts, request, target, tokens
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,9 @@ def browser(tmp_path_factory):
 
 def written(tmp_path, *responses, title="t"):
     file = tmp_path / "page.html"
-    file.write_text(view.page(view.read(map(json.dumps, responses)), title), encoding="utf-8")
+    file.write_text(
+        html_page.page(html_page.read(map(json.dumps, responses)), title), encoding="utf-8"
+    )
     return file
 
 

@@ -2,7 +2,7 @@
 
 Every mutated message is either refused with the project's own error, or decoded to exactly what
 its bytes say: encoding it again gives the same bytes. No crash, no hang, no growth. CI runs the
-same function with fewer messages (tests/test_mutated_messages.py).
+same function with fewer messages (tests/jax_specdec/records/test_mutated_messages.py).
 """
 
 import argparse
@@ -16,8 +16,8 @@ from rich.progress import track
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
-from jax_specdec.decode import Message, MessageError, decode
-from jax_specdec.encode import SlotContents, encode
+from jax_specdec.records.decode import Message, MessageError, decode
+from jax_specdec.records.encode import SlotContents, encode
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ RUNS = {
 
 def demo(path: Path, *options: str) -> list[dict[str, Any]]:
     """The records of a run whose requests are all greedy."""
-    command = [sys.executable, "-m", "jax_specdec.cli", "demo", "--k", "2", "--temperature", "0",
-               "--json", str(path), *options]  # fmt: skip
+    command = [sys.executable, "-m", "jax_specdec.cli.main", "demo", "--k", "2",
+               "--temperature", "0", "--json", str(path), *options]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

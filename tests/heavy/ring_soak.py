@@ -1,7 +1,7 @@
 """The ring's long checks: `python -m tests.heavy.ring_soak [--kills N] [--messages N] ...`.
 
 Each prints RUN with its figures, or NOT RUN and why. Exit status 1 when one failed.
-CI runs the same functions with smaller numbers (tests/test_ring_soak.py).
+CI runs the same functions with smaller numbers (tests/ipc/test_ring_soak.py).
 """
 
 import argparse
@@ -18,8 +18,8 @@ from pathlib import Path
 from ipc import errors
 from ipc.doctor import find_ring_files, remove_leftovers
 from ipc.ring import RingReader, RingWriter
-from tests.ring_peer import Progress, is_intact, payload, start_peer
-from tests.test_ring_hostile import outcome, used_ranges
+from tests.ipc.test_ring_hostile import outcome, used_ranges
+from tests.support.ring_peer import Progress, is_intact, payload, start_peer
 
 MODES = ("predict", "block", "spin")
 

@@ -12,9 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from jax_specdec.tokenizer import Tokenizer
+from jax_specdec.text.tokenizer import Tokenizer
 from tests.hf import checkpoints
-from tests.test_tokenizer import CHAT, CORPUS, byte_level, sentencepiece_style, write
+from tests.jax_specdec.text.test_tokenizer import (
+    CHAT,
+    CORPUS,
+    byte_level,
+    sentencepiece_style,
+    write,
+)
 
 TOLERANCE = 1e-4
 MESSAGES = [{"role": "user", "content": "Zwei Boxkämpfer?"}]
@@ -60,8 +66,8 @@ def test_the_command_writes_what_transformers_computes(tmp_path):
     lines = [{"id": "a", "prompt": CORPUS[0]}, {"id": "b", "messages": MESSAGES}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     subprocess.run(
-        [sys.executable, "-m", "jax_specdec.cli", "generate", "--model", directory, "--prompts",
-         tmp_path / "p.jsonl", "--output", tmp_path / "o.jsonl", "--dtype", "float32",
+        [sys.executable, "-m", "jax_specdec.cli.main", "generate", "--model", directory,
+         "--prompts", tmp_path / "p.jsonl", "--output", tmp_path / "o.jsonl", "--dtype", "float32",
          "--max-tokens", "24", "--logprobs", "4", "--ignore-eos", "--quiet"],
         check=True,
     )  # fmt: skip

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from jax_specdec import model, mtp
-from jax_specdec.checkpoint import load_model
-from tests import decoding
+from jax_specdec.device.model import llama, mtp
+from jax_specdec.device.model.checkpoint import load_model
 from tests.hf import checkpoints
+from tests.support import decoding
 
 TOLERANCE = 1e-4
 K = 5
@@ -120,10 +120,10 @@ def test_bfloat16_arithmetic_stays_near_the_reference(tmp_path):
     assert config.dtype == "bfloat16"  # that of the file
     ids = PROMPTS[2]
     want = reference_logits(reference, ids)
-    hidden, _ = jax.jit(model.forward, static_argnums=1)(
-        params, config, *arrays(ids), model.init_cache(config, 1, 64)
+    hidden, _ = jax.jit(llama.forward, static_argnums=1)(
+        params, config, *arrays(ids), llama.init_cache(config, 1, 64)
     )
-    got = np.asarray(model.logits(params, config, hidden)[0], np.float64)
+    got = np.asarray(llama.logits(params, config, hidden)[0], np.float64)
     assert 0 < np.abs(got - want).max() < 0.1 * want.std() + 0.1
     assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.999
 
@@ -136,14 +136,14 @@ def test_an_mtp_head_in_deepseeks_layout_equals_torch_modules(copies, tmp_path):
     params, config = load_model(tmp_path, dtype="float32")
     ids = PROMPTS[2]
     tokens, positions = arrays(ids)
-    hidden, _ = jax.jit(model.forward, static_argnums=1)(
-        params, config, tokens, positions, model.init_cache(config, 1, 64)
+    hidden, _ = jax.jit(llama.forward, static_argnums=1)(
+        params, config, tokens, positions, llama.init_cache(config, 1, 64)
     )
     out, _ = jax.jit(mtp.mtp_forward, static_argnums=1)(
         params, config, hidden[:, :-1], tokens[:, 1:], positions[:, :-1],
-        model.init_mtp_cache(config, 1, 64),
+        llama.init_mtp_cache(config, 1, 64),
     )  # fmt: skip
-    got = jax.nn.log_softmax(model.logits(params, config, out)[0])
+    got = jax.nn.log_softmax(llama.logits(params, config, out)[0])
     with torch.no_grad():
         inner = written.model(torch.tensor([ids])).last_hidden_state
         embedded = written.model.embed_tokens(torch.tensor([ids]))

@@ -1,0 +1,214 @@
+"""Who computes logprobs on a GPU in the benchmark: our kernels, their peers, and two bounds.
+
+Every contender is one compiled program for one call, on the same arrays as all others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import reference
+from bench.gpu import floor, torch_peers
+from bench.gpu.device_clock import Span, Work, device_spans, host_spans
+from bench.timing import BenchError
+from pallas_kernels import topk_logprobs
+from pallas_kernels.mosaic_gpu import run
+from pallas_kernels.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.shapes import Shape
+
+PLAIN = "log_softmax + top_k"
+UNSTABLE = "log_softmax + top_k, unstable"
+TORCH = ("torch eager", "torch compiled")
+OURS, FUSED, FLOOR, COPY = "mosaic_gpu", "mosaic_gpu, fused greedy", "max only", "copy"
+NO_ANSWER = (FLOOR, COPY)  # they bound the speed and compute nothing that could be compared
+OPTIONAL = (UNSTABLE, *TORCH)  # without them the others are still worth measuring
+NO_TIE_ORDER = (UNSTABLE, *TORCH)
+
+BUFFERS = 3
+PLUG_BYTES = 512 << 20  # ten times an H100's L2 cache; about a third of a millisecond
+CEILING = Shape(1024, 131_072, 0, "float32")  # 512 MiB: the copy that sets the bandwidth
+ROUNDS = (7, 31)  # at least and at most
+
+Clock = Callable[[Sequence[Work]], list[Span]]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs: a GPU, or a CPU that goes through the same steps in a rehearsal."""
+
+    clock: Clock = device_spans
+    interpret: Any = None
+    plug_bytes: int = PLUG_BYTES
+    ceiling: Shape = CEILING
+    rounds: tuple[int, int] = ROUNDS
+    on_gpu: bool = True
+
+
+def rehearsal(interpret: Any) -> Machine:
+    """Everything small, kernels interpreted, and the host's clock: no figure of it is a result."""
+    return Machine(host_spans, interpret, 1 << 16, Shape(4, 4096, 0, "float32"), (2, 2), False)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A compiled program: `launch(i)` enqueues it on buffer i, `result` makes NumPy arrays."""
+
+    launch: Callable[[int], Any]
+    plug: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    result: Callable[[Any], Any]
+    temporaries: int | None = None  # bytes beyond inputs and outputs; None where nobody says
+
+
+def make_contenders(
+    shape: Shape, machine: Machine, only: Sequence[str] = ()
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The plain way first: the baseline. And who is missing, with the reason.
+
+    only: these programs of jax's; all contenders if empty.
+    """
+    buffers = [random_logits(shape, seed) for seed in range(BUFFERS)]
+    token_ids = random_ids(shape)
+    k, interpret = shape.k, machine.interpret
+    tiling = choose_tiling(shape.rows, shape.vocabulary, k, shape.dtype)
+    extra = jnp.zeros((shape.rows, 0), jnp.int32)
+    rows = jnp.int32(shape.rows)
+    missing: dict[str, str] = {}
+    programs: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
+        PLAIN: lambda x, t: reference.topk_logprobs(x, t, k),
+        "xla": lambda x, t: topk_logprobs(x, t, k, implementation="xla"),
+        OURS: lambda x, t: run.topk_logprobs(x, t, k, None, None, None, extra, interpret=interpret),
+        FUSED: lambda x, _: run.greedy_topk_logprobs(x, k, rows, None, extra, interpret=interpret),
+        FLOOR: lambda x, _: floor.row_maxima(tiling, x, interpret),
+        COPY: lambda x, _: -x,
+    }
+    if reference.has_unstable_top_k():
+        programs[UNSTABLE] = lambda x, t: reference.topk_logprobs(x, t, k, is_stable=False)
+    else:
+        missing[UNSTABLE] = f"jax {jax.__version__} has no lax.top_k(is_stable=False)"
+    plug = jax_plug(machine.plug_bytes)
+    contenders = {
+        name: jax_contender(program, buffers, token_ids, plug)
+        for name, program in programs.items()
+        if not only or name in only
+    }
+    if only:
+        return contenders, missing
+    if (why := torch_peers.obstacle(machine.on_gpu)) is not None:
+        return contenders, missing | dict.fromkeys(TORCH, why)
+    return contenders | torch_contenders(k, buffers, token_ids, machine), missing
+
+
+def jax_contender(
+    program: Callable[[jax.Array, jax.Array], Any],
+    buffers: Sequence[jax.Array],
+    token_ids: jax.Array,
+    plug: Callable[[], Any],
+) -> Contender:
+    """Compiled ahead of time, so that the compiler says how much memory it takes."""
+    compiled = jax.jit(program).lower(buffers[0], token_ids).compile()
+    memory = compiled.memory_analysis()
+    return Contender(
+        launch=lambda i: compiled(buffers[i % BUFFERS], token_ids),
+        plug=plug,
+        wait=jax.block_until_ready,
+        result=lambda out: jax.tree.map(np.asarray, out),
+        temporaries=None if memory is None else memory.temp_size_in_bytes,
+    )
+
+
+def jax_plug(num_bytes: int) -> Callable[[], Any]:
+    """A kernel that reads and writes so many bytes."""
+    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+    buffer = [jnp.zeros(num_bytes // 4, jnp.float32)]
+
+    def plug() -> jax.Array:
+        buffer[0] = increment(buffer[0])
+        return buffer[0]
+
+    return plug
+
+
+def torch_contenders(
+    k: int, buffers: Sequence[jax.Array], token_ids: jax.Array, machine: Machine
+) -> dict[str, Contender]:
+    """PyTorch's programs on the same memory."""
+    tensors = [torch_peers.share(x) for x in buffers]
+    ids = torch_peers.share(token_ids).long()
+    plug = torch_peers.plug(machine.plug_bytes, machine.on_gpu)
+
+    def bind(program: torch_peers.Program) -> Contender:
+        return Contender(
+            launch=lambda i: program(tensors[i % BUFFERS], ids),
+            plug=plug,
+            wait=torch_peers.wait,
+            result=torch_peers.as_arrays,
+        )
+
+    return {name: bind(program) for name, program in torch_peers.programs(k).items()}
+
+
+def check_equal(
+    shape: Shape, contenders: Mapping[str, Contender]
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Every answer against the plain way's, on every buffer; also the warm-up.
+
+    Returns:
+      The contenders to measure, and which optional peers are not, with the reason.
+
+    Raises:
+      BenchError: one of the others has another answer.
+    """
+    failed: dict[str, str] = {}
+    for i in range(BUFFERS):
+        expected = contenders[PLAIN].result(contenders[PLAIN].launch(i))
+        for name, contender in contenders.items():
+            if name in failed:
+                continue
+            try:
+                out = contender.launch(i)
+                contender.wait(out)
+                if name not in NO_ANSWER:
+                    check(name, expected, contender.result(out))
+            except AssertionError as error:
+                text = f"{shape}: {name} differs from {PLAIN}: {error}"
+                if name not in OPTIONAL:
+                    raise BenchError(text) from error
+                failed[name] = text
+            except Exception as error:
+                if name not in OPTIONAL:
+                    raise
+                failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    return {name: one for name, one in contenders.items() if name not in failed}, failed
+
+
+def check(name: str, expected: Any, actual: Any) -> None:
+    """Equal ids and ranks, close logprobs, as far as this contender promises them."""
+    first = 1 if name == FUSED else 0  # the fused path answers for its own tokens
+    np.testing.assert_allclose(
+        actual.logprobs[:, first:], expected.logprobs[:, first:], rtol=1e-6, atol=3e-5
+    )
+    if name not in NO_TIE_ORDER:
+        np.testing.assert_array_equal(actual.token_ids[:, first:], expected.token_ids[:, first:])
+    if not first:
+        np.testing.assert_array_equal(actual.token_ranks, expected.token_ranks)
+
+
+def random_logits(shape: Shape, seed: int) -> jax.Array:
+    """[R, V] in steps of 1/64, made on the device.
+
+    The plain way orders logprobs, and `log_softmax` rounds: logits closer than that would tie there
+    and not here. Logits that are equal tie in both.
+    """
+    normal = jax.random.normal(jax.random.key(seed), (shape.rows, shape.vocabulary))
+    return (jnp.round(256 * normal) / 64).astype(shape.dtype)
+
+
+def random_ids(shape: Shape) -> jax.Array:
+    """[R] int32."""
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)

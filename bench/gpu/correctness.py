@@ -1,0 +1,172 @@
+"""The kernels' answers at real sizes: against XLA on every row, against the oracle on some."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.gpu.contenders import random_logits
+from pallas_kernels import TopkLogprobs, implementations, oracle, xla
+from pallas_kernels.mosaic_gpu import run
+from pallas_kernels.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.shapes import VOCABULARIES, Shape
+from tests.pallas_kernels.mosaic_gpu.test_interpreted import edge_rows
+
+ORACLE_ROWS = 4
+LOGITS_AT_MOST = 1 << 28
+DTYPES = ("bfloat16", "float16", "float32")
+
+REAL = tuple(
+    Shape(rows, vocabulary, k, dtype)
+    for (rows, k), vocabulary, dtype in itertools.product(
+        ((1, 128), (4, 20), (64, 0), (256, 5), (2048, 20)), VOCABULARIES.values(), DTYPES
+    )
+    if rows * vocabulary <= LOGITS_AT_MOST
+)
+REHEARSED = (Shape(2, 4352, 2, "bfloat16"), Shape(2, 4097, 1, "float32"))
+EDGES = tuple(Shape(0, v, 20, d) for v in VOCABULARIES.values() for d in DTYPES)
+REHEARSED_EDGES = (Shape(0, 2050, 3, "bfloat16"),)
+SMALL = tuple(Shape(9, v, k, d) for v in (2048, 4100, 5001) for k in (1, 40) for d in DTYPES)
+REHEARSED_SMALL = (Shape(3, 2049, 2, "float16"),)
+SEEDS = 10  # each of these shapes is compiled once and fed so many times
+
+Call = Callable[..., TopkLogprobs]
+Check = Callable[[], None]
+
+
+def everything(interpret: Any = None) -> Iterator[tuple[str, Check]]:
+    """All checks by name, or in a rehearsal (`interpret` is not None) a few small ones.
+
+    Calling one raises AssertionError where an answer is wrong.
+    """
+    small = interpret is not None
+    for shape in REHEARSED if small else REAL:
+        yield f"equal to XLA and the oracle: {shape}", partial(check_shape, shape, interpret)
+    for shape in REHEARSED_EDGES if small else EDGES:
+        name = f"every edge: V={shape.vocabulary} {shape.dtype}"
+        yield name, partial(check_edges, shape, interpret)
+    for shape in REHEARSED_SMALL if small else SMALL:
+        seeds = 1 if small else SEEDS
+        yield f"arbitrary values: {shape}", partial(check_values, shape, seeds, interpret)
+
+
+def separate_path(k: int, interpret: Any) -> Call:
+    """Jitted: logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids."""
+
+    def call(x: Any, ids: Any, rows: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
+        return run.topk_logprobs(x, ids, k, rows, num, temperatures, extra, interpret=interpret)
+
+    return jax.jit(call)
+
+
+def fused_path(k: int, interpret: Any) -> Call:
+    """Jitted: logits, num_rows, temperatures, extra_token_ids."""
+
+    def call(x: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
+        return run.greedy_topk_logprobs(x, k, num, temperatures, extra, interpret=interpret)
+
+    return jax.jit(call)
+
+
+def options(shape: Shape, rng: np.random.Generator) -> tuple[jax.Array, ...]:
+    """Random row_ids, num_rows, temperatures and extra_token_ids."""
+    rows = shape.rows
+    return (
+        jnp.asarray(rng.permutation(rows), jnp.int32),
+        jnp.int32(max(1, rows - 1)),
+        jnp.asarray(rng.choice([0, 0.7, 1, 2], rows), jnp.float32),
+        jnp.asarray(rng.integers(-1, shape.vocabulary + 1, (rows, 3)), jnp.int32),
+    )
+
+
+def check_shape(shape: Shape, interpret: Any) -> None:
+    """Both paths against XLA on all rows and the oracle on a few."""
+    x = random_logits(shape, seed=shape.vocabulary)
+    rng = np.random.default_rng(shape.rows)
+    token_ids = jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)
+    row_ids, num_rows, temperatures, extra = options(shape, rng)
+    rest = (row_ids, num_rows, temperatures, extra)
+    actual = separate_path(shape.k, interpret)(x, token_ids, *rest)
+    expected = jax.jit(xla.topk_logprobs, static_argnums=2)(x, token_ids, shape.k, *rest)
+    compare(actual, expected)
+    few = slice(0, ORACLE_ROWS)
+    oracle.assert_matches(
+        TopkLogprobs(*(part[few] for part in actual)),
+        oracle.topk_logprobs(
+            np.asarray(x[row_ids[few]]),
+            np.asarray(token_ids[few]),
+            shape.k,
+            num_rows=int(num_rows),
+            temperatures=np.asarray(temperatures[few]),
+            extra_token_ids=np.asarray(extra[few]),
+        ),
+    )
+    greedy = jax.jit(implementations.xla_greedy_topk_logprobs, static_argnums=1)
+    compare(
+        fused_path(shape.k, interpret)(x, num_rows, temperatures, extra),
+        greedy(x, shape.k, num_rows, temperatures, extra),
+    )
+
+
+def check_edges(shape: Shape, interpret: Any) -> None:
+    """The tests' rows, which hold every edge of the contract, at a real vocabulary."""
+    width = choose_tiling(7, shape.vocabulary, shape.k, shape.dtype).group_width
+    x: Any = edge_rows(shape.vocabulary, shape.dtype, width)  # type: ignore[no-untyped-call]
+    token_ids = np.arange(len(x), dtype=np.int32) * width % shape.vocabulary
+    check_against_oracle(replace(shape, rows=len(x)), x, token_ids, interpret)
+
+
+def check_values(shape: Shape, seeds: int, interpret: Any) -> None:
+    """Logits from few values, so that ties, edges and invalid rows are common."""
+    values = ([0.5, -0.0, 0.0, -2], [3, -3, -np.inf], [-np.inf, 1, 1e4], [0, 1, np.nan])
+    calls = separate_path(shape.k, interpret), fused_path(shape.k, interpret)
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        x = rng.choice(np.array(values[seed % len(values)]), size=(shape.rows, shape.vocabulary))
+        if seed % 4 == 3:  # few rows with a NaN, not all
+            x = np.where(np.isnan(x) & (rng.random(x.shape) > 1e-4), 0, x)
+        token_ids = rng.integers(-1, shape.vocabulary + 1, shape.rows).astype(np.int32)
+        x = x.astype(jnp.dtype(shape.dtype))
+        check_against_oracle(shape, x, token_ids, interpret, calls)
+
+
+def check_against_oracle(
+    shape: Shape,
+    x: Any,
+    token_ids: Any,
+    interpret: Any,
+    calls: tuple[Call, Call] | None = None,
+) -> None:
+    """Both paths on all rows of x [R, V]."""
+    separate, fused = calls or (separate_path(shape.k, interpret), fused_path(shape.k, interpret))
+    row_ids, num_rows, temperatures, extra = options(shape, np.random.default_rng(0))
+    named = {
+        "num_rows": num_rows,
+        "temperatures": np.asarray(temperatures),
+        "extra_token_ids": np.asarray(extra),
+    }
+    given = jnp.asarray(x), jnp.asarray(token_ids)
+    actual = separate(*given, row_ids, num_rows, temperatures, extra)
+    expected = oracle.topk_logprobs(x, token_ids, shape.k, row_ids=np.asarray(row_ids), **named)
+    oracle.assert_matches(actual, expected)
+    greedy = [oracle.greedy_token_id(row) for row in x]
+    fused_actual = fused(given[0], num_rows, temperatures, extra)
+    oracle.assert_matches(fused_actual, oracle.topk_logprobs(x, greedy, shape.k, **named))
+
+
+def compare(actual: TopkLogprobs, expected: TopkLogprobs) -> None:
+    """Ids and ranks equal; logprobs within twice the bound, since both sides have an error."""
+    np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(actual.token_ranks, expected.token_ranks)
+    for part in ("logprobs", "extra_logprobs"):
+        np.testing.assert_allclose(
+            getattr(actual, part),
+            getattr(expected, part),
+            rtol=2 * oracle.RELATIVE_ERROR,
+            atol=2 * oracle.ABSOLUTE_ERROR,
+        )

@@ -1,0 +1,82 @@
+"""The floor: a kernel that reads the same rows in the same pieces and only takes their maximum.
+
+No kernel that reads the logits once can be faster at the same split, so the distance to it is what
+the sums, the counts and the selection cost.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.compat import GPU
+from pallas_kernels.mosaic_gpu.pass1_rows import read_block, read_edge
+from pallas_kernels.mosaic_gpu.tiling import Tiling
+
+
+def row_maxima(tiling: Tiling, logits: jax.Array, interpret: Any = None) -> jax.Array:
+    """logits [R, V] -> [R] float32; NaN where a row has one, at least when compiled."""
+    kernel = GPU.kernel(
+        functools.partial(_kernel, tiling=tiling, interpreted=interpret is not None),
+        out_type=[compat.shape((logits.shape[0] * tiling.programs,), jnp.float32)],
+        grid=(tiling.programs, logits.shape[0]),
+        grid_names=("program", "row"),
+        compiler_params=compat.compiler_params(approx_math=True),
+        kernel_name="row_maxima",
+        interpret=interpret,
+    )
+    (partial,) = kernel(logits.reshape(-1))
+    return jnp.max(partial.reshape(logits.shape[0], tiling.programs), axis=1)
+
+
+def _kernel(
+    logits_ref: Any,  # [R * V]  in
+    maxima_ref: Any,  # [R * programs] f32  out
+    *,
+    tiling: Tiling,
+    interpreted: bool,
+) -> None:
+    row, program = lax.axis_index("row"), lax.axis_index("program")
+    first = row * tiling.vocabulary
+    skew = tiling.skew(row)
+
+    def nothing(vector: int) -> jax.Array:
+        lowest = jnp.full((tiling.groups_per_block,), -jnp.inf, jnp.float32)
+        return compat.cast(lowest, tiling.layout(vector).reduce(1))
+
+    def larger(maximum: jax.Array, pieces: list[jax.Array]) -> jax.Array:
+        group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+        return jnp.maximum(maximum, group_maxima.astype(jnp.float32))
+
+    def finish(maximum: jax.Array) -> None:
+        maxima_ref[row * tiling.programs + program] = jnp.max(maximum)
+
+    def read_steps() -> None:
+        def step(i: jax.Array, maximum: jax.Array) -> jax.Array:
+            for b in range(tiling.blocks_per_step):
+                block = tiling.first_block + i * tiling.blocks_per_step + b
+                start = first - skew + block * tiling.block
+                pieces = read_block(logits_ref, start, tiling, tiling.vector, interpreted)
+                maximum = larger(maximum, pieces)
+            return maximum
+
+        begin = program * tiling.num_steps // tiling.splits
+        end = (program + 1) * tiling.num_steps // tiling.splits
+        finish(lax.fori_loop(begin, end, step, nothing(tiling.vector)))
+
+    def read_edges() -> None:
+        vector = tiling.vector if tiling.aligned else 1
+        maximum = nothing(vector)
+        for block in tiling.edges:
+            pieces = read_edge(logits_ref, first, skew, block, tiling, vector, interpreted)
+            maximum = larger(maximum, pieces)
+        finish(maximum)
+
+    if tiling.splits:
+        pl.when(program < tiling.splits)(read_steps)
+    if tiling.edges:
+        pl.when(program == tiling.splits)(read_edges)

@@ -1,0 +1,195 @@
+"""The GPU kernels against their peers and against the memory's speed, on the device's own clock.
+
+A launch of a contender's program is one sample: behind a plug that empties the L2 cache, on the
+next of several buffers, timed by `device_clock`. Rounds are interleaved. Before that, all results
+are compared on the same arrays.
+"""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.gpu import contenders as peers
+from bench.gpu.contenders import BUFFERS, COPY, FLOOR, FUSED, OURS, PLAIN, TORCH, Contender, Machine
+from bench.gpu.device_clock import Span, Work, device_spans
+from bench.report.comparison import Comparison, Target, from_samples
+from bench.timing import rotated
+from pallas_kernels.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.shapes import Shape
+
+SECONDS_PER_SHAPE = 4.0
+
+
+def run(shapes: Sequence[Shape], machine: Machine | None = None) -> list[Comparison]:
+    """A comparison of every shape, after one of a large copy, whose bandwidth is the ceiling."""
+    machine = machine or Machine()
+    ceiling = measure_ceiling(machine)
+    found = [ceiling]
+    for shape in shapes:
+        found.append(measure(shape, machine, ceiling.figures[COPY]["GB/s"]))
+    return found
+
+
+def measure_ceiling(machine: Machine) -> Comparison:
+    """A copy so large that launching does not count."""
+    shape = machine.ceiling
+    buffers = [peers.random_logits(shape, seed) for seed in range(BUFFERS)]
+    copy = peers.jax_contender(
+        lambda x, _: -x,
+        buffers,
+        peers.random_ids(shape),
+        peers.jax_plug(machine.plug_bytes),
+    )
+    spans = interleave({COPY: copy}, machine)
+    moved = 2 * shape.rows * shape.vocabulary * 4
+    comparison = from_samples(
+        f"copy of {moved // 2 >> 20} MiB", {COPY: [s.total for s in spans[COPY]]}
+    )
+    figures = {COPY: {"GB/s": moved / comparison[COPY].median / 1e9}}
+    return replace(comparison, suite="gpu", figures=figures, settings=settings(shape, machine))
+
+
+def measure(shape: Shape, machine: Machine, ceiling: float) -> Comparison:
+    """All contenders on the same arrays, equal results first; `ceiling` in GB/s."""
+    contenders, missing = peers.make_contenders(shape, machine)
+    contenders, failed = peers.check_equal(shape, contenders)
+    missing |= failed
+    spans = interleave(contenders, machine)
+    comparison = from_samples(
+        f"topk_logprobs R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
+        {name: [span.total for span in found] for name, found in spans.items()},
+        settings=settings(shape, machine) | {"ceiling GB/s": ceiling},
+        notes={name: f"not measured: {why}" for name, why in missing.items()},
+    )
+    comparison = with_figures(shape, comparison, contenders, spans)
+    return replace(comparison, targets=targets(shape, comparison, ceiling, machine.on_gpu))
+
+
+def glance(shape: Shape, machine: Machine, ceiling: float, only: Sequence[str]) -> Comparison:
+    """A few contenders, without comparing their results; the first is the baseline."""
+    contenders, _ = peers.make_contenders(shape, machine, only)
+    spans = interleave(contenders, machine)
+    comparison = from_samples(
+        f"a glance at R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
+        {name: [span.total for span in spans[name]] for name in only},
+        settings=settings(shape, machine) | {"ceiling GB/s": ceiling},
+    )
+    return replace(with_figures(shape, comparison, contenders, spans), suite="gpu glance")
+
+
+def with_figures(
+    shape: Shape,
+    comparison: Comparison,
+    contenders: Mapping[str, Contender],
+    spans: Mapping[str, Sequence[Span]],
+) -> Comparison:
+    """What was counted beside the time."""
+    figures = {}
+    for name, contender in contenders.items():
+        row = {
+            "GB/s": bytes_moved(shape, name) / comparison[name].median / 1e9,
+            "busy us": float(np.median([span.busy for span in spans[name]])) * 1e6,
+        }
+        if contender.temporaries is not None:
+            row["temporaries %"] = 100 * contender.temporaries / logits_bytes(shape)
+        figures[name] = row
+    return replace(comparison, suite="gpu", figures=figures)
+
+
+def settings(shape: Shape, machine: Machine) -> dict[str, Any]:
+    """What was measured."""
+    return {
+        "rows": shape.rows,
+        "vocabulary": shape.vocabulary,
+        "k": shape.k,
+        "dtype": shape.dtype,
+        "device": jax.devices()[0].device_kind,
+        "clock": clock_name(machine),
+        "tiling": str(choose_tiling(shape.rows, shape.vocabulary, shape.k, shape.dtype)),
+    }
+
+
+def clock_name(machine: Machine) -> str:
+    """Only "device" makes a result that the README may show."""
+    if not machine.on_gpu:
+        return "host, a rehearsal"
+    return "device" if machine.clock is device_spans else "host, launching included"
+
+
+def interleave(contenders: Mapping[str, Contender], machine: Machine) -> dict[str, list[Span]]:
+    """Samples of all contenders, a launch each in every round."""
+    names = list(contenders)
+    once = 0.0
+    for contender in contenders.values():
+        contender.wait(contender.plug())
+        begin = time.perf_counter()
+        contender.wait(contender.launch(0))
+        once += time.perf_counter() - begin
+    least, most = machine.rounds
+    rounds = min(most, max(least, int(SECONDS_PER_SHAPE / once)))
+    schedule = [(i, name) for i in range(rounds) for name in rotated(names, i)]
+
+    def work(i: int, name: str) -> Work:
+        contender = contenders[name]
+        return Work(name, contender.plug, lambda: contender.launch(i), contender.wait)
+
+    spans = machine.clock(list(itertools.starmap(work, schedule)))
+    found: dict[str, list[Span]] = {name: [] for name in names}
+    for (_, name), span in zip(schedule, spans, strict=True):
+        found[name].append(span)
+    return found
+
+
+def targets(
+    shape: Shape, comparison: Comparison, ceiling: float, on_gpu: bool
+) -> tuple[Target, ...]:
+    """The limits that this shape is held to; without a GPU they are named and not measured."""
+    ours = comparison[OURS].median
+
+    def found(value: float) -> float | None:
+        return value if on_gpu else None
+
+    out = []
+    share = {1536: 90, 256: 75}.get(shape.rows)
+    if share is not None and shape.k <= 20:
+        measured = 100 * comparison.figures[OURS]["GB/s"] / ceiling
+        out.append(Target("bandwidth over the copy's", share, found(measured), "%", True))
+    if shape.rows == 64 and shape.k == 0:
+        ratio = ours / comparison[FLOOR].median
+        out.append(Target("time over the floor's", 1.25, found(ratio), "x"))
+    if shape.rows == 64 and shape.k == 20:
+        beyond = (ours - comparison[FLOOR].median) * 1e6
+        out.append(Target("time beyond the floor's", 12, found(beyond), "us"))
+    if shape.k == 20:
+        faster = comparison.speedup(OURS, PLAIN)
+        out.append(Target(f"speed over {PLAIN}", 10, found(faster), "x", True))
+        for name in TORCH:
+            measured_peer = name in comparison.names
+            faster = comparison.speedup(OURS, name) if measured_peer else 0.0
+            value = found(faster) if measured_peer else None
+            out.append(Target(f"speed over {name}", 3, value, "x", True))
+    for name in (OURS, FUSED):
+        held = comparison.figures[name].get("temporaries %")
+        value = None if held is None else found(held)
+        out.append(Target(f"memory of {name} beyond outputs, of the logits", 3, value, "%"))
+    return tuple(out)
+
+
+def logits_bytes(shape: Shape) -> int:
+    return shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
+
+
+def bytes_moved(shape: Shape, name: str) -> int:
+    """What a contender has to read and write, at the least: the logits once, ids, outputs."""
+    size = logits_bytes(shape)
+    if name == COPY:
+        return 2 * size
+    if name == FLOOR:
+        return size + 4 * shape.rows
+    return size + 4 * shape.rows * (2 * (shape.k + 1) + 2)

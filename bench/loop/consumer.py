@@ -1,0 +1,271 @@
+"""The engine's side of the end-to-end benchmark: a process of its own that never imports jax.
+
+It receives the messages of every contender, one contender and one round at a time, and turns them
+into per-request results the way that contender does: in columns (`decode` and `output_processor`),
+or as lists or objects a token (`bench.host`).
+"""
+
+import gc
+import multiprocessing
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from bench import host
+from bench.loop.content import Step, content_of
+from bench.ring.contenders import (
+    CONTENDERS,
+    NotAvailable,
+    QueueReceiver,
+    Receiver,
+    RingReceiver,
+    RingSender,
+    Sender,
+)
+from bench.ring.link import start_unattended
+from bench.timing import BenchError
+from ipc import wire
+from ipc.wire import Kind
+from jax_specdec.records import output_processor
+from jax_specdec.records.decode import Message, decode
+from jax_specdec.records.output_processor import ProcessorState
+from jax_specdec.records.record import Records
+from jax_specdec.requests import Request
+
+PATIENCE_SECONDS = 60.0
+GENERATION = 1  # of every slot: its requests stay for the whole run
+
+# The columns of a round's table, a row a step.
+RECEIVED, DECODED, PROCESSED, CPU, BYTES, TOKENS, ACCEPTED, ROWS = range(8)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the consumer saw: `table` [steps, 8] int64, times in ns of CLOCK_MONOTONIC."""
+
+    table: np.ndarray
+    content: list[Step]  # empty unless it was asked for
+
+
+class Consumer:
+    """The process, its transports, and the commands to it."""
+
+    def __init__(self, transports: Sequence[str], num_slots: int) -> None:
+        """Start it with one receiver for each of `transports` (names of `ring_contenders`)."""
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = context.Pipe()
+        # A multiprocessing.Queue can only be handed over at the start.
+        queues = {name: QueueReceiver() for name in transports if "Queue" in name}
+        self._process = context.Process(
+            target=_main, args=(theirs, list(transports), queues, num_slots), daemon=True
+        )
+        start_unattended(self._process)
+        theirs.close()
+        addresses = self._answer()
+        addresses |= {name: queue.address for name, queue in queues.items()}
+        self.missing: dict[str, str] = {}
+        self.senders: dict[str, Sender] = {}
+        for name in transports:
+            if isinstance(addresses[name], NotAvailable):
+                self.missing[name] = str(addresses[name])
+            else:
+                self.senders[name] = CONTENDERS[name][1](addresses[name])
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None  # it was started
+        return self._process.pid
+
+    def begin(
+        self,
+        transport: str,
+        design: str,
+        requests: Sequence[Request],
+        keep: bool = False,
+        rehearse: bool = False,
+    ) -> None:
+        """Get ready for a round of these requests, one for each slot.
+
+        Args:
+          keep: the messages' content.
+          rehearse: as `EngineConfig.rehearse`; through the ring.
+        """
+        self._control.send((transport, design, list(requests), keep, rehearse))
+        self._answer()
+
+    def end(self) -> Round:
+        """The round's findings, after its last message and `end_of_round` were sent."""
+        result: Round = self._answer()
+        return result
+
+    def close(self) -> None:
+        for sender in self.senders.values():
+            sender.close()
+        if self._process.is_alive():
+            self._control.send(None)
+            self._process.join(5)  # it is idle, unless a round was broken off
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._control.close()
+
+    def _answer(self) -> Any:
+        try:
+            if not self._control.poll(PATIENCE_SECONDS):
+                raise BenchError("the benchmark's consumer process does not answer")
+            answer = self._control.recv()
+        except EOFError:
+            raise BenchError("the benchmark's consumer process has ended") from None
+        if isinstance(answer, BaseException) and not isinstance(answer, NotAvailable):
+            raise BenchError(f"the benchmark's consumer process failed: {answer!r}") from answer
+        return answer
+
+
+NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+
+def send(sender: Sender, words: np.ndarray) -> None:
+    """One message through any of the transports; through the ring as `Worker` sends it."""
+    if isinstance(sender, RingSender):
+        sender.writer.send(words)
+        return
+    sender.send(time.monotonic_ns(), (*NOTHING, words))
+
+
+def end_of_round(sender: Sender) -> None:
+    send(sender, np.zeros(0, np.uint32))
+
+
+def _main(
+    control: Connection, transports: list[str], given: dict[str, QueueReceiver], num_slots: int
+) -> None:
+    receivers: dict[str, Receiver] = dict(given)
+    addresses: dict[str, Any] = {}
+    for name in transports:
+        if name in given:
+            continue
+        try:
+            receivers[name] = CONTENDERS[name][0]()
+            addresses[name] = receivers[name].address
+        except NotAvailable as reason:
+            addresses[name] = reason
+    control.send(addresses)
+    try:
+        while (order := control.recv()) is not None:
+            transport, design, requests, keep, rehearse = order
+            take = DESIGNS[design](requests, num_slots)
+            gc.collect()
+            control.send("ready")
+            rehearsal = take.rehearse if rehearse and isinstance(take, Columns) else None
+            control.send(_round(_receiver_of(receivers[transport], rehearsal), take, keep))
+    except EOFError:
+        pass
+    except Exception as error:  # the other side says it and ends
+        control.send(error)
+    finally:
+        for receiver in receivers.values():
+            receiver.close()
+
+
+Take = Callable[[Any], tuple[int, Any]]  # a message's bytes to (when decoded, results)
+
+_NUM_WORDS = struct.Struct("<I")
+_NUM_WORDS_AT = wire.HEADER["num_words"].word * wire.WORD_BYTES
+
+
+def _round(receive: Callable[[], Any], take: Take, keep: bool) -> Round:
+    """Every message until an empty one; what only the table needs is done after the last clock."""
+    table: list[tuple[int, ...]] = []
+    content: list[Step] = []
+    clock, cpu = time.monotonic_ns, time.process_time_ns
+    while num_bytes := memoryview(data := receive()).nbytes:
+        received = clock()
+        message, size = data, _NUM_WORDS.unpack_from(data, _NUM_WORDS_AT)[0] * wire.WORD_BYTES
+        if size != num_bytes:  # a transport may send more than the message: a fixed size
+            message = memoryview(data).cast("B")[:size]
+        decoded, results = take(message)
+        processed, used = clock(), cpu()
+        words = np.frombuffer(message, "<u4")
+        is_target = int(wire.HEADER["kind"].get(words)) == Kind.TARGET
+        if is_target:
+            table.append((received, decoded, processed, used, num_bytes, *_counts(words)))
+        else:  # a draft message belongs to the step before it
+            last = table.pop()
+            spent = last[DECODED] + (decoded - received)
+            table.append((last[0], spent, processed, used, last[BYTES] + num_bytes, *last[5:]))
+        if keep and is_target:
+            content.append(content_of(results))
+        elif keep:  # records that wait for their drafts' logprobs
+            content[-1] = {**content[-1], **content_of(results)}
+        del data, words, message, results
+    return Round(np.array(table, np.int64).reshape(-1, 8), content)
+
+
+def _receiver_of(receiver: Receiver, rehearse: Callable[[], object] | None) -> Callable[[], Any]:
+    """The next message's bytes, from any transport; from the ring as the engine receives them."""
+    if isinstance(receiver, RingReceiver):
+        reader = receiver.reader
+        return lambda: reader.receive(rehearse=rehearse).data
+    return lambda: receiver.receive()[3]
+
+
+def _counts(words: np.ndarray) -> tuple[int, int, int]:
+    """Tokens, accepted drafts and rows with logprobs of a target message."""
+    begin = wire.HEADER_WORDS
+    slots = words[begin : begin + int(words[3]) * wire.SLOT_WORDS].reshape(-1, wire.SLOT_WORDS)
+    tokens = slots[:, 1] & 0xFFFF
+    accepted = np.maximum(tokens.astype(np.int64) - 1, 0).sum()
+    return int(tokens.sum()), int(accepted), int((slots[:, 1] >> 16).sum())
+
+
+class Columns:
+    """This project's way, as the engine's `Rank` does it."""
+
+    def __init__(self, requests: Sequence[Request], num_slots: int) -> None:
+        # A round starts where the last one ended: any number may be its first step.
+        self.state = replace(ProcessorState.empty(num_slots), next_step=None)
+        for slot, request in enumerate(requests):
+            self.state = output_processor.admit(self.state, slot, GENERATION, request)
+        self.last: tuple[ProcessorState, Any] | None = None
+
+    def __call__(self, data: Any) -> tuple[int, tuple[Message, Records]]:
+        before, message = self.state, decode(data)
+        decoded = time.monotonic_ns()
+        self.state, records = output_processor.step(before, message)
+        if message.kind is Kind.TARGET:
+            self.last = before, data
+        return decoded, (message, records)
+
+    def rehearse(self) -> None:
+        if self.last is not None:
+            state, data = self.last
+            output_processor.step(state, decode(data))
+
+
+def a_token(
+    make: Callable[[int], Callable[[Any], Any]],
+) -> Callable[[Sequence[Request], int], Take]:
+    """One of `bench.host`'s designs that make something for each token."""
+
+    def design(requests: Sequence[Request], num_slots: int) -> Take:
+        call = make(num_slots)
+
+        def take(data: Any) -> tuple[int, Any]:
+            decoded = time.monotonic_ns()
+            return decoded, call(np.frombuffer(data, "<u4"))
+
+        return take
+
+    return design
+
+
+DESIGNS: dict[str, Callable[[Sequence[Request], int], Take]] = {
+    "columns": Columns,
+    "lists": a_token(host.lists),
+    "objects": a_token(host.objects),
+}

@@ -1,0 +1,303 @@
+"""The worker's side of the end-to-end benchmark: one contender's loop, measured round by round.
+
+The loop is the product's own `Worker`; a contender differs in what its requests ask for and, for
+the ablations, in one part that is replaced: the kernel, the message, the transport or the decoder.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import cores, reference
+from bench.loop.consumer import CPU, GENERATION, PROCESSED, Consumer, Round, end_of_round, send
+from bench.ring.contenders import SEED_BYTES, Sender
+from ipc import wire
+from ipc.errors import RingError
+from ipc.wire import LogprobsMode, SlotState
+from jax_specdec.control import Admit
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.state import LoopConfig, LoopState
+from jax_specdec.device.messages.row_logprobs import Widths
+from jax_specdec.device.messages.step_messages import StepOutput, target_message
+from jax_specdec.device.worker.worker import Worker
+from jax_specdec.requests import Request, SamplingParams
+
+WARM_STEPS = 2  # after the prompts, before the clock
+SETTLE = 6  # at most: steps taken apart and not counted, while the ring learns when they come
+PAUSE = 0.001  # seconds after a step taken apart, for the engine: a GPU would compute meanwhile
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the comparison."""
+
+    name: str
+    logprobs: int | None  # K of the requests that ask; None: nobody asks
+    askers: int | None = None  # how many requests ask; None: all
+    draft_logprobs: bool = False
+    mode: LogprobsMode = LogprobsMode.RAW
+    temperature: float = 0.0
+    top_p: float = 1.0
+    kernel: str = "ours"  # "separate": never fused with verification; "naive"
+    message_bytes: int | None = None  # None: as long as its content
+    transport: str = "ring"
+    design: str = "columns"  # how the engine's side decodes
+    rehearse: bool = True  # as `EngineConfig.rehearse`: with our transport and decoder
+
+    def requests(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
+        """A request for each slot."""
+        asking = len(prompts) if self.askers is None else self.askers
+        return [
+            Request(
+                id=str(slot),
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(
+                    max_tokens=max_tokens,
+                    logprobs=self.logprobs if slot < asking else None,
+                    logprobs_mode=self.mode,
+                    draft_logprobs=self.draft_logprobs,
+                    temperature=self.temperature,
+                    top_p=self.top_p,
+                    seed=slot,
+                ),
+            )
+            for slot, prompt in enumerate(prompts)
+        ]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One round of one contender. Times in seconds; medians are over the round's steps."""
+
+    step: float  # of the loop as it runs: step n + 1 is launched before step n is read
+    engine_cpu: float  # of the consumer's process, for each of those steps
+    output: float  # the worker's thread for output: launching the message, and publishing it
+    publish: float  # the part of `output` after the message is on the device
+    host: float  # ready to processed: everything after the device array exists, device idle
+    copy: float  # the parts of `host`, one after the other: until it is sent, copied and checked,
+    ring: float  # until the consumer has its bytes,
+    decode: float
+    process: float
+    busy: float  # sent to processed as the loop runs: the device computes the next step meanwhile
+    bytes: float  # of all messages of a step
+    tokens: float  # emitted by a step
+    rows: float  # of which logprobs were sent
+    spans: list[dict[str, int]]  # of every step that was taken apart: its moments in ns
+
+
+@dataclass
+class Meter:
+    """Stands between the worker and the transport, and around the functions that launch output."""
+
+    sender: Sender
+    message_bytes: int | None
+    keeps_messages: bool = False  # whether the transport reads a message after `send`
+    dispatch_ns: int = 0  # since it was set to 0
+    sent_ns: list[int] = field(default_factory=list)  # when each message was about to be sent
+    words: np.ndarray = field(default_factory=lambda: np.zeros(wire.HEADER_WORDS, np.uint32))
+
+    def __post_init__(self) -> None:
+        if self.message_bytes is not None:
+            self.fixed = np.zeros(self.message_bytes // wire.WORD_BYTES, np.uint32)
+
+    def send(self, data: np.ndarray, /) -> None:
+        self.sent_ns.append(time.monotonic_ns())
+        self.words = data
+        if self.message_bytes is not None:
+            self.fixed[: data.size] = data
+            # A queue pickles later, in a thread of its own: what it got must not change.
+            data = self.fixed.copy() if self.keeps_messages else self.fixed
+        send(self.sender, data)
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, with the time until it returns (not until it is done) added up."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter_ns()
+            result = call(*args, **kwargs)
+            self.dispatch_ns += time.perf_counter_ns() - begin
+            return result
+
+        return timed
+
+    def all_emit(self) -> bool:
+        """Whether every slot had tokens in the last message."""
+        num_slots = int(wire.HEADER["num_slots"].get(self.words))
+        slots = self.words[wire.HEADER_WORDS :][: num_slots * wire.SLOT_WORDS]
+        states = wire.SLOT["state"].get(slots.reshape(num_slots, wire.SLOT_WORDS))
+        return num_slots > 0 and bool(np.all(states == SlotState.TOKENS))
+
+
+class Rig:
+    """A worker of one contender, ready to run rounds against the consumer."""
+
+    def __init__(
+        self,
+        contender: Contender,
+        config: LoopConfig,
+        params: Any,
+        compiled: Compiled,
+        consumer: Consumer,
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        self.contender = contender
+        self.consumer = consumer
+        self.requests = contender.requests(prompts, config.max_length - max(map(len, prompts)))
+        self.start: LoopState | None = None  # after the prompts, once they were run
+        self.meter = Meter(
+            consumer.senders[contender.transport],
+            contender.message_bytes,
+            keeps_messages="Queue" in contender.transport,
+        )
+        self.worker = Worker(
+            config,
+            params,
+            self.meter,
+            prefill_chunk=max(map(len, prompts)),
+            compiled=instrumented(compiled, contender, self.meter),
+            fused=None if contender.kernel == "ours" else False,
+        )
+
+    def run(self, steps: int, apart: int, *, keep: bool = False) -> tuple[Steps, Round]:
+        """`steps` steps as they run, then `apart` steps taken apart; the first time the prompts."""
+        try:
+            return self._run(steps, apart, keep)
+        except RingError:
+            self.consumer.end()  # the consumer has ended: raises with its reason
+            raise
+
+    def _run(self, steps: int, apart: int, keep: bool) -> tuple[Steps, Round]:
+        worker, meter = self.worker, self.meter
+        if self.start is None:
+            self.start = self._prefilled()
+        contender = self.contender
+        self.consumer.begin(
+            contender.transport, contender.design, self.requests, keep, contender.rehearse
+        )
+        worker.state = jax.tree.map(jnp.copy, self.start)  # a step takes its state's memory
+        for _ in range(WARM_STEPS):
+            worker.advance()
+        number = worker.step_number
+        meter.sent_ns.clear()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            worker.advance()
+        elapsed = time.perf_counter() - begin
+        if worker.step_number != number + steps or not meter.all_emit():
+            raise RuntimeError("a round must be steps only: its requests ended too early")
+        sent = np.array(meter.sent_ns, np.int64)
+        worker.finish()
+        with cores.engine_core(self.consumer.pid):
+            settle = min(SETTLE, 2 * apart)
+            for _ in range(settle):
+                self._apart()
+            spans = [self._apart() for _ in range(apart)]
+        end_of_round(meter.sender)
+        found = self.consumer.end()
+        start = len(found.table) - apart - settle - steps - 1
+        # The message of the step before came first; a draft message follows its target message.
+        sent = sent[:: len(sent) // steps]
+        return _steps(elapsed, sent, found.table, start, spans), found
+
+    def _prefilled(self) -> LoopState:
+        """The state after the prompts, in which every round starts."""
+        worker, meter = self.worker, self.meter
+        self.consumer.begin(self.contender.transport, self.contender.design, self.requests)
+        for slot, request in enumerate(self.requests):
+            worker.apply(Admit(slot=slot, generation=GENERATION, request=request))
+        worker.advance()
+        worker.advance()
+        while not meter.all_emit():
+            worker.advance()
+        worker.finish()
+        end_of_round(meter.sender)
+        self.consumer.end()
+        return worker.state
+
+    def _apart(self) -> dict[str, int]:
+        """One step with nothing else under way, and the moments between its parts."""
+        clock, meter = time.monotonic_ns, self.meter
+        meter.dispatch_ns = 0
+        moments = {"begin": clock()}
+        self.worker.advance()  # launches; there is nothing to publish
+        moments["launched"] = clock()
+        assert self.worker.launched is not None
+        jax.block_until_ready(self.worker.launched.words)  # type: ignore[no-untyped-call]
+        moments["ready"] = clock()
+        before = len(meter.sent_ns)
+        self.worker.finish()
+        moments["published"] = clock()
+        moments["sent"] = meter.sent_ns[before]  # a draft message comes after it
+        moments["dispatch"] = meter.dispatch_ns
+        time.sleep(PAUSE)
+        return moments
+
+
+def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Compiled:
+    """The loop's functions with the contender's replacements, and with timers around the output."""
+    result = copy.copy(compiled)
+    if contender.kernel == "naive":
+        result.target_message = naive_message
+    if contender.message_bytes is not None:
+        result.leading = lambda words, count: words  # the whole array is copied
+    result.target_message = meter.timed(result.target_message)
+    result.draft_message = meter.timed(result.draft_message)
+    result.leading = meter.timed(result.leading)
+    return result
+
+
+def _naive(output: StepOutput, *args: Any, widths: Widths, process_rank: int = 0) -> jax.Array:
+    """`target_message`, with logprobs of every row, accepted or not, in the plain way."""
+    if widths.k is not None:
+        vocab = output.logits.shape[-1]
+        ids = jnp.maximum(output.token_ids.reshape(-1), 0)
+        rows = reference.topk_logprobs(output.logits.reshape(-1, vocab), ids, widths.k)
+        output = output._replace(greedy_rows=rows)
+    return target_message(output, *args, widths=widths, process_rank=process_rank)
+
+
+naive_message = jax.jit(_naive, static_argnames=("widths", "process_rank"))
+
+# What the seed system sends for every step, whatever is in it.
+FIXED_BYTES = SEED_BYTES - 24
+
+
+def _steps(
+    elapsed: float, sent: np.ndarray, table: np.ndarray, start: int, spans: list[dict[str, int]]
+) -> Steps:
+    steps = len(sent)
+    running = table[start : start + steps]
+    apart = table[-len(spans) :]
+    received, decoded, processed = apart[:, 0], apart[:, 1], apart[:, 2]
+    ready = np.array([s["ready"] for s in spans], np.int64)
+    published = np.array([s["published"] for s in spans], np.int64)
+    dispatch = np.array([s["dispatch"] for s in spans], np.int64)
+    handed_over = np.array([s["sent"] for s in spans], np.int64)
+    for span, row in zip(spans, apart, strict=True):
+        span |= {"received": int(row[0]), "decoded": int(row[1]), "processed": int(row[2])}
+
+    def median(nanoseconds: np.ndarray) -> float:
+        return float(np.median(nanoseconds)) * 1e-9
+
+    return Steps(
+        step=elapsed / steps,
+        engine_cpu=float(running[-1, CPU] - running[0, CPU]) * 1e-9 / (steps - 1),
+        output=median(dispatch + published - ready),
+        publish=median(published - ready),
+        copy=median(handed_over - ready),
+        ring=median(received - handed_over),
+        decode=median(decoded - received),
+        process=median(processed - decoded),
+        host=median(processed - ready),
+        busy=median(running[:, PROCESSED] - sent),
+        bytes=float(running[:, 4].mean()),
+        tokens=float(running[:, 5].mean()),
+        rows=float(running[:, 7].mean()),
+        spans=spans,
+    )

@@ -1,0 +1,105 @@
+"""The models that the end-to-end benchmark decodes with, chosen by the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.drafting.by_name import make_drafter
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.model.checkpoint import load_checkpoint, tiny_weights_path
+from jax_specdec.device.model.params import init_params
+
+REQUESTS = 64
+DRAFTS = 2
+PROMPT = 16  # tokens
+
+
+class Length(NamedTuple):
+    """How long contenders are measured."""
+
+    steps: int  # of a round, as they run
+    apart: int  # more steps of a round, one at a time
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration of the loop, and how long it is measured."""
+
+    name: str
+    load: Callable[[], tuple[Any, ModelConfig]]  # weights and their shape
+    steps: int  # see `Length`
+    apart: int
+    rounds: int
+    targets: bool = False  # whether the targets of an H100 are meant for it
+    sampled: Length | None = None  # of sampled requests, where a step of theirs takes far longer
+
+    def length(self, sampled: bool = False) -> Length:
+        return (sampled and self.sampled) or Length(self.steps, self.apart, self.rounds)
+
+    @property
+    def max_length(self) -> int:
+        """Room for every step of a round to emit all that it can."""
+        return PROMPT + (DRAFTS + 1) * (self.steps + self.apart + 18)
+
+    def loop_config(self, model: ModelConfig) -> LoopConfig:
+        return LoopConfig(
+            model=model,
+            drafter=make_drafter("mtp", DRAFTS, model),
+            num_slots=REQUESTS,
+            max_length=self.max_length,
+        )
+
+
+def shipped() -> tuple[Any, ModelConfig]:
+    """The byte-level model that comes with the package."""
+    params, config, _ = load_checkpoint(tiny_weights_path())
+    return params, config
+
+
+def random(config: ModelConfig) -> tuple[Any, ModelConfig]:
+    return init_params(config, jax.random.key(0)), config
+
+
+def wide() -> tuple[Any, ModelConfig]:
+    """A model that is little more than its vocabulary: the GPU's setup in small."""
+    return random(
+        ModelConfig.tiny(
+            vocab_size=16_384, hidden_size=64, head_dim=16, intermediate_size=128, num_mtp_layers=1
+        )
+    )
+
+
+def llama_1b() -> tuple[Any, ModelConfig]:
+    """Llama 3.2 1B's sizes with an MTP head: random weights, since only time is measured."""
+    return random(ModelConfig.llama_1b(num_mtp_layers=1))
+
+
+def setups(quick: bool) -> list[Setup]:
+    """What this machine measures."""
+    if jax.devices()[0].platform == "gpu":
+        return [large(quick)]
+    if quick:
+        return [Setup("tiny model, V = 264", shipped, 8, 4, 3)]
+    return [
+        Setup("tiny model, V = 264", shipped, 30, 20, 7),
+        # A sampled step cuts 192 distributions: a third of a second on two cores.
+        Setup("random model, V = 16384", wide, 12, 6, 7, sampled=Length(4, 1, 7)),
+    ]
+
+
+def large(quick: bool) -> Setup:
+    """What a GPU measures, and the promises are about."""
+    steps, rounds = (20, 3) if quick else (50, 11)
+    return Setup("1B-class model, V = 128256, bfloat16", llama_1b, steps, 20, rounds, targets=True)
+
+
+def prompts(config: ModelConfig) -> list[list[int]]:
+    """One for each request, random: what is decoded does not matter here."""
+    rng = np.random.default_rng(0)
+    limit = min(config.vocab_size, 256)
+    return [rng.integers(1, limit, PROMPT).tolist() for _ in range(REQUESTS)]

@@ -1,0 +1,249 @@
+"""The whole decoding loop: what logprobs add to it, and which part of this project buys what.
+
+Every contender is a `Worker` (bench/loop/rig.py) whose messages go to a consumer in another process
+(bench/loop/consumer.py). All decode the same prompts to the same tokens, and those that ask for
+the same logprobs deliver the same: that is checked first. Then they run in turn, round by round. A
+round decodes from the state after the prompts: first as a server runs, step n + 1 launched before step n
+is read, then some steps taken apart, each part waited for, the device idle and the engine on a core
+of its own.
+
+Two latencies, both by the wall's clock. "host us", which the target is about: from the moment that
+the device's array exists until the records do, in the steps taken apart; beside a GPU the device
+takes no time of the engine's. The first of these steps are not counted: in them the ring learns
+when to expect the next. "busy us": from sending until the records, as the loop runs; where the CPU
+is the device, it computes the next step on the same cores meanwhile.
+
+"no logprobs" is the baseline; the names after "K = 20, " say which one part is replaced.
+
+Our decoder behind our ring is rehearsed, as in the engine (`EngineConfig.rehearse`): "host us" has
+what that saves, "engine CPU us" what it costs, and "K = 20, not rehearsed" neither. A queue and
+ZeroMQ do not know when the next message comes, and lists and objects change what they keep, so with
+those nothing is rehearsed: their "host us" is to be set beside that row's.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench import progress
+from bench.loop import content
+from bench.loop.consumer import Consumer
+from bench.loop.content import Step
+from bench.loop.rig import FIXED_BYTES, Contender, Rig, Steps
+from bench.loop.setups import DRAFTS, REQUESTS, Length, Setup, prompts, setups
+from bench.timing import Comparison, Target, compare, from_samples, rotated
+from ipc.wire import LogprobsMode
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.worker.worker import runs_on_gpu
+from jax_specdec.requests import Request
+
+QUEUE, ZEROMQ = "multiprocessing.Queue", "ZeroMQ msgpack"
+OFF, K0, K20, ONE = "no logprobs", "K = 0", "K = 20", f"K = 20 for 1 of {REQUESTS}"
+HOST_LIMIT = 500.0  # us a step: everything after the device array exists, K = 20
+ADDED_LIMITS = {K0: 20.0, K20: 50.0, ONE: 22.0}  # us a step on an H100
+BASELINE_LIMIT = 2.0  # times reading the weights
+
+GREEDY = (
+    Contender(OFF, None),
+    Contender(K0, 0),
+    Contender("K = 5", 5),
+    Contender(K20, 20),
+    Contender("K = 20 and draft logprobs", 20, draft_logprobs=True),
+    Contender(ONE, 20, askers=1),
+    Contender("K = 20, not rehearsed", 20, rehearse=False),
+    Contender("K = 20, separate read", 20, kernel="separate"),
+    Contender("K = 20, naive kernel", 20, kernel="naive"),
+    Contender("K = 20, fixed-size message", 20, message_bytes=FIXED_BYTES),
+    Contender("K = 20, multiprocessing.Queue", 20, transport=QUEUE),
+    Contender("K = 20, ZeroMQ", 20, transport=ZEROMQ),
+    Contender("K = 20, lists a token", 20, design="lists"),
+    Contender("K = 20, objects in dicts", 20, design="objects"),
+    Contender("K = 20, the usual way", 20, kernel="naive", message_bytes=FIXED_BYTES,
+              transport=QUEUE, design="objects"),
+)  # fmt: skip
+NOT_QUICK = ("K = 5", "K = 20 and draft logprobs", "K = 20, ZeroMQ", "K = 20, lists a token")
+SAMPLED = tuple(
+    Contender(name, k, mode=mode, temperature=0.8, top_p=0.95)
+    for name, k, mode in (
+        (OFF, None, LogprobsMode.RAW),
+        ("K = 20, raw", 20, LogprobsMode.RAW),
+        ("K = 20, scaled", 20, LogprobsMode.SCALED),
+        ("K = 20, processed", 20, LogprobsMode.PROCESSED),
+    )
+)
+
+
+def run(quick: bool = False) -> list[Comparison]:
+    """Greedy requests on every setup of this machine; and sampled ones, unless `quick`."""
+    results = []
+    for setup in setups(quick):
+        params, model = setup.load()
+        config = setup.loop_config(model)
+        compiled = Compiled(config)
+        with_gpu = runs_on_gpu(config)
+        greedy = [c for c in GREEDY if c.kernel != "separate" or with_gpu]
+        chosen = [c for c in greedy if not (quick and c.name in NOT_QUICK)]
+        groups = {"greedy": chosen} if quick else {"greedy": chosen, "sampled": list(SAMPLED)}
+        for kind, contenders in groups.items():
+            title = f"decoding {REQUESTS} {kind} requests, {DRAFTS} drafts, {setup.name}"
+            length = setup.length(sampled=kind == "sampled")
+            results.append(measure(title, setup, contenders, params, model, compiled, length))
+    return results
+
+
+def measure(
+    title: str,
+    setup: Setup,
+    contenders: Sequence[Contender],
+    params: Any,
+    model: Any,
+    compiled: Compiled | None = None,
+    length: Length | None = None,
+) -> Comparison:
+    """All contenders on one setup; the first is the baseline.
+
+    Args:
+      compiled: the loop's functions for this setup, to be shared; None: new ones.
+      length: None: the setup's.
+
+    Raises:
+      BenchError: one of them delivers other tokens or logprobs.
+    """
+    config, texts = setup.loop_config(model), prompts(model)
+    length = length or setup.length()
+    notes: dict[str, Any] = {}
+    served = list(contenders)
+    consumer = Consumer(sorted({c.transport for c in served}), REQUESTS)
+    try:
+        for contender in list(served):
+            if contender.transport in consumer.missing:
+                served.remove(contender)
+                notes[f"NOT RUN {contender.name}"] = consumer.missing[contender.transport]
+        compiled = compiled or Compiled(config)
+        rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in served}
+        rounds = run_rounds(title, rigs, length)
+    finally:
+        consumer.close()
+    samples = {name: [steps.step for steps in found] for name, found in rounds.items()}
+    settings = {
+        "requests": REQUESTS,
+        "drafts": DRAFTS,
+        "vocabulary": model.vocab_size,
+        "dtype": model.dtype,
+        "parameters": model.num_parameters,
+        "steps": length.steps,
+        "rounds": length.rounds,
+        "device": jax.devices()[0].device_kind,
+    }
+    plain = from_samples(title, samples, settings=settings, notes=notes)
+    figures = {name: figures_of(found, rounds[served[0].name]) for name, found in rounds.items()}
+    targets = targets_of(plain, figures, params, setup) if K20 in figures else ()
+    return replace(plain, figures=figures, targets=tuple(targets))
+
+
+def run_rounds(title: str, rigs: dict[str, Rig], length: Length) -> dict[str, list[Steps]]:
+    """Equal results first; then the rounds, each starting with another contender."""
+    names = list(rigs)
+    rounds: dict[str, list[Steps]] = {name: [] for name in names}
+    with progress.bar(title, len(names) * (length.rounds + 1)) as advance:
+        seen = {}
+        for name, rig in rigs.items():
+            seen[name] = rig.run(4, 2, keep=True)[1].content
+            advance()
+        for name, rig in rigs.items():
+            check(f"{title}: {name}", rig.contender, rig.requests, seen, names[0])
+        for index in range(length.rounds):
+            for name in rotated(names, index):
+                found = rigs[name].run(length.steps, length.apart)[0]
+                rounds[name].append(found)
+                advance()
+    return rounds
+
+
+def check(
+    title: str,
+    contender: Contender,
+    requests: Sequence[Request],
+    seen: Mapping[str, Sequence[Step]],
+    baseline: str,
+) -> None:
+    """What it delivered: the baseline's tokens, and of greedy requests the logprobs of "K = 20".
+
+    Raises:
+      BenchError: it is something else.
+    """
+    greedy = contender.temperature == 0  # sampled requests ask in modes of their own
+    content.check(
+        title,
+        seen[contender.name],
+        seen[baseline],
+        [request.params.logprobs for request in requests],
+        like=seen.get(K20) if greedy else None,
+        drafts=DRAFTS if contender.draft_logprobs else 0,
+    )
+
+
+def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, float]:
+    """What is counted beside the time; times in us a step, medians over the rounds."""
+
+    def median(of: str) -> float:
+        return float(statistics.median(getattr(steps, of) for steps in rounds))
+
+    # Pairs of one round: what drifts between rounds cancels.
+    added = [mine.step - base.step for mine, base in zip(rounds, baseline, strict=True)]
+    kept = [base.step / mine.step for mine, base in zip(rounds, baseline, strict=True)]
+    return {
+        "tokens/s": statistics.median(s.tokens / s.step for s in rounds),
+        "% of tokens/s": 100 * statistics.median(kept),
+        "adds us": 1e6 * statistics.median(added),
+        "worker us": 1e6 * median("output"),
+        "host us": 1e6 * median("host"),
+        "busy us": 1e6 * median("busy"),
+        "part: publish us": 1e6 * median("publish"),
+        "part: copy us": 1e6 * median("copy"),
+        "part: ring us": 1e6 * median("ring"),
+        "part: decode us": 1e6 * median("decode"),
+        "part: process us": 1e6 * median("process"),
+        "engine CPU us": 1e6 * median("engine_cpu"),
+        "bytes": median("bytes"),
+        "rows": median("rows"),
+    }
+
+
+def targets_of(
+    found: Comparison, figures: dict[str, dict[str, float]], params: Any, setup: Setup
+) -> list[Target]:
+    """The promises: the host's on every machine, the device's where it is the one they are for."""
+    targets = [
+        Target("host part, 64 requests at K = 20", HOST_LIMIT, figures[K20]["host us"], "us")
+    ]
+    if not setup.targets:
+        reading = None
+        added: dict[str, float] = {}
+    else:
+        reading = found[OFF].median / seconds_to_read(params)
+        added = {name: figures[name]["adds us"] for name in ADDED_LIMITS}
+    targets.append(
+        Target("H100: baseline step over reading the weights", BASELINE_LIMIT, reading, "x")
+    )
+    return targets + [
+        Target(f"H100: {name} adds to a step", limit, added.get(name), "us")
+        for name, limit in ADDED_LIMITS.items()
+    ]
+
+
+def seconds_to_read(params: Any, size: int = 1 << 29) -> float:
+    """The weights' bytes over the bandwidth of a copy of `size` bytes (read plus written)."""
+    x = jnp.zeros(size // 2, jnp.bfloat16)
+    copy = jax.jit(lambda x: -x)
+    timed = compare(
+        "copy",
+        {"copy": lambda: jax.block_until_ready(copy(x))},  # type: ignore[no-untyped-call]
+        check=None,
+    )
+    weights = float(sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+    return weights * timed["copy"].median / (2 * size)

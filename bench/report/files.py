@@ -1,0 +1,134 @@
+"""Results as files: every figure with the machine, the versions and the settings it belongs to."""
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bench.report.comparison import Comparison, Target, Timing
+
+PACKAGES = ("jax", "jaxlib", "numpy", "posix_ipc", "msgpack", "pyzmq", "iceoryx2", "tokenizers",
+            "torch", "jax-specdec")  # fmt: skip
+
+
+class ResultsError(ValueError):
+    """A file that is not a results file; says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """One run of the benchmarks."""
+
+    path: Path
+    environment: Mapping[str, Any]
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def date(self) -> str:
+        return str(self.environment["date"])
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions that a result belongs to."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load before": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": versions,
+        "command": " ".join(["python -m", *_program(), *sys.argv[1:]]),
+    }
+
+
+def write_json(
+    path: Path, comparisons: Sequence[Comparison], machine: Mapping[str, Any] | None = None
+) -> None:
+    """Write all comparisons with the machine they were made on (`environment()` by default)."""
+    content = {
+        "environment": dict(machine or environment()),
+        "comparisons": [asdict(c) for c in comparisons],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+
+
+def read_json(path: Path) -> Results:
+    """The inverse of `write_json`; files from before a field existed get its default.
+
+    Raises:
+      ResultsError: the file does not hold results.
+    """
+    try:
+        content = json.loads(path.read_text())
+        comparisons = tuple(_comparison(fields) for fields in content["comparisons"])
+        machine = content["environment"]
+        _ = machine["date"], machine["cpus"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResultsError(
+            f"{path} holds no benchmark results ({error!r}): give a file that "
+            "`python -m bench --json` wrote"
+        ) from error
+    return Results(path, machine, comparisons)
+
+
+def _comparison(fields: dict[str, Any]) -> Comparison:
+    timings = [Timing(**{**t, "rounds": tuple(t["rounds"])}) for t in fields.pop("timings")]
+    for timing in timings:
+        if not 0 < timing.median < math.inf:  # nothing is a ratio of it
+            raise ValueError(f"{timing.name!r} took {timing.median!r} s in {fields['title']!r}")
+    targets = tuple(Target(**target) for target in fields.pop("targets", ()))
+    suite = fields.pop("suite", "") or _suite(fields["title"])
+    return Comparison(timings=tuple(timings), targets=targets, suite=suite, **fields)
+
+
+def _suite(title: str) -> str:
+    """The suite of a comparison that does not say it, by how its suite titles them."""
+    for start, suite in (("topk_logprobs", "kernels"), ("copy of", "kernels"),
+                         ("bytes to records", "host"),
+                         ("decoding", "end-to-end")):  # fmt: skip
+        if title.startswith(start):
+            return suite
+    return "ring"
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits: no clock here is better, and the files stay small."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
+    return value
+
+
+def _program() -> list[str]:
+    """The module that was run, without the folders of the machine that it ran on."""
+    path = Path(sys.argv[0])
+    return [path.parent.name if path.name == "__main__.py" else path.stem]
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

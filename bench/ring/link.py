@@ -1,0 +1,184 @@
+"""One transport, set up: a receiver in this process and a sender in a process of its own.
+
+The producer sends what it is asked for, each message when the one before has arrived, so that none
+waits behind another.
+"""
+
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from bench.ring.contenders import CONTENDERS, Receiver
+from bench.timing import BenchError
+from ipc.errors import RingError
+
+
+@dataclass
+class Link:
+    """One contender, set up: the receiver here and its producer process."""
+
+    name: str
+    receiver: Receiver
+    process: Any
+    control: Connection
+    arrived: Any  # shared counter: messages of this order that the receiver has
+
+
+def arrays_of(size: int, seed: int = 0) -> list[np.ndarray]:
+    """A step of about `size` bytes: ids [n] int32, logprobs [n] float32, token ranks int32."""
+    rng = np.random.default_rng(seed)
+    n = (size - 16) * 10 // 84
+    ranks = (size - 16 - 8 * n) // 4
+    return [
+        rng.integers(0, 1 << 17, n, dtype=np.int32),
+        rng.standard_normal(n, dtype=np.float32),
+        rng.integers(1, 1 << 17, ranks, dtype=np.int32),
+    ]
+
+
+def produce(name: str, address: Any, core: int, control: Connection, arrived: Any) -> None:
+    """The producer process: sends what the measuring process asks for."""
+    os.sched_setaffinity(0, {core})
+    sender = CONTENDERS[name][1](address)
+    control.send("ready")
+    with suppress(EOFError):
+        while (order := control.recv()) is not None:
+            size, gap, count, seed = order
+            arrays = arrays_of(size, seed)
+            for number in range(count):
+                while gap and arrived.value < number:
+                    time.sleep(20e-6)  # gives up the GIL: multiprocessing.Queue has a thread here
+                if gap >= 1e-3:
+                    time.sleep(gap)
+                else:
+                    until = time.monotonic_ns() + gap * 1e9
+                    while time.monotonic_ns() < until:
+                        pass
+                sender.send(time.monotonic_ns(), arrays)
+    sender.close()
+
+
+def start_unattended(process: Any) -> None:
+    """Start it deaf to Ctrl-C.
+
+    The terminal sends that to every process of the run. This one here ends the others; they have
+    nothing to say about it.
+    """
+    resource_tracker.ensure_running()  # its own start would undo the next line
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits it
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def link(name: str, core: int) -> Iterator[Link]:
+    """Starts a contender; raises NotAvailable when this machine cannot run it."""
+    receiver = CONTENDERS[name][0]()
+    context = multiprocessing.get_context("spawn")
+    control, theirs = context.Pipe()
+    arrived = context.RawValue("q", 0)
+    process = context.Process(
+        target=produce, args=(name, receiver.address, core, theirs, arrived), daemon=True
+    )
+    start_unattended(process)
+    theirs.close()
+    try:
+        try:
+            if not control.poll(60):
+                raise EOFError
+            control.recv()
+        except EOFError:
+            raise BenchError(f"the producer process of {name} did not start") from None
+        yield Link(name, receiver, process, control, arrived)
+        with suppress(BrokenPipeError):  # it has ended already
+            control.send(None)
+        process.join(10)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        control.close()
+        receiver.close()
+
+
+@contextmanager
+def attended(one: Link) -> Iterator[None]:
+    """Ends a wait for a producer that has ended: of these transports only the ring would notice.
+
+    The system says that a child has ended by SIGCHLD, which breaks off whatever receives.
+    """
+
+    def look(*_: object) -> None:
+        if one.process.exitcode is not None:
+            raise BenchError(
+                f"the producer process of {one.name} ended, with exit status "
+                f"{one.process.exitcode}, while its messages were waited for"
+            )
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        look()  # it may have ended already
+        yield
+    except RingError as error:
+        look()
+        raise BenchError(f"{one.name}: {error}") from error
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def check_equal(one: Link, sizes: Iterable[int]) -> None:
+    """A random step of every size must arrive bit for bit."""
+    for seed, size in enumerate(sizes, start=1):
+        one.control.send((size, 0.0, 1, seed))
+        with attended(one):
+            _, *received = one.receiver.receive()
+        for expected, actual in zip(arrays_of(size, seed), received, strict=True):
+            if not np.array_equal(expected.view(np.int32), np.asarray(actual).view(np.int32)):
+                raise BenchError(f"{one.name} delivered other data than was sent ({size} bytes)")
+
+
+def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float, list[float]]:
+    """Returns seconds per message (median latency, or for gap 0 the mean), this side's CPU share
+    of a core, and each message's latency (for gap 0 none: there, messages wait in line).
+
+    Raises:
+      BenchError: the producer has ended.
+    """
+    with attended(one):
+        return _measure(one, size, gap, count)
+
+
+def _measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float, list[float]]:
+    receive, clock = one.receiver.receive, time.monotonic_ns
+    warm_up = max(count // 10, 5)
+    arrived = one.arrived
+    arrived.value = 0
+    one.control.send((size, gap, count + warm_up, 0))
+    for number in range(warm_up):
+        receive()
+        arrived.value = number + 1
+    latencies = []
+    cpu, start = time.process_time(), clock()
+    for _ in range(count):
+        step = receive()
+        latencies.append(clock() - step[0])
+        del step  # a step is dealt with before the next: its memory can serve again, as in C
+        arrived.value += 1
+    elapsed = (clock() - start) * 1e-9
+    share = (time.process_time() - cpu) / elapsed
+    if not gap:
+        return elapsed / count, share, []
+    seconds = [ns * 1e-9 for ns in latencies]
+    return statistics.median(seconds), share, seconds

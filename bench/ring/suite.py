@@ -1,0 +1,185 @@
+"""One step from process to process: the ring against other transports, and against a bound in C.
+
+Latency runs from just before the sender encodes to NumPy arrays in the receiver's hands. Producer
+and consumer are pinned to two different cores (wake-ups on one core flatter semaphores). Every
+contender has a producer process; each round measures all of them in turn, in another order. Each
+first delivers a random step that must arrive equal.
+
+hot: the next message 100-200 us after the last one arrived. idle: 5 ms after, a decode step. So no
+message waits behind another. throughput: back to back, as fast as the consumer takes them.
+"""
+
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench import progress
+from bench.ring.contenders import BOUND, CONTENDERS, NotAvailable
+from bench.ring.link import Link, check_equal, link, measure
+from bench.timing import BenchError, Comparison, Target, from_samples, rotated
+
+HOT, IDLE = 100e-6, 5e-3
+CASES = {
+    # title: bytes, seconds between messages, messages a round, is the bound measured too
+    "a step at K = 0 (64 requests x 4 tokens, 4,160 bytes), hot": (4_160, HOT, 600, True),
+    "16 KB, hot": (16_384, HOT, 600, True),
+    "530 KB, hot": (530_000, HOT, 300, True),
+    "16 KB, 5 ms between messages": (16_384, IDLE, 80, False),
+    "530 KB, throughput": (530_000, 0.0, 400, True),
+}
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The ring must be at least `factor` times faster than `other` (below 1: may be slower)."""
+
+    case: str
+    other: str
+    factor: float
+
+
+PROMISES = (
+    Promise("a step at K = 0", "SysV fixed struct", 12.0),
+    Promise("16 KB, hot", "ZeroMQ msgpack", 4.0),
+    Promise("16 KB, hot", "SysV fixed struct", 12.0),
+    Promise("530 KB, hot", "ZeroMQ copy=False", 3.0),
+    Promise("530 KB, hot", BOUND, 1 / 1.8),
+    Promise("16 KB, 5 ms", "ZeroMQ msgpack", 2.5),
+    Promise("530 KB, throughput", "ZeroMQ copy=False", 4.0),
+)
+CPU_LIMIT = 0.15  # of a core, for the consumer between messages 5 ms apart
+
+
+@dataclass
+class Samples:
+    """What was measured, by case and contender, and who could not run, with the reason."""
+
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    cpu: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # every message's
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(
+        self, title: str, name: str, seconds: float, cpu: float, latencies: Sequence[float] = ()
+    ) -> None:
+        self.seconds.setdefault(title, {}).setdefault(name, []).append(seconds)
+        self.cpu.setdefault(title, {}).setdefault(name, []).append(cpu)
+        self.latencies.setdefault(title, {}).setdefault(name, []).extend(latencies)
+
+
+@contextmanager
+def bound_program() -> Iterator[Path | None]:
+    """Compiles ring_bound.c; None where no C compiler can."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory, "ring_bound")
+        source = Path(__file__).with_name("ring_bound.c")
+        command = [compiler, "-O2", "-o", str(program), str(source)]
+        done = subprocess.run(command, check=False, capture_output=True)
+        yield program if done.returncode == 0 else None  # a compiler without its C library fails
+
+
+def measure_bound(program: Path, cores: Sequence[int], size: int, gap: float, count: int) -> float:
+    command = [program, *cores, size, count, int(gap * 1e9)]
+    output = subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True)
+    return float(output.stdout.split()[0]) * 1e-9
+
+
+def run(quick: bool = False) -> list[Comparison]:
+    """Measures everything; the first contender, the ring, is the baseline of the ratios.
+
+    The memory that a process happens to get makes its copies between cores up to twice as slow for
+    as long as it lives. So every start begins anew for everybody, and the median is over starts.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise BenchError("this benchmark needs two cores, one for each side")
+    before = os.sched_getaffinity(0)
+    starts, rounds, share = (1, 3, 4) if quick else (9, 1, 1)
+    taken = Samples()
+    try:
+        os.sched_setaffinity(0, {cores[0]})
+        with bound_program() as program:
+            if program is None:
+                taken.missing[BOUND] = "no C compiler that works"
+            with progress.bar("ring", starts * rounds) as advance:
+                for start in range(starts):
+                    with ExitStack() as stack:
+                        links = _start_all(stack, cores[1], taken)
+                        for index in range(start, start + rounds):
+                            names = rotated(list(links), index)
+                            _round(links, program, cores, names, share, taken)
+                            advance()
+    finally:
+        os.sched_setaffinity(0, before)
+    return [_comparison(title, taken, starts * rounds) for title in CASES]
+
+
+def _start_all(stack: ExitStack, core: int, taken: Samples) -> dict[str, Link]:
+    links = {}
+    for name in CONTENDERS:
+        if name in taken.missing:
+            continue
+        try:
+            links[name] = stack.enter_context(link(name, core))
+            check_equal(links[name], [size for size, *_ in CASES.values()])
+        except NotAvailable as reason:
+            taken.missing[name] = str(reason)
+    return links
+
+
+def _round(
+    links: dict[str, Link],
+    program: Path | None,
+    cores: Sequence[int],
+    names: Sequence[str],
+    share: int,
+    taken: Samples,
+) -> None:
+    for title, (size, gap, count, with_bound) in CASES.items():
+        for name in names:
+            taken.add(title, name, *measure(links[name], size, gap, max(count // share, 20)))
+        if program is not None and with_bound:
+            messages = max(count // share, 20)
+            taken.add(title, BOUND, measure_bound(program, cores, size, gap, messages), 0.0)
+
+
+def _comparison(title: str, taken: Samples, rounds: int) -> Comparison:
+    size, gap, count, _ = CASES[title]
+    samples = taken.seconds[title]
+    notes: dict[str, Any] = {f"NOT RUN {name}": why for name, why in taken.missing.items()}
+    settings = {"bytes": size, "gap_s": gap, "messages": count, "rounds": rounds}
+    plain = from_samples(
+        title, samples, settings=settings, notes=notes, events=taken.latencies[title]
+    )
+    targets = [
+        Target(
+            f"speed over {promise.other}",
+            promise.factor,
+            plain.speedup("ring", promise.other) if promise.other in samples else None,
+            "x",
+            at_least=True,
+        )
+        for promise in PROMISES
+        if title.startswith(promise.case)
+    ]
+    figures: dict[str, dict[str, float]] = {}
+    if gap == IDLE:
+        for name, cpu in taken.cpu[title].items():
+            figures[name] = {"consumer's cores": statistics.median(cpu)}
+        share = figures["ring"]["consumer's cores"]
+        targets.append(Target("the consumer's share of a core", CPU_LIMIT, share, "cores"))
+    if gap == 0:
+        for timing in plain.timings:
+            figures[timing.name] = {"MB/s": size / timing.median / 1e6}
+    return replace(plain, suite="ring", figures=figures, targets=tuple(targets))

@@ -1,0 +1,197 @@
+"""A Hugging Face model directory's config.json, as a `ModelConfig`. Never jax.
+
+Supported are decoders that are Llama's up to optional parts. What such a configuration can ask
+for and the decoder does not compute is refused by name, never ignored. Both ways to write rotary
+positions and types are read: `rope_parameters` and `dtype` (transformers 5), `rope_theta`,
+`rope_scaling` and `torch_dtype` (before).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_specdec.checkpoint.model_config import (
+    CheckpointError,
+    ModelConfig,
+    RopeScaling,
+)
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}  # where config.json has none; otherwise D / H
+COMPUTE_DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """What config.json and generation_config.json say.
+
+    Attributes:
+      architecture: one of `ARCHITECTURES`.
+      model: without an MTP head: only the tensors tell whether there is one.
+      eos_token_ids: ids that end a text; empty where no file names one.
+      max_length: positions that the model was made for, where config.json says so.
+    """
+
+    architecture: str
+    model: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    max_length: int | None
+
+
+def read_config(directory: Path, *, dtype: str = "") -> HfConfig:
+    """Read the configuration of a model directory.
+
+    Args:
+      directory: with config.json, and generation_config.json if there is one.
+      dtype: "bfloat16" or "float32", to compute in; empty for that of the file, where it is one
+        of them, and float32 otherwise (float16 is exact in it).
+
+    Raises:
+      FileNotFoundError: there is no config.json.
+      CheckpointError: an architecture or an option that is not supported, or no configuration.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{directory} has no config.json: name a directory in Hugging Face layout "
+            "(config.json, model.safetensors, tokenizer.json)"
+        )
+    fields = read_json(path)
+    architecture = _architecture(path, fields)
+    _refuse_what_is_not_computed(path, fields)
+    try:
+        model = _model(architecture, fields, dtype)
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error}") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    generation = directory / "generation_config.json"
+    stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if stops is None:
+        stops = fields.get("eos_token_id")
+    length = fields.get("max_position_embeddings")
+    return HfConfig(architecture, model, _ids(path, stops), None if length is None else int(length))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      CheckpointError: it holds something else.
+    """
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} holds a {type(fields).__name__}, not a JSON object")
+    return fields
+
+
+def _architecture(path: Path, fields: Mapping[str, Any]) -> str:
+    names = fields.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{path}: architecture {name!r} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return str(name)
+
+
+def _refuse_what_is_not_computed(path: Path, fields: Mapping[str, Any]) -> None:
+    """Options that change the result, and that the decoder does not have."""
+    layers = set(fields.get("layer_types") or ()) - {"full_attention"}
+    checks = (
+        ("hidden_act", fields.get("hidden_act", "silu") in ("silu", "swish"), "silu"),
+        ("mlp_bias", not fields.get("mlp_bias"), "false"),
+        ("use_sliding_window", not fields.get("use_sliding_window"), "false"),
+        ("layer_types", not layers, "full_attention everywhere"),
+        ("quantization_config", not fields.get("quantization_config"), "none: bf16, f16 or f32"),
+    )
+    for name, fine, supported in checks:
+        if not fine:
+            raise CheckpointError(
+                f"{path}: {name} = {fields[name]!r} is not supported, only {supported}"
+            )
+
+
+def _model(architecture: str, fields: Mapping[str, Any], dtype: str) -> ModelConfig:
+    heads = fields["num_attention_heads"]
+    head_dim = fields.get("head_dim") or DEFAULT_HEAD_DIM.get(architecture)
+    if head_dim is None:
+        head_dim, rest = divmod(fields["hidden_size"], heads)
+        if rest:
+            raise ValueError(
+                f"hidden_size = {fields['hidden_size']} is no multiple of num_attention_heads = "
+                f"{heads}, and there is no head_dim"
+            )
+    theta, scaling = _rope(fields)
+    bias = bool(fields.get("attention_bias"))
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    return ModelConfig(
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["hidden_size"],
+        num_layers=fields["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        intermediate_size=fields["intermediate_size"],
+        rope_theta=theta,
+        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        num_mtp_layers=0,
+        dtype=_dtype(fields, dtype),
+        qkv_bias=bias or is_qwen2,
+        output_bias=bias and not is_qwen2,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        rope_scaling=scaling,
+    )
+
+
+def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Rotary base, and what slows the frequencies down."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta", fields.get("rope_theta", 10_000.0)))
+    for where in (rope, fields):
+        if where.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                f"partial_rotary_factor = {where['partial_rotary_factor']!r} is not supported, "
+                "only 1: every value of a head is turned"
+            )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", float(rope["factor"]))
+    if kind == "llama3":
+        length = rope.get("original_max_position_embeddings")
+        return theta, RopeScaling(
+            "llama3",
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(fields["max_position_embeddings"] if length is None else length),
+        )
+    raise ValueError(
+        f"rotary positions of type {kind!r} are not supported; supported are default, linear and "
+        "llama3"
+    )
+
+
+def _dtype(fields: Mapping[str, Any], chosen: str) -> str:
+    if chosen and chosen not in COMPUTE_DTYPES:
+        raise ValueError(f"dtype {chosen!r} is not one of {', '.join(COMPUTE_DTYPES)}")
+    stored = str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch.")
+    return chosen or (stored if stored in COMPUTE_DTYPES else "float32")
+
+
+def _ids(path: Path, value: object) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and one >= 0 for one in ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id = {value!r} is neither an id nor a list of ids"
+        )
+    return tuple(ids)

@@ -1,0 +1,245 @@
+"""What a person sees of the texts: they grow per request, colored by logprob."""
+
+import codecs
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.text import Text
+
+from ipc.wording import counted
+from jax_specdec.cli.demo_requests import Collector, Output
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.text import byte_tokens
+
+# Upper end of each band of logprobs, natural logarithm, and its color.
+_BANDS = ((-3.0, "red"), (-1.5, "dark_orange"), (-0.5, "yellow"), (-0.1, "chartreuse3"))
+_SURE = "green"
+_UNKNOWN = "white"  # no logprobs were asked for
+REDRAW_SECONDS = 0.1
+
+
+def color(logprob: float | None) -> str:
+    """The color of a token by its logprob."""
+    if logprob is None:
+        return _UNKNOWN
+    if math.isnan(logprob):
+        return "magenta"
+    for upper, name in _BANDS:
+        if logprob < upper:
+            return name
+    return _SURE
+
+
+class ColoredText:
+    """One output's text as runs of one color; only what is new is decoded and colored.
+
+    A character takes the color of its last byte: until then nothing of it can be shown.
+
+    Attributes:
+      runs: (text, style), prompt first; text is what the model wrote, line ends included.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self.runs = [(output.prompt_text, "dim")]
+        self._output = output
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._next = 0
+
+    def update(self) -> None:
+        """Append the tokens that came since the last call."""
+        output, start = self._output, self._next
+        self._next = output.num_tokens
+        asked = output.token_logprobs
+        for index in range(start, self._next):
+            text = self._decoder.decode(byte_tokens.token_bytes(output.token_ids[index]))
+            self._append(text, color(None if asked is None else asked[index]))
+        if output.finish_reason is not None:  # half a character may be left
+            self._append(self._decoder.decode(b"", final=True), self.runs[-1][1])
+
+    def _append(self, text: str, style: str) -> None:
+        if self.runs[-1][1] == style:
+            text = self.runs.pop()[0] + text
+        if text:
+            self.runs.append((text, style))
+
+    def whole(self) -> Text:
+        """All of it, over as many lines as it has."""
+        return Text.assemble(*((_printable(text, keep="\n\t"), style) for text, style in self.runs))
+
+    def tail(self, width: int) -> list[Segment]:
+        """The end of it on one line of at most `width` cells."""
+        segments: list[Segment] = []
+        room = width - 1  # for the ellipsis
+        for text, style in reversed(self.runs):
+            shown = _one_line(text[-width:])
+            while cell_len(shown) > room:
+                shown = shown[1:]
+            room -= cell_len(shown)
+            segments.append(Segment(shown, Style.parse(style)))
+            if len(shown) < len(text):
+                segments.append(Segment("…", Style.parse("dim")))
+                break
+        return segments[::-1]
+
+
+def _one_line(text: str) -> str:
+    return _printable(text.replace("\n", "⏎").replace("\t", "⇥"))
+
+
+def _printable(text: str, keep: str = "") -> str:
+    """Text without control characters: a model may emit what would move the cursor."""
+    return "".join(c if c.isprintable() or c in keep else "·" for c in text)
+
+
+class Screen(Protocol):
+    def update(self, collector: Collector) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Say something that stays, above what is drawn."""
+
+
+@contextmanager
+def screen(console: Console) -> Iterator[Screen]:
+    """A live view on a terminal; a line now and then where the output is a file or a pipe."""
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield _LiveScreen(live, console)
+    else:
+        yield _PlainScreen(console)
+
+
+class _LiveScreen:
+    def __init__(self, live: Live, console: Console) -> None:
+        self._live, self._console = live, console
+        self._view = LiveView()
+        self._drawn_at = -math.inf
+
+    def update(self, collector: Collector) -> None:
+        # A message that comes while this process draws waits in the ring.
+        if time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
+            size = self._console.size
+            self._live.update(self._view.draw(collector, size.width, size.height), refresh=True)
+            self._drawn_at = time.monotonic()
+
+    def note(self, text: str) -> None:
+        say(text, self._console)
+
+
+class LiveView:
+    """The growing texts; a line is made again only for new records or another width.
+
+    Lines are segments, not `Text`, which takes several times as long: messages wait meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, ColoredText] = {}
+        self._lines: dict[str, tuple[object, list[Segment]]] = {}
+
+    def draw(self, collector: Collector, width: int, height: int) -> RenderableType:
+        """A line for each request that there is room for, and one about the whole.
+
+        All requests keep their order while they fit. Where they do not, those that run come
+        first, then those that wait; those that are done are only counted.
+        """
+        outputs = list(collector.outputs.values())
+        running = [o for o in outputs if o.records and o.finish_reason is None]
+        waiting = [o for o in outputs if not o.records]
+        done = len(outputs) - len(running) - len(waiting)
+        room = max(height - 1, 0)
+        shown = outputs if len(outputs) <= room else (running + waiting)[:room]
+        segments = [segment for output in shown for segment in self._line(output, width)]
+        if collector.messages:
+            emitted = sum(output.num_tokens for output in outputs)
+            note = (
+                f"{done} of {len(outputs)} done, {len(running)} running, {len(waiting)} waiting, "
+                f"{counted(emitted, 'token')}, step {collector.messages}"
+            )
+        else:
+            note = "starting the model worker: it imports jax and compiles ..."
+        status = Text(note, style="bold", no_wrap=True, overflow="ellipsis")
+        return Group(Segments(segments), status) if segments else status
+
+    def _line(self, output: Output, width: int) -> list[Segment]:
+        name, key = output.request.id, (len(output.records), width)
+        if name in self._lines and self._lines[name][0] == key:
+            return self._lines[name][1]
+        k = output.request.params.logprobs
+        if output.finish_reason is not None:
+            state, style = "done", "green"
+        elif output.records:
+            state, style = str(output.num_tokens), "none"
+        else:
+            state, style = "wait", "dim"
+        asked = f"{'-' if k is None else f'K={k}':<5} "
+        state = f"{state:>4} "
+        if name not in self._texts:
+            self._texts[name] = ColoredText(output)
+        self._texts[name].update()
+        line = [
+            Segment(asked),
+            Segment(state, Style.parse(style)),
+            *self._texts[name].tail(max(width - len(asked) - len(state), 2)),
+        ]
+        line = [*Segment.adjust_line_length(line, width, pad=False), Segment.line()]
+        self._lines[name] = key, line
+        return line
+
+
+class _PlainScreen:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said: set[str] = set()
+
+    def update(self, collector: Collector) -> None:
+        if not collector.messages and not self._said:
+            say("starting the model worker: it imports jax and compiles ...", self._console)
+            self._said.add("")
+        for name, output in collector.outputs.items():
+            reason = output.finish_reason
+            # That a worker was lost is said once, with its cause, by whoever catches the error.
+            if reason in (None, FinishReason.WORKER_LOST) or name in self._said:
+                continue
+            self._said.add(name)
+            emitted = counted(output.num_tokens, "token")
+            say(f"request {name} done: {emitted} ({readable(reason)})", self._console)
+
+    def note(self, text: str) -> None:
+        say(text, self._console)
+
+
+def say(text: str, console: Console) -> None:
+    """A sentence; wrapped on a terminal, on one line in a file or a pipe."""
+    console.print(Text(text), soft_wrap=not console.is_terminal)
+
+
+def readable(reason: FinishReason) -> str:
+    """Such as "stop token"."""
+    return reason.name.lower().replace("_", " ")
+
+
+def full_texts(collector: Collector, console: Console) -> None:
+    """Each request's prompt and text as it stands, colored and never wrapped."""
+    for name, output in collector.outputs.items():
+        text = ColoredText(output)
+        text.update()
+        console.print(Text.assemble((f"{name}: ", "bold"), text.whole()), soft_wrap=True)
+
+
+def legend(console: Console) -> None:
+    """What the colors mean, where there are colors."""
+    if console.color_system is None:
+        return
+    text = Text("colors by logprob: ")
+    names = [f"below {upper:g}" for upper, _ in _BANDS] + ["above"]
+    for name, style in zip(names, [c for _, c in _BANDS] + [_SURE], strict=True):
+        text.append(f" {name} ", style=style)
+    text.append(" not asked ", style=_UNKNOWN)
+    console.print(text)

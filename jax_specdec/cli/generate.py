@@ -1,0 +1,191 @@
+"""Prompts through an engine: texts as they grow, records as they end. Never jax.
+
+The text of one request is shown at a time, in the order of the prompts; what others wrote
+meanwhile follows at once when their turn comes. Records are written as their requests end.
+"""
+
+import collections
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ipc.wording import counted
+from jax_specdec.cli.prompts import Prompt
+from jax_specdec.cli.resumable_jsonl import JsonlOutput
+from jax_specdec.export import openai
+from jax_specdec.records.batch import FinishReason, PromptRows
+from jax_specdec.records.record import Record, Records
+from jax_specdec.records.statistics import Statistics
+from jax_specdec.text.detokenize import TextStream, TokenTable
+
+FINISHED = (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LENGTH)
+
+
+class TextsInOrder:
+    """Shows texts one after the other, each as it grows."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], table: TokenTable, show: Callable[[str, str], None]
+    ) -> None:
+        """Show nothing before the first record: what comes until then is about loading.
+
+        Args:
+          prompts: in the order of their texts.
+          table: of the tokenizer.
+          show: takes (kind, text), kind "title", "prompt", "text" or "error".
+        """
+        self._show = show
+        self._table = table
+        self._waiting = collections.deque(prompts)
+        self._titles = len(prompts) > 1
+        self._streams = {prompt.request.id: TextStream(table) for prompt in prompts}
+        self._hidden: dict[str, list[tuple[str, str]]] = {}
+        self._ended: set[str] = set()
+        self._begun = False
+
+    def add(self, record: Record) -> None:
+        """The next record of some request."""
+        if not self._begun:
+            self._begun = True
+            self._begin()
+        id = record.request_id
+        stream = self._streams[id]
+        self._put(id, "text", stream.push(record.token_ids.tolist()))
+        reason = record.finish_reason
+        if reason is not None:
+            self._put(id, "text", stream.finish())
+            if reason not in FINISHED:
+                self._put(id, "error", f"[ended early: {openai.finish_reason(reason)}]")
+            self._ended.add(id)
+            self._advance()
+
+    def _put(self, id: str, kind: str, text: str) -> None:
+        if not text:
+            return
+        if self._waiting and self._waiting[0].request.id == id:
+            self._show(kind, text)
+        else:
+            self._hidden.setdefault(id, []).append((kind, text))
+
+    def _begin(self) -> None:
+        if self._waiting:
+            prompt = self._waiting[0]
+            if self._titles:
+                self._show("title", f"== {prompt.request.id} ==\n")
+            if not prompt.chat:  # a template's text is none that somebody wrote
+                self._show("prompt", self._table.decode(prompt.request.prompt_token_ids))
+            for kind, text in self._hidden.pop(prompt.request.id, ()):
+                self._show(kind, text)
+
+    def _advance(self) -> None:
+        while self._waiting and self._waiting[0].request.id in self._ended:
+            self._waiting.popleft()
+            self._show("text", "\n")
+            self._begin()
+
+
+@dataclass
+class Run:
+    """What came of the prompts so far.
+
+    Attributes:
+      total: statistics of the requests that ended.
+      finished: ids of those that ended as they should.
+      failed: id to the reason of those that did not; their records are not written.
+    """
+
+    prompts: dict[str, Prompt]
+    table: TokenTable
+    model: str
+    settings: tuple[str, ...]
+    output: JsonlOutput | None = None
+    total: Statistics = field(default_factory=Statistics)
+    finished: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    _records: dict[str, list[Record]] = field(default_factory=dict)
+    _began: float = field(default_factory=time.monotonic)
+
+    def add(self, records: Records) -> None:
+        """Keep records until their request ends; then write it."""
+        for record in records:
+            id, reason = record.request_id, record.finish_reason
+            self._records.setdefault(id, []).append(record)
+            if reason is None:
+                continue
+            mine = self._records.pop(id)
+            if record.statistics is not None:
+                self.total += record.statistics
+            if reason not in FINISHED:
+                self.failed[id] = str(openai.finish_reason(reason))
+                continue
+            if self.output is not None:
+                prompt = self.prompts[id]
+                self.output.write(id, prompt.digest(*self.settings), self.response(prompt, mine))
+            self.finished.append(id)
+
+    def response(self, prompt: Prompt, records: Sequence[Record]) -> dict[str, Any]:
+        """The OpenAI-style response of a request that ended."""
+        make = openai.chat_completion if prompt.chat else openai.completion
+        return make(
+            prompt.request, records, self.table, model=self.model, created=int(time.time()),
+            prompt=_prompt_rows(prompt.request.params.prompt_logprobs, records),
+        )  # fmt: skip
+
+    def summary(self) -> Iterator[str]:
+        """What a person wants to know at the end, a line each."""
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        total = self.total
+        line = (
+            f"{len(self.finished)} of {counted(len(self.prompts), 'request')}, "
+            f"{counted(total.num_tokens, 'token')} in "
+            f"{seconds:.1f} s, loading included ({total.num_tokens / seconds:.1f} a second)"
+        )
+        if total.num_drafts:
+            line += (
+                f"; {total.num_accepted / total.num_drafts:.0%} of "
+                f"{counted(total.num_drafts, 'draft')} accepted, "
+                f"{total.num_tokens / total.steps:.2f} tokens a step"
+            )
+        yield line
+        for id, reason in self.failed.items():
+            yield f"request {id!r} ended early: {reason}"
+
+
+def _prompt_rows(k: int | None, records: Sequence[Record]) -> openai.Rows | None:
+    """The prompt's logprobs, of all the records that have a chunk of them; None where not asked."""
+    if k is None:
+        return None
+    empty = openai.Rows(  # all there is of a prompt of one token
+        np.empty(0, np.int32), np.empty((0, k + 1), np.float32), np.empty((0, k), np.int32)
+    )
+    chunks = [record.prompt for record in records if record.prompt is not None]
+    parts: list[openai.Rows | PromptRows] = [empty, *chunks]
+    return openai.Rows(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.topk_ids for part in parts]),
+    )
+
+
+def left_to_do(
+    prompts: Sequence[Prompt], output: JsonlOutput | None, settings: Sequence[str]
+) -> list[Prompt]:
+    """The prompts that have no record in the output yet.
+
+    Raises:
+      ValueError: one has a record, but of another prompt, other parameters or other settings.
+    """
+    left = []
+    for prompt in prompts:
+        found = output.done.get(prompt.request.id) if output is not None else None
+        if found is None:
+            left.append(prompt)
+        elif found != prompt.digest(*settings):
+            raise ValueError(
+                f"the output has a record of id {prompt.request.id!r} that was made from another "
+                "prompt, model or parameters: choose another file, or remove this one"
+            )
+    return left

@@ -1,0 +1,266 @@
+"""`jax-specdec generate`: a Hugging Face checkpoint's continuations, with logprobs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax_specdec.cli.argument_types import found
+
+if TYPE_CHECKING:
+    from jax_specdec.checkpoint.hf_names import HfModel
+    from jax_specdec.cli.prompts import Prompt
+    from jax_specdec.cli.resumable_jsonl import JsonlOutput
+    from jax_specdec.engine.config import EngineConfig
+
+HELP = """\
+Run prompts through a checkpoint in Hugging Face layout (Llama, Qwen2 and Qwen3 families) with
+speculative decoding, and write OpenAI-style records with exact logprobs.
+
+Only local files are read; nothing is downloaded. With --output, a run that was interrupted goes on
+where it stopped: run the same command again.
+"""
+LENGTH_STEP = 128  # slots are this much longer at a time, so that few lengths are compiled
+
+SAMPLING = (
+    ("--max-tokens", int, 128, "N", "tokens to emit at most (default: %(default)s)"),
+    ("--temperature", float, 0.0, "T", "0 is greedy (default: %(default)s)"),
+    ("--top-k", int, 0, "K", "keep the K most likely tokens (default: all)"),
+    ("--top-p", float, 1.0, "P", "keep the most likely tokens that make up P (default: all)"),
+    ("--min-p", float, 0.0, "P", "drop tokens below P times the most likely (default: none)"),
+    ("--seed", int, 0, "N", "a line's own seed is this plus its number (default: 0)"),
+    ("--logprobs", int, None, "K", "each token's logprob and rank, and the K most likely tokens"),
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's subparsers."""
+    from jax_specdec.engine.config import DRAFTERS
+
+    parser = commands.add_parser(
+        "generate",
+        help="run prompts through a Hugging Face checkpoint",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR",
+        help="config.json, model.safetensors (or several and their index), tokenizer.json",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE",
+        help=r"a prompt a line (\n stands for a new line); or, where the name ends in .jsonl, an "
+        'object a line: {"prompt": ...} or {"messages": [...]}, and parameters of its own',
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE",
+        help="append one OpenAI-style record a line; requests that it holds are not run again",
+    )  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="do not show the texts")
+    sampling = parser.add_argument_group("sampling (a line of a .jsonl file may say otherwise)")
+    for name, kind, default, metavar, text in SAMPLING:
+        sampling.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on where the text ends")
+    sampling.add_argument(
+        "--logprobs-mode", choices=("raw", "scaled", "processed"), default="raw",
+        help="of which distribution (default: %(default)s)",
+    )  # fmt: skip
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "--drafter", choices=DRAFTERS,
+        help="who drafts (default: mtp where the checkpoint has a head, otherwise ngram)",
+    )  # fmt: skip
+    running.add_argument("--drafts", type=int, default=3, metavar="N",
+                         help="draft tokens a step at most (default: %(default)s)")  # fmt: skip
+    running.add_argument(
+        "--corpus", type=Path, metavar="FILE", help="a text that the suffix drafter searches too"
+    )
+    running.add_argument(
+        "--adaptive-drafts", action="store_true",
+        help="draft less for a request whose drafts are seldom accepted",
+    )  # fmt: skip
+    running.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="",
+        help="to compute in (default: the checkpoint's; float32 for a float16 one)",
+    )  # fmt: skip
+    running.add_argument("--slots", type=int, default=8, metavar="B",
+                         help="requests that decode together (default: %(default)s)")  # fmt: skip
+    running.add_argument(
+        "--max-length", type=int, metavar="T",
+        help="tokens of a slot (default: what the longest prompt and its --max-tokens need)",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status: 1 where some request failed.
+
+    Raises:
+      OSError, ValueError: what the user gave cannot be used; the message is for them.
+      OSError: a record or a text cannot be written; its note says what was kept.
+      WorkerFailed: the worker ended early; its note says what was kept.
+    """
+    import contextlib
+
+    from ipc.errors import RingError
+    from ipc.wording import counted
+    from jax_specdec.checkpoint.hf_names import open_model
+    from jax_specdec.cli import generate
+    from jax_specdec.cli.prompts import read_prompts
+    from jax_specdec.cli.resumable_jsonl import JsonlOutput
+    from jax_specdec.engine.engine import Engine
+    from jax_specdec.engine.worker_client import WorkerFailed
+    from jax_specdec.text.tokenizer import Tokenizer
+
+    model = open_model(options.model, dtype=options.dtype)
+    tokenizer = Tokenizer(options.model, model.config.vocab_size)
+    prompts = read_prompts(options.prompts, tokenizer, _defaults(options, model))
+    settings = (options.model.resolve().name, model.config.dtype)
+    opened: contextlib.AbstractContextManager[JsonlOutput | None] = (
+        JsonlOutput(options.output) if options.output else contextlib.nullcontext()
+    )
+    with opened as output:
+        left = generate.left_to_do(prompts, output, settings)
+        _report_resumption(prompts, left, output)
+        if not left:
+            return 0
+        # Of all prompts: the same compiled step, whatever is left to do.
+        config = _engine_config(options, model, prompts)
+        table = tokenizer.table()
+        result = generate.Run(
+            {prompt.request.id: prompt for prompt in left}, table, settings[0], settings, output
+        )
+        texts = generate.TextsInOrder(left, table, _discard if options.quiet else shower())
+        print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
+        try:
+            with Engine(config) as engine:
+                for update in engine.generate([prompt.request for prompt in left]):
+                    result.add(update.records)
+                    for record in update.records:
+                        texts.add(record)
+        except (KeyboardInterrupt, WorkerFailed, OSError) as end:
+            kept = f"ended before that: {len(result.finished)} of {counted(len(left), 'request')}"
+            if output is not None:
+                kept += f", kept in {options.output}: run the same command again for the others"
+            else:
+                kept += "; with --output FILE they are kept, and the same command runs the others"
+            if not isinstance(end, RingError):  # of shared memory: nothing has begun
+                end.add_note(kept)
+            raise
+        for line in result.summary():
+            print(line, file=sys.stderr)
+        return 1 if result.failed else 0
+
+
+def _size(model: HfModel) -> str:
+    from ipc.wording import counted
+
+    weights, item = model.config.num_parameters, 4 if model.config.dtype == "float32" else 2
+    size = weights * item / 2**30
+    return f"{counted(weights, 'weight', ',')} ({size:.2f} GiB in {model.config.dtype})"
+
+
+def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
+    from ipc.wire import LogprobsMode
+    from jax_specdec.requests import SamplingParams
+
+    return SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop_token_ids=() if options.ignore_eos else model.hf.eos_token_ids,
+        logprobs=options.logprobs,
+        logprobs_mode=LogprobsMode[options.logprobs_mode.upper()],
+    )
+
+
+def _engine_config(
+    options: argparse.Namespace, model: HfModel, prompts: list[Prompt]
+) -> EngineConfig:
+    from jax_specdec.engine.config import EngineConfig
+
+    has_mtp = model.config.num_mtp_layers > 0
+    drafter = options.drafter or ("mtp" if has_mtp else "ngram")
+    if drafter == "mtp" and not has_mtp:
+        raise ValueError(
+            f"{options.model} has no MTP head in DeepSeek's layout (model.layers."
+            f"{model.config.num_layers}.eh_proj.weight): choose --drafter ngram, suffix or none"
+        )
+    if options.corpus and drafter != "suffix":
+        raise ValueError(f"--corpus is for --drafter suffix; {drafter} looks in no text")
+    length, limit = _length(options, prompts), model.hf.max_length
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"{length} tokens in a slot are more than the {limit} positions that the model was "
+            "made for: shorten prompts, --max-tokens or --max-length"
+        )
+    if options.max_length is None:  # as many as are compiled anyway
+        length = min(-(-length // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
+    return EngineConfig(
+        drafter=drafter if options.drafts else "none",
+        num_drafts=options.drafts if drafter != "none" else 0,
+        num_slots=min(options.slots, len(prompts)),
+        max_length=length,
+        vocab_size=model.config.vocab_size,
+        weights=str(options.model.resolve()),
+        dtype=model.config.dtype,
+        adaptive=options.adaptive_drafts,
+        corpus=found(options.corpus),
+    )
+
+
+def _length(options: argparse.Namespace, prompts: list[Prompt]) -> int:
+    requests = [prompt.request for prompt in prompts]
+    longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
+    return int(options.max_length or longest)
+
+
+def _report_resumption(
+    prompts: list[Prompt], left: list[Prompt], output: JsonlOutput | None
+) -> None:
+    from ipc.wording import counted
+
+    if output is not None and output.cut:
+        cut = counted(output.cut, "byte")
+        print(f"cut off a half-written record of {cut}", file=sys.stderr)
+    if len(left) < len(prompts):
+        print(
+            f"in the output already: {len(prompts) - len(left)} of "
+            f"{counted(len(prompts), 'request')}",
+            file=sys.stderr,
+        )
+
+
+def _discard(kind: str, text: str) -> None:
+    """Show nothing."""
+
+
+def shower() -> Callable[[str, str], None]:
+    """Writes to standard output: to a terminal styled and harmless, otherwise as it is."""
+    if not sys.stdout.isatty():
+        return _write
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    styles = {"title": "bold", "prompt": "dim", "text": "", "error": "red"}
+
+    def show(kind: str, text: str) -> None:
+        # A model may emit what would move the cursor.
+        harmless = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+        console.print(Text(harmless, styles[kind]), end="", soft_wrap=True)
+
+    return show
+
+
+def _write(kind: str, text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error

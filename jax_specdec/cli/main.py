@@ -1,0 +1,121 @@
+"""The command line: it finds the command, and ends in order whatever happens. Nothing imports it.
+
+A command is a module `<name>_command` with two functions: `add(commands)` makes its parser, and
+`run(options)` does the work and returns the exit status. Both import what they need themselves:
+an import takes long enough for somebody to press Ctrl-C in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType, ModuleType
+
+COMMANDS = (
+    "demo",
+    "doctor",
+    "generate",
+    "view",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 128 + the signal's number after a signal."""
+    try:
+        with _signals_interrupt():
+            return _run(arguments)
+    except KeyboardInterrupt as error:
+        _complain(": ".join(["interrupted", *getattr(error, "__notes__", ())]))
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = _parser().parse_args(arguments)
+    command = _module(options.command)
+
+    from ipc.errors import RingError
+    from jax_specdec.engine.worker_client import WorkerFailed
+
+    try:
+        status: int = command.run(options)
+    except WorkerFailed as error:
+        _complain("\n".join([error.report, *getattr(error, "__notes__", ())]))
+        return 1
+    except MemoryError as error:
+        _complain(f"jax-specdec: out of memory: {error}; ask for fewer slots or shorter requests")
+        return 2
+    except (RingError, OSError, ValueError) as error:
+        _complain("\n".join([f"jax-specdec: {error}", *getattr(error, "__notes__", ())]))
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jax-specdec", description="Exact token logprobs for speculative decoding in JAX."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        _module(name).add(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    """As argparse's own, but what finds the version is imported only for whoever asks for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print("jax-specdec", _version())
+        parser.exit()
+
+
+def _version() -> str:
+    """That of the package that is installed, or of the checkout that this file is in."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("jax-specdec")
+    except metadata.PackageNotFoundError:
+        import tomllib
+        from pathlib import Path
+
+        checkout = Path(__file__).resolve().parents[2]
+        with (checkout / "pyproject.toml").open("rb") as file:
+            return f"{tomllib.load(file)['project']['version']} (from {checkout}, not installed)"
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"jax_specdec.cli.{command}_command")
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does; one that is ignored (nohup) stays so."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):  # after SIGHUP, nobody may be there to read it
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""A drafter by its name, as the command line and the control channel spell it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.drafting.adaptive import Adaptive
+from jax_specdec.device.drafting.corpus import Corpus
+from jax_specdec.device.drafting.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.device.drafting.suffix import SuffixDrafter
+from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from jax_specdec.engine.config import DRAFTERS
+from jax_specdec.text import byte_tokens
+
+Encode = Callable[[str], np.ndarray]  # text to token ids [N]
+
+
+def make_drafter(
+    name: str,
+    num_drafts: int,
+    config: ModelConfig,
+    *,
+    corpus: str = "",
+    adaptive: bool = False,
+    encode: Encode | None = None,
+    parallel: Parallel = ONE_DEVICE,
+) -> Drafter:
+    """The drafter called `name`, which is one of `DRAFTERS`.
+
+    Args:
+      num_drafts: at most, per slot and step; 0 means "none".
+      config: of the model that the drafts are for.
+      corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
+      adaptive: draft less for a request whose drafts are seldom accepted; "none" stays as it is.
+      encode: the model's own tokenizer, for the corpus; None for byte-level tokens.
+      parallel: the devices among which that model is split.
+
+    Raises:
+      ValueError: the name is not known, the model has no head for it, or the corpus is none that
+        this drafter and this model can use.
+      OSError: the corpus cannot be read.
+    """
+    if name not in DRAFTERS:
+        raise ValueError(f"drafter {name!r} is not known: choose one of {', '.join(DRAFTERS)}")
+    if corpus and name != "suffix":
+        raise ValueError(
+            f"corpus {corpus!r} would not be read: the drafter is {name}, and only suffix has one"
+        )
+    drafter: Drafter
+    if name == "none" or num_drafts == 0:
+        return NoDrafter()
+    elif name == "ngram":
+        drafter = NgramDrafter(num_drafts)
+    elif name == "suffix":
+        drafter = SuffixDrafter(num_drafts, _read(corpus, config, encode) if corpus else None)
+    else:
+        drafter = MtpDrafter(config, num_drafts, parallel)
+    return Adaptive(drafter) if adaptive else drafter
+
+
+def _read(path: str, config: ModelConfig, encode: Encode | None) -> Corpus:
+    """The file's text as one document, in the model's tokens."""
+    if encode is None:
+        if config.vocab_size != byte_tokens.VOCAB_SIZE:
+            raise ValueError(
+                f"corpus {path!r} needs the tokenizer of a model of {config.vocab_size} tokens: "
+                f"bytes are the tokens of the {byte_tokens.VOCAB_SIZE} of this package's own model"
+            )
+        encode = byte_tokens.encode
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"corpus {path!r} is not UTF-8 text: {error}") from error
+    return Corpus.of([encode(text)])

@@ -1,0 +1,278 @@
+"""Drafters: who proposes the tokens that the target model verifies.
+
+A drafter is an argument of the decoding loop: a frozen, hashable value (static under jit) with
+pure functions over a state of its own. None of them is special to the loop, and proposing nothing
+is a normal case.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model.llama import logits
+from jax_specdec.device.model.mtp import mtp_forward
+from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
+from jax_specdec.device.model.prefill import mtp_prefill
+from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from jax_specdec.device.sampling.distribution import (
+    Sampling,
+    Truncation,
+    processed_probs,
+    truncation,
+)
+from jax_specdec.device.sampling.random_draws import DRAFT, categorical, keys
+from jax_specdec.device.sampling.verify import Drafts, Verified
+from pallas_kernels import Greedy
+from pallas_kernels.sharding.shards import greedy
+from pallas_kernels.sharding.vocab_shard import VocabShard
+
+State = Any  # a pytree that belongs to the drafter
+
+
+class Context(NamedTuple):
+    """What a drafter sees after a step. Axes: B slots, S positions, T cache length, D hidden."""
+
+    tokens: jax.Array  # [B, T] int32: prompt and emitted tokens
+    lengths: jax.Array  # [B] int32: how many of them are known
+    verified: Verified  # this step's emitted tokens
+    num_drafts: jax.Array  # [B] int32: how many drafts were verified in this step
+    hidden: jax.Array  # [B, S, D]: the decoder's hidden states of this step's rows
+    positions: jax.Array  # [B, S] int32: the rows' positions; -1 where a row emitted nothing
+    sampling: Sampling
+    limit: jax.Array  # [B] int32: the most drafts that each slot may get now
+
+
+class Drafter(Protocol):
+    """Proposes up to `num_drafts` tokens a slot and step."""
+
+    @property
+    def num_drafts(self) -> int:
+        """D: the width of the proposals."""
+        ...
+
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+        """Empty proposals and the state before any request, for B slots of T positions."""
+        ...
+
+    def prefill(
+        self,
+        params: ModelParams,
+        state: State,
+        hidden: jax.Array,
+        next_tokens: jax.Array,
+        start: jax.Array,
+        num_valid: jax.Array,
+        slot: jax.Array,
+    ) -> State:
+        """Take in a prompt chunk: hidden [P, D] and the tokens after each position [P]."""
+        ...
+
+    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
+        """Draft the tokens after `lengths`; at most `limit[b]` of them in slot b."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoDrafter:
+    """Plain decoding. With `num_drafts` > 0 the steps keep the shape of speculative ones."""
+
+    num_drafts: int = 0
+
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+        return no_drafts(num_slots, self.num_drafts), ()
+
+    def prefill(self, *_: Any) -> State:
+        return ()
+
+    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
+        return no_drafts(context.limit.shape[0], self.num_drafts), state
+
+
+@dataclass(frozen=True)
+class NgramDrafter:
+    """Prompt lookup: continue as the latest earlier occurrence of the last n tokens did.
+
+    The longest n from `max_ngram` down to `min_ngram` that occurs wins. Drafts are certain: q is 1.
+    Source: Saxena, "Prompt lookup decoding", 2023; n-gram matching in vLLM and FastDeploy.
+    """
+
+    num_drafts: int
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_drafts < 1:
+            raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"n-grams from {self.min_ngram} to {self.max_ngram}: "
+                "min_ngram must be at least 1 and at most max_ngram"
+            )
+
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+        return no_drafts(num_slots, self.num_drafts), ()
+
+    def prefill(self, *_: Any) -> State:
+        return ()
+
+    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
+        tokens, lengths = context.tokens, context.lengths
+        batch, length = tokens.shape
+        index = jnp.arange(length, dtype=jnp.int32)[None, :]
+        known = jnp.where(index < lengths[:, None], tokens, -1)
+        source = jnp.full(batch, -1, jnp.int32)  # where the continuation begins
+        # Shortest first, so that a longer match replaces a shorter one.
+        for n in range(self.min_ngram, self.max_ngram + 1):
+            matches = jnp.ones((batch, length), bool)
+            for offset in range(n):
+                place = jnp.clip(lengths - n + offset, 0, length - 1)
+                wanted = jnp.take_along_axis(known, place[:, None], axis=1)
+                shifted = jnp.pad(known, ((0, 0), (0, offset)), constant_values=-2)[:, offset:]
+                matches &= shifted == wanted
+            # Earlier than the n-gram itself, which needs n + 1 known tokens.
+            matches &= (index < lengths[:, None] - n) & (lengths[:, None] > n)
+            latest = jnp.max(jnp.where(matches, index, -1), axis=1)
+            source = jnp.where(latest >= 0, latest + n, source)
+        num = jnp.where(source >= 0, jnp.clip(context.limit, 0, self.num_drafts), 0)
+        # A continuation that runs into its own end goes on with itself: a repetition repeats.
+        ahead = jnp.arange(self.num_drafts, dtype=jnp.int32)[None, :]
+        period = jnp.maximum(lengths - source, 1)[:, None]
+        place = source[:, None] + ahead % period
+        found = jnp.take_along_axis(known, jnp.clip(place, 0, length - 1), axis=1)
+        exists = ahead < num[:, None]
+        return Drafts(jnp.where(exists, found, 0), num, None), state
+
+
+@dataclass(frozen=True)
+class MtpDrafter:
+    """The model's own multi-token prediction head, fed its own output for further drafts."""
+
+    config: ModelConfig
+    num_drafts: int
+    parallel: Parallel = ONE_DEVICE
+
+    def __post_init__(self) -> None:
+        if self.config.num_mtp_layers == 0:
+            raise ValueError("this model has no MTP head: choose another drafter, or none")
+        if self.num_drafts < 1:
+            raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
+
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
+        shape = (num_slots, self.num_drafts, self.config.vocab_size)
+        drafts = none_drawn(shape, self.config.dtype)
+        return drafts, init_mtp_cache(self.config, num_slots, length)
+
+    def prefill(
+        self,
+        params: ModelParams,
+        state: KVCache,
+        hidden: jax.Array,
+        next_tokens: jax.Array,
+        start: jax.Array,
+        num_valid: jax.Array,
+        slot: jax.Array,
+    ) -> KVCache:
+        return mtp_prefill(params, self.config, hidden, next_tokens, start, num_valid, slot, state)[
+            1
+        ]
+
+    def propose(
+        self, params: ModelParams, state: KVCache, context: Context
+    ) -> tuple[Drafts, KVCache]:
+        emitted = jnp.maximum(context.verified.token_ids, 0)
+        hidden, state = mtp_forward(
+            params, self.config, context.hidden, emitted, context.positions, state
+        )
+        last = jnp.maximum(context.verified.num_tokens - 1, 0)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        is_live = jnp.any(context.positions >= 0, axis=1)
+        drawn: list[Drafts] = []
+        for index in range(self.num_drafts):
+            if index > 0:
+                # The head's own hidden state stands at the position of the token drafted last.
+                place = jnp.where(is_live, context.lengths - 2 + index, -1)[:, None]
+                hidden, state = mtp_forward(
+                    params, self.config, hidden, drawn[-1].token_ids, place, state
+                )
+            found = logits(params, self.config, hidden)
+            drawn.append(draw(found, context.sampling, context.lengths + index, self.parallel))
+        return joined(drawn, context.limit), state
+
+
+def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
+    """Proposals of width D that are empty."""
+    zeros = jnp.zeros((num_slots, num_drafts), jnp.int32)
+    return Drafts(zeros, jnp.zeros(num_slots, jnp.int32), None)
+
+
+def none_drawn(shape: tuple[int, int, int], dtype: str) -> Drafts:
+    """Empty proposals with logits of `shape` [B, D, V] and `dtype`: as `draw` makes them."""
+    batch, num_drafts, vocab_size = shape
+    return no_drafts(batch, num_drafts)._replace(
+        logits=jnp.zeros(shape, jnp.dtype(dtype)),
+        cut=Truncation.nothing((batch, num_drafts), vocab_size),
+    )
+
+
+def joined(drawn: Sequence[Drafts], limit: jax.Array) -> Drafts:
+    """The drafts that were drawn one after another, D in all, as one proposal.
+
+    Args:
+      drawn: what `draw` returned, in the order of the positions.
+      limit: [B] int32, how many of them each slot may get.
+    """
+    num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
+    parts = [(one.token_ids, one.logits, one.cut) for one in drawn]
+    token_ids, logits, cut = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+    return Drafts(token_ids, num, logits, cut)
+
+
+def draw(
+    draft_logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    parallel: Parallel = ONE_DEVICE,
+) -> Drafts:
+    """Draw drafts as verification expects them: from q, with random numbers of their own.
+
+    Args:
+      draft_logits: [B, 1, V] float.
+      sampling: each slot's parameters; a greedy slot gets the greedy token.
+      positions: [B] int32, the sequence position of each draft.
+      parallel: the devices among which the vocabulary of the logits is split.
+
+    Returns:
+      One draft a slot, [B, 1], with the logits and the cut of q. `joined` makes more of them one.
+    """
+
+    def on_shard(
+        shard: VocabShard, draft_logits: jax.Array, whole: Any
+    ) -> tuple[jax.Array, Truncation]:
+        sampling, positions = whole
+
+        def choose() -> Greedy:
+            return Greedy(*(x[:, None] for x in greedy(draft_logits[:, 0], shard)))
+
+        def drawn() -> tuple[jax.Array, Truncation]:
+            choice = choose()
+            cut = truncation(draft_logits, sampling, shard=shard, choice=choice)
+            q = processed_probs(draft_logits, sampling, shard=shard, choice=choice, cut=cut)
+            ids = categorical(keys(sampling.seed, positions, DRAFT), q[:, 0], shard=shard)
+            return ids[:, None], cut
+
+        def greedily() -> tuple[jax.Array, Truncation]:
+            ids = choose().token_ids
+            return ids, Truncation.greedy(ids)
+
+        found: tuple[jax.Array, Truncation] = lax.cond(
+            jnp.any(sampling.temperature > 0), drawn, greedily
+        )
+        return found
+
+    ids, cut = parallel.over_vocabulary(on_shard, draft_logits, (sampling, positions))
+    return Drafts(ids, jnp.ones_like(positions), draft_logits, cut)

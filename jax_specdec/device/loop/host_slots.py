@@ -1,0 +1,158 @@
+"""What the host knows of the slots: enough to launch a step and to bound its messages.
+
+The host never waits for a step to launch the next one, so everything here is decided from what
+requests asked for and from how far their prompts have come.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from ipc import wire
+from ipc.wire import LogprobsMode
+from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
+from jax_specdec.device.messages import row_logprobs
+from jax_specdec.device.messages.row_logprobs import Asked, Widths, sampling_of
+from jax_specdec.requests import Request, SamplingParams
+
+NOBODY = SamplingParams()  # of an empty slot
+
+
+@dataclass
+class Slot:
+    """One slot, empty unless `most_tokens` is positive."""
+
+    generation: int = 0
+    params: SamplingParams = NOBODY
+    most_tokens: int = 0  # a step; 0 while nothing can be emitted
+    prefill_at: int | None = None  # next prompt token to run; None when none is left
+    prompt_length: int = 0
+    verdict: int = 0  # PREEMPTED or RECOVERY_STOP until a message has said so, else 0
+
+    @property
+    def occupied(self) -> bool:
+        return self.most_tokens > 0
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the next step may emit tokens of it."""
+        return self.occupied and self.prefill_at is None
+
+
+def widths_of(slots: Sequence[Slot], vocab_size: int) -> Widths:
+    """The static limits of what these slots ask for."""
+    return row_logprobs.widths_of([slot.params for slot in slots], vocab_size)
+
+
+def asked_of(slots: Sequence[Slot], widths: Widths) -> Asked:
+    """What is known of these slots, on the device."""
+    return row_logprobs.asked_of(
+        [slot.params for slot in slots],
+        widths,
+        generation=[slot.generation for slot in slots],
+        verdict=[slot.verdict for slot in slots],
+    )
+
+
+def target_bound(slots: Sequence[Slot]) -> int:
+    """The most words of the next step's target message: its bucket is chosen by this."""
+    tokens = [slot.most_tokens if slot.decoding else 0 for slot in slots]
+    return _bound(slots, tokens)
+
+
+def draft_bound(slots: Sequence[Slot]) -> int:
+    """The most words of the next step's draft message."""
+    tokens = [
+        slot.most_tokens - 1 if slot.decoding and slot.params.draft_logprobs else 0
+        for slot in slots
+    ]
+    return _bound(slots, tokens)
+
+
+def prompt_bound(slots: Sequence[Slot], scoring: Slot, num_tokens: int) -> int:
+    """The words of a prompt message of so many tokens of one of these slots."""
+    empty = _bound(slots[1:], [0] * (len(slots) - 1))
+    return empty - wire.HEADER_WORDS + _bound([scoring], [num_tokens])
+
+
+def for_prompt(slot: Slot) -> Slot:
+    """The slot as far as its prompt's logprobs go: their K stands in the place of the tokens'."""
+    params = replace(slot.params, logprobs=slot.params.prompt_logprobs)
+    return replace(slot, params=params)
+
+
+def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
+    """How many prompt tokens of the slot are run between two steps.
+
+    A chunk with logprobs has no more of them than a step can have tokens: so its message never
+    needs more room in the ring than a step's.
+    """
+    if slot.params.prompt_logprobs is None:
+        return prefill_chunk
+    return min(prefill_chunk, config.num_slots * config.num_positions)
+
+
+def _bound(slots: Sequence[Slot], tokens: Sequence[int]) -> int:
+    return wire.words_bound(
+        tokens,
+        [slot.params.columns for slot in slots],
+        [len(slot.params.extra_token_ids) for slot in slots],
+    )
+
+
+def wants_one_read(slots: Sequence[Slot]) -> bool:
+    """Whether one read of every row is cheaper than an argmax and the accepted rows again.
+
+    Every slot must be greedy, and ask for nothing but the top K of the raw logits (for a greedy
+    request scaled is the same); and the fused read selects K of rejected rows and of rows that
+    nobody asked about too, so half of the slots at least must want logprobs.
+    """
+    taken = [slot.params for slot in slots if slot.occupied]
+    asked = sum(params.columns > 0 for params in taken)
+    plain = all(
+        params.temperature == 0
+        and params.logprobs_mode is not LogprobsMode.PROCESSED
+        and not params.extra_token_ids
+        for params in taken
+    )
+    return plain and 2 * asked >= len(taken) > 0
+
+
+def admission(
+    request: Request, max_length: int, num_drafts: int, draft_token_ids: Sequence[int] = ()
+) -> Admission:
+    """The device's view of a request; stop ids beyond `MAX_STOP_IDS` are the engine's to see.
+
+    Args:
+      max_length: T.
+      num_drafts: D.
+      draft_token_ids: handed over by a prefill node. What the slot cannot verify in its first
+        step is left out: drafts only ever save steps.
+    """
+    params, prompt = request.params, request.prompt_token_ids
+    tokens = np.zeros(max_length, np.int32)
+    tokens[: len(prompt)] = prompt
+    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+    watched = params.stop_token_ids[:MAX_STOP_IDS]
+    stop_ids[: len(watched)] = watched
+    most = most_drafts(request, num_drafts)
+    drafts = np.full(num_drafts, -1, np.int32)
+    given = list(draft_token_ids[: min(most, max_length - len(prompt) - 1)])
+    drafts[: len(given)] = given
+    return Admission(
+        tokens=jnp.asarray(tokens),
+        length=jnp.int32(len(prompt)),
+        max_tokens=jnp.int32(params.max_tokens),
+        max_drafts=jnp.int32(most),
+        stop_ids=jnp.asarray(stop_ids),
+        sampling=sampling_of(functools.partial(getattr, params)),
+        draft_token_ids=jnp.asarray(drafts),
+    )
+
+
+def most_drafts(request: Request, num_drafts: int) -> int:
+    """The most drafts of one step of a request: a step emits one token more."""
+    return min(num_drafts, request.params.max_tokens - 1)

@@ -1,0 +1,80 @@
+"""The loop's functions, compiled on first use and shared by the workers of one configuration."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+
+from jax_specdec.device.loop import prompt_scoring
+from jax_specdec.device.loop.state import (
+    LoopConfig,
+    LoopState,
+    admit,
+    copy_prefix,
+    release,
+    state_shardings,
+)
+from jax_specdec.device.loop.step import prefill_chunk, step
+from jax_specdec.device.messages import step_messages
+from jax_specdec.device.messages.step_messages import StepOutput
+
+
+@dataclass
+class Compiled:
+    """The loop's functions, compiled on first use."""
+
+    config: LoopConfig
+    admit: Callable[..., LoopState] = field(init=False)
+    release: Callable[..., LoopState] = field(init=False)
+    copy_prefix: Callable[..., LoopState] = field(init=False)
+    prefill_chunk: Callable[..., LoopState] = field(init=False)
+    score_chunk: Callable[..., tuple[LoopState, prompt_scoring.ScoredChunk]] = field(init=False)
+    step: Callable[..., tuple[LoopState, StepOutput]] = field(init=False)
+    prompt_message: Callable[..., jax.Array] = field(init=False)
+    target_message: Callable[..., jax.Array] = field(init=False)
+    draft_message: Callable[..., jax.Array] = field(init=False)
+    leading: Callable[..., jax.Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The state is donated: a step updates the caches in place, where they are.
+        places = state_shardings(self.config)
+        self.admit = jax.jit(admit, donate_argnums=0, out_shardings=places)
+        self.release = jax.jit(release, donate_argnums=0, out_shardings=places)
+        self.copy_prefix = jax.jit(copy_prefix, donate_argnums=0, out_shardings=places)
+        self.prefill_chunk = jax.jit(
+            functools.partial(prefill_chunk, self.config),
+            donate_argnums=1,
+            static_argnames="chunk",
+            out_shardings=places,
+        )
+        self.score_chunk = jax.jit(
+            functools.partial(prompt_scoring.score_chunk, self.config),
+            donate_argnums=1,
+            static_argnames=("chunk", "widths"),
+            out_shardings=(places, None),
+        )
+        self.step = jax.jit(
+            functools.partial(step, self.config),
+            donate_argnums=1,
+            static_argnames="fused_k",
+            out_shardings=(places, None),
+        )
+        static = ("widths", "process_rank")
+        self.prompt_message = jax.jit(
+            prompt_scoring.prompt_message, static_argnames=(*static, "vocab_size")
+        )
+        parallel = self.config.parallel
+        self.target_message = jax.jit(
+            functools.partial(step_messages.target_message, parallel=parallel),
+            static_argnames=static,
+        )
+        self.draft_message = jax.jit(
+            functools.partial(step_messages.draft_message, parallel=parallel),
+            static_argnames=static,
+        )
+        self.leading = jax.jit(
+            lambda words, count: words[:count],
+            static_argnums=1,
+            out_shardings=parallel.everywhere,  # every process reads them
+        )

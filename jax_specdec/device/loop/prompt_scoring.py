@@ -1,0 +1,107 @@
+"""Logprobs of a prompt's own tokens, a chunk at a time, while the prompt is run.
+
+A prompt token's row is that of the position before it, so the first token has none, and the last
+one's comes with the chunk that ends the prompt. Only the chunk's logits exist at any time.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ipc.wire import Kind, SlotState
+from jax_specdec.device.loop.state import LoopConfig, LoopState
+from jax_specdec.device.loop.step import run_chunk
+from jax_specdec.device.messages.pack import Rows, SlotFields, pack
+from jax_specdec.device.messages.row_logprobs import Asked, Widths, row_logprobs
+from jax_specdec.device.messages.step_messages import most_words
+from jax_specdec.device.model.llama import logits
+from jax_specdec.device.model.params import ModelParams
+from pallas_kernels import TopkLogprobs
+
+
+class ScoredChunk(NamedTuple):
+    """Prompt tokens and their logprobs. Axes: P positions of a chunk."""
+
+    token_ids: jax.Array  # [P] int32
+    num: jax.Array  # [] int32: how many of them there are
+    logprobs: TopkLogprobs  # of P rows
+
+
+def score_chunk(
+    config: LoopConfig,
+    params: ModelParams,
+    state: LoopState,
+    slot: jax.Array,
+    start: jax.Array,
+    asked: Asked,
+    *,
+    chunk: int,
+    widths: Widths,
+) -> tuple[LoopState, ScoredChunk]:
+    """`loop.prefill_chunk` that also scores the tokens which the chunk's positions predict.
+
+    Args:
+      asked: of this slot alone, B = 1: K, mode and chosen ids for its prompt.
+      widths: the static limits of `asked`.
+    """
+    state, run = run_chunk(config, params, state, slot, start, chunk)
+    index = jnp.arange(chunk, dtype=jnp.int32)
+    rows = Rows(jnp.where(index < run.num_valid, index, chunk), run.num_valid)
+    predicted = logits(params, config.model, run.hidden)[None]
+    found = row_logprobs(predicted, run.next_tokens[None], rows, asked, widths, config.parallel)
+    return state, ScoredChunk(run.next_tokens, run.num_valid, found)
+
+
+def prompt_message(
+    scored: ScoredChunk,
+    slot: jax.Array,
+    asked: Asked,
+    generation: jax.Array,
+    step_number: jax.Array,
+    *,
+    widths: Widths,
+    vocab_size: int,
+    process_rank: int = 0,
+) -> jax.Array:
+    """The message of one chunk of one slot's prompt, packed: every token in it has logprobs.
+
+    Args:
+      slot: [] int32, whose prompt it is.
+      asked: as for `score_chunk`.
+      generation: [B] uint32, of all slots.
+      step_number: [2] uint32, of the step before which it is sent.
+
+    Returns:
+      [W] uint32; see `pack`.
+    """
+    batch, size = generation.shape[0], scored.token_ids.shape[0]
+    nothing = jnp.zeros(batch, jnp.int32)
+
+    def of_slot(value: jax.Array) -> jax.Array:
+        return nothing.at[slot].set(value)
+
+    index = jnp.arange(size, dtype=jnp.int32)
+    slots = SlotFields(
+        state=jnp.full(batch, SlotState.NOTHING, jnp.int32).at[slot].set(SlotState.TOKENS),
+        mode=of_slot(asked.mode[0]),
+        columns=of_slot(asked.columns[0]),
+        num_tokens=of_slot(scored.num),
+        num_rows=of_slot(scored.num),
+        num_drafts=nothing,
+        num_chosen=of_slot(asked.num_chosen[0]),
+        generation=generation,
+    )
+    return pack(
+        slots,
+        jnp.zeros((batch, size), jnp.int32).at[slot].set(scored.token_ids),
+        Rows(jnp.where(index < scored.num, slot * size + index, batch * size), scored.num),
+        scored.logprobs,
+        kind=Kind.PROMPT,
+        step=step_number,
+        running=jnp.bool_(True),
+        draft_follows=False,
+        process_rank=process_rank,
+        vocab_size=vocab_size,
+        num_words=most_words(1, size, widths) + most_words(batch - 1, 0, Widths()),
+    )

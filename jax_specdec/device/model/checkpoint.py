@@ -1,0 +1,148 @@
+"""Weights in a safetensors file, with the configuration in its metadata.
+
+Tensors are named by their path in `ModelParams`, for example `layers.query` or
+`mtp.layers.gate`. The metadata holds `format`, `config` (JSON) and whatever the writer adds.
+The file may hold another float type than the model computes in: the shipped weights are stored
+in 16 bits and computed in 32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jax_specdec.checkpoint.hf_names import open_model
+from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.device.model.hf_weights import cache_bytes, load_weights
+from jax_specdec.device.model.memory import available_bytes, check_memory
+from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
+
+FORMAT = "jax-specdec-1"
+
+
+def save_checkpoint(
+    path: str | Path,
+    params: ModelParams,
+    config: ModelConfig,
+    *,
+    storage_dtype: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write params and config to a safetensors file.
+
+    Args:
+      path: file to write; replaced if it exists.
+      params, config: the model.
+      storage_dtype: float type in the file; None keeps `config.dtype`.
+      metadata: more text entries; `format` and `config` are taken.
+
+    Raises:
+      ValueError: a reserved metadata key.
+    """
+    extra = dict(metadata or {})
+    if taken := {"format", "config"} & extra.keys():
+        raise ValueError(f"metadata keys {sorted(taken)} are written by save_checkpoint itself")
+    dtype = jnp.dtype(storage_dtype or config.dtype)
+    tensors = {
+        name: np.ascontiguousarray(np.asarray(value).astype(dtype))
+        for name, value in named_arrays(params).items()
+    }
+    save_file(tensors, path, {"format": FORMAT, "config": json.dumps(config.to_dict()), **extra})
+
+
+def load_checkpoint(
+    path: str | Path, *, dtype: str | None = None
+) -> tuple[ModelParams, ModelConfig, dict[str, str]]:
+    """Read a file that `save_checkpoint` wrote.
+
+    Args:
+      path: the file.
+      dtype: compute in this float type instead of the configuration's.
+
+    Returns:
+      The weights, converted; the configuration; the metadata.
+
+    Raises:
+      FileNotFoundError: no such file.
+      CheckpointError: not a checkpoint, truncated, or tensors that the configuration does not
+        have, lacks, or wants in another shape.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            config = _config(path, metadata)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+    config = replace(config, dtype=dtype or config.dtype)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    wanted = named_arrays(shapes)
+    if wanted.keys() != tensors.keys():
+        raise CheckpointError(
+            f"{path} does not fit its configuration: it lacks "
+            f"{sorted(wanted.keys() - tensors.keys())} and has besides "
+            f"{sorted(tensors.keys() - wanted.keys())}"
+        )
+    for name, value in wanted.items():
+        if tensors[name].shape != value.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tensors[name].shape}, its configuration wants "
+                f"{value.shape}"
+            )
+    leaves = [jnp.asarray(tensors[name].astype(jnp.dtype(config.dtype))) for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), config, metadata
+
+
+def load_model(
+    path: str | Path = "", *, dtype: str = "", num_slots: int = 0, max_length: int = 0
+) -> tuple[ModelParams, ModelConfig]:
+    """Load whatever model `path` names.
+
+    Args:
+      path: a directory in Hugging Face layout (see `hf_model`), or a file that `save_checkpoint`
+        wrote; empty for the weights that come with the package.
+      dtype: to compute in; empty for that of the checkpoint.
+      num_slots, max_length: of the caches to be made; counted where memory is checked.
+
+    Raises:
+      FileNotFoundError: there is no such path, or a file of the directory is missing.
+      CheckpointError: what is there is damaged, not supported or does not fit.
+      InsufficientMemory: weights and caches do not fit.
+    """
+    if path and Path(path).is_dir():
+        model = open_model(path, dtype=dtype)
+        return load_weights(model, num_slots=num_slots, max_length=max_length), model.config
+    file = path or tiny_weights_path()
+    params, config, _ = load_checkpoint(file, dtype=dtype or None)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    needed = weights + cache_bytes(config, num_slots, max_length)
+    check_memory(needed, str(file), config.dtype, available=available_bytes() + weights)
+    return params, config
+
+
+def tiny_weights_path() -> Path:
+    """Where the byte-level weights that come with the package are."""
+    return Path(str(resources.files("jax_specdec"))) / "weights" / "tiny.safetensors"
+
+
+def _config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {metadata.get('format')!r}, not {FORMAT!r}: it was not written "
+            "by jax_specdec.device.model.checkpoint.save_checkpoint"
+        )
+    try:
+        return ModelConfig.from_dict(json.loads(metadata["config"]))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} has no valid configuration: {error}") from error

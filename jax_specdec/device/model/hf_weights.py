@@ -1,0 +1,107 @@
+"""A Hugging Face checkpoint's tensors, read one by one into the decoder's stacked arrays.
+
+Only one tensor is in memory beside the arrays: each is written in place into its leaf, which is
+donated, and its file is closed (and so unmapped) again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from safetensors import SafetensorError, safe_open
+
+from jax_specdec.checkpoint.hf_files import ITEM_BYTES, StoredTensor
+from jax_specdec.checkpoint.hf_names import HfModel, Source
+from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.device.model.memory import check_memory
+from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
+
+
+def load_weights(model: HfModel, *, num_slots: int = 0, max_length: int = 0) -> ModelParams:
+    """Read the weights, converted to the type to compute in.
+
+    Args:
+      model: from `hf_model.open_model`.
+      num_slots, max_length: of the caches that will be made, counted in the check of the memory.
+
+    Raises:
+      InsufficientMemory: weights and caches do not fit; nothing was read.
+      CheckpointError: a file changed or is damaged, or two copies of a tensor differ.
+    """
+    config = model.config
+    check_memory(needed_bytes(model, num_slots, max_length), str(model.directory), config.dtype)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    wanted = named_arrays(shapes)
+    leaves: dict[str, jax.Array] = {}
+    for source in model.sources:
+        tensor = _read(model.stored[source.name])
+        leaf = wanted[source.leaf]
+        if source.layer is None:
+            leaves[source.leaf] = _convert(tensor, source, leaf.dtype)
+        else:
+            if source.leaf not in leaves:
+                leaves[source.leaf] = jnp.zeros(leaf.shape, leaf.dtype)
+            leaves[source.leaf] = _place(
+                leaves[source.leaf], tensor, jnp.int32(source.layer), source.transposed
+            )
+    for copy, original in model.copies:
+        if not np.array_equal(_read(model.stored[copy]), _read(model.stored[original])):
+            raise CheckpointError(
+                f"{model.stored[copy].file}: {copy} differs from {original}; this decoder has one "
+                "tensor for both"
+            )
+    assert leaves.keys() == wanted.keys()
+    params: ModelParams = jax.tree.unflatten(
+        jax.tree.structure(shapes), [leaves[name] for name in wanted]
+    )
+    return params
+
+
+def needed_bytes(model: HfModel, num_slots: int, max_length: int) -> int:
+    """Bytes of the weights, the caches, and the largest tensor on its way."""
+    config = model.config
+    item = jnp.dtype(config.dtype).itemsize
+    weights = item * config.num_parameters
+    largest = max(
+        ITEM_BYTES[model.stored[source.name].dtype] * math.prod(source.shape)
+        for source in model.sources
+    )
+    return weights + cache_bytes(config, num_slots, max_length) + largest
+
+
+def cache_bytes(config: ModelConfig, num_slots: int, max_length: int) -> int:
+    """Bytes of the decoder's and the MTP head's keys and values."""
+    layers = config.num_layers + config.num_mtp_layers
+    entry = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    return layers * num_slots * max_length * entry
+
+
+def _read(tensor: StoredTensor) -> np.ndarray:
+    try:
+        with safe_open(tensor.file, framework="numpy") as file:
+            value: np.ndarray = file.get_tensor(tensor.name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} {list(tensor.shape)} cannot be read: {error}"
+        ) from error
+    return value
+
+
+def _convert(tensor: np.ndarray, source: Source, dtype: np.dtype) -> jax.Array:
+    value = tensor.T if source.transposed else tensor
+    if source.swapped:
+        first, second = np.split(value, 2, axis=0)
+        value = np.concatenate([second, first], axis=0)
+    return jnp.array(np.ascontiguousarray(value), dtype=dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
+def _place(stack: jax.Array, tensor: jax.Array, layer: jax.Array, transposed: bool) -> jax.Array:
+    value = (tensor.T if transposed else tensor).astype(stack.dtype)
+    updated: jax.Array = lax.dynamic_update_index_in_dim(stack, value, layer, axis=0)
+    return updated

@@ -1,0 +1,98 @@
+"""Prefill: run a prompt, or one chunk of it, through one slot of the caches.
+
+A chunk with start > 0 attends to what earlier chunks of its slot left in the cache, so a long
+prompt goes through in pieces of one static size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model.llama import forward
+from jax_specdec.device.model.mtp import mtp_forward
+from jax_specdec.device.model.params import KVCache, ModelParams
+
+
+def prefill(
+    params: ModelParams,
+    config: ModelConfig,
+    tokens: jax.Array,
+    start: jax.Array | int,
+    num_valid: jax.Array | int,
+    slot: jax.Array | int,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """Run one chunk of one slot's prompt; other slots are untouched.
+
+    Args:
+      tokens: [P] int32; P is a static bucket.
+      start: position of tokens[0]; the slot's earlier entries must have been written.
+      num_valid: how many tokens count; the rest is padding.
+      slot: which slot, 0 <= slot < B. Any other writes nothing and returns NaN.
+      cache: the decoder's cache.
+
+    Returns:
+      Hidden states [P, D] (rows from num_valid on mean nothing) and the new cache.
+    """
+
+    def run(positions: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
+        return forward(params, config, tokens[None], positions, part)
+
+    return _in_one_slot(run, tokens, start, num_valid, slot, cache)
+
+
+def mtp_prefill(
+    params: ModelParams,
+    config: ModelConfig,
+    hidden: jax.Array,
+    next_tokens: jax.Array,
+    start: jax.Array | int,
+    num_valid: jax.Array | int,
+    slot: jax.Array | int,
+    mtp_cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """Run the MTP head over one chunk of one slot's prompt; see `prefill` and `mtp_forward`.
+
+    Args:
+      hidden: [P, D], from `prefill`.
+      next_tokens: [P] int32: the prompt shifted by one; after the last prompt token comes the
+        first generated one.
+
+    Returns:
+      Hidden states [P, D] and the new MTP cache.
+    """
+
+    def run(positions: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
+        return mtp_forward(params, config, hidden[None], next_tokens[None], positions, part)
+
+    return _in_one_slot(run, next_tokens, start, num_valid, slot, mtp_cache)
+
+
+def _in_one_slot(
+    run: Callable[[jax.Array, KVCache], tuple[jax.Array, KVCache]],
+    tokens: jax.Array,
+    start: jax.Array | int,
+    num_valid: jax.Array | int,
+    slot: jax.Array | int,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    if tokens.ndim != 1:
+        raise ValueError(f"a prefill chunk must be [P]: {tokens.shape}")
+    offsets = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    start, num_valid, slot = (jnp.asarray(x, jnp.int32) for x in (start, num_valid, slot))
+    positions = jnp.where(offsets < num_valid, start + offsets, -1)[None]
+    num_slots = cache.k.shape[1]
+    # A negative index would wrap round to another request's slot.
+    slot = jnp.where(slot < 0, num_slots, slot)
+    part = jax.tree.map(
+        lambda x: x.at[:, slot].get(mode="fill", fill_value=jnp.nan)[:, None], cache
+    )
+    out, part = run(positions, part)
+    cache = jax.tree.map(
+        lambda whole, one: whole.at[:, slot].set(one[:, 0], mode="drop"), cache, part
+    )
+    return out[0], cache

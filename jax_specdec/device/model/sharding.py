@@ -1,0 +1,155 @@
+"""One model over several devices: which device holds what, and calls on vocabulary shards.
+
+Tensor parallelism by JAX's own means. The matrices of a layer are split by heads and by
+feed-forward columns, and XLA's partitioner adds the two sums a layer that this needs. Embedding and
+output head are split by token ids, so every device makes the logits of its own tokens; what reads
+logits runs under `jax.shard_map` on these shards, and no logits travel.
+
+Source of the split: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ipc.wording import counted
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model.params import named_arrays
+from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
+
+MODEL_AXIS = "model"
+
+Result = TypeVar("Result")
+
+# The axis of each weight that is split, from its end; all others are on every device.
+SPLIT_AXES = {
+    "embedding": -2,  # [V, D]
+    "head": -1,  # [D, V]
+    "query": -1, "key": -1, "value": -1,  # [L, D, heads * Dh]
+    "query_bias": -1, "key_bias": -1, "value_bias": -1,  # [L, heads * Dh]
+    "output": -2,  # [L, heads * Dh, D]
+    "gate": -1, "up": -1,  # [L, D, F]
+    "down": -2,  # [L, F, D]
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Over which devices a model is spread. Hashable; by default one device has everything."""
+
+    mesh: Mesh | None = None  # with one axis, MODEL_AXIS
+
+    @property
+    def axis_name(self) -> str | None:
+        return None if self.mesh is None else MODEL_AXIS
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def everywhere(self) -> NamedSharding | None:
+        """Of an array that every device has whole; None on one device."""
+        if self.mesh is None:
+            return None
+        return NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+
+    def over_vocabulary(
+        self, call: Callable[[VocabShard, Any, Any], Result], columns: Any, whole: Any
+    ) -> Result:
+        """`call(shard, columns, whole)`, on each device with its own columns.
+
+        Args:
+          call: its result must be the same on every shard.
+          columns: arrays [..., V]; a device gets [..., V / shards].
+          whole: arrays that every device gets whole.
+        """
+        if self.mesh is None:
+            return call(WHOLE, columns, whole)
+        shard = VocabShard(MODEL_AXIS)
+        specs = jax.tree.map(lambda x: split(x.shape, -1, self.num_shards), columns)
+        everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
+        mapped: Callable[[Any, Any], Result] = jax.shard_map(
+            lambda columns, whole: call(shard, columns, whole),
+            mesh=self.mesh,
+            in_specs=(specs, everywhere),
+            out_specs=everywhere,
+        )
+        return mapped(columns, whole)
+
+    def place(self, values: Any, specs: Any) -> Any:
+        """The values, put where the specs say; they are left alone on one device."""
+        if self.mesh is None:
+            return values
+        shardings = self.shardings(specs)
+        if not self.mesh.is_multi_process:
+            return jax.device_put(values, shardings)
+
+        # Each process has all values, and puts its own part on its own devices: nothing travels.
+        def part(value: Any, sharding: NamedSharding) -> jax.Array:
+            host = np.asarray(value)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        return jax.tree.map(part, values, shardings)
+
+    def shardings(self, specs: Any) -> Any:
+        """The specs as shardings of the mesh."""
+        assert self.mesh is not None
+        mesh = self.mesh
+        is_spec = {"is_leaf": lambda x: isinstance(x, PartitionSpec)}
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, **is_spec)
+
+
+ONE_DEVICE = Parallel()
+
+
+def tensor_parallel(
+    config: ModelConfig, count: int, devices: Sequence[jax.Device] | None = None
+) -> Parallel:
+    """A model over `count` devices.
+
+    Args:
+      config: of the model. Its vocabulary must divide evenly; of what else does not, every device
+        has all.
+      count: 1 for one device.
+      devices: to take the first ones of; None: all that JAX knows.
+
+    Raises:
+      ValueError: too few devices, or a size that does not divide.
+    """
+    if count == 1:
+        return ONE_DEVICE
+    devices = jax.devices() if devices is None else devices
+    if not 1 <= count <= len(devices):
+        raise ValueError(
+            f"tensor parallelism over {counted(count, 'device')}, but JAX has {len(devices)}; "
+            "on a CPU, "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of them"
+        )
+    if config.vocab_size % count:
+        raise ValueError(
+            f"a vocabulary of {config.vocab_size} tokens does not divide among {count} devices: "
+            "choose a divisor"
+        )
+    return Parallel(Mesh(np.array(devices[:count]), (MODEL_AXIS,), axis_types=(AxisType.Auto,)))
+
+
+def params_specs(params: Any, num_shards: int) -> Any:
+    """How the weights are split: a tree of `PartitionSpec` like `params`."""
+    specs = [
+        split(value.shape, SPLIT_AXES.get(name.rpartition(".")[2]), num_shards)
+        for name, value in named_arrays(params).items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), specs)
+
+
+def split(shape: tuple[int, ...], axis: int | None, num_shards: int) -> PartitionSpec:
+    """`axis` over MODEL_AXIS, if it is divided evenly; else, and for None, nothing is split."""
+    names: list[str | None] = [None] * len(shape)
+    if axis is not None and shape[axis] % num_shards == 0:
+        names[axis] = MODEL_AXIS
+    return PartitionSpec(*names)  # type: ignore[no-untyped-call]

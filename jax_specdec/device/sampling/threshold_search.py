@@ -1,0 +1,132 @@
+"""Where a limit on their sum cuts off a row's tokens, in the descending order of their logits.
+
+The order is logit descending, equal logits by id, lowest first. Nothing is sorted: the last token
+kept is searched for bit by bit, first among the values of the logits, then among the ids
+of the equal ones. Each trip sums over the row, so that vocabulary shards exchange a few sums a row
+and trip, and nothing of the vocabulary's size.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import vary_like
+from pallas_kernels.sharding.vocab_shard import VocabShard
+
+# Among shards each trip waits for an exchange: fewer trips, of 15 sums each. On one device
+# bisection sums least.
+BITS_PER_TRIP = 4
+
+
+class Order(NamedTuple):
+    """The order of a row's tokens as integers: larger keys come first, then smaller ids."""
+
+    keys: jax.Array  # [..., V] int32
+    ids: jax.Array  # [..., V] int32, broadcast
+
+
+class Cut(NamedTuple):
+    """A place in the order."""
+
+    key: jax.Array  # [...] int32
+    id: jax.Array  # [...] int32
+
+
+def order(logits: jax.Array, ids: jax.Array) -> Order:
+    """The order of logits [..., V] bfloat16, float16 or float32 of the tokens ids [V]."""
+    # -0.0 equals 0.0. A select: the compiler may drop an addition of zero.
+    x = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
+    bits = lax.bitcast_convert_type(x, jnp.int16 if x.dtype.itemsize == 2 else jnp.int32)
+    # Negative floats grow towards zero as their bits shrink.
+    keys = jnp.where(bits < 0, bits ^ (2 ** (8 * bits.dtype.itemsize - 1) - 1), bits)
+    return Order(keys.astype(jnp.int32), jnp.broadcast_to(ids, logits.shape))
+
+
+def within(tokens: Order, last: Cut) -> jax.Array:
+    """Which tokens [..., V] do not come after `last`."""
+    key, id = last.key[..., None], last.id[..., None]
+    return (tokens.keys > key) | ((tokens.keys == key) & (tokens.ids <= id))
+
+
+def last_within(
+    tokens: Order,
+    key_bits: int,
+    vocab_size: int,
+    reaches: Callable[[jax.Array], jax.Array],
+    shard: VocabShard,
+) -> Cut:
+    """The last token with fewer than a limit before it.
+
+    Args:
+      tokens: the order.
+      key_bits: 8 * the logits' item size.
+      vocab_size: V.
+      reaches: `tokens [..., V] bool -> [...] bool`, whether the sum of these tokens has reached
+        the limit; false for no token at all.
+      shard: what this device holds of the row.
+
+    Returns:
+      The cut, which is a token of the row, or lies behind all of them if nothing reaches the limit.
+    """
+    lowest = jnp.int32(-(2 ** (key_bits - 1)))
+    rows = tokens.keys.shape[:-1]
+    per_trip = 1 if shard.axis_name is None else BITS_PER_TRIP
+
+    def above_reaches(offset: jax.Array) -> jax.Array:
+        return reaches(tokens.keys > (_signed(offset) + lowest)[..., None])
+
+    # The least key above which the limit is not reached: it belongs to a token of the row, or the
+    # limit is reached nowhere and it is the lowest there is.
+    key = _signed(_least(lambda offset: ~above_reaches(offset), key_bits, rows, per_trip)) + lowest
+    above = tokens.keys > key[..., None]
+    equal = tokens.keys == key[..., None]
+
+    def up_to_reaches(id: jax.Array) -> jax.Array:
+        return reaches(above | (equal & (tokens.ids <= _signed(id)[..., None])))
+
+    id_bits = (vocab_size - 1).bit_length()
+    last = shard.maximum(jnp.where(equal, tokens.ids, -1))[..., None]
+    some_left_out = reaches(above | (equal & (tokens.ids < last)))
+    # The usual case, at least in float32: all equal ones are kept, and no id is looked for.
+    id = lax.cond(
+        jnp.any(some_left_out),
+        lambda: _signed(_least(up_to_reaches, id_bits, rows, per_trip)),
+        lambda: vary_like(jnp.full(rows, vocab_size - 1, jnp.int32), some_left_out),
+    )
+    return Cut(key, id)
+
+
+def _least(
+    holds: Callable[[jax.Array], jax.Array], bits: int, rows: tuple[int, ...], bits_per_trip: int
+) -> jax.Array:
+    """The least number [...] uint32 of so many bits that `holds`; a larger one if none does.
+
+    `holds` is false up to some number and true from there on.
+    """
+    trips = -(-bits // bits_per_trip)
+    digits = jnp.arange(1, 2**bits_per_trip, dtype=jnp.uint32)
+
+    def trip(i: jax.Array, found: jax.Array) -> jax.Array:
+        place = jnp.uint32(bits_per_trip) * (jnp.uint32(trips - 1) - i.astype(jnp.uint32))
+
+        def too_small(digit: jax.Array) -> jax.Array:
+            # The largest number with a smaller digit here; whether the digit must be this large.
+            return ~holds(found + (digit << place) - jnp.uint32(1))
+
+        count: jax.Array = jax.vmap(too_small)(digits).sum(0, dtype=jnp.uint32)
+        longer: jax.Array = found + (count << place)
+        return longer
+
+    zeros = jnp.zeros(rows, jnp.uint32)
+    with jax.named_scope("search"):  # dozens of reads of the row: to be found in a profile
+        least: jax.Array = lax.fori_loop(
+            0, trips, trip, vary_like(zeros, jax.eval_shape(holds, zeros))
+        )
+    return least
+
+
+def _signed(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)

@@ -1,0 +1,39 @@
+"""What the host looks at before a packed message is sent. Never jax."""
+
+import numpy as np
+
+from ipc import wire
+from jax_specdec.records.decode import failed_checks
+
+
+class DeviceCheckError(RuntimeError):
+    """A check on the device failed while a message was packed: the message is not sent."""
+
+
+def check(words: np.ndarray) -> np.ndarray:
+    """The message in a bucket of words, if the checks on the device passed.
+
+    Raises:
+      DeviceCheckError: they did not.
+    """
+    # As Python's integers: three reads through NumPy would take ten times as long.
+    header = words[: wire.HEADER_WORDS].tolist()
+    num_words = _of(header, "num_words")
+    if num_words > words.size:
+        raise DeviceCheckError(
+            f"a message of {num_words} words is longer than the {words.size} that its slots "
+            "can fill; nothing of it was sent"
+        )
+    if _of(header, "error"):
+        checks = _of(header, "error_checks")
+        step = _of(header, "step_high") << 32 | _of(header, "step_low")
+        raise DeviceCheckError(
+            f"step {step} failed its checks on the device ({', '.join(failed_checks(checks))});"
+            " nothing of it was sent"
+        )
+    return words[:num_words]
+
+
+def _of(header: list[int], name: str) -> int:
+    field = wire.HEADER[name]
+    return header[field.word] >> field.shift & field.maximum

@@ -1,0 +1,113 @@
+"""A worker's messages on their way from the device to the host.
+
+Each is packed on the device, cut to what the host knows to be the most that it can have, and copied
+while the device goes on. Axes: B slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jax_specdec.device.loop.host_slots import Slot, draft_bound, prompt_bound, target_bound
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.prompt_scoring import ScoredChunk
+from jax_specdec.device.messages.pack import bucket
+from jax_specdec.device.messages.row_logprobs import Asked, Widths
+from jax_specdec.device.messages.step_messages import StepOutput
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Makes the words of messages and starts their copies.
+
+    Attributes:
+      compiled: the programs that pack.
+      process_rank: the one that headers name.
+      sends_drafts: whether there are draft messages; without logits of the drafts there are none,
+        and a prefill node hands its drafts over instead.
+    """
+
+    compiled: Compiled
+    process_rank: int
+    sends_drafts: bool
+
+    def of_step(
+        self,
+        output: StepOutput,
+        step: int,
+        host_slots: Sequence[Slot],
+        widths: Widths,
+        asked: Asked,
+    ) -> tuple[jax.Array, ...]:
+        """A step's target message and, where somebody asked, its draft message.
+
+        Args:
+          output: the step's, on the device.
+          step: its number.
+          host_slots: [B] as they were when it was launched.
+          widths: of what these ask for.
+          asked: what these ask for, on the device.
+
+        Returns:
+          [words] uint32 each.
+        """
+        wants_drafts = any(slot.decoding and slot.params.draft_logprobs for slot in host_slots)
+        draft_follows = wants_drafts and self.sends_drafts
+        static = {"widths": widths, "process_rank": self.process_rank}
+        words = self.compiled.target_message(
+            output, asked, _halves(step), np.bool_(draft_follows), **static
+        )
+        sent = [self._copy(words, target_bound(host_slots))]
+        if draft_follows:
+            words = self.compiled.draft_message(output, asked, _halves(step), **static)
+            sent.append(self._copy(words, draft_bound(host_slots)))
+        return tuple(sent)
+
+    def of_prompt(
+        self,
+        scored: ScoredChunk,
+        num_tokens: int,
+        next_step: int,
+        index: jax.Array,
+        scoring: Slot,
+        host_slots: Sequence[Slot],
+        widths: Widths,
+        asked: Asked,
+    ) -> jax.Array:
+        """The message of one chunk of the prompt of slot `index`, [words] uint32.
+
+        Args:
+          scored: the chunk's logprobs, on the device.
+          num_tokens: how many tokens of it are the prompt's.
+          next_step: the number of the step that it precedes.
+          index: [] int32.
+          scoring: the slot as far as its prompt's logprobs go.
+          host_slots: [B] all slots.
+          widths: of what `scoring` asks for.
+          asked: what it asks for, on the device.
+        """
+        words = self.compiled.prompt_message(
+            scored,
+            index,
+            asked,
+            np.array([slot.generation for slot in host_slots], np.uint32),
+            _halves(next_step),
+            widths=widths,
+            vocab_size=self.compiled.config.model.vocab_size,
+            process_rank=self.process_rank,
+        )
+        return self._copy(words, prompt_bound(host_slots, scoring, num_tokens))
+
+    def _copy(self, words: jax.Array, bound: int) -> jax.Array:
+        """Start the copy of a message of at most `bound` words to the host."""
+        # Packing compiles once for each width, and only this cut once for each bucket.
+        cut = self.compiled.leading(words, min(bucket(bound), words.size))
+        cut.copy_to_host_async()
+        return cut
+
+
+def _halves(step: int) -> np.ndarray:
+    """[2] uint32 of a step's number, the low word first."""
+    return np.array([step & 0xFFFFFFFF, step >> 32], np.uint32)

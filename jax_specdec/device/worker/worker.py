@@ -1,0 +1,282 @@
+"""The model worker: it keeps the slots decoding and publishes one message a step.
+
+It launches step n + 1 before it reads step n, so the device never waits for the host: while the
+device computes, the host takes commands, waits for the copy of the last step's words and sends
+them. Everything that step n + 1 needs from step n stays on the device.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipc import wire
+from ipc.wire import SlotState
+from jax_specdec.control import Admit, Advance, Command, Evict, Release, Shutdown
+from jax_specdec.device.loop import host_slots
+from jax_specdec.device.loop.host_slots import Slot
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.state import LoopConfig, init_state
+from jax_specdec.device.messages.row_logprobs import Asked, Widths
+from jax_specdec.device.model.params import ModelParams
+from jax_specdec.device.model.sharding import params_specs
+from jax_specdec.device.worker.device_checks import check
+from jax_specdec.device.worker.outgoing import Outgoing
+from jax_specdec.device.worker.prefix_cache import PrefixCache
+from pallas_kernels.implementations import cannot_run, cuda_capability
+
+
+class Sender(Protocol):
+    """Where messages go; the ring, or a list in a test."""
+
+    def send(self, data: np.ndarray, /) -> object: ...
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that is under way."""
+
+    generations: list[int]  # of the slots when it was launched
+    prompts: tuple[jax.Array, ...]  # messages, which go first
+    words: tuple[jax.Array, ...]  # the step's target and draft message; none: prompts alone
+
+
+class Worker:
+    """Slots, the device state, and at most one step that is launched but not yet published."""
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        params: ModelParams,
+        sender: Sender,
+        *,
+        prefill_chunk: int = 64,
+        prefix_reuse: bool = True,
+        process_rank: int = 0,
+        publish: bool = True,
+        compiled: Compiled | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        """Start with empty slots.
+
+        Args:
+          prefix_reuse: run what prompts have in common once, where it is still in a slot's caches;
+            no value depends on it. Prompts whose logprobs are wanted are run whole.
+          publish: send messages. A process that does not makes and reads the same ones, as what
+            makes them has collectives, and clears the same slots.
+          compiled: share it among workers of one configuration.
+          fused: let greedy verification and logprobs share one read where that pays; None: where
+            the GPU kernels run.
+        """
+        self.config = config
+        self.params = config.parallel.place(
+            params, params_specs(params, config.parallel.num_shards)
+        )
+        self.sender = sender
+        self.prefill_chunk = prefill_chunk
+        self.publish = publish
+        self.compiled = compiled or Compiled(config)
+        self.state = init_state(config)
+        self.fused = runs_on_gpu(config) if fused is None else fused
+        has_draft_logits = self.state.drafts.logits is not None
+        self.outgoing = Outgoing(
+            self.compiled, process_rank, has_draft_logits and not config.prefill_only
+        )
+        self.slots = [Slot() for _ in range(config.num_slots)]
+        self.prefix_reuse = prefix_reuse
+        self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
+        self.asked: tuple[Widths, Asked] | None = None  # by the slots; None once they changed
+        self.step_number = 0  # of the next step; published steps have consecutive numbers
+        self.launched: Launched | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to launch or to publish."""
+        return self.launched is not None or any(s.occupied or s.verdict for s in self.slots)
+
+    def apply(self, command: Command) -> bool:
+        """Carry out one command between two steps; False after the last one.
+
+        A `Release` or an `Evict` of a request that has ended here changes nothing: its last tokens
+        have been published or are on their way. Processes of one model that carry out the same
+        commands, `Advance` among them, run the same programs in the same order.
+
+        Raises:
+          ValueError: a slot is given away before its eviction was published, or a draft that was
+            handed over is no token.
+        """
+        if isinstance(command, Admit):
+            self._admit(command)
+        elif isinstance(command, Release):
+            self._take_back(command.slot, command.generation, verdict=0)
+        elif isinstance(command, Evict):
+            if self.slots[command.slot].occupied:
+                verdict = SlotState.PREEMPTED if command.reschedule else SlotState.RECOVERY_STOP
+                self._take_back(command.slot, command.generation, verdict)
+        elif isinstance(command, Advance):
+            self.advance()
+        elif isinstance(command, Shutdown):
+            self.finish()
+            return False
+        return True
+
+    def advance(self) -> None:
+        """Launch the next step, then publish the one before it."""
+        prompts = [
+            words
+            for index, slot in enumerate(self.slots)
+            if slot.occupied and slot.prefill_at is not None
+            for words in self._prefill(index, slot)
+        ]
+        # An eviction has to be heard of, even where nothing decodes.
+        due = any(slot.decoding or slot.verdict for slot in self.slots)
+        following = None
+        if due or prompts:
+            generations = [slot.generation for slot in self.slots]
+            words = self._launch() if due else ()
+            following = Launched(generations, tuple(prompts), words)
+        self.finish()
+        self.launched = following
+
+    def finish(self) -> None:
+        """Publish the step that is under way, and launch no other."""
+        if self.launched is not None:
+            self._publish(self.launched)
+        self.launched = None
+
+    def _admit(self, command: Admit) -> None:
+        request, drafter, vocab = command.request, self.config.drafter, self.config.model.vocab_size
+        if self.slots[command.slot].verdict:
+            raise ValueError(
+                f"slot {command.slot} was evicted and no message has said so yet: "
+                "give it away once its request was heard of, or release it first"
+            )
+        if wrong := [i for i in command.draft_token_ids if not 0 <= i < vocab]:
+            raise ValueError(
+                f"request {request.id!r}: draft token id {wrong[0]} is outside the vocabulary "
+                f"(0 to {vocab - 1})"
+            )
+        self.state = self.compiled.admit(
+            self.state,
+            jnp.int32(command.slot),
+            host_slots.admission(
+                request, self.config.max_length, drafter.num_drafts, command.draft_token_ids
+            ),
+        )
+        # Every row of a prompt's logprobs needs its hidden state, which no cache has.
+        shared = self.prefix_reuse and request.params.prompt_logprobs is None
+        prompt = request.prompt_token_ids if shared else ()
+        self._set(
+            command.slot,
+            Slot(
+                generation=command.generation,
+                params=request.params,
+                most_tokens=host_slots.most_drafts(request, drafter.num_drafts) + 1,
+                prefill_at=self.prefixes.admit(command.slot, prompt),
+                prompt_length=len(request.prompt_token_ids),
+            ),
+        )
+
+    def _take_back(self, index: int, generation: int, verdict: int) -> None:
+        slot = self.slots[index]
+        if slot.generation == generation and (slot.occupied or slot.verdict):
+            self.state = self.compiled.release(self.state, jnp.int32(index))
+            self._set(index, Slot(generation=generation, verdict=verdict))
+
+    def _set(self, index: int, slot: Slot) -> None:
+        self.slots[index] = slot
+        self.asked = None
+
+    def _prefill(self, index: int, slot: Slot) -> tuple[jax.Array, ...]:
+        """Run one chunk of a prompt: a long one does not hold up the other slots' tokens.
+
+        Returns the words of the chunk's own message, where its logprobs are wanted.
+        """
+        start = self._reuse(index, slot.prefill_at or 0)
+        chunk = host_slots.chunk_size(slot, self.config, self.prefill_chunk)
+        places = jnp.int32(index), jnp.int32(start)
+        words: tuple[jax.Array, ...] = ()
+        if slot.params.prompt_logprobs is None:
+            self.state = self.compiled.prefill_chunk(self.params, self.state, *places, chunk=chunk)
+        else:
+            words = self._score(slot, places, chunk)
+        following = start + chunk
+        self.prefixes.hold(index, following)
+        slot.prefill_at = following if following < slot.prompt_length - 1 else None
+        return words
+
+    def _reuse(self, index: int, start: int) -> int:
+        """Take over what another slot holds of a prompt by now; returns where to go on.
+
+        Asked at each chunk: of equal prompts that came together, each runs other chunks. What the
+        source is doing meanwhile does not matter: a copy takes the state that the last program
+        leaves, and no step writes where a prompt was run.
+        """
+        source, held = self.prefixes.longest(index)
+        if held <= start:
+            return start
+        self.state = self.compiled.copy_prefix(self.state, jnp.int32(source), jnp.int32(index))
+        self.prefixes.hold(index, held, reused=True)
+        return held
+
+    def _score(
+        self, slot: Slot, places: tuple[jax.Array, jax.Array], chunk: int
+    ) -> tuple[jax.Array, ...]:
+        scoring = host_slots.for_prompt(slot)
+        widths = host_slots.widths_of([scoring], self.config.model.vocab_size)
+        asked = host_slots.asked_of([scoring], widths)
+        self.state, scored = self.compiled.score_chunk(
+            self.params, self.state, *places, asked, chunk=chunk, widths=widths
+        )
+        num_tokens = min(chunk, slot.prompt_length - 1 - (slot.prefill_at or 0))
+        if num_tokens <= 0:
+            return ()
+        words = self.outgoing.of_prompt(
+            scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths, asked
+        )
+        return (words,)
+
+    def _launch(self) -> tuple[jax.Array, ...]:
+        """Start a step and the copy of its messages; what the host knows now bounds their size."""
+        if self.asked is None:
+            widths = host_slots.widths_of(self.slots, self.config.model.vocab_size)
+            self.asked = widths, host_slots.asked_of(self.slots, widths)
+        widths, asked = self.asked
+        fused_k = widths.k if self.fused and host_slots.wants_one_read(self.slots) else None
+        self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)
+        words = self.outgoing.of_step(output, self.step_number, self.slots, widths, asked)
+        self.step_number += 1
+        # On every process alike, whether it publishes or not: what is left of an eviction, or of
+        # a request that was handed over, would speak of the slot's next request.
+        for index, slot in enumerate(self.slots):
+            if slot.verdict or (self.config.prefill_only and slot.decoding):
+                self._set(index, Slot(generation=slot.generation))
+        return words
+
+    def _publish(self, launched: Launched) -> None:
+        for words in launched.prompts:
+            self._send(check(np.asarray(words)))
+        messages = [check(np.asarray(words)) for words in launched.words]
+        for message in messages:
+            self._send(message)
+        if not messages:
+            return
+        fields = messages[0][wire.HEADER_WORDS :][: wire.SLOT_WORDS * len(self.slots)]
+        states = wire.SLOT["state"].get(fields.reshape(len(self.slots), wire.SLOT_WORDS))
+        for index in np.flatnonzero(states == SlotState.STOPPED).tolist():
+            generation = launched.generations[index]
+            if generation == self.slots[index].generation:  # not of a request that came since
+                self._set(index, Slot(generation=generation))
+
+    def _send(self, message: np.ndarray) -> None:
+        if self.publish:
+            self.sender.send(message)
+
+
+def runs_on_gpu(config: LoopConfig) -> bool:
+    """Whether this model's logits go through the GPU kernels."""
+    shape = (config.num_slots * config.num_positions, config.model.vocab_size)
+    logits = jax.eval_shape(lambda: jnp.zeros(shape, jnp.dtype(config.model.dtype)))
+    return cannot_run(logits, cuda_capability()) is None

@@ -1,0 +1,115 @@
+"""The model worker's process: commands come on standard input, messages go into the ring."""
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable
+
+import jax
+
+from ipc.ring import RingWriter
+from jax_specdec.control import Advance, Command, Shutdown, Start, from_line
+from jax_specdec.device.drafting.by_name import make_drafter
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.model.checkpoint import load_model
+from jax_specdec.device.model.sharding import tensor_parallel
+from jax_specdec.device.worker.process_group import Lead
+from jax_specdec.device.worker.worker import Sender, Worker
+from jax_specdec.text.tokenizer import text_encoder
+
+
+def serve(
+    worker: Worker,
+    commands: "queue.SimpleQueue[Command]",
+    tell: Callable[[Command], None] = lambda _: None,
+) -> None:
+    """Decode until told to stop: take the commands that wait, advance, block only when idle.
+
+    Args:
+      tell: gets every command just before it is carried out.
+    """
+    while True:
+        waits = not (commands.empty() and worker.busy)
+        command = commands.get() if waits else Advance()
+        tell(command)
+        if not worker.apply(command):
+            return
+
+
+def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") -> None:
+    """Parse lines until they end; their end means that the engine is gone."""
+    try:
+        for line in lines:
+            commands.put(from_line(line))
+    finally:
+        commands.put(Shutdown())
+
+
+def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker:
+    """Load the model and make its worker, with empty slots.
+
+    What the user can mend ends the process, with the reason on stderr: the engine shows it.
+    """
+    try:
+        params, config = load_model(
+            start.weights,
+            dtype=start.dtype,
+            num_slots=start.num_slots,
+            max_length=start.max_length,
+        )
+        if start.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"EngineConfig.vocab_size = {start.vocab_size}, but the model has "
+                f"{config.vocab_size} tokens: set it to {config.vocab_size} or less, or prompts "
+                "may hold ids that the model does not know"
+            )
+        parallel = tensor_parallel(config, start.tensor_parallel)
+        drafter = make_drafter(
+            start.drafter,
+            start.num_drafts,
+            config,
+            corpus=start.corpus,
+            adaptive=start.adaptive,
+            encode=text_encoder(start.weights, config.vocab_size) if start.corpus else None,
+            parallel=parallel,
+        )
+    except (OSError, ValueError, MemoryError) as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+    return Worker(
+        LoopConfig(
+            model=config,
+            drafter=drafter,
+            num_slots=start.num_slots,
+            max_length=start.max_length,
+            prefill_only=start.prefill_only,
+            parallel=parallel,
+        ),
+        params,
+        sender,
+        prefill_chunk=start.prefill_chunk,
+        prefix_reuse=start.prefix_reuse,
+        process_rank=start.process_rank,
+        publish=publish,
+    )
+
+
+def main() -> int:
+    """Entry point of the worker process: commands on stdin, messages into the ring."""
+    start = from_line(sys.stdin.readline())
+    if not isinstance(start, Start):
+        print("the first command must be start", file=sys.stderr)
+        return 2
+    if start.num_processes == 1 and start.tensor_parallel > 1:
+        # Before JAX looks for devices; of accelerators there are as many as there are.
+        jax.config.update("jax_num_cpu_devices", start.tensor_parallel)  # type: ignore[no-untyped-call]
+    with RingWriter.attach(start.ring) as ring, Lead(start, ring) as lead:
+        worker = make_worker(start, lead)
+        commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        threading.Thread(target=read_commands, args=(sys.stdin, commands), daemon=True).start()
+        serve(worker, commands, lead.tell)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

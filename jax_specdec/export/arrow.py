@@ -1,0 +1,166 @@
+"""Columns as Arrow tables and Parquet files, for whoever has pyarrow (the extra `arrow`). No jax.
+
+Two tables: one row a token, and one row a request. NaN is kept for invalid rows; what was not
+asked or is not known is null.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.wire import LogprobsMode
+from jax_specdec.export.column_builder import ColumnBuilder
+from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Columns, Ragged
+from jax_specdec.records.batch import FinishReason
+
+TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
+
+
+def tokens_table(columns: Columns) -> Any:
+    """A `pyarrow.Table`, one row a token: the columns of `Columns` by the same names.
+
+    `request_id` and `kind` are dictionary columns of words; the top K and the chosen ids are lists
+    (`topk_ids`, `topk_logprobs`, `chosen_ids`, `chosen_logprobs`, and of the drafts
+    `draft_chosen_ids`, `draft_chosen_logprobs`).
+    """
+    pa = _pyarrow()
+    asked, drafted = columns.token_rank != NOT_ASKED, columns.draft_token_rank != NOT_ASKED
+    return pa.table(
+        {
+            "request_id": pa.DictionaryArray.from_arrays(
+                columns.request, pa.array(columns.request_id.tolist(), pa.string())
+            ),
+            "position": columns.position,
+            "step": columns.step,
+            "token_id": columns.token_id,
+            "logprob": pa.array(columns.logprob, mask=~asked),
+            "token_rank": pa.array(columns.token_rank, mask=~asked),
+            "kind": pa.DictionaryArray.from_arrays(columns.kind, pa.array(KINDS, pa.string())),
+            "draft_token_id": pa.array(columns.draft_token_id, mask=columns.draft_token_id < 0),
+            "draft_logprob": pa.array(columns.draft_logprob, mask=~drafted),
+            "draft_token_rank": pa.array(columns.draft_token_rank, mask=~drafted),
+            "topk_ids": _lists(pa, columns.topk, columns.topk.ids),
+            "topk_logprobs": _lists(pa, columns.topk, columns.topk.logprobs),
+            "chosen_ids": _lists(pa, columns.chosen, columns.chosen.ids),
+            "chosen_logprobs": _lists(pa, columns.chosen, columns.chosen.logprobs),
+            "draft_chosen_ids": _lists(pa, columns.draft_chosen, columns.draft_chosen.ids),
+            "draft_chosen_logprobs": _lists(
+                pa, columns.draft_chosen, columns.draft_chosen.logprobs
+            ),
+        }
+    )
+
+
+def requests_table(columns: Columns) -> Any:
+    """A `pyarrow.Table`, one row a request; words for the mode and the finish reason."""
+    pa = _pyarrow()
+    reasons = [FinishReason(n).name.lower() if n else None for n in columns.finish_reason.tolist()]
+    modes = [LogprobsMode(n).name.lower() for n in columns.mode.tolist()]
+    return pa.table(
+        {
+            "request_id": pa.array(columns.request_id.tolist(), pa.string()),
+            "prompt_token_ids": _lists(pa, columns.prompt, columns.prompt.ids),
+            "temperature": columns.temperature,
+            "mode": pa.array(modes, pa.string()),
+            "finish_reason": pa.array(reasons, pa.string()),
+        }
+    )
+
+
+def from_tables(tokens: Any, requests: Any) -> Columns:
+    """The columns that the two tables were made of.
+
+    Raises:
+      ValueError: a table lacks columns, as those that an earlier version wrote do.
+    """
+    nothing = ColumnBuilder().columns()
+    for table, whole in ((tokens, tokens_table(nothing)), (requests, requests_table(nothing))):
+        if missing := sorted(set(whole.column_names) - set(table.column_names)):
+            raise ValueError(
+                f"a table lacks the columns {', '.join(missing)}: read it with the version that "
+                "wrote it, or collect its records again"
+            )
+    ids = requests["request_id"].to_pylist()
+    index = {request_id: n for n, request_id in enumerate(ids)}
+    reasons = requests["finish_reason"].to_pylist()
+    modes = requests["mode"].to_pylist()
+    return Columns(
+        request_id=np.array(ids, np.str_),
+        prompt=_ragged(requests["prompt_token_ids"]),
+        temperature=requests["temperature"].to_numpy(),
+        mode=np.array([LogprobsMode[word.upper()] for word in modes], np.int8),
+        finish_reason=np.array(
+            [FinishReason[word.upper()] if word else 0 for word in reasons], np.int8
+        ),
+        request=np.array([index[i] for i in tokens["request_id"].to_pylist()], np.int32),
+        position=tokens["position"].to_numpy(),
+        step=tokens["step"].to_numpy(),
+        token_id=tokens["token_id"].to_numpy(),
+        logprob=_filled(tokens["logprob"], np.float32(np.nan)),
+        token_rank=_filled(tokens["token_rank"], np.int32(NOT_ASKED)),
+        kind=np.array([KINDS.index(word) for word in tokens["kind"].to_pylist()], np.int8),
+        draft_token_id=_filled(tokens["draft_token_id"], np.int32(-1)),
+        draft_logprob=_filled(tokens["draft_logprob"], np.float32(np.nan)),
+        draft_token_rank=_filled(tokens["draft_token_rank"], np.int32(NOT_ASKED)),
+        topk=_ragged(tokens["topk_ids"], tokens["topk_logprobs"]),
+        chosen=_ragged(tokens["chosen_ids"], tokens["chosen_logprobs"]),
+        draft_chosen=_ragged(tokens["draft_chosen_ids"], tokens["draft_chosen_logprobs"]),
+    )
+
+
+def write_parquet(folder: Path | str, columns: Columns) -> None:
+    """Write both tables into `folder`, which is made: `tokens.parquet` and `requests.parquet`."""
+    parquet = _pyarrow("pyarrow.parquet")
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(tokens_table(columns), path / TOKENS)
+    parquet.write_table(requests_table(columns), path / REQUESTS)
+
+
+def read_parquet(folder: Path | str) -> Columns:
+    """Read what `write_parquet` wrote.
+
+    Raises:
+      ValueError: as `from_tables`.
+    """
+    parquet, path = _pyarrow("pyarrow.parquet"), Path(folder)
+    return from_tables(parquet.read_table(path / TOKENS), parquet.read_table(path / REQUESTS))
+
+
+def _pyarrow(module: str = "pyarrow") -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Arrow and Parquet need pyarrow: pip install 'jax-specdec[arrow]', or use "
+            "columnar.save, which needs NumPy only",
+            name=error.name,
+        ) from error
+
+
+def _lists(pa: Any, ragged: Ragged, values: NDArray[Any] | None) -> Any:
+    """Arrow lists with 32-bit offsets; one table holds 2**31 - 1 values at most."""
+    if ragged.offsets[-1] >= 2**31:
+        raise ValueError(
+            f"{ragged.offsets[-1]} values in one list column; an Arrow table takes {2**31 - 1}: "
+            "write several tables"
+        )
+    return pa.ListArray.from_arrays(ragged.offsets.astype(np.int32), pa.array(values))
+
+
+def _ragged(ids: Any, logprobs: Any = None) -> Ragged:
+    values = ids.combine_chunks()
+    counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    return Ragged.of(
+        counts,
+        values.flatten().to_numpy(zero_copy_only=False),
+        None if logprobs is None else logprobs.combine_chunks().flatten().to_numpy(),
+    )
+
+
+def _filled(column: Any, fill: np.generic) -> NDArray[Any]:
+    return column.fill_null(fill.item()).to_numpy()  # type: ignore[no-any-return]

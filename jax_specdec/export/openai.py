@@ -1,0 +1,289 @@
+"""Records as OpenAI-style responses: built only when asked for, ready for `json.dumps`. No jax.
+
+The formats are those of the completions and the chat completions API
+(https://platform.openai.com/docs/api-reference), whole and as the chunks of a stream; what they
+have no place for stands beside them under "speculation". JSON has no -inf and no NaN: they are
+written as -9999.0 and null. Ids of -1 (fewer than K finite logits) are left out.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec.export.openai_extension import json_number, request_extension, speculation
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.record import Record
+from jax_specdec.requests import Request
+from jax_specdec.text.detokenize import TextStream, TokenTable
+
+DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The logprobs of n positions, whoever they come from: emitted tokens, drafts or a prompt.
+
+    Attributes:
+      token_ids: [n] int32.
+      logprobs: [n, K+1] float32, the token itself first, then the top K.
+      topk_ids: [n, K] int32, -1 where fewer than K are finite.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    topk_ids: NDArray[np.int32]
+
+    def __iter__(self) -> Iterator[tuple[int, list[float | None], list[int]]]:
+        """Each position's id, its logprobs as JSON can carry them, and the ids of its top K."""
+        for token_id, row, ids in zip(
+            self.token_ids.tolist(), self.logprobs.tolist(), self.topk_ids.tolist(), strict=True
+        ):
+            # One test for a whole row: logprobs are finite exactly where their sum is.
+            values = row if math.isfinite(sum(row)) else [json_number(value) for value in row]
+            if ids and ids[-1] < 0:  # the missing ones are the last
+                ids = [token_id for token_id in ids if token_id >= 0]
+            yield token_id, values, ids
+
+
+def completion_logprobs(
+    records: Iterable[Record], table: TokenTable, *, stream: TextStream | None = None
+) -> dict[str, Any] | None:
+    """The completions format of one request's records, in order; None if no logprobs were asked.
+
+    `top_logprobs` has one dictionary a token, by token text: the top K, then the emitted token
+    where it is not among them. Where two ids have the same text, the more likely one stays.
+    `text_offset` counts characters of the whole text; a token that begins inside a character
+    begins where that does. `stream` has the text before the records, and is moved on.
+    """
+    rows = [_rows(record) for record in _asked(records)]
+    if not rows:
+        return None
+    stream = stream or TextStream(table)
+    offsets = [stream.push_with_offsets(part.token_ids.tolist())[1] for part in rows]
+    return _completion_rows(rows, table) | {"text_offset": [at for part in offsets for at in part]}
+
+
+def chat_logprobs(records: Iterable[Record], table: TokenTable) -> dict[str, Any] | None:
+    """The chat completions format of one request's records; None if no logprobs were asked.
+
+    The bytes of all tokens, one after the other, are those of the text. They are None for special
+    tokens, which are no part of it, and otherwise tuples that all entries of a token share.
+    """
+    rows = [_rows(record) for record in _asked(records)]
+    content = [entry for part in rows for entry in _chat_rows(part, table)]
+    return {"content": content, "refusal": None} if rows else None
+
+
+def prompt_logprobs(rows: Rows, table: TokenTable) -> list[dict[str, Any] | None]:
+    """An extension: the chat format's entries for a prompt, None for its first token.
+
+    `rows` are those of the second token and on: nothing predicts the first.
+    """
+    return [None, *_chat_rows(rows, table)]
+
+
+def finish_reason(reason: FinishReason | None) -> str | None:
+    """The API's word: "stop" or "length"; what it has no word for keeps its own name."""
+    if reason is None:
+        return None
+    if reason in (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE):
+        return "stop"
+    return reason.name.lower()
+
+
+def usage(request: Request, num_tokens: int) -> dict[str, int]:
+    """What was read and written, in tokens."""
+    prompt = len(request.prompt_token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": prompt + num_tokens,
+    }
+
+
+def completion(
+    request: Request,
+    records: Sequence[Record],
+    table: TokenTable,
+    *,
+    model: str,
+    created: int,
+    index: int = 0,
+    prompt: Rows | None = None,
+) -> dict[str, Any]:
+    """A whole response of the completions API.
+
+    Args:
+      request: what was asked; its id is the response's.
+      records: all of its records, in order.
+      table: of the tokenizer.
+      model: the name that the response gives.
+      created: when, in seconds since 1970.
+      index: of the choice.
+      prompt: the prompt's logprobs, as `prompt_logprobs` takes them, for the extension.
+    """
+    text, reason, num_tokens = _outcome(records, table)
+    choice = {
+        "index": index,
+        "text": text,
+        "logprobs": completion_logprobs(records, table),
+        "finish_reason": reason,
+    }
+    return {
+        **_header(request, "text_completion", model, created),
+        "choices": [choice],
+        "usage": usage(request, num_tokens),
+        "speculation": _extension(request, records, table, prompt),
+    }
+
+
+def chat_completion(
+    request: Request,
+    records: Sequence[Record],
+    table: TokenTable,
+    *,
+    model: str,
+    created: int,
+    index: int = 0,
+    prompt: Rows | None = None,
+) -> dict[str, Any]:
+    """A whole response of the chat completions API; arguments as `completion`."""
+    text, reason, num_tokens = _outcome(records, table)
+    choice = {
+        "index": index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": chat_logprobs(records, table),
+        "finish_reason": reason,
+    }
+    return {
+        **_header(request, "chat.completion", model, created),
+        "choices": [choice],
+        "usage": usage(request, num_tokens),
+        "speculation": _extension(request, records, table, prompt),
+    }
+
+
+class CompletionStream:
+    """The chunks of one request's stream in the completions API: one for each record.
+
+    A chunk has all tokens of its record; its text has the characters that they complete.
+    """
+
+    _OBJECT = "text_completion"
+
+    def __init__(
+        self, request: Request, table: TokenTable, *, model: str, created: int, index: int = 0
+    ) -> None:
+        """Arguments as those of `completion`."""
+        self._request, self._table, self._index = request, table, index
+        self._header = _header(request, self._OBJECT, model, created)
+        self._stream = TextStream(table)
+        self._num_tokens = 0
+
+    def chunk(self, record: Record) -> dict[str, Any]:
+        """The request's next record as a chunk."""
+        self._num_tokens += record.num_tokens
+        choice = {
+            "index": self._index,
+            **self._delta(record),
+            "finish_reason": finish_reason(record.finish_reason),
+        }
+        extension = speculation([record], self._table)
+        return {**self._header, "choices": [choice], "speculation": extension}
+
+    def usage(self) -> dict[str, Any]:
+        """The chunk after the last, where the client asked for `include_usage`."""
+        return {**self._header, "choices": [], "usage": usage(self._request, self._num_tokens)}
+
+    def _delta(self, record: Record) -> dict[str, Any]:
+        ids = record.token_ids.tolist()
+        text, offsets = self._stream.push_with_offsets(ids)
+        logprobs = None
+        for asked in _asked([record]):
+            logprobs = _completion_rows([_rows(asked)], self._table) | {"text_offset": offsets}
+        return {"text": text + self._end(record), "logprobs": logprobs}
+
+    def _end(self, record: Record) -> str:
+        return "" if record.finish_reason is None else self._stream.finish()
+
+
+class ChatStream(CompletionStream):
+    """The same for the chat completions API; the first chunk names the role."""
+
+    _OBJECT = "chat.completion.chunk"
+
+    def _delta(self, record: Record) -> dict[str, Any]:
+        first = self._num_tokens == record.num_tokens
+        text = self._stream.push(record.token_ids.tolist()) + self._end(record)
+        return {
+            "delta": ({"role": "assistant"} if first else {}) | {"content": text},
+            "logprobs": chat_logprobs([record], self._table),
+        }
+
+
+def server_sent_event(chunk: dict[str, Any]) -> bytes:
+    """A chunk as a line of an event stream; after the last chunk comes `DONE`."""
+    return b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n"
+
+
+def _header(request: Request, kind: str, model: str, created: int) -> dict[str, Any]:
+    return {"id": request.id, "object": kind, "created": created, "model": model}
+
+
+def _outcome(records: Sequence[Record], table: TokenTable) -> tuple[str, str | None, int]:
+    """Text, finish reason and number of tokens of a whole request."""
+    ids = [token_id for record in records for token_id in record.token_ids.tolist()]
+    reason = records[-1].finish_reason if records else None
+    return table.decode(ids), finish_reason(reason), len(ids)
+
+
+def _extension(
+    request: Request, records: Sequence[Record], table: TokenTable, prompt: Rows | None
+) -> dict[str, Any]:
+    found = request_extension(request, records, table) | speculation(records, table)
+    return found if prompt is None else found | {"prompt_logprobs": prompt_logprobs(prompt, table)}
+
+
+def _asked(records: Iterable[Record]) -> list[Record]:
+    """Those that carry logprobs."""
+    return [record for record in records if record.request.params.logprobs is not None]
+
+
+def _rows(record: Record) -> Rows:
+    logprobs, topk_ids = record.logprobs, record.topk_ids
+    assert logprobs is not None
+    assert topk_ids is not None
+    return Rows(record.token_ids, logprobs, topk_ids)
+
+
+def _completion_rows(rows: Iterable[Rows], table: TokenTable) -> dict[str, Any]:
+    text = table.completion_text
+    tokens, logprobs, tops = [], [], []
+    for token_id, (logprob, *values), ids in (position for part in rows for position in part):
+        tokens.append(text[token_id])
+        logprobs.append(logprob)
+        top: dict[str, float | None] = {}
+        for candidate, value in zip(ids, values, strict=False):  # without the missing
+            top.setdefault(text[candidate], value)
+        if logprob is not None:
+            top.setdefault(text[token_id], logprob)
+        tops.append(top)
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
+
+
+def _chat_rows(rows: Rows, table: TokenTable) -> list[dict[str, Any]]:
+    entries = []
+    for token_id, values, ids in rows:
+        text, raw = table.chat[token_id]
+        found = map(table.chat.__getitem__, ids)
+        top = [
+            {"token": text, "logprob": value, "bytes": raw}
+            for (text, raw), value in zip(found, values[1:], strict=False)
+        ]
+        entries.append({"token": text, "logprob": values[0], "bytes": raw, "top_logprobs": top})
+    return entries

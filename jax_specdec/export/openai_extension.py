@@ -1,0 +1,123 @@
+"""What speculation did to a request, as JSON: the extension beside OpenAI's fields. No jax."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax_specdec.records.record import Record
+from jax_specdec.requests import Request
+from jax_specdec.text.detokenize import TokenTable
+
+NEGATIVE_INFINITY = -9999.0  # what OpenAI's API uses for "very unlikely"
+
+
+def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
+    """Of the tokens in `records`: one record is a chunk's, all of them a whole response's.
+
+    "by_step" has one object for each step with tokens. Every other key has one value a token:
+    `token_ids`, `token_kinds` (see `token_kinds`) and, where logprobs were asked, `token_ranks`
+    (1 the most likely, 0 an invalid row), `topk_ids` (without missing ones) and, where the
+    request named `extra_token_ids`, `chosen_logprobs`. Where no logprobs were asked, `tokens` has
+    the strings that otherwise stand in the logprobs.
+    """
+    result: dict[str, Any] = {"token_ids": [], "token_kinds": [], "by_step": []}
+    for record in records:
+        if record.num_tokens:
+            result["token_ids"] += record.token_ids.tolist()
+            result["token_kinds"] += token_kinds(record)
+            result["by_step"].append(_step(record, table))
+        for name, values in _columns(record, table).items():
+            result.setdefault(name, []).extend(values)
+    return result
+
+
+def token_kinds(record: Record) -> list[str]:
+    """What each token was to verification.
+
+    "accepted": a draft; "recovered": in place of the first rejected draft; "bonus": behind the
+    drafts, all accepted; "plain": of a step without drafts. A stop can cut the last ones.
+    """
+    accepted, drafts = record.num_accepted, record.num_drafts
+    last = "recovered" if accepted < drafts else "bonus" if drafts else "plain"
+    return (["accepted"] * accepted + [last])[: record.num_tokens]
+
+
+def request_extension(
+    request: Request, records: Sequence[Record], table: TokenTable
+) -> dict[str, Any]:
+    """What was asked, and the totals once the request has ended."""
+    params = request.params
+    statistics = records[-1].statistics if records else None
+    total = records[-1].cumulative_logprob if records else None
+    asked: dict[str, Any] = {}
+    if params.extra_token_ids:
+        asked["chosen_token_ids"] = list(params.extra_token_ids)
+    return {
+        "prompt": table.decode(request.prompt_token_ids),
+        "prompt_token_ids": list(request.prompt_token_ids),
+        "temperature": params.temperature,
+        "logprobs_mode": params.logprobs_mode.name.lower(),
+        "cumulative_logprob": None if total is None else json_number(total),
+        "steps": statistics.steps if statistics else 0,
+        "drafts": statistics.num_drafts if statistics else 0,
+        "accepted": statistics.num_accepted if statistics else 0,
+        "acceptance_by_position": list(statistics.acceptance_at) if statistics else [],
+        **asked,
+    }
+
+
+def json_number(logprob: float) -> float | None:
+    """A logprob as JSON can carry it: -9999.0 for -inf, None for NaN."""
+    if math.isnan(logprob):
+        return None
+    return NEGATIVE_INFINITY if logprob == -math.inf else logprob
+
+
+def _step(record: Record, table: TokenTable) -> dict[str, Any]:
+    """One step: counts, and the drafts' own ids and logprobs where their message came."""
+    step: dict[str, Any] = {
+        "step": record.step,
+        "num_tokens": record.num_tokens,
+        "num_drafts": record.num_drafts,
+        "num_accepted": record.num_accepted,
+    }
+    ids, rows = record.draft_token_ids, record.draft_logprobs
+    ranks, topk_ids = record.draft_token_ranks, record.draft_topk_ids
+    if ids is not None:
+        step["draft_token_ids"] = ids.tolist()
+        step["draft_tokens"] = list(map(table.completion_text.__getitem__, ids.tolist()))
+    if rows is not None and ranks is not None and topk_ids is not None:
+        values = _numbers(rows.tolist())
+        step["draft_logprobs"] = [row[0] for row in values]
+        step["draft_token_ranks"] = ranks.tolist()
+        step["draft_topk_ids"] = _existing(topk_ids.tolist())
+        step["draft_topk_logprobs"] = [
+            row[1 : 1 + len(found)]
+            for row, found in zip(values, step["draft_topk_ids"], strict=True)
+        ]
+    chosen = record.draft_chosen_logprobs
+    if chosen is not None and chosen.shape[1]:
+        step["draft_chosen_logprobs"] = _numbers(chosen.tolist())
+    return step
+
+
+def _columns(record: Record, table: TokenTable) -> dict[str, list[Any]]:
+    """Columns that only come with logprobs, or only without."""
+    ranks, topk_ids, chosen = record.token_ranks, record.topk_ids, record.chosen_logprobs
+    if ranks is None or topk_ids is None or chosen is None:
+        return {"tokens": list(map(table.completion_text.__getitem__, record.token_ids.tolist()))}
+    columns: dict[str, list[Any]] = {
+        "token_ranks": ranks.tolist(),
+        "topk_ids": _existing(topk_ids.tolist()),
+    }
+    if record.request.params.extra_token_ids:
+        columns["chosen_logprobs"] = _numbers(chosen.tolist())
+    return columns
+
+
+def _existing(topk_ids: list[list[int]]) -> list[list[int]]:
+    return [[token_id for token_id in row if token_id >= 0] for row in topk_ids]
+
+
+def _numbers(rows: list[list[float]]) -> list[list[float | None]]:
+    return [[json_number(value) for value in row] for row in rows]

@@ -1,0 +1,224 @@
+"""What one target message adds to each request: tokens before and after the stop rules. Never jax.
+
+Each function takes whole columns; only tokens that may end their request are looked at one by one.
+Axes: B slots, N slots taken from this message, T tokens, R rows, D drafts, M remembered tokens.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.wire import LogprobsMode, SlotState
+from ipc.wording import counted
+from jax_specdec.records import stop_rules
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.decode import Message
+from jax_specdec.records.processor_state import (
+    Columns,
+    ProcessorError,
+    ProcessorState,
+    frozen,
+    is_newer,
+    row_format,
+)
+from jax_specdec.records.statistics import Counters
+from jax_specdec.requests import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emitted:
+    """What verification emitted for N slots, before any stop; arrays [N]."""
+
+    state: NDArray[np.int64]
+    special: bool  # a slot has another state than TOKENS
+    count: NDArray[np.int64]  # tokens
+    num_drafts: NDArray[np.int64]  # drafts verified
+
+
+def emitted(state: ProcessorState, message: Message, slots: NDArray[np.intp]) -> Emitted:
+    slot_state, count = message.state[slots], message.num_tokens[slots]
+    num_drafts = message.num_drafts[slots]
+    special = bool(slot_state.any())  # TOKENS is 0
+    if special:
+        first = slot_state == SlotState.PREFILL_FIRST_TOKEN
+        again = first & (state.columns.num_tokens[slots] > 0)
+        if again.any():
+            request = state.admitted.requests[slots[again.argmax()]]
+            raise ProcessorError(
+                f"a prefill's first token for request {request.id if request else None!r}, which "
+                "has tokens already: it would be delivered twice"
+            )
+        count = np.where(first, 1, count)  # the rest are drafts of the next step
+        num_drafts = np.where(slot_state == SlotState.TOKENS, num_drafts, 0)
+    check_rows(message, state.admitted.requests, slots, state.admitted.row_format[slots], count > 0)
+    return Emitted(slot_state, special, count, num_drafts)
+
+
+def check_rows(
+    message: Message,
+    requests: tuple[Request | None, ...],
+    slots: NDArray[np.intp],
+    expected: NDArray[np.int64],
+    counts: NDArray[np.bool_],
+) -> None:
+    """Raise ProcessorError where the rows of N slots are not what their requests asked for.
+
+    Args:
+      message: with target rows or with those of drafts: both have one format.
+      requests: [B] whom the slots' tokens belong to.
+      slots: [N].
+      expected: [N] their `row_format`.
+      counts: [N] where the message has tokens of the slot's request; the others are not looked at.
+    """
+    wrong = row_format(message.columns, message.num_chosen, message.mode)[slots] != expected
+    if not wrong.any() or not (wrong & counts).any():
+        return
+    slot = int(slots[(wrong & counts).argmax()])
+    request = requests[slot]
+    assert request is not None
+    params = request.params
+    chosen = counted(len(params.extra_token_ids), "chosen id")
+    raise ProcessorError(
+        f"slot {slot}: request {request.id!r} asked for {counted(params.columns, 'column')} "
+        f"(K + 1, or 0 without logprobs), {chosen} and mode "
+        f"{params.logprobs_mode.name}; the {message.kind.name.lower()} message of step "
+        f"{message.step} has {message.columns[slot]}, {message.num_chosen[slot]} and "
+        f"{LogprobsMode(message.mode[slot]).name}: a worker sends what was asked for"
+    )
+
+
+def count_strangers(
+    state: ProcessorState, message: Message, strangers: NDArray[np.bool_]
+) -> Counters:
+    """Counters with the slots that speak of no running request; a future one is an error."""
+    known = state.admitted.generation[: message.num_slots]
+    surplus = strangers & (known == message.generation)
+    late = strangers & (known != message.generation)
+    future = late & ((known < 0) | is_newer(message.generation, known))
+    if future.any():
+        slot = int(future.argmax())
+        raise ProcessorError(
+            f"slot {slot}: the message is about generation {message.generation[slot]}, "
+            f"but the last one admitted is {known[slot]}: admit a request before the worker runs it"
+        )
+    counters = state.counters
+    first = message.state == SlotState.PREFILL_FIRST_TOKEN
+    tokens = np.where(first, 1, message.num_tokens)[surplus].sum()
+    return replace(
+        counters,
+        surplus_tokens=counters.surplus_tokens + int(tokens),
+        late_slots=counters.late_slots + int(late.sum()),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """What is left of N slots' tokens; arrays [N]."""
+
+    kept: NDArray[np.int64]
+    reason: NDArray[np.int8]
+    stop_index: NDArray[np.int64]
+    num_ended: int
+
+
+def cut(state: ProcessorState, message: Message, slots: NDArray[np.intp], emitted: Emitted) -> Cut:
+    admitted = state.admitted
+    room = admitted.limit[slots] - state.columns.num_tokens[slots]
+    kept = np.minimum(emitted.count, room)
+    reason = admitted.limit_reason[slots] * (emitted.count >= room)
+    stop_index = np.full(len(slots), -1, np.int64)
+    if len(admitted.stop_keys) > 1:
+        owner = np.arange(message.num_slots).repeat(message.num_tokens)
+        tokens = stop_rules.keys_of(owner, message.token_ids)
+        candidates = stop_rules.candidates(admitted.stop_keys, tokens)
+        if candidates.size:
+            row_of = np.full(message.num_slots, -1)
+            row_of[slots] = np.arange(len(slots))
+            for token in candidates.tolist():
+                slot = int(owner[token])
+                row, position = int(row_of[slot]), token - int(message.token_start[slot])
+                if row >= 0 and position < kept[row]:
+                    stop = _stop_at(state, message, slot, position)
+                    if stop is not None:
+                        kept[row] = position + 1
+                        reason[row], stop_index[row] = stop
+    if emitted.special:
+        reason[emitted.state == SlotState.RECOVERY_STOP] = FinishReason.RECOVERY_ERROR
+    return Cut(kept, reason, stop_index, int(np.count_nonzero(reason)))
+
+
+def _stop_at(
+    state: ProcessorState, message: Message, slot: int, position: int
+) -> tuple[FinishReason, int] | None:
+    """The stop rule, if any, that the slot's token at `position` of this message fulfils."""
+    request = state.admitted.requests[slot]
+    assert request is not None
+    params, start = request.params, int(message.token_start[slot])
+    token = int(message.token_ids[start + position])
+    if token in params.stop_token_ids:
+        return FinishReason.STOP_TOKEN, token
+    remembered = min(int(state.columns.num_tokens[slot]), state.columns.tail.shape[1])
+    tail = state.columns.tail[slot, state.columns.tail.shape[1] - remembered :].tolist()
+    emitted = message.token_ids[start : start + position + 1].tolist()
+    index = stop_rules.sequence_ending(params, tail + emitted)
+    return None if index is None else (FinishReason.STOP_SEQUENCE, index)
+
+
+def cumulative(
+    before: NDArray[np.float64],
+    message: Message,
+    slots: NDArray[np.intp],
+    kept: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """[B] `before` plus the emitted tokens' logprobs, added one by one in float64."""
+    after = before.copy()
+    columns = message.columns[slots]
+    width = columns + message.num_chosen[slots]
+    rows = kept * (columns > 0)
+    ends = rows.cumsum()
+    if ends.size and ends[-1]:
+        first = message.logprob_start[slots] - (ends - rows) * width
+        index = np.arange(ends[-1]) * width.repeat(rows) + first.repeat(rows)
+        np.add.at(after, slots.repeat(rows), message.logprobs[index].astype(np.float64))
+    return frozen(after)
+
+
+def acceptance(columns: Columns, slots: NDArray[np.intp], emitted: Emitted) -> NDArray[np.int64]:
+    """[B, 3, D+1] the outcomes with this step's drafts, grown where it has more than before."""
+    drafts, count = emitted.num_drafts, emitted.count
+    if emitted.special:
+        counted = count > 0
+        slots, drafts, count = slots[counted], drafts[counted], count[counted]
+    if not len(slots):
+        return columns.outcomes
+    before = columns.outcomes
+    width = max(int(drafts.max()) + 1, before.shape[2])
+    if width > before.shape[2]:
+        outcomes = np.pad(before, ((0, 0), (0, 0), (0, width - before.shape[2])))
+    else:
+        outcomes = before.copy()
+    flat, base = outcomes.reshape(-1), slots * (3 * width)
+    flat[base + drafts] += 1
+    all_accepted = count > drafts
+    flat[base + (all_accepted + 1) * width + (count - 1)] += 1
+    return frozen(outcomes)
+
+
+def tail(
+    state: ProcessorState, message: Message, slots: NDArray[np.intp], kept: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """[B, M] the remembered tokens after this message, where stop sequences need them."""
+    before = state.columns.tail
+    needed = (state.admitted.history[slots] > 0) & (kept > 0) if before.shape[1] else None
+    if needed is None or not needed.any():
+        return before
+    slots, kept = slots[needed], kept[needed]
+    size = before.shape[1]
+    # The last `size` of the old tail followed by the kept tokens; below 0 still the old tail.
+    source = kept[:, None] - np.arange(size, 0, -1)[None, :]
+    new = message.token_ids[message.token_start[slots][:, None] + np.maximum(source, 0)]
+    old = np.take_along_axis(before[slots], np.minimum(source, -1) + size, axis=1)
+    after = before.copy()
+    after[slots] = np.where(source >= 0, new, old)
+    return frozen(after)

@@ -1,0 +1,210 @@
+"""The output processor's state: which request holds which slot, and how far it has come.
+
+Everything is frozen and columnar: arrays are read-only, and every function returns a new state that
+shares what did not change. Axes: B slots, D drafts, M remembered tokens. Never jax.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec.records import stop_rules
+from jax_specdec.records.batch import FinishReason, RecordBatch, StatisticsSource
+from jax_specdec.records.decode import Message
+from jax_specdec.records.statistics import Counters, Statistics
+from jax_specdec.requests import Request
+
+
+class ProcessorError(ValueError):
+    """A message or an admission that cannot be; says what was expected."""
+
+
+class StepLost(ProcessorError):
+    """The stream has a gap, or a step came twice: names the steps."""
+
+
+class Phase(IntEnum):
+    """What a slot's request is doing."""
+
+    FREE = 0
+    RUNNING = 1
+    PREEMPTED = 2  # to be scheduled again, under another generation
+    ENDED = 3  # finished, and not released yet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a request has delivered elsewhere: on a prefill node, or before it was preempted.
+
+    Attributes:
+      token_ids: its emitted tokens so far, all of them; they count for the length limit and for
+        stop sequences, and are never delivered again.
+      cumulative_logprob: of these tokens, as in their last record; None where none were asked.
+      statistics: of the steps that made them, as in that record.
+      num_prompt_rows: rows of its prompt's logprobs that were delivered, where it asked for them.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    cumulative_logprob: float | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    num_prompt_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admitted:
+    """What changes only when a slot is given or freed.
+
+    Attributes:
+      requests: [B] None in a free slot.
+      generation: [B] int64, the slot's last one, also while it is free; -1 before the first.
+      limit: [B] int64, tokens in all at which the request ends.
+      limit_reason: [B] int8 `FinishReason` for that end.
+      row_format: [B] int64, what its rows must look like; see `row_format`.
+      handed_over: [B] int64, tokens that it brought along.
+      earlier: [B] the statistics that it brought along; empty ones in a free slot.
+      prompt_due: [B] int64, rows of the prompt's logprobs that come before its first token.
+      prompt_before: [B] int64, those of them that were delivered in an earlier stay.
+      any_prompt_due: whether one of `prompt_due` is not 0.
+      history: [B] int64, tokens that its stop sequences need remembered.
+      stop_keys: sorted int64, see `stopping`.
+    """
+
+    requests: tuple[Request | None, ...]
+    generation: NDArray[np.int64]
+    limit: NDArray[np.int64]
+    limit_reason: NDArray[np.int8]
+    row_format: NDArray[np.int64]
+    handed_over: NDArray[np.int64]
+    earlier: tuple[Statistics, ...]
+    prompt_due: NDArray[np.int64]
+    prompt_before: NDArray[np.int64]
+    any_prompt_due: bool
+    history: NDArray[np.int64]
+    stop_keys: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """What changes with every step.
+
+    Attributes:
+      phase: [B] int8 `Phase`.
+      num_tokens: [B] int64, emitted in all, those brought along included.
+      cumulative_logprob: [B] float64.
+      outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
+      tail: [B, M] int32, the last tokens, the newest in the last column; only where
+        `Admitted.history` is not 0.
+      num_prompt: [B] int64, rows of the prompt's logprobs that came in this stay.
+    """
+
+    phase: NDArray[np.int8]
+    num_tokens: NDArray[np.int64]
+    cumulative_logprob: NDArray[np.float64]
+    outcomes: NDArray[np.int64]
+    tail: NDArray[np.int32]
+    num_prompt: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProcessorState:
+    """All that the processor knows about one ring.
+
+    Attributes:
+      process_rank: the rank whose messages this is.
+      next_step: the step of the next target message; None takes whatever comes first.
+      waiting: records of the last step, held until its draft message is here.
+      early_draft: a draft message that came before its target message.
+      past: statistics of the stays that are over; what a request brought along is not in them.
+    """
+
+    process_rank: int
+    next_step: int | None
+    admitted: Admitted
+    columns: Columns
+    waiting: RecordBatch | None = None
+    early_draft: Message | None = None
+    past: Statistics = field(default_factory=Statistics)
+    counters: Counters = field(default_factory=lambda: Counters(finished=(0,) * len(FinishReason)))
+
+    @classmethod
+    def empty(
+        cls, num_slots: int, *, process_rank: int = 0, first_step: int | None = 0
+    ) -> "ProcessorState":
+        """`num_slots` free slots, before the first message.
+
+        A worker numbers its target messages `first_step`, `first_step + 1`, ...; None joins a
+        stream that has begun, and so cannot tell what was before.
+        """
+        if num_slots < 1:
+            raise ProcessorError(f"num_slots = {num_slots} must be 1 at least")
+        integers = frozen(np.zeros(num_slots, np.int64))
+        return cls(
+            process_rank=process_rank,
+            next_step=first_step,
+            admitted=Admitted(
+                requests=(None,) * num_slots,
+                generation=frozen(np.full(num_slots, -1, np.int64)),
+                limit=integers,
+                limit_reason=frozen(np.zeros(num_slots, np.int8)),
+                row_format=integers,
+                handed_over=integers,
+                earlier=(Statistics(),) * num_slots,
+                prompt_due=integers,
+                prompt_before=integers,
+                any_prompt_due=False,
+                history=integers,
+                stop_keys=stop_rules.no_keys(),
+            ),
+            columns=Columns(
+                phase=frozen(np.zeros(num_slots, np.int8)),
+                num_tokens=integers,
+                cumulative_logprob=frozen(np.zeros(num_slots)),
+                outcomes=frozen(np.zeros((num_slots, 3, 1), np.int64)),
+                tail=frozen(np.zeros((num_slots, 0), np.int32)),
+                num_prompt=integers,
+            ),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.admitted.requests)
+
+    @property
+    def live_request_ids(self) -> tuple[str, ...]:
+        """Requests that can still deliver, in slot order."""
+        live = np.flatnonzero(self.columns.phase == Phase.RUNNING).tolist()
+        return tuple(request.id for slot in live if (request := self.admitted.requests[slot]))
+
+    def slot_statistics(self, slot: int) -> Statistics:
+        """Of the request that holds `slot`, with what it brought along."""
+        return totals(self.admitted, self.columns).of(slot)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Over everything that this ring brought, past and present."""
+        return self.past + totals(self.admitted, self.columns).of_all()
+
+
+def totals(admitted: Admitted, columns: Columns) -> StatisticsSource:
+    """The columns that statistics come from; views, but for the token counts."""
+    delivered = frozen(columns.num_tokens - admitted.handed_over)
+    return StatisticsSource(delivered, columns.outcomes, admitted.earlier)
+
+
+def row_format(columns: Any, num_chosen: Any, mode: Any) -> Any:
+    """One integer for the shape and meaning of a request's rows; integers or int64 [B]."""
+    return columns | num_chosen << 16 | mode << 32
+
+
+def is_newer(generation: Any, than: Any) -> Any:
+    """Serial-number comparison of 32-bit counters (RFC 1982); integers or int64 [B]."""
+    ahead = (generation - than) & 0xFFFFFFFF
+    return (ahead > 0) & (ahead < 1 << 31)
+
+
+def frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

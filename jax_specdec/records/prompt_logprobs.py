@@ -1,0 +1,134 @@
+"""The logprobs of a prompt: what a message of kind PROMPT adds. Never jax.
+
+A worker runs a prompt in chunks. For a request that asked, each chunk's tokens come with their rows
+(the first prompt token has none: nothing predicts it), in order, all of them before the request's
+first token. Where a prompt is run again, after a preemption, they all come again; only what is new
+is delivered. The step of such a message is that of the next target message, and is not looked at:
+the tokens themselves say whether something is lost.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.wire import LogprobsMode, SlotState
+from ipc.wording import counted
+from jax_specdec.records import apply_target
+from jax_specdec.records.batch import RecordBatch
+from jax_specdec.records.decode import Message
+from jax_specdec.records.processor_state import (
+    Phase,
+    ProcessorError,
+    ProcessorState,
+    StepLost,
+    frozen,
+)
+from jax_specdec.records.record import Records
+from jax_specdec.requests import Request
+
+
+def rows_due(request: Request) -> int:
+    """The rows that must come before the request's first token."""
+    asked = request.params.prompt_logprobs is not None
+    return len(request.prompt_token_ids) - 1 if asked else 0
+
+
+def take(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
+    """Deliver the rows that have not been delivered before.
+
+    Raises:
+      StepLost: rows are missing, or came twice.
+      ProcessorError: rows that nobody asked for, or of other tokens than the prompt's.
+    """
+    admitted, columns, counters = state.admitted, state.columns, state.counters
+    b = message.num_slots
+    speaks = (message.state == SlotState.TOKENS) & (message.num_tokens > 0)
+    mine = speaks & (admitted.generation[:b] == message.generation)
+    mine &= columns.phase[:b] == Phase.RUNNING
+    if np.count_nonzero(mine) != np.count_nonzero(speaks):
+        counters = apply_target.count_strangers(state, message, speaks & ~mine)
+    slots = np.flatnonzero(mine)
+    for slot in slots.tolist():  # few prompts run at once
+        _check(state, message, slot)
+    before, count = columns.num_prompt[slots], message.num_tokens[slots]
+    skip = np.clip(admitted.prompt_before[slots] - before, 0, count)
+    num_prompt = columns.num_prompt.copy()
+    num_prompt[slots] += count
+    state = replace(
+        state, columns=replace(columns, num_prompt=frozen(num_prompt)), counters=counters
+    )
+    new = skip < count
+    return state, _records(state, message, slots[new], (before + 1 + skip)[new], skip[new])
+
+
+def check_complete(
+    state: ProcessorState, slots: NDArray[np.intp], count: NDArray[np.int64]
+) -> None:
+    """Raise StepLost where one of `slots` emits a token before all of its prompt's rows came."""
+    missing = (state.admitted.prompt_due[slots] > state.columns.num_prompt[slots]) & (count > 0)
+    if missing.any():
+        slot = int(slots[missing.argmax()])
+        request = state.admitted.requests[slot]
+        have, due = int(state.columns.num_prompt[slot]), int(state.admitted.prompt_due[slot])
+        raise StepLost(
+            f"the first token of request {request.id if request else None!r} came after {have} of "
+            f"the {counted(due, 'row')} of its prompt's logprobs: the others are lost"
+        )
+
+
+def _check(state: ProcessorState, message: Message, slot: int) -> None:
+    request = state.admitted.requests[slot]
+    assert request is not None  # its phase is RUNNING
+    due, have = int(state.admitted.prompt_due[slot]), int(state.columns.num_prompt[slot])
+    said = message.slot(slot)
+    if not due or state.columns.num_tokens[slot]:
+        raise ProcessorError(
+            f"slot {slot}: prompt logprobs for request {request.id!r}, which has none to come"
+        )
+    params = request.params
+    asked = (params.prompt_logprobs, len(params.extra_token_ids), params.logprobs_mode)
+    got = (int(message.columns[slot]) - 1, int(message.num_chosen[slot]), int(message.mode[slot]))
+    if got != asked:
+        raise ProcessorError(
+            f"slot {slot}: request {request.id!r} asked for prompt logprobs with K = {asked[0]}, "
+            f"{counted(asked[1], 'chosen id')} and mode {asked[2].name}; the message has "
+            f"K = {got[0]}, {counted(got[1], 'chosen id')} and mode {LogprobsMode(got[2]).name}"
+        )
+    expected = request.prompt_token_ids[1 + have : 1 + have + len(said.token_ids)]
+    if said.token_ids.tolist() != list(expected):
+        raise StepLost(
+            f"slot {slot}: the logprobs of {counted(len(said.token_ids), 'prompt token')} came "
+            f"where tokens {1 + have} and on of request {request.id!r} were next: a chunk is lost, "
+            "or came twice"
+        )
+
+
+def _records(
+    state: ProcessorState,
+    message: Message,
+    slots: NDArray[np.intp],
+    start: NDArray[np.int64],
+    skip: NDArray[np.int64],
+) -> Records:
+    if not slots.size:
+        return Records()
+    none = np.zeros(len(slots), np.int64)
+    batch = RecordBatch(
+        step=message.step,
+        requests=state.admitted.requests,
+        slots=slots,
+        generation=state.admitted.generation[slots],
+        num_tokens=none,
+        num_drafts=none,
+        num_accepted=none,
+        cumulative_logprob=state.columns.cumulative_logprob[slots],
+        finish_reason=none.astype(np.int8),
+        stop_index=none - 1,
+        reschedule=none.astype(np.bool_),
+        message=None,
+        prompt=message,
+        prompt_start=start,
+        prompt_skip=skip,
+    )
+    return Records((batch,))

@@ -1,0 +1,228 @@
+"""Pass 1 on a GPU: one read of each target row yields its partial results and its groups' maxima.
+
+A program (a warpgroup) reads some steps of one row, or its edges. For each of a block's rows of
+groups it keeps the running maximum, and for each register a sum of exponentials relative to it and
+a count of logits larger than the given token's. At its end it reduces them to a number each, which
+pass 2 combines: no program waits for another one.
+
+A step's loads all start before the first of them is used: 128 bytes a thread are in flight.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.compat import GPU
+from pallas_kernels.mosaic_gpu.targets import Targets
+from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
+
+# Running maximum [groups of a block], sums and, if any, counts (each a piece), all float32.
+Carry = tuple[jax.Array, jax.Array, jax.Array | None]
+PARTS = 3  # maxima, sums of exponentials, counts of larger logits
+
+
+def read_rows(
+    tiling: Tiling,
+    logits: jax.Array,
+    num_targets: int,
+    chosen: jax.Array | None,
+    targets: Targets,
+    with_groups: bool,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
+
+    Args:
+      tiling: the cut of the rows.
+      logits: [N, V].
+      num_targets: R.
+      chosen: [R] int32, the given tokens, clipped to the vocabulary here; or [R] float32, their
+        logits; or None, and nothing is counted.
+      targets: which rows.
+      with_groups: whether the group maxima are wanted.
+      interpret: None to compile, or `compat.interpret_params(...)`.
+
+    Returns:
+      partial results, float32 [PARTS, R, programs] without its axes, and unused ones after them;
+      group maxima [R * padded_groups] in the logits' dtype, of which `num_groups` a row are
+      written, or None. Counts are not initialized where nothing is counted.
+    """
+    partials = compat.shape((partials_size(tiling, num_targets),), jnp.float32)
+    groups = compat.shape((num_targets * tiling.padded_groups,), logits.dtype)
+    kernel = GPU.kernel(
+        functools.partial(
+            _read_rows_kernel,
+            tiling=tiling,
+            num_logits_rows=logits.shape[0],
+            num_targets=num_targets,
+            interpreted=interpret is not None,
+        ),
+        out_type=[partials, groups] if with_groups else [partials],
+        grid=(tiling.programs, num_targets),  # the last axis may exceed 65535, no other may
+        grid_names=("program", "row"),
+        compiler_params=compat.compiler_params(approx_math=True),
+        kernel_name="read_rows",
+        interpret=interpret,
+    )
+    out = kernel(logits.reshape(-1), chosen, targets)
+    return out[0], out[1] if with_groups else None
+
+
+def partials_size(tiling: Tiling, num_targets: int) -> int:
+    """Numbers in the partial results: pass 2 loads one a thread, also beyond the last."""
+    return PARTS * num_targets * tiling.programs + WARPGROUP - 1
+
+
+def _read_rows_kernel(
+    logits_ref: Any,  # [N * V]  in
+    chosen_ref: Any,  # [R]  in: i32 token ids, or f32 logits, or None
+    targets: Targets,  # in
+    partials_ref: Any,  # [PARTS * R * programs] f32  out
+    groups_ref: Any = None,  # [R * padded_groups]  out: group maxima
+    *,
+    tiling: Tiling,
+    num_logits_rows: int,
+    num_targets: int,
+    interpreted: bool,
+) -> None:
+    target = lax.axis_index("row")
+    program = lax.axis_index("program")
+    row = targets.row(target)
+
+    @pl.when(targets.wanted(target, row, num_logits_rows))
+    def _() -> None:
+        first = row * tiling.vocabulary
+        skew = tiling.skew(row)
+        scale = targets.scale(target)
+        selected = None if chosen_ref is None else chosen_ref[target]
+        if selected is not None and selected.dtype == jnp.int32:
+            token = jnp.clip(selected, 0, tiling.vocabulary - 1)
+            selected = logits_ref[first + token].astype(jnp.float32)
+
+        def nothing(vector: int) -> Carry:
+            """Of no block."""
+            layout = tiling.layout(vector)
+            zeros = compat.cast(jnp.zeros(tiling.piece(vector), jnp.float32), layout)
+            lowest = jnp.full((tiling.groups_per_block,), -jnp.inf, jnp.float32)
+            maximum = compat.cast(lowest, layout.reduce(1))
+            return maximum, zeros, None if selected is None else zeros
+
+        def update(blocks: list[tuple[Any, list[jax.Array]]], carry: Carry, layout: Any) -> Carry:
+            """The carry after more blocks, given by index and pieces."""
+            maximum, total, count = carry
+            new_maximum = maximum
+            for block, pieces in blocks:
+                group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+                if groups_ref is not None:
+                    begin = target * tiling.padded_groups + block * tiling.groups_per_block
+                    here = groups_ref.at[pl.ds(begin, tiling.groups_per_block)]
+                    compat.store(here, group_maxima, interpreted)
+                new_maximum = jnp.maximum(new_maximum, group_maxima.astype(jnp.float32))
+            # All -inf so far: any finite reference gives sums of 0, where -inf would give NaN.
+            reference = jnp.where(new_maximum == -jnp.inf, jnp.float32(0), new_maximum)
+            rescale = jnp.exp2((maximum - reference) * scale)
+            reference = _spread(reference, total.shape, layout)
+            terms = []
+            for _, pieces in blocks:
+                for piece in pieces:
+                    x = piece.astype(jnp.float32)
+                    # The difference first: it is exact near the maximum, however large that is.
+                    terms.append(jnp.exp2((x - reference) * scale))
+                    if count is not None and selected is not None:
+                        count += jnp.where(x > selected, jnp.float32(1), jnp.float32(0))
+            # A sum of few terms is added to the many: its rounding errors stay small.
+            rescale = _spread(rescale, total.shape, layout)
+            total = total * rescale + functools.reduce(jnp.add, terms)
+            return new_maximum, total, count
+
+        def finish(carry: Carry) -> None:
+            maximum, total, count = carry
+            largest = jnp.max(maximum)
+            reference = jnp.where(largest == -jnp.inf, jnp.float32(0), largest)
+            sums = jnp.sum(total, axis=1) * jnp.exp2((maximum - reference) * scale)
+            # Without a finite logit the sum is 0, and the factor may be infinite.
+            sums = jnp.where(maximum == -jnp.inf, jnp.float32(0), sums)
+            results = [largest, jnp.sum(sums)]
+            if count is not None:
+                results.append(jnp.sum(jnp.sum(count, axis=1)))
+            for i, result in enumerate(results):
+                partials_ref[(i * num_targets + target) * tiling.programs + program] = result
+
+        def read_steps() -> None:
+            layout = tiling.layout(tiling.vector)
+
+            def step(i: jax.Array, carry: Carry) -> Carry:
+                begin = tiling.first_block + i * tiling.blocks_per_step
+                blocks = [begin + b for b in range(tiling.blocks_per_step)]
+                loaded = []
+                for block in blocks:
+                    start = first - skew + block * tiling.block
+                    loaded.append(read_block(logits_ref, start, tiling, tiling.vector, interpreted))
+                return update(list(zip(blocks, loaded, strict=True)), carry, layout)
+
+            begin = program * tiling.num_steps // tiling.splits
+            end = (program + 1) * tiling.num_steps // tiling.splits
+            finish(lax.fori_loop(begin, end, step, nothing(tiling.vector)))
+
+        def read_edges() -> None:
+            vector = tiling.vector if tiling.aligned else 1
+            layout = tiling.layout(vector)
+            carry = nothing(vector)
+            for block in tiling.edges:
+                pieces = read_edge(logits_ref, first, skew, block, tiling, vector, interpreted)
+                carry = update([(block, pieces)], carry, layout)
+            finish(carry)
+
+        if tiling.splits:
+            pl.when(program < tiling.splits)(read_steps)
+        if tiling.edges:
+            pl.when(program == tiling.splits)(read_edges)
+
+
+def read_block(
+    logits_ref: Any, start: Any, tiling: Tiling, vector: int, interpreted: bool
+) -> list[jax.Array]:
+    """Pieces (`tiling.piece(vector)`) of the block at `start`, which is a multiple of `vector`."""
+    return compat.load_block(
+        logits_ref,
+        start,
+        (tiling.groups_per_block, tiling.group_width),
+        tiling.piece(vector)[1],
+        tiling.layout(vector),
+        interpreted,
+    )
+
+
+def read_edge(
+    logits_ref: Any,  # [N * V]
+    first: Any,
+    skew: Any,
+    block: int,
+    tiling: Tiling,
+    vector: int,
+    interpreted: bool,
+) -> list[jax.Array]:
+    """The same of an edge of the row that starts at `first`; what is not the block's is -inf."""
+    start, begin, end = tiling.block_ids(block, skew)
+    pieces = read_block(logits_ref, first + start, tiling, vector, interpreted)
+    if tiling.aligned and (block + 1) * tiling.block <= tiling.vocabulary:
+        return pieces  # whole, only in no step
+    shape, layout = pieces[0].shape, tiling.layout(vector)
+    group = compat.iota(shape, 0, layout) * tiling.group_width + start
+    column = compat.iota(shape, 1, layout)
+    out = []
+    for i, piece in enumerate(pieces):
+        ids = group + (column + i * shape[1])
+        inside = (ids >= begin) & (ids < end)
+        out.append(jnp.where(inside, piece, jnp.asarray(-jnp.inf, piece.dtype)))
+    return out
+
+
+def _spread(per_group: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """[groups] -> [groups, width]."""
+    return compat.cast(lax.broadcast_in_dim(per_group, shape, (0,)), layout)

@@ -1,0 +1,143 @@
+"""A session on a GPU, without one: its pieces, its journal, and the tilings it tries."""
+
+import dataclasses
+
+import pytest
+
+from bench import gpu_tune
+from bench.gpu import contenders as gpu_contenders
+from bench.gpu import journal as gpu_journal
+from bench.gpu import pieces, summary
+from bench.gpu.contenders import COPY, FLOOR, FUSED, OURS, PLAIN, Machine
+from bench.gpu.journal import Piece
+from bench.report.comparison import Target, from_samples
+from bench.report.files import read_json
+from pallas_kernels.shapes import GPU, Shape
+
+HERE = {"date": "2026-01-01", "cpus": 2, "device": "a GPU"}
+pytestmark = pytest.mark.fast
+
+
+def journal(path, afresh=False, device="a GPU"):
+    return gpu_journal.opened(path, HERE | {"device": device}, afresh)
+
+
+def comparison(title="one"):
+    return from_samples(title, {"a": [1.0]})
+
+
+def test_a_session_that_is_cut_off_goes_on(tmp_path):
+    """Each piece is on disk when the next begins; done ones are not done again, failed ones are."""
+    path = tmp_path / "gpu.json"
+    calls = []
+
+    def wrong():
+        calls.append("wrong")
+        assert [one.title for one in read_json(path).comparisons] == ["one"]
+        raise AssertionError("no such answer")
+
+    pieces = [
+        Piece("measured", lambda: calls.append("measured") or comparison()),
+        Piece("wrong", wrong),
+        Piece("checked", lambda: calls.append("checked")),
+    ]
+    first = journal(path)
+    assert first.work(pieces, seconds=60) == 0
+    assert calls == ["measured", "wrong", "checked"]
+    assert first.failures == ["wrong: AssertionError: no such answer"]
+
+    again = journal(path)
+    assert set(again.checks) == {"measured", "checked"}
+    again.work(pieces, seconds=60)
+    assert calls[3:] == ["wrong"]
+    assert [one.title for one in read_json(path).comparisons] == ["one"]
+
+    journal(path, afresh=True).work(pieces[:1], seconds=60)
+    assert calls[4:] == ["measured"]
+    assert journal(path).checks.keys() == {"measured"}
+
+
+def test_nothing_begins_after_the_time(tmp_path):
+    pieces = [Piece(name, comparison) for name in "abc"]
+    none = journal(tmp_path / "gpu.json")
+    assert none.work(pieces, seconds=0) == 3
+    assert not none.path.exists()
+
+
+def test_results_of_another_device_are_not_added_to(tmp_path):
+    path = tmp_path / "gpu.json"
+    journal(path).work([Piece("a", comparison)], seconds=60)
+    with pytest.raises(ValueError, match="measured on a GPU, and this is another"):
+        journal(path, device="another")
+
+
+def test_every_shape_is_measured_once(tmp_path):
+    """And those with promises before the rest."""
+    machine, book = Machine(), journal(tmp_path / "gpu.json")
+    parts = {
+        part: [piece.name for piece in pieces.pieces_of(part, machine, book)]
+        for part in pieces.PARTS
+    }
+    names = [name for found in parts.values() for name in found]
+    assert len(set(names)) == len(names)
+    expected = {f"speed of {shape}" for shape in GPU}
+    assert {*parts["targets"], *parts["rest"]} == expected
+    assert parts["targets"][0] == f"speed of {Shape(1536, 131_072, 20, 'bfloat16')}"
+    assert len(parts["targets"]) == 3 * 2 * 2 * 2
+    assert all(parts.values())
+
+
+@pytest.mark.parametrize("shape", [*gpu_tune.SHAPES, Shape(3, 50_257, 64, "float16")], ids=str)
+def test_tilings_that_are_tried(shape):
+    """The current one first, none twice, and each of them can be run."""
+    found = list(gpu_tune.tilings(shape))
+    assert len(found) == len(set(found)) >= 4
+    assert len({gpu_tune.name_of(tiling) for tiling in found}) == len(found)
+    for tiling in found:
+        assert 1 <= tiling.splits <= tiling.num_steps
+        assert tiling.vocabulary == shape.vocabulary
+
+
+def test_summary():
+    """Who is how fast, which tiling is better, and what was missed."""
+    names = (PLAIN, OURS, FUSED, FLOOR)
+    speed = dataclasses.replace(
+        from_samples("R=64", {name: [2e-5] for name in names}, settings={"ceiling GB/s": 3000}),
+        figures={OURS: {"GB/s": 1500.0}},
+        targets=(Target("time", 1.25, 1.5, "x"), Target("memory", 3, 1.0, "%")),
+    )
+    tuned = from_samples("tilings", {f"{gpu_tune.CURRENT}a": [3e-6], "b": [2e-6]})
+    copied = dataclasses.replace(
+        from_samples("copy", {COPY: [1.0]}), figures={COPY: {"GB/s": 3000.0}}
+    )
+    assert summary.lines([copied, speed, tuned]) == [
+        "copy: 3000 GB/s",
+        "R=64: mosaic_gpu 20.0 us, mosaic_gpu, fused greedy 20.0 us, max only 20.0 us, "
+        "log_softmax + top_k 20.0 us; 50 % of the copy's bandwidth",
+        "  time: 1.5 x, MISSED (at most 1.25 x)",
+        "tilings: current 3.0 us, best 2.0 us (b)",
+        "targets: 1 MISSED, 1 held",
+    ]
+    assert summary.lines([]) == ["targets: none"]
+
+
+def contender(answer):
+    def launch(_):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return gpu_contenders.Contender(launch, lambda: None, lambda _: None, lambda out: out)
+
+
+def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
+    """PyTorch's compiler may be missing; our own kernel may not, nor may it be wrong."""
+    monkeypatch.setattr(gpu_contenders, "check", lambda name, expected, actual: None)
+    shape = Shape(1, 8, 1, "float32")
+    peer = gpu_contenders.TORCH[1]
+    good, bad = contender("an answer"), contender(RuntimeError("no compiler"))
+    found, failed = gpu_contenders.check_equal(shape, {PLAIN: good, OURS: good, peer: bad})
+    assert set(found) == {PLAIN, OURS}
+    assert failed == {peer: "RuntimeError: no compiler"}
+    with pytest.raises(RuntimeError, match="no compiler"):
+        gpu_contenders.check_equal(shape, {PLAIN: good, OURS: bad})

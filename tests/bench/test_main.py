@@ -1,0 +1,192 @@
+"""`python -m bench`: its suites exist, a wrong contender ends it, results become files."""
+
+import dataclasses
+import importlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bench import __main__ as bench
+from bench import host, kernels, timing
+from bench.report.comparison import from_samples
+from bench.report.files import read_json
+from bench.timing import BenchError
+from pallas_kernels import topk_logprobs
+from pallas_kernels.shapes import CPU_SPEED, Shape
+
+pytestmark = pytest.mark.fast
+
+
+def test_every_suite_and_command_is_a_module_that_runs():
+    for suite in bench.SUITES | bench.MORE:
+        assert callable(importlib.import_module(f"bench.{bench.MODULES.get(suite, suite)}").run)
+    for name in set(bench.COMMANDS.values()) - {"bench.loop.timeline"}:  # needs matplotlib
+        assert callable(importlib.import_module(name).main)
+
+
+def test_an_unknown_suite_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["kernel"])
+    assert "unknown suite or command 'kernel': choose from kernels, ring" in capsys.readouterr().err
+
+
+def measured(monkeypatch, calls):
+    """A host suite that only counts."""
+    one = from_samples("bytes to records", {"columns (ours)": [1e-4]})
+    monkeypatch.setattr(host, "run", lambda quick: calls.append(quick) or [one])
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("place", ["file/x", "/proc/x/y"])
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path, monkeypatch, capsys, option, place
+):
+    calls = []
+    measured(monkeypatch, calls)
+    tmp_path.joinpath("file").touch()
+    assert bench.main(["host", "--quick", option, str(tmp_path / place)]) == 2
+    assert calls == []
+    assert "cannot write files to the folder" in capsys.readouterr().err
+    assert bench.main(["host", "--quick", option, str(tmp_path / "new/x")]) == 0  # and others are
+    assert calls == [True]
+
+
+def test_a_folder_is_no_file_for_results_and_a_file_no_folder_for_plots(tmp_path, capsys):
+    assert bench.main(["host", "--json", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder: name a file in it" in capsys.readouterr().err
+    tmp_path.joinpath("file").touch()
+    for command in (["host", "--plot"], ["profile", "--out"]):
+        assert bench.main([*command, str(tmp_path / "file")]) == 2
+        assert "name another one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("matplotlib", ["host", "--plot", "here"]),
+        ("matplotlib", ["profile", "--out", "here"]),
+        ("matplotlib", ["report"]),
+        ("tokenizers", ["host", "detokenize"]),
+    ],
+)
+def test_a_missing_package_is_named_before_measuring(
+    tmp_path, monkeypatch, capsys, package, command
+):
+    calls = []
+    measured(monkeypatch, calls)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert bench.main(command) == 2
+    assert calls == []
+    assert f"needs {package}, which is not installed: pip" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_suite_that_was_not_drawn_is_named(tmp_path, monkeypatch, capsys):
+    measured(monkeypatch, [])
+    assert bench.main(["host", "host", "--quick", "--plot", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no plot of host: a line needs three sizes") == 1  # named twice, run once
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_and_takes_down_what_it_set_up(monkeypatch, capsys, number):
+    taken_down = []
+
+    def run(quick):
+        try:
+            signal.raise_signal(number)
+        finally:
+            taken_down.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(host, "run", run)
+    assert bench.main(["host"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert taken_down == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_wrong_contender_ends_the_run_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    def run(quick):
+        raise BenchError("objects differs from columns")
+
+    monkeypatch.setattr(host, "run", run)
+    path = tmp_path / "out.json"
+    assert bench.main(["host", "--quick", "--json", str(path)]) == 1
+    assert "NOT MEASURED: objects differs" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_results_are_printed_and_written_with_machine_settings_and_suite(
+    tmp_path, monkeypatch, capsys
+):
+    one = from_samples(
+        "bytes to records: 8 requests", {"columns (ours)": [1e-4, 2e-4, 4e-4]}, settings={"k": 5}
+    )
+    monkeypatch.setattr(host, "run", lambda quick: [one])
+    path = tmp_path / "out.json"
+    assert bench.main(["host", "--quick", "--json", str(path)]) == 0
+    assert "200 us" in capsys.readouterr().out
+    found = read_json(path)
+    assert {"date", "cpus", "processor", "python", "versions", "command", "load before"} <= set(
+        found.environment
+    )
+    (read,) = found.comparisons
+    assert (read.suite, read.settings) == ("host", {"k": 5})
+    timing = read["columns (ours)"]
+    assert (timing.low, timing.median, timing.high) == (1e-4, 2e-4, 4e-4)
+
+
+def test_logits_a_second_stand_beside_those_of_a_copy():
+    one = from_samples(
+        "topk_logprobs",
+        {"log_softmax + top_k": [4e-3], "xla": [1e-3]},
+        settings={"bytes": 2_000_000},
+    )
+    figures = kernels.beside(one, bandwidth=4.0).figures
+    assert figures["xla"] == pytest.approx({"GB/s": 2.0, "% of a copy": 50.0})
+    assert figures["log_softmax + top_k"] == pytest.approx({"GB/s": 0.5, "% of a copy": 12.5})
+
+
+def test_wrong_logprobs_of_logits_are_caught_before_any_timing(monkeypatch):
+    def wrong(*args, **kwargs):
+        found = topk_logprobs(*args, **kwargs)
+        return found._replace(token_ranks=found.token_ranks + 1)
+
+    shape = Shape(2, 300, 5, "float32")
+    right = kernels.measure(shape, rounds=1)
+    assert right.names == ("log_softmax + top_k", "xla")
+    assert right.settings["bytes"] == 2 * 300 * 4
+    monkeypatch.setattr(kernels, "topk_logprobs", wrong)
+    monkeypatch.setattr(timing, "rotated", None)  # timed before it was checked
+    with pytest.raises(BenchError, match="xla differs from log_softmax"):
+        kernels.measure(shape, rounds=1)
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.9, "held"), (1.1, "MISSED")])
+def test_on_a_cpu_the_promise_is_twice_the_speed_of_the_plain_way(seconds, verdict):
+    found = from_samples("t", {"log_softmax + top_k": [2.0], "xla": [seconds]})
+    (target,) = kernels.targets_of(found)
+    assert target.verdict == verdict
+
+
+def test_what_is_drawn_is_measured_at_three_places_at_least():
+    for axis in ("k", "rows", "vocabulary"):
+        along = {
+            getattr(shape, axis)
+            for shape in kernels.SHAPES
+            if dataclasses.replace(shape, **{axis: getattr(CPU_SPEED, axis)}) == CPU_SPEED
+        }
+        assert len(along) >= 5
+
+
+def test_the_engines_side_of_the_loops_benchmark_imports_no_jax():
+    for module, expected in (("bench.loop.consumer", "False"), ("bench.loop.rig", "True")):
+        code = f"import sys, {module}; print('jax' in sys.modules)"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == expected

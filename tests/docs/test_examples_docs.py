@@ -1,0 +1,183 @@
+"""The pages on integration and reference: their Python runs, their figures are the code's."""
+
+import ast
+import importlib
+import re
+
+import numpy as np
+import pytest
+
+from ipc import wire
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.records.decode import decode
+from jax_specdec.requests import RequestError, SamplingParams
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.fast
+
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [*DOCS.glob("integration*.md"), *(DOCS / f"{n}.md" for n in ("wire", "limits", "security"))]
+)
+BLOCKS = [
+    pytest.param(page.name, code, id=f"{page.stem}-{n}")
+    for page in PAGES
+    for n, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+]
+PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
+
+
+def cells(text, heading):
+    """The rows of the table below `## heading`, without backquotes."""
+    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def value(cell):
+    return eval(cell, {"__builtins__": {}})  # "2**31 - 1"
+
+
+def limits():
+    return (DOCS / "limits.md").read_text()
+
+
+@pytest.mark.parametrize(("page", "code"), BLOCKS)
+def test_a_block_runs(page, code):
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})
+
+
+def test_there_are_blocks_and_a_wrong_one_fails():
+    assert len(BLOCKS) >= 7
+    with pytest.raises(AssertionError):
+        test_a_block_runs("a page", "assert 1 == 2")
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_a_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (DOCS / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_file_that_a_page_names_exists(page):
+    for path in re.findall(
+        r"\b(?:examples|tests|ipc|jax_specdec|pallas_kernels)/\w+\.py", page.read_text()
+    ):
+        assert (ROOT / path).exists(), path
+
+
+# The message of wire.md, byte by byte.
+
+
+def bytes_of_page():
+    """[(offset, bytes)] of the table's rows."""
+    rows = cells((DOCS / "wire.md").read_text(), "One message, byte by byte")
+    return [(int(offset), bytes.fromhex(data.replace("`", " "))) for offset, data, _ in rows]
+
+
+def test_the_bytes_of_the_page_are_a_message():
+    rows = bytes_of_page()
+    data = b"".join(part for _, part in rows)
+    for offset, part in rows:
+        assert data[offset : offset + len(part)] == part
+    message = decode(data)
+    assert (message.kind, message.step, message.max_num_logprobs) == (wire.Kind.TARGET, 7, 1)
+    assert (message.running, message.draft_follows, message.process_rank) == (True, False, 0)
+    assert message.generation.tolist() == [3, 1]
+    assert message.num_drafts.tolist() == [2, 0]
+    first, second = message.slot(0), message.slot(1)
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([11, 42], [7])
+    assert first.token_ranks.tolist() == [1, 2]
+    np.testing.assert_array_equal(first.logprobs, np.float32([[-0.25, -0.25], [-1.5, -0.5]]))
+    assert first.topk_ids.tolist() == [[11], [9]]
+    code = re.search(r"```python\n(.*?)```", (DOCS / "wire.md").read_text(), re.DOTALL)[1]
+    scope = {}
+    exec(code, scope)
+    assert scope["data"] == data
+
+
+def test_a_byte_that_is_not_the_pages_is_noticed():
+    data = bytearray(b"".join(part for _, part in bytes_of_page()))
+    data[36] = 3  # one token more
+    with pytest.raises(wire.WireError):
+        decode(bytes(data))
+
+
+@pytest.mark.parametrize(("name", "fields"), [("header", wire.HEADER), ("slot", wire.SLOT)])
+def test_the_fields_of_the_page_are_the_layouts(name, fields):
+    section = (DOCS / "wire.md").read_text().split("## Fields\n", 1)[1]
+    table = section.split(f"| {name} | word |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    rows = [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in table]
+    said = {row[0]: (int(row[1]), *map(int, row[2].split("-"))) for row in rows}
+    assert said == {
+        field: (at.word, at.shift, at.shift + at.bits - 1) for field, at in fields.items()
+    }
+
+
+# The figures of limits.md.
+
+
+def constants():
+    """`path::NAME` of every limit that a shipped module defines."""
+    found = set()
+    for path in sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.Assign):
+                continue
+            for target in ast.walk(ast.Module(node.targets, [])):
+                if isinstance(target, ast.Name) and is_limit(target.id):
+                    found.add(f"{path.relative_to(ROOT)}::{target.id}")
+    return found
+
+
+def is_limit(name):
+    return bool(re.fullmatch(r"MAX_\w+|\w+_BUCKETS|MIN_(TEMPERATURE|CAPABILITY|VOCABULARY)", name))
+
+
+def said_constants():
+    text = limits()
+    return {
+        row[0]: value(row[1]) for heading in ("Values", "Buckets") for row in cells(text, heading)
+    }
+
+
+def test_every_limit_of_the_code_is_on_the_page():
+    assert said_constants().keys() == constants()
+    assert is_limit("MAX_TOP_K")
+    assert is_limit("K_BUCKETS")
+    assert not is_limit("SLICE_NS")
+
+
+@pytest.mark.parametrize("place", sorted(said_constants()))
+def test_a_limit_is_what_the_page_says(place):
+    path, _, name = place.partition("::")
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    assert getattr(module, name) == said_constants()[place]
+
+
+def make(place, number):
+    kind, _, name = place.partition(".")
+    if kind == "EngineConfig":
+        return EngineConfig(vocab_size=300, **{name: number})
+    return SamplingParams(**{name: number})
+
+
+@pytest.mark.parametrize("row", cells(limits(), "Ranges of settings"), ids=lambda row: row[0])
+def test_a_setting_ends_where_the_page_says(row):
+    place, low, high = row[0], value(row[1]), value(row[2])
+    for number in (low, high):
+        make(place, number)
+    for number in (low - 1, high + 1):
+        with pytest.raises((RequestError, ValueError), match=re.escape(str(number))):
+            make(place, number)
+
+
+def test_the_fields_limits_are_the_layouts():
+    fields = wire.HEADER | wire.SLOT
+    rows = cells(limits(), "Fields of a message")
+    assert len(rows) == 9
+    for name, largest in rows:
+        assert fields[name].maximum == value(largest)
+        with pytest.raises(wire.WireError, match=name):
+            wire.fits(name, value(largest) + 1, fields[name])

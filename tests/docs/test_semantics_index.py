@@ -1,0 +1,144 @@
+"""Every line of the contract names tests that exist; every place that the docs name exists too."""
+
+import ast
+import re
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.fast
+
+SECTIONS = ["Rows", "Logprobs", "Messages", "Drafts", "Delivery", "Process ranks"]
+NOT_SERVED = "not served yet"
+REFERENCE = re.compile(r"\btest_\w+(?:::\w+)+")
+PLACE = re.compile(r"`(\w+(?:/\w+)+\.py)::([\w.]+)`")
+
+
+def statements(text):
+    """The bullets of a page, each with its continuation lines on one line."""
+    found, inside = [], False
+    for line in text.splitlines():
+        if line.startswith("- "):
+            found.append(line[2:])
+            inside = True
+        elif inside and line.startswith("  "):
+            found[-1] += " " + line.strip()
+        else:
+            inside = False
+    return found
+
+
+def table_rows(text):
+    """The cells of every table row; without headings and the lines below them."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rules = {n for n, line in enumerate(lines) if set(line) <= set("|- ")}
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for n, line in enumerate(lines)
+        if n not in rules and n + 1 not in rules
+    ]
+
+
+def definitions(source):
+    """Names that a module defines, methods as `Class::method`; skipped tests do not count."""
+    found = set()
+
+    def visit(body, prefix):
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                marks = " ".join(ast.unparse(mark) for mark in node.decorator_list)
+                if re.search(r"\b(skip|skipif|xfail)\b", marks):
+                    continue
+                found.add(prefix + node.name)
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{prefix}{node.name}::")
+            elif isinstance(node, ast.Assign):
+                found.update(prefix + t.id for t in node.targets if isinstance(t, ast.Name))
+
+    visit(ast.parse(source).body, "")
+    return found
+
+
+def existing_tests():
+    return {
+        f"{path.stem}::{name}"
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        for name in definitions(path.read_text())
+        if name.split("::")[-1].startswith(("test_", "Test"))
+    }
+
+
+def unpinned(lines):
+    """Lines that name no test and do not say that they are not served."""
+    return [line for line in lines if not REFERENCE.search(line) and NOT_SERVED not in line.lower()]
+
+
+def missing(text, existing):
+    return sorted(set(REFERENCE.findall(text)) - existing)
+
+
+def missing_places(text):
+    """Functions and classes that the text names by file and are not there."""
+    return [
+        f"{path}::{name}"
+        for path, name in PLACE.findall(text)
+        if not (ROOT / path).exists()
+        or name.replace(".", "::") not in definitions((ROOT / path).read_text())
+    ]
+
+
+def page(name):
+    return (ROOT / "docs" / name).read_text()
+
+
+def test_every_statement_of_the_contract_names_its_tests():
+    text = page("semantics.md")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
+    for section in text.split("\n## ")[1:]:
+        assert len(statements(section)) >= 5
+    assert len(statements(text)) > 70
+    assert unpinned(statements(text)) == []
+    assert missing(text, existing_tests()) == []
+
+
+def test_every_behavior_and_trap_of_the_seed_system_has_its_place():
+    text = page("seed_system.md")
+    rows = table_rows(text)
+    assert [row[0][:2] for row in rows if re.match(r"\d\. ", row[0])] == [
+        f"{n}." for n in range(1, 9)
+    ]
+    assert {len(row) for row in rows} == {3}
+    assert unpinned([" ".join(row) for row in rows]) == []
+    assert missing(text, existing_tests()) == []
+    assert len(PLACE.findall(text)) > 40
+    assert missing_places(text) == []
+
+
+def test_these_checks_can_fail():
+    existing = existing_tests()
+    assert "test_semantics_index::test_these_checks_can_fail" in existing
+    assert "test_output_processor_model::TestMachine" in existing
+    assert "test_verify::Greedy::test_ragged_acceptance" in existing
+    text = """
+- A line with its test.
+  [test_verify::test_shapes_that_do_not_fit_are_refused]
+- A line that nobody checks, however
+  long it is.
+- Not served yet, and it says so.
+
+  | not | a statement |
+- The last one. [test_verify::test_of_a_dream, test_dream::test_shapes_that_do_not_fit_are_refused]
+"""
+    assert unpinned(statements(text)) == ["A line that nobody checks, however long it is."]
+    assert missing(text, existing) == [
+        "test_dream::test_shapes_that_do_not_fit_are_refused",
+        "test_verify::test_of_a_dream",
+    ]
+    table = "| a | b |\n| --- | --- |\n| x | `ipc/wire.py::layout` |\n| y | `ipc/wire.py::dream` |"
+    assert table_rows(table) == [["x", "`ipc/wire.py::layout`"], ["y", "`ipc/wire.py::dream`"]]
+    assert missing_places(table) == ["ipc/wire.py::dream"]
+    skipped = (
+        "@pytest.mark.skip\ndef test_a(): ...\ndef test_b(): ...\nclass C:\n  def test_c(): ..."
+    )
+    assert definitions(skipped) == {"test_b", "C", "C::test_c"}

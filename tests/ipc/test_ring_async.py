@@ -1,0 +1,205 @@
+"""asyncio, and many rings in one thread."""
+
+import asyncio
+import contextlib
+import select
+
+import pytest
+
+from ipc import aio, errors
+from ipc.polling import wait_readable
+from ipc.ring import RingReader, RingWriter
+from tests.ipc.test_ring_basics import leftovers
+from tests.support.ring_peer import is_intact, start_peer
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert leftovers() == []
+
+
+@pytest.mark.fast
+def test_async_iteration_over_a_producer_process(tmp_path):
+    async def consume(reader):
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.001)
+                ticks += 1
+
+        ticker = asyncio.create_task(tick())
+        numbers = []
+        async for message in reader:
+            numbers.append(message.sequence)
+            assert is_intact(message.data, message.sequence, 500)
+        ticker.cancel()
+        return numbers, ticks
+
+    with RingReader.create(4, 500, doorbell=True) as reader:
+        peer = start_peer(
+            "produce", reader.name, tmp_path / "p", count=2000, max_bytes=500, gap_us=20
+        )
+        numbers, ticks = asyncio.run(consume(reader))
+        assert numbers == list(range(2000))
+        assert ticks > 5  # the loop kept running
+        assert peer.wait(30) == 0
+
+
+def test_async_death_and_cancellation(tmp_path):
+    async def run(reader, peer):
+        for number in range(3):
+            assert (await aio.receive(reader)).sequence == number
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(aio.receive(reader), 0.05)
+        asyncio.get_running_loop().call_later(0.05, peer.kill)
+        with pytest.raises(errors.PeerDied, match="message 2"):
+            await asyncio.wait_for(aio.receive(reader), 10)
+
+    with RingReader.create(4, 64, doorbell=True) as reader:
+        peer = start_peer(
+            "produce", reader.name, tmp_path / "p", count=3, max_bytes=64, then="sleep"
+        )
+        asyncio.run(run(reader, peer))
+        peer.wait(30)
+
+
+def test_two_tasks_share_a_ring():
+    """Each message goes to one of them; none waits for good while there is a message."""
+
+    async def both(reader, writer):
+        tasks = [asyncio.create_task(aio.receive(reader)) for _ in range(2)]
+        await asyncio.sleep(0.02)  # until both wait
+        for data in (b"one", b"two"):
+            writer.send(data)
+        return [message.data for message in await asyncio.wait_for(asyncio.gather(*tasks), 10)]
+
+    with (
+        RingReader.create(4, 64, doorbell=True) as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        assert sorted(asyncio.run(both(reader, writer))) == [b"one", b"two"]
+
+
+def test_the_descriptor_follows_the_ring():
+    with RingReader.create(8, 64, doorbell=True) as reader:
+        poll = select.poll()
+        poll.register(reader.fileno(), select.POLLIN)
+        assert poll.poll(0) == []
+        writer = RingWriter.attach(reader.name)
+        assert poll.poll(0) != []  # attaching rings: the peer can be watched from now on
+        assert reader.try_receive() is None
+        assert poll.poll(0) == []
+        for i in range(5):
+            writer.send(bytes([i]))
+        assert poll.poll(0) != []
+        assert [reader.try_receive().data[0] for _ in range(5)] == [0, 1, 2, 3, 4]
+        assert reader.try_receive() is None
+        assert poll.poll(0) == []
+        writer.close()
+        assert poll.poll(0) != []
+        with pytest.raises(errors.EndOfStream):
+            reader.try_receive()
+
+
+def test_no_wake_up_is_lost_between_the_look_and_the_quieting(monkeypatch):
+    """A message that comes right before the doorbell is emptied must be seen after that."""
+    with (
+        RingReader.create(4, 64, doorbell=True) as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        quiet = reader._bell.quiet
+
+        def late() -> None:
+            writer.send(b"late")
+            quiet()
+
+        monkeypatch.setattr(reader._bell, "quiet", late)
+        assert reader.try_receive().data == b"late"
+
+
+def test_a_full_doorbell_is_as_good_as_one_ring():
+    with (
+        RingReader.create(2, 8, doorbell=True) as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        for i in range(70_000):  # more bytes than a FIFO holds, never emptied by receive()
+            writer.send(b"")
+            assert reader.receive(1).sequence == i
+        assert wait_readable([reader], 0) == [reader]
+        assert reader.try_receive() is None  # empties it
+        assert wait_readable([reader], 0) == []
+
+
+def test_no_doorbell_no_descriptor():
+    with RingReader.create(2, 64) as reader:
+        for call in (reader.fileno, lambda: wait_readable([reader], 0)):
+            with pytest.raises(errors.RingError, match="doorbell=True"):
+                call()
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["never waited for", "waited for"])
+def test_a_closed_ring_has_no_descriptor(used):
+    with RingReader.create(2, 64, doorbell=True) as reader:
+        assert not used or wait_readable([reader], 0) == []
+    for call in (reader.fileno, lambda: wait_readable([reader], 0)):
+        with pytest.raises(errors.RingClosed, match="this consumer was closed"):
+            call()
+
+
+def test_waiting_for_no_rings_ends():
+    assert wait_readable([], 0) == []
+    with pytest.raises(errors.RingError, match="nothing would end the wait"):
+        wait_readable([])
+
+
+def test_many_rings_are_served_fairly(tmp_path):
+    """A fast producer does not starve a slow one, and one's death is not the other's."""
+    count = 2000
+    with contextlib.ExitStack() as stack:
+        fast, slow, dying = (
+            stack.enter_context(RingReader.create(4, 64, doorbell=True)) for _ in range(3)
+        )
+        peers = [
+            start_peer("produce", fast.name, tmp_path / "a", count=count, max_bytes=64),
+            start_peer("produce", slow.name, tmp_path / "b", count=50, max_bytes=64, gap_us=500),
+            start_peer("produce", dying.name, tmp_path / "c", count=7, max_bytes=64, then="exit"),
+        ]
+        received = {fast: [], slow: [], dying: []}
+        endings = {}
+        while len(endings) < 3:
+            readers = [reader for reader in received if reader not in endings]
+            ready = wait_readable(readers, 30)
+            assert ready, "nothing within 30 s"
+            for reader in ready:
+                try:
+                    message = reader.try_receive()
+                except errors.RingError as error:
+                    endings[reader] = type(error)
+                    continue
+                if message is not None:
+                    received[reader].append(message.sequence)
+        assert endings == {
+            fast: errors.EndOfStream, slow: errors.EndOfStream, dying: errors.PeerDied
+        }  # fmt: skip
+        assert [len(r) for r in received.values()] == [count, 50, 7]
+        assert all(r == list(range(len(r))) for r in received.values())
+        for peer in peers:
+            assert peer.wait(30) == 0
+
+
+def test_fairness_when_all_have_messages():
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(RingReader.create(8, 8, doorbell=True)) for _ in range(3)]
+        writers = [stack.enter_context(RingWriter.attach(reader.name)) for reader in readers]
+        for writer, many in zip(writers, (8, 2, 5), strict=True):
+            for _ in range(many):
+                writer.send(b"")
+        rounds = []
+        while ready := wait_readable(readers, 0):
+            got = [readers.index(r) for r in ready if r.try_receive() is not None]
+            if got:
+                rounds.append(got)
+        assert rounds == [[0, 1, 2]] * 2 + [[0, 2]] * 3 + [[0]] * 3

@@ -1,0 +1,320 @@
+"""The ring's contract within one process: what goes in comes out, and every refusal is clear."""
+
+import os
+import threading
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ipc import errors
+from ipc.ring import ReceivedMessage, RingReader, RingWriter
+from ipc.segment import PREFIX
+from tests.ipc.test_ring_model import assert_slots_are_accounted_for
+
+
+def leftovers() -> list[str]:
+    """What this process left in /dev/shm."""
+    return [
+        name for name in os.listdir("/dev/shm") if PREFIX in name and f".{os.getpid()}." in name
+    ]
+
+
+@pytest.fixture
+def pair():
+    with (
+        RingReader.create(4, 1024, wait="block") as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        yield reader, writer
+    assert leftovers() == []
+
+
+@pytest.mark.fast
+def test_messages_arrive_in_order_with_sequence_and_times(pair):
+    reader, writer = pair
+    for lap in range(5):
+        for i in range(4):
+            assert writer.send(bytes([lap, i]), b"x" * i) == lap * 4 + i
+        for i in range(4):
+            message = reader.receive(timeout=1)
+            assert isinstance(message, ReceivedMessage)
+            assert message.data == bytes([lap, i]) + b"x" * i
+            assert message.sequence == lap * 4 + i
+            assert 0 < message.send_time_ns <= message.receive_time_ns
+            with pytest.raises(AttributeError):
+                message.sequence = 0
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int32", "float32", "float16", "uint8", "int64", "bool", ">i4", "f4,i4", "bfloat16"]
+)
+def test_arrays_of_any_dtype_and_shape(pair, dtype):
+    reader, writer = pair
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        array = np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)
+    else:
+        array = np.zeros((2, 3), dtype)
+        array.view(np.uint8)[...] = 1
+    writer.send(array)
+    array.view(np.uint8)[...] = 0  # the sender may reuse its array at once
+    back = np.frombuffer(reader.receive(1).data, array.dtype).reshape(2, 3)
+    assert back.tobytes() != array.tobytes()
+    assert not back.flags.writeable
+    for empty in (np.zeros((0, 3), np.float32), b"", bytearray(), memoryview(b"")):
+        writer.send(empty)
+        assert reader.receive(1).data == b""
+    writer.send()
+    assert reader.receive(1).data == b""
+
+
+def test_other_buffers(pair):
+    import array
+
+    reader, writer = pair
+    writer.send(array.array("i", [1, 2, 3]), memoryview(np.ones((2, 2), np.float32)))
+    assert (
+        reader.receive(1).data == np.int32([1, 2, 3]).tobytes() + np.ones(4, np.float32).tobytes()
+    )
+    for bad, error in (("text", TypeError), (np.ones((4, 4))[:, 1], ValueError), (3, TypeError)):
+        with pytest.raises(error):
+            writer.send(bad)
+    with pytest.raises(ValueError, match="contiguous"):
+        writer.send(memoryview(b"abcd")[::2])
+    writer.send(b"still fine")
+    assert reader.receive(1).data == b"still fine"
+
+
+@pytest.mark.fast
+def test_too_large_names_size_and_limit_and_leaves_the_ring_usable(pair):
+    reader, writer = pair
+    with pytest.raises(
+        errors.MessageTooLarge, match="1025 bytes does not fit a slot of 1024"
+    ) as info:
+        writer.send(b"x" * 1000, b"y" * 25)
+    assert (info.value.size, info.value.limit) == (1025, 1024)
+    writer.send(b"z" * 1024)
+    assert reader.receive(1).data == b"z" * 1024
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("wait", ["predict", "block", "spin"])
+def test_full_and_empty_time_out_and_nothing_is_dropped(wait):
+    with (
+        RingReader.create(3, 64, wait=wait) as reader,
+        RingWriter.attach(reader.name, wait=wait) as writer,
+    ):
+        with pytest.raises(errors.RingTimeout):
+            reader.receive(timeout=0.01)
+        with pytest.raises(TimeoutError):
+            reader.receive(timeout=0)
+        assert reader.try_receive() is None
+        for i in range(3):
+            writer.send(bytes([i]))
+        for timeout in (0, 0.01):
+            with pytest.raises(errors.RingFull, match=r"the ring \(3 slots\) was full"):
+                writer.send(b"lost?", timeout=timeout)
+        counters = writer.counters()
+        assert (counters.messages, counters.payload_bytes, counters.depth) == (3, 3, 3)
+        assert counters.waits == 2
+        assert counters.wait_ns >= 10_000_000
+        assert counters.capacity == 3
+        with pytest.raises(FrozenInstanceError):
+            counters.depth = 1
+        assert reader.counters().depth == 3
+        assert [reader.receive(0).data[0] for _ in range(3)] == [0, 1, 2]
+        assert reader.counters().messages == 3
+        assert writer.counters().depth == 0
+
+
+@pytest.mark.fast
+def test_end_of_stream_needs_no_room_and_comes_last(pair):
+    reader, writer = pair
+    for i in range(4):
+        writer.send(bytes([i]))
+    writer.close()  # the ring is full, yet closing does not wait
+    writer.close()
+    with pytest.raises(errors.RingClosed):
+        writer.send(b"")
+    assert [message.data[0] for message in reader] == [0, 1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(errors.EndOfStream, match="after 4 messages"):
+            reader.receive()
+        with pytest.raises(errors.EndOfStream):
+            reader.try_receive()
+    assert writer.counters().messages == 5  # the end of stream has a number too
+
+
+def test_closing_the_reader_tells_the_writer(pair):
+    reader, writer = pair
+    for i in range(4):
+        writer.send(bytes([i]))
+    closer = threading.Timer(0.1, reader.close)
+    closer.start()
+    with pytest.raises(errors.PeerClosed, match="consumer closed"):
+        writer.send(b"nobody will read this")  # blocked on a full ring
+    closer.join()
+    reader.close()
+    with pytest.raises(errors.PeerClosed):
+        writer.send(b"nor this", timeout=0)
+    with pytest.raises(errors.RingClosed):
+        reader.receive()
+
+
+@pytest.mark.fast
+def test_the_writer_may_create_and_the_reader_attach():
+    with RingWriter.create(2, 64) as writer:
+        writer.send(b"before anybody is there")
+        with RingReader.attach(writer.name) as reader:
+            assert writer.wait_attached(1).pid == os.getpid()
+            assert reader.receive(1).data == b"before anybody is there"
+    assert leftovers() == []
+
+
+@pytest.mark.fast
+def test_one_producer_one_consumer_and_names_gone_after_attaching():
+    with RingReader.create(2, 64) as reader:
+        with pytest.raises(errors.RoleTaken, match="consumer already"):
+            RingReader.attach(reader.name)
+        assert len(leftovers()) == 5
+        for name in leftovers():
+            assert Path("/dev/shm", name).stat().st_mode & 0o777 == 0o600
+        with RingWriter.attach(reader.name) as writer:
+            assert leftovers() == []
+            with pytest.raises(errors.RingNotFound, match="both sides have attached"):
+                RingWriter.attach(reader.name)
+            writer.send(b"undisturbed")
+            assert reader.receive(1).data == b"undisturbed"
+    with RingReader.create(2, 64) as reader:
+        reader._segment.semaphores["seat"].acquire(0)  # the instant before the names go
+        with pytest.raises(errors.RoleTaken, match="producer already"):
+            RingWriter.attach(reader.name)
+    assert leftovers() == []
+
+
+def test_names_are_checked():
+    for bad in ("", "x", "/x", "/../x", "/dev/shm/x", f"/{PREFIX}.1.2.3.{'g' * 32}"):
+        with pytest.raises(errors.RingNotFound, match="not the name of a ring"):
+            RingWriter.attach(bad)
+    reader = RingReader.create(2, 64)
+    reader.close()
+    with pytest.raises(errors.RingNotFound, match="its creator closed it"):
+        RingWriter.attach(reader.name)
+
+
+def test_arguments_are_checked():
+    for arguments in ((0, 64), (2, 0), (65537, 64), (2, 1 << 35)):
+        with pytest.raises(ValueError, match="must be from 1"):
+            RingReader.create(*arguments)
+    with pytest.raises(ValueError, match="predict, block, spin"):
+        RingReader.create(2, 64, wait="poll")
+    with RingReader.create(2, 64) as reader:
+        with pytest.raises(ValueError, match="predict, block, spin"):
+            RingWriter.attach(reader.name, wait="poll")
+        with pytest.raises(ValueError, match="timeout"):
+            reader.receive(-1)
+        with pytest.raises(ValueError, match="timeout"):
+            reader.receive(float("nan"))
+        RingWriter.attach(reader.name).close()  # the refused attach did not take the seat
+    assert leftovers() == []
+
+
+def test_payload_checksum():
+    with (
+        RingReader.create(2, 64, checksum=True) as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        writer.send(b"ab", b"c")
+        assert reader.receive(1).data == b"abc"
+        writer.send(b"abcd")
+        writer._slots[writer._slot_of[1]][2] ^= 1
+        for _ in range(2):
+            with pytest.raises(
+                errors.CorruptMessage, match=r"message 1 \(4 bytes\) has a wrong check"
+            ):
+                reader.receive(1)
+
+
+@pytest.mark.fast
+def test_the_slot_freed_last_is_filled_next():
+    """So a consumer that keeps up has all its messages in one slot, in both cores' caches."""
+    with RingReader.create(3, 64) as reader, RingWriter.attach(reader.name) as writer:
+        for number in range(10):
+            writer.send(bytes([number]))
+            assert reader.receive(1).data == bytes([number])
+            assert writer._slot_of[number % 4] == 2
+        for number in range(3):
+            writer.send(bytes([number]))
+        with pytest.raises(errors.RingFull):
+            writer.send(b"", timeout=0)
+        assert [reader.receive(1).data for _ in range(2)] == [b"\x00", b"\x01"]
+        second = writer._slot_of[11 % 4]
+        writer.send(b"three")
+        assert writer._slot_of[13 % 4] == second
+        assert [reader.receive(1).data for _ in range(2)] == [b"\x02", b"three"]
+
+
+def test_a_consumer_that_frees_what_it_never_got_does_not_disturb_the_writer():
+    """It may lose its own messages; the writer neither fails nor writes outside of a slot."""
+    with RingReader.create(3, 64) as reader, RingWriter.attach(reader.name) as writer:
+        for _ in range(100):
+            reader._post_freed()
+        for number in range(20):
+            assert writer.send(bytes(64), timeout=0) == number
+        assert_slots_are_accounted_for(writer)
+
+
+def test_two_threads_on_one_side_are_refused():
+    def wait_in_vain() -> None:
+        with pytest.raises(errors.RingTimeout):
+            reader.receive(0.3)
+
+    with RingReader.create(2, 64, wait="block") as reader:
+        waiting = threading.Thread(target=wait_in_vain)
+        waiting.start()
+        while not reader._busy:
+            pass
+        for call in (reader.try_receive, reader.close, lambda: reader.receive(0)):
+            with pytest.raises(errors.RingInUse, match="one call at a time"):
+                call()
+        waiting.join()
+        assert reader.try_receive() is None
+
+
+def test_successor_is_a_new_session_of_the_same_shape():
+    reader = RingReader.create(3, 128, wait="block", doorbell=True, checksum=True)
+    following = reader.successor()
+    with following, RingWriter.attach(following.name) as writer:
+        assert following.session != reader.session
+        assert (following.capacity, following.slot_bytes) == (3, 128)
+        assert following._segment.header.flags == reader._segment.header.flags
+        writer.send(b"again")
+        assert following.receive(1).sequence == 0
+    with pytest.raises(errors.RingClosed):
+        reader.receive()
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("how", ["receive", "try_receive"])
+def test_a_message_committed_at_the_last_moment_comes_before_the_death(how):
+    """The producer posts and dies after this side looked for a message and before it asked."""
+    with (
+        RingReader.create(4, 64, wait="block") as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        last_words = [b"last"]
+
+        def die() -> errors.PeerDied:
+            while last_words:
+                writer.send(last_words.pop())
+            return errors.PeerDied("producer", 1, reader._last_crossed())
+
+        reader._obstacle = reader._items._obstacle = die
+        call = getattr(reader, how)
+        assert call().data == b"last"
+        reader._next_look_ns = 0
+        with pytest.raises(errors.PeerDied, match="message 0"):
+            call()

@@ -1,0 +1,256 @@
+"""Two processes: transfer, death of either side in every wait mode, fork, one core."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ipc import errors
+from ipc.ring import RingReader, RingWriter
+from ipc.segment import unlink_names
+from tests.ipc.test_ring_basics import leftovers
+from tests.support.ring_peer import Progress, is_intact, payload, start_peer
+
+MODES = ["predict", "block", "spin"]
+MAX_BYTES = 3000
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("wait", MODES)
+@pytest.mark.parametrize("creator", ["reader", "writer"])
+def test_every_message_arrives_once_and_in_order(tmp_path, wait, creator):
+    count = 3000
+    ring = (RingReader if creator == "reader" else RingWriter).create(8, MAX_BYTES, wait=wait)
+    job = "produce" if creator == "reader" else "consume"
+    peer = start_peer(job, ring.name, tmp_path / "p", wait=wait, count=count, max_bytes=MAX_BYTES)
+    with ring:
+        if isinstance(ring, RingReader):
+            numbers = 0
+            for message in ring:
+                assert message.sequence == numbers
+                assert is_intact(message.data, numbers, MAX_BYTES)
+                numbers += 1
+            assert numbers == count
+        else:
+            for number in range(count):
+                ring.send(*payload(number, MAX_BYTES))
+    assert peer.wait(30) == 0
+    progress = Progress.at(tmp_path / "p")
+    assert (progress.done, progress.damaged, progress.finished) == (count, 0, True)
+
+
+@pytest.mark.parametrize("gap_us", [50, 0])
+@pytest.mark.parametrize("wait", MODES)
+def test_both_sides_on_one_core(tmp_path, wait, gap_us):
+    """CPU time, as other processes on that core take none of it. Yielding costs 7 to 140 us a
+    message; a spinning side that keeps the core takes a whole time slice (2.5 ms) for few of them.
+    """
+    used = []
+    while not used or used[-1] >= (0.5e-3 if gap_us else 0.1e-3):
+        # A host that counts what it gave to others as our time does not do so three times.
+        assert len(used) < 3, used
+        used.append(seconds_a_message(tmp_path / f"{len(used)}", wait, gap_us))
+
+
+def seconds_a_message(progress, wait, gap_us, count=1000):
+    """CPU time of both sides, a message, on one core."""
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    with RingReader.create(4, MAX_BYTES, wait=wait) as reader:
+        peer = start_peer(
+            "produce", reader.name, progress,
+            wait=wait, count=count, max_bytes=MAX_BYTES, core=core, gap_us=gap_us,
+        )  # fmt: skip
+        os.sched_setaffinity(0, {core})
+        try:
+            first = reader.receive(30)
+            begun = time.thread_time()
+            rest = [message.sequence for message in reader]
+            used = time.thread_time() - begun
+        finally:
+            os.sched_setaffinity(0, before)
+    assert [first.sequence, *rest] == list(range(count))
+    assert peer.wait(30) == 0
+    return (used + Progress.at(progress).cpu_seconds) / count
+
+
+@pytest.mark.parametrize("wait", MODES)
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_death_is_noticed_in_100_ms(tmp_path, wait, side):
+    here, job = (RingReader, "produce") if side == "producer" else (RingWriter, "consume")
+    # The promise is for an idle machine, and one that is idle is met at the first attempt. That no
+    # wait is longer than a slice, whatever the machine does, is for test_ring_waiting.
+    delays = []
+    while not delays or delays[-1] >= 0.1:
+        assert len(delays) < 10, delays
+        progress = tmp_path / f"{len(delays)}"
+        with here.create(2, 64, wait=wait) as ring:
+            peer = start_peer(
+                job, ring.name, progress, count=3, max_bytes=64, gap_us=2000, then="sleep"
+            )
+            if isinstance(ring, RingReader):
+                for _ in range(3):
+                    ring.receive(30)
+            else:
+                for number in range(5):  # three are received, two fill the ring
+                    ring.send(*payload(number, 64), timeout=30)
+                while Progress.at(progress).done < 3:
+                    time.sleep(0.001)
+            # Killed by a third process, while this one waits.
+            script = (
+                f"import os, time; time.sleep(0.05); t = time.monotonic(); os.kill({peer.pid}, 9); "
+                "print(t)"
+            )
+            killer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+            wait_for_peer = ring.receive if isinstance(ring, RingReader) else ring.send
+            with pytest.raises(errors.PeerDied, match=f"the {side} .pid {peer.pid}") as died:
+                wait_for_peer(timeout=30)
+            noticed = time.monotonic()
+            assert (died.value.side, died.value.pid) == (side, peer.pid)
+            assert died.value.last_sequence == 2
+            delays.append(noticed - float(killer.communicate(timeout=30)[0]))
+            # peer was not reaped while this process waited: a zombie counts as dead.
+            assert peer.wait(30) == -signal.SIGKILL
+
+
+@pytest.mark.fast
+def test_what_was_committed_before_the_kill_is_delivered(tmp_path):
+    with RingReader.create(8, 64) as reader:
+        peer = start_peer(
+            "produce", reader.name, tmp_path / "p", count=5, max_bytes=64, then="sleep"
+        )
+        while Progress.at(tmp_path / "p").done < 5:
+            time.sleep(0.001)
+        peer.kill()
+        peer.wait(30)
+        for number in range(5):
+            assert is_intact(reader.receive(0).data, number, 64)
+        for _ in range(2):
+            with pytest.raises(errors.PeerDied, match="message 4"):
+                reader.receive()
+        # A restart is a new session, and the reader can wait for it.
+        with reader.successor() as following:
+            assert following.session != reader.session
+            again = start_peer("produce", following.name, tmp_path / "q", count=2, max_bytes=64)
+            assert following.wait_attached(30).pid == again.pid
+            assert [message.sequence for message in following] == [0, 1]
+            assert again.wait(30) == 0
+
+
+def test_a_writer_that_never_fills_the_ring_notices_too(tmp_path):
+    with RingWriter.create(2001, 16) as writer:
+        peer = start_peer(
+            "consume", writer.name, tmp_path / "p", count=1, max_bytes=16, then="sleep"
+        )
+        writer.send(*payload(0, 16))
+        writer.wait_attached(30)
+        peer.kill()
+        peer.wait(30)
+        with pytest.raises(errors.PeerDied):  # noqa: PT012
+            for number in range(1, 2000):
+                writer.send(*payload(number, 16))
+                time.sleep(0.0001)
+
+
+def test_ending_without_close_is_a_death(tmp_path):
+    with RingReader.create(8, 64) as reader:
+        peer = start_peer(
+            "produce", reader.name, tmp_path / "p", count=3, max_bytes=64, then="exit"
+        )
+        with pytest.raises(errors.PeerDied, match="without closing") as died:
+            for _ in reader:
+                pass
+        assert died.value.last_sequence == 2
+        assert peer.wait(30) == 0
+
+
+@pytest.mark.fast
+def test_a_peer_that_dies_before_attaching_is_noticed_when_named():
+    with RingReader.create(2, 64) as reader:
+        peer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.05)"])
+        reader.expect_peer(peer.pid)
+        for wait in (reader.wait_attached, reader.receive):
+            with pytest.raises(errors.PeerDied, match="no message") as died:
+                wait(30)
+            assert (died.value.pid, died.value.last_sequence) == (peer.pid, -1)
+        peer.wait()
+        reader.expect_peer(peer.pid)  # reaped: there is no such process any more
+        with pytest.raises(errors.PeerDied):
+            reader.receive(30)
+    with (  # unnamed: only the caller's timeout can tell
+        RingReader.create(2, 64) as reader,
+        pytest.raises(errors.RingTimeout, match="no producer attached"),
+    ):
+        reader.wait_attached(0.05)
+
+
+def test_attaching_to_a_dead_creator_is_refused():
+    script = "import os; from ipc.ring import RingReader; r = RingReader.create(2, 64);"
+    script += "print(r.name, flush=True); os._exit(0)"
+    name = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    try:
+        with pytest.raises(errors.PeerDied, match="consumer"):
+            RingWriter.attach(name)
+    finally:
+        unlink_names(name)
+
+
+FORK = """
+import os, sys, gc
+from ipc import errors
+from ipc.ring import RingReader, RingWriter
+
+reader = RingReader.create(4, 64, doorbell=True)
+writer = RingWriter.attach(reader.name)
+reader.fileno()
+waiting = RingReader.create(4, 64)   # its names still exist
+writer.send(b"before")
+if os.fork() == 0:
+    refused = 0
+    for call in (lambda: writer.send(b"child"), reader.receive, reader.try_receive,
+                 waiting.wait_attached, lambda: waiting.expect_peer(1)):
+        try:
+            call()
+        except errors.ForeignProcess:
+            refused += 1
+    for ring in (reader, writer, waiting):
+        ring.close()
+    del reader, writer, waiting, ring, call
+    gc.collect()
+    os._exit(0 if refused == 5 else 1)
+assert os.wait()[1] == 0, "the child was not refused everywhere"
+writer.send(b"after")
+assert [reader.receive(1).data for _ in range(2)] == [b"before", b"after"]
+assert reader.try_receive() is None, "the child's close() ended the stream"
+with RingWriter.attach(waiting.name) as late:
+    late.send(b"names survived")
+    assert waiting.receive(1).data == b"names survived"
+if os.fork() == 0:
+    sys.exit(0)   # a child that ends normally, with every finalizer
+os.wait()
+writer.send(b"still")
+assert reader.receive(1).data == b"still"
+writer.close()
+try:
+    reader.receive(1)
+except errors.EndOfStream:
+    print("fine")
+"""
+
+
+@pytest.mark.fast
+def test_a_forked_child_cannot_disturb_the_ring():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORK], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)

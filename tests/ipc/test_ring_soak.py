@@ -1,0 +1,57 @@
+"""Short runs of tests.heavy.ring_soak, and the proof that its checks can fail."""
+
+import pytest
+
+from ipc import errors
+from ipc.ring import RingReader, RingWriter
+from tests.heavy import ring_soak
+from tests.support.ring_peer import Progress, is_intact, payload, remove_semaphore, start_peer
+
+
+def test_random_kills_under_load():
+    result = ring_soak.check_kills(16, seed=1)
+    assert result["failed"] == []
+    assert result["messages"] > 100
+
+
+def test_random_kills_while_attaching():
+    assert ring_soak.check_kills(10, seed=2, early=True)["failed"] == []
+
+
+@pytest.mark.parametrize("wait", ["predict", "block"])
+def test_many_messages(wait):
+    assert ring_soak.check_transfer(50_000, wait)["failed"] == []
+
+
+def read_all(reader):
+    for number, message in enumerate(reader):
+        if not is_intact(message.data, number, 3000):
+            raise errors.CorruptMessage(f"the payload of message {number} is damaged")
+        assert number < 1_000_000, "a ring without semaphores went unnoticed"
+
+
+@pytest.mark.parametrize("without", ["freed", "items"])
+def test_negative_control_without_a_semaphore(tmp_path, without):
+    """The same stress, one semaphore removed: the reader must see it."""
+    with RingReader.create(4, 3000, wait="block") as reader:
+        options = {"without": "freed"} if without == "freed" else {}
+        peer = start_peer("produce", reader.name, tmp_path / "p", max_bytes=3000, **options)
+        reader.wait_attached(30)
+        if without == "items":
+            remove_semaphore(reader, "items")
+        with pytest.raises(errors.CorruptMessage, match="is damaged"):
+            read_all(reader)
+        peer.kill()
+        peer.wait()
+
+
+def test_the_checks_of_the_soak_can_fail(tmp_path):
+    """A damaged payload without a payload checksum reaches the reader: is_intact must say so."""
+    with RingReader.create(4, 3000) as reader, RingWriter.attach(reader.name) as writer:
+        writer.send(*payload(5, 3000))
+        data = bytearray(reader.receive(1).data)
+    assert is_intact(bytes(data), 5, 3000)
+    assert not is_intact(bytes(data), 6, 3000)
+    data[-1] ^= 1
+    assert not is_intact(bytes(data), 5, 3000)
+    assert Progress.at(tmp_path / "new").done == 0

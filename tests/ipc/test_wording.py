@@ -1,0 +1,39 @@
+"""One is not many, in what people read."""
+
+import re
+
+import pytest
+
+from ipc.ring import RingReader, RingWriter
+from ipc.wording import counted
+from jax_specdec.cli import demo_screen, demo_tables
+from tests.jax_specdec.cli.test_demo_screen import collected, console, printed
+
+pytestmark = pytest.mark.fast
+
+
+def test_a_number_and_what_it_counts():
+    assert [counted(n, "message") for n in (0, 1, 2)] == ["0 messages", "1 message", "2 messages"]
+    assert counted(57_056, "weight", ",") == "57,056 weights"
+
+
+def test_reports_of_one_thing():
+    collector, shown = collected("x", done=(0,)), console(200)
+    with demo_screen.screen(shown) as screen:
+        screen.update(collector)
+    shown.print(demo_screen.LiveView().draw(collector, 200, 24))
+    demo_tables.show(collector, shown)
+    said = printed(shown)
+    assert "done: 1 token (length)" in said
+    assert "1 token, step 1" in said
+    assert "1 message, " in said
+    assert not re.search(r"\b1 (messages|tokens|records|requests)\b", said)
+
+
+def test_an_error_of_one_thing():
+    with RingReader.create(2, 8) as reader:
+        with RingWriter.attach(reader.name) as writer:
+            writer.send(b"x")
+        assert reader.receive(1).data == b"x"
+        with pytest.raises(Exception, match=r"closed the ring after 1 message$"):
+            reader.receive(1)

@@ -1,0 +1,207 @@
+"""Files of prompts, and the file that an interrupted run goes on with."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc.wire import LogprobsMode
+from jax_specdec.cli.prompts import read_prompts, sampling_params, unescape
+from jax_specdec.cli.resumable_jsonl import JsonlOutput, OutputError
+from jax_specdec.requests import RequestError, SamplingParams
+
+pytestmark = pytest.mark.fast
+
+
+class Bytes:
+    """The simplest tokenizer."""
+
+    def encode(self, text):
+        return tuple(text.encode())
+
+    def encode_chat(self, messages):
+        if messages[0]["role"] == "nobody":
+            raise ValueError("unknown role nobody")
+        return tuple(b"".join(one["content"].encode() for one in messages))
+
+
+def read(path, text, **defaults):
+    path.write_bytes(text.encode())
+    return read_prompts(path, Bytes(), SamplingParams(**defaults))
+
+
+# Prompts ---------------------------------------------------------------------------------------
+
+
+def test_a_line_is_a_prompt(tmp_path):
+    text = "\ufeffone\n\n  two\\nlines \\t\\\\n \\x\r\nthree\u2028four\n"
+    prompts = read(tmp_path / "p.txt", text, seed=5, top_k=3)
+    assert [p.request.id for p in prompts] == ["1", "3", "4"]
+    assert [bytes(p.request.prompt_token_ids).decode() for p in prompts] == [
+        "one", "  two\nlines \t\\n \\x", "three\u2028four",
+    ]  # fmt: skip
+    assert [p.request.params.seed for p in prompts] == [6, 8, 9]
+    assert all(p.request.params.top_k == 3 and not p.chat for p in prompts)
+
+
+@given(st.text(alphabet="\\nt\nx "))
+def test_escaping_is_undone(text):
+    written = text.replace("\\", "\\\\").replace("\n", "\\n")
+    assert unescape(written) == text
+
+
+def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
+    lines = [
+        {"prompt": "a\\n", "max_tokens": 3, "temperature": 1, "top_p": 0.5, "seed": 7},
+        {"id": "x", "messages": [{"role": "user", "content": "hi"}], "logprobs": True,
+         "top_logprobs": 4},
+        {"id": 12, "prompt_token_ids": [1, 2], "logprobs": 2, "logprobs_mode": "processed",
+         "stop_token_ids": [], "extra_token_ids": [3], "stop_sequences": [[4, 5]],
+         "draft_logprobs": True},
+        {"prompt": "b", "logprobs": False},
+        {"prompt": "c", "logprobs": None},
+    ]  # fmt: skip
+    text = "\n".join(map(json.dumps, lines))
+    prompts = read(tmp_path / "p.jsonl", text, logprobs=9, stop_token_ids=(2,), max_tokens=50)
+    first, chat, ids, *without = (p.request for p in prompts)
+    assert first.prompt_token_ids == tuple(b"a\\n")  # JSON has escapes of its own
+    params = first.params
+    assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (3, 1.0, 0.5, 7)
+    assert type(params.temperature) is float
+    assert (params.logprobs, params.stop_token_ids) == (9, (2,))
+    assert [p.chat for p in prompts] == [False, True, False, False, False]
+    assert (chat.id, chat.params.logprobs, chat.params.seed) == ("x", 4, 2)
+    assert ids.id == "12"
+    assert ids.prompt_token_ids == (1, 2)
+    assert ids.params == SamplingParams(
+        max_tokens=50, logprobs=2, logprobs_mode=LogprobsMode.PROCESSED, extra_token_ids=(3,),
+        stop_sequences=((4, 5),), draft_logprobs=True, seed=3,
+    )  # fmt: skip
+    assert [request.params.logprobs for request in without] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: Expecting property name"),
+        ("[1]", "line 1: a list, not an object such as"),
+        ("{}", "line 1: one of prompt, messages, prompt_token_ids is needed; there are none"),
+        ('{"prompt": "a", "messages": []}', r"there are \['prompt', 'messages'\]"),
+        ('{"prompt": 3}', "prompt = 3 must be of type str"),
+        ('{"prompt": ""}', "request '1' has an empty prompt"),
+        ('{"messages": []}', "messages must be a list of objects with a role"),
+        ('{"messages": ["hi"]}', "messages must be a list of objects with a role"),
+        ('{"messages": [{"role": "nobody"}]}', "line 1: unknown role nobody"),
+        ('{"prompt_token_ids": [1.5]}', r"prompt_token_ids must be a list of token ids, not \[1.5"),
+        ('{"prompt": "a", "id": null}', "id = None must be a string or an integer"),
+        ('{"prompt": "a", "stop": "x"}', "'stop' is not known; known are id, prompt, .*seed"),
+        ('{"prompt": "a", "max_tokens": "5"}', "max_tokens = '5' must be of type int"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens = True must be of type int"),
+        ('{"prompt": "a", "max_tokens": null}', "max_tokens = None must be of type int"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens = 0 must be from 1"),
+        ('{"prompt": "a", "temperature": "hot"}', "temperature = 'hot' must be of type int or fl"),
+        ('{"prompt": "a", "top_p": 2}', "top_p = 2.0 must be above 0"),
+        ('{"prompt": "a", "logprobs": 129}', "logprobs = 129 must be from 0 to 128"),
+        ('{"prompt": "a", "logprobs_mode": "cooked"}', "must be one of raw, scaled, processed"),
+        ('{"prompt": "a", "draft_logprobs": 1}', "draft_logprobs = 1 must be of type bool"),
+        ('{"prompt": "a", "stop_token_ids": [4294967296]}', "4294967296 must be from 0 to 2147"),
+        ('{"prompt": "a", "stop_sequences": [3]}', "stop_sequences = 3 must be of type list"),
+        (r'{"prompt": "a\ud83d"}', r"line 1: \\ud83d is half of a surrogate pair"),
+        (r'{"prompt": "a", "id": "\udc00"}', r"line 1: \\udc00 is half of a surrogate pair"),
+        ('{"prompt": "a"}\n{"prompt": "b", "id": 1}', "line 2: id '1' is that of line 1"),
+        ("\n\n", "holds no prompts"),
+    ],
+)
+def test_lines_that_are_no_prompts_are_named(line, message, tmp_path):
+    with pytest.raises(RequestError, match=message) as caught:
+        read(tmp_path / "p.jsonl", line)
+    assert str(tmp_path / "p.jsonl") in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"ab\xffc")
+    with pytest.raises(RequestError, match="is not UTF-8 text: byte 0xff at offset 2"):
+        read_prompts(tmp_path / "p.txt", Bytes(), SamplingParams())
+
+
+def test_a_digest_tells_questions_apart(tmp_path):
+    def digest(text="a", *settings, **defaults):
+        return read(tmp_path / "p.txt", text, **defaults)[0].digest(*settings)
+
+    assert digest() == digest()
+    others = [digest("b"), digest("a", "model"), digest(seed=1), digest(logprobs=0), digest()]
+    assert len(set(others)) == 5
+
+
+def test_every_parameter_can_be_given():
+    names = SamplingParams.__dataclass_fields__
+    defaults = SamplingParams(logprobs=1)
+    for name in names:
+        value = getattr(defaults, name)
+        value = value.name.lower() if name == "logprobs_mode" else value
+        value = list(value) if isinstance(value, tuple) else value
+        assert sampling_params({name: value}, defaults) == defaults
+
+
+# Output ----------------------------------------------------------------------------------------
+
+
+def write(path, *ids):
+    with JsonlOutput(path) as output:
+        for id in ids:
+            output.write(id, f"digest {id}", {"id": id, "text": "é\n" * 3})
+        return output.done, output.cut
+
+
+@pytest.mark.parametrize("keep", [1, 5, 8, 20, -1])
+def test_a_half_written_line_is_cut_off(keep, tmp_path):
+    path = tmp_path / "out.jsonl"
+    assert write(path, "a", "b") == ({"a": "digest a", "b": "digest b"}, 0)
+    whole = path.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    path.write_bytes(whole + last[:keep])
+    assert write(path, "c") == (
+        {"a": "digest a", "b": "digest b", "c": "digest c"}, len(last[:keep]),
+    )  # fmt: skip
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["id"] for record in records] == ["a", "b", "c"]
+    assert records[0]["text"] == "é\n" * 3
+
+
+@pytest.mark.parametrize("content", ["my notes", '{"id": 3}\n', "\n", '{"id": "a"', '{"prompt": 1'])
+def test_a_file_of_something_else_is_left_alone(content, tmp_path):
+    path = tmp_path / "notes"
+    path.write_text(content)
+    if content.startswith('{"id": ') and not content.endswith("\n"):
+        write(path)  # a first record that was cut off
+        assert path.read_text() == ""
+        return
+    with pytest.raises(OutputError, match="line 1, is no record of this command"):
+        JsonlOutput(path)
+    assert path.read_text() == content
+
+
+def test_one_process_at_a_time(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with JsonlOutput(path), pytest.raises(OutputError, match=r"another process writes .*out.jsonl"):
+        JsonlOutput(path)
+    JsonlOutput(path).close()
+
+
+def test_what_is_no_file_is_only_written():
+    code = (
+        "from pathlib import Path; from jax_specdec.cli.resumable_jsonl import JsonlOutput\n"
+        "with JsonlOutput(Path('/dev/stdout')) as output: output.write('a', 'd', {'x': 1})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == {"id": "a", "x": 1, "request_digest": "d"}
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    with pytest.raises(OSError, match=re.escape(os.strerror(21))):
+        JsonlOutput(tmp_path)

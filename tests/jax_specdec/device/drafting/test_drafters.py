@@ -1,0 +1,95 @@
+"""Drafters one by one; what the loop makes of their proposals is tested in test_loop."""
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.drafting.drafters import Context, MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.verify import Verified
+
+pytestmark = pytest.mark.fast
+
+
+def context(texts, limit=None, length=12):
+    """What a drafter sees of slots that hold `texts`."""
+    batch = len(texts)
+    tokens = np.full((batch, length), 9, np.int32)  # rubbish behind the known tokens
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    return Context(
+        tokens=jnp.asarray(tokens),
+        lengths=jnp.array([len(text) for text in texts], jnp.int32),
+        verified=Verified(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)),
+        num_drafts=jnp.zeros(batch, jnp.int32),
+        hidden=jnp.zeros((batch, 1, 4)),
+        positions=jnp.zeros((batch, 1), jnp.int32),
+        sampling=Sampling.greedy(batch),
+        limit=jnp.full(batch, 3, jnp.int32) if limit is None else jnp.array(limit, jnp.int32),
+    )
+
+
+def propose(drafter, seen, variant=lambda f: f):
+    drafts, _ = variant(lambda c: drafter.propose(None, (), c))(seen)
+    return [
+        row[:n].tolist() for row, n in zip(np.asarray(drafts.token_ids), drafts.num, strict=True)
+    ]
+
+
+class Ngram(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_continues_as_the_latest_longest_match_did(self):
+        texts = [
+            [1, 2, 3, 4, 5, 1, 2, 3],  # the trigram 1 2 3 went on 4 5 1
+            [7, 5, 8, 5, 6, 5],  # 5 alone: the latest one went on with 6 5, then repeats
+            [2, 3, 9, 1, 3, 4, 2, 3],  # the bigram 2 3 beats the later 3
+            [1, 2, 3, 4],  # nothing repeats
+            [4],  # too short for anything
+            [6, 6],  # a repetition repeats
+        ]
+        got = propose(NgramDrafter(3), context(texts), self.variant)
+        assert got == [[4, 5, 1], [6, 5, 6], [9, 1, 3], [], [], [6, 6, 6]]
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_the_limit_holds_per_slot(self):
+        texts = [[1, 2, 3, 1, 2, 3]] * 4
+        got = propose(NgramDrafter(3), context(texts, [0, 1, 2, 3]), self.variant)
+        assert got == [[], [1], [1, 2], [1, 2, 3]]
+
+
+def plain_ngram(text, num_drafts, max_ngram=3):
+    for n in range(max_ngram, 0, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[-n:] and len(text) > n:
+                source = start + n
+                period = len(text) - source
+                return [text[source + i % period] for i in range(num_drafts)]
+    return []
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=4, max_size=4))
+def test_ngram_against_plain_python(texts):
+    expected = [plain_ngram(text, 3) for text in texts]
+    assert propose(NgramDrafter(3), context(texts)) == expected
+
+
+def test_nobody_drafts_as_a_normal_case():
+    assert propose(NoDrafter(), context([[1, 1, 1]])) == [[]]
+    assert propose(NoDrafter(3), context([[1, 1, 1]])) == [[]]
+    drafts, _ = NoDrafter(2).init(4, 8)
+    assert drafts.token_ids.shape == (4, 2)
+
+
+def test_a_drafter_that_cannot_work_says_so():
+    with pytest.raises(ValueError, match="no MTP head"):
+        MtpDrafter(ModelConfig.tiny(num_mtp_layers=0), 2)
+    with pytest.raises(ValueError, match="must be positive"):
+        NgramDrafter(0)
+    with pytest.raises(ValueError, match="must be positive"):
+        MtpDrafter(ModelConfig.tiny(), 0)
+    with pytest.raises(ValueError, match="min_ngram"):
+        NgramDrafter(2, max_ngram=1, min_ngram=2)

@@ -1,0 +1,145 @@
+"""Suffix, callable and adaptive drafters through the worker's own loop: never another token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_specdec.device.drafting.adaptive import Adaptive
+from jax_specdec.device.drafting.corpus import Corpus
+from jax_specdec.device.drafting.drafters import MtpDrafter, draw, joined
+from jax_specdec.device.drafting.from_function import CallableDrafter
+from jax_specdec.device.drafting.suffix import SuffixDrafter
+from jax_specdec.device.sampling.verify import Drafts
+from tests.support.decoding import VOCAB, random_model, request, run
+
+D = 3
+
+
+def guesses(params, context):
+    """Drawn from logits that say: the last token again, or the next id."""
+    last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
+    drawn = []
+    for ahead in range(D):
+        logits = 2 * jax.nn.one_hot(last, VOCAB) + jax.nn.one_hot((last + 1) % VOCAB, VOCAB)
+        drawn.append(draw(logits[:, None], context.sampling, context.lengths + ahead))
+        last = drawn[-1].token_ids[:, 0]
+    return joined(drawn, context.limit)
+
+
+DRAFTERS = {
+    "suffix": lambda: SuffixDrafter(D),
+    "callable": lambda: CallableDrafter(guesses, D, VOCAB, logits_dtype="float32"),
+    "adaptive": lambda: Adaptive(MtpDrafter(random_model()[1], D), draft_cost=0.3, weight=0.3),
+}
+# Of many lengths; without logprobs, which other tests hold against float64.
+REQUESTS = [
+    request(f"r{size}", np.random.default_rng(size).integers(0, VOCAB, size), max_tokens=30)
+    for size in (1, 2, 8, 9, 10, 17, 25)
+]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run(REQUESTS, "none")
+
+
+def accepted_of(result):
+    records = [record for found in result.records.values() for record in found]
+    return sum(r.num_accepted for r in records), sum(r.num_drafts for r in records)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_ids_are_those_of_plain_decoding(plain, name):
+    result = run(REQUESTS, DRAFTERS[name]())
+    accepted, proposed = accepted_of(result)
+    assert 0 < accepted < proposed
+    for item in REQUESTS:
+        assert result.token_ids(item.id) == plain.token_ids(item.id)
+    if name == "adaptive":
+        drafts = {r.num_drafts for records in result.records.values() for r in records}
+        assert {1, 2, 3} <= drafts
+
+
+def test_a_corpus_of_the_answers_makes_nearly_every_draft_right(plain):
+    """What other requests were answered is a corpus; the tokens stay the same."""
+    answers = [np.array([*item.prompt_token_ids, *plain.token_ids(item.id)]) for item in REQUESTS]
+    result = run(REQUESTS, SuffixDrafter(D, Corpus.of(answers)))
+    accepted, proposed = accepted_of(result)
+    assert accepted > 60
+    assert accepted / proposed > 0.9
+    for item in REQUESTS:
+        assert result.token_ids(item.id) == plain.token_ids(item.id)
+
+
+def test_repetitive_text_is_drafted_whole():
+    """A model that repeats itself: all drafts of the later steps are accepted."""
+    params, config = random_model()
+    flat = dataclasses.replace(params, layers=jax.tree.map(jnp.zeros_like, params.layers))
+    item = request("r", [1, 2, 3], max_tokens=60)
+    result = run([item], SuffixDrafter(D), model=(flat, config))
+    later = result.records["r"][8:]
+    assert sum(record.num_accepted for record in later) == sum(r.num_drafts for r in later) > 20
+    assert result.token_ids("r") == run([item], "none", model=(flat, config)).token_ids("r")
+
+
+PROMPTS = {"right": [2, 9, 4], "wrong": [3, 1, 5], "turning": [5, 8, 8], "next": [4, 6]}
+TOKENS, MAX_LENGTH = 70, 96
+
+
+@pytest.fixture(scope="module")
+def answers():
+    requests = [request(name, prompt, max_tokens=TOKENS) for name, prompt in PROMPTS.items()]
+    result = run(requests, "none")
+    return {name: [*prompt, *result.token_ids(name)] for name, prompt in PROMPTS.items()}
+
+
+def knowing(answers):
+    """Drafts the right answer to "right" and "next", a wrong one to "wrong"; "turning" turns."""
+    table = np.zeros((VOCAB, MAX_LENGTH + D), np.int32)
+    for text in answers.values():
+        table[text[0], : len(text)] = text
+    wrong_until = np.zeros(VOCAB, np.int32)
+    wrong_until[PROMPTS["wrong"][0]], wrong_until[PROMPTS["turning"][0]] = MAX_LENGTH, 35
+
+    def function(params, context):
+        first = context.tokens[:, :1]
+        place = context.lengths[:, None] + jnp.arange(D)[None, :]
+        wrong = place < jnp.asarray(wrong_until)[first]
+        right = jnp.asarray(table)[first, place]
+        return Drafts(jnp.where(wrong, (right + 1) % VOCAB, right), context.limit, None)
+
+    return CallableDrafter(function, D, VOCAB)
+
+
+def lengths_of(result, name):
+    """Drafts verified in each step of a request, but its first and those near its end."""
+    records = result.records[name]
+    emitted = np.cumsum([record.num_tokens for record in records])
+    return [r.num_drafts for r, n in zip(records, emitted, strict=True) if n < TOKENS - D][1:]
+
+
+def test_every_request_finds_its_own_length(answers):
+    """All accepted, none accepted, and none at first, side by side; then their slots again."""
+    requests = [request(name, PROMPTS[name], max_tokens=TOKENS) for name in PROMPTS]
+    later = [request(f"next {i}", PROMPTS["next"], max_tokens=TOKENS) for i in range(6)]
+    result = run(requests[:3] + later, Adaptive(knowing(answers)))
+    for item in requests[:3] + later:
+        text = [*item.prompt_token_ids, *result.token_ids(item.id)]
+        assert text == answers[item.id.split()[0]]
+    assert set(lengths_of(result, "right")) == {D}
+    falling = lengths_of(result, "wrong")
+    assert falling == sorted(falling, reverse=True)
+    assert falling[0] == D
+    assert set(falling[30:]) == {1}
+    turning = lengths_of(result, "turning")
+    lowest = turning.index(1)
+    assert D in turning[:lowest]
+    assert turning[-1] == D
+    # Whoever had a slot before, its next request begins as if nobody had been there.
+    slots = {name: records[0].slot for name, records in result.records.items()}
+    assert slots["wrong"] in {slots[item.id] for item in later}
+    for item in later:
+        assert set(lengths_of(result, item.id)) == {D}

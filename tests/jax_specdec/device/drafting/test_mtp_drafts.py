@@ -1,0 +1,121 @@
+"""The MTP head inside the loop: its drafts after each step, against NumPy without any cache."""
+
+import dataclasses
+import sysconfig
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_specdec.device.drafting.drafters import MtpDrafter
+from jax_specdec.device.loop.host_slots import admission
+from jax_specdec.device.loop.state import LoopConfig, init_state
+from jax_specdec.device.model.checkpoint import load_checkpoint, tiny_weights_path
+from jax_specdec.device.model.params import named_arrays
+from jax_specdec.device.sampling.distribution import processed_probs
+from jax_specdec.device.sampling.random_draws import DRAFT, categorical, keys
+from jax_specdec.text import byte_tokens
+from tests.jax_specdec.device.sampling.test_distribution import expected_probs
+from tests.support import reference_model
+from tests.support.decoding import VOCAB, compiled, random_model, request, run
+from tests.support.paths import ROOT
+
+D, CHUNK, LENGTH, TEMPERATURE = 3, 8, 96, 0.8
+CORPUS = ROOT / "examples" / "tiny_corpus.txt"
+
+
+def plain_continuation(ids, count):
+    """The target's own greedy tokens after `ids`."""
+    params, config = random_model()
+    ids = list(ids)
+    for _ in range(count):
+        row = reference_model.logits(named_arrays(params), config.to_dict(), ids)[-1]
+        ids.append(int(np.argmax(row)))
+    return ids[-count:]
+
+
+def draft_logits(ids, drafts):
+    """The head's logits [D, V] for each of `drafts` after `ids`: it is fed its own output."""
+    params, config = random_model()
+    weights, sizes = named_arrays(params), config.to_dict()
+    hidden = reference_model.hidden_states(weights, sizes, ids)[:-1]
+    following, rows = list(ids[1:]), []
+    head = weights.get("head", weights["embedding"].T)
+    for draft in drafts:
+        own = reference_model.mtp_hidden(weights, sizes, hidden, following)[-1:]
+        rows.append(own[0] @ np.asarray(head, np.float64))
+        hidden, following = np.concatenate([hidden, own]), [*following, draft]
+    known = reference_model.mtp_logits(weights, sizes, ids)[-1]
+    np.testing.assert_allclose(rows[0], known, atol=1e-9)
+    return np.stack(rows)
+
+
+def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
+    """Prompts of several chunks; greedy slots accept 0 to 3 drafts, in every order."""
+    params, model = random_model()
+    config = LoopConfig(model, MtpDrafter(model, D), num_slots=3, max_length=LENGTH)
+    functions = compiled(config)
+    random = np.random.default_rng(4)
+    state = init_state(config)
+    for slot, (size, temperature) in enumerate([(21, 0.0), (2, 0.0), (26, TEMPERATURE)]):
+        item = request("r", random.integers(0, VOCAB, size).tolist(), max_tokens=60,
+                       temperature=temperature, seed=11)  # fmt: skip
+        state = functions.admit(state, jnp.int32(slot), admission(item, LENGTH, D))
+        for start in range(0, size - 1, CHUNK):
+            state = functions.prefill_chunk(
+                params, state, jnp.int32(slot), jnp.int32(start), chunk=CHUNK
+            )
+    accepted_then = set()
+    for wanted in [(0, 0), (0, 3), (1, 2), (3, 1), (2, 0)]:
+        right = np.array(state.drafts.token_ids)
+        for slot, count in enumerate(wanted):
+            known = np.asarray(state.tokens[slot, : state.lengths[slot]])
+            right[slot] = plain_continuation(known, D)
+            right[slot, count:] = (right[slot, count:] + 1) % VOCAB
+        drafts = state.drafts._replace(token_ids=jnp.asarray(right))
+        state, output = functions.step(params, dataclasses.replace(state, drafts=drafts))
+        if len(accepted_then) > 0:  # the first step has nothing to verify
+            assert tuple(np.asarray(output.num_tokens[:2]) - 1) == wanted
+        accepted_then |= set(np.asarray(output.num_tokens).tolist())
+        lengths = np.asarray(state.lengths)
+        for slot, length in enumerate(lengths):
+            drafted = np.asarray(state.drafts.token_ids[slot])
+            expected = draft_logits(np.asarray(state.tokens[slot, :length]), drafted)
+            temperature = TEMPERATURE if slot == 2 else 0.0
+            q = np.stack([expected_probs(row, temperature, 0, 1.0, 0.0) for row in expected])
+            # Float32 through three passes of the head; a wrong input would be off by about 1.
+            np.testing.assert_allclose(state.drafts.logits[slot], expected, atol=1e-3)
+            got_q = processed_probs(state.drafts.logits, state.sampling)[slot]
+            np.testing.assert_allclose(got_q, q, atol=1e-4)
+            if slot == 2:
+                places = jnp.arange(D, dtype=jnp.int32) + length
+                drawn = keys(jnp.full(D, 11, jnp.uint32), places, DRAFT)
+                np.testing.assert_array_equal(drafted, categorical(drawn, got_q))
+            else:
+                np.testing.assert_array_equal(drafted, expected.argmax(axis=1))
+    assert accepted_then == {1, 2, 3, 4}
+
+
+def test_the_shipped_weights_first_drafts_are_accepted_on_held_out_text():
+    """The head guesses the next byte of text that it was not trained on two times out of five."""
+    params, config, _ = load_checkpoint(tiny_weights_path())
+    library = Path(sysconfig.get_path("stdlib"))
+    held_out = [
+        library / line.split(maxsplit=2)[2]
+        for line in CORPUS.read_text().splitlines()
+        if " held-out " in line
+    ]
+    # Their text, whatever the patch version of Python did to it.
+    texts = [file.read_bytes() for file in held_out if file.is_file()][:6]
+    assert len(texts) >= 4
+    requests = [
+        request(str(index), byte_tokens.encode(text[600:696]).tolist(), max_tokens=64)
+        for index, text in enumerate(texts)
+    ]
+    result = run(requests, MtpDrafter(config, 1), num_slots=len(texts), max_length=160, chunk=48,
+                 model=(params, config))  # fmt: skip
+    records = [record for found in result.records.values() for record in found]
+    proposed = sum(record.num_drafts for record in records)
+    accepted = sum(record.num_accepted for record in records)
+    assert proposed > 100
+    assert accepted / proposed >= 0.4

@@ -1,0 +1,245 @@
+"""The suffix drafter and its corpus, against plain Python."""
+
+import functools
+from collections import Counter
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
+from jax_specdec.device.drafting.suffix import SuffixDrafter
+from tests.jax_specdec.device.drafting.test_drafters import context
+
+pytestmark = pytest.mark.fast
+
+
+@functools.cache
+def jitted(drafter):
+    return jax.jit(lambda state, seen: drafter.propose(None, state, seen))
+
+
+def propose(drafter, texts, limit=None, variant=None, length=16):
+    """The drafts of slots that hold `texts`, as lists."""
+    seen = context(texts, limit or [drafter.num_drafts] * len(texts), length)
+    empty, state = drafter.init(len(texts), length)
+    function = variant(partial(drafter.propose, None)) if variant else jitted(drafter)
+    drafts, _ = function(state, seen)
+    assert drafts.logits is None
+    assert (drafts.token_ids.shape, drafts.num.shape) == (empty.token_ids.shape, empty.num.shape)
+    assert (drafts.token_ids.dtype, drafts.num.dtype) == (jnp.int32, jnp.int32)
+    ids, nums = np.asarray(drafts.token_ids), np.asarray(drafts.num)
+    assert (ids[np.arange(ids.shape[1]) >= nums[:, None]] == 0).all()
+    return [row[:n].tolist() for row, n in zip(ids, nums, strict=True)]
+
+
+def common_ending(one, other, most):
+    count = 0
+    while count < min(len(one), len(other), most) and one[-1 - count] == other[-1 - count]:
+        count += 1
+    return count
+
+
+def plain_suffix(text, documents, drafter, limit):
+    """The definition, one place after the other."""
+    # (match, continuation) in the order in which places are looked at.
+    own = [(common_ending(text[:i], text, drafter.max_match), i) for i in range(1, len(text))]
+    longest = max([match for match, _ in own], default=0)
+    places = [text[i:] for match, i in reversed(own) if match == longest > 0]
+    places = places[: drafter.max_candidates]
+    repeats = True
+    if documents:
+        flat = [SEPARATOR]
+        for document in documents:
+            flat += [*document, SEPARATOR]
+        most, depth = min(drafter.max_match, drafter.corpus.max_context), 1
+        while depth < drafter.corpus.max_context:
+            depth *= 2
+        ordered = sorted(
+            (i for i in range(1, len(flat)) if flat[i] >= 0 and flat[i - 1] >= 0),
+            key=lambda i: ([flat[i - n] if i >= n else -2 for n in range(1, depth + 1)], i),
+        )
+        matches = [common_ending(flat[:i], text, most) for i in ordered]
+        best = max(matches, default=0)
+        if best > longest:
+            longest, repeats = best, False
+            places = [flat[i : flat.index(SEPARATOR, i)]
+                      for i, m in zip(ordered, matches, strict=True) if m == best]  # fmt: skip
+            shown = min(len(places), drafter.max_candidates)
+            places = [places[len(places) * which // shown] for which in range(shown)]
+    if longest < drafter.min_match:
+        return []
+    drafts, total = [], len(places)
+    most = min(limit, drafter.num_drafts, int(np.float32(longest) * drafter.drafts_per_match))
+    while len(drafts) < most:
+        ahead = len(drafts)
+        following = [(place + drafts if repeats else place)[ahead : ahead + 1] for place in places]
+        votes = Counter(token for tokens in following for token in tokens)
+        if not votes:
+            break
+        winner, count = votes.most_common(1)[0]  # of equal ones the first seen
+        if np.float32(count) < np.float32(drafter.min_share) * np.float32(total):
+            break
+        places = [p for p, t in zip(places, following, strict=True) if t == [winner]]
+        drafts.append(winner)
+    return drafts
+
+
+def random_documents(seed):
+    """Documents of three tokens: some empty, some of one, one that repeats itself."""
+    random = np.random.default_rng(seed)
+    sizes = [0, 1, 2, 12, *random.integers(3, 9, 3)]
+    return [random.integers(0, 3, size).tolist() for size in sizes] + [[1] * 9]
+
+
+def with_corpus(documents, max_context, **fields):
+    corpus = Corpus.of([np.array(d, np.int32) for d in documents], max_context=max_context)
+    return documents, SuffixDrafter(4, corpus, **fields)
+
+
+CASES = [
+    ([], SuffixDrafter(4)),
+    ([], SuffixDrafter(2, max_match=3, min_match=2, drafts_per_match=0.5, max_candidates=2)),
+    with_corpus(random_documents(0), 32),
+    with_corpus(random_documents(1), 3, max_candidates=3, drafts_per_match=4.0, min_share=0.0),
+    with_corpus(random_documents(2), 1, max_match=6, min_share=0.6, drafts_per_match=2.0),
+    with_corpus(random_documents(3), 7, max_match=5, min_share=1.0, max_candidates=5),
+]
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), min_size=4, max_size=4)
+
+
+@given(st.sampled_from(CASES), TEXTS, st.lists(st.integers(0, 4), min_size=4, max_size=4))
+@settings(max_examples=200)
+def test_against_plain_python(case, texts, limit):
+    documents, drafter = case
+    expected = [
+        plain_suffix(text, documents, drafter, most)
+        for text, most in zip(texts, limit, strict=True)
+    ]
+    assert propose(drafter, texts, limit) == expected
+
+
+@pytest.mark.parametrize("size", [0, 40])
+def test_many_texts_against_plain_python(size):
+    """Longer texts under the defaults, with and without a corpus."""
+    random = np.random.default_rng(size)
+    documents = [random.integers(0, 3, n).tolist() for n in (size, size // 2, 1, 0)] if size else []
+    corpus = Corpus.of([np.array(d, np.int32) for d in documents]) if documents else None
+    drafter = SuffixDrafter(5, corpus)
+    drafted = Counter()
+    for _ in range(4):
+        texts = [random.integers(0, 3, random.integers(1, 33)).tolist() for _ in range(64)]
+        expected = [plain_suffix(text, documents, drafter, 5) for text in texts]
+        assert propose(drafter, texts, length=32) == expected
+        drafted.update(map(len, expected))
+    assert {1, 2, 3, 4, 5} <= drafted.keys()
+
+
+class Drafting(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_the_longest_match_decides_and_drafts_more(self):
+        texts = [
+            [1, 2, 3, 4, 5, 1, 2, 3],  # 3 tokens match: 3 drafts
+            [7, 5, 8, 6, 5],  # one matches: one draft
+            [2, 3, 9, 1, 4, 3, 7, 2, 3],  # 2 3 went on with 9; the later 3 alone with 7
+            [1, 2, 3, 4],  # nothing repeats
+            [4],
+            [6, 6, 6, 6],  # a repetition repeats, also in what is drafted
+        ]
+        got = propose(SuffixDrafter(3, max_match=4), texts, variant=self.variant)
+        assert got == [[4, 5, 1], [8], [9, 1], [], [], [6, 6, 6]]
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_a_corpus_is_asked_where_it_matches_longer(self):
+        corpus = Corpus.of([np.array([1, 2, 3, 4, 5]), np.array([9, 3, 8, 7])], max_context=4)
+        texts = [
+            [1, 2, 3],  # 1 2 3 in the first document
+            [4, 9, 3],  # 9 3 in the second, up to its end
+            [3, 6, 3],  # 3 in the own text as well: that goes first
+            [7],  # the end of a document has no continuation
+        ]
+        got = propose(SuffixDrafter(4, corpus, max_match=4), texts, variant=self.variant)
+        assert got == [[4, 5], [8, 7], [6], []]
+
+
+def test_most_occurrences_win_and_of_as_many_the_latest():
+    texts = [[5, 1, 5, 1, 6, 5, 2, 7, 5], [5, 1, 5, 2, 5], [5, 1, 5, 2, 5, 3, 5]]
+    assert propose(SuffixDrafter(1), texts) == [[1], [2], [3]]
+
+
+def test_the_limit_holds_per_slot():
+    texts = [[1, 2, 3, 1, 2, 3]] * 4
+    assert propose(SuffixDrafter(3), texts, [0, 1, 2, 3]) == [[], [1], [1, 2], [1, 2, 3]]
+
+
+def test_drafting_ends_where_too_few_agree():
+    text = [5, 1, 2, 5, 1, 3, 5, 1, 4, 5]
+    more = {"drafts_per_match": 9.0}
+    assert propose(SuffixDrafter(3, min_share=0.5, **more), [text]) == [[1]]
+    assert propose(SuffixDrafter(3, min_share=0.3, **more), [text]) == [[1, 4, 5]]
+
+
+def test_a_match_beside_a_separator_stays_in_its_document():
+    """Three documents that would match across their borders if there were none."""
+    corpus = Corpus.of([np.array([1, 2]), np.array([3, 4]), np.array([5])])
+    assert propose(SuffixDrafter(2, corpus), [[1, 2], [2, 3], [4], [3]]) == [[], [4], [], [4]]
+
+
+def test_an_empty_corpus_is_none():
+    for documents in ([], [[]], [[7]]):
+        corpus = Corpus.of([np.array(d, np.int32) for d in documents])
+        assert propose(SuffixDrafter(2, corpus), [[7, 7], [1]]) == [[7], []]
+
+
+def test_a_drafter_is_static_and_equal_content_is_equal():
+    one, same, other = (Corpus.of([np.array(d)]) for d in ([1, 2], [1, 2], [1, 3]))
+    assert (one, hash(one)) == (same, hash(same))
+    assert one != other
+    assert Corpus.of([np.array([1, 2])], max_context=4) != one
+    assert SuffixDrafter(2, one) == SuffixDrafter(2, same) != SuffixDrafter(2, other)
+    traced = []
+    call = jax.jit(lambda drafter: traced.append(drafter), static_argnums=0)
+    for corpus in (one, same, other):
+        call(SuffixDrafter(2, corpus))
+    assert traced == [SuffixDrafter(2, one), SuffixDrafter(2, other)]
+    assert len(repr(SuffixDrafter(2, one))) < 400  # the arrays stay out of error messages
+    with pytest.raises(ValueError, match="read-only"):
+        one.text[0] = 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_drafts": 0}, "must be positive"),
+        ({"min_match": 0}, "min_match must be at least 1"),
+        ({"min_match": 5, "max_match": 4}, "at most max_match"),
+        ({"drafts_per_match": 0.01}, "drafts nothing"),
+        ({"drafts_per_match": float("nan")}, "drafts nothing"),
+        ({"min_share": 1.5}, "from 0 to 1"),
+        ({"max_candidates": 0}, "must be positive"),
+    ],
+)
+def test_a_drafter_that_cannot_work_says_so(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SuffixDrafter(**{"num_drafts": 2} | fields)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([[1], [3, -1]], "document 1 has ids from -1 to 3"),
+        ([[2**31]], "from 0 to 2147483647"),
+        ([[[1, 2]]], "a list of integers"),
+        ([[0.5]], "a list of integers"),
+    ],
+)
+def test_a_corpus_of_something_else_is_refused(documents, message):
+    with pytest.raises(ValueError, match=message):
+        Corpus.of([np.array(d) for d in documents])
+    with pytest.raises(ValueError, match="at least 1"):
+        Corpus.of([], max_context=0)

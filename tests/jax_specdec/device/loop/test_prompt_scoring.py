@@ -1,0 +1,231 @@
+"""Logprobs of prompt tokens: chunk by chunk, the same whatever the chunks, in little memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipc import wire
+from ipc.wire import Kind, LogprobsMode, SlotState
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.control import Admit, Evict
+from jax_specdec.device.drafting.drafters import NoDrafter
+from jax_specdec.device.loop import host_slots
+from jax_specdec.device.loop.host_slots import Slot
+from jax_specdec.device.loop.state import LoopConfig, init_state
+from jax_specdec.device.model.params import init_params, named_arrays
+from jax_specdec.device.worker.worker import Worker
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.records.decode import decode
+from jax_specdec.requests import SamplingParams
+from pallas_kernels import oracle
+from tests.support import in_mode, reference_model
+from tests.support.decoding import VOCAB, Local, Sent, compiled, random_model, request
+
+D, SLOTS, LENGTH = 3, 3, 96
+CLOSE = 1e-4  # float32 forward passes of other shapes
+
+
+def worker_of(chunk, *, sent=None, **options):
+    params, model = random_model()
+    config = LoopConfig(model, NoDrafter(D), num_slots=SLOTS, max_length=LENGTH)
+    return Worker(config, params, Sent() if sent is None else sent, prefill_chunk=chunk,
+                  compiled=compiled(config), fused=False, **options)  # fmt: skip
+
+
+def messages_of(items, chunk):
+    """All messages of a run in which slot b decodes items[b], generation 10 + b."""
+    worker, messages = worker_of(chunk), []
+    for slot, item in enumerate(items):
+        worker.apply(Admit(slot=slot, generation=10 + slot, request=item))
+    while worker.busy:
+        worker.advance()
+        messages += [decode(words.tobytes()) for words in worker.sender]
+        worker.sender.clear()
+    return messages
+
+
+def prompt_of(messages, slot):
+    """(ids, ranks, logprobs [n, K + 1 + C], top ids) of a slot's prompt, its chunks joined."""
+    views = [m.slot(slot) for m in messages if m.kind is Kind.PROMPT and m.num_tokens[slot]]
+    return [
+        np.concatenate([getattr(view, name) for view in views])
+        for name in ("token_ids", "token_ranks", "logprobs", "topk_ids")
+    ]
+
+
+def prompts():
+    random = np.random.default_rng(3)
+    ids = [random.integers(0, VOCAB, length).tolist() for length in (41, 17, 6)]
+    return [
+        request("raw", ids[0], max_tokens=2, prompt_logprobs=5),
+        request("scaled", ids[1], max_tokens=3, prompt_logprobs=3, temperature=0.7,
+                logprobs_mode=LogprobsMode.SCALED, logprobs=0, extra_token_ids=(4, 4, 1)),
+        request("greedy", ids[2], max_tokens=9, prompt_logprobs=1),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def by_chunk():
+    return {chunk: messages_of(prompts()[:count], chunk) for chunk, count in ((64, 3), (5, 1))}
+
+
+@functools.cache
+def exact_rows(ids):
+    params, config = random_model()
+    return reference_model.logits(named_arrays(params), config.to_dict(), ids)[:-1]
+
+
+@pytest.mark.parametrize("chunk", [64, 5])
+def test_every_prompt_token_but_the_first_has_its_logprobs(by_chunk, chunk):
+    """Against a forward pass over the whole prompt in float64, in the request's own mode."""
+    for slot, item in enumerate(prompts()[: 1 if chunk == 5 else 3]):
+        ids, ranks, got, top = prompt_of(by_chunk[chunk], slot)
+        params, k = item.params, item.params.prompt_logprobs
+        assert ids.tolist() == list(item.prompt_token_ids[1:])
+        assert got.shape == (len(ids), k + 1 + len(params.extra_token_ids))
+        for n, row in enumerate(exact_rows(item.prompt_token_ids)):
+            table = in_mode.logprobs(row, params)
+            expected = [
+                table[ids[n]],
+                *np.sort(table)[::-1][:k],
+                *table[list(params.extra_token_ids)],
+            ]
+            np.testing.assert_allclose(got[n], expected, atol=CLOSE)
+            best = [t for t in oracle.top_ids(row, k) if table[t] > -np.inf]
+            assert top[n].tolist() == best + [-1] * (k - len(best))
+            assert ranks[n] == oracle.token_rank(row, ids[n])
+
+
+def test_the_chunk_size_does_not_matter(by_chunk):
+    """Ids, token ranks and top ids equal; logprobs as close as float32 forward passes are."""
+    one, other = (prompt_of(messages, 0) for messages in by_chunk.values())
+    for name, a, b in zip(("ids", "ranks", "logprobs", "top"), one, other, strict=True):
+        if name == "logprobs":
+            np.testing.assert_allclose(a, b, atol=CLOSE)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+def test_prompt_messages_precede_their_step_and_speak_of_one_slot(by_chunk):
+    for chunk, messages in by_chunk.items():
+        steps = [m.step for m in messages if m.kind is Kind.TARGET]
+        assert steps == list(range(len(steps)))
+        following = 0
+        for message in messages:
+            if message.kind is Kind.TARGET:
+                following = message.step + 1
+                continue
+            assert message.step == following
+            (slot,) = np.flatnonzero(message.num_tokens)
+            params = prompts()[slot].params
+            assert message.num_tokens[slot] <= min(chunk, SLOTS * (D + 1))
+            assert (message.num_rows == message.num_tokens).all()
+            assert message.state[slot] == SlotState.TOKENS
+            assert message.columns[slot] == params.prompt_logprobs + 1
+            assert message.mode[slot] == params.logprobs_mode
+            assert message.num_chosen[slot] == len(params.extra_token_ids)
+            assert message.generation[slot] == 10 + slot
+            assert message.running
+        size = min(chunk, SLOTS * (D + 1))
+        run = prompts()[: 1 if chunk == 5 else 3]
+        chunks = sum(-(-(len(item.prompt_token_ids) - 1) // size) for item in run)
+        assert sum(message.kind is Kind.PROMPT for message in messages) == chunks
+    # The tokens that follow are those of requests that did not ask.
+    silent = [
+        request(item.id, item.prompt_token_ids, max_tokens=item.params.max_tokens,
+                temperature=item.params.temperature)
+        for item in prompts()
+    ]  # fmt: skip
+    for slot in range(SLOTS):
+        emitted = [
+            [t for m in found if m.kind is Kind.TARGET for t in m.slot(slot).token_ids.tolist()]
+            for found in (by_chunk[64], messages_of(silent, 64))
+        ]
+        assert emitted[0] == emitted[1]
+
+
+def test_nothing_more_of_a_prompt_that_was_evicted_or_is_one_token_long():
+    messages = messages_of([request("one", [3], max_tokens=2, prompt_logprobs=5)], 64)
+    assert {message.kind for message in messages} == {Kind.TARGET}
+    speaking, silent = (worker_of(64, publish=publish) for publish in (True, False))
+    for worker in (speaking, silent):
+        worker.apply(Admit(slot=0, generation=1, request=prompts()[0]))
+        worker.advance()
+        worker.apply(Evict(slot=0, generation=1))
+        while worker.busy:
+            worker.advance()
+    kinds = [decode(words.tobytes()).kind for words in speaking.sender]
+    assert kinds == [Kind.PROMPT, Kind.TARGET]
+    assert silent.sender == []
+    for ours, theirs in zip(jax.tree.leaves(speaking.state), jax.tree.leaves(silent.state),
+                            strict=True):  # fmt: skip
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(by_chunk):
+    """From the worker through the engine's processor, with an eviction between two chunks."""
+    local, records = Local("none", chunk=64), []
+    item = prompts()[0]
+    local.admit(item)
+    for step in range(20):
+        if step == 2:
+            local.rank.evict(item.id, reschedule=True)
+        found = local.advance()
+        records += found
+        if any(record.reschedule for record in found):
+            local.rank.admit(local.rank.leave(item.id))
+        if any(record.finish_reason for record in found):
+            break
+    rows = [record.prompt for record in records if record.prompt is not None]
+    assert len(rows) == -(-40 // 12)
+    for name, expected in zip(("token_ids", "token_ranks", "logprobs", "topk_ids"),
+                              prompt_of(by_chunk[64], 0), strict=True):  # fmt: skip
+        np.testing.assert_array_equal(np.concatenate([getattr(r, name) for r in rows]), expected)
+    sent = [m for m in local.messages if m.kind is Kind.PROMPT]
+    assert len(sent) == 2 + len(rows)
+    assert sum(record.num_tokens for record in records) == item.params.max_tokens
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("num_slots", "num_drafts"), [(1, 0), (1, 3), (3, 3), (64, 3)])
+def test_a_prompt_message_is_no_longer_than_a_steps(num_slots, num_drafts):
+    """So that a ring made for the steps holds it."""
+    model = ModelConfig.tiny(vocab_size=VOCAB)
+    config = LoopConfig(model, NoDrafter(num_drafts), num_slots=num_slots, max_length=LENGTH)
+    settings = EngineConfig(vocab_size=200, num_slots=num_slots, num_drafts=num_drafts)
+    params = SamplingParams(logprobs=0, prompt_logprobs=128, extra_token_ids=(1,) * 128)
+    slot = Slot(params=params, most_tokens=1, prefill_at=0)
+    size = host_slots.chunk_size(slot, config, 64)
+    assert size == min(64, num_slots * (num_drafts + 1))
+    words = host_slots.prompt_bound(
+        [slot] + [Slot()] * (num_slots - 1), host_slots.for_prompt(slot), size
+    )
+    assert words * wire.WORD_BYTES <= settings.message_bytes
+    assert host_slots.chunk_size(Slot(params=SamplingParams(logprobs=3)), config, 64) == 64
+
+
+def test_scoring_takes_little_memory_beyond_one_chunk():
+    """At most one chunk's logits and 3 % of those of a whole prompt, besides what prefill takes."""
+    vocab, chunk, length = 32_768, 64, 2048
+    model = ModelConfig.tiny(vocab_size=vocab)
+    config = LoopConfig(model, NoDrafter(0), num_slots=1, max_length=length)
+    functions = compiled(config)
+    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    state = jax.eval_shape(lambda: init_state(config))
+    slot = host_slots.for_prompt(Slot(params=SamplingParams(logprobs=0, prompt_logprobs=20)))
+    widths = host_slots.widths_of([slot], vocab)
+    place = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def temporaries(function, *args, **static):
+        compiled = function.lower(params, state, place, place, *args, **static).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    plain = temporaries(functions.prefill_chunk, chunk=chunk)
+    asked = host_slots.asked_of([slot], widths)
+    scored = temporaries(functions.score_chunk, asked, chunk=chunk, widths=widths)
+    logits = jnp.dtype(model.dtype).itemsize * vocab
+    assert chunk * logits < scored  # the measure sees the logits
+    assert scored - plain <= chunk * logits + 0.03 * length * logits

@@ -1,0 +1,338 @@
+"""The packer on the device against the host encoder, its guards and its checks."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc import wire
+from ipc.wire import DeviceCheck, Kind, LogprobsMode, SlotState
+from jax_specdec.device.messages.pack import SlotFields, bucket, k_bucket, pack, select_rows
+from jax_specdec.device.worker import device_checks
+from jax_specdec.device.worker.device_checks import DeviceCheckError
+from jax_specdec.records.decode import MessageError, decode
+from jax_specdec.records.encode import SlotContents, encode
+from pallas_kernels import TopkLogprobs
+
+pytestmark = pytest.mark.fast
+
+B, S, K, C, V = 4, 3, 5, 2, 1000
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "num_words"))
+def packed(
+    slots,
+    token_ids,
+    found,
+    step,
+    running,
+    draft_follows,
+    process_rank,
+    *,
+    kind=Kind.TARGET,
+    num_words=512,
+):
+    return pack(
+        slots,
+        token_ids,
+        select_rows(slots.num_rows, S),
+        found,
+        kind=kind,
+        step=step,
+        running=running,
+        draft_follows=draft_follows,
+        process_rank=process_rank,
+        vocab_size=V,
+        num_words=num_words,
+    )
+
+
+def random_step(seed, states, columns, chosen, drafts, cut, generations=range(B)):
+    """Slot fields, ids and kernel results of a random step, and the contents that they mean."""
+    random = np.random.default_rng(seed)
+    num_tokens, num_rows, contents = [], [], []
+    ids = random.integers(0, V, (B, S), dtype=np.int32)
+    rows = {"logprobs": [], "extra": [], "ranks": [], "ids": []}
+    for b in range(B):
+        state = SlotState(states[b])
+        tokens = 0
+        if state == SlotState.TOKENS:
+            tokens = 1 + min(drafts[b], cut[b])
+        elif state == SlotState.PREFILL_FIRST_TOKEN:
+            tokens = 1 + drafts[b]
+        n = 0 if columns[b] == 0 else min(tokens, 1 if state != SlotState.TOKENS else tokens)
+        logprobs = random.standard_normal((n, K + 1)).astype(np.float32)
+        extra = random.standard_normal((n, C)).astype(np.float32)
+        ranks = random.integers(0, V, n, dtype=np.int32)
+        top = random.integers(-1, V, (n, K + 1), dtype=np.int32)
+        for name, values in zip(rows, (logprobs, extra, ranks, top), strict=True):
+            rows[name].append(values)
+        k = max(columns[b] - 1, 0)
+        width = chosen[b] if columns[b] else 0
+        contents.append(
+            SlotContents(
+                state=state,
+                generation=generations[b],
+                mode=LogprobsMode(b % 3),
+                num_drafts=drafts[b],
+                columns=columns[b],
+                num_chosen=width,
+                token_ids=ids[b, :tokens],
+                token_ranks=ranks,
+                logprobs=np.concatenate([logprobs[:, : columns[b]], extra[:, :width]], axis=1),
+                topk_ids=top[:, 1 : 1 + k],
+            )
+        )
+        num_tokens.append(tokens)
+        num_rows.append(n)
+    unused = {"logprobs": np.nan, "extra": np.nan, "ranks": 0, "ids": -1}
+    arrays = {}
+    for name, parts in rows.items():
+        joined = np.concatenate(parts)
+        whole = np.full((B * S, *joined.shape[1:]), unused[name], joined.dtype)
+        whole[: len(joined)] = joined
+        arrays[name] = jnp.asarray(whole)
+    slots = SlotFields(
+        state=jnp.asarray(states, jnp.int32),
+        mode=jnp.arange(B, dtype=jnp.int32) % 3,
+        columns=jnp.asarray(columns, jnp.int32),
+        num_tokens=jnp.asarray(num_tokens, jnp.int32),
+        num_rows=jnp.asarray(num_rows, jnp.int32),
+        num_drafts=jnp.asarray(drafts, jnp.int32),
+        num_chosen=jnp.asarray([c.num_chosen for c in contents], jnp.int32),
+        generation=jnp.asarray(generations, jnp.uint32),
+    )
+    found = TopkLogprobs(arrays["ids"], arrays["logprobs"], arrays["ranks"], arrays["extra"])
+    return slots, jnp.asarray(ids), found, contents
+
+
+per_slot = functools.partial(st.lists, min_size=B, max_size=B)
+word32 = st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    states=per_slot(st.sampled_from([int(state) for state in SlotState])),
+    columns=per_slot(st.integers(0, K + 1)),
+    chosen=per_slot(st.integers(0, C)),
+    drafts=per_slot(st.integers(0, S - 1)),
+    cut=per_slot(st.integers(0, S - 1)),
+    step=st.integers(0, 2**64 - 1),
+    flags=st.tuples(st.booleans(), st.booleans()),
+    generations=per_slot(word32),
+    process_rank=word32,
+)
+def test_the_packed_words_are_the_host_encoders(
+    seed, states, columns, chosen, drafts, cut, step, flags, generations, process_rank
+):
+    slots, ids, found, contents = random_step(
+        seed, states, columns, chosen, drafts, cut, generations
+    )
+    halves = jnp.array([step & 0xFFFFFFFF, step >> 32], jnp.uint32)
+    words = np.asarray(packed(slots, ids, found, halves, *flags, np.uint32(process_rank)))
+    expected = encode(
+        Kind.TARGET,
+        step,
+        contents,
+        running=flags[0],
+        draft_follows=flags[1],
+        process_rank=process_rank,
+    )
+    used = int(wire.HEADER["num_words"].get(words))
+    assert words[:used].tobytes() == expected
+    assert not words[used:].any()
+    decode(words[:used])
+
+
+def simple_step(**changes):
+    """One good step; `changes` replace slot fields."""
+    slots, ids, found, _ = random_step(1, [0] * B, [2] * B, [1] * B, [2] * B, [1] * B)
+    return slots._replace(**{k: jnp.asarray(v) for k, v in changes.items()}), ids, found
+
+
+def run(slots, ids, found, **options):
+    step = jnp.zeros(2, jnp.uint32)
+    return np.asarray(packed(slots, ids, found, step, True, False, 0, **options))
+
+
+@pytest.mark.parametrize(
+    ("check", "changes"),
+    [
+        (DeviceCheck.SLOT_COUNTS, {"num_tokens": [2, S + 1, 2, 2]}),
+        (DeviceCheck.SLOT_COUNTS, {"num_tokens": [2, -1, 2, 2]}),
+        (DeviceCheck.SLOT_COUNTS, {"num_rows": [3, 2, 2, 2]}),
+        (DeviceCheck.SLOT_COUNTS, {"num_rows": [-(2**31), 2, 2, 2]}),
+        (DeviceCheck.SLOT_COUNTS, {"num_drafts": [2, 2, 2, S]}),
+        (DeviceCheck.SLOT_COUNTS, {"columns": [2, 0, 2, 2]}),
+        (DeviceCheck.SLOT_FIELDS, {"columns": [2, K + 2, 2, 2]}),
+        (DeviceCheck.SLOT_FIELDS, {"columns": [2**31 - 1, 2, 2, 2]}),
+        (DeviceCheck.SLOT_FIELDS, {"num_chosen": [1, 1, C + 1, 1]}),
+        (DeviceCheck.SLOT_FIELDS, {"state": [0, 6, 0, 0]}),
+        (DeviceCheck.SLOT_FIELDS, {"mode": [0, 0, 3, 0]}),
+    ],
+)
+def test_a_wrong_count_sets_its_bit_and_cannot_reach_the_header(check, changes):
+    good = run(*simple_step())
+    assert wire.HEADER["error"].get(good) == 0
+    words = run(*simple_step(**changes))
+    assert wire.HEADER["error"].get(words) == 1
+    assert wire.HEADER["error_checks"].get(words) >> check & 1
+    assert words[0] == good[0]
+    assert wire.HEADER["kind"].get(words) == Kind.TARGET
+    assert wire.HEADER["max_num_logprobs"].get(words) <= K
+    with pytest.raises(MessageError, match=check.name):
+        decode(words[: int(wire.HEADER["num_words"].get(words))])
+
+
+@pytest.mark.parametrize("wrong", [-1, V, 2**31 - 1])
+def test_an_id_outside_the_vocabulary_sets_its_bit(wrong):
+    slots, ids, found = simple_step()
+    words = run(slots, ids.at[1, 1].set(wrong), found)
+    assert wire.HEADER["error_checks"].get(words) == 1 << DeviceCheck.TOKEN_ID
+    # Beyond the slot's tokens, anything may stand.
+    words = run(slots, ids.at[1, 2].set(wrong), found)
+    assert wire.HEADER["error"].get(words) == 0
+
+
+def test_a_failed_check_names_the_whole_number_of_its_step():
+    slots, ids, found = simple_step(num_tokens=[2, -1, 2, 2])
+    step = jnp.array([7, 3], jnp.uint32)
+    words = np.asarray(packed(slots, ids, found, step, True, False, 0))
+    with pytest.raises(DeviceCheckError, match=rf"step {3 * 2**32 + 7} failed .*SLOT_COUNTS"):
+        device_checks.check(words)
+
+
+def test_a_message_longer_than_its_bucket_sets_its_bit():
+    step = simple_step()
+    needed = int(wire.HEADER["num_words"].get(run(*step)))
+    assert wire.HEADER["error"].get(run(*step, num_words=needed)) == 0
+    words = run(*step, num_words=needed - 1)
+    assert wire.HEADER["error_checks"].get(words) == 1 << DeviceCheck.WORDS
+
+
+def one_slot(num_positions=1, k=0, num_extra=0, kind=Kind.TARGET, rank=0, num_words=None, **fields):
+    """One slot's message at any size: one token without logprobs unless `fields` say more."""
+    fields = {"num_tokens": 1} | fields
+    slots = SlotFields(
+        *(jnp.full(1, fields.pop(name, 0), jnp.int32) for name in SlotFields._fields[:-1]),
+        generation=jnp.ones(1, jnp.uint32),
+    )
+    assert not fields
+    found = TopkLogprobs(
+        jnp.zeros((num_positions, k + 1), jnp.int32),
+        jnp.zeros((num_positions, k + 1)),
+        jnp.ones(num_positions, jnp.int32),
+        jnp.zeros((num_positions, num_extra)),
+    )
+    return np.asarray(
+        pack(
+            slots,
+            jnp.zeros((1, num_positions), jnp.int32),
+            select_rows(slots.num_rows, num_positions),
+            found,
+            kind=kind,
+            step=jnp.zeros(2, jnp.uint32),
+            running=True,
+            draft_follows=False,
+            process_rank=rank,
+            vocab_size=V,
+            num_words=num_words or 32 + num_positions + 2 * k + num_extra,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "check", "shape"),
+    [
+        ("num_tokens", DeviceCheck.SLOT_COUNTS, {"num_positions": 65535}),
+        ("num_drafts", DeviceCheck.SLOT_COUNTS, {"num_positions": 65535, "kind": Kind.DRAFT}),
+        ("columns", DeviceCheck.SLOT_FIELDS, {"k": 65535, "num_rows": 1}),
+        ("num_chosen", DeviceCheck.SLOT_FIELDS, {"num_extra": 65536}),
+    ],
+)
+def test_a_count_beyond_its_field_sets_its_bit(field, check, shape):
+    most = 65535
+    words = one_slot(**shape, **{field: most})
+    assert wire.HEADER["error"].get(words) == 0
+    assert wire.SLOT[field].get(words[wire.HEADER_WORDS :]) == most
+    words = one_slot(**shape, **{field: most + 1})
+    assert wire.HEADER["error"].get(words) == 1
+    assert wire.HEADER["error_checks"].get(words) >> check & 1
+
+
+def test_all_rows_of_the_widest_slot_are_sent():
+    words = one_slot(65535, columns=1, num_tokens=65535, num_rows=65535, num_words=32 + 3 * 65535)
+    assert wire.HEADER["error"].get(words) == 0
+    assert wire.SLOT["num_rows"].get(words[wire.HEADER_WORDS :]) == 65535
+
+
+def test_a_shape_or_a_rank_beyond_its_field_is_refused():
+    with pytest.raises(wire.WireError, match=r"num_positions = 65536 .*0 to 65535"):
+        one_slot(65536)
+    with pytest.raises(wire.WireError, match="process_rank = 4294967296"):
+        one_slot(rank=2**32)
+    with pytest.raises(wire.WireError, match="process_rank = -1"):
+        one_slot(rank=-1)
+    assert wire.HEADER["process_rank"].get(one_slot(rank=2**32 - 1)) == 2**32 - 1
+
+
+class Guards(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_kind_and_k_are_refused_when_traced(self):
+        def with_k(k, kind):
+            def traced(step):
+                found = TopkLogprobs(
+                    jnp.zeros((1, k + 1), jnp.int32),
+                    jnp.zeros((1, k + 1)),
+                    jnp.ones(1, jnp.int32),
+                    jnp.zeros((1, 0)),
+                )
+                one = jnp.ones(1, jnp.int32)
+                slots = SlotFields(0 * one, 0 * one, one, one, one, 0 * one, 0 * one,
+                                   jnp.ones(1, jnp.uint32))  # fmt: skip
+                return pack(slots, one[:, None], select_rows(one, 1), found, kind=kind, step=step,
+                            running=True, draft_follows=False, process_rank=0, vocab_size=V,
+                            num_words=32)  # fmt: skip
+
+            return self.variant(traced)(jnp.zeros(2, jnp.uint32))
+
+        words = np.asarray(with_k(65535, 255))
+        assert wire.HEADER["kind"].get(words) == 255
+        with pytest.raises(wire.WireError, match="kind = 256"):
+            with_k(0, 256)
+        with pytest.raises(wire.WireError, match="max_num_logprobs = 65536"):
+            with_k(65536, 3)
+
+
+def test_a_bucket_that_cannot_hold_the_slots_is_refused():
+    with pytest.raises(wire.WireError, match="header and 4 slots: 24 words"):
+        run(*simple_step(), num_words=23)
+
+
+class SelectRows(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_rows_are_compacted_in_message_order(self):
+        select = self.variant(select_rows, static_argnums=1)
+        rows = select(jnp.array([2, 0, 3, 1], jnp.int32), 3)
+        assert rows.num == 6
+        np.testing.assert_array_equal(rows.flat[:6], [0, 1, 6, 7, 8, 9])
+        assert (np.asarray(rows.flat[6:]) == 12).all()  # out of bounds: skipped by the kernels
+
+
+@given(st.integers(1, 10**7))
+def test_buckets_hold_what_they_must_and_at_most_half_again(num_words):
+    assert num_words <= bucket(num_words) <= 1.5 * num_words
+
+
+def test_buckets_are_few():
+    assert len({bucket(n) for n in range(50, 20_000)}) < 20
+    sizes = {k: k_bucket(k, 1000) for k in (0, 1, 5, 6, 20, 21, 128)}
+    assert sizes == {0: 0, 1: 5, 5: 5, 6: 20, 20: 20, 21: 64, 128: 128}
+    assert k_bucket(4, 4) == 4
+    with pytest.raises(wire.WireError, match="129"):
+        k_bucket(129, 1000)

@@ -1,0 +1,362 @@
+"""The cut of top-k, top-p and min-p, against sorting in float64, on one device and on shards."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from scipy import stats
+
+from jax_specdec.device.sampling import exact_sums
+from jax_specdec.device.sampling.distribution import (
+    Sampling,
+    Truncation,
+    processed_probs,
+    truncation,
+)
+from jax_specdec.device.sampling.random_draws import categorical, gumbel
+from pallas_kernels import oracle
+from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
+from tests.support.shards import on_shards
+
+P = jax.sharding.PartitionSpec
+BOUNDARY = 4e-6  # relative: closer than this, a sum may round to either side
+TRUNCATE, PROBS = jax.jit(truncation), jax.jit(processed_probs)
+
+
+@jax.jit
+def kept_tokens(cut, rows):
+    """[B, S, V] bool."""
+    ids = lax.broadcasted_iota(jnp.int32, rows.shape, 2)
+    return cut.keeps(rows.astype(jnp.float32), ids)
+
+
+def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """Parameters of as many slots as `temperature` has entries; scalars serve all."""
+    batch = len(temperature)
+
+    def column(value, dtype):
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), batch))
+
+    return Sampling(
+        temperature=column(temperature, np.float32),
+        top_k=column(top_k, np.int32),
+        top_p=column(top_p, np.float32),
+        min_p=column(min_p, np.float32),
+        seed=jnp.zeros(batch, jnp.uint32),
+    )
+
+
+def kept_by_sorting(row, temperature, top_k, top_p, min_p):
+    """One row [V]: kept tokens [V] bool, log of their share, and whether a boundary is near."""
+    x = np.asarray(row).astype(np.float64)
+    order = sorted(range(len(x)), key=lambda t: (-x[t], t))
+    if temperature == 0 or not oracle.is_valid(x):
+        return np.arange(len(x)) == oracle.greedy_token_id(x), 0.0, False
+    p = np.exp((x - x.max()) / temperature)
+    p[np.isneginf(x)] = 0
+    p /= p.sum()
+    kept = np.zeros(len(x), bool)
+    near = False
+    first_k = order[: top_k or len(x)]
+    mass, before = p[first_k].sum(), 0.0
+    for t in first_k:
+        if top_p < 1:
+            near |= bool(before and abs(before - top_p * mass) <= BOUNDARY * mass)
+            if before >= top_p * mass:
+                break
+        kept[t] = not np.isneginf(x[t])
+        before += p[t]
+    if min_p > 0:
+        gap = (x - x.max()) / temperature - np.log(min_p)
+        near |= bool((np.abs(gap) < BOUNDARY * max(1, abs(np.log(min_p)))).any() and min_p < 1)
+        kept &= gap >= 0
+    return kept, float(np.log(p[kept].sum())), near
+
+
+def check(rows, sampling, cut, probs):
+    """Cuts [B, S] and probabilities [B, S, V] of rows [B, S, V]; how many rows were compared."""
+    rows = np.asarray(rows)
+    kept, cut, probs = jax.device_get((kept_tokens(cut, rows), cut, probs))
+    columns = [np.asarray(field).tolist() for field in sampling[:4]]
+    compared = 0
+    for b, s in np.ndindex(rows.shape[:2]):
+        row = rows[b, s]
+        arguments = [column[b] for column in columns]
+        expected, log_kept, near = kept_by_sorting(row, *arguments)
+        if near:
+            continue
+        compared += 1
+        valid = oracle.is_valid(row)
+        if valid:  # in an invalid row the greedy token is no prefix
+            finite = ~np.isneginf(row.astype(np.float32))
+            np.testing.assert_array_equal(kept[b, s] & finite, expected)
+            assert abs(float(cut.log_kept[b, s]) - log_kept) <= 2e-6 or arguments[0] == 0
+        # What a weight of 0 has left cannot be drawn; nothing else is missing, nothing is extra.
+        p = np.asarray(probs[b, s], np.float64)
+        assert (p[~expected] == 0).all()
+        reference = np.where(expected, 1.0, 0.0)
+        if valid and arguments[0] > 0:
+            x = row.astype(np.float64)
+            reference *= np.exp((x - x.max()) / arguments[0])
+        np.testing.assert_allclose(p, reference / reference.sum(), atol=1e-6)
+    return compared
+
+
+def random_rows(rng, vocab, dtype, kind):
+    """[3, 2, V] of one kind of difficulty."""
+    x = rng.normal(0, 3, (3, 2, vocab))
+    if kind == "ties":
+        x = np.round(x * 2) / 2
+    elif kind == "masked":
+        x[rng.random(x.shape) < 0.7] = -np.inf
+    elif kind == "equal":
+        x[:] = 1.0
+    elif kind == "zeros":
+        x = np.where(rng.random(x.shape) < 0.5, 0.0, -0.0)
+    elif kind == "invalid":
+        x[0, 0, vocab // 2] = np.nan
+        x[1, 0, 0] = np.inf
+        x[2, 0] = -np.inf
+    elif kind == "wide":
+        x = x * (1e3 if dtype == jnp.float16 else 1e4)
+    return x.astype(dtype)
+
+
+KINDS = ["plain", "ties", "masked", "equal", "zeros", "invalid", "wide"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
+def test_kept_tokens_are_those_of_sorting(dtype):
+    rng = np.random.default_rng(0)
+    compared = total = 0
+    for kind in KINDS:
+        rows = random_rows(rng, 131, dtype, kind)
+        for temperature in ([0.7, 1.0, 1.9], [1e-4, 1e4, 0.0], [3e38, 0.3, 1.0]):
+            for filters in ((1, 1.0, 0.0), (7, 0.83, 0.0), (0, 0.61, 0.02), (131, 0.97, 1.0)):
+                sampling = sampling_of(temperature, *filters)
+                cut = TRUNCATE(rows, sampling)
+                compared += check(rows, sampling, cut, PROBS(rows, sampling))
+                total += 6
+    assert compared > 0.9 * total
+
+
+@given(
+    row=st.lists(
+        st.sampled_from([0.0, -0.0, 1.0, 2.0, -np.inf, np.nan, np.inf])
+        | st.floats(-9, 9, width=32),
+        min_size=8,
+        max_size=8,
+    ),
+    temperature=st.sampled_from([0.0, 1e-4, 0.5, 1.0, 1e4]),
+    top_k=st.integers(0, 9),
+    top_p=st.sampled_from([1e-7, 0.25, 0.5, 0.61, 0.93, 1.0]),
+    min_p=st.sampled_from([0.0, 0.07, 0.33, 1.0]),
+)
+def test_any_row_and_any_filter(row, temperature, top_k, top_p, min_p):
+    rows = np.array(row, np.float32)[None, None]
+    sampling = sampling_of([temperature], top_k, top_p, min_p)
+    check(rows, sampling, TRUNCATE(rows, sampling), PROBS(rows, sampling))
+
+
+def test_that_comparison_can_fail():
+    rows = random_rows(np.random.default_rng(1), 61, np.float32, "ties")
+    sampling = sampling_of([1.0] * 3, top_k=7)
+    cut, probs = TRUNCATE(rows, sampling), PROBS(rows, sampling)
+    for wrong in (
+        cut._replace(cut_id=cut.cut_id - 1),
+        cut._replace(cut_logit=cut.cut_logit - 0.5),
+        cut._replace(log_kept=cut.log_kept + 5e-6),
+    ):
+        with pytest.raises(AssertionError):
+            check(rows, sampling, wrong, probs)
+
+
+@pytest.mark.fast
+def test_by_hand():
+    row = jnp.array([[[1.0, 3.0, 3.0, 3.0, -0.0, 0.0, -jnp.inf]]])
+    cut = truncation(row, sampling_of([1.0], top_k=2))
+    chex.assert_trees_all_close(cut, Truncation(jnp.array([[3.0]]), jnp.array([[2]]), cut.log_kept))
+    np.testing.assert_allclose(
+        cut.log_kept, [[np.log(2 / (3 + np.exp(-2) + 2 * np.exp(-3)))]], atol=1e-6
+    )
+    for sampling in (sampling_of([1.0]), sampling_of([1.0], top_p=1.5)):
+        everything = truncation(row, sampling)  # nothing is cut
+        chex.assert_trees_all_equal(
+            everything, Truncation(jnp.array([[-jnp.inf]]), jnp.array([[6]]), jnp.zeros((1, 1)))
+        )
+    greedy = truncation(row, sampling_of([0.0], top_k=4, top_p=0.5))
+    chex.assert_trees_all_equal(
+        greedy, Truncation(jnp.array([[jnp.inf]]), jnp.array([[1]]), jnp.zeros((1, 1)))
+    )
+
+
+@pytest.mark.fast
+def test_a_rows_cut_does_not_depend_on_its_company():
+    rows = random_rows(np.random.default_rng(3), 61, np.float32, "ties")
+    alone = TRUNCATE(rows[:1], sampling_of([1.0]))
+    mixed = TRUNCATE(rows, sampling_of([1.0, 0.5, 0.0], top_k=[0, 5, 3]))
+    chex.assert_trees_all_equal(alone, jax.tree.map(lambda x: x[:1], mixed))
+
+
+def test_no_position_axis_and_several():
+    rows = jnp.asarray(random_rows(np.random.default_rng(4), 131, np.float32, "plain"))
+    sampling = sampling_of([1.0, 0.7, 0.0], top_k=9, top_p=0.9, min_p=0.01)
+    whole = TRUNCATE(rows, sampling)
+    for s in range(2):
+        part = TRUNCATE(rows[:, s], sampling)
+        chex.assert_trees_all_equal(part, jax.tree.map(lambda x, s=s: x[:, s], whole))
+
+
+def counted_primitives(function, *arguments):
+    """The names of all primitives of a call, those of its branches in lists of their own."""
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "cond":
+                yield [list(walk(branch.jaxpr)) for branch in equation.params["branches"]]
+                continue
+            yield equation.primitive.name
+            for value in equation.params.values():
+                if hasattr(value, "jaxpr"):
+                    yield from walk(value.jaxpr)
+
+    return list(walk(jax.make_jaxpr(function)(*arguments).jaxpr))
+
+
+def flat(names):
+    for name in names:
+        if isinstance(name, list):
+            yield from flat(name)
+        else:
+            yield name
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("function", [truncation, processed_probs])
+def test_work_is_behind_conditions_and_nothing_is_sorted(function):
+    """A greedy batch takes a branch without exponentials; one that cuts nothing, no bisection."""
+    names = counted_primitives(function, jnp.zeros((1, 2, 40)), sampling_of([0.0]))
+    always = {name for name in names if isinstance(name, str)}
+    everywhere = set(flat(names))
+    bisection = {"round", "bitcast_convert_type"}
+    assert not always & bisection
+    assert bisection <= everywhere
+    assert not everywhere & {"sort", "top_k"}
+    for branches in (name for name in names if isinstance(name, list)):
+        assert not bisection <= set.intersection(*(set(flat(branch)) for branch in branches))
+    # The control: jnp.sort is seen where it is used.
+    assert "sort" in set(flat(counted_primitives(jnp.sort, jnp.zeros(4))))
+
+
+def test_exponentials_are_the_same_in_every_program():
+    rng = np.random.default_rng(7)
+    x = np.concatenate([-rng.exponential(8, 50_000), [0, -0.0, -1e-30, -44.3, -200, -np.inf]])
+    x = x.astype(np.float32)
+    got = np.asarray(jax.jit(exact_sums.exponential)(x))
+    exact = np.exp(x.astype(np.float64))
+    kept = x > -44
+    assert (np.abs(got - exact)[kept] <= (2e-7 * (1 - x[kept]) * exact[kept])).all()
+    assert (got[-6:-3] == 1).all()
+    assert (got[-2:] == 0).all()
+    assert got.max() <= 1
+    rows = rng.normal(0, 3, (42, 301)).astype(np.float32)
+
+    def both(exp):
+        fused = jax.jit(lambda x: exp(x - x.max(-1, keepdims=True)))(rows)
+        alone = jax.jit(exp)(rows - rows.max(-1, keepdims=True))
+        return (np.asarray(fused) != np.asarray(alone)).sum()
+
+    assert both(exact_sums.exponential) == 0
+    if jax.default_backend() == "cpu":  # the reason for all this
+        assert both(jnp.exp) > 0
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 300, 32_000, 128_256, 262_144])
+def test_fixed_point_sums_are_exact_enough(vocab):
+    rng = np.random.default_rng(vocab)
+    for weights in (
+        np.ones(vocab, np.float32),
+        rng.random(vocab, np.float32),
+        np.exp(-30 * rng.random(vocab)).astype(np.float32),
+        np.full(vocab, 2.0**-25 + 2.0**-44, np.float32),
+    ):
+        weights[0] = 1  # as the largest logit's always is
+        parts = exact_sums.digits(jnp.asarray(weights), vocab)
+        mass = exact_sums.mass(parts, jnp.ones(vocab, bool), WHOLE, vocab)
+        exact = weights.astype(np.float64).sum()
+        bits = exact_sums.digit_bits(vocab)
+        as_whole = sum(int(d) << bits * i for i, d in enumerate(reversed(mass)))
+        value = as_whole * 2.0 ** (-bits * len(mass))
+        assert abs(value - exact) <= 2.0**-22
+        got = float(exact_sums.to_float(mass, vocab))
+        assert abs(got - value) <= 2.0**-22 * value
+        back = exact_sums.at_least(jnp.float32(got), vocab)
+        assert sum(int(d) << bits * i for i, d in enumerate(reversed(back))) == round(
+            got * 2.0 ** (bits * len(mass))
+        )
+        less = exact_sums.at_least(jnp.float32(got * 0.7), vocab)
+        assert bool(exact_sums.less(less, mass))
+        assert not bool(exact_sums.less(mass, less))
+
+
+@pytest.mark.parametrize("shards", [1, 2, pytest.param(3, marks=pytest.mark.fast), 4, 8])
+def test_shards_give_the_same_bits(shards):
+    """Ragged last shards are padded with what must not count: NaN."""
+    rng = np.random.default_rng(5)
+    vocab = 301
+    kinds = ["plain", "plain", "ties", "ties", "masked", "masked", "invalid"]
+    rows = np.concatenate([random_rows(rng, vocab, np.float32, kind) for kind in kinds])
+    sampling = sampling_of(
+        [1.0, 0.3, 1e4, 1.0, 0.8, 0.0, 1.0] * 3,
+        [0, 40, 0, 9, 7, 2, 0] * 3,
+        [0.9, 0.8, 0.5, 1.0, 1.0, 0.9, 1.0] * 3,
+        [0.01, 0, 0.1] * 7,
+    )
+
+    def call(x, shard):
+        return truncation(x, sampling, shard=shard), processed_probs(x, sampling, shard=shard)
+
+    out = (P(), P(None, None, "model"))
+    cut, probs = on_shards(call, shards, rows, vocab, out)
+    whole_cut, whole_probs = jax.jit(lambda x: call(x, WHOLE))(rows)
+    chex.assert_trees_all_equal(cut, whole_cut)
+    np.testing.assert_array_equal(probs[..., :vocab], whole_probs)
+    assert (np.asarray(probs[..., vocab:]) == 0).all()
+
+
+def test_draws_are_those_of_one_device():
+    rng = np.random.default_rng(6)
+    keys = jax.vmap(jax.random.key)(jnp.arange(64, dtype=jnp.uint32))
+    weights = rng.random((64, 301)).astype(np.float32) ** 8
+    expected = jax.jit(categorical)(keys, weights)
+    assert len(set(np.asarray(expected).tolist())) > 10
+    for shards in (2, 3, 8):
+        got = on_shards(
+            lambda w, shard: categorical(keys, jnp.where(jnp.isnan(w), 0.0, w), shard=shard),
+            shards,
+            weights,
+            301,
+            P(),
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.fast
+def test_noise_belongs_to_key_and_token_and_is_gumbels():
+    key = jax.random.key(3)
+    noise = np.asarray(gumbel(key[None], jnp.arange(20_000, dtype=jnp.int32)))[0]
+    part = np.asarray(gumbel(key[None], jnp.array([7, 19_999], jnp.int32)))[0]
+    np.testing.assert_array_equal(part, noise[[7, 19_999]])
+    assert stats.kstest(noise, "gumbel_r").pvalue > 1e-3
+    assert stats.kstest(noise + 0.05, "gumbel_r").pvalue < 1e-3
+
+
+@pytest.mark.fast
+def test_a_vocabulary_that_does_not_fit_its_columns_is_refused():
+    with pytest.raises(ValueError, match=r"vocab_size = 9 is outside 1 .. 8"):
+        processed_probs(jnp.zeros((1, 1, 8)), sampling_of([0.0]), shard=VocabShard(vocab_size=9))

@@ -1,0 +1,274 @@
+"""Every device program of the package, traced and lowered as on a host with CUDA devices.
+
+Elsewhere only XLA's implementation is ever traced through the programs around the kernels; here
+the choice by platform is, with both. Lowering needs no GPU, and nothing is compiled.
+"""
+
+import ast
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_specdec.device.drafting.drafters import MtpDrafter, draw, joined
+from jax_specdec.device.loop.state import init_state
+from jax_specdec.device.messages import step_messages
+from jax_specdec.device.model import hf_weights
+from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.verify import verify
+from pallas_kernels import greedy_topk_logprobs, implementations, topk_logprobs
+from pallas_kernels.mosaic_gpu import run
+from pallas_kernels.sharding import placement
+from tests.support.device_programs import (
+    CASES,
+    DRAFTS,
+    LENGTH,
+    NUMBER,
+    PROCESSED,
+    RAW,
+    SLOTS,
+    VOCAB,
+    Loop,
+    asked,
+    config_of,
+    loop_of,
+    target_message,
+)
+from tests.support.paths import ROOT
+from tests.support.shards import QUICK, P, mesh_of
+
+KERNELS = 2  # custom calls that one call of a function of `mosaic_gpu` makes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_cuda_host():
+    """The programs that are kept for one mesh or one shape may have been traced elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementations, "cuda_capability", lambda: 9.0)
+        _forget()
+        yield
+    _forget()
+
+
+def _forget():
+    placement._mapped.cache_clear()
+    implementations.fastest_runner.cache_clear()
+
+
+def lowered(function, *args, platform="cuda", **static):
+    return function.trace(*args, **static).lower(lowering_platforms=(platform,)).as_text()
+
+
+def custom_calls(text):
+    return text.count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize("shards", [1, 2], ids=["one device", "two devices"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=f"{case.program}: {case.variant}", marks=[pytest.mark.fast][: case.fast]
+        )
+        for case in CASES
+    ],
+)
+def test_programs_of_the_loop(case, shards):
+    """For CUDA with the kernels' calls, where rows are read; for the host's CPU without any."""
+    of = loop_of(case.drafter, shards, case.prefill_only)
+    arguments, static = case.arguments(of)
+    program = getattr(of.compiled, case.program)
+    assert custom_calls(lowered(program, *arguments, **static)) == KERNELS * case.kernels
+    if case.kernels and shards == 1:
+        assert "mosaic_gpu" not in lowered(program, *arguments, platform="cpu", **static)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_are_placed(transposed):
+    shape = (6, 4) if transposed else (4, 6)
+    stack = jax.ShapeDtypeStruct((2, 4, 6), jnp.bfloat16)
+    tensor = jax.ShapeDtypeStruct(shape, jnp.float32)
+    text = lowered(hf_weights._place, stack, tensor, NUMBER, transposed=transposed)
+    assert "dynamic_update_slice" in text
+
+
+ROWS = jax.ShapeDtypeStruct((4, VOCAB), jnp.bfloat16)
+IDS = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+
+def both_functions(split, implementation=None):
+    """The public functions on one device, on vocabulary shards, and with rows on shards; jitted."""
+
+    def call(logits, ids, **where):
+        where["implementation"] = implementation
+        extra, warm = ids[:, None], jnp.full(ids.shape, 0.5, jnp.float32)
+        separate = topk_logprobs(
+            logits, ids, 3, row_ids=ids, num_rows=2, temperatures=warm, extra_token_ids=extra,
+            **where,
+        )  # fmt: skip
+        return separate, greedy_topk_logprobs(logits, 3, extra_token_ids=extra, **where)
+
+    mesh = mesh_of(2)
+    if split == "vocabulary":
+        call = functools.partial(call, mesh=mesh, axis_name="model")
+    elif split == "rows":
+        call = jax.shard_map(call, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+    return jax.jit(call)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("split", ["nothing", "vocabulary", "rows"])
+def test_xla_where_it_is_asked_for(split):
+    assert custom_calls(lowered(both_functions(split), ROWS, IDS)) == 2 * KERNELS
+    assert "mosaic_gpu" not in lowered(both_functions(split, "xla"), ROWS, IDS)
+
+
+def test_programs_of_another_host_have_no_kernels(monkeypatch):
+    """The control of every count above: they depend on the host, not on the lowering alone."""
+    monkeypatch.setattr(implementations, "cuda_capability", lambda: None)
+    of = Loop("none", 2)
+    _forget()
+    arguments, static = target_message(of, RAW)
+    assert custom_calls(lowered(of.compiled.target_message, *arguments, **static)) == 0
+    _forget()
+
+
+@pytest.mark.fast
+def test_branches_that_vary_differently_would_be_seen(monkeypatch):
+    """The defect that these tests were written after."""
+    for module in (implementations, run):
+        monkeypatch.setattr(module, "vary_like", lambda values, inputs: values)
+    _forget()
+    for split in ("vocabulary", "rows"):
+        with pytest.raises(TypeError, match="branch"):
+            lowered(both_functions(split), ROWS, IDS)
+    _forget()
+
+
+def by_slots(function):
+    """`function` in a `shard_map` over slots: each of two devices has its own part of a batch."""
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh_of(2), in_specs=P("model"), out_specs=P("model")),
+        compiler_options=QUICK,
+    )
+
+
+@pytest.mark.parametrize("widths", [RAW, PROCESSED], ids=lambda widths: widths.mode.name)
+def test_messages_with_slots_on_shards(widths):
+    """Verification and both messages of it."""
+    target = jax.ShapeDtypeStruct((SLOTS, DRAFTS + 1, VOCAB), jnp.float32)
+    drafts = jax.eval_shape(lambda: MtpDrafter(config_of(1), DRAFTS).init(SLOTS, LENGTH)[0])
+
+    def packed(target, drafts, ask, lengths):
+        found = verify(target, drafts, ask.sampling, lengths)
+        output = step_messages.step_output(
+            target, drafts, found, active=lengths > 0, running=jnp.any(lengths > 0)
+        )
+        number = jnp.zeros(2, jnp.uint32)
+        return (
+            step_messages.target_message(output, ask, number, widths=widths),
+            step_messages.draft_message(output, ask, number, widths=widths),
+        )
+
+    lengths = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
+    text = lowered(by_slots(packed), target, drafts, asked(widths), lengths)
+    assert custom_calls(text) == 2 * KERNELS
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "suffix with corpus"])
+def test_steps_with_slots_on_shards(drafter):
+    of = loop_of(drafter, 1)
+    both = replace(of.config, num_slots=2 * SLOTS)
+    state = jax.eval_shape(lambda: init_state(both))
+    specs = jax.tree.map(
+        lambda x, part: P(
+            *("model" if a != b else None for a, b in zip(x.shape, part.shape, strict=True))
+        ),
+        state,
+        of.state,
+    )
+
+    def step(params, state):
+        state, output = step(of.config, params, state, fused_k=5)
+        return state, output._replace(running=output.running[None])
+
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(2), in_specs=(P(), specs), out_specs=(specs, P("model"))
+    )
+    assert custom_calls(lowered(jax.jit(mapped), of.params, state)) == KERNELS
+
+
+def test_verification_with_slots_on_shards():
+    """Greedy, cut and plain slots get what they get on one device, bit for bit."""
+    batch, vocab = 8, 64
+    rng = np.random.default_rng(0)
+    target = jnp.asarray(np.round(rng.normal(0, 2, (batch, DRAFTS + 1, vocab)), 1), jnp.float32)
+    given = target[:, :DRAFTS] + jnp.asarray(rng.normal(0, 1, (batch, DRAFTS, vocab)), jnp.float32)
+    sampling = Sampling(
+        temperature=jnp.asarray(np.resize(np.float32([0, 1, 0.4]), batch)),
+        top_k=jnp.asarray(np.resize(np.int32([0, 9, 0, 3]), batch)),
+        top_p=jnp.asarray(np.resize(np.float32([1, 0.8, 0.9, 1, 1]), batch)),
+        min_p=jnp.zeros(batch, jnp.float32),
+        seed=jnp.arange(batch, dtype=jnp.uint32),
+    )
+
+    def found(target, given, sampling, lengths):
+        first = [draw(given[:, d : d + 1], sampling, lengths + d) for d in range(DRAFTS)]
+        return verify(target, joined(first, lengths), sampling, lengths)
+
+    arguments = target, given, sampling, jnp.full(batch, DRAFTS, jnp.int32)
+    expected = jax.jit(found, compiler_options=QUICK)(*arguments)
+    assert len(set(expected.num_tokens.tolist())) > 1
+    assert jnp.unique(expected.cut.cut_id).size > 2
+    jax.tree.map(np.testing.assert_array_equal, by_slots(found)(*arguments), expected)
+
+
+JIT = {"jit", "pjit", "pmap"}
+# Not of `Compiled`, whose programs are those that CASES name, and the tests that lower them.
+OTHERS = {
+    "jax_specdec/device/model/hf_weights.py: _place": test_weights_are_placed,
+    "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,
+    "pallas_kernels/sharding/placement.py: mapped": test_xla_where_it_is_asked_for,
+}
+
+
+def jitted(source):
+    """What a module calls each program that it jits: a variable, an attribute or a function."""
+
+    def visit(node, name):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+        elif isinstance(node, ast.AnnAssign):
+            name = ast.unparse(node.target)
+        names = [getattr(node, "attr", None), getattr(node, "id", None)]
+        names += [node.name] if isinstance(node, ast.alias) else []
+        here = {name} if JIT & set(names) else set()
+        return here.union(*(visit(child, name) for child in ast.iter_child_nodes(node)))
+
+    return visit(ast.parse(source), "module")
+
+
+@pytest.mark.fast
+def test_every_program_is_known():
+    """A new `jax.jit` needs a case above."""
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}: {name}"
+        for package in ("jax_specdec", "pallas_kernels")
+        for path in (ROOT / package).rglob("*.py")
+        for name in jitted(path.read_text(encoding="utf-8"))
+    }
+    of_loop = {f"jax_specdec/device/loop/programs.py: self.{case.program}" for case in CASES}
+    assert found == of_loop | set(OTHERS)
+
+
+def test_new_programs_would_be_seen():
+    """As a decorator, a variable, an attribute, and by its bare name."""
+    source = "@partial(jax.jit, donate_argnums=0)\ndef a():\n    b: C = jax.jit(f)\n"
+    source += "def d():\n    self.e = jax.jit(g)\n    return jax.pmap(h)\nx = f(1)\n"
+    assert jitted(source) == {"a", "b", "self.e", "d"}
+    assert jitted("from jax import jit as compiled") == {"module"}

@@ -1,0 +1,266 @@
+"""Prompts that begin alike are run once: fewer chunks, and not a bit of any value is another."""
+
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipc.wire import LogprobsMode
+from jax_specdec.control import from_line
+from jax_specdec.device.drafting.adaptive import Adaptive
+from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter
+from jax_specdec.device.loop.state import LoopConfig, copy_prefix, init_state
+from jax_specdec.device.model import sharding
+from jax_specdec.device.worker import prefix_cache
+from jax_specdec.device.worker.worker import Worker
+from jax_specdec.device.worker.worker_process import make_worker
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.worker_client import WorkerProcess
+from tests.support.collectives import collectives
+from tests.support.decoding import VOCAB, Local, Sent, compiled, random_model, request, run
+
+CHUNK = 8
+SHARED = np.random.default_rng(4).integers(0, VOCAB, 60).tolist()
+FIELDS = (
+    "token_ids", "logprobs", "token_ranks", "topk_ids", "chosen_logprobs", "cumulative_logprob",
+    "num_drafts", "num_accepted", "draft_token_ids", "draft_logprobs", "finish_reason",
+)  # fmt: skip
+
+
+def requests(plain=False):
+    """Three that come together, and others after them; lengths at chunk borders.
+
+    All modes are among them; with `plain`, fewer programs have to be compiled for them.
+    """
+    asks = [
+        {"logprobs": 5, "draft_logprobs": True},
+        {"logprobs": 5, "draft_logprobs": True},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "logprobs": 3, "draft_logprobs": True,
+         "logprobs_mode": LogprobsMode.PROCESSED, "extra_token_ids": (7, 1)},
+        {},
+        {"logprobs": 2, "prompt_logprobs": 3},
+        {"temperature": 1.1, "seed": 4, "logprobs": 5},
+    ]  # fmt: skip
+    if plain:
+        asks = [{"logprobs": 5}, {"logprobs": 5, "temperature": 0.8, "seed": 3}]
+    ids = SHARED
+    prompts = [
+        ids[:42], ids[:42], [*ids[:30], 1, 2], ids[:33], ids[:34], ids, [*ids[:16], *ids[:9]],
+        ids[:9], ids[:10], [3, *ids[:20]], ids[:42],
+    ]  # fmt: skip
+    return [
+        request(f"r{n}", prompt, max_tokens=7 + n % 4, **asks[n % len(asks)])
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def delivered(result, name):
+    """All values of a request, as comparable bytes; those of its steps, then its prompt's."""
+    records = result.records[name]
+    steps = [
+        {field: np.asarray(getattr(record, field)).tobytes() for field in FIELDS}
+        for record in records
+        if record.num_tokens
+    ]
+    prompts = [record.prompt for record in records if record.prompt is not None]
+    return steps, [
+        np.asarray(getattr(rows, field)).tobytes()
+        for rows in prompts
+        for field in ("token_ids", "logprobs", "token_ranks", "topk_ids")
+    ]
+
+
+def assert_same_bits(items, one, other):
+    assert items
+    for item in items:
+        ours, theirs = delivered(one, item.id), delivered(other, item.id)
+        assert ours == theirs, f"{item.id} was delivered with other values"
+        assert (item.params.prompt_logprobs is not None) == bool(ours[1])
+
+
+@functools.cache
+def ran(items, name, reuse, dtype="float32", shards=1):
+    params, config = random_model()
+    if dtype != config.dtype:
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        config = dataclasses.replace(config, dtype=dtype)
+    parallel = sharding.tensor_parallel(config, shards)
+    num_drafts = 3 if (dtype, shards) == ("float32", 1) else 1
+    drafter = (
+        Adaptive(NgramDrafter(3))
+        if name == "adaptive"
+        else MtpDrafter(config, num_drafts, parallel)
+    )
+    return run(items, drafter, model=(params, config), chunk=CHUNK, parallel=parallel,
+               prefix_reuse=reuse)  # fmt: skip
+
+
+def chunks_of(items):
+    """How many chunks there are, each prompt run whole."""
+    return sum(max(-(-(len(item.prompt_token_ids) - 1) // CHUNK), 1) for item in items)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shards"),
+    [
+        ("mtp", "float32", 1),
+        pytest.param("adaptive", "float32", 1, marks=pytest.mark.fast),
+        ("mtp", "bfloat16", 1),
+        ("mtp", "float32", 2),
+    ],
+)
+def test_every_value_has_the_bits_that_it_has_without(name, dtype, shards):
+    items = tuple(requests(plain=(name, dtype, shards) != ("mtp", "float32", 1)))
+    reusing, alone = (ran(items, name, reuse, dtype, shards) for reuse in (True, False))
+    assert_same_bits(items, reusing, alone)
+    # Work is saved, and what is saved is counted.
+    assert len(alone.chunks) == chunks_of(items)
+    assert len(reusing.chunks) <= len(alone.chunks) * 2 / 3
+    assert alone.worker.prefixes.reused == 0
+    saved = len(alone.chunks) - len(reusing.chunks)
+    assert reusing.worker.prefixes.reused == saved * CHUNK
+
+
+def test_entries_are_taken_from_slots_that_are_live(monkeypatch):
+    """Nobody is waited for: a source may have a step under way, or its prompt half through."""
+    sources, reuse = set(), Worker._reuse
+
+    def watched(self, index, start):
+        source, held = self.prefixes.longest(index)
+        if held > start:
+            sources.add((self.slots[source].decoding, self.launched is not None))
+        return reuse(self, index, start)
+
+    monkeypatch.setattr(Worker, "_reuse", watched)
+    again = ran.__wrapped__(tuple(requests()), "mtp", True)
+    assert {(True, True), (False, True)} <= sources
+    assert_same_bits(requests(), again, ran(tuple(requests()), "mtp", False))
+
+
+@pytest.mark.parametrize("part", ["cache", "drafter"])
+def test_one_poisoned_entry_is_noticed(monkeypatch, part):
+    poisoned, reuse = [], Worker._reuse
+
+    def poison(self, index, start):
+        held = reuse(self, index, start)
+        if held > start and not poisoned:
+            poisoned.append((index, held))
+            cache = getattr(self.state, part)
+            # The last one taken over, by more than rounding hides.
+            cache = dataclasses.replace(cache, v=cache.v.at[:, index, held - 1].add(0.01))
+            self.state = dataclasses.replace(self.state, **{part: cache})
+        return held
+
+    monkeypatch.setattr(Worker, "_reuse", poison)
+    bad = ran.__wrapped__(tuple(requests()), "mtp", True)
+    assert poisoned
+    with pytest.raises(AssertionError, match="was delivered with other values"):
+        assert_same_bits(requests(), bad, ran(tuple(requests()), "mtp", False))
+
+
+def test_a_drafters_entry_of_another_next_token_is_noticed(monkeypatch):
+    """Two prompts that part right behind a chunk have not got that chunk in common."""
+    keys = prefix_cache._keys
+    monkeypatch.setattr(prefix_cache, "_keys", lambda ids, chunk: keys((0, *ids[:-1]), chunk))
+    bad = ran.__wrapped__(tuple(requests()), "mtp", True)
+    with pytest.raises(AssertionError, match="r6 was delivered with other values"):
+        assert_same_bits(requests(), bad, ran(tuple(requests()), "mtp", False))
+
+
+def preempted_thrice(reuse):
+    """(prefill chunks that were run, what was delivered) of a request that is evicted thrice."""
+    item = request("r", SHARED[:42], max_tokens=24, logprobs=5)
+    local, records, chunks = Local("mtp", chunk=CHUNK, prefix_reuse=reuse), [], []
+    call = local.worker.compiled.prefill_chunk
+
+    def counted(params, state, slot, start, *, chunk):
+        chunks.append((int(slot), int(start)))
+        return call(params, state, slot, start, chunk=chunk)
+
+    local.worker.compiled.prefill_chunk = counted
+    local.admit(item)
+    evict_at = [18, 12, 6]
+    while not any(record.finish_reason for record in records):
+        found = local.advance()
+        records += found
+        if any(record.reschedule for record in found):
+            job = local.rank.leave("r")
+            local.rank.admit(job)
+        elif evict_at and sum(record.num_tokens for record in records) >= evict_at[-1]:
+            evict_at.pop()
+            local.rank.evict("r", reschedule=True)
+    return chunks, [
+        np.asarray(value).tobytes()
+        for record in records
+        if record.num_tokens
+        for value in (record.token_ids, record.logprobs, record.topk_ids, record.num_accepted)
+    ]
+
+
+def test_a_preempted_request_finds_its_prompt_again():
+    """What it has emitted is run again, and its prompt's last chunk."""
+    chunks, values = preempted_thrice(reuse=True)
+    all_chunks, expected = preempted_thrice(reuse=False)
+    assert values == expected
+    assert sum(start == 0 for _, start in all_chunks) == 4
+    # From one free slot to the next, and at last into the first one again.
+    first = [(0, start) for start in range(0, 41, CHUNK)]
+    assert chunks == [*first, (1, 40), (2, 48), (0, 48), (0, 56)]
+
+
+def test_copying_changes_one_slot_with_and_without_jit():
+    _, config = random_model()
+    settings = LoopConfig(config, MtpDrafter(config, 1), num_slots=3, max_length=16)
+    state = init_state(settings)
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+
+    def filled(cache):
+        return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), cache)
+
+    state = dataclasses.replace(state, cache=filled(state.cache), drafter=filled(state.drafter))
+    before = jax.tree.map(np.asarray, state)
+    plain = copy_prefix(state, jnp.int32(2), jnp.int32(0))
+    jitted = jax.jit(copy_prefix)(state, jnp.int32(2), jnp.int32(0))
+    for after in (plain, jitted):
+        for was, old in ((after.cache, before.cache), (after.drafter, before.drafter)):
+            for x, y in zip(jax.tree.leaves(was), jax.tree.leaves(old), strict=True):
+                np.testing.assert_array_equal(x, y[:, [2, 1, 2]])
+        others = dataclasses.replace(after, cache=state.cache, drafter=state.drafter)
+        assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), others, state))
+
+
+def test_a_copy_stays_on_its_device():
+    _, config = random_model()
+    parallel = sharding.tensor_parallel(config, 2)
+    settings = LoopConfig(
+        config, MtpDrafter(config, 1, parallel), num_slots=3, max_length=16, parallel=parallel
+    )
+    state = init_state(settings)
+    assert len(state.cache.k.sharding.device_set) == 2
+    assert state.cache.k.addressable_shards[0].data.shape[-2] == config.num_kv_heads // 2
+    program = compiled(settings).copy_prefix.lower(state, jnp.int32(0), jnp.int32(1)).compile()
+    assert collectives(program) == []
+
+
+def test_the_setting_reaches_the_worker(tmp_path, capfd):
+    """From the engine's configuration into the first command, and from it into a worker."""
+    told = tmp_path / "told"
+    program = (sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(input())", str(told))
+    for reuse in (True, False):
+        process = WorkerProcess(EngineConfig(vocab_size=264, prefix_reuse=reuse), program=program)
+        try:
+            process._process.wait(20)
+        finally:
+            process.stop(drain=False)
+        start = from_line(told.read_text())
+        assert start.prefix_reuse is reuse
+        small = dataclasses.replace(start, num_slots=1, max_length=8, drafter="none")
+        assert make_worker(small, Sent()).prefix_reuse is reuse
+    # Here too as it loads the model: what the engine takes for known, the model must know.
+    with pytest.raises(SystemExit):
+        make_worker(dataclasses.replace(small, vocab_size=265), Sent())
+    assert "vocab_size = 265, but the model has 264 tokens" in capfd.readouterr().err

@@ -1,0 +1,269 @@
+"""A worker of several processes: one publishes, all compute, and they end together."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ipc.doctor import find_ring_files
+from jax_specdec.device.model.checkpoint import save_checkpoint
+from jax_specdec.device.worker.follower_process import Silent
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.records.batch import FinishReason
+from tests.support import decoding
+from tests.support.decoding import VOCAB, random_model, request
+
+SECONDS = 10  # for a group to end: a second for its lead, the rest for a busy machine
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "random.safetensors"
+    save_checkpoint(path, *random_model())
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def quick_compiling(monkeypatch):
+    """Every process compiles everything: no time is spent on good machine code."""
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch):
+    """Neither in shared memory nor among the processes, whoever their parent is by then."""
+    name, value = "PROCESS_GROUP_TEST", uuid.uuid4().hex
+    monkeypatch.setenv(name, value)
+    yield
+    assert not [f for f in find_ring_files() if f.creator.pid == os.getpid()]
+    wait_for(lambda: not with_variable(f"{name}={value}"))
+
+
+def with_variable(text):
+    """Ids of the running processes that were started with an environment variable."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.fast
+def test_an_orphan_would_be_found(monkeypatch):
+    monkeypatch.setenv("ORPHAN_TEST", "here")
+    code = (
+        "from subprocess import DEVNULL, Popen\n"
+        "print(Popen(['sleep', '60'], stdout=DEVNULL, stderr=DEVNULL).pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    orphan = int(done.stdout)
+    try:  # for a moment after it has begun, its environment reads as empty
+        wait_for(lambda: with_variable("ORPHAN_TEST=here") == [orphan])
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def config(weights, processes=2, **changes):
+    # Few messages may wait in a ring: however late a test kills, its requests have not ended.
+    sizes = {
+        "num_slots": 2, "max_length": 96, "prefill_chunk": 8, "drafter": "ngram", "ring_slots": 2,
+    }  # fmt: skip
+    group = {"tensor_parallel": processes, "processes": True}
+    return EngineConfig(vocab_size=VOCAB, weights=weights, **sizes | group | changes)
+
+
+def members(pid):
+    """Ids of the processes below `pid` that run: leads and followers."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this thread has
+                for child in map(int, (task / "children").read_text().split()):
+                    if is_alive(child):
+                        found += [child, *members(child)]
+    return found
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, seconds=SECONDS):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def requests(max_tokens):
+    """One greedy, one sampled; few programs have to be compiled for them, in every process."""
+    return [
+        request("greedy", [3, 1, 4, 1, 5], max_tokens=max_tokens, logprobs=2),
+        request("sampled", [2, 7], max_tokens=max_tokens, logprobs=2, temperature=0.8, seed=5),
+    ]
+
+
+def decoded(engine, items):
+    """Records by request, each with its process rank; sees that the leads alone have a ring."""
+    records, seen = {item.id: [] for item in items}, False
+    for update in engine.generate(items):
+        if not seen:
+            leads = [rank.worker.pid for rank in engine.ranks]
+            processes = [pid for lead in leads for pid in (lead, *members(lead))]
+            mapped = {pid: mapped_rings(pid, engine) for pid in processes}
+            assert len(mapped) == len(engine.ranks) * engine.config.tensor_parallel
+            writers = {pid: rings for pid, rings in mapped.items() if rings}
+            assert writers == {rank.worker.pid: [rank.process_rank] for rank in engine.ranks}
+            seen = True
+        for record in update.records:
+            records[record.request_id].append((update.process_rank, record))
+    return records
+
+
+def mapped_rings(pid, engine):
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return [rank.process_rank for rank in engine.ranks if rank.worker.ring.name in maps]
+
+
+def assert_same(records, items):
+    """Ids of one process on one device, and logprobs but for sums in another order."""
+    expected = decoding.run(items, "ngram")
+    near_ties = 0
+    for item in items:
+        found = [record for _, record in records[item.id]]
+        ids = [token for record in found for token in record.token_ids.tolist()]
+        near_ties += ids != expected.token_ids(item.id)
+        reasons = [record.finish_reason for record in found if record.finish_reason]
+        assert reasons == [FinishReason.LENGTH]
+        got = np.concatenate([record.logprobs for record in found])
+        wanted = np.concatenate([record.logprobs for record in expected.records[item.id]])
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+    assert near_ties == 0  # float32 and these weights: none was met
+
+
+def fails_after(engine, pid, number, max_silence=None):
+    """What the engine says when `pid` gets a signal while requests run; and after how long."""
+    stream = engine.generate(requests(60))
+    next(stream)
+    os.kill(pid, number)
+    object.__setattr__(engine.config, "max_silence", max_silence)  # until now it compiled
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed) as error:
+        list(stream)
+    return str(error.value), time.monotonic() - began
+
+
+def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_killed(weights):
+    items = requests(9)
+    with Engine(config(weights, num_prefill_ranks=1)) as engine:
+        records = decoded(engine, items)
+        assert_same(records, items)
+        for item in items:
+            first, *rest = [rank for rank, _ in records[item.id]]
+            assert first == 1
+            assert set(rest) == {0}
+            assert records[item.id][0][1].num_tokens == 1
+        lead = engine.ranks[0].worker.pid
+        group = [lead, *members(lead)]
+        assert len(group) == 2
+        said, seconds = fails_after(engine, lead, signal.SIGKILL)
+        assert f"process rank 0 (pid {lead}) was killed by signal 9" in said
+        assert seconds < SECONDS
+        wait_for(lambda: not any(map(is_alive, group)))
+
+
+@pytest.mark.slow
+def test_four_processes_deliver_what_one_computes_until_one_of_them_hangs(weights):
+    items = requests(9)
+    with Engine(config(weights, processes=4)) as engine:
+        assert_same(decoded(engine, items), items)
+        lead = engine.ranks[0].worker.pid
+        group = [lead, *members(lead)]
+        said, seconds = fails_after(engine, group[2], signal.SIGSTOP, max_silence=1.0)
+        assert "nothing came for 1.0 seconds" in said
+        assert seconds < SECONDS
+        wait_for(lambda: not any(map(is_alive, group)))
+
+
+def test_a_killed_follower_ends_its_group_and_another_group_goes_on(weights):
+    items = requests(60)
+    expected = decoding.run(items, "ngram")
+    ids, group, losses, times = {item.id: [] for item in items}, [], [], []
+    settings = config(weights, on_worker_loss="restart", resume_lost=True)
+    with Engine(settings) as engine:
+        for update in engine.generate(items):
+            for record in update.records:
+                ids[record.request_id] += record.token_ids.tolist()
+            if not group:
+                lead = engine.ranks[0].worker.pid
+                group = [lead, *members(lead)]
+                os.kill(group[1], signal.SIGKILL)
+                times.append(time.monotonic())
+            if update.lost:
+                losses.append(str(update.lost))
+                times.append(time.monotonic())
+                assert not any(map(is_alive, group))
+    (why,), (killed, noticed) = losses, times
+    assert noticed - killed < SECONDS
+    ended = "ended because another process of its group was killed by signal 9 (Killed) after"
+    assert f"process rank 0 (pid {group[0]}) {ended}" in why
+    assert f"process 1 of 2 (pid {group[1]}) was killed by signal 9" in why
+    assert "memory runs out" in why
+    assert ids == {item.id: expected.token_ids(item.id) for item in items}
+    assert engine.ranks[0].worker.exit_status == 0
+
+
+@pytest.mark.fast
+def test_a_follower_may_be_killed_before_it_has_joined():
+    with Engine(config("")) as engine:
+        lead = engine.ranks[0].worker.pid
+        wait_for(lambda: members(lead), seconds=60)
+        (follower,) = members(lead)
+        os.kill(follower, signal.SIGKILL)
+        with pytest.raises(WorkerFailed) as error:
+            list(engine.generate(requests(1)))
+    assert f"process 1 of 2 (pid {follower}) was killed by signal 9" in str(error.value)
+
+
+@pytest.mark.fast
+def test_what_a_user_can_mend_is_said_and_ends_the_group(tmp_path):
+    with (
+        Engine(config(str(tmp_path / "none"))) as engine,
+        pytest.raises(WorkerFailed, match=r"(?s)status 1 .*no checkpoint at .*none"),
+    ):
+        list(engine.generate(requests(1)))
+
+
+@pytest.mark.fast
+def test_a_follower_cannot_publish():
+    with pytest.raises(RuntimeError, match="publishes nothing"):
+        Silent().send(np.zeros(16, np.uint32))
+
+
+@pytest.mark.fast
+def test_a_process_may_be_tied_to_its_parent_alone():
+    """Whoever ties itself to one that has ended, or to another's parent, ends at once."""
+    code = (
+        "import os; from jax_specdec.device.worker.process_group import end_with; "
+        "end_with({}); print('lives')"
+    )
+    for parent, printed in (("os.getppid()", "lives\n"), ("os.getpid()", "")):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(parent)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.stdout, done.stderr) == (printed, "")

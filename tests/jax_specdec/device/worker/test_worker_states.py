@@ -1,0 +1,288 @@
+"""What becomes of a slot besides tokens: evicted, handed over, freed where nothing is published."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipc.wire import Kind, SlotState
+from jax_specdec.control import Admit, Evict, Release
+from jax_specdec.device.drafting.drafters import NoDrafter, no_drafts
+from jax_specdec.device.loop.host_slots import admission
+from jax_specdec.device.loop.state import LoopConfig, admit, init_state
+from jax_specdec.device.sampling.distribution import processed_probs
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.decode import decode
+from tests.support import in_mode
+from tests.support.decoding import VOCAB, Local, random_model, request, run
+
+TOKENS, NOTHING, STOPPED = SlotState.TOKENS, SlotState.NOTHING, SlotState.STOPPED
+PREEMPTED, RECOVERY_STOP = SlotState.PREEMPTED, SlotState.RECOVERY_STOP
+FIRST = SlotState.PREFILL_FIRST_TOKEN
+
+
+def states(local, slot):
+    return [SlotState(int(m.state[slot])) for m in local.messages if m.kind is Kind.TARGET]
+
+
+def slot_of(local, request_id):
+    requests = local.rank.state.admitted.requests
+    return next(i for i, item in enumerate(requests) if item and item.id == request_id)
+
+
+@pytest.mark.parametrize("reschedule", [True, False])
+def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
+    local = Local("ngram")
+    local.admit(request("r", [1, 2, 3], max_tokens=40, logprobs=20))
+    slot = slot_of(local, "r")
+    before = [record for _ in range(4) for record in local.advance()]
+    local.rank.evict("r", reschedule=reschedule)
+    assert local.worker.busy
+    *during, last = local.drain()
+    verdict = PREEMPTED if reschedule else RECOVERY_STOP
+    # The step that was under way still has its tokens, and nothing comes after the verdict.
+    assert states(local, slot) == [TOKENS] * 4 + [verdict]
+    assert [message.running for message in local.messages] == [True] * 4 + [False]
+    assert (last.num_tokens, last.reschedule) == (0, reschedule)
+    assert last.finish_reason is (None if reschedule else FinishReason.RECOVERY_ERROR)
+    job = local.rank.leave("r")
+    emitted = [t for record in before + during for t in record.token_ids.tolist()]
+    assert job.progress.token_ids == tuple(emitted)
+    assert 4 <= len(emitted) < 40
+    # The slot is as good as new: its next request is not told about an eviction.
+    local.rank._free.rotate(1)  # it would be the last one to be given away
+    local.admit(request("next", [1, 2], max_tokens=3))
+    records = local.drain()
+    assert states(local, slot)[5:][0] is TOKENS
+    assert set(states(local, slot)[5:]) <= {TOKENS, STOPPED}
+    assert sum(record.num_tokens for record in records) == 3
+
+
+def test_a_preempted_request_goes_on_where_it_was():
+    """Greedy and drafting: the ids of an uninterrupted run, none twice and none missing."""
+    item = request("r", [1, 2, 3, 1, 2], max_tokens=24, logprobs=20)
+    local, records, job = Local("mtp"), [], None
+    local.admit(item)
+    for step in range(100):
+        found = local.advance()
+        records += found
+        if any(record.reschedule for record in found):
+            job = local.rank.leave("r")
+            local.rank.admit(job)
+        elif any(record.finish_reason for record in found):
+            break
+        elif step in (2, 5, 9):
+            local.rank.evict("r", reschedule=True)
+    assert [states(local, slot).count(PREEMPTED) for slot in range(3)] == [1, 1, 1]
+    emitted = [token for record in records for token in record.token_ids.tolist()]
+    assert emitted == run([item], "mtp").token_ids("r")
+    sums = np.concatenate([record.logprobs[:, 0] for record in records if record.num_tokens])
+    np.testing.assert_allclose(
+        records[-1].cumulative_logprob, sums.astype(np.float64).sum(), rtol=1e-12
+    )
+
+
+def test_evictions_during_prefill_of_an_ended_and_of_an_older_request():
+    local = Local("ngram")
+    local.admit(request("long", np.arange(60) % VOCAB, max_tokens=5))
+    local.admit(request("short", [1, 2], max_tokens=2))
+    long, short = slot_of(local, "long"), slot_of(local, "short")
+    local.advance()
+    local.rank.evict("long", reschedule=True)
+    local.advance()
+    local.advance()
+    assert states(local, long)[:2] == [NOTHING, PREEMPTED]
+    local.drain()
+    ended = len(local.messages)
+    local.rank.evict("short", reschedule=True)  # its end has been published
+    local.worker.apply(Evict(slot=long, generation=99))
+    assert not local.worker.busy
+    local.drain()
+    assert len(local.messages) == ended
+    assert PREEMPTED not in states(local, short)
+
+
+def test_a_slot_is_not_given_away_before_its_eviction_was_told():
+    local = Local("ngram")
+    local.admit(request("r", [1, 2, 3], max_tokens=9))
+    local.advance()
+    local.worker.apply(Evict(slot=0, generation=1))
+    following = Admit(slot=0, generation=2, request=request("next", [1], max_tokens=2))
+    with pytest.raises(ValueError, match="slot 0 was evicted and no message has said so yet"):
+        local.worker.apply(following)
+    # Whoever gives the request up does not wait for the answer.
+    local.worker.apply(Release(slot=0, generation=1))
+    local.worker.apply(following)
+    local.worker.advance()
+    local.worker.finish()
+    assert len(local.sent) == 2
+
+
+def handed_over(items, drafting="mtp", chunk=8):
+    """Run `items` on a prefill node, then on a decode node; (prefill, decode, records by id)."""
+    prefill = Local(drafting, prefill_only=True, chunk=chunk)
+    decoding = Local(drafting, chunk=chunk)
+    waiting, records, live = list(items), {item.id: [] for item in items}, 0
+    while waiting or live:
+        while waiting and prefill.rank.num_free:
+            prefill.admit(waiting.pop(0))
+            live += 1
+        for record in prefill.advance():
+            records[record.request_id].append(record)
+            job = prefill.rank.leave(record.request_id)
+            if record.finish_reason is not FinishReason.PREFILL_HANDOVER:
+                live -= 1
+                continue
+            drafts = tuple(record.handover_draft_ids.tolist())
+            decoding.rank.admit(dataclasses.replace(job, draft_token_ids=drafts))
+        for record in decoding.advance():
+            records[record.request_id].append(record)
+            if record.finish_reason:
+                decoding.rank.leave(record.request_id)
+                live -= 1
+    return prefill, decoding, records
+
+
+def test_a_prefill_node_hands_its_first_token_and_drafts_over():
+    items = [
+        request("a", [1, 2, 3, 1, 2], max_tokens=12, logprobs=20, draft_logprobs=True),
+        request("b", np.arange(30) % VOCAB, max_tokens=9, logprobs=15, draft_logprobs=True),
+        request("c", [5], max_tokens=1, logprobs=20),  # its first token is its last
+        request("d", [7, 8], max_tokens=10),
+    ]  # fmt: skip
+    prefill, _, records = handed_over(items)
+    alone = run(items, "mtp")
+    for item in items:
+        # Greedy, so that the ids are those of one worker: no token twice, none missing.
+        emitted = [t for record in records[item.id] for t in record.token_ids.tolist()]
+        assert emitted == alone.token_ids(item.id)
+        first, *rest = records[item.id]
+        assert first.num_tokens == 1
+        if item.params.logprobs is not None:
+            rows = prefill.outputs[first.step].logits[first.slot][:1]
+            in_mode.check_rows(rows, item.params, first.token_ids, first.logprobs, first.topk_ids,
+                               first.token_ranks, first.chosen_logprobs)  # fmt: skip
+        if not rest:
+            continue
+        # Its drafts were verified by the decode node's first step; they have no q to tell of.
+        assert rest[0].num_drafts == len(first.handover_draft_ids) == 3
+        assert rest[0].draft_token_ids is None
+        if item.params.draft_logprobs:
+            assert all(r.draft_token_ids is not None for r in rest[1:] if r.num_drafts)
+            assert any(r.draft_token_ids is not None for r in rest[1:])
+        total = records[item.id][-1].cumulative_logprob
+        if item.params.logprobs is not None:
+            sums = np.concatenate([r.logprobs[:, 0] for r in records[item.id]])
+            np.testing.assert_allclose(total, sums.astype(np.float64).sum(), rtol=1e-12)
+    told = [m for m in prefill.messages if (m.state == FIRST).any()]
+    for message in told:
+        first = message.state == FIRST
+        assert (message.num_tokens == first * (1 + message.num_drafts)).all()
+        assert (message.num_rows == first * (message.columns > 0)).all()
+    assert sum(int((m.state == FIRST).sum()) for m in told) == len(items)
+    assert {m.kind for m in prefill.messages} == {Kind.TARGET}
+    assert records["c"][0].finish_reason is FinishReason.LENGTH
+    assert not prefill.worker.busy
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("temperature", [1e-4, 0.7, 1e4])
+def test_handed_over_drafts_are_certain_whatever_the_sampling(temperature):
+    _, model = random_model()
+    local = Local("mtp")
+    item = request("r", [1, 2], max_tokens=9, temperature=temperature, top_p=0.5, min_p=0.1)
+    given = admission(item, 96, 3, (9, 4))
+    state = admit(local.worker.state, jnp.int32(0), given)
+    state = local.shared.prefill_chunk(
+        local.worker.params, state, jnp.int32(0), jnp.int32(0), chunk=8
+    )
+    assert state.drafts.token_ids[0, :2].tolist() == [9, 4]
+    assert (state.drafts.num.tolist(), state.certain.tolist()) == ([2, 0, 0], [True, False, False])
+    logits, cut = jax.tree.map(lambda x: x[:, :2], (state.drafts.logits, state.drafts.cut))
+    q = processed_probs(logits, state.sampling, cut=cut)
+    np.testing.assert_array_equal(q[0], np.eye(model.vocab_size)[[9, 4]])
+
+
+@pytest.mark.fast
+def test_no_more_drafts_are_taken_over_than_the_first_step_can_verify():
+    def taken(drafts, length=96, **params):
+        found = admission(request("r", [1, 2], **params), length, 3, drafts)
+        return found.draft_token_ids.tolist()
+
+    assert taken((5, 6), max_tokens=9) == [5, 6, -1]
+    assert taken((5, 6, 7, 8), max_tokens=9) == [5, 6, 7]
+    assert taken((5, 6, 7), max_tokens=2) == [5, -1, -1]
+    assert taken((5, 6, 7), max_tokens=1) == [-1, -1, -1]
+    assert taken((5, 6, 7), length=5, max_tokens=3) == [5, 6, -1]
+    local = Local("mtp")
+    wrong = Admit(slot=0, generation=1, request=request("r", [1]), draft_token_ids=(3, VOCAB))
+    with pytest.raises(ValueError, match=rf"draft token id {VOCAB} is outside .*0 to {VOCAB - 1}"):
+        local.worker.apply(wrong)
+    assert not local.worker.busy
+
+
+@dataclasses.dataclass(frozen=True)
+class TooWide(NoDrafter):
+    def propose(self, params, state, context):
+        return no_drafts(context.limit.shape[0], self.num_drafts + 1), state
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_proposals_wider_than_a_slot_are_refused_where_they_are_made(prefill_only):
+    params, model = random_model()
+    for made, refused in ((NoDrafter(2), False), (TooWide(2), True)):
+        config = LoopConfig(model, made, num_slots=2, max_length=16, prefill_only=prefill_only)
+        state = init_state(config)
+
+        def step(state, config=config):
+            return step(config, params, state)[1]
+
+        if refused:
+            with pytest.raises(ValueError, match=r"proposed \(2, 3\) drafts, but .* is \(2, 2\)"):
+                jax.eval_shape(step, state)
+        else:
+            assert jax.eval_shape(step, state).token_ids.shape == (2, 3)
+
+
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_a_rank_that_publishes_nothing_takes_every_step_and_clears_the_same(prefill_only):
+    """The seed system returned early on such ranks, and left preempted flags behind."""
+    random = np.random.default_rng(5)
+    speaking, silent = (
+        Local("mtp", prefill_only=prefill_only, publish=publish) for publish in (True, False)
+    )
+    generations, told = [0, 0, 0], 0
+    for number in range(60):
+        slot, kind = int(random.integers(3)), random.integers(4)
+        command = None
+        if not speaking.worker.slots[slot].occupied and not speaking.worker.slots[slot].verdict:
+            generations[slot] += 1
+            item = request(str(number), random.integers(0, VOCAB, 1 + number % 12).tolist(),
+                           max_tokens=int(random.integers(1, 9)), logprobs=20)  # fmt: skip
+            command = Admit(slot=slot, generation=generations[slot], request=item)
+        elif kind == 0:
+            command = Evict(slot=slot, generation=generations[slot], reschedule=bool(number % 2))
+        elif kind == 1:
+            command = Release(slot=slot, generation=generations[slot])
+        for local in (speaking, silent):
+            if command is not None:
+                local.worker.apply(command)
+            local.worker.advance()
+        assert speaking.worker.slots == silent.worker.slots
+        for words in speaking.sent:
+            verdicts = np.isin(decode(words.tobytes()).state, [PREEMPTED, RECOVERY_STOP])
+            told += int(verdicts.sum())
+        speaking.sent.clear()
+    for local in (speaking, silent):
+        while local.worker.busy:
+            local.worker.advance()
+        assert not any(slot.verdict or slot.occupied for slot in local.worker.slots)
+    assert told > (0 if prefill_only else 5)
+    assert silent.sent == []
+    assert len(speaking.outputs) == len(silent.outputs) > 40
+    for ours, theirs in zip(speaking.outputs, silent.outputs, strict=True):
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_array_equal(ours.state, theirs.state)

@@ -1,0 +1,278 @@
+"""Delivery, where no other test pins a line: the engine and the worker around a ring that is full.
+
+The worker runs in a thread of this process, so that it can be looked at; the ring is a real one.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ipc.errors import EndOfStream, RingFull
+from ipc.ring import RingReader, RingWriter
+from jax_specdec.control import Shutdown
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.worker.worker import Worker
+from jax_specdec.device.worker.worker_process import serve
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.worker_session import Rank
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.output_processor import (
+    ProcessorError,
+    ProcessorState,
+    StepLost,
+    admit,
+    release,
+    step,
+)
+from jax_specdec.records.processor_state import is_newer
+from tests.support import decoding
+from tests.support.decoding import VOCAB, mixed_requests
+from tests.support.processor_messages import request, silent, target, tokens
+
+SLOTS = 3
+
+
+class WorkerThread:
+    """A worker and its ring of one slot, for an `Engine`; both sides' numbers stay visible.
+
+    `patience` messages are read only once the worker waits for room. With `drops`, a message that
+    finds no room is thrown away, as the seed system did.
+    """
+
+    def __init__(self, *, patience=0, drops=False, drafting="ngram"):
+        params, model = decoding.random_model()
+        settings = LoopConfig(
+            model=model, drafter=decoding.drafter(drafting, model), num_slots=SLOTS, max_length=96
+        )
+        self.reader = RingReader.create(1, 1 << 16)
+        self.writer = RingWriter.attach(self.reader.name)
+        self.patience, self.drops = patience, drops
+        self.reads = self.dropped = 0
+        sender = SimpleNamespace(send=self.send)
+        worker = Worker(
+            settings,
+            params,
+            sender,
+            compiled=decoding.compiled(settings),
+            prefill_chunk=8,
+            fused=False,
+        )
+        self.commands = queue.SimpleQueue()
+        self.thread = threading.Thread(target=serve, args=(worker, self.commands), daemon=True)
+        self.thread.start()
+
+    pid = 0
+    ring = property(lambda self: self)
+
+    def tell(self, command):
+        self.commands.put(command)
+
+    def send(self, words):
+        try:
+            self.writer.send(words, timeout=0 if self.drops else None)
+        except RingFull:
+            self.dropped += 1
+
+    def receive(self, timeout, *, rehearse=None):
+        if self.reads < self.patience:
+            # Each message finds a full ring: it waits once, so waits tell which one it is.
+            self.reads += 1
+            deadline = time.monotonic() + 60
+            while not (self.dropped if self.drops else self.writer.counters().waits >= self.reads):
+                assert time.monotonic() < deadline, "the worker never found the ring full"
+                time.sleep(0.001)
+        return self.reader.receive(timeout, rehearse=rehearse)
+
+    def failure(self, cause):
+        return type(cause)(str(cause))
+
+    def stop(self, *, drain):
+        del drain
+        self.tell(Shutdown())
+        while self.thread.is_alive():
+            self.reader.try_receive()
+            self.thread.join(0.01)
+        self.writer.close()
+        with contextlib.suppress(EndOfStream):
+            while True:
+                self.reader.receive(1)
+        self.reader.close()
+
+
+def engine_with(worker, first_generation=0):
+    """An engine whose one worker is `worker`, its slots' generations counted from the given one."""
+    engine = Engine(
+        EngineConfig(vocab_size=VOCAB, num_slots=SLOTS, max_length=96),
+        start_worker=lambda config, **_: worker,
+    )
+    engine.ranks[0] = Rank(
+        worker, num_slots=SLOTS, max_length=96, first_generation=first_generation
+    )
+    return engine
+
+
+def collect(engine, requests):
+    """Records of each request, and every message."""
+    records, messages = {item.id: [] for item in requests}, []
+    for update in engine.generate(requests):
+        messages.append(update.message)
+        for record in update.records:
+            records[record.request_id].append(record)
+    return records, messages
+
+
+def prompt_rows(records):
+    """Places in the prompt and their logprobs, as delivered."""
+    return [
+        (record.prompt.start + n, row)
+        for record in records
+        if record.prompt is not None
+        for n, row in enumerate(record.prompt.logprobs.tolist())
+    ]
+
+
+def requests():
+    return mixed_requests(5, max_tokens=(18, 24))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return decoding.run(requests(), "ngram")
+
+
+def check(records, expected, *, exact=True):
+    for item in requests():
+        emitted = [t for record in records[item.id] for t in record.token_ids.tolist()]
+        assert emitted == expected.token_ids(item.id)
+        assert records[item.id][-1].finish_reason is FinishReason.LENGTH
+        if item.params.logprobs is not None:
+            got, wanted = (
+                np.concatenate([record.logprobs for record in found])
+                for found in (records[item.id], expected.records[item.id])
+            )
+            if exact:
+                np.testing.assert_array_equal(got, wanted)
+            else:
+                np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+def test_a_full_ring_blocks_the_worker_and_loses_nothing(expected):
+    worker = WorkerThread(patience=3)
+    with engine_with(worker) as engine:
+        records, messages = collect(engine, requests())
+        assert worker.writer.counters().waits >= 3
+    assert [message.step for message in messages] == list(range(len(messages)))
+    check(records, expected)
+
+
+def test_a_worker_that_drops_is_noticed():
+    """Negative control: what the seed system did when its queue was full is an error here."""
+    worker = WorkerThread(patience=1, drops=True)
+    with (
+        engine_with(worker) as engine,
+        pytest.raises(StepLost, match=r"1 was next: steps 1 to \d+ .* are lost"),
+    ):
+        collect(engine, requests())
+    assert worker.dropped > 0
+
+
+def test_generations_wrap_around_while_slots_are_reused(expected):
+    """Slots are given away under 2^32 - 1, then 0: the engine, the device and the wire agree."""
+    with engine_with(WorkerThread(), first_generation=2**32 - 2) as engine:
+        records, messages = collect(engine, requests())
+    seen = {int(g) for message in messages for g in message.generation[message.num_tokens > 0]}
+    assert seen == {2**32 - 1, 0}
+    check(records, expected)
+
+
+def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
+    """A greedy request's tokens are the same; its logprobs too, up to sums in another order."""
+    asked = [
+        replace(item, params=replace(item.params, draft_logprobs=True, prompt_logprobs=1))
+        for item in requests()
+    ]
+    undisturbed = decoding.run(asked, "mtp")
+    records = {item.id: [] for item in asked}
+    preempted = 0
+    with engine_with(WorkerThread(drafting="mtp")) as engine:
+        for n, update in enumerate(engine.generate(asked)):
+            for record in update.records:
+                records[record.request_id].append(record)
+                preempted += record.reschedule
+            if n % 4 == 1 and engine.running:
+                engine.preempt(engine.running[n // 4 % len(engine.running)])
+    assert preempted > 5
+    check(records, undisturbed, exact=False)
+    for item in asked:
+        last, wanted = records[item.id][-1], undisturbed.records[item.id][-1]
+        prompt, same = (prompt_rows(run[item.id]) for run in (records, undisturbed.records))
+        assert [place for place, _ in prompt] == list(range(1, len(item.prompt_token_ids)))
+        assert [place for place, _ in same] == [place for place, _ in prompt]
+        for (_, row), (_, wanted_row) in zip(prompt, same, strict=True):
+            np.testing.assert_allclose(row, wanted_row, atol=1e-4)
+        drafts = sum(record.num_drafts for record in records[item.id])
+        assert last.statistics.num_tokens == wanted.statistics.num_tokens
+        assert last.statistics.num_drafts == drafts
+        if item.params.logprobs is not None:
+            total = wanted.cumulative_logprob
+            assert last.cumulative_logprob == pytest.approx(total, abs=1e-3)
+            found = sum(len(r.draft_logprobs) for r in records[item.id] if r.num_drafts)
+            assert found == drafts > 0
+
+
+@pytest.mark.fast
+def test_newer_is_decided_on_the_circle_of_32_bits():
+    assert is_newer(1, 0)
+    assert is_newer(0, 2**32 - 1)
+    assert is_newer(2**31 - 1, 0)
+    assert not is_newer(2**31, 0)  # half way round: neither is newer
+    assert not is_newer(0, 2**31)
+    assert not is_newer(5, 5)
+    assert not is_newer(2**32 - 1, 0)
+
+
+@pytest.mark.fast
+def test_old_and_future_generations_around_the_wrap():
+    state = admit(ProcessorState.empty(1), 0, 2**32 - 1, request("old"))
+    with pytest.raises(ProcessorError, match="about generation 0, but the last one admitted is"):
+        step(state, target(0, tokens(5, generation=0)))
+    state = admit(release(state, 0), 0, 0, request("new"))
+    for n, late in enumerate((2**32 - 1, 2**32 - 2, 2**31 + 1)):
+        state, records = step(state, target(n, tokens(5, generation=late)))
+        assert (len(records), state.counters.late_slots) == (0, n + 1)
+    state, (record,) = step(state, target(3, tokens(5, generation=0)))
+    assert (record.request_id, record.token_ids.tolist()) == ("new", [5])
+    for used in (0, 2**32 - 1, 2**31):
+        with pytest.raises(ProcessorError, match="is used up"):
+            admit(release(state, 0), 0, used, request("another"))
+
+
+@pytest.mark.fast
+def test_a_message_about_no_live_request_changes_nothing_but_a_counter():
+    """Neither the old request's tokens, nor its preemption, nor its recovery stop."""
+    state = admit(ProcessorState.empty(1), 0, 1, request("old", logprobs=0))
+    state = admit(release(state, 0), 0, 2, request("new", logprobs=0))
+    before = [getattr(state.columns, name).tolist() for name in state.columns.__slots__]
+    for n, slot in enumerate(
+        [tokens(5, columns=1), tokens(6, 7, columns=1), silent(3), silent(4), silent(1), silent(2)]
+    ):
+        state, records = step(state, target(n, slot))
+        assert len(records) == 0
+    after = [getattr(state.columns, name).tolist() for name in state.columns.__slots__]
+    assert after == before
+    assert state.counters.late_slots == 4
+
+
+@pytest.mark.fast
+def test_finish_reasons_are_those_of_the_contract():
+    assert [reason.name for reason in FinishReason] == [
+        "STOP_TOKEN", "STOP_SEQUENCE", "LENGTH", "ABORT", "RECOVERY_ERROR", "PREFILL_HANDOVER",
+        "WORKER_LOST",
+    ]  # fmt: skip

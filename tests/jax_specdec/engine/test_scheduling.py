@@ -1,0 +1,266 @@
+"""The engine over scripted workers: abort, preemption, hand-over and lost workers, at any moment.
+
+Whatever happens between two updates, every request's tokens, logprobs, cumulative logprob and
+statistics must be those of an undisturbed run, or a beginning of it with the reason why it ended.
+"""
+
+import functools
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jax_specdec.control import Admit, Evict
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Request, SamplingParams
+from tests.support.paths import ROOT
+from tests.support.scene import Scene, check, long_requests, make_requests
+from tests.support.scripted_worker import VOCAB, continuation
+
+pytestmark = pytest.mark.fast
+
+
+def meddler(seed, *, aborts=0.0, preemptions=0.0, stops=0.0):
+    rng = random.Random(seed)
+
+    def meddle(scene, n):
+        for name in scene.records:
+            if rng.random() < aborts:
+                scene.engine.abort(name)
+            if rng.random() < preemptions:
+                scene.engine.preempt(name)
+            if rng.random() < stops:
+                scene.engine.preempt(name, reschedule=False)
+
+    return meddle
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**16),
+    count=st.integers(1, 9),
+    ranks=st.integers(1, 3),
+    prefill_ranks=st.integers(0, 2),
+    aborts=st.sampled_from((0.0, 0.0, 0.05)),
+    preemptions=st.sampled_from((0.0, 0.1, 0.3)),
+    stops=st.sampled_from((0.0, 0.0, 0.05)),
+    losses=st.booleans(),
+)
+def test_whatever_happens_nothing_is_lost_or_doubled(
+    seed, count, ranks, prefill_ranks, aborts, preemptions, stops, losses
+):
+    requests = make_requests(count, seed)
+    rng = random.Random(seed)
+    faults = {}
+    if losses:
+        for rank in range(ranks + prefill_ranks):
+            faults[rank] = [rng.randint(0, 30) for _ in range(rng.randint(0, 3))]
+    scene = Scene(
+        seed=seed,
+        faults=faults,
+        num_ranks=ranks,
+        num_prefill_ranks=prefill_ranks,
+        on_worker_loss="restart",
+        resume_lost=rng.random() < 0.7,
+    )
+    scene.run(requests, meddler(seed, aborts=aborts, preemptions=preemptions, stops=stops))
+    check(scene, requests)
+    assert all(rank.num_free == 2 for rank in scene.engine.ranks)
+    if not scene.engine.config.resume_lost or not losses:
+        return
+    reasons = {scene.finish_reason(request.id) for request in requests}
+    assert FinishReason.WORKER_LOST not in reasons
+
+
+def test_that_comparison_can_fail():
+    requests = make_requests(4)
+    scene = Scene().run(requests)
+    check(scene, requests)
+    doubled = max(scene.records.values(), key=len)
+    doubled.insert(1, doubled[0])
+    with pytest.raises(AssertionError):
+        check(scene, requests)
+
+
+def test_a_preempted_request_goes_on_where_it_was():
+    requests = make_requests(3, seed=4)
+
+    def meddle(scene, n):
+        if n % 3 == 0:
+            for name in scene.engine.running:
+                assert scene.engine.preempt(name)
+
+    scene = Scene(seed=4).run(requests, meddle)
+    check(scene, requests)
+    assert scene.engine.status[0].processor.preempted > 3
+    worker = scene.workers[0]
+    again = [c for c in worker.commands if isinstance(c, Admit)][3:]
+    originals = {request.id: request for request in requests}
+    assert again
+    for command in again:  # what was emitted is part of the prompt now
+        original = originals[command.request.id]
+        emitted = command.request.prompt_token_ids[len(original.prompt_token_ids) :]
+        assert list(emitted) == scene.tokens(original.id)[: len(emitted)]
+        left = original.params.max_tokens - len(emitted)
+        assert command.request.params.max_tokens == left
+
+
+def test_a_preempted_request_comes_before_those_that_wait():
+    requests = [
+        Request(id=f"r{n}", prompt_token_ids=(n,), params=SamplingParams(max_tokens=20))
+        for n in range(4)
+    ]
+    asked = []
+
+    def meddle(scene, n):
+        if not asked and scene.records["r0"]:
+            asked.append(scene.engine.preempt("r0"))
+
+    scene = Scene(num_slots=1).run(requests, meddle)
+    order = [c.request.id for c in scene.workers[0].commands if isinstance(c, Admit)]
+    assert asked == [True]
+    assert order == ["r0", "r0", "r1", "r2", "r3"]
+    check(scene, requests)
+
+
+def test_a_recovery_stop_ends_a_request_with_an_error():
+    requests = make_requests(3, seed=9)
+
+    def meddle(scene, n):
+        scene.engine.preempt("r0", reschedule=False)
+
+    scene = Scene().run(requests, meddle)
+    check(scene, requests)
+    assert scene.finish_reason("r0") is FinishReason.RECOVERY_ERROR
+    assert scene.engine.status[0].processor.preempted == 0
+
+
+@pytest.mark.parametrize("when", [0, 3])
+def test_an_abort_ends_a_request_that_runs_or_waits(when):
+    requests = [
+        Request(id=f"r{n}", prompt_token_ids=(n,), params=SamplingParams(max_tokens=20, logprobs=0))
+        for n in range(4)
+    ]
+    answers = []
+
+    def meddle(scene, n):
+        if n == when:
+            answers.extend([scene.engine.abort("r0"), scene.engine.abort("r3")])
+            answers.extend([scene.engine.abort("r0"), scene.engine.abort("nobody")])
+
+    scene = Scene(num_slots=2).run(requests, meddle)
+    assert answers == [True, True, False, False]
+    check(scene, requests)
+    for name in ("r0", "r3"):
+        assert scene.finish_reason(name) is FinishReason.ABORT
+    assert scene.tokens("r3") == []
+    assert scene.records["r3"][0].cumulative_logprob == 0.0
+    assert scene.finish_reason("r1") is FinishReason.LENGTH
+
+
+def test_abort_and_preempt_leave_what_has_ended_alone():
+    requests = make_requests(2)
+    scene = Scene()
+    assert not scene.engine.abort("r0")
+    assert not scene.engine.preempt("r0")
+    scene.run(requests)
+    assert not scene.engine.abort("r0")
+    assert not scene.engine.preempt("r0")
+    assert not [c for c in scene.workers[0].commands if isinstance(c, Evict)]
+
+
+def test_one_worker_prefills_and_others_decode():
+    requests = make_requests(8, seed=2)
+    scene = Scene(num_ranks=2, num_prefill_ranks=1).run(requests)
+    check(scene, requests)
+    decode, prefill = scene.workers[:2], scene.workers[2]
+    assert not any(worker.prefill_only for worker in decode)
+    assert prefill.prefill_only
+    assert len([c for c in prefill.commands if isinstance(c, Admit)]) == 8
+    for request in requests:
+        first, *others = [r for r in scene.records[request.id] if r.prompt is None]
+        tokens, _ = continuation(request)
+        assert first.token_ids.tolist() == tokens[:1]
+        if len(tokens) == 1:  # a stop, or max_tokens = 1: nobody goes on
+            assert others == []
+            assert first.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN)
+        else:
+            assert first.finish_reason is None
+    admissions = [c for worker in decode for c in worker.commands if isinstance(c, Admit)]
+    going_on = [request for request in requests if len(continuation(request)[0]) > 1]
+    assert len(admissions) == len(going_on) > 3
+    handed_over = {
+        record.request_id: tuple(record.handover_draft_ids.tolist())
+        for records in scene.records.values()
+        for record in records
+        if record.handover_draft_ids is not None and record.finish_reason is None
+    }
+    assert any(handed_over.values())
+    for command in admissions:
+        assert command.draft_token_ids == handed_over[command.request.id]
+        original = next(r for r in requests if r.id == command.request.id)
+        assert command.request.prompt_token_ids == (
+            *original.prompt_token_ids, continuation(original)[0][0]
+        )  # fmt: skip
+
+
+def test_requests_go_to_the_rank_with_most_free_slots():
+    requests = [
+        Request(id=f"r{n}", prompt_token_ids=(n,), params=SamplingParams(max_tokens=5))
+        for n in range(6)
+    ]
+    scene = Scene(num_ranks=3, num_slots=2).run(requests)
+    check(scene, requests)
+    for worker in scene.workers:
+        assert len([c for c in worker.commands if isinstance(c, Admit)]) == 2
+
+
+def test_every_ring_is_read_once_a_round():
+    """No ring starves, however many messages the others have."""
+    requests = [
+        Request(id=f"r{n}", prompt_token_ids=(n,), params=SamplingParams(max_tokens=20))
+        for n in range(4)
+    ]
+    scene = Scene(num_ranks=2, num_slots=2).run(requests)
+    ranks = [update.process_rank for update in scene.updates]
+    while_both_run = ranks[: 2 * min(ranks.count(0), ranks.count(1))]
+    assert while_both_run == [0, 1] * (len(while_both_run) // 2)
+    steps = [[u.message.step for u in scene.updates if u.process_rank == r] for r in (0, 1)]
+    assert steps == [list(range(len(each))) for each in steps]
+    sent = [worker.sent for worker in scene.workers]
+    assert [status.ring.messages for status in scene.engine.status] == sent
+
+
+def test_the_documented_example_runs(monkeypatch, capsys):
+    page = (ROOT / "docs" / "engine.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    start = functools.partial(Engine, start_worker=Scene(num_prefill_ranks=1).start)
+    monkeypatch.setattr("jax_specdec.engine.engine.Engine", start)
+    exec(compile(code, "docs/engine.md", "exec"), {})
+    ranks = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] in "01"]
+    assert ranks[0] == "1"
+    assert set(ranks[1:]) == {"0"}
+
+
+def test_two_runs_at_once_are_refused():
+    scene = Scene()
+    stream = scene.engine.generate(long_requests())
+    next(stream)
+    with pytest.raises(RuntimeError, match="is generating"):
+        next(scene.engine.generate(long_requests()))
+    stream.close()
+    scene.run(long_requests())
+    check(scene, long_requests())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_ranks", 0), ("num_prefill_ranks", -1), ("max_restarts", -1),
+     ("on_worker_loss", "cry"), ("max_silence", 0.0)],
+)  # fmt: skip
+def test_a_deployment_that_cannot_be_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} = {value!r} must be"):
+        EngineConfig(vocab_size=VOCAB, **{field: value})

@@ -1,0 +1,318 @@
+"""OpenAI-style responses: the formats, the extension, and what JSON cannot carry."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from jax_specdec.export.openai import (
+    ChatStream,
+    CompletionStream,
+    Rows,
+    chat_completion,
+    chat_logprobs,
+    completion,
+    completion_logprobs,
+    finish_reason,
+    prompt_logprobs,
+)
+from jax_specdec.export.openai_extension import speculation, token_kinds
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.output_processor import ProcessorState, abort, admit, step
+from jax_specdec.text.detokenize import TokenTable
+from tests.support.paths import ROOT
+from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
+
+pytestmark = pytest.mark.fast
+
+SNOWMAN = "\N{SNOWMAN}".encode()  # three bytes, as three tokens: 0, 1, 2
+TABLE = TokenTable([SNOWMAN[:1], SNOWMAN[1:2], SNOWMAN[2:], b" a", b"b"], special={5: "</s>"})
+MADE = {"model": "m", "created": 17}
+
+
+def records_of(*messages, **params):
+    state = admit(ProcessorState.empty(1), 0, 1, request(**params))
+    records = []
+    for message in messages:
+        state, released = step(state, message)
+        records += released
+    return records
+
+
+def two_steps(**params):
+    first = tokens(3, 4, columns=3, logprobs=[[-0.5, -0.5, -1.5], [-2.0, -0.25, -math.inf]])
+    second = tokens(0, columns=3, logprobs=[[math.nan] * 3], ranks=[0])
+    first.topk_ids[:] = [[3, 0], [1, -1]]
+    second.topk_ids[:] = [[-1, -1]]
+    return records_of(target(0, first), target(1, second), logprobs=2, **params)
+
+
+def snowman(**params):
+    """A snowman in two steps, then " a" and the end."""
+    return records_of(
+        target(0, tokens(3, 0, columns=1)),
+        target(1, tokens(1, columns=1)),
+        target(2, tokens(2, 3, 5, columns=1)),
+        logprobs=0,
+        stop_token_ids=(5,),
+        **params,
+    )
+
+
+def test_completions_format():
+    assert completion_logprobs(two_steps(), TABLE) == {
+        "tokens": [" a", "b", r"bytes:\xe2"],
+        "token_logprobs": [-0.5, -2.0, None],
+        # The emitted token follows the top K where it is not among them: up to K + 1 of them.
+        "top_logprobs": [{" a": -0.5, r"bytes:\xe2": -1.5}, {r"bytes:\x98": -0.25, "b": -2.0}, {}],
+        "text_offset": [0, 2, 3],
+    }
+
+
+def test_chat_format():
+    logprobs = chat_logprobs(two_steps(), TABLE)
+    assert logprobs["refusal"] is None
+    assert logprobs["content"][0] == {
+        "token": " a",
+        "logprob": -0.5,
+        "bytes": (32, 97),
+        "top_logprobs": [
+            {"token": " a", "logprob": -0.5, "bytes": (32, 97)},
+            {"token": r"\xe2", "logprob": -1.5, "bytes": (0xE2,)},
+        ],
+    }
+    assert len(logprobs["content"][1]["top_logprobs"]) == 1
+    assert logprobs["content"][2]["logprob"] is None
+    assert logprobs["content"][2]["top_logprobs"] == []
+
+
+def test_the_bytes_of_all_tokens_are_those_of_the_text():
+    records = snowman()
+    response = chat_completion(records[0].request, records, TABLE, **MADE)
+    (choice,) = response["choices"]
+    content = choice["logprobs"]["content"]
+    raw = b"".join(bytes(token["bytes"]) for token in content if token["bytes"] is not None)
+    assert raw == choice["message"]["content"].encode() == b" a" + SNOWMAN + b" a"
+    assert (content[-1]["token"], content[-1]["bytes"]) == ("</s>", None)
+    # The strings alone could not tell.
+    assert "".join(token["token"] for token in content) != " a\N{SNOWMAN} a</s>"
+
+
+def test_offsets_point_into_the_text():
+    records = snowman()
+    response = completion(records[0].request, records, TABLE, **MADE)
+    (choice,) = response["choices"]
+    assert choice["text"] == " a\N{SNOWMAN} a"
+    assert choice["logprobs"]["text_offset"] == [0, 2, 2, 2, 3, 5]
+    assert choice["logprobs"]["tokens"] == [
+        " a", r"bytes:\xe2", r"bytes:\x98", r"bytes:\x83", " a", "</s>",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stream", "whole"), [(CompletionStream, completion),
+                                               (ChatStream, chat_completion)])  # fmt: skip
+@pytest.mark.parametrize("make", [snowman, two_steps])
+def test_the_chunks_of_a_stream_join_to_the_whole_response(stream, whole, make):
+    records = make()
+    asked = records[0].request
+    expected = whole(asked, records, TABLE, **MADE)
+    live = stream(asked, TABLE, **MADE)
+    chunks = [live.chunk(record) for record in records]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    last = live.usage()
+    assert last["choices"] == []
+    assert last["usage"] == expected["usage"]
+    assert choices[-1]["finish_reason"] == expected["choices"][0]["finish_reason"]
+    found = [choice["logprobs"] for choice in choices]
+    logprobs = expected["choices"][0]["logprobs"]
+    if stream is ChatStream:
+        assert "role" in choices[0]["delta"]
+        assert all("role" not in choice["delta"] for choice in choices[1:])
+        text = "".join(choice["delta"]["content"] for choice in choices)
+        assert [entry for part in found for entry in part["content"]] == logprobs["content"]
+        expected_text = expected["choices"][0]["message"]["content"]
+    else:
+        text = "".join(choice["text"] for choice in choices)
+        for name, values in logprobs.items():
+            assert [value for part in found for value in part[name]] == values
+        expected_text = expected["choices"][0]["text"]
+    # A request that has not ended may still complete its last character.
+    ended = choices[-1]["finish_reason"] is not None
+    assert text == (expected_text if ended else expected_text.removesuffix("\ufffd"))
+    for name in ("token_ids", "token_kinds", "by_step", "token_ranks", "topk_ids"):
+        parts = [chunk["speculation"][name] for chunk in chunks]
+        assert [v for part in parts for v in part] == expected["speculation"][name]
+
+
+def test_a_text_that_ends_inside_a_character_says_so_at_its_end():
+    records = records_of(target(0, tokens(3, 0)), max_tokens=2)
+    live = CompletionStream(records[0].request, TABLE, **MADE)
+    assert live.chunk(records[0])["choices"][0]["text"] == " a\ufffd"
+    whole = completion(records[0].request, records, TABLE, **MADE)
+    assert whole["choices"][0]["text"] == " a\ufffd"
+
+
+def test_json_has_no_infinities_and_no_nan():
+    rows = [[-math.inf, -math.inf, -0.5]]
+    slot = tokens(3, columns=3, logprobs=rows)
+    slot.topk_ids[:] = [[4, 3]]
+    records = [*records_of(target(0, slot), logprobs=2), *two_steps()]
+    for build in (completion, chat_completion):
+        text = json.dumps(build(records[0].request, records, TABLE, **MADE), allow_nan=False)
+        assert "-9999.0" in text
+        assert "null" in text
+    with pytest.raises(ValueError, match="not JSON compliant"):  # the raw values would fail
+        json.dumps(records[0].logprobs.tolist(), allow_nan=False)
+
+
+def test_a_real_logprob_below_the_stand_in_for_minus_infinity_is_kept():
+    slot = tokens(3, columns=1, logprobs=[[-20000.0]])
+    assert completion_logprobs(records_of(target(0, slot), logprobs=0), TABLE)[
+        "token_logprobs"
+    ] == [-20000.0]
+
+
+def test_equal_texts_keep_the_more_likely_token():
+    table = TokenTable([b"x", b"x", b" a"])
+    slot = tokens(2, columns=3, logprobs=[[-1.0, -0.25, -0.5]])
+    slot.topk_ids[:] = [[0, 1]]
+    logprobs = completion_logprobs(records_of(target(0, slot), logprobs=2), table)
+    assert logprobs["top_logprobs"] == [{"x": -0.25, " a": -1.0}]
+
+
+def test_without_logprobs_there_is_no_object():
+    records = records_of(target(0, tokens(3)))
+    assert completion_logprobs(records, TABLE) is None
+    assert chat_logprobs(records, TABLE) is None
+    asked = records[0].request
+    assert completion(asked, records, TABLE, **MADE)["choices"][0]["logprobs"] is None
+    assert ChatStream(asked, TABLE, **MADE).chunk(records[0])["choices"][0]["logprobs"] is None
+    found = speculation(records, TABLE)
+    assert "token_ranks" not in found
+    assert found["tokens"] == [" a"]  # the strings have no other place
+    assert "tokens" not in speculation(two_steps(), TABLE)
+
+
+def test_finish_reasons_in_the_words_of_the_api():
+    assert finish_reason(None) is None
+    assert finish_reason(FinishReason.STOP_TOKEN) == "stop"
+    assert finish_reason(FinishReason.STOP_SEQUENCE) == "stop"
+    assert finish_reason(FinishReason.LENGTH) == "length"
+    assert finish_reason(FinishReason.WORKER_LOST) == "worker_lost"
+
+
+def test_usage_counts_what_was_delivered():
+    records = snowman()
+    response = completion(records[0].request, records, TABLE, **MADE)
+    assert response["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert response["id"] == "r"
+    assert (response["model"], response["created"]) == ("m", 17)
+
+
+def test_a_request_that_got_nothing_is_an_empty_response():
+    state = admit(ProcessorState.empty(1), 0, 1, request(logprobs=1))
+    state, _ = step(state, target(0, silent()))
+    _, records = abort(state, "r")
+    (record,) = records
+    response = completion(record.request, [record], TABLE, **MADE)
+    assert response["choices"][0]["text"] == ""
+    assert response["choices"][0]["finish_reason"] == "abort"
+    assert response["choices"][0]["logprobs"]["tokens"] == []
+    assert response["speculation"]["by_step"] == []
+    assert completion(record.request, [], TABLE, **MADE)["choices"][0]["finish_reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_drafts", "kinds"),
+    [
+        ((3,), 0, ["plain"]),
+        ((3, 4), 1, ["accepted", "bonus"]),
+        ((3, 4), 3, ["accepted", "recovered"]),
+        ((3,), 2, ["recovered"]),
+    ],
+)
+def test_what_each_token_was_to_verification(ids, num_drafts, kinds):
+    (record,) = records_of(target(0, tokens(*ids, drafts=num_drafts)))
+    assert token_kinds(record) == kinds
+
+
+def test_a_stop_cuts_the_kinds_with_the_tokens():
+    (record,) = records_of(target(0, tokens(3, 5, 4)), stop_token_ids=(5,))
+    assert token_kinds(record) == ["accepted", "accepted"]
+    assert speculation([record], TABLE)["by_step"] == [
+        {"step": 0, "num_tokens": 2, "num_drafts": 2, "num_accepted": 2}
+    ]
+
+
+def test_drafts_and_chosen_ids_are_extensions():
+    state = admit(
+        ProcessorState.empty(1),
+        0,
+        1,
+        request(logprobs=1, extra_token_ids=(0, 4), draft_logprobs=True, max_tokens=2),
+    )
+    rows = [[-0.5, -0.25, -3.0, -math.inf], [-1.0, -1.0, -2.0, -4.0]]
+    state, _ = step(
+        state, target(0, tokens(3, 4, drafts=2, columns=2, chosen=2, logprobs=rows, ranks=[2, 1]),
+                      draft_follows=True)
+    )  # fmt: skip
+    guess = drafts(3, 1, columns=2, chosen=2)
+    guess.logprobs[:] = [[-0.125, -0.125, -5.0, -6.0], [-0.75, -math.inf, -math.inf, -7.0]]
+    guess.topk_ids[:] = [[3], [-1]]
+    state, (record,) = step(state, draft(0, guess))
+    response = completion(record.request, [record], TABLE, **MADE)
+    found = response["speculation"]
+    assert found["chosen_token_ids"] == [0, 4]
+    assert found["chosen_logprobs"] == [[-3.0, -9999.0], [-2.0, -4.0]]
+    assert found["token_ids"] == [3, 4]
+    assert found["token_ranks"] == [2, 1]
+    assert found["topk_ids"] == [[3], [4]]
+    assert found["token_kinds"] == ["accepted", "recovered"]
+    assert found["by_step"] == [
+        {
+            "step": 0,
+            "num_tokens": 2,
+            "num_drafts": 2,
+            "num_accepted": 1,
+            "draft_token_ids": [3, 1],
+            "draft_tokens": [" a", r"bytes:\x98"],
+            "draft_logprobs": [-0.125, -0.75],
+            "draft_token_ranks": [4, 2],
+            "draft_topk_ids": [[3], []],
+            "draft_topk_logprobs": [[-0.125], []],
+            "draft_chosen_logprobs": [[-5.0, -6.0], [-9999.0, -7.0]],
+        }
+    ]
+    assert found["logprobs_mode"] == "raw"
+    assert (found["steps"], found["drafts"], found["accepted"]) == (1, 2, 1)
+    json.dumps(response, allow_nan=False)
+
+
+def test_prompt_logprobs_are_an_extension():
+    rows = Rows(
+        np.array([3, 0], np.int32),
+        np.array([[-0.5, -0.25], [math.nan, math.nan]], np.float32),
+        np.array([[4], [-1]], np.int32),
+    )
+    expected = [
+        None,  # nothing predicts a prompt's first token
+        {"token": " a", "logprob": -0.5, "bytes": (32, 97),
+         "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": (98,)}]},
+        {"token": r"\xe2", "logprob": None, "bytes": (0xE2,), "top_logprobs": []},
+    ]  # fmt: skip
+    assert prompt_logprobs(rows, TABLE) == expected
+    records = snowman()
+    for build in (completion, chat_completion):
+        response = build(records[0].request, records, TABLE, prompt=rows, **MADE)
+        assert response["speculation"]["prompt_logprobs"] == expected
+        without = build(records[0].request, records, TABLE, **MADE)
+        assert "prompt_logprobs" not in without["speculation"]
+
+
+def test_the_examples_of_the_documentation_run():
+    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    exec("\n".join(blocks), {})

@@ -1,0 +1,194 @@
+"""Records as a sequence, their cost in objects, and the statistics."""
+
+import gc
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from ipc.wire import SlotState
+from jax_specdec.export.metrics import prometheus_text
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.decode import decode
+from jax_specdec.records.output_processor import ProcessorState, abort, admit, release, step
+from jax_specdec.records.record import Record, Records
+from jax_specdec.records.statistics import Statistics
+from tests.support.processor_messages import first_token, request, silent, target, tokens
+
+pytestmark = pytest.mark.fast
+
+
+def some_slots(num_slots, **params):
+    state = ProcessorState.empty(num_slots)
+    for slot in range(num_slots):
+        state = admit(state, slot, 1, request(str(slot), **params))
+    return state
+
+
+def test_records_are_a_sequence_over_their_batches():
+    state = some_slots(3)
+    state, none = step(state, target(0, *(tokens(n) for n in range(3)), draft_follows=True))
+    state, records = step(state, target(1, *(tokens(n) for n in range(3, 6))))
+    assert len(none) == 0
+    assert list(none) == []
+    assert len(records) == 6
+    assert [len(batch) for batch in records.batches] == [3, 3]
+    steps = [(r.step, r.slot, r.token_ids.tolist()) for r in records]
+    assert steps == [(n // 3, n % 3, [n]) for n in range(6)]
+    for index in range(-6, 6):
+        assert records[index].token_ids.tolist() == [index % 6]
+    for index in (6, -7):
+        with pytest.raises(IndexError, match=f"record {index} of 6"):
+            records[index]
+    with pytest.raises(IndexError):
+        Records()[0]
+
+
+def test_events_are_what_a_scheduler_must_act_on():
+    state = some_slots(4, stop_token_ids=(9,))
+    slots = [tokens(5), tokens(9), silent(SlotState.PREEMPTED), silent(SlotState.RECOVERY_STOP)]
+    _, records = step(state, target(0, *slots))
+    events = [(r.request_id, r.finish_reason, r.reschedule) for r in records.events()]
+    assert events == [
+        ("1", FinishReason.STOP_TOKEN, False),
+        ("2", None, True),
+        ("3", FinishReason.RECOVERY_ERROR, False),
+    ]
+    _, records = step(some_slots(1), target(0, tokens(5)))
+    assert list(records.events()) == []
+
+
+def batch_message(num_slots, n, k):
+    slots = [tokens(*range(1, n + 1), columns=k + 1) for _ in range(num_slots)]
+    return target(0, *slots)
+
+
+def blocks_allocated(num_slots, n, k):
+    """Memory blocks that one call leaves behind, from bytes to records with columns ready."""
+    state = some_slots(num_slots, logprobs=k, max_tokens=1000)
+    data = bytes(batch_message(num_slots, n, k).token_ids.base)
+    counts = []
+    for _ in range(5):  # the interpreter's own free lists come and go: take the middle
+        gc.collect()
+        gc.disable()
+        try:
+            before = sys.getallocatedblocks()
+            kept = step(state, decode(data))
+            counts.append(sys.getallocatedblocks() - before)
+        finally:
+            gc.enable()
+        assert len(kept[1]) == num_slots
+        del kept
+    return sorted(counts)[2]
+
+
+def test_the_number_of_objects_grows_with_nothing():
+    few = blocks_allocated(8, 1, 0)
+    assert few < 150
+    for num_slots, n, k in ((8, 1, 20), (8, 5, 20), (64, 5, 20)):  # 13440 values in the last
+        assert abs(blocks_allocated(num_slots, n, k) - few) <= 30
+
+
+def test_touching_one_record_makes_few_objects():
+    state = some_slots(64, logprobs=20)
+    _, records = step(state, batch_message(64, 3, 20))
+    touched, counts = [], []
+    for index in range(5):  # another thread may make some: take the middle
+        record = records[index]
+        assert isinstance(record, Record)
+        before = sys.getallocatedblocks()
+        touched += record.token_ids, record.logprobs, record.token_ranks, record.topk_ids
+        counts.append(sys.getallocatedblocks() - before)
+    assert 4 <= sorted(counts)[2] < 40
+    assert all(array.base is not None for array in touched)
+
+
+def test_statistics_by_hand():
+    """Three steps of one request: no drafts, 1 of 3 accepted, 2 of 2 accepted; then a cut."""
+    state = some_slots(1, max_tokens=5)
+    for n, ids, proposed in ((0, (1,), 0), (1, (1, 2), 3), (2, (1, 2, 3), 2)):
+        state, records = step(state, target(n, tokens(*ids, drafts=proposed)))
+    statistics = records[0].statistics
+    assert statistics == state.statistics == state.slot_statistics(0)
+    assert statistics.num_tokens == 5  # one was cut
+    assert (statistics.steps, statistics.num_drafts, statistics.num_accepted) == (3, 5, 3)
+    assert statistics.accept_ratio == 3 / 6
+    assert statistics.acceptance_rate == 3 / 5
+    assert statistics.average_accepted_length == 6 / 3
+    assert (statistics.drafts_at, statistics.accepted_at) == ((2, 2, 1), (2, 1, 0))
+    assert statistics.acceptance_at == (1.0, 0.5, 0.0)
+    # Position 1 was reached twice and accepted once; position 2 was never reached.
+    assert statistics.conditional_acceptance_at == (1.0, 0.5, None)
+    assert state.counters.cut_tokens == 1
+    assert release(state, 0).statistics == statistics  # the past is not forgotten
+
+
+def test_statistics_add_up_and_have_no_value_before_there_is_one():
+    nothing = Statistics()
+    assert nothing.accept_ratio is nothing.acceptance_rate is None
+    assert nothing.average_accepted_length is None
+    assert nothing.acceptance_at == ()
+    one = Statistics((1, 2), (1,), (1, 1), 3)
+    assert one + nothing == nothing + one == one
+    assert one + Statistics((0, 0, 1), (), (0, 0, 1), 3) == Statistics(
+        (1, 2, 1), (1,), (1, 1, 1), 6
+    )
+
+
+def test_only_no_draft_steps_means_a_length_of_one():
+    state, _ = step(some_slots(1), target(0, tokens(5)))
+    assert state.statistics.average_accepted_length == 1.0
+    assert state.statistics.acceptance_rate is None
+    state, _ = step(some_slots(1), target(0, first_token(5, 6, 7)))
+    assert state.statistics == Statistics((1,), (), (1,), 1)  # its drafts are of the next step
+
+
+def test_prometheus_text():
+    state = some_slots(2, stop_token_ids=(9,), max_tokens=50)
+    state, _ = step(state, target(0, tokens(1, 2, drafts=3), tokens(9, 4, drafts=1)))
+    state, _ = abort(state, "0")
+    text = prometheus_text(state)
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    rank = 'process_rank="0"'
+    for name, value in (
+        (f"steps_total{{{rank}}}", 2),
+        (f"tokens_total{{{rank}}}", 3),
+        (f"cut_tokens_total{{{rank}}}", 1),
+        (f"draft_tokens_total{{{rank}}}", 4),
+        (f"accepted_tokens_total{{{rank}}}", 2),
+        (f'draft_tokens_at_position_total{{{rank},position="2"}}', 1),
+        (f'accepted_tokens_at_position_total{{{rank},position="0"}}', 2),
+        (f'finished_requests_total{{{rank},reason="stop_token"}}', 1),
+        (f'finished_requests_total{{{rank},reason="abort"}}', 1),
+        (f'finished_requests_total{{{rank},reason="length"}}', 0),
+        (f"accept_ratio{{{rank}}}", 0.5),
+        (f"live_requests{{{rank}}}", 0),
+    ):
+        assert float(samples[f"jax_specdec_{name}"]) == value, name
+    lines = text.splitlines()
+    for name in {line.split()[2] for line in lines if line.startswith("#")}:
+        assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1
+
+
+def test_prometheus_text_of_several_rings_and_of_none():
+    states = [ProcessorState.empty(1, process_rank=rank) for rank in (0, 3)]
+    text = prometheus_text(*states)
+    assert text.count("# TYPE jax_specdec_steps_total counter\n") == 1
+    assert 'jax_specdec_steps_total{process_rank="0"} 0\n' in text
+    assert 'jax_specdec_steps_total{process_rank="3"} 0\n' in text
+    assert "jax_specdec_accept_ratio{" not in text  # no value yet
+    assert prometheus_text() == ""
+
+
+def test_cumulative_logprob_is_the_sum_one_by_one_in_float64():
+    state = some_slots(1, logprobs=0, max_tokens=1000)
+    rng = np.random.default_rng(0)
+    expected = 0.0
+    for n in range(50):
+        logprobs = -rng.exponential(size=(4, 1)).astype(np.float32)
+        state, records = step(state, target(n, tokens(1, 2, 3, 4, columns=1, logprobs=logprobs)))
+        for value in logprobs[:, 0].tolist():
+            expected += value
+    assert records[0].cumulative_logprob == expected
+    assert not math.isnan(expected)

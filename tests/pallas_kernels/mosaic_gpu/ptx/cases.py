@@ -1,0 +1,276 @@
+"""Which calls are executed as PTX, and what they must give: every path of the kernels, small.
+
+Logits hold every edge of the contract: ties within a thread, across threads, warps, groups, blocks
+and programs; NaN of both signs, infinities, few finite logits, subnormal and huge ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from bench.gpu import floor
+from pallas_kernels import oracle
+from pallas_kernels.mosaic_gpu import run
+from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
+
+INF, NAN = np.inf, np.nan
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; `check(result)` raises AssertionError where it is wrong."""
+
+    name: str
+    tiling: Tiling
+    k: int
+    rows: int  # target rows
+    call: Callable[[], Any]
+    check: Callable[[Any], None]
+
+
+def edge_rows(tiling: Tiling) -> np.ndarray:
+    """[N, V] in the tiling's dtype; the first rows are those that small cases take."""
+    assert tiling.splits <= tiling.num_steps, f"{tiling} has programs without a step"
+    vocabulary, width = tiling.vocabulary, tiling.group_width
+    rng = np.random.default_rng(vocabulary)
+    ids = np.arange(vocabulary)
+    normal = np.round(rng.normal(size=vocabulary) * 4, 1)  # many ties
+    # Equal largest logits: within a vector, in the next thread, warp, group, block; at both ends.
+    ties = np.where(ids % 2 == 0, -0.0, 0.0)
+    places = [vocabulary - 1, 1, 2, 9, width - 1, width, 5 * width + 3, tiling.block + 7]
+    ties[[place for place in places if place < vocabulary]] = 7.0
+    one = np.full(vocabulary, -INF)
+    one[vocabulary - 2] = -3.0
+    few = np.full(vocabulary, -INF)
+    few[[3, width, vocabulary - 1]] = [-2.0, 5.0, 5.0]
+    last_block = np.where(ids // tiling.block == (vocabulary - 1) // tiling.block, 1.0, -1.0)
+    huge = np.where(ids % 3 == 0, 60000.0, -60000.0) * (1.0 if tiling.dtype == "float16" else 1e30)
+    rows = [
+        normal,
+        ties,
+        one,
+        np.where(ids == 9, NAN, normal),
+        np.where(ids == vocabulary - 1, INF, normal),
+        np.full(vocabulary, -INF),
+        np.where(ids == 300, -NAN, -INF),
+        np.zeros(vocabulary),  # all equal
+        few,
+        np.where(ids == vocabulary - 1, NAN, ties),
+        last_block,
+        ids / vocabulary,  # ascending: every group is better than the one before
+        -ids / vocabulary,
+        huge,
+        (ids % 7 - 3) * 1e-40,  # subnormal; zeros in float16
+        np.where(ids % 5 == 0, -INF, normal),
+        np.where(ids < vocabulary - 3, -INF, normal),
+        np.where((ids == 0) | (ids == vocabulary // 2), INF, normal),
+        rng.normal(size=vocabulary) * 30,
+        1e4 + rng.normal(size=vocabulary),
+    ]
+    return np.stack(rows).astype(jnp.dtype(tiling.dtype))
+
+
+def separate(
+    name: str, tiling: Tiling, k: int, options: bool = True, rows: int | None = None
+) -> Case:
+    """options: rows by row_ids, some skipped, temperatures, extra ids; or none of them."""
+    x = edge_rows(tiling)[:rows]
+    vocabulary = tiling.vocabulary
+    rng = np.random.default_rng(k)
+    row_ids = np.arange(len(x), dtype=np.int32)
+    given: dict[str, Any] = {}
+    if options:
+        # Out of order, one row twice, two outside the logits, the last one skipped.
+        row_ids = np.concatenate([rng.permutation(len(x)), [-1, len(x), 0, 1]]).astype(np.int32)
+        given = {
+            "row_ids": row_ids,
+            "num_rows": np.int32(len(row_ids) - 1),
+            "temperatures": rng.choice([0, 0.7, 1, 0.013, 30], len(row_ids)).astype(np.float32),
+            "extra_token_ids": rng.integers(-1, vocabulary + 1, (len(row_ids), 3), np.int32),
+        }
+    token_ids = rng.integers(0, vocabulary, len(row_ids), np.int32)
+    # The largest of a row, its last, and no token at all.
+    for i, row in enumerate(row_ids):
+        if i % 3 == 0 and 0 <= row < len(x):
+            token_ids[i] = oracle.greedy_token_id(x[row])
+    if options:
+        token_ids[-2:] = [vocabulary - 1, vocabulary]
+    arrays = {key: jnp.asarray(value) for key, value in given.items()}
+    arrays = {"row_ids": None, "num_rows": None, "temperatures": None} | arrays
+    arrays.setdefault("extra_token_ids", jnp.zeros((len(row_ids), 0), jnp.int32))
+    inputs = jnp.asarray(x), jnp.asarray(token_ids)
+    expected = oracle.topk_logprobs(x, token_ids, k, **given)
+    return Case(
+        name,
+        tiling,
+        k,
+        len(row_ids),
+        lambda: run.topk_logprobs(*inputs, k, **arrays, tiling=tiling),
+        lambda actual: oracle.assert_matches(actual, expected),
+    )
+
+
+def fused(name: str, tiling: Tiling, k: int, options: bool = True, rows: int | None = None) -> Case:
+    """Every row's greedy choice, also of invalid rows."""
+    x = edge_rows(tiling)[:rows]
+    count = len(x)
+    given: dict[str, Any] = {}
+    if options:
+        given = {
+            "num_rows": np.int32(count - 1),
+            "temperatures": np.linspace(0, 2, count, dtype=np.float32),
+            "extra_token_ids": np.array([[0, tiling.vocabulary]] * count, np.int32),
+        }
+    token_ids = [oracle.greedy_token_id(row) for row in x]
+    expected = oracle.topk_logprobs(x, token_ids, k, **given)
+    arrays = {key: jnp.asarray(value) for key, value in given.items()}
+    arrays = {"num_rows": None, "temperatures": None} | arrays
+    arrays.setdefault("extra_token_ids", jnp.zeros((count, 0), jnp.int32))
+    logits = jnp.asarray(x)
+    return Case(
+        name,
+        tiling,
+        k,
+        count,
+        lambda: run.greedy_topk_logprobs(logits, k, **arrays, tiling=tiling),
+        lambda actual: oracle.assert_matches(actual, expected),
+    )
+
+
+def parts(name: str, tiling: Tiling, k: int) -> Case:
+    """One vocabulary shard's part of rows: what `RowParts` promises, in float64."""
+    x = edge_rows(tiling)
+    rng = np.random.default_rng(k)
+    row_ids = np.concatenate([rng.permutation(len(x)), [-1, 0]]).astype(np.int32)
+    count = len(row_ids)
+    selected = rng.choice([0, 1.5, -3, -INF, 7, 30], count).astype(np.float32)
+    temperature = 0.7
+    arrays = [row_ids, np.int32(count), np.full(count, temperature, np.float32)]
+    inputs = (jnp.asarray(x), jnp.asarray(selected), k, *map(jnp.asarray, arrays))
+
+    def call() -> list[np.ndarray]:
+        """Zeros for what is not promised."""
+        out = run.row_parts(*inputs, tiling=tiling)
+        maximum, sum_exp, num_larger, top_ids, top_logits = map(np.array, out)
+        for target, row in enumerate(row_ids):
+            if row < 0:
+                maximum[target] = sum_exp[target] = 0
+            if row < 0 or np.isnan(x[row].astype(np.float32)).any():
+                num_larger[target] = 0
+            if row < 0 or not oracle.is_valid(x[row]):
+                top_logits[target] = -INF
+        top_ids[top_logits == -INF] = 0
+        return [maximum, sum_exp, num_larger, top_ids, top_logits]
+
+    def check(got: Any) -> None:
+        maximum, sum_exp, num_larger, top_ids, top_logits = got
+        for target, row in enumerate(row_ids):
+            if row < 0:
+                continue
+            values = x[row].astype(np.float64)
+            if np.isnan(values).any():
+                assert np.isnan(sum_exp[target])
+                continue
+            assert maximum[target] == values.max()
+            assert num_larger[target] == (values > selected[target]).sum()
+            if not oracle.is_valid(values):
+                assert not 0 < sum_exp[target] < INF or maximum[target] == INF
+                continue
+            total = np.exp((values - values.max()) / np.float64(np.float32(temperature))).sum()
+            np.testing.assert_allclose(sum_exp[target], total, rtol=1e-5)
+            ids = oracle.top_ids(values, k)
+            np.testing.assert_array_equal(top_ids[target, : len(ids)], ids)
+            np.testing.assert_array_equal(top_logits[target, : len(ids)], values[ids])
+            assert (top_logits[target, len(ids) :] == -INF).all()
+
+    return Case(name, tiling, k, count, call, check)
+
+
+def most_logits(name: str, vocabulary: int) -> Case:
+    """Almost 2**31 of them, nearly all in memory that is never touched: do indices overflow?"""
+    k, count = 5, (2**31 - 1) // vocabulary
+    tiling = choose_tiling(1536, vocabulary, k, "bfloat16")
+    x = np.zeros((count, vocabulary), jnp.bfloat16)
+    edges = edge_rows(tiling)
+    row_ids = np.array([count - 1, 0, count // 2, count - 2, count - 1], np.int32)
+    x[row_ids] = edges[[0, 9, 15, 1, 0]]
+    token_ids = np.array([5, 9, 0, vocabulary - 1, vocabulary - 1], np.int32)
+    expected = oracle.topk_logprobs(x[row_ids], token_ids, k)
+    rest = jnp.asarray(row_ids), None, None, jnp.zeros((len(row_ids), 0), jnp.int32)
+
+    def call() -> Any:
+        logits: Any = x  # as an array of jax it would be copied
+        return run.topk_logprobs(logits, jnp.asarray(token_ids), k, *rest, tiling=tiling)
+
+    return Case(
+        name, tiling, k, len(row_ids), call, lambda actual: oracle.assert_matches(actual, expected)
+    )
+
+
+def floor_case(name: str, tiling: Tiling) -> Case:
+    """The benchmark's floor: maxima."""
+    x = edge_rows(tiling)
+    expected = x.astype(np.float32).max(axis=1)  # NaN where there is one
+
+    def check(actual: Any) -> None:
+        # The maximum over programs is XLA's on a CPU, which may flush subnormals.
+        np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=2.0**-126)
+
+    return Case(
+        name,
+        tiling,
+        0,
+        len(x),
+        lambda: floor.row_maxima(tiling, jnp.asarray(x)),
+        check,
+    )
+
+
+def chosen(rows: int, vocabulary: int, k: int, dtype: str) -> Tiling:
+    """The tiling that a call of so many rows has; fewer rows are executed."""
+    return choose_tiling(rows, vocabulary, k, dtype)
+
+
+def mutant_case() -> Case:
+    """A quick one, whose kernels are spoiled: several programs, blocks and kinds of rows."""
+    return separate("mutants", Tiling(8452, "bfloat16", 128, 1, 1), 3)
+
+
+def all_cases() -> list[Callable[[], Case]]:
+    """Made one by one: their logits and expectations take memory and time."""
+    bf16, f16, f32 = "bfloat16", "float16", "float32"
+    few = 8  # of the edge rows, where K is large
+    return [
+        # Small rows, a tiling each: aligned and ragged, odd, split, steps only, edges only.
+        lambda: separate("whole blocks", Tiling(8192, f16, 128, 1, 2), 2),
+        lambda: separate("ragged end", Tiling(8448, bf16, 256, 2, 1), 5),
+        lambda: separate("odd, three programs", Tiling(12_291, bf16, 256, 1, 2), 20),
+        lambda: separate("odd, narrow groups", Tiling(8195, bf16, 128, 1, 1), 1),
+        lambda: separate("split", Tiling(12_290, f32, 256, 1, 2), 20),
+        lambda: separate("edges only", Tiling(4100, f16, 128, 1, 0), 0),
+        lambda: separate("shortest row", Tiling(2048, f32, 128, 1, 1), 65, rows=few),
+        lambda: separate("no options", Tiling(8448, f32, 256, 1, 2), 5, False),
+        lambda: separate("no options, K = 0", Tiling(8449, bf16, 256, 1, 1), 0, False),
+        lambda: separate("most in registers", chosen(64, 9000, 64, f32), 64, rows=few),
+        lambda: separate("in parts", chosen(64, 9001, 128, bf16), 128, rows=4),
+        lambda: fused("fused, K = 0", Tiling(4352, bf16, 128, 1, 1), 0),
+        lambda: fused("fused", Tiling(8448, f32, 256, 2, 1), 5),
+        lambda: fused("fused, odd", Tiling(12_301, f16, 256, 1, 2), 20),
+        lambda: fused("fused, no options", Tiling(8195, bf16, 128, 1, 1), 1, False),
+        lambda: fused("fused, in parts", chosen(64, 9000, 65, f32), 65, False, rows=4),
+        lambda: parts("shard", Tiling(8704, bf16, 128, 1, 2), 20),
+        lambda: parts("shard, odd, K = 0", Tiling(8195, f32, 128, 1, 1), 0),
+        lambda: floor_case("floor", Tiling(8448, bf16, 256, 2, 1)),
+        lambda: floor_case("floor, odd", Tiling(8195, f32, 256, 1, 1)),
+        # Real vocabularies, cut as in calls of so many rows.
+        lambda: separate("GPT-2, 64 rows", chosen(64, 50_257, 20, f32), 20, rows=6),
+        lambda: separate("Llama 2, 1 row", chosen(1, 32_000, 128, f16), 128, False, rows=1),
+        lambda: separate("Llama 3, 4 rows", chosen(4, 128_256, 5, bf16), 5, rows=4),
+        lambda: separate("Qwen, 1536 rows", chosen(1536, 151_936, 20, bf16), 20, rows=6),
+        lambda: separate("Gemma, 2048 rows", chosen(2048, 262_144, 64, bf16), 64, rows=3),
+        lambda: most_logits("2**31 logits, odd", 131_071),
+        lambda: fused("2**17, 64 rows, fused", chosen(64, 131_072, 20, bf16), 20, rows=6),
+    ]

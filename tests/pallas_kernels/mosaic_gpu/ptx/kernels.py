@@ -1,0 +1,198 @@
+"""Calls of `pallas_kernels` whose kernels are compiled for an H100 and executed here as PTX.
+
+Only `GPU.kernel` is replaced, where `pallas_kernels` uses it: each kernel, with the shapes of the
+call, is compiled by Mosaic GPU on this machine, and its PTX is run on the arrays. Everything
+between kernels is the project's own code and JAX's on a CPU. A kernel is compiled alone; that a
+whole program has the same is checked by `others_in_program`.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.aot import DUMP, h100  # before jax: it sets where the compiler writes
+
+os.environ["MOSAIC_GPU_DUMP_HOST_LLVM"] = "1"  # beside the PTX
+
+import jax  # isort: skip
+import numpy as np
+
+from pallas_kernels.mosaic_gpu import compat, pass1_rows, pass2_finish, run
+from tests.ptx_machine import host, machine, threads
+from tests.ptx_machine.memory import Buffer
+from tests.ptx_machine.parser import Program, PtxError, parse
+
+BASE = 4096  # of every buffer's addresses: what lies before is nobody's
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel; a mutation has another `program`."""
+
+    name: str
+    ptx: str
+    program: Program
+    host: host.HostCode
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the hardware, the driver and the allocator may choose."""
+
+    name: str
+    batches: Callable[[int], list[list[int]]]  # number of CTAs -> which run together, in order
+    base: int = BASE
+    hardware: threads.Hardware = field(default_factory=threads.Hardware)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch that was executed."""
+
+    kernel: Compiled
+    counts: machine.Counts
+    shapes: tuple[str, ...]
+
+
+class Stand:
+    """In the place of `compat.GPU`: the same, but that its kernels run as PTX."""
+
+    def __init__(self, schedule: Schedule, compile_kernel: Callable[..., Compiled]) -> None:
+        self.schedule, self.compile = schedule, compile_kernel
+        self.runs: list[Run] = []
+        self.defined: dict[int, tuple[Any, np.ndarray]] = {}  # outputs by id: which granules are
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(compat.GPU, name)
+
+    def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., list[Any]]:
+        def call(*args: Any) -> list[Any]:
+            compiled = self.compile(body, options, args)
+            inputs = [np.asarray(x) for x in jax.tree.leaves(args)]
+            known = [self.defined.get(id(x), (None, None))[1] for x in jax.tree.leaves(args)]
+            outputs, counts = execute(compiled, inputs, known, options["out_type"], self.schedule)
+            shapes = tuple(f"{x.dtype}{list(x.shape)}" for x in inputs)
+            self.runs.append(Run(compiled, counts, shapes))
+            arrays = [jax.numpy.asarray(out.array) for out in outputs]
+            # With the array itself, lest another one gets its id.
+            for array, out in zip(arrays, outputs, strict=True):
+                self.defined[id(array)] = array, out.defined
+            return arrays
+
+        return call
+
+
+@contextlib.contextmanager
+def executed(stand: Stand, *modules: Any) -> Iterator[None]:
+    """Within it, kernels run as PTX."""
+    modules = (pass1_rows, pass2_finish, *modules)
+    before = [module.GPU for module in modules]
+    for module in modules:
+        module.GPU = stand
+    try:
+        yield
+    finally:
+        for module, gpu in zip(modules, before, strict=True):
+            module.GPU = gpu
+
+
+class Compiler:
+    """Compiles each kernel once."""
+
+    def __init__(self) -> None:
+        self.sharding = h100()
+        self.known: dict[Any, Compiled] = {}
+
+    def __call__(self, body: Any, options: dict[str, Any], args: Any) -> Compiled:
+        types = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(args)]
+        key = (
+            str(jax.tree.structure(args)),
+            str(types),
+            str(body.keywords),
+            options["kernel_name"],
+        )
+        if key not in self.known:
+            wanted = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), args
+            )
+            found = compiled_kernels(compat.GPU.kernel(body, **options), *wanted)
+            if list(found) != [options["kernel_name"]]:
+                raise PtxError(f"compiled were {list(found)}, not one {options['kernel_name']}")
+            self.known[key] = found[options["kernel_name"]]
+        return self.known[key]
+
+
+def compiled_kernels(function: Any, *args: Any, **static: Any) -> dict[str, Compiled]:
+    """The kernels in a function's program, by name; args are `ShapeDtypeStruct`s for an H100."""
+    for old in DUMP.iterdir():
+        old.unlink()
+    jax.jit(function, **static).lower(*args).compile()
+    out = {}
+    for path in sorted(DUMP.glob("*.ptx")):
+        ptx = path.read_text()
+        code = host.read(path.with_suffix(".ll").read_text())
+        name = path.stem.rsplit("_", 1)[0]
+        out[name] = Compiled(name, ptx, parse(ptx), code)
+    return out
+
+
+def others_in_program(compiler: Compiler) -> list[str]:
+    """Kernels of a jitted call, compiled as one program, that are not those compiled alone.
+
+    Mosaic GPU compiles a kernel once a process, known by a hash of its code: a whole program whose
+    kernels were all compiled alone before adds none.
+    """
+    rows, vocabulary, k = 4, 8448, 2
+    numbers = (rows,), "int32"
+    kinds = [((rows, vocabulary), "bfloat16"), numbers, numbers, ((), "int32")]
+    kinds += [((rows,), "float32"), ((rows, 2), "int32")]
+
+    def call(logits: Any, ids: Any, row_ids: Any, count: Any, temperatures: Any, extra: Any) -> Any:
+        return run.topk_logprobs(logits, ids, k, row_ids, count, temperatures, extra)
+
+    stand = Stand(Schedule("", lambda ctas: [list(range(ctas))]), compiler)
+    with executed(stand):
+        call(*(jax.numpy.zeros(shape, dtype) for shape, dtype in kinds))
+    types = [jax.ShapeDtypeStruct(*kind, sharding=compiler.sharding) for kind in kinds]
+    return list(compiled_kernels(call, *types))
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a launch left: an array, and which of its granules were written."""
+
+    array: np.ndarray
+    defined: np.ndarray
+
+
+def execute(
+    compiled: Compiled,
+    inputs: list[np.ndarray],
+    defined: list[np.ndarray | None],
+    out_types: Any,
+    schedule: Schedule,
+) -> tuple[list[Output], machine.Counts]:
+    """One launch; what it does not write holds the schedule's fill byte.
+
+    defined: for each input which of its granules are, None for all of them.
+    """
+    code = compiled.host
+    if code.threads != compiled.program.threads:
+        raise PtxError(f"launched with {code.threads} threads")
+    buffers = []
+    for i, (x, known) in enumerate(zip(inputs, defined, strict=True)):
+        data = np.ascontiguousarray(x)
+        buffers.append(Buffer(f"input {i}", data, schedule.base, writable=False, defined=known))
+    arrays = []
+    for i, kind in enumerate(out_types):
+        out = np.empty(kind.shape, kind.dtype)
+        out.reshape(-1).view(np.uint8)[:] = schedule.hardware.garbage
+        arrays.append(out)
+        buffers.append(Buffer(f"output {i}", out, schedule.base, writable=True))
+    launch = threads.Launch(code.grid, code.shared_bytes, tuple(buffers[i] for i in code.buffers))
+    batches = schedule.batches(int(np.prod(code.grid)))
+    counts = machine.run(compiled.program, launch, batches, schedule.hardware)
+    written = [buffer.defined for buffer in buffers[len(inputs) :]]
+    return [Output(x, known) for x, known in zip(arrays, written, strict=True)], counts

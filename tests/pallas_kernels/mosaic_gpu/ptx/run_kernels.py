@@ -1,0 +1,160 @@
+"""Every path of the GPU kernels, executed from its PTX: `.ci/heavy ptx`.
+
+    --only WORD   the cases whose names have it
+    --mutants N   spoil N instructions of two kernels too, one at a time (default 200)
+    --seed N      which ones
+
+Needs the `aot` extra. Exits with 1 where anything is wrong.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.pallas_kernels.mosaic_gpu.ptx import kernels, mutants  # before jax
+from tests.ptx_machine import threads  # before jax
+
+import jax  # isort: skip
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bench.gpu import floor
+from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases
+from tests.ptx_machine.arithmetic import Errors
+from tests.ptx_machine.parser import PtxError
+
+
+def together(ctas: int) -> list[list[int]]:
+    return [list(range(ctas))]
+
+
+def backward(ctas: int) -> list[list[int]]:
+    """In two groups, the last first."""
+    return [list(part)[::-1] for part in np.array_split(np.arange(ctas), min(2, ctas))][::-1]
+
+
+def shuffled(ctas: int) -> list[list[int]]:
+    order = np.random.default_rng(ctas).permutation(ctas)
+    return [list(part) for part in np.array_split(order, min(2, ctas))]
+
+
+def hardware(leader: int, garbage: int, direction: str = "none") -> threads.Hardware:
+    return threads.Hardware(leader, garbage, Errors(direction))
+
+
+# The results of the first three are bit-equal; of the others they stay within the bound.
+EXACT = (
+    kernels.Schedule("together", together, hardware=hardware(0, 0xFF)),
+    kernels.Schedule("backward", backward, kernels.BASE + 256, hardware(31, 0x00)),
+    kernels.Schedule("shuffled", shuffled, hardware=hardware(13, 0x7E)),
+)
+INEXACT = (
+    kernels.Schedule("errors up", together, hardware=hardware(0, 0xFF, "up")),
+    kernels.Schedule("errors random", together, hardware=hardware(0, 0xFF, "random")),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case, all schedules."""
+
+    runs: tuple[kernels.Run, ...]  # of the first schedule
+    seconds: float
+    wrong: str | None
+
+
+def schedules(case: Case) -> tuple[kernels.Schedule, ...]:
+    """All; the selection of more than 64 takes long, and does with fewer."""
+    return (*EXACT, *INEXACT) if case.k <= 64 else (*EXACT[:2], INEXACT[-1])
+
+
+def judge(case: Case, compiler: kernels.Compiler) -> Outcome:
+    """Under every schedule the oracle's result; under exact ones the same bits."""
+    begin = time.monotonic()
+    first, runs = None, ()
+    try:
+        for schedule in schedules(case):
+            where = schedule.name
+            stand = kernels.Stand(schedule, compiler)
+            with kernels.executed(stand, floor):
+                result = case.call()
+            case.check(result)
+            bits = [np.asarray(x).tobytes() for x in jax.tree.leaves(result)]
+            if first is None:
+                first, runs = bits, tuple(stand.runs)
+            elif schedule in EXACT and bits != first:
+                raise AssertionError("other bits than in the first schedule")
+    except (PtxError, AssertionError) as error:
+        return Outcome(tuple(runs), time.monotonic() - begin, f"{where}: {error}")
+    return Outcome(tuple(runs), time.monotonic() - begin, None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default="", help="the cases whose names have this")
+    parser.add_argument("--mutants", type=int, default=200, help="how many are tried")
+    parser.add_argument("--seed", type=int, default=0, help="which mutants")
+    options = parser.parse_args(arguments)
+    console = Console(width=130)
+    table = Table(title=f"PTX of jax {jax.__version__}, executed", title_justify="left")
+    for column in ("case", "kernel", "R", "V", "K", "dtype", "CTAs"):
+        table.add_column(column)
+    for column in ("instructions", "barriers", "s"):
+        table.add_column(column, justify="right")
+    table.add_column("result")
+    gc.freeze()  # what jax has made so far is much, and stays
+    compiler = kernels.Compiler()
+    makers, wrong, count = all_cases(), [], 0
+    begin = time.monotonic()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("cases", total=len(makers))
+        for make in makers:
+            case = make()
+            progress.update(task, advance=1, description=case.name)
+            if options.only not in case.name:
+                continue
+            count += 1
+            outcome = judge(case, compiler)
+            if outcome.wrong:
+                wrong.append(f"{case.name}: {outcome.wrong}")
+            add_rows(table, case, outcome)
+            progress.console.print(f"{outcome.seconds:6.1f} s  {case.name}")
+    console.print(table)
+    for text in wrong:
+        print(f"WRONG {text}")
+    print(
+        f"{count} calls, {len(compiler.known)} kernels, "
+        f"{time.monotonic() - begin:.0f} s: {len(wrong)} wrong"
+    )
+    other = kernels.others_in_program(compiler)
+    print(f"kernels that are others in a whole program than alone: {other or 'none'}")
+    wrong += other
+    if options.mutants and not wrong:
+        wrong += mutants.report(compiler, EXACT[0], options.mutants, options.seed, console)
+    return 1 if wrong or not count else 0
+
+
+def add_rows(table: Table, case: Case, outcome: Outcome) -> None:
+    """A line a kernel; the case's name, time and result in the first."""
+    head = (case.name, f"{outcome.seconds:.1f}", "ok" if outcome.wrong is None else "WRONG")
+    for run in outcome.runs or (None,):
+        table.add_row(
+            head[0],
+            run.kernel.name if run else "",
+            *map(str, (case.rows, case.tiling.vocabulary, case.k, case.tiling.dtype)),
+            str(int(np.prod(run.kernel.host.grid))) if run else "",
+            str(run.counts.instructions) if run else "",
+            str(run.counts.barriers) if run else "",
+            *head[1:],
+        )
+        head = ("", "", "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

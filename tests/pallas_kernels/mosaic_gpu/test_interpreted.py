@@ -1,0 +1,180 @@
+"""The GPU kernels' own bodies, interpreted on a CPU with race detection, against the oracle.
+
+Shapes are small, but every path of the kernels is taken: split rows, whole and ragged blocks, rows
+that start between vectors, skipped rows, candidates in registers and in shared memory.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from bench.gpu import floor
+from pallas_kernels import oracle
+from pallas_kernels.mosaic_gpu import compat, run
+from pallas_kernels.mosaic_gpu.tiling import Tiling
+
+INF, NAN = np.inf, np.nan
+
+
+ON_GPU = jax.default_backend() == "gpu"  # bench/gpu_check.py runs this file there
+
+
+def interpret():
+    """Interpreted on a CPU, the real kernels on a GPU."""
+    return None if ON_GPU else compat.interpret_params(detect_races=True)
+
+
+def races_found() -> bool:
+    return not ON_GPU and compat.races_found()
+
+
+def edge_rows(vocabulary, dtype, group_width):
+    """Rows with every edge of the contract, the ordinary one first."""
+    rng = np.random.default_rng(vocabulary)
+    ids = np.arange(vocabulary)
+    normal = np.round(rng.normal(size=vocabulary) * 4, 1)
+    # Equal largest logits in three groups, the first and the last id, and zeros of both signs.
+    ties = np.where(ids % 2 == 0, -0.0, 0.0)
+    ties[[vocabulary - 1, group_width, 2 * group_width - 1, 5 * group_width + 3]] = 7.0
+    few = np.full(vocabulary, -INF)
+    few[vocabulary - 2] = -3.0
+    rows = [
+        normal,
+        ties,
+        few,
+        np.where(ids == 9, NAN, normal),
+        np.where(ids == vocabulary - 1, INF, normal),
+        np.full(vocabulary, -INF),
+        np.where(ids == 300, -NAN, -INF),
+    ]
+    return np.stack(rows).astype(jnp.dtype(dtype))
+
+
+CASES = {
+    # Rows start at vectors; several blocks a step; a ragged last block.
+    "bfloat16": (Tiling(8448, "bfloat16", 256, 2, 1), 3),
+    # An odd vocabulary: every row has another skew, and so edges at both ends.
+    "odd bfloat16": (Tiling(8195, "bfloat16", 128, 1, 1), 1),
+    # The same with split rows and wide groups.
+    "float32": (Tiling(12_290, "float32", 256, 1, 2), 2),
+    # Whole blocks only, no edges.
+    "float16": (Tiling(8192, "float16", 128, 1, 2), 2),
+    # No top K, no pass 2; a row of nothing but edges.
+    "k = 0": (Tiling(4100, "float16", 128, 1, 0), 0),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.fast] * (name == "float16")) for name in CASES],
+)
+def test_separate_path(name):
+    """Rows picked by row_ids, out of order, some skipped; temperatures; extra ids."""
+    tiling, k = CASES[name]
+    vocabulary = tiling.vocabulary
+    x = edge_rows(vocabulary, tiling.dtype, tiling.group_width)
+    row_ids = np.array([1, 0, 2, 3, -1, 4, 6, 5, 7, 0], np.int32)
+    token_ids = np.array([5, vocabulary - 1, vocabulary - 2, 3, 0, 1, 2, 3, 4, 5], np.int32)
+    token_ids[0] = tiling.group_width
+    options = {
+        "row_ids": row_ids,
+        "num_rows": np.int32(9),
+        "temperatures": np.array([0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1], np.float32),
+        "extra_token_ids": np.stack([token_ids[::-1], token_ids + 1], axis=1),
+    }
+    arrays = {name: jnp.asarray(value) for name, value in options.items()}
+    actual = run.topk_logprobs(
+        jnp.asarray(x), jnp.asarray(token_ids), k, **arrays, tiling=tiling, interpret=interpret()
+    )
+    jax.block_until_ready(actual)
+    assert not races_found()
+    oracle.assert_matches(actual, oracle.topk_logprobs(x, token_ids, k, **options))
+
+
+@pytest.mark.parametrize(("k", "rows"), [(0, [6, 1]), (2, range(7))])
+def test_fused_path(k, rows):
+    """Every row's greedy choice, in invalid rows too, where the groups' maxima do not tell it."""
+    tiling = Tiling(4352, "bfloat16", 128, 1, 1)
+    x = edge_rows(tiling.vocabulary, tiling.dtype, tiling.group_width)[np.array(rows)]
+    extra = np.array([[0, tiling.vocabulary]] * len(x), np.int32)
+    temperatures = np.linspace(0, 2, len(x), dtype=np.float32)
+    actual = run.greedy_topk_logprobs(
+        jnp.asarray(x),
+        k,
+        jnp.int32(len(x)),
+        jnp.asarray(temperatures),
+        jnp.asarray(extra),
+        tiling=tiling,
+        interpret=interpret(),
+    )
+    jax.block_until_ready(actual)
+    assert not races_found()
+    token_ids = [oracle.greedy_token_id(row) for row in x]
+    expected = oracle.topk_logprobs(
+        x, token_ids, k, temperatures=temperatures, extra_token_ids=extra
+    )
+    oracle.assert_matches(actual, expected)
+
+
+def test_candidates_in_shared_memory():
+    """A K whose groups do not fit into registers, and which is larger than the number of groups."""
+    tiling = Tiling(2048, "float32", 128, 1, 1)
+    k = 65
+    x = np.round(np.random.default_rng(0).normal(size=(1, 2048)), 2).astype(np.float32)
+    actual = run.topk_logprobs(
+        jnp.asarray(x),
+        jnp.asarray([7], jnp.int32),
+        k,
+        None,
+        None,
+        None,
+        jnp.zeros((1, 0), jnp.int32),
+        tiling=tiling,
+        interpret=interpret(),
+    )
+    jax.block_until_ready(actual)
+    assert not races_found()
+    oracle.assert_matches(actual, oracle.topk_logprobs(x, [7], k))
+
+
+@pytest.mark.parametrize("vocabulary", [4352, 8195])  # with and without skews
+def test_floor(vocabulary):
+    """The benchmark's floor reads the same rows: in steps, and at their edges."""
+    tiling = Tiling(vocabulary, "bfloat16", 128, 1, 1)
+    x = np.random.default_rng(1).normal(size=(3, vocabulary)).astype(jnp.bfloat16)
+    x[0, 4097], x[1, -1], x[2, 0] = 9, 9, 9
+    maxima = floor.row_maxima(tiling, jnp.asarray(x), interpret())
+    np.testing.assert_array_equal(maxima, x.astype(np.float32).max(axis=1))
+
+
+def test_race_detection_can_fail():
+    """Negative control: two warpgroups that write one place without a barrier are caught."""
+
+    def racy(x_ref, out_ref, shared):
+        shared[...] = x_ref[...] + lax.axis_index("warpgroup").astype(jnp.float32)
+        out_ref[...] = shared[...]
+
+    kernel = plgpu.kernel(
+        racy,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=[plgpu.SMEM((128,), jnp.float32)],
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=compat.compiler_params(approx_math=True),
+        interpret=compat.interpret_params(detect_races=True),
+    )
+    assert has_race(kernel)
+
+
+def has_race(kernel) -> bool:
+    """jax 0.12 raises where a race is found, older versions take a note."""
+    try:
+        jax.block_until_ready(kernel(jnp.zeros(128, jnp.float32)))
+    except jax.errors.JaxRuntimeError as error:
+        assert "RACE DETECTED" in str(error)  # noqa: PT017
+        compat.reset_interpreter()
+        return True
+    return compat.races_found()

@@ -1,0 +1,258 @@
+"""The GPU kernels without a GPU or an interpreter: tilings, lowering, choice.
+
+Lowering for CUDA runs Mosaic GPU's layout inference and its shared-memory check. What the machine
+code looks like is `bench/aot.py`'s affair.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.gpu import floor, sass
+from pallas_kernels import greedy_topk_logprobs, implementations, oracle, shapes, topk_logprobs
+from pallas_kernels.mosaic_gpu import compat, run, select
+from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
+
+SHARED_MEMORY = 227 * 1024  # per program, H100
+
+
+def lower(function, *arguments):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def inputs(rows, vocabulary, dtype):
+    ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    return {
+        "logits": jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype)),
+        "token_ids": ids,
+        "row_ids": ids,
+        "num_rows": jax.ShapeDtypeStruct((), jnp.int32),
+        "temperatures": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        "extra_token_ids": jax.ShapeDtypeStruct((rows, 2), jnp.int32),
+    }
+
+
+@pytest.mark.parametrize("vocabulary", [*shapes.VOCABULARIES.values(), 2048, 2049, 4097, 50_260])
+def test_tilings(vocabulary):
+    """In every row every id belongs to one group, and loads of steps are whole and aligned."""
+    for rows, k, dtype, row in itertools.product(
+        (1, 4, 64, 256, 2048), (0, 20, 33, 128), ("bfloat16", "float32"), (0, 1, 2, 7, 1001)
+    ):
+        tiling = choose_tiling(rows, vocabulary, k, dtype)
+        assert tiling.splits <= tiling.num_steps
+        assert tiling.splits > 0 or tiling.edges
+        skew = tiling.skew(row)
+        assert skew == row * vocabulary % (16 // jnp.dtype(dtype).itemsize)
+        last = tiling.first_block + tiling.num_steps * tiling.blocks_per_step
+        in_steps = range(tiling.first_block, last)
+        assert sorted((*in_steps, *tiling.edges)) == list(range(tiling.num_blocks))
+        end = 0
+        for block in range(tiling.num_blocks):
+            start, begin, past = map(int, tiling.block_ids(block, skew))
+            owned = max(begin, 0), min(past, vocabulary)
+            assert owned[0] == min(end, vocabulary)
+            assert 0 <= start <= owned[0] or owned[0] >= owned[1]
+            assert owned[1] <= start + tiling.block <= vocabulary or owned[0] >= owned[1]
+            end = max(end, owned[1])
+            if block in in_steps:
+                assert (start, start + tiling.block) == (begin, past) == owned
+                assert (row * vocabulary + start) % tiling.vector == 0
+        assert end == vocabulary
+        assert tiling.num_blocks * tiling.groups_per_block == tiling.num_groups
+        assert tiling.num_groups <= tiling.padded_groups
+        loaded = math.prod(tiling.piece(tiling.vector))
+        assert tiling.block % loaded == 0
+        assert loaded == 128 * tiling.vector
+        for group in (0, tiling.groups_per_block, tiling.num_groups - 1):
+            start = select.group_start(np.int32(group), skew, tiling)
+            block_start, _, _ = tiling.block_ids(group // tiling.groups_per_block, skew)
+            offset = group % tiling.groups_per_block * tiling.group_width
+            assert start == block_start + offset
+            assert 0 <= start <= vocabulary - tiling.group_width
+        assert 8 * select.num_candidates(tiling, max(k, 1)) + 4 * k < SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "k", "dtype"),
+    [
+        (1536, 131_072, 20, "bfloat16"),
+        pytest.param(4, 151_936, 5, "float32", marks=pytest.mark.fast),
+        (4, 50_257, 128, "float16"),
+        (4, 2049, 20, "bfloat16"),
+        pytest.param(2048, 262_144, 0, "bfloat16", marks=pytest.mark.fast),
+    ],
+)
+def test_lowers_for_cuda(rows, vocabulary, k, dtype):
+    given = inputs(rows, vocabulary, dtype)
+    order = ("row_ids", "num_rows", "temperatures", "extra_token_ids")
+
+    def separate(logits, token_ids, *rest):
+        return run.topk_logprobs(logits, token_ids, k, *rest)
+
+    def fused(logits, num_rows, temperatures, extra):
+        return run.greedy_topk_logprobs(logits, k, num_rows, temperatures, extra)
+
+    text = lower(separate, given["logits"], given["token_ids"], *map(given.get, order)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert "sort" not in text.replace("indices_are_sorted", "")
+    assert "top_k" not in text.replace("select_top_k", "")
+    text = lower(fused, given["logits"], *map(given.get, order[1:])).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
+    """A grid's y and z end at 65535; its x, the last axis in Pallas, at 2**31 - 1."""
+    grids = []
+
+    def recorded(body, *, grid, **options):
+        grids.append(grid)
+        return kernel(body, grid=grid, **options)
+
+    kernel = compat.GPU.kernel
+    monkeypatch.setattr(compat.GPU, "kernel", recorded)
+    given = inputs(70_000, 2048, "bfloat16")
+    tiling = choose_tiling(70_000, 2048, 1, "bfloat16")
+    functions = {
+        "separate": lambda x, ids: run.topk_logprobs(x, ids, 1, None, None, None, ids[:, None]),
+        "fused": lambda x, ids: run.greedy_topk_logprobs(x, 1, None, None, ids[:, None]),
+        "parts": lambda x, ids: run.row_parts(x, ids.astype(jnp.float32), 1, None, None, None),
+        "floor": lambda x, _: floor.row_maxima(tiling, x),
+    }
+    for name, function in functions.items():
+        text = lower(function, given["logits"], given["token_ids"]).as_text()
+        assert text.count("custom_call @mosaic_gpu") == (1 if name == "floor" else 2)
+    assert len(grids) == 7
+    for *others, last in grids:
+        assert last == 70_000
+        assert max(others, default=1) <= 65_535
+
+
+def test_floor_lowers_for_cuda():
+    tiling = choose_tiling(64, 151_936, 20, "bfloat16")
+    logits = inputs(64, 151_936, "bfloat16")["logits"]
+    text = lower(lambda x: floor.row_maxima(tiling, x), logits).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_lowering_can_fail():
+    """Negative control: a tiling whose candidates overflow shared memory does not lower."""
+    given = inputs(4, 131_072, "float32")
+    tiling = Tiling(131_072, "float32", 512, 1, 1)
+
+    def separate(logits, token_ids, *rest):
+        return run.topk_logprobs(logits, token_ids, 128, *rest, tiling=tiling)
+
+    order = ("row_ids", "num_rows", "temperatures", "extra_token_ids")
+    with pytest.raises(Exception, match=r"(?i)shared memory|smem"):
+        lower(separate, given["logits"], given["token_ids"], *map(given.get, order))
+
+
+@pytest.mark.fast
+def test_choice_without_a_gpu():
+    """None means XLA here; asking for the GPU kernels says why not."""
+    x, ids = np.zeros((2, 4096), np.float32), np.zeros(2, np.int32)
+    assert topk_logprobs(x, ids, 1).token_ids.tolist() == [[0, 0], [0, 0]]
+    for call in (
+        lambda: topk_logprobs(x, ids, 1, implementation="mosaic_gpu"),
+        lambda: greedy_topk_logprobs(x, 1, implementation="mosaic_gpu"),
+    ):
+        with pytest.raises(NotImplementedError, match="no CUDA device"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("shape", "capability", "words"),
+    [
+        ((2, 4096), None, "no CUDA device"),
+        ((2, 4096), 8.9, "compute capability 8.9"),
+        ((2, 2047), 9.0, "less than one block of 2048"),
+        ((16_384, 131_072), 9.0, "32-bit index"),
+        ((2, 2048), 9.0, None),
+        ((16_383, 131_072), 10.0, None),
+    ],
+)
+def test_what_can_run(shape, capability, words):
+    obstacle = implementations.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
+    assert (obstacle is None) if words is None else (words in obstacle)
+
+
+def test_choice_with_a_gpu(monkeypatch):
+    """On a CUDA host None takes the kernels, but only in programs that are lowered for CUDA."""
+    monkeypatch.setattr(implementations, "cuda_capability", lambda: 9.0)
+    given = inputs(4, 4096, "float32")
+
+    def call(logits, token_ids):
+        return topk_logprobs(logits, token_ids, 3), greedy_topk_logprobs(logits, 3)
+
+    traced = jax.jit(call).trace(given["logits"], given["token_ids"])
+    on_cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert on_cuda.count("custom_call @mosaic_gpu") == 4
+    assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    x = np.random.default_rng(0).normal(size=(4, 4096)).astype(np.float32)
+    ids = np.arange(4, dtype=np.int32)
+    oracle.assert_matches(jax.jit(call)(x, ids)[0], oracle.topk_logprobs(x, ids, 3))
+
+
+@pytest.mark.fast
+def test_lowers_under_shard_map_and_while_loop():
+    """Rows sharded over devices, in a loop as a decoding loop has it."""
+    mesh = jax.make_mesh(
+        (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    spec = jax.sharding.PartitionSpec("data")
+    nothing = jnp.zeros((2, 0), jnp.int32)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def sharded(logits, token_ids):
+        def turn(carry):
+            turns, _ = carry
+            out = run.topk_logprobs(logits, token_ids, 2, None, turns, None, nothing)
+            return turns + 1, out.token_ids
+
+        first = run.topk_logprobs(logits, token_ids, 2, None, None, None, nothing)
+        start = (first.token_ranks[0] * 0, first.token_ids)
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, turn, start)[1]
+
+    given = inputs(8, 4096, "bfloat16")
+    text = lower(sharded, given["logits"], given["token_ids"]).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 4
+
+
+def test_fused_path_of_xla():
+    """`greedy_topk_logprobs` equals `topk_logprobs` of the greedy choice, in invalid rows too."""
+    x = np.array([[1, 3, 3, 0], [np.nan, 1, 2, 2], [-np.inf] * 4, [0, np.inf, 1, 2]], np.float32)
+    out = greedy_topk_logprobs(
+        x,
+        2,
+        num_rows=4,
+        temperatures=np.array([0.5, 1, 1, 1], np.float32),
+        extra_token_ids=np.array([[3], [1], [0], [9]], np.int32),
+    )
+    assert out.token_ids.tolist() == [[1, 1, 2], [2, -1, -1], [0, -1, -1], [1, -1, -1]]
+    assert out.token_ranks.tolist() == [1, 0, 0, 0]
+    expected = oracle.topk_logprobs(
+        x, [1, 2, 0, 1], 2, temperatures=[0.5, 1, 1, 1], extra_token_ids=[[3], [1], [0], [9]]
+    )
+    oracle.assert_matches(out, expected)
+
+
+LISTING = """
+.L_x_0:
+        /*0100*/                   LD.E.128 R4, desc[UR4][R2.64] ;
+        /*0110*/                   MUFU.EX2 R5, R5 ;
+        /*0120*/              @!P0 BRA `(.L_x_0) ;
+        /*0130*/                   EXIT ;
+.L_x_1:
+        /*0140*/                   BRA `(.L_x_1);
+"""
+
+
+def test_reading_machine_code():
+    """The loop is found; the padding after the end, a branch to itself, is not one."""
+    assert sass.loops(LISTING) == (sass.Loop(3, 1, 1),)
+    assert sass.loops(LISTING.replace("BRA `(.L_x_0)", "NOP")) == ()

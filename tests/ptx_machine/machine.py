@@ -1,0 +1,163 @@
+"""CTAs of one launch, executed: all their threads in step, one NumPy lane each, until they diverge.
+
+Threads that diverge run apart, those that are furthest behind in the program first, and join where
+they meet. A barrier lets a CTA on when all its threads wait at it; threads that leave before, or
+wait at another one, are an error. Warp instructions need every lane that their mask names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.ptx_machine import instructions
+from tests.ptx_machine.parser import Instruction, Program, PtxError, Symbol
+from tests.ptx_machine.threads import Hardware, Launch, Threads
+
+
+@dataclass
+class Counts:
+    """What a run did, summed over its batches."""
+
+    instructions: int = 0  # issued, for all threads at once
+    barriers: int = 0  # passed by the CTA that passed most
+
+
+class Machine:
+    """A launch; global memory outlives it."""
+
+    def __init__(self, program: Program, launch: Launch, hardware: Hardware) -> None:
+        self.program = program
+        self.threads = Threads(program, launch, hardware)
+        self.steps = [instructions.bind(self.threads, x) for x in program.instructions]
+        self.counts = Counts()
+
+    def run(self, ctas: Sequence[int]) -> None:
+        """These CTAs, together."""
+        self.threads.start(ctas)
+        self.counts.instructions = 0
+        with np.errstate(all="ignore"):
+            self._run()
+        self.counts.barriers = int(self.threads.epochs.max())
+
+    def _run(self) -> None:
+        """`groups`: threads that can run, by program counter; `waiting` at barriers, alike."""
+        threads = self.threads
+        groups: dict[int, np.ndarray] = {0: threads.everyone}
+        waiting: dict[int, np.ndarray] = {}
+        code = self.program.instructions
+        while groups:
+            pc = min(groups)
+            mask = groups.pop(pc)
+            limit = min(groups, default=len(code))
+            threads.mask = None if mask.all() else mask
+            # Straight on to the next branch, barrier or place where others are.
+            while pc < len(code) and self.steps[pc] is not None:
+                self._step(pc)
+                pc += 1
+                if pc == limit:
+                    break
+            if pc >= len(code):
+                raise PtxError("threads run past the end of the program")
+            if pc == limit:
+                groups[pc] = groups[pc] | mask
+                continue
+            self.counts.instructions += 1
+            self._control(code[pc], pc, mask, groups, waiting)
+        if waiting:
+            raise code[min(waiting)].error("threads wait for others that left, or wait elsewhere")
+
+    def _step(self, pc: int) -> None:
+        threads = self.threads
+        self.counts.instructions += 1
+        if self.counts.instructions > threads.hardware.max_instructions:
+            raise PtxError(f"more than {threads.hardware.max_instructions} instructions")
+        instruction = self.program.instructions[pc]
+        mask = threads.mask
+        try:
+            if instruction.guard is not None:
+                threads.mask = self._guarded(instruction)
+                if threads.mask.any():
+                    self.steps[pc]()
+            else:
+                self.steps[pc]()
+        except PtxError as error:
+            raise instruction.error(str(error)) from None
+        finally:
+            threads.mask = mask
+
+    def _guarded(self, instruction: Instruction) -> np.ndarray:
+        """Of the threads that run, those whose guard holds."""
+        threads = self.threads
+        assert instruction.guard is not None
+        chosen = threads.read(instruction.guard)
+        threads.must_be_defined(instruction.guard, "a branch or a guard")
+        if instruction.negated:
+            chosen = ~chosen
+        return chosen & threads.active()
+
+    def _control(
+        self,
+        instruction: Instruction,
+        pc: int,
+        mask: np.ndarray,
+        groups: dict[int, np.ndarray],
+        waiting: dict[int, np.ndarray],
+    ) -> None:
+        """A branch, an end or a barrier of the threads in `mask`."""
+        threads = self.threads
+
+        def go(to: int, who: np.ndarray) -> None:
+            if who.any():
+                groups[to] = groups[to] | who if to in groups else who
+
+        opcode = instruction.opcode
+        taken = mask if instruction.guard is None else self._guarded(instruction)
+        if opcode in ("bra", "bra.uni"):
+            (target,) = instruction.operands
+            if opcode == "bra.uni" and (taken != mask).any():
+                raise instruction.error("not all threads take a uniform branch")
+            assert isinstance(target, Symbol)
+            if target.name not in self.program.labels:
+                raise instruction.error("there is no such label")
+            go(self.program.labels[target.name], taken)
+            go(pc + 1, mask & ~taken)
+        elif opcode == "ret":
+            go(pc + 1, mask & ~taken)
+        else:
+            if instruction.guard is not None:
+                raise instruction.error("a barrier with a guard")
+            self._check_barrier(instruction)
+            waits = waiting.pop(pc, False) | mask
+            complete = waits.reshape(-1, self.program.threads).all(axis=1)
+            threads.pass_barrier(complete)
+            released = complete[threads.local_cta]
+            go(pc + 1, waits & released)
+            if (waits & ~released).any():
+                waiting[pc] = waits & ~released
+
+    def _check_barrier(self, instruction: Instruction) -> None:
+        """bar.sync a{, b}: barrier a from 0 to 15, for b threads; here always the whole CTA."""
+        threads = self.threads
+        here = threads.active()
+        values = [
+            np.unique(np.broadcast_to(threads.source(x, "w")(), here.shape)[here])
+            for x in instruction.operands
+        ]
+        if len(values) == 2 and (values[1] != self.program.threads).any():
+            raise instruction.error(f"a barrier of fewer threads than {self.program.threads}")
+        if len(values) not in (1, 2) or values[0].size != 1 or values[0][0] > 15:
+            raise instruction.error("not the same barrier, from 0 to 15, for all threads")
+
+
+def run(
+    program: Program, launch: Launch, batches: Sequence[Sequence[int]], hardware: Hardware
+) -> Counts:
+    """All CTAs of a launch, a batch after the other, those of a batch in step."""
+    total = Counts()
+    machine = Machine(program, launch, hardware)
+    for batch in batches:
+        machine.run(batch)
+        total.instructions += machine.counts.instructions
+        total.barriers = max(total.barriers, machine.counts.barriers)
+    return total

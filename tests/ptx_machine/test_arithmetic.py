@@ -1,0 +1,131 @@
+"""The arithmetic of the machine that executes PTX (tests/ptx): what the ISA says, bit for bit."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from tests.ptx_machine.arithmetic import OPERATIONS, Errors, fma
+
+
+def words(values):
+    return np.asarray(values, np.float32).view(np.uint32)
+
+
+def operate(opcode, *sources):
+    operation = OPERATIONS[opcode]
+    with np.errstate(all="ignore"):
+        errors = (Errors(),) if operation.approximate else ()
+        return operation.function(*errors, *(np.atleast_1d(x) for x in sources))
+
+
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1.1754944e-38, 1.0, -1.5, 3e38, np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.fast
+def test_fma_is_rounded_once():
+    """Against exact fractions: hard cases for a sum in float64, and random ones."""
+    rng = np.random.default_rng(0)
+    a, b, c = rng.integers(0, 2**32, (3, 2000), np.uint64).astype(np.uint32).view(np.float32)
+    near = np.float32(1) + np.float32(2.0**-23) * rng.integers(0, 2**23, 2000).astype(np.float32)
+    a = np.concatenate([a, near, [np.float32(1 + 2.0**-12)] * 2])
+    b = np.concatenate([b, near[::-1], [np.float32(1 + 2.0**-12)] * 2])
+    tiny = np.float32(2.0**-60)
+    c = np.concatenate([c, np.full(2000, tiny), [tiny, -tiny]]).astype(np.float32)
+    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    a, b, c = a[finite], b[finite], c[finite]
+    with np.errstate(all="ignore"):
+        found = fma(a, b, c)
+    assert len(found) > 3000
+    for x, y, z, got in zip(a, b, c, found, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        if not np.isfinite(got):
+            assert abs(exact) > Fraction(float(np.finfo(np.float32).max))
+            continue
+        error = abs(Fraction(float(got)) - exact)
+        for other in (
+            np.nextafter(got, np.float32(-np.inf)),
+            np.nextafter(got, np.float32(np.inf)),
+        ):
+            if np.isfinite(other):
+                distance = abs(Fraction(float(other)) - exact)
+                even = got.view(np.uint32) % 2 == 0
+                assert error < distance or (error == distance and even), (x, y, z, got)
+
+
+def test_approximate_instructions():
+    x = np.array(SPECIAL + [-1.0, 10.5, -126.5, -149.0, 128.0], np.float32)
+    for opcode in ("ex2.approx.f32", "ex2.approx.ftz.f32"):
+        got = operate(opcode, words(x)).view(np.float32)
+        for value, result in zip(x, got, strict=True):
+            exact = math.inf if value >= 128 else 2.0 ** float(value)
+            if opcode == "ex2.approx.ftz.f32" and exact < 2.0**-126:
+                exact = 0.0
+            np.testing.assert_equal(result, np.float32(exact))
+    quotient = operate("div.full.f32", words([1, 1, 0, -3]), words([3, 0, 0, 2]))
+    np.testing.assert_array_equal(
+        quotient.view(np.float32), np.array([1 / 3, np.inf, np.nan, -1.5], np.float32)
+    )
+    assert quotient[2] == 0x7FFFFFFF
+
+
+def test_errors_stay_within_the_bound():
+    exact = np.random.default_rng(0).uniform(0.5, 4, 1000)
+    for direction in ("up", "down", "random"):
+        moved = Errors(direction).move(exact).astype(np.float32).astype(np.float64)
+        error = (moved - exact) / exact
+        assert (np.abs(error) <= 2.0**-22).all()
+        assert np.abs(error).max() > 2.0**-23
+    assert (Errors("up").move(np.array([0.0, 1.0, np.inf])) == [0, 1, np.inf]).all()
+
+
+def test_maxima_and_comparisons():
+    for x in SPECIAL:
+        for y in SPECIAL:
+            got = operate("max.NaN.f32", words(x), words(y))[0]
+            if np.isnan(x) or np.isnan(y):
+                assert got == 0x7FFFFFFF
+            elif x == y == 0:  # 0.0 is the larger zero
+                assert got == (words(x)[()] & words(y)[()])
+            else:
+                assert got == words(max(x, y))
+            unordered = np.isnan(x) or np.isnan(y)
+            assert operate("setp.lt.f32", words(x), words(y))[0] == (x < y)
+            assert operate("setp.ne.f32", words(x), words(y))[0] == (x != y and not unordered)
+            assert operate("setp.neu.f32", words(x), words(y))[0] == (x != y)
+            assert operate("setp.nan.f32", words(x), words(y))[0] == unordered
+    pair = operate("max.NaN.bf16x2", np.uint32(0x3F80FFC0), np.uint32(0xBF803F80))
+    assert pair[0] == 0x3F807FFF
+
+
+@pytest.mark.parametrize(
+    ("opcode", "sources", "result"),
+    [
+        ("shl.b32", (np.uint32(3), np.uint32(31)), 0x80000000),
+        ("shl.b32", (np.uint32(3), np.uint32(32)), 0),
+        ("shr.s32", (np.uint32(0x80000000), np.uint32(40)), 0xFFFFFFFF),
+        ("shr.u32", (np.uint32(0x80000000), np.uint32(31)), 1),
+        ("bfe.u32", (np.uint32(0xABCD1234), np.uint32(8), np.uint32(12)), 0xD12),
+        ("mul.wide.s32", (np.uint32(2**32 - 2), np.uint32(3)), 2**64 - 6),
+        ("mul.wide.u32", (np.uint32(2**32 - 2), np.uint32(3)), 3 * (2**32 - 2)),
+        ("mul.lo.s32", (np.uint32(2**31), np.uint32(3)), 2**31),
+        ("mul.lo.s16", (np.uint16(430), np.uint16(500)), 430 * 500 % 2**16),
+        ("shr.u16", (np.uint16(0x8000), np.uint32(8)), 0x80),
+        ("max.s32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
+        ("min.u32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
+        ("neg.f32", (words(-0.0),), 0),
+        ("neg.s32", (np.uint32(1),), 2**32 - 1),
+        ("cvt.f32.bf16", (np.uint16(0xC040),), 0xC0400000),
+        ("cvt.f32.f16", (np.uint16(0x0001),), int(words(2.0**-24))),
+        ("cvt.f32.f16", (np.uint16(0xFE01),), 0x7FFFFFFF),
+        ("cvt.rn.f32.s32", (np.uint32(2**32 - 16777217),), int(words(-16777216.0))),
+        ("cvt.rzi.s32.f32", (words(-1.9),), 2**32 - 1),
+        ("cvt.rzi.s32.f32", (words(3e9),), 2**31 - 1),
+        ("cvt.rzi.s32.f32", (words(np.nan),), 0),
+        ("add.f32", (words(1e-40), words(1e-40)), int(words(np.float32(1e-40) * 2))),
+        ("sub.f32", (words(np.inf), words(np.inf)), 0x7FFFFFFF),
+    ],
+)
+def test_operations(opcode, sources, result):
+    assert int(operate(opcode, *sources)[0]) == result

@@ -1,0 +1,289 @@
+"""The machine that executes PTX (tests/ptx), on small programs written by hand: it computes what
+the PTX ISA says, and it reports what a program must not do. No GPU compiler is needed here; the
+kernels' own PTX is executed by `.ci/heavy ptx`.
+"""
+
+import numpy as np
+import pytest
+
+from tests.ptx_machine import host, machine, threads
+from tests.ptx_machine.memory import Buffer
+from tests.ptx_machine.parser import PtxError, parse
+from tests.ptx_machine.test_arithmetic import words
+
+THREADS = 128
+
+MODULE = """
+.version 9.0
+.target sm_90a
+.address_size 64
+.visible .entry kernel(
+	.param .u64 .ptr .align 256 in,
+	.param .u64 .ptr .align 256 out
+)
+.maxntid 128, 1, 1
+.minnctapersm 1
+{{
+	.reg .pred 	%p<9>;
+	.reg .b16 	%rs<9>;
+	.reg .b32 	%r<40>;
+	.reg .b64 	%rd<9>;
+	// demoted variable
+	.shared .align 16 .b8 __dynamic_shmem__0;
+	ld.param.b64 	%rd1, [in];
+	ld.param.b64 	%rd2, [out];
+	mov.u32 	%r1, %tid.x;
+	mul.wide.u32 	%rd3, %r1, 4;
+	add.s64 	%rd4, %rd1, %rd3; // where this thread reads
+	add.s64 	%rd5, %rd2, %rd3; // where it writes
+{body}
+}}
+"""
+
+# The largest of 128 floats, as Mosaic GPU has it: shuffles, shared memory, two barriers.
+LARGEST = """
+	ld.global.b32 	%r2, [%rd4];
+	shfl.sync.bfly.b32 	%r3, %r2, 1, 31, -1;
+	max.NaN.f32 	%r2, %r2, %r3;
+	shfl.sync.bfly.b32 	%r3, %r2, 2, 31, -1;
+	max.NaN.f32 	%r2, %r2, %r3;
+	shfl.sync.bfly.b32 	%r3, %r2, 4, 31, -1;
+	max.NaN.f32 	%r2, %r2, %r3;
+	shfl.sync.bfly.b32 	%r3, %r2, 8, 31, -1;
+	max.NaN.f32 	%r2, %r2, %r3;
+	shfl.sync.bfly.b32 	%r3, %r2, 16, 31, -1;
+	max.NaN.f32 	%r2, %r2, %r3;
+	shr.u32 	%r4, %r1, 5;
+	mul.wide.u32 	%rd6, %r4, 4;
+	mov.b64 	%rd7, __dynamic_shmem__0;
+	add.s64 	%rd6, %rd6, %rd7;
+	st.shared.b32 	[%rd6+16], %r2;
+	bar.sync 	0;
+	ld.shared.v4.b32 	{%r5, %r6, %r7, %r8}, [__dynamic_shmem__0+16];
+	max.NaN.f32 	%r5, %r5, %r6;
+	max.NaN.f32 	%r7, %r7, %r8;
+	max.NaN.f32 	%r5, %r5, %r7;
+	bar.sync 	0;
+	st.shared.b32 	[%rd6+16], %r4;
+	setp.gt.f32 	%p1, %r5, 0f00000000;
+	@!%p1 bra 	$NEGATIVE;
+	st.global.b32 	[%rd5], %r5;
+	ret;
+$NEGATIVE:
+	st.global.b32 	[%rd5], -1;
+	ret;
+"""
+
+
+def run(body, values=None, *, grid=1, shared=64, batches=None, **hardware):
+    """`body` with `values` [128] as words; what it writes, a word a thread, NumPy uint32."""
+    values = np.zeros(THREADS * grid, np.uint32) if values is None else np.asarray(values)
+    out = np.zeros(THREADS * grid, np.uint32)
+    buffers = (
+        Buffer("in", values.copy(), 4096, writable=False),
+        Buffer("out", out, 4096, writable=True),
+    )
+    launch = threads.Launch((grid, 1, 1), shared, buffers)
+    program = parse(MODULE.format(body=body))
+    machine.run(program, launch, batches or [list(range(grid))], threads.Hardware(**hardware))
+    return out
+
+
+@pytest.fixture
+def normal():
+    return np.random.default_rng(0).normal(size=THREADS).astype(np.float32)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("where", [0, 1, 31, 32, 77, 127])
+def test_a_reduction_over_a_warpgroup(normal, where):
+    normal[where] = 9
+    assert (run(LARGEST, words(normal)).view(np.float32) == 9).all()
+
+
+def test_nan_wins_a_maximum_and_loses_a_comparison(normal):
+    normal[50] = -np.nan
+    assert (run(LARGEST, words(normal)) == 0xFFFFFFFF).all()
+
+
+MUTANTS = {
+    # A barrier removed: other warps may not have stored, or not have loaded yet.
+    "bar.sync 	0;\n	ld": ("ld", "data race.*loaded without a barrier after a store"),
+    "bar.sync 	0;\n	st": ("st", "data race.*stored to without a barrier after a load"),
+    # An address four bytes on.
+    "_0+16]": ("_0+20]", "not aligned to 16 bytes"),
+    "[%rd4]": ("[%rd4+4]", "in .* 512 is outside its 512 bytes"),
+    "[%rd5], %r5": ("[%rd5+4], %r5", "out .* 512 is outside its 512 bytes"),
+    "[%rd6+16], %r2": ("[%rd6+20], %r2", "depends on .* nobody wrote"),
+    # An input is not an output; a result of another width; what is not there.
+    "st.global.b32 	[%rd5], %r5": (
+        "st.global.b32 	[%rd4], %r5",
+        "is an input and is stored to",
+    ),
+    "max.NaN.f32 	%r5, %r5, %r6": ("max.NaN.f32 	%rd5, %r5, %r6", "cannot take a result"),
+    "max.NaN.f32 	%r7": ("max.f32 	%r7", "unknown instruction max.f32"),
+    "setp.gt.f32": ("setp.gt.ftz.f32", "unknown instruction setp.gt.ftz.f32"),
+    "$NEGATIVE:": ("$POSITIVE:", "no such label"),
+    "%r3, %r2, 16, 31, -1": ("%r3, %r2, 16, 31, 65535", "does not name all lanes"),
+    "%r3, %r2, 1, 31, -1": ("%r3, %r2, 1, 15, -1", "only shuffles of whole warps"),
+}
+
+
+@pytest.mark.parametrize("old", MUTANTS)
+def test_a_spoiled_program_is_reported(normal, old):
+    new, message = MUTANTS[old]
+    assert LARGEST.count(old) == 1
+    normal[:] = np.abs(normal)
+    with pytest.raises(PtxError, match=message):
+        run(LARGEST.replace(old, new), words(normal))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("%r3, %r2, 8, 31, -1", "%r3, %r2, 4, 31, -1"),  # a shuffle by another distance
+        ("setp.gt.f32", "setp.le.f32"),  # a comparison flipped
+        ("@!%p1", "@%p1"),
+        ("[%rd6+16], %r2;", "[%rd6+16], %r1;"),  # another value, alike within no warp
+    ],
+)
+def test_a_spoiled_program_gives_another_result(normal, old, new):
+    normal[1] = 9
+    assert LARGEST.count(old) == 1
+    try:
+        out = run(LARGEST.replace(old, new), words(normal))
+    except PtxError as error:
+        assert "different values" in str(error)  # noqa: PT017
+    else:
+        assert (out != words(np.full(THREADS, 9))).any()
+
+
+def test_threads_that_diverge_meet_again():
+    """A loop of another length in each thread, and an if in it, against Python."""
+    body = """
+	mov.b32 	%r2, 0;
+	mov.b32 	%r3, %r1;
+$LOOP:
+	and.b32 	%r4, %r3, 1;
+	setp.eq.b32 	%p1, %r4, 0;
+	@%p1 bra 	$EVEN;
+	mad.lo.s32 	%r3, %r3, 3, 1;
+	bra.uni 	$NEXT;
+$EVEN:
+	shr.u32 	%r3, %r3, 1;
+$NEXT:
+	add.s32 	%r2, %r2, 1;
+	setp.gt.u32 	%p2, %r3, 1;
+	@%p2 bra 	$LOOP;
+	shfl.sync.bfly.b32 	%r5, %r2, 1, 31, -1;
+	st.global.b32 	[%rd5], %r5;
+	ret;
+"""
+
+    def collatz(n):
+        steps = 0
+        while True:
+            n, steps = (n * 3 + 1 if n % 2 else n // 2), steps + 1
+            if n <= 1:
+                return steps
+
+    out = run(body)
+    assert [int(x) for x in out] == [collatz(i ^ 1) for i in range(THREADS)]
+
+
+def test_lanes_and_threads_that_are_not_there():
+    some = "	setp.lt.u32 	%p1, %r1, 3;\n	@%p1 bra 	$END;\n{}\n$END:\n	ret;\n"
+    with pytest.raises(PtxError, match="a lane that the member mask names is not here"):
+        run(some.format("	shfl.sync.bfly.b32 	%r2, %r1, 1, 31, -1;"))
+    with pytest.raises(PtxError, match="wait for others that left"):
+        run(some.format("	bar.sync 	0;"))
+    with pytest.raises(PtxError, match="past the end"):
+        run("	mov.b32 	%r2, 0;")
+    with pytest.raises(PtxError, match="more than 100 instructions"):
+        run("$L:\n	mov.b32 	%r2, 0;\n	bra.uni 	$L;", max_instructions=100)
+
+
+def test_one_place_and_many_threads():
+    """Threads of a CTA may store one value to one place; other values, or other CTAs, may not."""
+    all_to_one = "	st.global.b32 	[%rd2], {};\n	ret;"
+    assert run(all_to_one.format(7))[0] == 7
+    with pytest.raises(PtxError, match="different values"):
+        run(all_to_one.format("%r1"))
+    for batches in ([[0, 1]], [[0], [1]], [[1], [0]]):
+        with pytest.raises(PtxError, match="data race"):
+            run(all_to_one.format(7), grid=2, batches=batches)
+
+
+def test_what_nobody_wrote_may_be_loaded_but_not_used():
+    load = "	ld.shared.b32 	%r2, [__dynamic_shmem__0];\n	mov.b32 	%r3, 5;\n"
+    choose = "	setp.lt.u32 	%p1, %r1, 0;\n	selp.b32 	%r3, %r2, %r3, %p1;\n"
+    store = "	st.global.b32 	[%rd5], %r3;\n	ret;"
+    assert (run(load + choose + store) == 5).all()
+    for use in (
+        "	add.s32 	%r3, %r2, %r3;\n" + store,
+        "	selp.b32 	%r3, %r2, %r3, %p2;\n" + store,
+        "	mov.b32 	{%rs1, %rs2}, %r2;\n	mov.b32 	%r3, {%rs1, %rs2};\n" + store,
+        "	setp.eq.b32 	%p1, %r2, 0;\n	@%p1 bra 	$E;\n$E:\n	ret;",
+        "	mul.wide.u32 	%rd6, %r2, 4;\n	ld.b32 	%r3, [%rd6];\n	ret;",
+        "	st.shared.b32 	[__dynamic_shmem__0+4], %r2;\n	bar.sync 	0;\n"
+        "	ld.shared.b32 	%r3, [__dynamic_shmem__0+4];\n" + store,
+        "	redux.sync.max.s32 	%r3, %r2, -1;\n" + store,
+    ):
+        with pytest.raises(PtxError, match="nobody wrote"):
+            run(load + use)
+
+
+def test_election_and_packed_halves():
+    body = """
+	elect.sync 	%r2|%p1, -1;
+	selp.b32 	%r3, 1, 0, %p1;
+	mov.b32 	{%rs1, %rs2}, 0x3F80BF80;
+	max.NaN.bf16 	%rs3, %rs1, %rs2;
+	mov.b32 	%r4, {%rs3, %rs1};
+	@%p1 mov.b32 	%r4, 0;
+	st.global.b32 	[%rd5], %r4;
+	ret;
+"""
+    for leader in (0, 31):
+        out = run(body, leader=leader).reshape(4, 32)
+        assert (out[:, leader] == 0).all()
+        assert (np.delete(out, leader, axis=1) == 0xBF803F80).all()
+
+
+HOST = """
+define void @kernel_mosaic_gpu(ptr %0, ptr %1, ptr %2) {
+  %4 = load ptr, ptr %2, align 8
+  %5 = getelementptr ptr, ptr %2, i32 1
+  %6 = load ptr, ptr %5, align 8
+  %7 = alloca { ptr, ptr }, align 8
+  %8 = alloca [2 x i64], align 8
+  %9 = getelementptr { ptr, ptr }, ptr %7, i32 0, i32 0
+  store ptr %6, ptr %9, align 8
+  %10 = getelementptr i64, ptr %8, i32 0
+  store ptr %9, ptr %10, align 8
+  %11 = getelementptr { ptr, ptr }, ptr %7, i32 0, i32 1
+  store ptr %4, ptr %11, align 8
+  %12 = getelementptr i64, ptr %8, i32 1
+  store ptr %11, ptr %12, align 8
+  {launch}
+  ret void
+}
+"""
+
+
+LAUNCH = (
+    "call void @mosaic_gpu_launch_kernel(ptr %0, i32 4, i32 3, i32 1, i32 0, i32 0, i32 0, "
+    "i32 128, i32 1, i32 1, i32 2048, ptr %1, ptr %8)"
+)
+HOST = HOST.replace("{launch}", LAUNCH)
+
+
+def test_how_a_kernel_is_launched():
+    assert host.read(HOST) == host.HostCode((4, 3, 1), 128, 2048, (1, 0))
+    with pytest.raises(PtxError, match="not understood: call void @other"):
+        host.read(HOST.replace("  ret void", "  call void @other()\n  ret void"))
+    with pytest.raises(PtxError, match="clusters"):
+        host.read(HOST.replace("i32 1, i32 0", "i32 1, i32 2"))
+    without = "\n".join(line for line in HOST.splitlines() if "launch_kernel" not in line)
+    with pytest.raises(PtxError, match="no launch"):
+        host.read(without)

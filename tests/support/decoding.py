@@ -1,0 +1,224 @@
+"""Run the worker's own code in this process and keep everything that it computed and sent."""
+
+import functools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.control import Admit, Release
+from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.state import LoopConfig, admit, release
+from jax_specdec.device.loop.step import prefill_chunk, step
+from jax_specdec.device.messages import step_messages
+from jax_specdec.device.model.params import init_params
+from jax_specdec.device.model.sharding import ONE_DEVICE
+from jax_specdec.device.sampling.verify import accept_draft
+from jax_specdec.device.worker.worker import Worker
+from jax_specdec.engine.queued_request import Job
+from jax_specdec.engine.worker_session import Rank
+from jax_specdec.records import output_processor
+from jax_specdec.records.decode import decode
+from jax_specdec.records.record import Records
+from jax_specdec.requests import Request, SamplingParams
+
+VOCAB = 32
+
+
+@functools.cache
+def random_model(vocab=VOCAB, scale=4.0, **changes):
+    """Weights large enough that the model is decided, and repeats itself now and then."""
+    config = ModelConfig.tiny(vocab_size=vocab, **changes)
+    params = init_params(config, jax.random.key(1))
+    return jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, params), config
+
+
+def drafter(name, config, num_drafts=3):
+    if name == "none":
+        return NoDrafter(num_drafts)  # padded: the same compiled step as with drafts
+    return NgramDrafter(num_drafts) if name == "ngram" else MtpDrafter(config, num_drafts)
+
+
+@dataclass
+class Run:
+    """What came of some requests."""
+
+    messages: list = field(default_factory=list)
+    outputs: list = field(default_factory=list)  # StepOutput as numpy, by step
+    records: dict = field(default_factory=dict)  # request id to its records
+    state: object = None
+    chunks: list = field(default_factory=list)  # prefill chunks that were run, as (slot, start)
+    worker: object = None
+
+    def token_ids(self, request_id):
+        return [t for record in self.records[request_id] for t in record.token_ids.tolist()]
+
+
+class Sent(list):
+    def send(self, data, /):
+        self.append(np.array(data))
+
+
+@functools.cache
+def compiled(config):
+    """One compilation for all runs of a configuration."""
+    return Compiled(config)
+
+
+def without_jit(config):
+    """The same functions, called as they are."""
+    return SimpleNamespace(
+        admit=admit,
+        release=release,
+        prefill_chunk=functools.partial(prefill_chunk, config),
+        step=functools.partial(step, config),
+        target_message=step_messages.target_message,
+        draft_message=step_messages.draft_message,
+        leading=lambda words, count: words[:count],
+    )
+
+
+def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
+        distort=None, fused=False, parallel=ONE_DEVICE, **options):  # fmt: skip
+    """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
+
+    `distort` changes a step's output before it is packed: for negative controls. `options` are the
+    worker's.
+    """
+    params, config = model or random_model()
+    settings = LoopConfig(
+        model=config,
+        drafter=drafter(drafting, config) if isinstance(drafting, str) else drafting,
+        num_slots=num_slots,
+        max_length=max_length,
+        accept=accept,
+        parallel=parallel,
+    )
+    sent, outputs, chunks = Sent(), [], []
+    shared = compiled(settings)
+
+    def recording_step(params, state, **options):
+        state, output = shared.step(params, state, **options)
+        outputs.append(jax.tree.map(np.asarray, output))
+        return state, distort(output) if distort else output
+
+    def recording_chunk(name):
+        def call(params, state, slot, start, *asked, **static):
+            chunks.append((int(slot), int(start)))
+            return getattr(shared, name)(params, state, slot, start, *asked, **static)
+
+        return call
+
+    recorders = {"step": recording_step} | {
+        name: recording_chunk(name) for name in ("prefill_chunk", "score_chunk")
+    }
+    recording = SimpleNamespace(**vars(shared) | recorders)
+    worker = Worker(settings, params, sent, prefill_chunk=chunk, compiled=recording,
+                    fused=fused, **options)  # fmt: skip
+    result = Run(outputs=outputs, records={request.id: [] for request in requests},
+                 chunks=chunks, worker=worker)  # fmt: skip
+    waiting, free, live = list(requests), list(range(num_slots)), {}
+    generations = [0] * num_slots
+    state = output_processor.ProcessorState.empty(num_slots)
+    while waiting or live:
+        while waiting and free:
+            slot, request = free.pop(0), waiting.pop(0)
+            generations[slot] += 1
+            state = output_processor.admit(state, slot, generations[slot], request)
+            worker.apply(Admit(slot=slot, generation=generations[slot], request=request))
+            live[request.id] = slot
+        worker.advance()
+        while sent:
+            message = decode(sent.pop(0).tobytes())
+            result.messages.append(message)
+            state, records = output_processor.step(state, message)
+            assert isinstance(records, Records)
+            for record in records:
+                result.records[record.request_id].append(record)
+            for record in records.events():
+                slot = live.pop(record.request_id)
+                state = output_processor.release(state, slot)
+                worker.apply(Release(slot=slot, generation=generations[slot]))
+                free.append(slot)
+    result.state = state
+    return result
+
+
+class Local:
+    """A worker in this process and what an engine knows of it; both sides are in a test's hands."""
+
+    def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
+                 prefill_only=False, **options):  # fmt: skip
+        params, config = model or random_model()
+        settings = LoopConfig(
+            model=config,
+            drafter=drafter(drafting, config) if isinstance(drafting, str) else drafting,
+            num_slots=num_slots,
+            max_length=max_length,
+            prefill_only=prefill_only,
+        )
+        self.sent, self.outputs, self.messages = Sent(), [], []
+        self.shared = compiled(settings)
+        recording = SimpleNamespace(**vars(self.shared) | {"step": self.step})
+        self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk, compiled=recording,
+                             fused=False, **options)  # fmt: skip
+        self.ring = self  # the rank's worker, and its ring
+        self.rank = Rank(self, num_slots=num_slots, max_length=max_length,
+                         prefill_only=prefill_only)  # fmt: skip
+
+    def step(self, params, state, **options):
+        state, output = self.shared.step(params, state, **options)
+        self.outputs.append(jax.tree.map(np.asarray, output))
+        return state, output
+
+    def tell(self, command):
+        self.worker.apply(command)
+
+    def try_receive(self):
+        return SimpleNamespace(data=self.sent.pop(0).tobytes()) if self.sent else None
+
+    def admit(self, item, **job):
+        self.rank.admit(Job(request=item, **job))
+
+    def advance(self):
+        """One step; the records that came."""
+        self.worker.advance()
+        records = []
+        while (update := self.rank.receive(0)) is not None:
+            self.messages.append(update.message)
+            records += list(update.records)
+        return records
+
+    def drain(self, most=200):
+        """Until nothing is under way; nobody leaves a slot."""
+        records = []
+        for _ in range(most):
+            if not self.worker.busy:
+                return records
+            records += self.advance()
+        raise AssertionError(f"still busy after {most} steps")
+
+
+def request(id, prompt, **params):
+    return Request(id=id, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))
+
+
+def mixed_requests(count=7, seed=0, temperature=0.0, max_tokens=(6, 30)):
+    """Prompts of many lengths (one token, chunk borders), K from none to 20."""
+    random = np.random.default_rng(seed)
+    lengths = [1, 2, 8, 9, 10, 17, 25, 5, 16, 3][:count]
+    return [
+        request(
+            f"r{index}",
+            random.integers(0, VOCAB, length).tolist(),
+            max_tokens=int(random.integers(*max_tokens)),
+            temperature=temperature,
+            top_p=0.9 if temperature else 1.0,
+            seed=index,
+            logprobs=[None, 0, 1, 5, 20, 3, 2][index % 7],
+        )
+        for index, length in enumerate(lengths)
+    ]

@@ -1,0 +1,105 @@
+"""Model directories in Hugging Face layout, written without torch: the layout's inverse."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from jax_specdec.checkpoint.hf_names import sources
+from jax_specdec.checkpoint.model_config import ModelConfig, RopeScaling
+from jax_specdec.device.model.params import init_params, named_arrays
+
+CONFIGS = {
+    "llama": ModelConfig.tiny(40, tie_embeddings=False, num_mtp_layers=0),
+    "llama with an MTP head": ModelConfig.tiny(40, tie_embeddings=False),
+    "llama 3.1, tied": ModelConfig.tiny(
+        40, num_mtp_layers=0, rope_scaling=RopeScaling("llama3", 8.0, original_length=60)
+    ),
+    "qwen2": ModelConfig.tiny(40, tie_embeddings=False, num_mtp_layers=0, qkv_bias=True),
+    "qwen3, every bias, MTP": ModelConfig.tiny(
+        40, qk_norm=True, qkv_bias=True, output_bias=True, rope_scaling=RopeScaling("linear", 2.0)
+    ),
+}
+
+
+def random_params(config, seed=0):
+    """Weights of which no two are equal, and a decided model."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, x):
+        if path[-1].name.endswith("norm"):
+            values = rng.uniform(0.5, 1.5, x.shape)
+        else:
+            values = rng.normal(size=x.shape) * 2 / np.sqrt(x.shape[-2])
+        return jnp.asarray(values, config.dtype)
+
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def hf_fields(config):
+    """config.json, as transformers before version 5 wrote it."""
+    kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    fields = {
+        "architectures": [f"{kind}ForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": config.dtype,
+        "attention_bias": config.output_bias,
+        "max_position_embeddings": 512,
+        "eos_token_id": 2,
+    }
+    scaling = config.rope_scaling
+    if scaling is not None:
+        fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            fields["rope_scaling"] |= {
+                "low_freq_factor": scaling.low_frequency_factor,
+                "high_freq_factor": scaling.high_frequency_factor,
+                "original_max_position_embeddings": scaling.original_length,
+            }
+    return fields
+
+
+def hf_tensors(config, params):
+    """Tensors by their names in a checkpoint."""
+    arrays, tensors = named_arrays(params), {}
+    for source in sources(config):
+        value = np.asarray(arrays[source.leaf])
+        value = value if source.layer is None else value[source.layer]
+        if source.swapped:
+            value = np.roll(value, config.hidden_size, axis=0)
+        tensors[source.name] = np.ascontiguousarray(value.T if source.transposed else value)
+    return tensors
+
+
+def write(directory, config, params=None, *, shards=1, dtype=None, fields=None, tensors=None):
+    """A whole model directory; `tensors` replaces those of `params`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if tensors is None:
+        tensors = hf_tensors(config, random_params(config) if params is None else params)
+    if dtype is not None:
+        tensors = {name: value.astype(jnp.dtype(dtype)) for name, value in tensors.items()}
+    (directory / "config.json").write_text(json.dumps(hf_fields(config) | (fields or {})))
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+    names, weight_map = list(tensors), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        mine = names[shard::shards]
+        save_file({name: tensors[name] for name in mine}, directory / file)
+        weight_map |= dict.fromkeys(mine, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory

@@ -1,0 +1,75 @@
+"""Messages for the tests of the processor: small, with values that say where they come from."""
+
+import numpy as np
+
+from ipc.wire import Kind, LogprobsMode, SlotState
+from jax_specdec.records.decode import decode
+from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.requests import Request, SamplingParams
+
+
+def request(id="r", **params):
+    return Request(id=id, prompt_token_ids=(1, 2), params=SamplingParams(**params))
+
+
+def tokens(
+    *ids,
+    generation=1,
+    drafts=None,
+    logprobs=None,
+    columns=0,
+    chosen=0,
+    state=SlotState.TOKENS,
+    mode=LogprobsMode.RAW,
+    rows=None,
+    ranks=None,
+):
+    """A slot with tokens; without `logprobs` [n, columns + chosen] they are made from the ids."""
+    rows = (len(ids) if columns else 0) if rows is None else rows
+    if logprobs is None and columns:
+        logprobs = [
+            [-(id + 1) / (8 * (c + 1)) for c in range(columns + chosen)] for id in ids[:rows]
+        ]
+    return SlotContents(
+        state=state,
+        generation=generation,
+        mode=mode,
+        num_drafts=max(len(ids) - 1, 0) if drafts is None else drafts,
+        columns=columns,
+        num_chosen=chosen,
+        token_ids=ids,
+        token_ranks=[id % 5 + 1 for id in ids[:rows]] if ranks is None else ranks,
+        logprobs=() if logprobs is None else np.asarray(logprobs, np.float32),
+        topk_ids=[[id + c for c in range(columns - 1)] for id in ids[:rows]] if columns else (),
+    )
+
+
+def first_token(id, *draft_ids, generation=1, columns=0):
+    """A prefill's first token, and the drafts of the next step as bare ids."""
+    return tokens(
+        id,
+        *draft_ids,
+        generation=generation,
+        columns=columns,
+        state=SlotState.PREFILL_FIRST_TOKEN,
+        rows=1 if columns else 0,
+    )
+
+
+def silent(state=SlotState.NOTHING, generation=1):
+    return SlotContents(state=state, generation=generation)
+
+
+def target(step, *slots, draft_follows=False, **header):
+    return decode(encode(Kind.TARGET, step, slots, draft_follows=draft_follows, **header))
+
+
+def draft(step, *slots, **header):
+    return decode(encode(Kind.DRAFT, step, slots, **header))
+
+
+def drafts(*ids, generation=1, columns=0, chosen=0, **fields):
+    """A slot of a draft message: all the drafts of the step."""
+    return tokens(
+        *ids, generation=generation, drafts=len(ids), columns=columns, chosen=chosen, **fields
+    )

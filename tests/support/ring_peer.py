@@ -1,0 +1,147 @@
+"""The other process in ring tests: `python -m tests.support.ring_peer produce|consume NAME ...`.
+
+Messages are a function of their number, so either side can check or make any of them alone.
+"""
+
+import argparse
+import mmap
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ipc import errors
+from ipc.ring import RingReader, RingWriter
+from tests.support.paths import ROOT
+
+_PATTERN = bytes((i * i * 31 + i * 7 + (i >> 8)) & 255 for i in range(1 << 16)) * 18
+
+
+def payload(number: int, max_bytes: int) -> tuple[bytes, memoryview]:
+    """Message `number` as two parts: its number in 8 bytes, then 0..max_bytes-8 pattern bytes."""
+    size = (number * 2654435761 % (1 << 32)) * (max_bytes - 7) >> 32
+    start = number % 65521
+    return number.to_bytes(8, "little"), memoryview(_PATTERN)[start : start + size]
+
+
+def is_intact(data: bytes, number: int, max_bytes: int) -> bool:
+    """Says whether `data` is message `number`, byte for byte."""
+    head, body = payload(number, max_bytes)
+    return data[:8] == head and memoryview(data)[8:] == body
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A peer's own record of what it did, in a mapped file that outlives its SIGKILL.
+
+    Words: messages sent or received intact, damaged messages, 1 when it ended as it should, and
+    the CPU time in ns that it took from its attachment to its end.
+    """
+
+    words: memoryview
+
+    @classmethod
+    def at(cls, path: Path) -> "Progress":
+        if not path.exists():
+            path.write_bytes(bytes(32))
+        with path.open("r+b") as file:
+            return cls(memoryview(mmap.mmap(file.fileno(), 32)).cast("Q"))
+
+    @property
+    def done(self) -> int:
+        return self.words[0]
+
+    @property
+    def damaged(self) -> int:
+        return self.words[1]
+
+    @property
+    def finished(self) -> bool:
+        return self.words[2] == 1
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self.words[3] * 1e-9
+
+
+class OpenGate:
+    """A semaphore that never makes anybody wait: the negative control."""
+
+    value = 1
+
+    def acquire(self, timeout: float | None = None) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+def remove_semaphore(ring: RingReader | RingWriter, which: str) -> None:
+    """Takes one of the two semaphores away from one side of a ring."""
+    waiter = {"freed": ring._freed, "items": ring._items}[which]
+    waiter._semaphore = OpenGate()
+    waiter._acquire = OpenGate().acquire
+
+
+def start_peer(job: str, name: str, progress: Path, **options: object) -> subprocess.Popen[bytes]:
+    """Starts this module in a process of its own."""
+    Progress.at(progress)
+    command = [sys.executable, "-m", "tests.support.ring_peer", job, name, str(progress)]
+    for key, value in options.items():
+        command += [f"--{key.replace('_', '-')}", str(value)]
+    stdout = subprocess.PIPE if name == "create" else None
+    return subprocess.Popen(command, cwd=ROOT, stdout=stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job", choices=["produce", "consume"])
+    parser.add_argument("name", help="the ring to attach to, or `create` to make one and print it")
+    parser.add_argument("progress", type=Path)
+    parser.add_argument("--wait", default="predict")
+    parser.add_argument("--count", type=int, default=1 << 62)
+    parser.add_argument("--max-bytes", type=int, default=1000)
+    parser.add_argument("--gap-us", type=float, default=0)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--without", nargs="*", default=[], choices=["freed", "items"])
+    parser.add_argument("--core", type=int, default=-1)
+    parser.add_argument("--then", choices=["close", "sleep", "exit"], default="close")
+    options = parser.parse_args()
+    if options.core >= 0:
+        os.sched_setaffinity(0, {options.core})
+    words = Progress.at(options.progress).words
+    side = RingWriter if options.job == "produce" else RingReader
+    if options.name == "create":
+        ring = side.create(options.slots, options.max_bytes, wait=options.wait)
+        print(ring.name, flush=True)
+    else:
+        ring = side.attach(options.name, wait=options.wait)
+    for semaphore in options.without:
+        remove_semaphore(ring, semaphore)
+    begun = time.thread_time_ns()
+    for number in range(options.count):
+        if options.gap_us:
+            time.sleep(options.gap_us * 1e-6)
+        if isinstance(ring, RingWriter):
+            ring.send(*payload(number, options.max_bytes))
+        else:
+            try:
+                message = ring.receive()
+            except errors.EndOfStream:
+                break
+            if message.sequence != number or not is_intact(message.data, number, options.max_bytes):
+                words[1] += 1
+        words[0] = number + 1
+    if options.then == "sleep":
+        time.sleep(1000)
+    elif options.then == "exit":
+        os._exit(0)
+    ring.close()
+    words[3] = time.thread_time_ns() - begun
+    words[2] = 1
+
+
+if __name__ == "__main__":
+    main()

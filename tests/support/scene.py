@@ -1,0 +1,139 @@
+"""An engine over scripted workers: what it delivers, and what it must have delivered."""
+
+import itertools
+import random
+
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Request, SamplingParams
+from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation, logprob
+
+CUT_SHORT = {FinishReason.ABORT, FinishReason.RECOVERY_ERROR, FinishReason.WORKER_LOST}
+
+
+def make_requests(count, seed=0):
+    rng = random.Random(seed)
+    return [
+        Request(
+            id=f"r{index}",
+            prompt_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))),
+            params=SamplingParams(
+                max_tokens=rng.choice((1, 2, 9, 20)),
+                logprobs=rng.choice((None, 0, 2)),
+                prompt_logprobs=rng.choice((None, 0, 2)),
+                stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 1)))),
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def long_requests(count=6):
+    return [
+        Request(id=f"r{n}", prompt_token_ids=(n,), params=SamplingParams(max_tokens=20, logprobs=0))
+        for n in range(count)
+    ]
+
+
+class Scene:
+    """An engine over scripted workers, and what it delivered.
+
+    `faults` maps a process rank to the messages that its workers send before they die, one number
+    for each worker that is started in that place.
+    """
+
+    def __init__(self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, **config):
+        self.workers = []
+        self.worker = worker
+        self.faults = {rank: list(numbers) for rank, numbers in (faults or {}).items()}
+        self.seed = seed
+        self.engine = Engine(
+            EngineConfig(vocab_size=VOCAB, num_slots=num_slots, max_length=64, **config),
+            start_worker=self.start,
+        )
+        self.records, self.updates = {}, []
+
+    def start(self, config, *, process_rank, prefill_only, doorbell):
+        assert doorbell == (config.num_ranks + config.num_prefill_ranks > 1)
+        faults = self.faults.get(process_rank)
+        worker = self.worker(
+            config.num_slots,
+            process_rank=process_rank,
+            prefill_only=prefill_only,
+            seed=self.seed + len(self.workers),
+            dies_after=faults.pop(0) if faults else None,
+            draft_messages=self.seed % 2 == 1,
+        )
+        self.workers.append(worker)
+        return worker
+
+    def run(self, requests, meddle=lambda scene, n: None):
+        """Run to the end, calling `meddle` after each update."""
+        self.records = {request.id: [] for request in requests}
+        with self.engine:
+            for n, update in enumerate(self.engine.generate(requests)):
+                assert n < 20_000, "it goes on for ever"
+                self.updates.append(update)
+                for record in update.records:
+                    self.records[record.request_id].append(record)
+                meddle(self, n)
+        return self
+
+    def tokens(self, name):
+        return [t for record in self.records[name] for t in record.token_ids.tolist()]
+
+    def finish_reason(self, name):
+        return self.records[name][-1].finish_reason if self.records[name] else None
+
+
+def check_prompt(request, records):
+    """Every row once, in order, before the first token; none where nobody asked."""
+    prompt = list(request.prompt_token_ids)
+    places, logprobs = [], []
+    for record in records:
+        if record.prompt is not None:
+            assert len(places) < len(prompt) - 1, "more rows than the prompt has"
+            places += range(record.prompt.start, record.prompt.start + len(record.prompt.token_ids))
+            logprobs += record.prompt.logprobs[:, 0].tolist()
+        elif record.num_tokens and request.params.prompt_logprobs is not None:
+            assert len(places) == len(prompt) - 1
+    asked = request.params.prompt_logprobs is not None
+    due = list(range(1, len(prompt))) if asked else []
+    assert places == due[: len(places)]
+    assert logprobs == [logprob(prompt[:place]) for place in places]
+
+
+def check(scene, requests):
+    """Nothing is lost, doubled or changed; every request ends once."""
+    for request in requests:
+        records = scene.records[request.id]
+        tokens, logprobs = continuation(request)
+        got = scene.tokens(request.id)
+        assert got == tokens[: len(got)]
+        ends = [record.finish_reason for record in records if record.finish_reason is not None]
+        assert len(ends) == 1
+        assert records[-1].finish_reason is ends[0]
+        if ends[0] not in CUT_SHORT:
+            assert got == tokens
+            stopped = tokens[-1] in request.params.stop_token_ids
+            assert ends[0] is (FinishReason.STOP_TOKEN if stopped else FinishReason.LENGTH)
+        check_prompt(request, records)
+        totals = list(itertools.accumulate(logprobs, initial=0.0))
+        position = 0
+        for record in records:
+            position += record.num_tokens
+            if request.params.logprobs is None:
+                assert record.cumulative_logprob is None
+            else:
+                assert record.cumulative_logprob == totals[position]
+                assert (
+                    record.logprobs[:, 0].tolist()
+                    == (logprobs[position - record.num_tokens : position])
+                )
+        statistics = records[-1].statistics
+        assert statistics.num_tokens == len(got)
+        assert statistics.num_drafts == sum(record.num_drafts for record in records)
+        assert statistics.steps == sum(record.num_tokens > 0 for record in records)
+    everywhere = sum(rank.state.statistics.num_tokens for rank in scene.engine.ranks)
+    assert everywhere == sum(len(scene.tokens(request.id)) for request in requests)

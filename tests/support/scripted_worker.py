@@ -1,0 +1,256 @@
+"""A worker without a model or a process, for tests of the engine: what it emits can be foretold.
+
+The next token is a function of the whole sequence so far, as in greedy decoding; how many tokens a
+step emits is drawn. Like the real worker, it launches a step before it publishes the one before.
+"""
+
+import random
+import zlib
+from types import SimpleNamespace
+
+from ipc.errors import PeerDied
+from ipc.ring import RingCounters
+from ipc.wire import Kind, SlotState
+from jax_specdec.control import Admit, Evict, Release
+from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.records.encode import SlotContents, encode
+
+VOCAB = 32
+
+
+def next_token(ids):
+    return zlib.crc32(repr(ids).encode()) % VOCAB
+
+
+def logprob(ids):
+    """Of the token after `ids`; a multiple of 1/64, so that sums are exact."""
+    return -(zlib.crc32(repr(ids).encode() + b"p") % 512) / 64
+
+
+def continuation(request):
+    """All tokens of a request and their logprobs, as if it ran alone and undisturbed."""
+    ids, tokens, logprobs = list(request.prompt_token_ids), [], []
+    while len(tokens) < request.params.max_tokens:
+        logprobs.append(logprob(ids))
+        tokens.append(next_token(ids))
+        ids.append(tokens[-1])
+        if tokens[-1] in request.params.stop_token_ids:
+            break
+    return tokens, logprobs
+
+
+class ScriptedWorker:
+    """Its own ring: a step is made whenever the engine asks for a message.
+
+    Attributes:
+      commands: all that it was told.
+      admitted_drafts: the drafts of every admission that brought some.
+      dies_after: messages that it sends before it is killed; None for never.
+    """
+
+    pid = 0
+    name = property(lambda self: f"scripted-{id(self)}")
+    ring = property(lambda self: self)
+
+    def __init__(self, num_slots, *, process_rank=0, prefill_only=False, seed=0, dies_after=None,
+                 max_drafts=3, draft_messages=False):  # fmt: skip
+        self.rng = random.Random(seed)
+        self.process_rank, self.prefill_only = process_rank, prefill_only
+        self.max_drafts, self.draft_messages = max_drafts, draft_messages
+        self.dies_after = dies_after
+        self.commands, self.new_commands = [], []
+        self.admitted_drafts = []
+        self.slots = [None] * num_slots  # of SimpleNamespace
+        self.step = 0
+        self.launched = []  # messages of the step under way
+        self.outbox = []
+        self.sent = 0
+        self.stopped = False
+
+    def tell(self, command):
+        self.commands.append(command)
+        self.new_commands.append(command)
+
+    def failure(self, cause):
+        self.stopped = True
+        return WorkerFailed(f"rank {self.process_rank}: {cause}")
+
+    def stop(self, *, drain):
+        del drain
+        self.stopped = True
+        return 0
+
+    def counters(self):
+        return RingCounters(
+            messages=self.sent, payload_bytes=0, depth=0, capacity=1, waits=0, wait_ns=0
+        )
+
+    def ready(self):
+        return bool(
+            self.outbox
+            or self.launched
+            or self.new_commands
+            or any(self.slots)
+            or self.sent == self.dies_after
+        )
+
+    def receive(self, timeout, *, rehearse=None):
+        if rehearse is not None:  # more often than the ring would; nothing may come of it
+            rehearse()
+        message = self.try_receive()
+        assert message is not None, "the engine would wait for ever"
+        return message
+
+    def try_receive(self):
+        assert not self.stopped, "a worker that is gone was asked for a message"
+        if self.dies_after is not None and self.sent >= self.dies_after:
+            raise PeerDied("producer", self.pid, self.sent - 1)
+        while not self.outbox and self.ready():
+            self.advance()
+        if not self.outbox:
+            return None
+        self.sent += 1
+        data = self.outbox.pop(0)
+        return SimpleNamespace(data=data, send_time_ns=0, receive_time_ns=1)
+
+    def advance(self):
+        """Take the commands, launch a step, publish the one before."""
+        for command in self.new_commands:
+            self.apply(command)
+        self.new_commands.clear()
+        following = self.launch() if any(self.slots) else []
+        self.outbox += self.launched
+        self.launched = following
+
+    def apply(self, command):
+        if isinstance(command, Admit):
+            assert self.slots[command.slot] is None or self.slots[command.slot].ended
+            if command.draft_token_ids:
+                self.admitted_drafts.append(command.draft_token_ids)
+            self.slots[command.slot] = SimpleNamespace(
+                generation=command.generation,
+                params=command.request.params,
+                prompt=list(command.request.prompt_token_ids),
+                ids=list(command.request.prompt_token_ids),
+                left=command.request.params.max_tokens,
+                drafts=list(command.draft_token_ids),
+                wait=self.rng.randint(0, 2),  # steps in which the prompt is still prefilled
+                scored=1,  # the next prompt token that gets logprobs, where they were asked
+                evicted=None,
+                ended=False,
+            )
+        elif isinstance(command, Evict | Release):
+            slot = self.slots[command.slot]
+            if slot is not None and slot.generation == command.generation and not slot.ended:
+                if isinstance(command, Evict):
+                    slot.evicted = command
+                else:
+                    self.slots[command.slot] = None
+
+    def launch(self):
+        messages, contents, drafts = [], [], []
+        for index, slot in enumerate(self.slots):
+            if slot is not None and slot.params.prompt_logprobs is not None:
+                messages += self.score(index, slot)
+            if slot is None:
+                contents.append(SlotContents(state=SlotState.STOPPED))
+                drafts.append(SlotContents(state=SlotState.STOPPED))
+                continue
+            target, verified = self.slot_step(slot)
+            contents.append(target)
+            n, columns = len(verified), slot.params.columns
+            said = SlotContents(
+                generation=slot.generation,
+                token_ids=verified,
+                num_drafts=n,
+                columns=columns,
+                logprobs=[[-9.0] * columns] * n if columns else (),
+                token_ranks=[1] * n if columns else (),
+                topk_ids=[[0] * (columns - 1)] * n if columns else (),
+            )
+            drafts.append(said)
+            if slot.ended:
+                self.slots[index] = None
+        follows = self.draft_messages and self.rng.random() < 0.7
+        header = {"process_rank": self.process_rank}
+        messages.append(encode(Kind.TARGET, self.step, contents, draft_follows=follows, **header))
+        # One that does not come costs only the drafts, as long as another step follows.
+        if follows and not (any(self.slots) and self.rng.random() < 0.2):
+            messages.append(encode(Kind.DRAFT, self.step, drafts, **header))
+        self.step += 1
+        return messages
+
+    def score(self, index, slot):
+        """The message of the next chunk of a prompt's logprobs; all of them before a token."""
+        prompt = slot.prompt
+        left = len(prompt) - slot.scored
+        if slot.evicted is not None or left <= 0:
+            return []
+        n = self.rng.randint(1, left)
+        slot.wait = max(slot.wait, int(n < left))
+        k, ids = slot.params.prompt_logprobs, prompt[slot.scored : slot.scored + n]
+        said = [SlotContents(state=SlotState.NOTHING)] * len(self.slots)
+        said[index] = SlotContents(
+            generation=slot.generation,
+            token_ids=ids,
+            columns=k + 1,
+            logprobs=[
+                [logprob(prompt[:place])] + [-9.0] * k
+                for place in range(slot.scored, slot.scored + n)
+            ],
+            token_ranks=[1] * n,
+            topk_ids=[[0] * k] * n,
+        )
+        slot.scored += n
+        return [encode(Kind.PROMPT, self.step, said, process_rank=self.process_rank)]
+
+    def slot_step(self, slot):
+        """What the slot says in this step, and the drafts that it verified."""
+        generation = slot.generation
+        if slot.evicted is not None:
+            slot.ended = True
+            state = SlotState.PREEMPTED if slot.evicted.reschedule else SlotState.RECOVERY_STOP
+            return SlotContents(state=state, generation=generation), []
+        if slot.wait:
+            slot.wait -= 1
+            return SlotContents(state=SlotState.NOTHING, generation=generation), []
+        drafts, count = slot.drafts, 1
+        for draft in drafts:  # greedy verification
+            ids = slot.ids + drafts[: count - 1]
+            if count > slot.left - 1 or draft != next_token(ids):
+                break
+            count += 1
+        tokens, logprobs = [], []
+        for _ in range(count):
+            logprobs.append(logprob(slot.ids))
+            tokens.append(next_token(slot.ids))
+            slot.ids.append(tokens[-1])
+            slot.left -= 1
+        slot.ended = slot.left == 0 or bool(set(tokens) & set(slot.params.stop_token_ids))
+        slot.drafts = self.propose(slot)
+        state, extra = SlotState.TOKENS, []
+        if self.prefill_only:
+            state, extra, drafts = SlotState.PREFILL_FIRST_TOKEN, slot.drafts, []
+            slot.ended = True
+        columns = slot.params.columns
+        contents = SlotContents(
+            state=state,
+            generation=generation,
+            token_ids=tokens + extra,
+            num_drafts=len(drafts) + len(extra),
+            columns=columns,
+            logprobs=[[p] + [-9.0] * (columns - 1) for p in logprobs] if columns else (),
+            token_ranks=[1] * count if columns else (),
+            topk_ids=[[0] * (columns - 1)] * count if columns else (),
+        )
+        return contents, drafts
+
+    def propose(self, slot):
+        """Drafts for the next step: right ones up to a point that is drawn."""
+        num = min(self.rng.randint(0, self.max_drafts), max(slot.left - 1, 0))
+        right, ids, drafts = self.rng.randint(0, num), list(slot.ids), []
+        for place in range(num):
+            token = next_token(ids)
+            drafts.append(token if place < right else (token + 1) % VOCAB)
+            ids.append(drafts[-1])
+        return drafts
