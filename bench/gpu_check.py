@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-    obstacle = implementations.cannot_run(probe, implementations.cuda_capability())
+    obstacle = implementations.gpu_obstacle(probe)
     if obstacle is not None and not options.rehearse:
         print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs the steps anywhere.)")
         return 2

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         machine = peers.rehearsal(compat.interpret_params(detect_races=False))
     else:
         probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-        obstacle = implementations.cannot_run(probe, implementations.cuda_capability())
+        obstacle = implementations.gpu_obstacle(probe)
         if obstacle is not None:
             print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs anywhere.)")
             return 2

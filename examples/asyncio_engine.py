@@ -13,12 +13,11 @@ import sys
 import story
 from own_loop import admit_all, start_worker
 
-from ipc.errors import PeerDied
-from ipc.ring import RingReader
-from ipc.wording import counted
+from ipc import PeerDied, RingReader
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
 from jax_specdec.records.output_processor import flush, step
+from jax_specdec.wording import counted
 
 SHARES = (story.REQUESTS[:2], story.REQUESTS[2:])  # of the two workers
 

@@ -24,8 +24,7 @@ import story
 import trigram
 from jax.experimental import io_callback
 
-from ipc.errors import PeerClosed, PeerDied
-from ipc.ring import RingWriter
+from ipc import PeerClosed, PeerDied, RingWriter
 from jax_specdec.device.messages import row_logprobs
 from jax_specdec.device.worker.device_checks import check
 

@@ -7,7 +7,7 @@ import sys
 import story
 from own_loop import admit_all
 
-from ipc.ring import RingReader
+from ipc import RingReader
 from jax_specdec.records.decode import decode
 from jax_specdec.records.output_processor import step
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import story
 
-from ipc.ring import RingReader
+from ipc import RingReader
 from jax_specdec.control import Admit, to_line
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode

@@ -13,7 +13,7 @@ import own_step
 import story
 import trigram
 
-from ipc.ring import RingWriter
+from ipc import RingWriter
 from jax_specdec.control import from_line
 from jax_specdec.device.messages import row_logprobs
 from jax_specdec.device.worker.device_checks import check

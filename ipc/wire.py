@@ -202,3 +202,9 @@ def words_bound(
         rows = tokens if cols > 0 else 0
         words += SLOT_WORDS + tokens + rows * (2 * cols + chosen)
     return words
+
+
+def failed_checks(error_checks: int) -> list[str]:
+    """The names of the device checks whose bits are set."""
+    names = [check.name for check in DeviceCheck if error_checks >> check & 1]
+    return names or ["unnamed check"]

@@ -1,6 +1,5 @@
 """Speculative decoding in JAX whose logprobs are exact and nearly free.
 
-Nothing is imported here on purpose: the engine side (`decode`, `output_processor`, `openai`,
-`engine`) must load without jax, the device side (`loop`, `verify`, `pack`, `model`) with it.
-Import the module that you need.
+Two doors: `jax_specdec.engine`, which never imports jax, and `jax_specdec.device`, the only folder
+that does. Nothing is imported here, so that a process gets what it asks for and no more.
 """

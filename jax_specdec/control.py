@@ -18,6 +18,9 @@ from jax_specdec.requests import Request, SamplingParams
 GROUP_KILLED = 128
 
 
+DRAFTERS = ("mtp", "ngram", "suffix", "none")  # by which a worker may be told to draft
+
+
 class ControlError(ValueError):
     """A line that is not a command; says what is wrong with it."""
 

@@ -1,14 +1,28 @@
-"""Exact top K, logprobs and token ranks from logits, in one read where a kernel allows it."""
+"""Exact top K, logprobs and token ranks from logits, in one read where a kernel allows it.
 
-from pallas_kernels.greedy import greedy, greedy_token_ids
-from pallas_kernels.topk_logprobs import greedy_topk_logprobs, topk_logprobs
+This door is all of the package that anything outside may import; what lies behind it may change.
+The package needs jax and nothing else of the project.
+"""
+
+from pallas_kernels.blocks import vary_like
+from pallas_kernels.contract import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.greedy_choice import greedy, greedy_token_ids
+from pallas_kernels.implementations import Implementation, gpu_obstacle
+from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
 from pallas_kernels.types import Greedy, TopkLogprobs
 
 __all__ = [
     "topk_logprobs",
     "greedy_topk_logprobs",
-    "TopkLogprobs",
     "greedy",
     "greedy_token_ids",
+    "TopkLogprobs",
     "Greedy",
+    "Implementation",
+    "gpu_obstacle",
+    # For code of one's own inside `jax.shard_map`.
+    "VocabShard",
+    "WHOLE",
+    "named_logits",
+    "vary_like",
 ]

@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels import xla
 from pallas_kernels.blocks import vary_like
-from pallas_kernels.greedy import greedy_token_ids
+from pallas_kernels.greedy_choice import greedy_token_ids
 from pallas_kernels.types import TopkLogprobs
 
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -36,7 +36,7 @@ def choose_implementation(implementation: str | None, logits: jax.Array) -> Runn
         )
     if implementation == "xla":
         return XLA
-    obstacle = cannot_run(logits, cuda_capability())
+    obstacle = gpu_obstacle(logits)
     if implementation == "mosaic_gpu":
         if obstacle is not None:
             raise NotImplementedError(
@@ -44,6 +44,11 @@ def choose_implementation(implementation: str | None, logits: jax.Array) -> Runn
             )
         return mosaic_gpu_runner()
     return XLA if obstacle is not None else fastest_runner()
+
+
+def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why the GPU kernels cannot run on logits [N, V] on these devices; None if they can."""
+    return cannot_run(logits, cuda_capability())
 
 
 def cannot_run(logits: jax.Array | jax.ShapeDtypeStruct, capability: float | None) -> str | None:

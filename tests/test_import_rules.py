@@ -1,42 +1,88 @@
-"""Imports run one way; the engine side never loads jax; each check is shown to be able to fail."""
+"""Imports run one way, folder by folder; each check is shown to be able to fail.
+
+The rule is the tree: a file may import what its folder may. Only `jax_specdec/device` imports jax,
+a package is used through its door, and rooms import the rooms below them and no others.
+"""
 
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytestmark = pytest.mark.fast
 
-ROOT = Path(__file__).parent.parent
 PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
+BESIDE = ("bench", "tests", "examples", "docs")
 
-# The device side of jax_specdec; every other module of it runs in a process without jax.
-DEVICE_SIDE = {
-    "adaptive", "callable_drafter", "checkpoint", "compiled", "cutoff", "drafter_choice",
-    "drafters", "draws", "fixed_point", "follower_process", "hf_weights", "loop", "loop_state",
-    "memory", "messages", "model", "model_params", "modes", "mtp", "outgoing", "pack", "prefill",
-    "process_group", "reorder", "sampling", "scoring", "sharding", "slots", "suffix", "verify",
-    "worker", "worker_process",
-}  # fmt: skip
-ENTRY_POINTS = {"jax_specdec.cli.main"}
+# What a door's package lets others import: itself, and these.
+DOORS = {
+    "ipc": {"ipc", "ipc.wire", "ipc.doctor"},
+    "pallas_kernels": {"pallas_kernels"},
+    "jax_specdec": {"jax_specdec.engine", "jax_specdec.export", "jax_specdec.device"},
+}
+# The libraries that a package may import, beside the standard library and the packages below it.
+LIBRARIES = {
+    "ipc": {"numpy", "posix_ipc", "xxhash"},
+    "pallas_kernels": {"numpy", "jax"},
+}
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
 
+# Each room of jax_specdec, and the rooms that it may import. A door imports the rooms behind it.
+ROOMS = {
+    "wording": set(),
+    "requests": set(),
+    "control": {"requests"},
+    "checkpoint": {"wording"},
+    "text": {"checkpoint"},
+    "records": {"requests", "wording"},
+    "export": {"engine", "records", "requests", "text", "wording"},
+    "engine": {"records", "requests", "control", "checkpoint", "text", "wording"},
+    "cli": {
+        "engine", "export", "records", "requests", "control", "checkpoint", "text", "wording",
+    },
+    "device.model": {"checkpoint", "wording"},
+    "device.sampling": {"device.model", "wording"},
+    "device.drafting": {
+        "device.sampling", "device.model", "checkpoint", "control", "text", "wording",
+    },
+    "device.messages": {"device.sampling", "device.model", "requests", "wording"},
+    "device.loop": {
+        "device.messages", "device.drafting", "device.sampling", "device.model", "checkpoint",
+        "requests", "wording",
+    },
+    "device.worker": {
+        "device.loop", "device.messages", "device.drafting", "device.model", "control", "requests",
+        "text", "checkpoint", "wording",
+    },
+}  # fmt: skip
+ROOMS["device"] = {name for name in ROOMS if name.startswith("device.")} | {"checkpoint"}
 
-def modules():
-    """Dotted name to path of every module that is shipped."""
+
+def modules(*tops):
+    """Dotted name to path of every module below the folders `tops`."""
     found = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
+    for top in tops:
+        for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(part for part in parts if part != "__init__")] = path
     return found
 
 
+KNOWN = modules(*PACKAGES, "bench", "tests")
+
+
 def is_engine_side(name):
-    package, _, rest = name.partition(".")
-    return package == "ipc" or (package == "jax_specdec" and rest not in DEVICE_SIDE)
+    """Whether a shipped module must run in a process without jax."""
+    return name.startswith(("ipc", "jax_specdec")) and not name.startswith("jax_specdec.device")
+
+
+def room_of(name):
+    """The room of a module of jax_specdec, "" for its root."""
+    parts = name.split(".")[1:]
+    return ".".join(parts[:2] if parts[:1] == ["device"] and len(parts) > 2 else parts[:1])
 
 
 def imports(source):
@@ -47,65 +93,105 @@ def imports(source):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute here"
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in whole if name in KNOWN}
+            found |= modules if len(modules) == len(whole) else modules | {node.module}
     return found
 
 
+def tops(names):
+    return {name.partition(".")[0] for name in names}
+
+
 def violations(name, source):
-    """What `name` imports against the rules."""
+    """What the module `name` imports against the rules."""
     package, used = name.partition(".")[0], imports(source)
-    tops = {module.partition(".")[0] for module in used}
-    wrong = tops & {"bench", "tests", "examples"}
-    wrong |= {module for module in used if module in ENTRY_POINTS and name != module}
-    if package == "ipc":
-        allowed = {"ipc", "numpy", "posix_ipc", "xxhash"} | sys.stdlib_module_names
-        wrong |= {module for module in tops if module not in allowed}
-    if package == "pallas_kernels":
-        allowed = {"pallas_kernels", "jax", "numpy"} | sys.stdlib_module_names
-        wrong |= {module for module in tops if module not in allowed}
+    wrong = set()
+    for other, door in DOORS.items():
+        # Tests and measurements look behind doors; users and examples do not.
+        if package != other and package not in ("tests", "bench"):
+            wrong |= {used for used in used if tops({used}) == {other} and used not in door}
+    if package in PACKAGES:
+        wrong |= {module for module in used if tops({module}) & set(BESIDE)}
+        wrong |= {module for module in used if module == "jax_specdec.cli.main" != name}
+    if package in LIBRARIES:
+        allowed = {package} | LIBRARIES[package] | sys.stdlib_module_names
+        wrong |= {module for module in used if not tops({module}) <= allowed}
     if is_engine_side(name):
-        wrong |= tops & ACCELERATED
-        wrong |= {m for m in used if m.startswith("pallas_kernels")}
-        known = modules()
-        wrong |= {m for m in used if m in known and not is_engine_side(m)}
+        wrong |= {module for module in used if tops({module}) & (ACCELERATED | {"pallas_kernels"})}
+    if package == "jax_specdec":
+        room = room_of(name)
+        for module in used:
+            if tops({module}) == {"jax_specdec"}:
+                other = room_of(module)
+                # What `__init__` of a room exports is for those outside the package.
+                if other != room and (other not in ROOMS.get(room, ()) or module == "jax_specdec"):
+                    wrong.add(module)
+    if package == "bench":
+        wrong |= {module for module in used if tops({module}) & {"tests", "examples"}}
+    if package == "tests" and not name.startswith("tests.bench"):
+        wrong |= {module for module in used if tops({module}) == {"bench"}}
     return sorted(wrong)
 
 
+def broken(found):
+    wrong = {name: violations(name, path.read_text()) for name, path in found.items()}
+    return {name: modules for name, modules in wrong.items() if modules}
+
+
 def test_imports_run_one_way():
-    found = modules()
+    found = modules(*PACKAGES)
     assert {"ipc.wire", "jax_specdec.engine.engine", "pallas_kernels.xla"} <= found.keys()
-    assert {f"jax_specdec.{name}" for name in DEVICE_SIDE} <= found.keys()
-    broken = {name: violations(name, path.read_text()) for name, path in found.items()}
-    assert {name: wrong for name, wrong in broken.items() if wrong} == {}
+    assert broken(found) == {}
+
+
+def test_every_file_of_jax_specdec_is_in_a_room():
+    rooms = {room_of(name) for name in modules("jax_specdec")}
+    assert rooms - {""} == ROOMS.keys()
+
+
+def test_rooms_form_no_circle():
+    done = []
+    while left := [room for room in ROOMS if room not in done]:
+        free = [room for room in left if ROOMS[room] <= {*done}]
+        assert free, f"a circle among {left}"
+        done += free
+
+
+@pytest.mark.parametrize("top", ["examples", "bench", "tests"])
+def test_what_stands_beside_keeps_to_its_doors(top):
+    assert broken(modules(top)) == {}
 
 
 @pytest.mark.parametrize(
     ("name", "source", "wrong"),
     [
-        ("ipc.ring", "import jax.numpy as jnp", "jax"),
+        ("ipc.ring", "import jax.numpy as jnp", "jax.numpy"),
         ("ipc.ring", "import rich", "rich"),
         ("jax_specdec.records.decode", "def f():\n    from jax import numpy", "jax"),
-        (
-            "jax_specdec.engine.engine",
-            "from jax_specdec import loop",
-            "jax_specdec.device.loop.step",
-        ),
-        (
-            "jax_specdec.export.openai",
-            "from jax_specdec.device.model.llama import ModelConfig",
-            "jax_specdec.device.model.llama",
-        ),
+        ("jax_specdec.engine.engine", "from jax_specdec.device.loop import step",
+         "jax_specdec.device.loop.step"),
+        ("jax_specdec.export.openai", "from jax_specdec.device import verify",
+         "jax_specdec.device"),
         ("jax_specdec.records.record", "from pallas_kernels import greedy", "pallas_kernels"),
-        ("pallas_kernels.xla", "from ipc import wire", "ipc"),
+        ("jax_specdec.records.record", "from jax_specdec.engine import engine",
+         "jax_specdec.engine.engine"),
+        ("jax_specdec.device.model.llama", "from jax_specdec.device.loop.step import step",
+         "jax_specdec.device.loop.step"),
+        ("jax_specdec.device.sampling.verify", "from pallas_kernels.blocks import vary_like",
+         "pallas_kernels.blocks"),
+        ("jax_specdec.engine.engine", "from ipc.reader import RingReader", "ipc.reader"),
+        ("pallas_kernels.xla", "from ipc import wire", "ipc.wire"),
         ("pallas_kernels.xla", "import numpy, torch", "torch"),
-        (
-            "jax_specdec.cli.demo_requests",
-            "from jax_specdec.cli.main import main",
-            "jax_specdec.cli.main",
-        ),
-        ("jax_specdec.device.messages.pack", "import bench.timing", "bench"),
+        ("jax_specdec.cli.demo_requests", "from jax_specdec.cli.main import main",
+         "jax_specdec.cli.main"),
+        ("jax_specdec.device.messages.pack", "import bench.timing", "bench.timing"),
+        ("examples.own_loop", "from jax_specdec.records.decode import decode",
+         "jax_specdec.records.decode"),
+        ("bench.host", "from tests.support import scene", "tests.support.scene"),
+        ("tests.ipc.test_wire", "from bench import timing", "bench.timing"),
     ],
-)
+)  # fmt: skip
 def test_a_violation_is_found(name, source, wrong):
     assert wrong in violations(name, source)
 
@@ -118,12 +204,11 @@ def loads_jax(module):
 
 
 def test_a_consumer_process_never_starts_an_accelerator_runtime():
-    names = [name for name in modules() if is_engine_side(name)]
-    everything = ", ".join(names)
-    code = f"import sys, {everything}; sys.exit(any(m in sys.modules for m in {ACCELERATED}))"
+    names = [name for name in modules(*PACKAGES) if is_engine_side(name)]
+    code = f"import sys, {', '.join(names)}; sys.exit(any(m in sys.modules for m in {ACCELERATED}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_that_check_can_fail():
     assert loads_jax("jax_specdec.device.loop.step")
-    assert not loads_jax("jax_specdec.engine.engine")
+    assert not loads_jax("jax_specdec.engine")

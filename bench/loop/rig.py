@@ -17,8 +17,7 @@ import numpy as np
 from bench import cores, reference
 from bench.loop.consumer import CPU, GENERATION, PROCESSED, Consumer, Round, end_of_round, send
 from bench.ring.contenders import SEED_BYTES, Sender
-from ipc import wire
-from ipc.errors import RingError
+from ipc import RingError, wire
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.control import Admit
 from jax_specdec.device.loop.programs import Compiled

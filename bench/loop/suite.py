@@ -3,9 +3,9 @@
 Every contender is a `Worker` (bench/loop/rig.py) whose messages go to a consumer in another process
 (bench/loop/consumer.py). All decode the same prompts to the same tokens, and those that ask for
 the same logprobs deliver the same: that is checked first. Then they run in turn, round by round. A
-round decodes from the state after the prompts: first as a server runs, step n + 1 launched before step n
-is read, then some steps taken apart, each part waited for, the device idle and the engine on a core
-of its own.
+round decodes from the state after the prompts: first as a server runs, step n + 1 launched before
+step n is read, then some steps taken apart, each part waited for, the device idle and the engine on
+a core of its own.
 
 Two latencies, both by the wall's clock. "host us", which the target is about: from the moment that
 the device's array exists until the records do, in the steps taken apart; beside a GPU the device

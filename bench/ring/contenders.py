@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from ipc.ring import RingReader, RingWriter
+from ipc import RingReader, RingWriter
 from ipc.waiting import WaitPolicy
 
 SLOT_BYTES = 600_000

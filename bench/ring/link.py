@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.ring.contenders import CONTENDERS, Receiver
 from bench.timing import BenchError
-from ipc.errors import RingError
+from ipc import RingError
 
 
 @dataclass

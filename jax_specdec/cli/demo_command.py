@@ -43,7 +43,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add_drafting(group: Any) -> None:
-    from jax_specdec.engine.config import DRAFTERS, MAX_DRAFTS
+    from jax_specdec.control import DRAFTERS
+    from jax_specdec.engine.config import MAX_DRAFTS
 
     group.add_argument(
         "--drafter",
@@ -161,10 +162,10 @@ def run(options: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from ipc.wording import counted
     from jax_specdec.cli import demo_requests, demo_screen, demo_tables
     from jax_specdec.engine.engine import Engine
     from jax_specdec.engine.worker_client import WorkerFailed
+    from jax_specdec.wording import counted
 
     console = Console()
     requests = demo_requests.with_options(

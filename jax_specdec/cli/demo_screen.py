@@ -14,10 +14,10 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from ipc.wording import counted
 from jax_specdec.cli.demo_requests import Collector, Output
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.text import byte_tokens
+from jax_specdec.wording import counted
 
 # Upper end of each band of logprobs, natural logarithm, and its color.
 _BANDS = ((-3.0, "red"), (-1.5, "dark_orange"), (-0.5, "yellow"), (-0.1, "chartreuse3"))

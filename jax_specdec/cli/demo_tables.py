@@ -7,12 +7,12 @@ from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ipc.wording import counted
 from jax_specdec.cli.demo_requests import Collector
 from jax_specdec.cli.demo_screen import readable, say
 from jax_specdec.engine.worker_session import RankStatus
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.statistics import Statistics
+from jax_specdec.wording import counted
 
 _FIXED_BYTES = 530_456  # the fixed message of the seed system, whatever was asked for
 

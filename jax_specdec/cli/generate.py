@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ipc.wording import counted
 from jax_specdec.cli.prompts import Prompt
 from jax_specdec.cli.resumable_jsonl import JsonlOutput
 from jax_specdec.export import openai
@@ -20,6 +19,7 @@ from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record, Records
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.text.detokenize import TextStream, TokenTable
+from jax_specdec.wording import counted
 
 FINISHED = (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LENGTH)
 

@@ -38,7 +38,7 @@ SAMPLING = (
 
 def add(commands: Any) -> None:
     """Add the command to the parser's subparsers."""
-    from jax_specdec.engine.config import DRAFTERS
+    from jax_specdec.control import DRAFTERS
 
     parser = commands.add_parser(
         "generate",
@@ -104,8 +104,7 @@ def run(options: argparse.Namespace) -> int:
     """
     import contextlib
 
-    from ipc.errors import RingError
-    from ipc.wording import counted
+    from ipc import RingError
     from jax_specdec.checkpoint.hf_names import open_model
     from jax_specdec.cli import generate
     from jax_specdec.cli.prompts import read_prompts
@@ -113,6 +112,7 @@ def run(options: argparse.Namespace) -> int:
     from jax_specdec.engine.engine import Engine
     from jax_specdec.engine.worker_client import WorkerFailed
     from jax_specdec.text.tokenizer import Tokenizer
+    from jax_specdec.wording import counted
 
     model = open_model(options.model, dtype=options.dtype)
     tokenizer = Tokenizer(options.model, model.config.vocab_size)
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _size(model: HfModel) -> str:
-    from ipc.wording import counted
+    from jax_specdec.wording import counted
 
     weights, item = model.config.num_parameters, 4 if model.config.dtype == "float32" else 2
     size = weights * item / 2**30
@@ -223,7 +223,7 @@ def _length(options: argparse.Namespace, prompts: list[Prompt]) -> int:
 def _report_resumption(
     prompts: list[Prompt], left: list[Prompt], output: JsonlOutput | None
 ) -> None:
-    from ipc.wording import counted
+    from jax_specdec.wording import counted
 
     if output is not None and output.cut:
         cut = counted(output.cut, "byte")

@@ -38,7 +38,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     command = _module(options.command)
 
-    from ipc.errors import RingError
+    from ipc import RingError
     from jax_specdec.engine.worker_client import WorkerFailed
 
     try:

@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
       OSError: a file that cannot be read or written.
       ValueError: FILE holds no responses, or the page would replace it.
     """
-    from ipc.wording import counted
     from jax_specdec.export import html_page
+    from jax_specdec.wording import counted
 
     source: Path = options.file
     target: Path = options.output or source.with_suffix(".html")

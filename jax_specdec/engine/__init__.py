@@ -1,0 +1,52 @@
+"""The door without jax: requests in, records of tokens and logprobs out.
+
+`Engine` runs requests on worker processes. An engine of your own takes `decode` and
+`output_processor`: bytes to a validated message, a message to records, as pure functions.
+
+Docs, examples and users import this door, and `jax_specdec.export` for other people's formats; what
+lies behind them may change. Nothing here imports jax.
+"""
+
+from ipc.wire import LogprobsMode
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.worker_session import RankStatus, Update
+from jax_specdec.records import output_processor
+from jax_specdec.records.batch import FinishReason, PromptRows
+from jax_specdec.records.decode import Message, MessageError, decode
+from jax_specdec.records.output_processor import ProcessorError, ProcessorState, Progress
+from jax_specdec.records.record import Record, Records
+from jax_specdec.records.statistics import Statistics
+from jax_specdec.requests import Request, RequestError, SamplingParams
+from jax_specdec.text import byte_tokens
+
+__all__ = [
+    # What is asked.
+    "Request",
+    "SamplingParams",
+    "LogprobsMode",
+    "RequestError",
+    # Who runs it.
+    "Engine",
+    "EngineConfig",
+    "Update",
+    "RankStatus",
+    "WorkerFailed",
+    # What comes back.
+    "Record",
+    "Records",
+    "FinishReason",
+    "PromptRows",
+    "Statistics",
+    # The same without our engine: bytes to records.
+    "decode",
+    "Message",
+    "MessageError",
+    "output_processor",
+    "ProcessorState",
+    "ProcessorError",
+    "Progress",
+    # The token ids of the model that comes with the package.
+    "byte_tokens",
+]

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ipc import wire
-from ipc.wording import counted
 from jax_specdec.checkpoint.model_config import DTYPES
+from jax_specdec.control import DRAFTERS
 from jax_specdec.requests import Request, RequestError
+from jax_specdec.wording import counted
 
-DRAFTERS = ("mtp", "ngram", "suffix", "none")  # by which an engine's worker may be told to draft
 MAX_DRAFTS = 64  # far beyond what pays; every draft is a row of each slot and step
 
 OnWorkerLoss = Literal["stop", "continue", "restart"]

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, Self
 
-from ipc.errors import RingError
-from ipc.polling import wait_readable
+from ipc import RingError, wait_readable
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.queued_request import Job, ended, handed_on
 from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess

@@ -8,11 +8,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from ipc.errors import EndOfStream, PeerDied, RingError
-from ipc.ring import RingReader
-from ipc.wording import counted
+from ipc import EndOfStream, PeerDied, RingError, RingReader
 from jax_specdec.control import GROUP_KILLED, Command, Shutdown, Start, to_line
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.wording import counted
 
 PATIENCE_SECONDS = 5.0  # for a worker that was told to stop
 

@@ -9,8 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ipc.errors import RingTimeout
-from ipc.ring import ReceivedMessage, RingCounters, RingReader
+from ipc import ReceivedMessage, RingCounters, RingReader, RingTimeout
 from ipc.wire import Kind
 from jax_specdec.control import Admit, Command, Evict, Release
 from jax_specdec.engine.queued_request import Job, TokenLog

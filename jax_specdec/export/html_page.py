@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ipc.wording import counted
+from jax_specdec.wording import counted
 
 NEGATIVE_INFINITY = -9999.0  # in the JSON; the page shows it as such
 KINDS = ("accepted", "recovered", "bonus", "plain")

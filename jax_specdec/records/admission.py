@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.wording import counted
 from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import (
@@ -24,6 +23,7 @@ from jax_specdec.records.processor_state import (
 from jax_specdec.records.prompt_logprobs import rows_due
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request
+from jax_specdec.wording import counted
 
 ItemT = TypeVar("ItemT")
 

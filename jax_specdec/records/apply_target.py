@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc.wire import LogprobsMode, SlotState
-from ipc.wording import counted
 from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import Message
@@ -24,6 +23,7 @@ from jax_specdec.records.processor_state import (
 )
 from jax_specdec.records.statistics import Counters
 from jax_specdec.requests import Request
+from jax_specdec.wording import counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)

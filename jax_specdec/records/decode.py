@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
-from ipc.wording import counted
+from jax_specdec.wording import counted
 
 _KINDS = frozenset(Kind)
 _HEADER = struct.Struct(f"<{wire.HEADER_WORDS}I")
@@ -193,15 +193,9 @@ def _header(view: memoryview, num_words: int) -> dict[str, int]:
     if header["error"] or header["error_checks"]:
         raise MessageError(
             "the sender's checks failed and the message came all the same: "
-            + ", ".join(failed_checks(header["error_checks"]))
+            + ", ".join(wire.failed_checks(header["error_checks"]))
         )
     return header
-
-
-def failed_checks(error_checks: int) -> list[str]:
-    """The names of the device checks whose bits are set."""
-    names = [check.name for check in wire.DeviceCheck if error_checks >> check & 1]
-    return names or ["unnamed check"]
 
 
 def _plainly_right(kind: int, max_num_logprobs: int, table: NDArray[np.int64]) -> bool:

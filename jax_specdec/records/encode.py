@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from ipc import wire
 from ipc.wire import LogprobsMode, SlotState
-from ipc.wording import counted
+from jax_specdec.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)

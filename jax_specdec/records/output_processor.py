@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from ipc.wire import Kind, SlotState
-from ipc.wording import counted
 from jax_specdec.records import apply_target, prompt_logprobs
 from jax_specdec.records.admission import admit, release
 from jax_specdec.records.batch import FinishReason, RecordBatch
@@ -31,6 +30,7 @@ from jax_specdec.records.processor_state import (
     totals,
 )
 from jax_specdec.records.record import Records
+from jax_specdec.wording import counted
 
 __all__ = [
     "ProcessorState",

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc.wire import LogprobsMode, SlotState
-from ipc.wording import counted
 from jax_specdec.records import apply_target
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message
@@ -26,6 +25,7 @@ from jax_specdec.records.processor_state import (
 )
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request
+from jax_specdec.wording import counted
 
 
 def rows_due(request: Request) -> int:

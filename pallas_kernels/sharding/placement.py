@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.greedy_choice import greedy
 from pallas_kernels.implementations import Implementation
 from pallas_kernels.sharding import shards
 from pallas_kernels.sharding.vocab_shard import VocabShard
@@ -109,7 +110,9 @@ def _local(
 
     def call(logits: jax.Array, token_ids: jax.Array | None, *rest: Any) -> TopkLogprobs:
         if token_ids is None:
-            token_ids = shards.greedy(logits, shard).token_ids
+            token_ids = greedy(
+                logits, axis_name=shard.axis_name, vocab_size=shard.vocab_size
+            ).token_ids
         return shards.topk_logprobs(shard, implementation, logits, token_ids, k, *rest)
 
     return call

@@ -12,29 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import finish, xla
-from pallas_kernels.greedy import greedy as whole_greedy
 from pallas_kernels.implementations import XLA, Implementation, by_platform, choose_implementation
-from pallas_kernels.sharding.vocab_shard import VocabShard
-from pallas_kernels.types import Greedy, TopkLogprobs
+from pallas_kernels.sharding.vocab_shard import VocabShard, named_logits
+from pallas_kernels.types import TopkLogprobs
 
 PartsOf = Callable[..., finish.RowParts]
-
-
-def greedy(logits: jax.Array, shard: VocabShard) -> Greedy:
-    """`pallas_kernels.greedy` of rows [N, V] of which this device holds the columns of `shard`."""
-    if shard.axis_name is None:
-        return whole_greedy(shard.masked(logits))
-    width = logits.shape[1]
-    vocab_size = shard.size(width)
-    x = shard.masked(logits)
-    ids = jnp.broadcast_to(shard.ids(width)[None], x.shape)
-    largest = shard.maximum(jnp.where(jnp.isnan(x), jnp.asarray(-jnp.inf, x.dtype), x))
-    is_largest = (x == largest[:, None]) & (ids < vocab_size)
-    first = shard.minimum(jnp.where(is_largest, ids, vocab_size))
-    return Greedy(
-        token_ids=jnp.where(first < vocab_size, first, 0),
-        valid=jnp.isfinite(largest) & ~shard.any(jnp.isnan(x)),
-    )
 
 
 def topk_logprobs(
@@ -75,19 +57,6 @@ def topk_logprobs(
         jnp.where(top_logits > -jnp.inf, top_ids, jnp.int32(-1)),
         finish.wanted_rows(num_logits_rows, num_targets, row_ids, num_rows),
         temperatures,
-    )
-
-
-def named_logits(
-    logits: jax.Array, rows: jax.Array, ids: jax.Array, shard: VocabShard
-) -> jax.Array:
-    """The logits [R, C] float32 of ids [R, C] in rows [R] of [N, V]; NaN for an id outside [0, V).
-
-    A row outside [0, N) is clamped.
-    """
-    rows = jnp.clip(rows, 0, logits.shape[0] - 1)[:, None]
-    return shard.looked_up(
-        ids, logits.shape[1], lambda columns: logits.at[rows, columns].get().astype(jnp.float32)
     )
 
 

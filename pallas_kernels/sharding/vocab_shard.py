@@ -113,3 +113,16 @@ class VocabShard:
 
 
 WHOLE = VocabShard()
+
+
+def named_logits(
+    logits: jax.Array, rows: jax.Array, ids: jax.Array, shard: VocabShard
+) -> jax.Array:
+    """The logits [R, C] float32 of ids [R, C] in rows [R] of [N, V]; NaN for an id outside [0, V).
+
+    A row outside [0, N) is clamped.
+    """
+    rows = jnp.clip(rows, 0, logits.shape[0] - 1)[:, None]
+    return shard.looked_up(
+        ids, logits.shape[1], lambda columns: logits.at[rows, columns].get().astype(jnp.float32)
+    )

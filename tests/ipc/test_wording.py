@@ -5,8 +5,8 @@ import re
 import pytest
 
 from ipc.ring import RingReader, RingWriter
-from ipc.wording import counted
 from jax_specdec.cli import demo_screen, demo_tables
+from jax_specdec.wording import counted
 from tests.jax_specdec.cli.test_demo_screen import collected, console, printed
 
 pytestmark = pytest.mark.fast

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.control import DRAFTERS
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.engine.config import DRAFTERS
 from jax_specdec.text import byte_tokens
 
 Encode = Callable[[str], np.ndarray]  # text to token ids [N]

@@ -27,9 +27,7 @@ from jax_specdec.device.sampling.distribution import (
 )
 from jax_specdec.device.sampling.random_draws import DRAFT, categorical, keys
 from jax_specdec.device.sampling.verify import Drafts, Verified
-from pallas_kernels import Greedy
-from pallas_kernels.sharding.shards import greedy
-from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels import Greedy, VocabShard, greedy
 
 State = Any  # a pytree that belongs to the drafter
 
@@ -256,7 +254,14 @@ def draw(
         sampling, positions = whole
 
         def choose() -> Greedy:
-            return Greedy(*(x[:, None] for x in greedy(draft_logits[:, 0], shard)))
+            return Greedy(
+                *(
+                    x[:, None]
+                    for x in greedy(
+                        draft_logits[:, 0], axis_name=shard.axis_name, vocab_size=shard.vocab_size
+                    )
+                )
+            )
 
         def drawn() -> tuple[jax.Array, Truncation]:
             choice = choose()

@@ -25,7 +25,7 @@ from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
 from jax_specdec.device.drafting.drafters import Context, State, no_drafts
 from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.sampling.verify import Drafts
-from pallas_kernels.blocks import vary_like
+from pallas_kernels import vary_like
 
 NEVER = -2  # equal to no token and no separator
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, SlotState
-from ipc.wording import counted
+from jax_specdec.wording import counted
 from pallas_kernels import TopkLogprobs
 
 

@@ -14,13 +14,12 @@ from jax import lax
 
 from ipc import wire
 from ipc.wire import LogprobsMode
-from ipc.wording import counted
 from jax_specdec.device.messages.pack import Rows, k_bucket
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling.distribution import Sampling, Truncation, truncation
 from jax_specdec.requests import SamplingParams
-from pallas_kernels import TopkLogprobs, topk_logprobs
-from pallas_kernels.sharding.shards import named_logits
+from jax_specdec.wording import counted
+from pallas_kernels import TopkLogprobs, named_logits, topk_logprobs
 
 CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)  # widths of the table of chosen token ids
 

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ipc.wording import counted
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.params import named_arrays
-from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
+from jax_specdec.wording import counted
+from pallas_kernels import WHOLE, VocabShard
 
 MODEL_AXIS = "model"
 

@@ -12,10 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec.device.sampling import exact_sums, threshold_search
-from pallas_kernels import Greedy
-from pallas_kernels.blocks import vary_like
-from pallas_kernels.sharding.shards import greedy
-from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
+from pallas_kernels import WHOLE, Greedy, VocabShard, greedy, vary_like
 
 
 class Sampling(NamedTuple):
@@ -219,7 +216,11 @@ def _cut(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Truncation
 
 def _greedy(logits: jax.Array, shard: VocabShard) -> Greedy:
     """The greedy choice of rows [..., V]: [...] each."""
-    choice = greedy(logits.reshape(-1, logits.shape[-1]), shard)
+    choice = greedy(
+        logits.reshape(-1, logits.shape[-1]),
+        axis_name=shard.axis_name,
+        vocab_size=shard.vocab_size,
+    )
     rows = logits.shape[:-1]
     return Greedy(choice.token_ids.reshape(rows), choice.valid.reshape(rows))
 

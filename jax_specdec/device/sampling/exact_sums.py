@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels import VocabShard
 
 Mass = tuple[jax.Array, ...]  # digits [...] uint32, the highest first; all but it below 2**b
 

@@ -8,7 +8,7 @@ same position is sound: a draw is only ever used for the first token that is kep
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
+from pallas_kernels import WHOLE, VocabShard
 
 ACCEPT, RECOVER, DRAFT = 0, 1, 2  # purposes: independent random numbers at one position
 

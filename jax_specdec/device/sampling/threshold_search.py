@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import vary_like
-from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels import VocabShard, vary_like
 
 # Among shards each trip waits for an exchange: fewer trips, of 15 sums each. On one device
 # bisection sums least.

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ipc.wording import counted
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling.distribution import (
     Sampling,
@@ -21,9 +20,8 @@ from jax_specdec.device.sampling.distribution import (
     truncation,
 )
 from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER, categorical, keys, uniform
-from pallas_kernels import Greedy
-from pallas_kernels.sharding.shards import greedy
-from pallas_kernels.sharding.vocab_shard import VocabShard
+from jax_specdec.wording import counted
+from pallas_kernels import Greedy, VocabShard, greedy
 
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -117,7 +115,9 @@ def _verify(
     batch, num_positions, width = logits.shape
     num_drafts = num_positions - 1
     if choice is None:
-        choice = greedy(logits.reshape(-1, width), shard)
+        choice = greedy(
+            logits.reshape(-1, width), axis_name=shard.axis_name, vocab_size=shard.vocab_size
+        )
     choice = Greedy(*(x.reshape(batch, num_positions) for x in choice))
     index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
     considered = (index[:, :num_drafts] < drafts.num[:, None]) & choice.valid[:, :num_drafts]

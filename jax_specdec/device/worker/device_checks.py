@@ -3,7 +3,6 @@
 import numpy as np
 
 from ipc import wire
-from jax_specdec.records.decode import failed_checks
 
 
 class DeviceCheckError(RuntimeError):
@@ -28,8 +27,8 @@ def check(words: np.ndarray) -> np.ndarray:
         checks = _of(header, "error_checks")
         step = _of(header, "step_high") << 32 | _of(header, "step_low")
         raise DeviceCheckError(
-            f"step {step} failed its checks on the device ({', '.join(failed_checks(checks))});"
-            " nothing of it was sent"
+            f"step {step} failed its checks on the device "
+            f"({', '.join(wire.failed_checks(checks))}); nothing of it was sent"
         )
     return words[:num_words]
 

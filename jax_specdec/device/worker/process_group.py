@@ -24,7 +24,7 @@ from typing import NoReturn, Self
 import jax
 import numpy as np
 
-from ipc.ring import RingWriter
+from ipc import RingWriter
 from jax_specdec.control import GROUP_KILLED, Command, Shutdown, Start, to_line
 
 # -P: a file in the current directory must not stand in for a module of the follower.

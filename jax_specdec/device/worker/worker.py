@@ -25,7 +25,7 @@ from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.device_checks import check
 from jax_specdec.device.worker.outgoing import Outgoing
 from jax_specdec.device.worker.prefix_cache import PrefixCache
-from pallas_kernels.implementations import cannot_run, cuda_capability
+from pallas_kernels import gpu_obstacle
 
 
 class Sender(Protocol):
@@ -279,4 +279,4 @@ def runs_on_gpu(config: LoopConfig) -> bool:
     """Whether this model's logits go through the GPU kernels."""
     shape = (config.num_slots * config.num_positions, config.model.vocab_size)
     logits = jax.eval_shape(lambda: jnp.zeros(shape, jnp.dtype(config.model.dtype)))
-    return cannot_run(logits, cuda_capability()) is None
+    return gpu_obstacle(logits) is None

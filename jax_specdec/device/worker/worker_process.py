@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 
-from ipc.ring import RingWriter
+from ipc import RingWriter
 from jax_specdec.control import Advance, Command, Shutdown, Start, from_line
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.state import LoopConfig

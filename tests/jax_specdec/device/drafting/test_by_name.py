@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.control import DRAFTERS
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from jax_specdec.engine.config import DRAFTERS
 from jax_specdec.text import byte_tokens
 
 pytestmark = pytest.mark.fast

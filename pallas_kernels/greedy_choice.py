@@ -6,14 +6,19 @@ from jax import lax
 
 from pallas_kernels.blocks import block_rows, map_blocks, tied
 from pallas_kernels.checks import check_logits
+from pallas_kernels.sharding.vocab_shard import VocabShard
 from pallas_kernels.types import Greedy
 
 
-def greedy(logits: jax.Array) -> Greedy:
+def greedy(
+    logits: jax.Array, *, axis_name: str | None = None, vocab_size: int | None = None
+) -> Greedy:
     """The greedy choice of every row and whether the row is valid.
 
     Args:
-      logits: [N, V] bfloat16, float16 or float32.
+      logits: [N, V] bfloat16, float16 or float32; with `axis_name`, this device's columns of them.
+      axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is sharded.
+      vocab_size: V, where columns of padding follow.
 
     Returns:
       `Greedy(token_ids [N] int32, valid [N] bool)`. The token is the lowest id among the row's
@@ -23,9 +28,26 @@ def greedy(logits: jax.Array) -> Greedy:
     logits = check_logits(logits)
     if logits.shape[0] == 0:
         return Greedy(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool))
+    shard = VocabShard(axis_name, vocab_size)
+    logits = shard.masked(logits)
+    if axis_name is not None:
+        return _across_shards(logits, shard)
     # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them.
     choice: Greedy = lax.platform_dependent(logits, cpu=greedy_in_blocks, default=greedy_block)
     return choice
+
+
+def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:
+    """`greedy` of rows of which this device holds the columns x [N, V / shards] of `shard`."""
+    vocab_size = shard.size(x.shape[1])
+    ids = jnp.broadcast_to(shard.ids(x.shape[1])[None], x.shape)
+    largest = shard.maximum(jnp.where(jnp.isnan(x), jnp.asarray(-jnp.inf, x.dtype), x))
+    is_largest = (x == largest[:, None]) & (ids < vocab_size)
+    first = shard.minimum(jnp.where(is_largest, ids, vocab_size))
+    return Greedy(
+        token_ids=jnp.where(first < vocab_size, first, 0),
+        valid=jnp.isfinite(largest) & ~shard.any(jnp.isnan(x)),
+    )
 
 
 def greedy_in_blocks(logits: jax.Array) -> Greedy:
