@@ -161,7 +161,7 @@ def _main(
             take = DESIGNS[design](requests, num_slots)
             gc.collect()
             control.send("ready")
-            rehearsal = take.rehearse if rehearse and isinstance(take, Columns) else None
+            rehearsal = take.rehearse if rehearse and isinstance(take, TokenColumns) else None
             control.send(_round(_receiver_of(receivers[transport], rehearsal), take, keep))
     except EOFError:
         pass
@@ -223,7 +223,7 @@ def _counts(words: np.ndarray) -> tuple[int, int, int]:
     return int(tokens.sum()), int(accepted), int((slots[:, 1] >> 16).sum())
 
 
-class Columns:
+class TokenColumns:
     """This project's way, as the engine's `Rank` does it."""
 
     def __init__(self, requests: Sequence[Request], num_slots: int) -> None:
@@ -265,7 +265,7 @@ def a_token(
 
 
 DESIGNS: dict[str, Callable[[Sequence[Request], int], Take]] = {
-    "columns": Columns,
+    "columns": TokenColumns,
     "lists": a_token(host.lists),
     "objects": a_token(host.objects),
 }

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jax_specdec.cli.demo_requests import Collector
 from jax_specdec.cli.demo_screen import readable, say
-from jax_specdec.engine.worker_session import RankStatus
+from jax_specdec.engine.worker_session import WorkerStatus
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.wording import counted
@@ -96,7 +96,7 @@ def _mean(logprob: float | None) -> str:
     return "-" if logprob is None else f"{logprob:.3f}"
 
 
-def show_ranks(ranks: Sequence[RankStatus], collector: Collector, console: Console) -> None:
+def show_ranks(ranks: Sequence[WorkerStatus], collector: Collector, console: Console) -> None:
     """What each process rank did; messages and bytes add up to those that `show` speaks of."""
     table = Table(title="Workers", title_justify="left", box=HEAVY_HEAD)
     table.add_column("rank", no_wrap=True)

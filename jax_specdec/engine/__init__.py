@@ -11,7 +11,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.engine.worker_session import RankStatus, Update
+from jax_specdec.engine.worker_session import Update, WorkerStatus
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.decode import Message, MessageError, decode
@@ -31,7 +31,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Update",
-    "RankStatus",
+    "WorkerStatus",
     "WorkerFailed",
     # What comes back.
     "Record",

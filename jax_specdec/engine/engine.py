@@ -14,23 +14,19 @@ from typing import Protocol, Self
 
 from ipc import RingError, wait_readable
 from jax_specdec.engine.config import EngineConfig, check
-from jax_specdec.engine.queued_request import Job, ended, handed_on
+from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
-from jax_specdec.engine.worker_session import Rank, RankStatus, Update, Worker
+from jax_specdec.engine.worker_session import (
+    Update,
+    WorkerHandle,
+    WorkerSession,
+    WorkerStatus,
+)
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import MessageError
 from jax_specdec.records.output_processor import ProcessorError
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, RequestError
-
-__all__ = [
-    "Engine",
-    "EngineConfig",
-    "RankStatus",
-    "Update",
-    "WorkerFailed",
-    "check",
-]
 
 HEARTBEAT_SECONDS = 0.25  # between two looks at workers that send nothing
 
@@ -44,7 +40,7 @@ class StartWorker(Protocol):
 
     def __call__(
         self, config: EngineConfig, *, process_rank: int, prefill_only: bool, doorbell: bool
-    ) -> Worker: ...
+    ) -> WorkerHandle: ...
 
 
 class Engine:
@@ -53,11 +49,11 @@ class Engine:
     def __init__(self, config: EngineConfig, *, start_worker: StartWorker = WorkerProcess) -> None:
         """Start all workers: decode ranks are numbered from 0, prefill ranks come after them."""
         self.config = config
-        self.ranks: list[Rank] = []
+        self.ranks: list[WorkerSession] = []
         self._start_worker = start_worker
         # Requests that hold no slot, in the order in which they get one.
-        self._to_prefill: collections.deque[Job] = collections.deque()
-        self._to_decode: collections.deque[Job] = collections.deque()
+        self._to_prefill: collections.deque[QueuedRequest] = collections.deque()
+        self._to_decode: collections.deque[QueuedRequest] = collections.deque()
         self._pending: collections.deque[Update] = collections.deque()  # not yielded yet
         self._generating = False
         try:
@@ -65,7 +61,7 @@ class Engine:
                 worker = self._start(process_rank)
                 with contextlib.ExitStack() as stack:  # without a rank, nobody else would stop it
                     stack.callback(worker.stop, drain=False)
-                    rank = Rank(
+                    rank = WorkerSession(
                         worker,
                         num_slots=config.num_slots,
                         max_length=config.max_length,
@@ -97,7 +93,7 @@ class Engine:
         return tuple(name for rank in self.ranks for name in rank.request_ids)
 
     @property
-    def status(self) -> tuple[RankStatus, ...]:
+    def status(self) -> tuple[WorkerStatus, ...]:
         """Every rank's numbers, those of its ring among them; also after `close`."""
         return tuple(rank.status for rank in self.ranks)
 
@@ -122,7 +118,7 @@ class Engine:
             raise RuntimeError("this engine is generating: finish or close that iterator first")
         self._generating = True
         try:
-            self._queue([Job(request=request) for request in requests])
+            self._queue([QueuedRequest(request=request) for request in requests])
             while True:
                 self._admit()
                 while self._pending:
@@ -169,7 +165,7 @@ class Engine:
                 return True
         return False
 
-    def _start(self, process_rank: int) -> Worker:
+    def _start(self, process_rank: int) -> WorkerHandle:
         config = self.config
         return self._start_worker(
             config,
@@ -178,14 +174,14 @@ class Engine:
             doorbell=config.num_ranks + config.num_prefill_ranks > 1,
         )
 
-    def _alive(self, *, prefill_only: bool | None = None) -> list[Rank]:
+    def _alive(self, *, prefill_only: bool | None = None) -> list[WorkerSession]:
         return [
             rank
             for rank in self.ranks
             if rank.lost is None and prefill_only in (None, rank.prefill_only)
         ]
 
-    def _queue(self, jobs: Sequence[Job], *, first: bool = False) -> None:
+    def _queue(self, jobs: Sequence[QueuedRequest], *, first: bool = False) -> None:
         """Let jobs wait for a slot: in their order, behind or before those that wait already."""
         for job in reversed(jobs) if first else jobs:
             # Whoever has begun needs no prefill worker: a decode worker recomputes the prompt.
@@ -221,7 +217,7 @@ class Engine:
                 if rank.lost is None and rank.silence > limit:
                     yield from self._lose(rank, WorkerSilent(f"nothing came for {limit} seconds"))
 
-    def _act_on(self, rank: Rank, records: Records) -> Records:
+    def _act_on(self, rank: WorkerSession, records: Records) -> Records:
         """Free the slots of requests that leave them; queue those that go on elsewhere.
 
         Returns the records as the user shall see them.
@@ -238,7 +234,7 @@ class Engine:
                 self._queue([replace(job, draft_token_ids=ids)])
         return handed_on(records) if handovers else records
 
-    def _lose(self, rank: Rank, cause: Exception) -> Iterator[Update]:
+    def _lose(self, rank: WorkerSession, cause: Exception) -> Iterator[Update]:
         """Report a lost worker, and do with its rank and its requests as told."""
         config = self.config
         failure = rank.lost = rank.worker.failure(cause)
@@ -273,7 +269,7 @@ class Engine:
                 yield Update(None, None, ended(job, FinishReason.WORKER_LOST))
         raise failure
 
-    def _end_all(self, rank: Rank) -> Records:
+    def _end_all(self, rank: WorkerSession) -> Records:
         return self._act_on(rank, rank.flush(FinishReason.WORKER_LOST))
 
     def _give_up(self) -> None:
@@ -285,7 +281,7 @@ class Engine:
             queue.clear()
 
 
-def _wait(ranks: Sequence[Rank]) -> list[Rank]:
+def _wait(ranks: Sequence[WorkerSession]) -> list[WorkerSession]:
     """Those that may have a message: the one there is, or as soon as one of several has."""
     if len(ranks) == 1:
         return list(ranks)

@@ -12,7 +12,7 @@ from jax_specdec.requests import Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class QueuedRequest:
     """A request, what has been delivered of it, and the drafts that a prefill worker left it."""
 
     request: Request
@@ -87,7 +87,7 @@ def handed_on(records: Records) -> Records:
     return Records(tuple(batches))
 
 
-def ended(job: Job, reason: FinishReason) -> Records:
+def ended(job: QueuedRequest, reason: FinishReason) -> Records:
     """The one record that ends a request which holds no slot."""
     none: NDArray[np.int64] = np.zeros(1, np.int64)
     progress = job.progress

@@ -12,7 +12,7 @@ from typing import Protocol
 from ipc import ReceivedMessage, RingCounters, RingReader, RingTimeout
 from ipc.wire import Kind
 from jax_specdec.control import Admit, Command, Evict, Release
-from jax_specdec.engine.queued_request import Job, TokenLog
+from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
@@ -22,7 +22,7 @@ from jax_specdec.records.record import Records
 from jax_specdec.records.statistics import Counters, Statistics
 
 
-class Worker(Protocol):
+class WorkerHandle(Protocol):
     """What a rank needs of its worker; `WorkerProcess`, or something else in a test."""
 
     @property
@@ -66,7 +66,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class RankStatus:
+class WorkerStatus:
     """One rank's numbers at one moment.
 
     Attributes:
@@ -92,7 +92,7 @@ class RankStatus:
     statistics: Statistics
 
 
-class Rank:
+class WorkerSession:
     """A worker, its ring and what the engine knows about it.
 
     Attributes:
@@ -105,7 +105,7 @@ class Rank:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerHandle,
         *,
         num_slots: int,
         max_length: int,
@@ -148,8 +148,8 @@ class Rank:
         return len(self._free)
 
     @property
-    def status(self) -> RankStatus:
-        return RankStatus(
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
             process_rank=self.process_rank,
             prefill_only=self.prefill_only,
             pid=self.worker.pid,
@@ -161,7 +161,7 @@ class Rank:
             statistics=self.state.statistics,
         )
 
-    def admit(self, job: Job) -> None:
+    def admit(self, job: QueuedRequest) -> None:
         """Give a free slot to a request, under a new generation."""
         if not self._slots:
             self._heard = time.monotonic()
@@ -240,7 +240,7 @@ class Rank:
         self._log.extend(records)
         return records
 
-    def leave(self, request_id: str) -> Job:
+    def leave(self, request_id: str) -> QueuedRequest:
         """Free the request's slot; returns how far the request has come."""
         slot = self._slots.pop(request_id)
         request = self.state.admitted.requests[slot]
@@ -249,7 +249,7 @@ class Rank:
         prompt_rows = max(
             self.state.columns.num_prompt[slot], self.state.admitted.prompt_before[slot]
         )
-        job = Job(
+        job = QueuedRequest(
             request=request,
             progress=Progress(
                 token_ids=self._log.tokens(slot),
@@ -265,7 +265,7 @@ class Rank:
             self._last = None  # nothing is expected: keep no message, and no prompt, for it
         return job
 
-    def restart(self, worker: Worker) -> None:
+    def restart(self, worker: WorkerHandle) -> None:
         """Go on with a new worker, whose steps are numbered from 0; no request may be live."""
         assert not self._slots
         fresh = ProcessorState.empty(self.state.num_slots, process_rank=self.process_rank)

@@ -5,14 +5,14 @@ A small door beside `jax_specdec.engine`: it stands above it, so that the engine
 
 from jax_specdec.export import arrow, openai
 from jax_specdec.export.column_builder import ColumnBuilder
-from jax_specdec.export.token_columns import Columns, Ragged
+from jax_specdec.export.token_columns import Ragged, TokenColumns
 from jax_specdec.text.detokenize import TextStream, TokenTable
 
 __all__ = [
     "openai",
     "arrow",
     "ColumnBuilder",
-    "Columns",
+    "TokenColumns",
     "Ragged",
     "TokenTable",
     "TextStream",

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from ipc.wire import LogprobsMode
 from jax_specdec.export.column_builder import ColumnBuilder
-from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Columns, Ragged
+from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged, TokenColumns
 from jax_specdec.records.batch import FinishReason
 
 TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
 
 
-def tokens_table(columns: Columns) -> Any:
-    """A `pyarrow.Table`, one row a token: the columns of `Columns` by the same names.
+def tokens_table(columns: TokenColumns) -> Any:
+    """A `pyarrow.Table`, one row a token: the columns of `TokenColumns` by the same names.
 
     `request_id` and `kind` are dictionary columns of words; the top K and the chosen ids are lists
     (`topk_ids`, `topk_logprobs`, `chosen_ids`, `chosen_logprobs`, and of the drafts
@@ -53,7 +53,7 @@ def tokens_table(columns: Columns) -> Any:
     )
 
 
-def requests_table(columns: Columns) -> Any:
+def requests_table(columns: TokenColumns) -> Any:
     """A `pyarrow.Table`, one row a request; words for the mode and the finish reason."""
     pa = _pyarrow()
     reasons = [FinishReason(n).name.lower() if n else None for n in columns.finish_reason.tolist()]
@@ -69,7 +69,7 @@ def requests_table(columns: Columns) -> Any:
     )
 
 
-def from_tables(tokens: Any, requests: Any) -> Columns:
+def from_tables(tokens: Any, requests: Any) -> TokenColumns:
     """The columns that the two tables were made of.
 
     Raises:
@@ -86,7 +86,7 @@ def from_tables(tokens: Any, requests: Any) -> Columns:
     index = {request_id: n for n, request_id in enumerate(ids)}
     reasons = requests["finish_reason"].to_pylist()
     modes = requests["mode"].to_pylist()
-    return Columns(
+    return TokenColumns(
         request_id=np.array(ids, np.str_),
         prompt=_ragged(requests["prompt_token_ids"]),
         temperature=requests["temperature"].to_numpy(),
@@ -110,7 +110,7 @@ def from_tables(tokens: Any, requests: Any) -> Columns:
     )
 
 
-def write_parquet(folder: Path | str, columns: Columns) -> None:
+def write_parquet(folder: Path | str, columns: TokenColumns) -> None:
     """Write both tables into `folder`, which is made: `tokens.parquet` and `requests.parquet`."""
     parquet = _pyarrow("pyarrow.parquet")
     path = Path(folder)
@@ -119,7 +119,7 @@ def write_parquet(folder: Path | str, columns: Columns) -> None:
     parquet.write_table(requests_table(columns), path / REQUESTS)
 
 
-def read_parquet(folder: Path | str) -> Columns:
+def read_parquet(folder: Path | str) -> TokenColumns:
     """Read what `write_parquet` wrote.
 
     Raises:

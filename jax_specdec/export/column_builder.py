@@ -1,7 +1,7 @@
 """Records as columns for people who train on logprobs: one row a token, NumPy, nothing lost.
 
-`ColumnBuilder` collects records of many requests, `Columns` is the result, `save` and `load` keep
-it in an npz file. `arrow.py` makes Arrow tables and Parquet files of it. No jax.
+`ColumnBuilder` collects records of many requests, `TokenColumns` is the result, `save` and `load`
+keep it in an npz file. `arrow.py` makes Arrow tables and Parquet files of it. No jax.
 """
 
 from collections.abc import Iterable
@@ -18,13 +18,13 @@ from jax_specdec.export.token_columns import (
     NOT_ASKED,
     TOKEN_COLUMNS,
     TOKEN_LISTS,
-    Columns,
     Ragged,
+    TokenColumns,
 )
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
 
-__all__ = ["KINDS", "NOT_ASKED", "Ragged", "Columns", "ColumnBuilder", "save", "load"]
+__all__ = ["KINDS", "NOT_ASKED", "Ragged", "TokenColumns", "ColumnBuilder", "save", "load"]
 
 FORMAT = 2  # of an npz file; 1 had no `draft_chosen`
 
@@ -46,7 +46,7 @@ class ColumnBuilder:
             names = rows[0].keys()
             self._parts.append({n: np.concatenate([row[n] for row in rows]) for n in names})
 
-    def columns(self) -> Columns:
+    def columns(self) -> TokenColumns:
         """Everything that was added."""
         requests = list(self._requests.values())
         prompts = [request.prompt_token_ids for request in requests]
@@ -60,7 +60,7 @@ class ColumnBuilder:
             )
             for name in TOKEN_LISTS
         }
-        return Columns(
+        return TokenColumns(
             request_id=np.array(list(self._requests), np.str_),
             prompt=Ragged.of(
                 np.array([len(prompt) for prompt in prompts], np.int64),
@@ -94,7 +94,7 @@ class ColumnBuilder:
         }
 
 
-def save(path: Path | str, columns: Columns) -> None:
+def save(path: Path | str, columns: TokenColumns) -> None:
     """Write an npz file; lists become `NAME.offsets`, `NAME.ids` and `NAME.logprobs`."""
     arrays: dict[str, Any] = {"format": np.array(FORMAT)}
     for field in fields(columns):
@@ -108,7 +108,7 @@ def save(path: Path | str, columns: Columns) -> None:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
-def load(path: Path | str) -> Columns:
+def load(path: Path | str) -> TokenColumns:
     """Read what `save` wrote.
 
     Raises:
@@ -123,7 +123,7 @@ def load(path: Path | str) -> Columns:
                 "with the version that wrote it, or collect its records again"
             )
         values: dict[str, Any] = {}
-        for field in fields(Columns):
+        for field in fields(TokenColumns):
             if field.name in arrays:
                 values[field.name] = arrays[field.name]
             else:
@@ -133,7 +133,7 @@ def load(path: Path | str) -> Columns:
                     arrays[f"{field.name}.ids"],
                     arrays.get(logprobs),
                 )
-    return Columns(**values)
+    return TokenColumns(**values)
 
 
 def _logprobs(record: Record, n: int) -> dict[str, NDArray[Any]]:

@@ -6,7 +6,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from jax_specdec.engine.worker_session import RankStatus
+from jax_specdec.engine.worker_session import WorkerStatus
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import ProcessorState
 from jax_specdec.records.statistics import Counters, Statistics
@@ -28,7 +28,7 @@ def prometheus_text(*states: ProcessorState) -> str:
     )
 
 
-def status_text(ranks: Iterable[RankStatus]) -> str:
+def status_text(ranks: Iterable[WorkerStatus]) -> str:
     """The same of an engine's ranks (`Engine.status`), with their rings and workers."""
     return _page(
         (
@@ -100,7 +100,7 @@ def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -
         yield "gauge", name, meaning, [({}, ratio)]
 
 
-def _transport(rank: RankStatus) -> Iterator[Family]:
+def _transport(rank: WorkerStatus) -> Iterator[Family]:
     """A rank's worker, and the engine's side of the ring to it."""
     ring = rank.ring
     yield "gauge", "worker_up", "1 while the worker may still send.", [({}, int(rank.alive))]

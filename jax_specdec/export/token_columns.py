@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `Columns.kind`
-NOT_ASKED = -1  # in `Columns.token_rank`
+KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `TokenColumns.kind`
+NOT_ASKED = -1  # in `TokenColumns.token_rank`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class Ragged:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Columns:
+class TokenColumns:
     """N tokens of Q requests; one request's tokens are in order, requests are interleaved.
 
     Attributes:
@@ -108,7 +108,7 @@ class Columns:
     def __len__(self) -> int:
         return len(self.token_id)
 
-    def of_request(self, index: int) -> "Columns":
+    def of_request(self, index: int) -> "TokenColumns":
         """The rows of one request, in order; what is a request's own stays as it is."""
         rows = np.flatnonzero(self.request == index)
         taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in TOKEN_COLUMNS}

@@ -10,11 +10,11 @@ from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import (
     Admitted,
-    Columns,
     Phase,
     ProcessorError,
     ProcessorState,
     Progress,
+    SlotColumns,
     frozen,
     is_newer,
     row_format,
@@ -99,7 +99,7 @@ def admit(
             history=_with(admitted.history, slot, history),
             stop_keys=frozen(stop_rules.with_slot(admitted.stop_keys, slot, params)),
         ),
-        columns=Columns(
+        columns=SlotColumns(
             phase=_with(columns.phase, slot, Phase.RUNNING),
             num_tokens=_with(columns.num_tokens, slot, done),
             cumulative_logprob=_with(

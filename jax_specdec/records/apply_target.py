@@ -14,9 +14,9 @@ from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
-    Columns,
     ProcessorError,
     ProcessorState,
+    SlotColumns,
     frozen,
     is_newer,
     row_format,
@@ -113,7 +113,7 @@ def count_strangers(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class StopCut:
     """What is left of N slots' tokens; arrays [N]."""
 
     kept: NDArray[np.int64]
@@ -122,7 +122,9 @@ class Cut:
     num_ended: int
 
 
-def cut(state: ProcessorState, message: Message, slots: NDArray[np.intp], emitted: Emitted) -> Cut:
+def cut(
+    state: ProcessorState, message: Message, slots: NDArray[np.intp], emitted: Emitted
+) -> StopCut:
     admitted = state.admitted
     room = admitted.limit[slots] - state.columns.num_tokens[slots]
     kept = np.minimum(emitted.count, room)
@@ -145,7 +147,7 @@ def cut(state: ProcessorState, message: Message, slots: NDArray[np.intp], emitte
                         reason[row], stop_index[row] = stop
     if emitted.special:
         reason[emitted.state == SlotState.RECOVERY_STOP] = FinishReason.RECOVERY_ERROR
-    return Cut(kept, reason, stop_index, int(np.count_nonzero(reason)))
+    return StopCut(kept, reason, stop_index, int(np.count_nonzero(reason)))
 
 
 def _stop_at(
@@ -184,7 +186,9 @@ def cumulative(
     return frozen(after)
 
 
-def acceptance(columns: Columns, slots: NDArray[np.intp], emitted: Emitted) -> NDArray[np.int64]:
+def acceptance(
+    columns: SlotColumns, slots: NDArray[np.intp], emitted: Emitted
+) -> NDArray[np.int64]:
     """[B, 3, D+1] the outcomes with this step's drafts, grown where it has more than before."""
     drafts, count = emitted.num_drafts, emitted.count
     if emitted.special:

@@ -20,11 +20,11 @@ from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.forced_end import count_finished, end
 from jax_specdec.records.processor_state import (
-    Columns,
     Phase,
     ProcessorError,
     ProcessorState,
     Progress,
+    SlotColumns,
     StepLost,
     frozen,
     totals,
@@ -153,7 +153,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
             preempted=counters.preempted + int(reschedule.sum()),
         )
         frozen(phase)
-    after = Columns(
+    after = SlotColumns(
         phase,
         frozen(num_tokens),
         frozen(cumulative),

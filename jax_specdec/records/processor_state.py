@@ -87,7 +87,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class SlotColumns:
     """What changes with every step.
 
     Attributes:
@@ -123,7 +123,7 @@ class ProcessorState:
     process_rank: int
     next_step: int | None
     admitted: Admitted
-    columns: Columns
+    columns: SlotColumns
     waiting: RecordBatch | None = None
     early_draft: Message | None = None
     past: Statistics = field(default_factory=Statistics)
@@ -158,7 +158,7 @@ class ProcessorState:
                 history=integers,
                 stop_keys=stop_rules.no_keys(),
             ),
-            columns=Columns(
+            columns=SlotColumns(
                 phase=frozen(np.zeros(num_slots, np.int8)),
                 num_tokens=integers,
                 cumulative_logprob=frozen(np.zeros(num_slots)),
@@ -188,7 +188,7 @@ class ProcessorState:
         return self.past + totals(self.admitted, self.columns).of_all()
 
 
-def totals(admitted: Admitted, columns: Columns) -> StatisticsSource:
+def totals(admitted: Admitted, columns: SlotColumns) -> StatisticsSource:
     """The columns that statistics come from; views, but for the token counts."""
     delivered = frozen(columns.num_tokens - admitted.handed_over)
     return StatisticsSource(delivered, columns.outcomes, admitted.earlier)

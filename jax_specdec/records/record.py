@@ -16,8 +16,6 @@ from jax_specdec.records.decode import Message
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request
 
-__all__ = ["FinishReason", "PromptRows", "Record", "RecordBatch", "Records"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:

@@ -8,7 +8,7 @@ import pytest
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode
 from jax_specdec.device.drafting.drafters import no_drafts
-from jax_specdec.device.loop.host_slots import Slot, asked_of, widths_of
+from jax_specdec.device.loop.host_slots import Slot, asked_of_slots, widths_of_slots
 from jax_specdec.device.messages import row_logprobs, step_messages
 from jax_specdec.device.messages.pack import SlotFields, pack, select_rows
 from jax_specdec.records.decode import decode
@@ -160,9 +160,9 @@ def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
 
     def message(*asked):
         slots = [Slot(params=SamplingParams(logprobs=k), most_tokens=2) for k in asked]
-        widths = widths_of(slots, 11)
+        widths = widths_of_slots(slots, 11)
         step_messages.target_message(
-            output, asked_of(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
+            output, asked_of_slots(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
         )
 
     message(None, None, None)

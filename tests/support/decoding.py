@@ -18,8 +18,8 @@ from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE
 from jax_specdec.device.sampling.verify import accept_draft
 from jax_specdec.device.worker.worker import Worker
-from jax_specdec.engine.queued_request import Job
-from jax_specdec.engine.worker_session import Rank
+from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records import output_processor
 from jax_specdec.records.decode import decode
 from jax_specdec.records.record import Records
@@ -166,7 +166,7 @@ class Local:
         self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk, compiled=recording,
                              fused=False, **options)  # fmt: skip
         self.ring = self  # the rank's worker, and its ring
-        self.rank = Rank(self, num_slots=num_slots, max_length=max_length,
+        self.rank = WorkerSession(self, num_slots=num_slots, max_length=max_length,
                          prefill_only=prefill_only)  # fmt: skip
 
     def step(self, params, state, **options):
@@ -181,7 +181,7 @@ class Local:
         return SimpleNamespace(data=self.sent.pop(0).tobytes()) if self.sent else None
 
     def admit(self, item, **job):
-        self.rank.admit(Job(request=item, **job))
+        self.rank.admit(QueuedRequest(request=item, **job))
 
     def advance(self):
         """One step; the records that came."""

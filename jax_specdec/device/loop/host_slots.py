@@ -42,12 +42,12 @@ class Slot:
         return self.occupied and self.prefill_at is None
 
 
-def widths_of(slots: Sequence[Slot], vocab_size: int) -> Widths:
+def widths_of_slots(slots: Sequence[Slot], vocab_size: int) -> Widths:
     """The static limits of what these slots ask for."""
     return row_logprobs.widths_of([slot.params for slot in slots], vocab_size)
 
 
-def asked_of(slots: Sequence[Slot], widths: Widths) -> Asked:
+def asked_of_slots(slots: Sequence[Slot], widths: Widths) -> Asked:
     """What is known of these slots, on the device."""
     return row_logprobs.asked_of(
         [slot.params for slot in slots],

@@ -165,7 +165,7 @@ def _cut(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Truncation
     scaled = _scaled(x, largest, sampling)
     parts = exact_sums.digits(_weights(x, scaled), vocab_size)
     rows = largest.shape
-    everything = threshold_search.Cut(
+    everything = threshold_search.LastKept(
         jnp.full(rows, -(2 ** (key_bits - 1)), jnp.int32), jnp.full(rows, vocab_size, jnp.int32)
     )
     everything = vary_like(everything, largest)
@@ -181,7 +181,7 @@ def _cut(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Truncation
     def has_k(where: jax.Array) -> jax.Array:
         return (shard.sum(where.astype(jnp.int32)) >= top_k) & (top_k > 0)
 
-    def find(reaches: Callable[[jax.Array], jax.Array]) -> threshold_search.Cut:
+    def find(reaches: Callable[[jax.Array], jax.Array]) -> threshold_search.LastKept:
         return threshold_search.last_within(tokens, key_bits, vocab_size, reaches, shard)
 
     first_k = lax.cond(jnp.any(sampling.top_k > 0), lambda: find(has_k), lambda: everything)
@@ -189,7 +189,7 @@ def _cut(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Truncation
 
     top_p = _per_row(sampling.top_p, largest)
 
-    def first_p() -> threshold_search.Cut:
+    def first_p() -> threshold_search.LastKept:
         wanted = top_p * to_float(mass(kept))
         limit = exact_sums.at_least(jnp.maximum(wanted, 1e-30), vocab_size)  # never nothing
 

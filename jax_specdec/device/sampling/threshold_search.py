@@ -27,7 +27,7 @@ class Order(NamedTuple):
     ids: jax.Array  # [..., V] int32, broadcast
 
 
-class Cut(NamedTuple):
+class LastKept(NamedTuple):
     """A place in the order."""
 
     key: jax.Array  # [...] int32
@@ -44,7 +44,7 @@ def order(logits: jax.Array, ids: jax.Array) -> Order:
     return Order(keys.astype(jnp.int32), jnp.broadcast_to(ids, logits.shape))
 
 
-def within(tokens: Order, last: Cut) -> jax.Array:
+def within(tokens: Order, last: LastKept) -> jax.Array:
     """Which tokens [..., V] do not come after `last`."""
     key, id = last.key[..., None], last.id[..., None]
     return (tokens.keys > key) | ((tokens.keys == key) & (tokens.ids <= id))
@@ -56,7 +56,7 @@ def last_within(
     vocab_size: int,
     reaches: Callable[[jax.Array], jax.Array],
     shard: VocabShard,
-) -> Cut:
+) -> LastKept:
     """The last token with fewer than a limit before it.
 
     Args:
@@ -95,7 +95,7 @@ def last_within(
         lambda: _signed(_least(up_to_reaches, id_bits, rows, per_trip)),
         lambda: vary_like(jnp.full(rows, vocab_size - 1, jnp.int32), some_left_out),
     )
-    return Cut(key, id)
+    return LastKept(key, id)
 
 
 def _least(

@@ -225,8 +225,8 @@ class Worker:
         self, slot: Slot, places: tuple[jax.Array, jax.Array], chunk: int
     ) -> tuple[jax.Array, ...]:
         scoring = host_slots.for_prompt(slot)
-        widths = host_slots.widths_of([scoring], self.config.model.vocab_size)
-        asked = host_slots.asked_of([scoring], widths)
+        widths = host_slots.widths_of_slots([scoring], self.config.model.vocab_size)
+        asked = host_slots.asked_of_slots([scoring], widths)
         self.state, scored = self.compiled.score_chunk(
             self.params, self.state, *places, asked, chunk=chunk, widths=widths
         )
@@ -241,8 +241,8 @@ class Worker:
     def _launch(self) -> tuple[jax.Array, ...]:
         """Start a step and the copy of its messages; what the host knows now bounds their size."""
         if self.asked is None:
-            widths = host_slots.widths_of(self.slots, self.config.model.vocab_size)
-            self.asked = widths, host_slots.asked_of(self.slots, widths)
+            widths = host_slots.widths_of_slots(self.slots, self.config.model.vocab_size)
+            self.asked = widths, host_slots.asked_of_slots(self.slots, widths)
         widths, asked = self.asked
         fused_k = widths.k if self.fused and host_slots.wants_one_read(self.slots) else None
         self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)

@@ -25,7 +25,7 @@ from jax_specdec.engine import worker_client
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.engine.worker_session import Rank
+from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.encode import encode
 from jax_specdec.requests import RequestError
@@ -381,7 +381,7 @@ def test_only_rings_with_a_message_are_read_when_there_are_several():
     def rank(number):
         ring = RingReader.create(4, 64, doorbell=True)
         worker = SimpleNamespace(ring=ring)
-        return Rank(worker, num_slots=1, max_length=9, process_rank=number)
+        return WorkerSession(worker, num_slots=1, max_length=9, process_rank=number)
 
     quiet, busy = rank(0), rank(1)
     with (

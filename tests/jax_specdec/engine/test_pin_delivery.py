@@ -21,7 +21,7 @@ from jax_specdec.device.worker.worker import Worker
 from jax_specdec.device.worker.worker_process import serve
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.worker_session import Rank
+from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import (
     ProcessorError,
@@ -112,7 +112,7 @@ def engine_with(worker, first_generation=0):
         EngineConfig(vocab_size=VOCAB, num_slots=SLOTS, max_length=96),
         start_worker=lambda config, **_: worker,
     )
-    engine.ranks[0] = Rank(
+    engine.ranks[0] = WorkerSession(
         worker, num_slots=SLOTS, max_length=96, first_generation=first_generation
     )
     return engine

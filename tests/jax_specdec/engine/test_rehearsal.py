@@ -3,7 +3,7 @@
 import pytest
 
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.engine.worker_session import Rank
+from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records import output_processor
 from jax_specdec.records.decode import decode
 from tests.support.scene import Scene, long_requests
@@ -68,6 +68,6 @@ def test_a_rehearsal_that_keeps_its_outcome_is_noticed(monkeypatch):
             state, data = self._last
             self.state, _ = output_processor.step(state, decode(data))
 
-    monkeypatch.setattr(Rank, "_rehearse", keeps)
+    monkeypatch.setattr(WorkerSession, "_rehearse", keeps)
     with pytest.raises(WorkerFailed, match="admit a request before"):
         run(True)  # admissions since then are forgotten

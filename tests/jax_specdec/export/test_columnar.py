@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.export import arrow, column_builder
-from jax_specdec.export.column_builder import KINDS, NOT_ASKED, ColumnBuilder, Columns, Ragged
+from jax_specdec.export.column_builder import KINDS, NOT_ASKED, ColumnBuilder, Ragged, TokenColumns
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import ProcessorState, admit, step
 from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
@@ -286,6 +286,6 @@ def test_without_pyarrow_the_way_out_is_named(monkeypatch):
 
 @pytest.mark.fast
 def test_every_column_is_documented():
-    documented = inspect.getdoc(Columns)  # Python 3.13 strips a docstring's indentation
-    for field in fields(Columns):
+    documented = inspect.getdoc(TokenColumns)  # Python 3.13 strips a docstring's indentation
+    for field in fields(TokenColumns):
         assert f"\n  {field.name}: " in documented

@@ -10,7 +10,7 @@ import pytest
 from ipc.wire import SlotState
 from jax_specdec.device.drafting.drafters import MtpDrafter, NoDrafter
 from jax_specdec.device.loop import step as step_module
-from jax_specdec.device.loop.host_slots import Slot, admission, asked_of, widths_of
+from jax_specdec.device.loop.host_slots import Slot, admission, asked_of_slots, widths_of_slots
 from jax_specdec.device.loop.state import LoopConfig, admit, init_state, release
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.model.params import named_arrays
@@ -219,12 +219,14 @@ def test_without_jit_every_value_is_the_same():
         _, output = functions.step(params, state)
         assert output.num_drafts[0] == 1
         slots = [Slot(params=item.params, most_tokens=2)]
-        widths = widths_of(slots, VOCAB)
+        widths = widths_of_slots(slots, VOCAB)
         sent[type(functions)] = [
             decode(np.asarray(words[: words[4]]).tobytes())
             for message in (functions.target_message, functions.draft_message)
             for words in [
-                message(output, asked_of(slots, widths), np.zeros(2, np.uint32), widths=widths)
+                message(
+                    output, asked_of_slots(slots, widths), np.zeros(2, np.uint32), widths=widths
+                )
             ]
         ]
     for jitted, plain in zip(*sent.values(), strict=True):

@@ -216,7 +216,7 @@ def test_scoring_takes_little_memory_beyond_one_chunk():
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     state = jax.eval_shape(lambda: init_state(config))
     slot = host_slots.for_prompt(Slot(params=SamplingParams(logprobs=0, prompt_logprobs=20)))
-    widths = host_slots.widths_of([slot], vocab)
+    widths = host_slots.widths_of_slots([slot], vocab)
     place = jax.ShapeDtypeStruct((), jnp.int32)
 
     def temporaries(function, *args, **static):
@@ -224,7 +224,7 @@ def test_scoring_takes_little_memory_beyond_one_chunk():
         return compiled.memory_analysis().temp_size_in_bytes
 
     plain = temporaries(functions.prefill_chunk, chunk=chunk)
-    asked = host_slots.asked_of([slot], widths)
+    asked = host_slots.asked_of_slots([slot], widths)
     scored = temporaries(functions.score_chunk, asked, chunk=chunk, widths=widths)
     logits = jnp.dtype(model.dtype).itemsize * vocab
     assert chunk * logits < scored  # the measure sees the logits

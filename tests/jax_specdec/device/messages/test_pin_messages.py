@@ -11,7 +11,7 @@ from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import no_drafts
-from jax_specdec.device.loop.host_slots import Slot, asked_of, widths_of
+from jax_specdec.device.loop.host_slots import Slot, asked_of_slots, widths_of_slots
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.worker.worker import Worker
@@ -164,10 +164,10 @@ def test_only_columns_that_a_slot_asked_for_reach_its_message():
         greedy_rows=None,
     )
     slots = [Slot(params=SamplingParams(logprobs=k), most_tokens=1) for k in (2, 20)]
-    widths = widths_of(slots, 30)
+    widths = widths_of_slots(slots, 30)
     words = np.asarray(
         jax.jit(step_messages.target_message, static_argnames="widths")(
-            output, asked_of(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
+            output, asked_of_slots(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
         )
     )
     message = decode(words[: int(wire.HEADER["num_words"].get(words))])

@@ -212,7 +212,7 @@ def programs(shards):
     config = loop_config(shards)
     functions, step, output = compiled_step(config, config.parallel)
     widths = Widths(k=5, chosen=16, mode=LogprobsMode.PROCESSED)
-    asked = host_slots.asked_of(
+    asked = host_slots.asked_of_slots(
         [host_slots.Slot(params=request.params, most_tokens=3) for request in REQUESTS[:SLOTS]],
         widths,
     )

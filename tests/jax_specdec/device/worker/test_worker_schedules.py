@@ -15,7 +15,7 @@ from ipc import wire
 from ipc.wire import Kind, LogprobsMode
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.engine.queued_request import Job
+from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams
 from tests.jax_specdec.device.loop.test_pin_rows import NEAR_TIE, margins
@@ -67,7 +67,11 @@ def follow_schedule(seed):
     random, local = np.random.default_rng(seed), Local("mtp")
     items = requests()
     random.shuffle(items)
-    waiting, live, delivered = [Job(request=item) for item in items], {}, {r.id: [] for r in items}
+    waiting, live, delivered = (
+        [QueuedRequest(request=item) for item in items],
+        {},
+        {r.id: [] for r in items},
+    )
     met = {"preempted": 0, "aborted": 0, "finished": 0}
 
     def take(record):
