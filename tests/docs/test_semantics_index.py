@@ -63,7 +63,7 @@ def definitions(source):
 def existing_tests():
     return {
         f"{path.stem}::{name}"
-        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
         for name in definitions(path.read_text())
         if name.split("::")[-1].startswith(("test_", "Test"))
     }
@@ -92,6 +92,12 @@ def page(name):
     return (ROOT / "docs" / name).read_text()
 
 
+def test_a_test_file_is_known_by_its_name():
+    """Pages name tests as `file::test`, without the folder."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted({*names})
+
+
 def test_every_statement_of_the_contract_names_its_tests():
     text = page("semantics.md")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
@@ -118,7 +124,7 @@ def test_every_behavior_and_trap_of_the_seed_system_has_its_place():
 def test_these_checks_can_fail():
     existing = existing_tests()
     assert "test_semantics_index::test_these_checks_can_fail" in existing
-    assert "test_output_processor_model::TestMachine" in existing
+    assert "test_state_machine::TestMachine" in existing
     assert "test_verify::Greedy::test_ragged_acceptance" in existing
     text = """
 - A line with its test.
