@@ -26,25 +26,65 @@ class ControlError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """The first command: what to run, and where its messages go."""
+class WorkerConfig:
+    """What a worker runs: the part of `EngineConfig` that every worker of an engine is told.
 
-    ring: str  # the name of the ring to attach to
-    weights: str  # a safetensors file or a Hugging Face directory; empty: those of the package
-    drafter: str  # "mtp", "ngram", "suffix" or "none"
-    num_drafts: int
-    num_slots: int
-    max_length: int  # prompt and emitted tokens of a request
-    prefill_chunk: int = 64  # prompt tokens between two steps
-    prefix_reuse: bool = True  # what prompts have in common is run once
-    vocab_size: int = 0  # token ids that the engine takes for known; the model has as many or more
+    Attributes:
+      vocab_size: ids below it are legal in a prompt; at most the model's.
+      weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
+        that come with the package.
+      dtype: "bfloat16" or "float32", to compute in; empty for that of the weights. "float16" is for
+        a safetensors file or the package's own weights only.
+      drafter: "mtp", "ngram", "suffix" or "none".
+      num_drafts: draft tokens a step at most.
+      adaptive: draft less for a request whose drafts are seldom accepted.
+      corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
+      num_slots: requests that decode together.
+      max_length: prompt and emitted tokens of a request.
+      prefill_chunk: prompt tokens that run between two steps.
+      prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
+        no value depends on it. A prompt whose logprobs are wanted is always run whole.
+      tensor_parallel: devices among which each worker splits the model; the vocabulary must divide
+        among them. A worker without accelerators makes as many CPU devices.
+      processes: each of these devices has a process of its own. The first one publishes; the worker
+        is lost when any of them is.
+    """
+
+    vocab_size: int
+    weights: str = ""
+    dtype: str = ""
+    drafter: str = "mtp"
+    num_drafts: int = 3
+    adaptive: bool = False
+    corpus: str = ""
+    num_slots: int = 8
+    max_length: int = 512
+    prefill_chunk: int = 64
+    prefix_reuse: bool = True
+    tensor_parallel: int = 1
+    processes: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that compute one worker's model."""
+        return self.tensor_parallel if self.processes else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The first command: what to run, and where its messages go.
+
+    Attributes:
+      config: the same for every worker of an engine.
+      ring: the name of the ring to attach to.
+      process_rank: the worker's number, which its messages carry.
+      prefill_only: run prompts, send first tokens, and hand the requests over.
+    """
+
+    config: WorkerConfig
+    ring: str
     process_rank: int = 0
-    prefill_only: bool = False  # run prompts, send first tokens, and hand the requests over
-    adaptive: bool = False  # fewer drafts for a request whose drafts are seldom accepted
-    corpus: str = ""  # a UTF-8 text file that the suffix drafter searches too; empty for none
-    dtype: str = ""  # to compute in; empty for that of the weights
-    tensor_parallel: int = 1  # devices among which the model is split
-    num_processes: int = 1  # with a device each, where it is not 1: then as many as devices
+    prefill_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +158,8 @@ def from_line(line: str) -> Command:
     try:
         fields = json.loads(line)
         make = _COMMANDS[fields.pop("command")]
+        if make is Start:
+            fields["config"] = WorkerConfig(**fields["config"])
         if make is Admit:
             fields["request"] = _request(fields["request"])
             fields["draft_token_ids"] = tuple(fields.get("draft_token_ids", ()))

@@ -8,6 +8,7 @@ lies behind them may change. Nothing here imports jax.
 """
 
 from ipc.wire import LogprobsMode
+from jax_specdec.control import WorkerConfig
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
@@ -30,6 +31,7 @@ __all__ = [
     # Who runs it.
     "Engine",
     "EngineConfig",
+    "WorkerConfig",
     "Update",
     "WorkerStatus",
     "WorkerFailed",

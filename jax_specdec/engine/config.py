@@ -1,11 +1,11 @@
 """What an engine runs, and which requests it can serve. Never jax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from ipc import wire
 from jax_specdec.checkpoint.model_config import DTYPES
-from jax_specdec.control import DRAFTERS
+from jax_specdec.control import DRAFTERS, WorkerConfig
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
 
@@ -15,35 +15,17 @@ OnWorkerLoss = Literal["stop", "continue", "restart"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(WorkerConfig):
     """What to run; what needs no file and no device is checked when it is made.
 
-    Attributes:
-      drafter: "mtp", "ngram", "suffix" or "none".
-      num_drafts: draft tokens a step at most.
-      num_slots: requests that decode together.
-      max_length: prompt and emitted tokens of a request.
-      vocab_size: ids below it are legal in a prompt; at most the model's.
-      weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
-        that come with the package.
-      dtype: "bfloat16" or "float32", to compute in; empty for that of the weights. "float16" is for
-        a safetensors file or the package's own weights only.
-      prefill_chunk: prompt tokens that run between two steps.
-      prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
-        no value depends on it. A prompt whose logprobs are wanted is always run whole.
+    Attributes, beside those of `WorkerConfig`, which all workers share:
       ring_slots: messages that may wait for the engine.
       rehearse: shortly before a message is expected, take the last one once more, into nothing: the
         next one finds warm caches, and its records are there 0.3 ms sooner or so, for as much of
         the engine's time, in which it would sleep. Several ranks, of which any may be next, do not.
-      adaptive: draft less for a request whose drafts are seldom accepted.
-      corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
       num_ranks: workers that decode, each with its own slots and ring.
       num_prefill_ranks: workers that only run prompts: a request's first token comes from one of
         them, the rest from a decode worker, which recomputes the prompt. 0: decode workers do both.
-      tensor_parallel: devices among which each worker splits the model; the vocabulary must divide
-        among them. A worker without accelerators makes as many CPU devices.
-      processes: each of these devices has a process of its own. The first one publishes; the worker
-        is lost when any of them is.
       on_worker_loss: what becomes of a rank whose worker ended early. "stop": everything stops.
         "continue": the others go on without it. "restart": a new worker takes its place.
       resume_lost: where the engine goes on, requests that a lost worker had go on after their last
@@ -56,23 +38,10 @@ class EngineConfig:
       ValueError: a value that cannot be; names it, and what can.
     """
 
-    drafter: str = "mtp"
-    num_drafts: int = 3
-    num_slots: int = 8
-    max_length: int = 512
-    vocab_size: int
-    weights: str = ""
-    dtype: str = ""
-    prefill_chunk: int = 64
-    prefix_reuse: bool = True
     ring_slots: int = 16
     rehearse: bool = True
-    adaptive: bool = False
-    corpus: str = ""
     num_ranks: int = 1
     num_prefill_ranks: int = 0
-    tensor_parallel: int = 1
-    processes: bool = False
     on_worker_loss: OnWorkerLoss = "stop"
     resume_lost: bool = False
     max_restarts: int = 3
@@ -107,6 +76,13 @@ class EngineConfig:
             if (value := getattr(self, name)) not in known:
                 named = ", ".join(filter(None, known))
                 raise ValueError(f"{name} = {value!r} must be one of {named}{more}")
+
+    @property
+    def worker(self) -> WorkerConfig:
+        """What each worker is told."""
+        return WorkerConfig(
+            **{field.name: getattr(self, field.name) for field in fields(WorkerConfig)}
+        )
 
     @property
     def message_bytes(self) -> int:

@@ -87,22 +87,10 @@ class WorkerProcess:
             self._listener = listener
             self.tell(
                 Start(
+                    config=config.worker,
                     ring=self.ring.name,
-                    weights=config.weights,
-                    drafter=config.drafter,
-                    num_drafts=config.num_drafts,
-                    num_slots=config.num_slots,
-                    max_length=config.max_length,
-                    prefill_chunk=config.prefill_chunk,
-                    prefix_reuse=config.prefix_reuse,
-                    vocab_size=config.vocab_size,
                     process_rank=process_rank,
                     prefill_only=prefill_only,
-                    adaptive=config.adaptive,
-                    corpus=config.corpus,
-                    dtype=config.dtype,
-                    tensor_parallel=config.tensor_parallel,
-                    num_processes=config.tensor_parallel if config.processes else 1,
                 )
             )
         except BaseException:

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     end_with(int(lead))
     start = from_line(sys.stdin.readline())
     assert isinstance(start, Start)
-    join(int(index), start.num_processes, coordinator)
+    join(int(index), start.config.num_processes, coordinator)
     worker = make_worker(start, Silent(), publish=False)
     for line in sys.stdin:
         if not worker.apply(from_line(line)):

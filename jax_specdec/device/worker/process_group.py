@@ -42,11 +42,11 @@ class Lead:
         """Start the followers and connect to them; without any there is nothing to do.
 
         Args:
-          start: of the worker; it has `num_processes` and how the followers shall start.
+          start: of the worker; its `config` says how many processes there are.
           ring: where the lead's messages go.
         """
         self._ring = ring
-        self._size = start.num_processes
+        self._size = start.config.num_processes
         self._followers: list[subprocess.Popen[str]] = []
         self._sending = threading.Lock()  # held while a message is written, and to end for good
         self._closing = False

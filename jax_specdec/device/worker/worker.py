@@ -14,7 +14,15 @@ import numpy as np
 
 from ipc import wire
 from ipc.wire import SlotState
-from jax_specdec.control import Admit, Advance, Command, Evict, Release, Shutdown
+from jax_specdec.control import (
+    Admit,
+    Advance,
+    Command,
+    Evict,
+    Release,
+    Shutdown,
+    WorkerConfig,
+)
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.programs import Compiled
@@ -52,8 +60,8 @@ class Worker:
         params: ModelParams,
         sender: Sender,
         *,
-        prefill_chunk: int = 64,
-        prefix_reuse: bool = True,
+        prefill_chunk: int = WorkerConfig.prefill_chunk,
+        prefix_reuse: bool = WorkerConfig.prefix_reuse,
         process_rank: int = 0,
         publish: bool = True,
         compiled: Compiled | None = None,

@@ -50,27 +50,28 @@ def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker
 
     What the user can mend ends the process, with the reason on stderr: the engine shows it.
     """
+    config = start.config
     try:
-        params, config = load_model(
-            start.weights,
-            dtype=start.dtype,
-            num_slots=start.num_slots,
-            max_length=start.max_length,
+        params, model = load_model(
+            config.weights,
+            dtype=config.dtype,
+            num_slots=config.num_slots,
+            max_length=config.max_length,
         )
-        if start.vocab_size > config.vocab_size:
+        if config.vocab_size > model.vocab_size:
             raise ValueError(
-                f"EngineConfig.vocab_size = {start.vocab_size}, but the model has "
-                f"{config.vocab_size} tokens: set it to {config.vocab_size} or less, or prompts "
+                f"EngineConfig.vocab_size = {config.vocab_size}, but the model has "
+                f"{model.vocab_size} tokens: set it to {model.vocab_size} or less, or prompts "
                 "may hold ids that the model does not know"
             )
-        parallel = tensor_parallel(config, start.tensor_parallel)
+        parallel = tensor_parallel(model, config.tensor_parallel)
         drafter = make_drafter(
-            start.drafter,
-            start.num_drafts,
-            config,
-            corpus=start.corpus,
-            adaptive=start.adaptive,
-            encode=text_encoder(start.weights, config.vocab_size) if start.corpus else None,
+            config.drafter,
+            config.num_drafts,
+            model,
+            corpus=config.corpus,
+            adaptive=config.adaptive,
+            encode=text_encoder(config.weights, model.vocab_size) if config.corpus else None,
             parallel=parallel,
         )
     except (OSError, ValueError, MemoryError) as error:
@@ -78,17 +79,17 @@ def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker
         raise SystemExit(1) from error
     return Worker(
         LoopConfig(
-            model=config,
+            model=model,
             drafter=drafter,
-            num_slots=start.num_slots,
-            max_length=start.max_length,
+            num_slots=config.num_slots,
+            max_length=config.max_length,
             prefill_only=start.prefill_only,
             parallel=parallel,
         ),
         params,
         sender,
-        prefill_chunk=start.prefill_chunk,
-        prefix_reuse=start.prefix_reuse,
+        prefill_chunk=config.prefill_chunk,
+        prefix_reuse=config.prefix_reuse,
         process_rank=start.process_rank,
         publish=publish,
     )
@@ -100,9 +101,10 @@ def main() -> int:
     if not isinstance(start, Start):
         print("the first command must be start", file=sys.stderr)
         return 2
-    if start.num_processes == 1 and start.tensor_parallel > 1:
+    devices = start.config.tensor_parallel
+    if start.config.num_processes == 1 and devices > 1:
         # Before JAX looks for devices; of accelerators there are as many as there are.
-        jax.config.update("jax_num_cpu_devices", start.tensor_parallel)  # type: ignore[no-untyped-call]
+        jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
     with RingWriter.attach(start.ring) as ring, Lead(start, ring) as lead:
         worker = make_worker(start, lead)
         commands: queue.SimpleQueue[Command] = queue.SimpleQueue()

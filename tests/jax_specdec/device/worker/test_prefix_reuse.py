@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ipc.wire import LogprobsMode
-from jax_specdec.control import from_line
+from jax_specdec.control import WorkerConfig, from_line
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter
 from jax_specdec.device.loop.state import LoopConfig, copy_prefix, init_state
@@ -251,16 +251,19 @@ def test_the_setting_reaches_the_worker(tmp_path, capfd):
     told = tmp_path / "told"
     program = (sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(input())", str(told))
     for reuse in (True, False):
-        process = WorkerProcess(EngineConfig(vocab_size=264, prefix_reuse=reuse), program=program)
+        config = EngineConfig(vocab_size=264, prefix_reuse=reuse)
+        process = WorkerProcess(config, program=program)
         try:
             process._process.wait(20)
         finally:
             process.stop(drain=False)
         start = from_line(told.read_text())
-        assert start.prefix_reuse is reuse
-        small = dataclasses.replace(start, num_slots=1, max_length=8, drafter="none")
+        assert start.config == config.worker == WorkerConfig(vocab_size=264, prefix_reuse=reuse)
+        small = dataclasses.replace(start.config, num_slots=1, max_length=8, drafter="none")
+        small = dataclasses.replace(start, config=small)
         assert make_worker(small, Sent()).prefix_reuse is reuse
     # Here too as it loads the model: what the engine takes for known, the model must know.
+    unknown = dataclasses.replace(small.config, vocab_size=265)
     with pytest.raises(SystemExit):
-        make_worker(dataclasses.replace(small, vocab_size=265), Sent())
+        make_worker(dataclasses.replace(small, config=unknown), Sent())
     assert "vocab_size = 265, but the model has 264 tokens" in capfd.readouterr().err
