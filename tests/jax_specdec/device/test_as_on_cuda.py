@@ -15,6 +15,7 @@ import pytest
 
 from jax_specdec.device.drafting.drafters import MtpDrafter, draw, joined
 from jax_specdec.device.loop.state import init_state
+from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.model import hf_weights
 from jax_specdec.device.sampling.distribution import Sampling
@@ -191,12 +192,12 @@ def test_steps_with_slots_on_shards(drafter):
         of.state,
     )
 
-    def step(params, state):
+    def one_step(params, state):
         state, output = step(of.config, params, state, fused_k=5)
         return state, output._replace(running=output.running[None])
 
     mapped = jax.shard_map(
-        step, mesh=mesh_of(2), in_specs=(P(), specs), out_specs=(specs, P("model"))
+        one_step, mesh=mesh_of(2), in_specs=(P(), specs), out_specs=(specs, P("model"))
     )
     assert custom_calls(lowered(jax.jit(mapped), of.params, state)) == KERNELS
 

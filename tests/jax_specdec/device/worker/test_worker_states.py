@@ -12,6 +12,7 @@ from jax_specdec.control import Admit, Evict, Release
 from jax_specdec.device.drafting.drafters import NoDrafter, no_drafts
 from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import LoopConfig, admit, init_state
+from jax_specdec.device.loop.step import step
 from jax_specdec.device.sampling.distribution import processed_probs
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
@@ -65,7 +66,7 @@ def test_a_preempted_request_goes_on_where_it_was():
     item = request("r", [1, 2, 3, 1, 2], max_tokens=24, logprobs=20)
     local, records, job = Local("mtp"), [], None
     local.admit(item)
-    for step in range(100):
+    for turn in range(100):
         found = local.advance()
         records += found
         if any(record.reschedule for record in found):
@@ -73,7 +74,7 @@ def test_a_preempted_request_goes_on_where_it_was():
             local.rank.admit(job)
         elif any(record.finish_reason for record in found):
             break
-        elif step in (2, 5, 9):
+        elif turn in (2, 5, 9):
             local.rank.evict("r", reschedule=True)
     assert [states(local, slot).count(PREEMPTED) for slot in range(3)] == [1, 1, 1]
     emitted = [token for record in records for token in record.token_ids.tolist()]
@@ -237,14 +238,14 @@ def test_proposals_wider_than_a_slot_are_refused_where_they_are_made(prefill_onl
         config = LoopConfig(model, made, num_slots=2, max_length=16, prefill_only=prefill_only)
         state = init_state(config)
 
-        def step(state, config=config):
+        def output(state, config=config):
             return step(config, params, state)[1]
 
         if refused:
             with pytest.raises(ValueError, match=r"proposed \(2, 3\) drafts, but .* is \(2, 2\)"):
-                jax.eval_shape(step, state)
+                jax.eval_shape(output, state)
         else:
-            assert jax.eval_shape(step, state).token_ids.shape == (2, 3)
+            assert jax.eval_shape(output, state).token_ids.shape == (2, 3)
 
 
 @pytest.mark.parametrize("prefill_only", [False, True])
