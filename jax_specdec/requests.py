@@ -90,8 +90,8 @@ class SamplingParams:
             raise RequestError("an empty stop sequence would end every request at once")
 
     @property
-    def columns(self) -> int:
-        """Columns of logprobs a row: 0 without logprobs, K + 1 otherwise."""
+    def num_columns(self) -> int:
+        """Columns of logprobs in each row: 0 without logprobs, K + 1 otherwise."""
         return 0 if self.logprobs is None else self.logprobs + 1
 
 

@@ -253,7 +253,7 @@ class WorkerSession:
             request=request,
             progress=Progress(
                 token_ids=self._log.tokens(slot),
-                cumulative_logprob=cumulative if request.params.columns else None,
+                cumulative_logprob=cumulative if request.params.num_columns else None,
                 statistics=self.state.slot_statistics(slot),
                 num_prompt_rows=int(prompt_rows),
             ),

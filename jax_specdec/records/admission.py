@@ -73,7 +73,7 @@ def admit(
     done = len(progress.token_ids)
     ends_here = prefill and params.max_tokens > done + 1
     limit_reason = FinishReason.PREFILL_HANDOVER if ends_here else FinishReason.LENGTH
-    row = row_format(params.columns, len(params.extra_token_ids), params.logprobs_mode)
+    row = row_format(params.num_columns, len(params.extra_token_ids), params.logprobs_mode)
     history = stop_rules.history_needed(params)
     tail = columns.tail
     if history > tail.shape[1]:
@@ -171,7 +171,7 @@ def _check_progress(request: Request, progress: Progress) -> None:
         raise ProcessorError(f"request {request.id!r} has ended with stop token {tokens[-1]}")
     if stop_rules.sequence_ending(params, tokens) is not None:
         raise ProcessorError(f"request {request.id!r} has ended with a stop sequence")
-    if tokens and params.columns and progress.cumulative_logprob is None:
+    if tokens and params.num_columns and progress.cumulative_logprob is None:
         raise ProcessorError(
             f"request {request.id!r} asked for logprobs: its progress needs cumulative_logprob"
         )

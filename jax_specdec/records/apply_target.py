@@ -80,7 +80,7 @@ def check_rows(
     params = request.params
     chosen = counted(len(params.extra_token_ids), "chosen id")
     raise ProcessorError(
-        f"slot {slot}: request {request.id!r} asked for {counted(params.columns, 'column')} "
+        f"slot {slot}: request {request.id!r} asked for {counted(params.num_columns, 'column')} "
         f"(K + 1, or 0 without logprobs), {chosen} and mode "
         f"{params.logprobs_mode.name}; the {message.kind.name.lower()} message of step "
         f"{message.step} has {message.columns[slot]}, {message.num_chosen[slot]} and "

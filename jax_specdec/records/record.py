@@ -121,18 +121,18 @@ class Record:
         rows, params = self._rows, self.request.params
         if rows is None or not params.extra_token_ids:
             return rows
-        return rows[:, : params.columns]
+        return rows[:, : params.num_columns]
 
     @property
     def chosen_logprobs(self) -> NDArray[np.float32] | None:
         """[n, C] float32, of the request's `extra_token_ids`; None if no logprobs were asked."""
         rows = self._rows
-        return None if rows is None else rows[:, self.request.params.columns :]
+        return None if rows is None else rows[:, self.request.params.num_columns :]
 
     @property
     def token_ranks(self) -> NDArray[np.int32] | None:
         """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
-        if self.request.params.columns == 0:
+        if self.request.params.num_columns == 0:
             return None
         message = self.batch.message
         if message is None:
@@ -143,7 +143,7 @@ class Record:
     @property
     def topk_ids(self) -> NDArray[np.int32] | None:
         """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
-        k = self.request.params.columns - 1
+        k = self.request.params.num_columns - 1
         if k < 0:
             return None
         message = self.batch.message
@@ -161,7 +161,7 @@ class Record:
     @property
     def cumulative_logprob(self) -> float | None:
         """Of all tokens so far; NaN once a row was invalid, None if no logprobs were asked."""
-        if self.request.params.columns == 0:
+        if self.request.params.num_columns == 0:
             return None
         return float(self.batch.cumulative_logprob[self.index])
 
@@ -263,9 +263,9 @@ class Record:
     def _rows(self) -> NDArray[np.float32] | None:
         """[n, K+1+C] float32."""
         params, n, message = self.request.params, self.num_tokens, self.batch.message
-        if params.columns == 0:
+        if params.num_columns == 0:
             return None
-        width = params.columns + len(params.extra_token_ids)
+        width = params.num_columns + len(params.extra_token_ids)
         if message is None or not n:  # a slot without tokens has no columns in its message
             return np.empty((0, width), np.float32)
         start = message.logprob_start[self.slot]

@@ -28,7 +28,7 @@ def check_rows(rows, params, token_ids, got, ids, ranks, chosen=None):
     Args:
       token_ids: [n]. got: [n, K + 1]. ids: [n, K]. ranks: [n]. chosen: [n, C] or None.
     """
-    k = params.columns - 1
+    k = params.num_columns - 1
     assert (got.shape, ids.shape) == ((len(rows), k + 1), (len(rows), k))
     for n, (row, token) in enumerate(zip(rows, token_ids, strict=True)):
         table = logprobs(row, params)

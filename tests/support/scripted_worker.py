@@ -158,7 +158,7 @@ class ScriptedWorker:
                 continue
             target, verified = self.slot_step(slot)
             contents.append(target)
-            n, columns = len(verified), slot.params.columns
+            n, columns = len(verified), slot.params.num_columns
             said = SlotContents(
                 generation=slot.generation,
                 token_ids=verified,
@@ -232,7 +232,7 @@ class ScriptedWorker:
         if self.prefill_only:
             state, extra, drafts = SlotState.PREFILL_FIRST_TOKEN, slot.drafts, []
             slot.ended = True
-        columns = slot.params.columns
+        columns = slot.params.num_columns
         contents = SlotContents(
             state=state,
             generation=generation,

@@ -98,7 +98,7 @@ def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
 def _bound(slots: Sequence[Slot], tokens: Sequence[int]) -> int:
     return wire.words_bound(
         tokens,
-        [slot.params.columns for slot in slots],
+        [slot.params.num_columns for slot in slots],
         [len(slot.params.extra_token_ids) for slot in slots],
     )
 
@@ -111,7 +111,7 @@ def wants_one_read(slots: Sequence[Slot]) -> bool:
     nobody asked about too, so half of the slots at least must want logprobs.
     """
     taken = [slot.params for slot in slots if slot.occupied]
-    asked = sum(params.columns > 0 for params in taken)
+    asked = sum(params.num_columns > 0 for params in taken)
     plain = all(
         params.temperature == 0
         and params.logprobs_mode is not LogprobsMode.PROCESSED

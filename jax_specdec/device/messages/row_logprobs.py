@@ -51,11 +51,11 @@ class Asked(NamedTuple):
 
 def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
     """The static limits of what the requests of a batch ask for."""
-    asked = [one for one in params if one.columns]
+    asked = [one for one in params if one.num_columns]
     if not asked:
         return Widths()
     return Widths(
-        k=k_bucket(max(one.columns for one in asked) - 1, vocab_size),
+        k=k_bucket(max(one.num_columns for one in asked) - 1, vocab_size),
         chosen=chosen_bucket(max(len(one.extra_token_ids) for one in asked)),
         mode=LogprobsMode(max(one.logprobs_mode for one in asked)),
     )
@@ -85,7 +85,7 @@ def asked_of(
     return Asked(
         generation=_each("generations", generation, len(params), np.uint32),
         verdict=_each("verdicts", verdict, len(params), np.int32),
-        columns=_array([one.columns for one in params], np.int32),
+        columns=_array([one.num_columns for one in params], np.int32),
         mode=_array([one.logprobs_mode for one in params], np.int32),
         num_chosen=_array([len(one.extra_token_ids) for one in params], np.int32),
         chosen_ids=jnp.asarray(chosen_ids),

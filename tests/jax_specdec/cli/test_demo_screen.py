@@ -49,7 +49,7 @@ def deliver(collector, request, ids, drafts=3):
     state = output_processor.admit(output_processor.ProcessorState.empty(1), 0, 1, request)
     for step, start in enumerate(range(0, len(ids), drafts + 1)):
         part = ids[start : start + drafts + 1]
-        columns = request.params.columns
+        columns = request.params.num_columns
         message = target(step, slot(*part, drafts=drafts, columns=columns))
         state, records = output_processor.step(state, message)
         received = SimpleNamespace(latency_ns=5000, message=message, records=records)

@@ -178,7 +178,7 @@ def streams(draw):
             guesses = draw(st.lists(st.integers(0, 30), max_size=3))
             accepted = draw(st.integers(0, len(guesses)))
             ids = [*guesses[:accepted], draw(st.integers(31, 40))]
-            width = asked.params.columns + len(chosen)
+            width = asked.params.num_columns + len(chosen)
             table = draw(logprobs_table(len(ids), width))
             drafted = None
             if asked.params.draft_logprobs and guesses and draw(st.booleans()):
@@ -203,7 +203,10 @@ def delivered(runs):
         targets, guessed = [], []
         for asked, steps in runs:
             ids, guesses, table, drafted = steps[number]
-            shape = {"columns": asked.params.columns, "chosen": len(asked.params.extra_token_ids)}
+            shape = {
+                "columns": asked.params.num_columns,
+                "chosen": len(asked.params.extra_token_ids),
+            }
             rows = table if shape["columns"] else None
             targets.append(tokens(*ids, drafts=len(guesses), logprobs=rows, **shape))
             one = tokens(*guesses, drafts=len(guesses), logprobs=drafted, **shape)
@@ -219,7 +222,7 @@ def delivered(runs):
 
 def chosen_by_hand(asked, steps):
     """Lists of (id, logprob) of each delivered token and of the draft at its position."""
-    ids, columns = asked.params.extra_token_ids, asked.params.columns
+    ids, columns = asked.params.extra_token_ids, asked.params.num_columns
     of_tokens, of_drafts = [], []
     for emitted, guesses, table, drafted in steps:
         for place in range(len(emitted)):

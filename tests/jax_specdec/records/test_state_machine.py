@@ -65,7 +65,7 @@ def random_request(rng, name):
 
 def random_rows(rng, params, n, **fields):
     """Slot fields for n tokens, rows included, some of them invalid."""
-    columns, chosen = params.columns, len(params.extra_token_ids)
+    columns, chosen = params.num_columns, len(params.extra_token_ids)
     rows = n if columns else 0
     if fields["state"] is SlotState.PREFILL_FIRST_TOKEN:
         rows = min(rows, 1)

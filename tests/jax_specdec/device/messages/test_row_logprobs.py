@@ -52,7 +52,7 @@ def check_found(found, x, token_ids, num_rows, params):
     """Every row of `found` against float64, in message order."""
     row = 0
     for b, one in enumerate(params):
-        count, k, c = int(num_rows[b]), one.columns - 1, len(one.extra_token_ids)
+        count, k, c = int(num_rows[b]), one.num_columns - 1, len(one.extra_token_ids)
         part = slice(row, row + count)
         in_mode.check_rows(
             np.asarray(x[b, :count]),

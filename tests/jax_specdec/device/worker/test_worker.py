@@ -71,7 +71,7 @@ class Watched:
     def leading(self, words, count):
         slots = self.worker.slots
         tokens = [0 if slot.prefill_at is not None else slot.most_tokens for slot in slots]
-        columns = [slot.params.columns for slot in slots]
+        columns = [slot.params.num_columns for slot in slots]
         bound = wire.words_bound(tokens, columns, [0] * len(slots))
         cut = self.functions.leading(words, count)
         self.copied.append(SimpleNamespace(bound=bound, size=cut.size, largest=words.size))
