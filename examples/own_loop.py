@@ -58,8 +58,8 @@ def show(record) -> None:
         best = zip(story.decode(record.topk_ids[n]), row[1:], strict=True)
         others = ", ".join(f"{character!r} {logprob:.3f}" for character, logprob in best)
         print(f"         {text[n]!r} {row[0]:.3f}, rank {record.token_ranks[n]}; top: {others}")
-    drafted = story.decode(record.draft_token_ids)
-    print(f"         drafted {drafted!r}, logprobs {record.draft_logprobs[:, 0].round(3)}")
+    drafted = story.decode(record.draft.token_ids)
+    print(f"         drafted {drafted!r}, logprobs {record.draft.logprobs[:, 0].round(3)}")
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def _of_record(record: Any) -> Part:
     ids, rows = record.token_ids.tolist(), record.logprobs
     if rows is None:
         return Part(ids, [], [])
-    drafts = 0 if record.draft_logprobs is None else len(record.draft_logprobs)
+    drafts = 0 if record.draft is None else len(record.draft.logprobs)
     tops, ranks = record.topk_ids.tolist(), record.token_ranks.tolist()
     return _of_lists(ids, rows.tolist(), tops, ranks, drafts)
 

@@ -153,7 +153,7 @@ class Output:
             self.token_logprobs += logprobs[:, 0].tolist()
         if self.token_ranks is not None and ranks is not None:
             self.token_ranks += ranks.tolist()
-        drafts = record.draft_logprobs
+        drafts = None if record.draft is None else record.draft.logprobs
         if drafts is not None:
             self.draft_logprobs += drafts[:, 0].tolist()
 

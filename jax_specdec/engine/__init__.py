@@ -17,7 +17,7 @@ from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.decode import Message, MessageError, decode
 from jax_specdec.records.output_processor import ProcessorError, ProcessorState, Progress
-from jax_specdec.records.record import Record, Records
+from jax_specdec.records.record import Record, Records, TokenRows
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request, RequestError, SamplingParams
 from jax_specdec.text import byte_tokens
@@ -38,8 +38,9 @@ __all__ = [
     # What comes back.
     "Record",
     "Records",
-    "FinishReason",
+    "TokenRows",
     "PromptRows",
+    "FinishReason",
     "Statistics",
     # The same without our engine: bytes to records.
     "decode",

@@ -1,9 +1,8 @@
-"""Where a request stands between two stays in a slot: values, and functions of them. Never jax."""
+"""A request between two stays in a slot: its progress, and the log it is taken from. Never jax."""
 
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jax_specdec.records.batch import FinishReason, RecordBatch, StatisticsSource
 from jax_specdec.records.processor_state import Progress
@@ -13,7 +12,7 @@ from jax_specdec.requests import Request
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedRequest:
-    """A request, what has been delivered of it, and the drafts that a prefill worker left it."""
+    """A request, its progress so far, and the drafts that a prefill worker left for it."""
 
     request: Request
     progress: Progress = field(default_factory=Progress)
@@ -21,16 +20,17 @@ class QueuedRequest:
 
     @property
     def begun(self) -> bool:
-        """Whether any of its tokens were delivered."""
+        """Whether any of the request's tokens were delivered."""
         return bool(self.progress.token_ids)
 
     @property
     def for_worker(self) -> Request:
-        """What a worker runs: the emitted tokens are part of the prompt, and fewer are left.
+        """The request for a worker: the emitted tokens join the prompt, and fewer are left.
 
-        Random numbers are keyed by the position in the whole sequence. So the tokens go on as if
-        the worker had made the first ones itself where the request is greedy or nothing is
-        drafted; otherwise, with other drafts to accept, as other draws of the same distribution.
+        Random numbers are keyed by the position in the whole sequence. A greedy request, and one
+        without drafts, therefore continues as if the worker had made the first tokens itself. A
+        sampled request may meet other drafts than it would have had: then its tokens are other
+        draws of the same distribution.
         """
         request, emitted = self.request, self.progress.token_ids
         if not emitted:
@@ -44,9 +44,9 @@ class QueuedRequest:
 
 
 class TokenLog:
-    """What each slot's request has emitted; a step is written a column at a time.
+    """The tokens that each slot's request has emitted; a step is appended for all slots at once.
 
-    Axes: B slots, T tokens.
+    Axes: B slots, T tokens of a slot.
     """
 
     def __init__(self, num_slots: int, max_length: int) -> None:
@@ -54,12 +54,12 @@ class TokenLog:
         self._lengths = np.zeros(num_slots, np.int64)  # [B]
 
     def start(self, slot: int, token_ids: tuple[int, ...]) -> None:
-        """Begin with what the slot's new request brings along."""
+        """Begin a slot's log with the tokens that its new request brings along."""
         self._tokens[slot, : len(token_ids)] = token_ids
         self._lengths[slot] = len(token_ids)
 
     def extend(self, records: Records) -> None:
-        """Append the tokens of records of the slots' requests."""
+        """Append the tokens of the slots' records."""
         for batch in records.batches:
             message, slots, counts = batch.message, batch.slots, batch.num_tokens
             if message is None:
@@ -76,7 +76,7 @@ class TokenLog:
 
 
 def handed_on(records: Records) -> Records:
-    """The records with no end where a request is only handed over: somebody goes on with it."""
+    """The records without the reason `PREFILL_HANDOVER`: a decode worker continues the request."""
     batches = []
     for batch in records.batches:
         handed_over = batch.finish_reason == FinishReason.PREFILL_HANDOVER
@@ -87,27 +87,19 @@ def handed_on(records: Records) -> Records:
     return Records(tuple(batches))
 
 
-def ended(job: QueuedRequest, reason: FinishReason) -> Records:
-    """The one record that ends a request which holds no slot."""
-    none: NDArray[np.int64] = np.zeros(1, np.int64)
-    progress = job.progress
-    totals = StatisticsSource(none, np.zeros((1, 3, 1), np.int64), (progress.statistics,))
-    return Records(
-        (
-            RecordBatch(
-                step=-1,
-                requests=(job.request,),
-                slots=none,
-                generation=none - 1,
-                num_tokens=none,
-                num_drafts=none,
-                num_accepted=none,
-                cumulative_logprob=np.array([progress.cumulative_logprob or 0.0]),
-                finish_reason=np.array([reason], np.int8),
-                stop_index=none - 1,
-                reschedule=none.astype(np.bool_),
-                message=None,
-                totals=totals,
-            ),
-        )
+def ended(queued: QueuedRequest, reason: FinishReason) -> Records:
+    """The last record of a request that ends while it holds no slot."""
+    progress = queued.progress
+    no_steps = StatisticsSource(
+        num_tokens=np.zeros(1, np.int64),
+        outcomes=np.zeros((1, 3, 1), np.int64),
+        earlier=(progress.statistics,),
     )
+    batch = RecordBatch.without_tokens(
+        step=-1,
+        requests=(queued.request,),
+        slots=np.zeros(1, np.int64),
+        generation=np.full(1, -1, np.int64),
+        cumulative_logprob=np.array([progress.cumulative_logprob or 0.0]),
+    )
+    return Records((batch.ended(reason, no_steps),))

@@ -157,12 +157,13 @@ def _logprobs(record: Record, n: int) -> dict[str, NDArray[Any]]:
 
 def _drafts(record: Record, n: int) -> dict[str, NDArray[Any]]:
     """Draft j was proposed for the position of emitted token j."""
-    ids, rows, ranks = record.draft_token_ids, record.draft_logprobs, record.draft_token_ranks
+    draft = record.draft
+    rows = draft.logprobs if draft else None
     return {
-        "draft_token_id": _padded(ids, n, np.int32(-1)),
+        "draft_token_id": _padded(draft.token_ids if draft else None, n, np.int32(-1)),
         "draft_logprob": _padded(None if rows is None else rows[:, 0], n, np.float32(np.nan)),
-        "draft_token_rank": _padded(ranks, n, np.int32(NOT_ASKED)),
-        **_chosen("draft_chosen", record, n, record.draft_chosen_logprobs),
+        "draft_token_rank": _padded(draft.token_ranks if draft else None, n, np.int32(NOT_ASKED)),
+        **_chosen("draft_chosen", record, n, draft.chosen_logprobs if draft else None),
     }
 
 

@@ -81,11 +81,12 @@ def _step(record: Record, table: TokenTable) -> dict[str, Any]:
         "num_drafts": record.num_drafts,
         "num_accepted": record.num_accepted,
     }
-    ids, rows = record.draft_token_ids, record.draft_logprobs
-    ranks, topk_ids = record.draft_token_ranks, record.draft_topk_ids
-    if ids is not None:
-        step["draft_token_ids"] = ids.tolist()
-        step["draft_tokens"] = list(map(table.completion_text.__getitem__, ids.tolist()))
+    draft = record.draft
+    if draft is None:
+        return step
+    step["draft_token_ids"] = draft.token_ids.tolist()
+    step["draft_tokens"] = list(map(table.completion_text.__getitem__, draft.token_ids.tolist()))
+    rows, ranks, topk_ids = draft.logprobs, draft.token_ranks, draft.topk_ids
     if rows is not None and ranks is not None and topk_ids is not None:
         values = _numbers(rows.tolist())
         step["draft_logprobs"] = [row[0] for row in values]
@@ -95,7 +96,7 @@ def _step(record: Record, table: TokenTable) -> dict[str, Any]:
             row[1 : 1 + len(found)]
             for row, found in zip(values, step["draft_topk_ids"], strict=True)
         ]
-    chosen = record.draft_chosen_logprobs
+    chosen = draft.chosen_logprobs
     if chosen is not None and chosen.shape[1]:
         step["draft_chosen_logprobs"] = _numbers(chosen.tolist())
     return step

@@ -12,7 +12,7 @@ from jax_specdec.requests import Request
 
 
 class FinishReason(IntEnum):
-    """Why a request ended; 0 stands for "it goes on" in columns and is None in a record."""
+    """Why a request ended; a column has 0, and a record None, where the request goes on."""
 
     STOP_TOKEN = 1
     STOP_SEQUENCE = 2
@@ -25,12 +25,12 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatisticsSource:
-    """The columns that statistics of a slot come from, as they stood after a step.
+    """The columns that a slot's statistics are made from, as they stood after a step.
 
     Attributes:
       num_tokens: [B] int64, tokens delivered in this slot.
       outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
-      earlier: [B] what the slots' requests brought along.
+      earlier: [B] the statistics that the slots' requests brought along.
     """
 
     num_tokens: NDArray[np.int64]
@@ -38,16 +38,16 @@ class StatisticsSource:
     earlier: tuple[Statistics, ...]
 
     def of(self, slot: int) -> Statistics:
-        """Of the slot's request, with what it brought along."""
+        """Statistics of the slot's request, those that it brought along included."""
         return self.earlier[slot] + self.of_stay(slot)
 
     def of_stay(self, slot: int) -> Statistics:
-        """Of the slot's request since it was admitted here."""
+        """Statistics of the slot's request since it was admitted here."""
         proposed, rejected, accepted = map(_trimmed, self.outcomes[slot])
         return Statistics(proposed, rejected, accepted, int(self.num_tokens[slot]))
 
     def of_all(self) -> Statistics:
-        """Of all stays; nothing that was brought along, which another ring has counted."""
+        """Statistics of all stays; what requests brought along was counted by another ring."""
         proposed, rejected, accepted = map(_trimmed, self.outcomes.sum(axis=0))
         return Statistics(proposed, rejected, accepted, int(self.num_tokens.sum()))
 
@@ -57,7 +57,7 @@ class PromptRows:
     """The logprobs of n prompt tokens, each given those before it; read-only views.
 
     Attributes:
-      start: the first one's place in the prompt; 1 at the least, as nothing predicts the first.
+      start: the first token's place in the prompt, from 1: nothing predicts the prompt's first one.
       token_ids: [n] int32.
       logprobs: [n, K+1] float32, the token itself first, then the top K.
       chosen_logprobs: [n, C] float32, of the request's `extra_token_ids`.
@@ -74,11 +74,39 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordBatch:
-    """The records of one step, one row a request; axes: N records, B slots.
+class PromptChunks:
+    """What N records have of their prompts' logprobs.
 
     Attributes:
-      step: the step that the records are of; for an abort, the last step that came.
+      message: of kind PROMPT.
+      start: [N] int64, the place in the prompt of each record's first row, from 1.
+      skip: [N] int64, rows of the message's slot before that one: they were delivered before.
+    """
+
+    message: Message
+    start: NDArray[np.int64]
+    skip: NDArray[np.int64]
+
+    def rows(self, row: int, slot: int) -> PromptRows:
+        """The rows of record `row`, which is about `slot`."""
+        skip, columns = int(self.skip[row]), int(self.message.columns[slot])
+        said = self.message.slot(slot)
+        return PromptRows(
+            start=int(self.start[row]),
+            token_ids=said.token_ids[skip:],
+            logprobs=said.logprobs[skip:, :columns],
+            chosen_logprobs=said.logprobs[skip:, columns:],
+            token_ranks=said.token_ranks[skip:],
+            topk_ids=said.topk_ids[skip:],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordBatch:
+    """The records of one step, one row for each request; axes: N records, B slots.
+
+    Attributes:
+      step: the step of the records; for an abort, the last step that came.
       requests: [B] by slot, as they stood in that step.
       slots: [N] int64, ascending.
       generation: [N] int64.
@@ -89,14 +117,12 @@ class RecordBatch:
       finish_reason: [N] int8 `FinishReason`, 0 where the request goes on.
       stop_index: [N] int64, the stop token's id, or the stop sequence's index; -1 otherwise.
       reschedule: [N] bool, preempted: the request must be scheduled again.
-      message: the target message; None for records that no message caused (an abort).
+      message: the target message; None for records that no target message caused.
       draft: the draft message of the step, where one was joined.
       joined: [N] bool, records that have drafts in `draft`.
       row_format: [N] int64, what the rows of these drafts must look like; see `processor_state`.
-      totals: statistics' columns; only where some record of the batch ends its stay in a slot.
-      prompt: the message of kind PROMPT, where the records are a prompt's logprobs.
-      prompt_start: [N] int64, the place in the prompt of each record's first row, from 1.
-      prompt_skip: [N] int64, rows of the message's slot before that one.
+      totals: columns for statistics; only where some record of the batch ends its stay in a slot.
+      prompt: the prompts' logprobs, where the records are about these.
     """
 
     step: int
@@ -115,30 +141,51 @@ class RecordBatch:
     joined: NDArray[np.bool_] | None = None
     row_format: NDArray[np.int64] | None = None
     totals: StatisticsSource | None = None
-    prompt: Message | None = None
-    prompt_start: NDArray[np.int64] | None = None
-    prompt_skip: NDArray[np.int64] | None = None
+    prompt: PromptChunks | None = None
+
+    @classmethod
+    def without_tokens(
+        cls,
+        *,
+        step: int,
+        requests: tuple[Request | None, ...],
+        slots: NDArray[np.int64],
+        generation: NDArray[np.int64],
+        cumulative_logprob: NDArray[np.float64],
+        prompt: PromptChunks | None = None,
+    ) -> "RecordBatch":
+        """Records that no target message caused: a prompt's logprobs, an abort, a lost worker."""
+        zeros = np.zeros(len(slots), np.int64)
+        return cls(
+            step=step,
+            requests=requests,
+            slots=slots,
+            generation=generation,
+            num_tokens=zeros,
+            num_drafts=zeros,
+            num_accepted=zeros,
+            cumulative_logprob=cumulative_logprob,
+            finish_reason=zeros.astype(np.int8),
+            stop_index=zeros - 1,
+            reschedule=zeros.astype(np.bool_),
+            message=None,
+            prompt=prompt,
+        )
 
     def __len__(self) -> int:
         return len(self.slots)
 
-    def prompt_rows(self, row: int) -> PromptRows | None:
-        """What record `row` has of its prompt's logprobs."""
-        if self.prompt is None or self.prompt_start is None or self.prompt_skip is None:
-            return None
-        slot, skip = int(self.slots[row]), int(self.prompt_skip[row])
-        said, columns = self.prompt.slot(slot), int(self.prompt.columns[slot])
-        return PromptRows(
-            start=int(self.prompt_start[row]),
-            token_ids=said.token_ids[skip:],
-            logprobs=said.logprobs[skip:, :columns],
-            chosen_logprobs=said.logprobs[skip:, columns:],
-            token_ranks=said.token_ranks[skip:],
-            topk_ids=said.topk_ids[skip:],
+    def ended(self, reason: FinishReason, totals: StatisticsSource) -> "RecordBatch":
+        """The batch with every request ended for `reason`."""
+        return replace(
+            self,
+            finish_reason=np.full(len(self), reason, np.int8),
+            reschedule=np.zeros(len(self), np.bool_),
+            totals=totals,
         )
 
     def take(self, rows: NDArray[np.intp]) -> "RecordBatch":
-        """The batch with only these rows; the rare way (an abort while records wait)."""
+        """The batch with only these rows; slow, for an abort while records wait."""
         return replace(
             self,
             **{name: getattr(self, name)[rows] for name in _ROW_COLUMNS},

@@ -1,11 +1,11 @@
-"""Requests that end although no message says so: an abort, or the end of a stream. Never jax."""
+"""Requests that end without a message: an abort, or the end of a stream. Never jax."""
 
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.records.batch import FinishReason, RecordBatch, StatisticsSource
+from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.processor_state import Phase, ProcessorState, frozen, totals
 from jax_specdec.records.record import Records
 
@@ -13,10 +13,10 @@ from jax_specdec.records.record import Records
 def end(
     state: ProcessorState, slots: NDArray[np.intp], reason: FinishReason
 ) -> tuple[ProcessorState, Records]:
-    """End those of `slots` (ascending) that hold a running or preempted request.
+    """End the running and preempted requests in `slots` (ascending).
 
-    Where a record of it waits for a draft message, that record goes out with the reason; the
-    others of that batch keep waiting.
+    Where a request's record waits for a draft message, that record is released with the reason; the
+    other records of its batch keep waiting.
     """
     admitted, columns = state.admitted, state.columns
     phase = columns.phase[slots]
@@ -35,25 +35,17 @@ def end(
         if taken.any():
             slots = slots[~np.isin(slots, waiting.slots[taken])]
             out, rest = waiting.take(np.flatnonzero(taken)), np.flatnonzero(~taken)
-            batches.append(_ended(out, reason, source))
+            batches.append(out.ended(reason, source))
             waiting = waiting.take(rest) if rest.size else None
     if slots.size:
-        none = np.zeros(len(slots), np.int64)
-        empty = RecordBatch(
+        empty = RecordBatch.without_tokens(
             step=(state.next_step or 0) - 1,
             requests=admitted.requests,
             slots=slots,
             generation=admitted.generation[slots],
-            num_tokens=none,
-            num_drafts=none,
-            num_accepted=none,
             cumulative_logprob=columns.cumulative_logprob[slots],
-            finish_reason=none.astype(np.int8),
-            stop_index=none - 1,
-            reschedule=none.astype(np.bool_),
-            message=None,
         )
-        batches.append(_ended(empty, reason, source))
+        batches.append(empty.ended(reason, source))
     num_ended = sum(map(len, batches))
     counts = count_finished(state.counters.finished, np.full(num_ended, reason, np.int8))
     counters = replace(state.counters, finished=counts)
@@ -62,12 +54,6 @@ def end(
 
 
 def count_finished(finished: tuple[int, ...], reason: NDArray[np.int8]) -> tuple[int, ...]:
-    """Requests that finished by `FinishReason`, with N more: `reason` [N], 0 for none."""
+    """The numbers of finished requests by `FinishReason`, with those of `reason` [N] added."""
     counts = np.bincount(reason, minlength=len(finished) + 1)[1:].tolist()
     return tuple(before + count for before, count in zip(finished, counts, strict=True))
-
-
-def _ended(batch: RecordBatch, reason: FinishReason, source: StatisticsSource) -> RecordBatch:
-    reasons = np.full(len(batch), reason, np.int8)
-    going_on = np.zeros(len(batch), np.bool_)
-    return replace(batch, finish_reason=reasons, reschedule=going_on, totals=source)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.records import apply_target
-from jax_specdec.records.batch import RecordBatch
+from jax_specdec.records.batch import PromptChunks, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
     Phase,
@@ -113,22 +113,12 @@ def _records(
 ) -> Records:
     if not slots.size:
         return Records()
-    none = np.zeros(len(slots), np.int64)
-    batch = RecordBatch(
+    batch = RecordBatch.without_tokens(
         step=message.step,
         requests=state.admitted.requests,
         slots=slots,
         generation=state.admitted.generation[slots],
-        num_tokens=none,
-        num_drafts=none,
-        num_accepted=none,
         cumulative_logprob=state.columns.cumulative_logprob[slots],
-        finish_reason=none.astype(np.int8),
-        stop_index=none - 1,
-        reschedule=none.astype(np.bool_),
-        message=None,
-        prompt=message,
-        prompt_start=start,
-        prompt_skip=skip,
+        prompt=PromptChunks(message, start, skip),
     )
     return Records((batch,))

@@ -1,7 +1,8 @@
 """What a step delivered, per request: columns first, objects only when touched. Never jax.
 
-A `RecordBatch` holds the columns of one step, a `Records` the batches that one call released, and
-a `Record` is a light view of one request's row. Arrays are views of the message's own buffer.
+A `RecordBatch` holds the columns of one step, a `Records` the batches that one call released. A
+`Record` is a light view of one request's row in them, and `TokenRows` a view of the tokens or the
+drafts that a message has for it. Arrays are views of the message's own buffer.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from ipc.wire import SlotState
 from jax_specdec.records.batch import FinishReason, PromptRows, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.statistics import Statistics
-from jax_specdec.requests import Request
+from jax_specdec.requests import Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +55,77 @@ class Records:
             if batch.totals is not None:
                 for index in np.flatnonzero((batch.finish_reason > 0) | batch.reschedule).tolist():
                     yield Record(batch, index)
+
+
+class TokenRows:
+    """n tokens of a message's slot and their logprobs. Arrays are read-only views, made on access.
+
+    Axes: n tokens, K top columns, C chosen ids. Where no logprobs were asked, all but the ids are
+    None.
+    """
+
+    __slots__ = ("_count", "_message", "_params", "_slot")
+
+    def __init__(
+        self, message: Message | None, slot: int, count: int, params: SamplingParams
+    ) -> None:
+        """View `count` tokens of `slot`, whose request asked for `params`; None: of no message."""
+        self._message, self._slot, self._count, self._params = message, slot, count, params
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[n] int32."""
+        message = self._message
+        if message is None:
+            return _NO_IDS
+        start = message.token_start[self._slot]
+        return message.token_ids[start : start + self._count]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """[n, K+1] float32, the token itself first, then the top K."""
+        rows = self._rows
+        return None if rows is None else rows[:, : self._params.num_columns]
+
+    @property
+    def chosen_logprobs(self) -> NDArray[np.float32] | None:
+        """[n, C] float32, of the request's `extra_token_ids`."""
+        rows = self._rows
+        return None if rows is None else rows[:, self._params.num_columns :]
+
+    @property
+    def token_ranks(self) -> NDArray[np.int32] | None:
+        """[n] int32, 1 is the most likely token, 0 marks an invalid row."""
+        if self._params.logprobs is None:
+            return None
+        message = self._message
+        if message is None:
+            return _NO_IDS
+        start = message.row_start[self._slot]
+        return message.token_ranks[start : start + self._count]
+
+    @property
+    def topk_ids(self) -> NDArray[np.int32] | None:
+        """[n, K] int32, most likely first, -1 where fewer than K are finite."""
+        k, n, message = self._params.logprobs, self._count, self._message
+        if k is None:
+            return None
+        if message is None:
+            return _NO_IDS.reshape(0, k)
+        start = message.topk_start[self._slot]
+        return message.topk_ids[start : start + n * k].reshape(n, k)
+
+    @property
+    def _rows(self) -> NDArray[np.float32] | None:
+        """[n, K+1+C] float32."""
+        k, n, message = self._params.logprobs, self._count, self._message
+        if k is None:
+            return None
+        width = k + 1 + len(self._params.extra_token_ids)
+        if message is None:
+            return np.empty((0, width), np.float32)
+        start = message.logprob_start[self._slot]
+        return message.logprobs[start : start + n * width].reshape(n, width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,48 +181,27 @@ class Record:
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """[n] int32."""
-        message = self.batch.message
-        if message is None:
-            return _NO_IDS
-        start = message.token_start[self.slot]
-        return message.token_ids[start : start + self.num_tokens]
+        return self._tokens.token_ids
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
         """[n, K+1] float32, the emitted token first, then the top K; None if none were asked."""
-        rows, params = self._rows, self.request.params
-        if rows is None or not params.extra_token_ids:
-            return rows
-        return rows[:, : params.num_columns]
+        return self._tokens.logprobs
 
     @property
     def chosen_logprobs(self) -> NDArray[np.float32] | None:
         """[n, C] float32, of the request's `extra_token_ids`; None if no logprobs were asked."""
-        rows = self._rows
-        return None if rows is None else rows[:, self.request.params.num_columns :]
+        return self._tokens.chosen_logprobs
 
     @property
     def token_ranks(self) -> NDArray[np.int32] | None:
         """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
-        if self.request.params.num_columns == 0:
-            return None
-        message = self.batch.message
-        if message is None:
-            return _NO_IDS
-        start = message.row_start[self.slot]
-        return message.token_ranks[start : start + self.num_tokens]
+        return self._tokens.token_ranks
 
     @property
     def topk_ids(self) -> NDArray[np.int32] | None:
         """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
-        k = self.request.params.num_columns - 1
-        if k < 0:
-            return None
-        message = self.batch.message
-        if message is None:
-            return _NO_IDS.reshape(0, k)
-        start, n = message.topk_start[self.slot], self.num_tokens
-        return message.topk_ids[start : start + n * k].reshape(n, k)
+        return self._tokens.topk_ids
 
     @property
     def valid(self) -> NDArray[np.bool_] | None:
@@ -159,9 +210,30 @@ class Record:
         return None if ranks is None else ranks != 0
 
     @property
+    def draft(self) -> TokenRows | None:
+        """The d drafts that this step verified, under the draft model; None without their message.
+
+        All of them, accepted or not: n is `num_drafts` here.
+        """
+        joined, message = self.batch.joined, self.batch.draft
+        if message is None or joined is None or not joined[self.index]:
+            return None
+        num_drafts = int(message.num_tokens[self.slot])
+        return TokenRows(message, self.slot, num_drafts, self.request.params)
+
+    @property
+    def prompt(self) -> PromptRows | None:
+        """A part of the prompt's logprobs; such a record has no tokens, all others have None here.
+
+        The parts come in order, and before the first token.
+        """
+        prompt = self.batch.prompt
+        return None if prompt is None else prompt.rows(self.index, self.slot)
+
+    @property
     def cumulative_logprob(self) -> float | None:
         """Of all tokens so far; NaN once a row was invalid, None if no logprobs were asked."""
-        if self.request.params.num_columns == 0:
+        if not self.request.params.num_columns:
             return None
         return float(self.batch.cumulative_logprob[self.index])
 
@@ -186,15 +258,14 @@ class Record:
 
     @property
     def reschedule(self) -> bool:
-        """The request was preempted: schedule it again, going on after its last token."""
+        """Whether the request was preempted: schedule it again, after its last token."""
         return bool(self.batch.reschedule[self.index])
 
     @property
     def handover_draft_ids(self) -> NDArray[np.int32] | None:
         """[d] int32, drafts for the next step that came with a prefill's first token.
 
-        None in any other record, and where nobody goes on: the request ended for another reason
-        than the hand-over.
+        None in any other record, and where the request ended for another reason than the hand-over.
         """
         message = self.batch.message
         if message is None or message.state[self.slot] != SlotState.PREFILL_FIRST_TOKEN:
@@ -205,87 +276,18 @@ class Record:
         return message.token_ids[start + 1 : start + message.num_tokens[self.slot]]
 
     @property
-    def prompt(self) -> PromptRows | None:
-        """A part of the prompt's logprobs; such a record has no tokens, all others have None here.
-
-        They come in order, and before the first token.
-        """
-        return self.batch.prompt_rows(self.index)
-
-    @property
     def statistics(self) -> Statistics | None:
-        """Of the request so far, earlier stays included; None until the record that ends a stay."""
+        """The request's so far, earlier stays included; None until the record that ends a stay."""
         if self.batch.totals is None or not (self.finish_reason or self.reschedule):
             return None
         return self.batch.totals.of(self.slot)
 
     @property
-    def draft_token_ids(self) -> NDArray[np.int32] | None:
-        """[d] int32, the drafts that this step verified, where their message came."""
-        draft = self._draft
-        if draft is None:
-            return None
-        start = draft.token_start[self.slot]
-        return draft.token_ids[start : start + draft.num_tokens[self.slot]]
-
-    @property
-    def draft_logprobs(self) -> NDArray[np.float32] | None:
-        """[d, K+1] float32, under the draft model; as `logprobs`."""
-        draft = self._draft_rows
-        return None if draft is None else self._draft_table(draft)[:, : draft.columns[self.slot]]
-
-    @property
-    def draft_chosen_logprobs(self) -> NDArray[np.float32] | None:
-        """[d, C] float32, under the draft model; as `chosen_logprobs`."""
-        draft = self._draft_rows
-        return None if draft is None else self._draft_table(draft)[:, draft.columns[self.slot] :]
-
-    @property
-    def draft_token_ranks(self) -> NDArray[np.int32] | None:
-        """[d] int32, under the draft model."""
-        draft = self._draft_rows
-        if draft is None:
-            return None
-        start = draft.row_start[self.slot]
-        return draft.token_ranks[start : start + draft.num_rows[self.slot]]
-
-    @property
-    def draft_topk_ids(self) -> NDArray[np.int32] | None:
-        """[d, K] int32, under the draft model."""
-        draft = self._draft_rows
-        if draft is None:
-            return None
-        start, n = draft.topk_start[self.slot], int(draft.num_rows[self.slot])
-        k = int(draft.columns[self.slot]) - 1
-        return draft.topk_ids[start : start + n * k].reshape(n, k)
-
-    @property
-    def _rows(self) -> NDArray[np.float32] | None:
-        """[n, K+1+C] float32."""
-        params, n, message = self.request.params, self.num_tokens, self.batch.message
-        if params.num_columns == 0:
-            return None
-        width = params.num_columns + len(params.extra_token_ids)
-        if message is None or not n:  # a slot without tokens has no columns in its message
-            return np.empty((0, width), np.float32)
-        start = message.logprob_start[self.slot]
-        return message.logprobs[start : start + n * width].reshape(n, width)
-
-    def _draft_table(self, draft: Message) -> NDArray[np.float32]:
-        """[d, K+1+C] float32."""
-        slot, n = self.slot, int(draft.num_rows[self.slot])
-        width, start = int(draft.columns[slot] + draft.num_chosen[slot]), draft.logprob_start[slot]
-        return draft.logprobs[start : start + n * width].reshape(n, width)
-
-    @property
-    def _draft(self) -> Message | None:
-        joined = self.batch.joined
-        return self.batch.draft if joined is not None and joined[self.index] else None
-
-    @property
-    def _draft_rows(self) -> Message | None:
-        draft = self._draft
-        return draft if draft is not None and draft.columns[self.slot] else None
+    def _tokens(self) -> TokenRows:
+        batch, slot = self.batch, self.slot
+        request = batch.requests[slot]
+        assert request is not None
+        return TokenRows(batch.message, slot, int(batch.num_tokens[self.index]), request.params)
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)

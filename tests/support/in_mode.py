@@ -59,17 +59,16 @@ def check_records(result, requests):
                 check_rows(rows, params, record.token_ids, record.logprobs, record.topk_ids,
                            record.token_ranks, record.chosen_logprobs)  # fmt: skip
                 seen += len(rows)
-            if record.draft_token_ids is None:
-                assert record.draft_logprobs is None
+            if (draft := record.draft) is None:
                 continue
             assert params.draft_logprobs
             count = output.drafts.num[record.slot]
             assert count == record.num_drafts > 0
             ids = output.drafts.token_ids[record.slot][:count]
-            np.testing.assert_array_equal(record.draft_token_ids, ids)
+            np.testing.assert_array_equal(draft.token_ids, ids)
             if params.logprobs is not None:
                 rows = output.drafts.logits[record.slot][:count]
-                check_rows(rows, params, ids, record.draft_logprobs, record.draft_topk_ids,
-                           record.draft_token_ranks, record.draft_chosen_logprobs)  # fmt: skip
+                check_rows(rows, params, ids, draft.logprobs, draft.topk_ids, draft.token_ranks,
+                           draft.chosen_logprobs)  # fmt: skip
                 drafts_seen += len(rows)
     return seen, drafts_seen

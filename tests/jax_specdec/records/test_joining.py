@@ -40,7 +40,7 @@ def feed(state, *messages):
         state, records = step(state, message)
         released.append(
             [
-                (r.request_id, r.step, None if (d := r.draft_token_ids) is None else d.tolist())
+                (r.request_id, r.step, None if r.draft is None else r.draft.token_ids.tolist())
                 for r in records
             ]
         )
@@ -146,11 +146,11 @@ def test_drafts_without_logprobs_are_ids_alone():
     )
     state, records = step(state, draft(0, drafts(1, 2), silent(), drafts(3, 4, columns=3)))
     records = [records[0], records[2]]
-    assert records[0].draft_token_ids.tolist() == [1, 2]
-    assert records[0].draft_logprobs is records[0].draft_topk_ids is None
-    assert records[0].draft_token_ranks is None
-    assert records[1].draft_logprobs.shape == (2, 3)
-    assert records[1].draft_topk_ids.tolist() == [[3, 4], [4, 5]]
+    assert records[0].draft.token_ids.tolist() == [1, 2]
+    assert records[0].draft.logprobs is records[0].draft.topk_ids is None
+    assert records[0].draft.token_ranks is records[0].draft.chosen_logprobs is None
+    assert records[1].draft.logprobs.shape == (2, 3)
+    assert records[1].draft.topk_ids.tolist() == [[3, 4], [4, 5]]
 
 
 ASKED = {"logprobs": 1, "extra_token_ids": (3, 4), "draft_logprobs": True}
@@ -179,7 +179,7 @@ def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint
     with pytest.raises(ProcessorError, match=complaint):
         step(waiting, bad)
     _, records = step(waiting, good)
-    assert [record.draft_token_ids.tolist() for record in records] == [[9], [1, 2]]
+    assert [record.draft.token_ids.tolist() for record in records] == [[9], [1, 2]]
 
     early, _ = step(before, bad)
     with pytest.raises(ProcessorError, match=complaint):
@@ -194,9 +194,9 @@ def test_the_rows_of_drafts_are_those_of_their_own_request():
     state, _ = step(state, target(0, tokens(5, **fields), draft_follows=True))
     state = admit(release(state, 0), 0, 2, request("new", logprobs=5))
     _, (record,) = step(state, draft(0, drafts(1, **fields)))
-    assert record.draft_chosen_logprobs.shape == (1, 2)
+    assert record.draft.chosen_logprobs.shape == (1, 2)
     _, (record,) = step(state, draft(0, drafts(1, generation=2, columns=3)))  # late: not looked at
-    assert record.draft_token_ids is None
+    assert record.draft is None
 
 
 def test_drafts_are_whole_where_their_tokens_were_cut():

@@ -62,7 +62,7 @@ def test_a_record_has_the_tokens_and_their_logprobs():
     assert (record.num_drafts, record.num_accepted) == (3, 1)
     assert record.cumulative_logprob == -(6 / 8) - (7 / 8)
     assert (record.finish_reason, record.reschedule) == (None, False)
-    assert record.draft_token_ids is None
+    assert record.draft is None
     assert record.handover_draft_ids is None
     assert record.statistics is None
     for array in (record.token_ids, record.logprobs, record.token_ranks, record.topk_ids):
@@ -351,10 +351,10 @@ def test_drafts_are_joined_to_their_step():
         draft(0, drafts(7, 8, columns=1)),
     )
     assert none == []
-    assert record.draft_token_ids.tolist() == [7, 8]
-    assert record.draft_logprobs.tolist() == [[-1.0], [-1.125]]
-    assert record.draft_token_ranks.tolist() == [3, 4]
-    assert record.draft_topk_ids.shape == (2, 0)
+    assert record.draft.token_ids.tolist() == [7, 8]
+    assert record.draft.logprobs.tolist() == [[-1.0], [-1.125]]
+    assert record.draft.token_ranks.tolist() == [3, 4]
+    assert record.draft.topk_ids.shape == (2, 0)
     assert state.counters.late_drafts == 0
 
 

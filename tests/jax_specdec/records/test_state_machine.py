@@ -140,12 +140,20 @@ def plain(value):
 
 def as_dict(record, reference_names):
     """A record of the product in the words of the reference."""
-    values = {name: plain(getattr(record, name)) for name in reference_names}
+    values = {name: plain(value_of(record, name)) for name in reference_names}
     reason, statistics = record.finish_reason, record.statistics
     values["finish_reason"] = None if reason is None else reason.name
     values["prompt"] = prompt_rows(record.prompt)
     values["statistics"] = None if statistics is None else marginals_of(statistics)
     return values
+
+
+def value_of(record, name):
+    """The record's value of a name of the reference, which has the drafts' side by side."""
+    part, _, rest = name.partition("draft_")
+    if part or not rest:
+        return getattr(record, name)
+    return None if record.draft is None else getattr(record.draft, rest)
 
 
 def prompt_rows(rows):

@@ -38,8 +38,8 @@ def test_trap_1_the_kind_is_not_the_slot_count_and_row_0_is_not_every_row():
             assert record.token_ids.tolist() == ids
             assert record.topk_ids.tolist() == [[id] for id in ids]
             assert record.logprobs[:, 0].tolist() == [-(id + 1) / 8 for id in ids]
-            assert record.draft_token_ids.tolist() == [slot]
-            assert record.draft_logprobs[:, 0].tolist() == [-(slot + 1) / 8]
+            assert record.draft.token_ids.tolist() == [slot]
+            assert record.draft.logprobs[:, 0].tolist() == [-(slot + 1) / 8]
 
 
 def test_trap_2_every_slot_has_its_own_row_width():
@@ -98,14 +98,14 @@ def drafts_of_three(n):
 def test_trap_4_a_finished_request_neither_drops_nor_shifts_the_drafts_of_others():
     state, _ = step(three_requests(), step_of_three(0, 5, 9, 6))  # b finishes
     state, records = step(state, drafts_of_three(0))
-    assert {r.request_id: r.draft_token_ids.tolist() for r in records} == {
+    assert {r.request_id: r.draft.token_ids.tolist() for r in records} == {
         "a": [3, 4],
         "b": [1, 2],
         "c": [0, 1],
     }
     state, _ = step(release(state, 1), step_of_three(1, 5, 5, 6))
     state, records = step(state, drafts_of_three(1))
-    assert {r.request_id: r.draft_token_ids.tolist() for r in records} == {
+    assert {r.request_id: r.draft.token_ids.tolist() for r in records} == {
         "a": [3, 4],
         "c": [0, 1],
     }
@@ -116,7 +116,7 @@ def test_trap_4_an_aborted_request_shifts_nobody():
     state, aborted = abort(state, "c")  # the first of the list
     assert [r.finish_reason for r in aborted] == [FinishReason.ABORT]
     _, records = step(state, drafts_of_three(0))
-    assert {r.request_id: r.draft_token_ids.tolist() for r in records} == {
+    assert {r.request_id: r.draft.token_ids.tolist() for r in records} == {
         "a": [3, 4],
         "b": [1, 2],
     }

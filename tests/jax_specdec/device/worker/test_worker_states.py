@@ -169,10 +169,10 @@ def test_a_prefill_node_hands_its_first_token_and_drafts_over():
             continue
         # Its drafts were verified by the decode node's first step; they have no q to tell of.
         assert rest[0].num_drafts == len(first.handover_draft_ids) == 3
-        assert rest[0].draft_token_ids is None
+        assert rest[0].draft is None
         if item.params.draft_logprobs:
-            assert all(r.draft_token_ids is not None for r in rest[1:] if r.num_drafts)
-            assert any(r.draft_token_ids is not None for r in rest[1:])
+            assert all(r.draft is not None for r in rest[1:] if r.num_drafts)
+            assert any(r.draft is not None for r in rest[1:])
         total = records[item.id][-1].cumulative_logprob
         if item.params.logprobs is not None:
             sums = np.concatenate([r.logprobs[:, 0] for r in records[item.id]])
