@@ -1,9 +1,9 @@
 """The engine: a process without jax that feeds model workers and delivers their records.
 
-It admits requests into its workers' slots, reads all their rings in turn, puts back what was
-preempted, hands over what was prefilled, and says what becomes of a lost worker's requests.
-Commands go to a worker as lines on its standard input; everything else comes back through shared
-memory. One thread, one `generate` at a time.
+It admits requests into its workers' slots, reads all their rings in turn, queues preempted requests
+again, hands prefilled requests over to decode workers, and decides what becomes of the requests of
+a lost worker. Commands go to a worker as lines on its standard input; everything else comes back
+through shared memory. An engine runs in one thread and serves one `generate` at a time.
 """
 
 import collections
@@ -28,15 +28,15 @@ from jax_specdec.records.output_processor import ProcessorError
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, RequestError
 
-HEARTBEAT_SECONDS = 0.25  # between two looks at workers that send nothing
+HEARTBEAT_SECONDS = 0.25  # between two looks at workers that are silent
 
 
 class WorkerSilent(RuntimeError):
-    """A worker had requests and sent nothing for too long."""
+    """A worker that has requests sent no message for too long."""
 
 
 class StartWorker(Protocol):
-    """Starts a worker; `WorkerProcess`, or something else in a test."""
+    """Starts a worker: `WorkerProcess`, or a test's own."""
 
     def __call__(
         self, config: EngineConfig, *, process_rank: int, prefill_only: bool, doorbell: bool
@@ -49,9 +49,9 @@ class Engine:
     def __init__(self, config: EngineConfig, *, start_worker: StartWorker = WorkerProcess) -> None:
         """Start all workers: decode ranks are numbered from 0, prefill ranks come after them."""
         self.config = config
-        self.ranks: list[WorkerSession] = []
+        self.sessions: list[WorkerSession] = []  # by process rank
         self._start_worker = start_worker
-        # Requests that hold no slot, in the order in which they get one.
+        # Requests without a slot, in the order in which they will get one.
         self._to_prefill: collections.deque[QueuedRequest] = collections.deque()
         self._to_decode: collections.deque[QueuedRequest] = collections.deque()
         self._pending: collections.deque[Update] = collections.deque()  # not yielded yet
@@ -59,9 +59,9 @@ class Engine:
         try:
             for process_rank in range(config.num_ranks + config.num_prefill_ranks):
                 worker = self._start(process_rank)
-                with contextlib.ExitStack() as stack:  # without a rank, nobody else would stop it
+                with contextlib.ExitStack() as stack:  # `close` stops only workers with a session
                     stack.callback(worker.stop, drain=False)
-                    rank = WorkerSession(
+                    session = WorkerSession(
                         worker,
                         num_slots=config.num_slots,
                         max_length=config.max_length,
@@ -69,7 +69,7 @@ class Engine:
                         prefill_only=process_rank >= config.num_ranks,
                         rehearse=config.rehearse,
                     )
-                    self.ranks.append(rank)
+                    self.sessions.append(session)
                     stack.pop_all()
         except BaseException:
             self.close()
@@ -82,43 +82,49 @@ class Engine:
         self.close(drain=kind is None)
 
     def close(self, *, drain: bool = False) -> None:
-        """Stop every worker; nothing stays in shared memory."""
-        with contextlib.ExitStack() as stack:  # all of them, whatever happens at one
-            for rank in self.ranks:
-                stack.callback(rank.worker.stop, drain=drain and rank.lost is None)
+        """Stop every worker and free the shared memory.
+
+        Args:
+          drain: let the workers publish what they have computed; otherwise they end at once.
+        """
+        with contextlib.ExitStack() as stack:  # an error at one worker must not spare the others
+            for session in self.sessions:
+                stack.callback(session.worker.stop, drain=drain and session.lost is None)
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Ids of the requests that hold a slot, rank by rank."""
-        return tuple(name for rank in self.ranks for name in rank.request_ids)
+        """Ids of the requests that hold a slot, worker by worker."""
+        return tuple(name for session in self.sessions for name in session.request_ids)
 
     @property
     def status(self) -> tuple[WorkerStatus, ...]:
-        """Every rank's numbers, those of its ring among them; also after `close`."""
-        return tuple(rank.status for rank in self.ranks)
+        """Every worker's numbers, its ring's included; also after `close`."""
+        return tuple(session.status for session in self.sessions)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Update]:
         """Run `requests`, as many at once as there are slots; yields what each message brought.
 
-        Between two updates, `abort` and `preempt` may be called. Who stops iterating early gives
-        up the requests that are left; the engine can go on with others.
+        `abort` and `preempt` may be called between two updates. A caller that stops iterating early
+        gives up the requests that are left; the engine can then run others.
 
         Raises:
-          RequestError: one of them cannot be served; none was started then.
-          WorkerFailed: a worker ended early, or sent what cannot be, and `on_worker_loss` does not
-            let the others go on, or there are none; the records that close every request that had
-            begun came before.
+          RequestError: one of the requests cannot be served; then no request was started.
+          WorkerFailed: a worker ended early or sent an invalid message, and `on_worker_loss` stops
+            the engine or no decode worker is left. The updates before it closed every request that
+            had begun.
         """
         for request in requests:
             check(request, self.config)
         names = collections.Counter(request.id for request in requests)
         if twice := [name for name, count in names.items() if count > 1]:
-            raise RequestError(f"request ids must differ: {twice[0]!r} occurs twice")
+            raise RequestError(
+                f"request id {twice[0]!r} occurs {names[twice[0]]} times: ids must differ"
+            )
         if self._generating:
             raise RuntimeError("this engine is generating: finish or close that iterator first")
         self._generating = True
         try:
-            self._queue([QueuedRequest(request=request) for request in requests])
+            self._enqueue([QueuedRequest(request=request) for request in requests])
             while True:
                 self._admit()
                 while self._pending:
@@ -131,37 +137,37 @@ class Engine:
             self._generating = False
 
     def abort(self, request_id: str) -> bool:
-        """End a request; a record with the reason `ABORT` comes with the next update.
+        """End a request; the next update has its last record, with the reason `ABORT`.
 
-        Returns False, and does nothing, where it has ended or is not known.
+        Returns False, and does nothing, where the request has ended or is not known.
         """
-        for rank in self._alive():
-            if request_id in rank.request_ids:
-                records = rank.abort(request_id)
+        for session in self._alive():
+            if request_id in session.request_ids:
+                records = session.abort(request_id)
                 if records:
-                    rank.leave(request_id)
-                    self._pending.append(Update(None, None, records, rank.process_rank))
+                    session.leave(request_id)
+                    self._pending.append(Update(None, None, records, session.process_rank))
                 return bool(records)
         for queue in (self._to_prefill, self._to_decode):
-            for job in queue:
-                if job.request.id == request_id:
-                    queue.remove(job)
-                    self._pending.append(Update(None, None, ended(job, FinishReason.ABORT)))
+            for queued in queue:
+                if queued.request.id == request_id:
+                    queue.remove(queued)
+                    self._pending.append(Update(None, None, ended(queued, FinishReason.ABORT)))
                     return True
         return False
 
     def preempt(self, request_id: str, *, reschedule: bool = True) -> bool:
-        """Take a running request's slot away, as a scheduler that needs the room does.
+        """Take a running request's slot away, as a scheduler does that needs the room.
 
-        The worker's answer is a record with `reschedule`; then the request waits at the head of
-        the queue, and goes on where it was. With `reschedule` false it ends with the reason
-        `RECOVERY_ERROR` instead.
+        The worker answers with a record that has `reschedule` set. The request then waits at the
+        head of the queue and continues after its last token. With `reschedule=False` it ends with
+        the reason `RECOVERY_ERROR` instead.
 
-        Returns False, and does nothing, where it holds no slot.
+        Returns False, and does nothing, where the request holds no slot.
         """
-        for rank in self._alive():
-            if request_id in rank.request_ids:
-                rank.evict(request_id, reschedule=reschedule)
+        for session in self._alive():
+            if request_id in session.request_ids:
+                session.evict(request_id, reschedule=reschedule)
                 return True
         return False
 
@@ -175,116 +181,120 @@ class Engine:
         )
 
     def _alive(self, *, prefill_only: bool | None = None) -> list[WorkerSession]:
+        """Sessions whose worker is not lost; of decode or prefill workers only, where asked."""
         return [
-            rank
-            for rank in self.ranks
-            if rank.lost is None and prefill_only in (None, rank.prefill_only)
+            session
+            for session in self.sessions
+            if session.lost is None and prefill_only in (None, session.prefill_only)
         ]
 
-    def _queue(self, jobs: Sequence[QueuedRequest], *, first: bool = False) -> None:
-        """Let jobs wait for a slot: in their order, behind or before those that wait already."""
-        for job in reversed(jobs) if first else jobs:
-            # Whoever has begun needs no prefill worker: a decode worker recomputes the prompt.
-            fresh = not job.begun and self._alive(prefill_only=True)
+    def _enqueue(self, requests: Sequence[QueuedRequest], *, first: bool = False) -> None:
+        """Queue requests in their order, behind those that wait already or before them."""
+        for queued in reversed(requests) if first else requests:
+            # A request that has begun needs no prefill worker: a decode worker recomputes its
+            # prompt anyway.
+            fresh = not queued.begun and self._alive(prefill_only=True)
             queue = self._to_prefill if fresh else self._to_decode
-            (queue.appendleft if first else queue.append)(job)
+            (queue.appendleft if first else queue.append)(queued)
 
     def _admit(self) -> None:
-        """Give free slots to those who wait, always on the rank with most of them."""
+        """Give free slots to the requests that wait, always at the worker with most of them."""
         for queue, prefill_only in ((self._to_prefill, True), (self._to_decode, False)):
-            ranks = self._alive(prefill_only=prefill_only)
-            while queue and ranks:
-                rank = max(ranks, key=lambda rank: rank.num_free)
-                if not rank.num_free:
+            sessions = self._alive(prefill_only=prefill_only)
+            while queue and sessions:
+                session = max(sessions, key=lambda session: session.num_free)
+                if not session.num_free:
                     break
-                rank.admit(queue.popleft())
+                session.admit(queue.popleft())
 
     def _receive(self) -> Iterator[Update]:
-        """The next message of each ring that has one; waits until one has."""
+        """The next message of each ring that has one; waits for the first."""
         alive = self._alive()
-        if not [rank for rank in alive if not rank.prefill_only]:
-            yield from self._stop(next(rank.lost for rank in self.ranks if rank.lost))
-        for rank in _wait(alive):
+        if not [session for session in alive if not session.prefill_only]:
+            yield from self._stop(next(one.lost for one in self.sessions if one.lost))
+        for session in _wait(alive):
             try:
-                update = rank.receive(HEARTBEAT_SECONDS if len(alive) == 1 else 0)
+                update = session.receive(HEARTBEAT_SECONDS if len(alive) == 1 else 0)
             except (RingError, MessageError, ProcessorError) as error:
-                yield from self._lose(rank, error)
+                yield from self._lose(session, error)
                 continue
             if update is not None:
-                yield replace(update, records=self._act_on(rank, update.records))
+                yield replace(update, records=self._act_on(session, update.records))
         if (limit := self.config.max_silence) is not None:
-            for rank in alive:
-                if rank.lost is None and rank.silence > limit:
-                    yield from self._lose(rank, WorkerSilent(f"nothing came for {limit} seconds"))
+            for session in alive:
+                if session.lost is None and session.silence > limit:
+                    silent = WorkerSilent(f"nothing came for {limit} seconds")
+                    yield from self._lose(session, silent)
 
-    def _act_on(self, rank: WorkerSession, records: Records) -> Records:
-        """Free the slots of requests that leave them; queue those that go on elsewhere.
+    def _act_on(self, session: WorkerSession, records: Records) -> Records:
+        """Free the slots of requests that leave them; queue those that continue elsewhere.
 
         Returns the records as the user shall see them.
         """
         handovers = False
         for record in records.events():
-            job = rank.leave(record.request_id)
+            queued = session.leave(record.request_id)
             if record.reschedule:
-                self._queue([job], first=True)
+                self._enqueue([queued], first=True)
             elif record.finish_reason is FinishReason.PREFILL_HANDOVER:
                 handovers = True
                 drafts = record.handover_draft_ids
                 ids = () if drafts is None else tuple(drafts.tolist())
-                self._queue([replace(job, draft_token_ids=ids)])
+                self._enqueue([replace(queued, draft_token_ids=ids)])
         return handed_on(records) if handovers else records
 
-    def _lose(self, rank: WorkerSession, cause: Exception) -> Iterator[Update]:
-        """Report a lost worker, and do with its rank and its requests as told."""
+    def _lose(self, session: WorkerSession, cause: Exception) -> Iterator[Update]:
+        """Report a lost worker; restart it and queue its requests as `EngineConfig` says."""
         config = self.config
-        failure = rank.lost = rank.worker.failure(cause)
+        failure = session.lost = session.worker.failure(cause)
         failure.__cause__ = cause
-        restarts = config.on_worker_loss == "restart" and rank.restarts < config.max_restarts
+        restarts = config.on_worker_loss == "restart" and session.restarts < config.max_restarts
         goes_on = config.on_worker_loss != "stop" and (
             restarts or bool(self._alive(prefill_only=False))
         )
-        records = self._act_on(rank, rank.flush())
+        records = self._act_on(session, session.flush())
         if goes_on and config.resume_lost:
-            left = [rank.leave(name) for name in rank.request_ids]
+            left = [session.leave(name) for name in session.request_ids]
         else:
             left = []
-            records = Records(records.batches + self._end_all(rank).batches)
+            records = Records(records.batches + self._end_all(session).batches)
         if restarts:
-            rank.restart(self._start(rank.process_rank))
-        self._queue(left, first=True)
+            session.restart(self._start(session.process_rank))
+        self._enqueue(left, first=True)
         if not self._alive(prefill_only=True):
             self._to_decode.extend(self._to_prefill)
             self._to_prefill.clear()
-        yield Update(None, None, records, rank.process_rank, lost=failure)
+        yield Update(None, None, records, session.process_rank, lost=failure)
         if not goes_on:
             yield from self._stop(failure)
 
     def _stop(self, failure: WorkerFailed) -> Iterator[Update]:
-        """Close every request that has begun, then raise."""
-        for rank in self._alive():
-            if rank.request_ids:
-                yield Update(None, None, self._end_all(rank), rank.process_rank)
-        for job in (*self._to_decode, *self._to_prefill):
-            if job.begun:
-                yield Update(None, None, ended(job, FinishReason.WORKER_LOST))
+        """Close every request that has begun, then raise `failure`."""
+        for session in self._alive():
+            if session.request_ids:
+                yield Update(None, None, self._end_all(session), session.process_rank)
+        for queued in (*self._to_decode, *self._to_prefill):
+            if queued.begun:
+                yield Update(None, None, ended(queued, FinishReason.WORKER_LOST))
         raise failure
 
-    def _end_all(self, rank: WorkerSession) -> Records:
-        return self._act_on(rank, rank.flush(FinishReason.WORKER_LOST))
+    def _end_all(self, session: WorkerSession) -> Records:
+        return self._act_on(session, session.flush(FinishReason.WORKER_LOST))
 
     def _give_up(self) -> None:
-        for rank in self.ranks:
-            for name in rank.request_ids:
-                rank.abort(name)  # so that none of its records waits: nobody wants them
-                rank.leave(name)
+        """Forget every request that is left, so that the next `generate` finds free slots."""
+        for session in self.sessions:
+            for name in session.request_ids:
+                session.abort(name)  # or its record that waits for drafts would come later
+                session.leave(name)
         for queue in (self._to_prefill, self._to_decode, self._pending):
             queue.clear()
 
 
-def _wait(ranks: Sequence[WorkerSession]) -> list[WorkerSession]:
-    """Those that may have a message: the one there is, or as soon as one of several has."""
-    if len(ranks) == 1:
-        return list(ranks)
-    by_name = {rank.worker.ring.name: rank for rank in ranks}
-    rings = wait_readable([rank.worker.ring for rank in ranks], HEARTBEAT_SECONDS)
+def _wait(sessions: Sequence[WorkerSession]) -> list[WorkerSession]:
+    """Sessions that may have a message: the only one, or those whose ring became readable."""
+    if len(sessions) == 1:
+        return list(sessions)
+    by_name = {session.worker.ring.name: session for session in sessions}
+    rings = wait_readable([session.worker.ring for session in sessions], HEARTBEAT_SECONDS)
     return [by_name[ring.name] for ring in rings]

@@ -1,7 +1,7 @@
-"""One worker as the engine uses it: its ring, its slots, and whose requests are in them.
+"""One worker as the engine uses it: its ring, its slots, and the requests in them.
 
-The edge around `output_processor`, whose state is a value; here it is replaced message by message.
-Never jax.
+`output_processor` works on frozen states; a `WorkerSession` holds the current one and replaces it
+with every message. Never jax.
 """
 
 import collections
@@ -23,7 +23,7 @@ from jax_specdec.records.statistics import Counters, Statistics
 
 
 class WorkerHandle(Protocol):
-    """What a rank needs of its worker; `WorkerProcess`, or something else in a test."""
+    """What a session needs of its worker: `WorkerProcess`, or a test's own."""
 
     @property
     def ring(self) -> RingReader: ...
@@ -40,15 +40,16 @@ class WorkerHandle(Protocol):
 
 @dataclass(frozen=True)
 class Update:
-    """What one message brought, or what became of requests without one.
+    """What one message brought, or what became of requests without a message.
 
     Attributes:
       message: None for records that no message caused: an abort, a lost worker.
       received: the message as it came out of the ring.
-      records: in the order in which they belong. One without a finish reason is not its request's
-        last one, also where it says `reschedule` or hands drafts over: the engine goes on.
-      process_rank: whose message or loss it is; None where the request held no slot.
-      lost: why this rank's worker ended, in the update that reports it.
+      records: the oldest first. A record without a finish reason is not its request's last one,
+        even where it says `reschedule` or hands drafts over: the engine continues the request.
+      process_rank: of the worker that sent the message or was lost; None where the request held no
+        slot.
+      lost: why the worker ended, in the update that reports its loss.
     """
 
     message: Message | None
@@ -59,7 +60,7 @@ class Update:
 
     @property
     def latency_ns(self) -> int | None:
-        """From the worker's commit to the engine's own copy, nanoseconds."""
+        """Nanoseconds from the worker's commit to the engine's own copy."""
         if self.received is None:
             return None
         return self.received.receive_time_ns - self.received.send_time_ns
@@ -67,18 +68,18 @@ class Update:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One rank's numbers at one moment.
+    """One worker's numbers at one moment; after a restart, those of its place.
 
     Attributes:
-      process_rank: its number, as in its messages.
+      process_rank: the worker's number, as in its messages.
       prefill_only: whether it hands requests over after their first token.
-      pid: of its worker.
-      alive: whether its worker may still send; False once it was reported lost.
-      restarts: workers that were started in place of a lost one.
+      pid: of its process.
+      alive: whether it may still send; False once it was reported lost.
+      restarts: workers that were started here in place of a lost one.
       request_ids: of the requests that hold a slot, in order of admission.
-      ring: of the ring to its current worker.
-      processor: what was not delivered, and why; over all of its workers.
-      statistics: acceptance; over all of its workers.
+      ring: counters of the current worker's ring.
+      processor: what was not delivered, and why; over all workers that had this place.
+      statistics: acceptance; over all workers that had this place.
     """
 
     process_rank: int
@@ -93,13 +94,13 @@ class WorkerStatus:
 
 
 class WorkerSession:
-    """A worker, its ring and what the engine knows about it.
+    """A worker, its ring and what the engine knows about them; it outlives a restarted worker.
 
     Attributes:
-      worker: the current one.
-      state: the processor's, for this ring.
-      prefill_only: its requests end here after their first token.
-      lost: why its worker ended; None while it runs.
+      worker: the current worker.
+      state: the output processor's state for this ring.
+      prefill_only: requests end here after their first token.
+      lost: why the worker ended; None while it runs.
       restarts: workers that were started in place of a lost one.
     """
 
@@ -117,8 +118,9 @@ class WorkerSession:
         """Start with empty slots.
 
         Args:
-          first_generation: the slots' first requests get the one after it.
-          rehearse: take the last message once more, into nothing, before the next is expected.
+          first_generation: the slots' first requests get the generation after this one.
+          rehearse: process the last message once more, for warm caches, shortly before the next one
+            is expected; see `EngineConfig.rehearse`.
         """
         self.worker = worker
         self.state = ProcessorState.empty(num_slots, process_rank=process_rank)
@@ -126,13 +128,14 @@ class WorkerSession:
         self.lost: WorkerFailed | None = None
         self.restarts = 0
         self._generations = [first_generation] * num_slots
-        # The one that was freed first is taken first: prompts stay in the others' caches longer.
+        # The slot that was freed first is taken first: prompts stay longer in the others' caches.
         self._free = collections.deque(range(num_slots))
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
-        self._heard = 0.0  # when it last sent something, or got something to do
+        self._heard = 0.0  # when the worker last sent something, or got something to do
         self._rehearsed = self._rehearse if rehearse else None
-        self._last: tuple[ProcessorState, bytes] | None = None  # the message, and what was before
+        # The last target message, behind the state that it was applied to.
+        self._last: tuple[ProcessorState, bytes] | None = None
 
     @property
     def process_rank(self) -> int:
@@ -140,7 +143,7 @@ class WorkerSession:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Those that hold a slot, in order of admission."""
+        """Ids of the requests that hold a slot, in order of admission."""
         return tuple(self._slots)
 
     @property
@@ -161,11 +164,11 @@ class WorkerSession:
             statistics=self.state.statistics,
         )
 
-    def admit(self, job: QueuedRequest) -> None:
+    def admit(self, queued: QueuedRequest) -> None:
         """Give a free slot to a request, under a new generation."""
         if not self._slots:
             self._heard = time.monotonic()
-        slot, request = self._free.popleft(), job.request
+        slot, request = self._free.popleft(), queued.request
         generation = self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
         self.state = output_processor.admit(
             self.state,
@@ -173,16 +176,16 @@ class WorkerSession:
             generation,
             request,
             prefill=self.prefill_only,
-            handed_over=job.progress,
+            handed_over=queued.progress,
         )
         self._slots[request.id] = slot
-        self._log.start(slot, job.progress.token_ids)
+        self._log.start(slot, queued.progress.token_ids)
         self.worker.tell(
             Admit(
                 slot=slot,
                 generation=generation,
-                request=job.for_worker,
-                draft_token_ids=job.draft_token_ids,
+                request=queued.for_worker,
+                draft_token_ids=queued.draft_token_ids,
             )
         )
 
@@ -192,17 +195,17 @@ class WorkerSession:
         return time.monotonic() - self._heard if self._slots else 0.0
 
     def evict(self, request_id: str, *, reschedule: bool) -> None:
-        """Ask the worker for the request's slot; the answer is a record."""
+        """Ask the worker for the request's slot; it answers with a record."""
         slot = self._slots[request_id]
         generation = self._generations[slot]
         self.worker.tell(Evict(slot=slot, generation=generation, reschedule=reschedule))
 
     def receive(self, timeout: float) -> Update | None:
-        """The next message; None if none came within `timeout` seconds (0: look once).
+        """The next message; None if no message came within `timeout` seconds (0: look once).
 
         Raises:
-          RingError: the worker is gone, or its ring cannot be trusted.
-          MessageError, ProcessorError: the message cannot be.
+          RingError: the worker is gone, or its ring is damaged.
+          MessageError, ProcessorError: the message is not valid here.
         """
         try:
             received = (
@@ -217,31 +220,31 @@ class WorkerSession:
         self._heard = time.monotonic()
         before, message = self.state, decode(received.data)
         self.state, records = output_processor.step(before, message)
-        if self._rehearsed is not None and message.kind is Kind.TARGET:  # what pauses end with
+        if self._rehearsed is not None and message.kind is Kind.TARGET:  # pauses end with one
             self._last = before, received.data
         self._log.extend(records)
         return Update(message, received, records, self.process_rank)
 
     def _rehearse(self) -> None:
-        """Nothing comes of it: both functions are pure, and went well with these arguments."""
+        """Process the last message again; both functions are pure, so nothing comes of it."""
         if self._last is not None:
             state, data = self._last
             output_processor.step(state, decode(data))
 
     def abort(self, request_id: str) -> Records:
-        """The record that ends a request; none if its last one is on its way."""
+        """The record that ends a request; empty if its last record is on its way already."""
         self.state, records = output_processor.abort(self.state, request_id)
         self._log.extend(records)
         return records
 
     def flush(self, reason: FinishReason | None = None) -> Records:
-        """The records that wait, as nothing more comes; with a reason, every request ends."""
+        """The records that wait, as no more messages come; with a reason, every request ends."""
         self.state, records = output_processor.flush(self.state, reason)
         self._log.extend(records)
         return records
 
     def leave(self, request_id: str) -> QueuedRequest:
-        """Free the request's slot; returns how far the request has come."""
+        """Free the request's slot; returns the request with its progress."""
         slot = self._slots.pop(request_id)
         request = self.state.admitted.requests[slot]
         assert request is not None  # every live request was admitted
@@ -249,7 +252,7 @@ class WorkerSession:
         prompt_rows = max(
             self.state.columns.num_prompt[slot], self.state.admitted.prompt_before[slot]
         )
-        job = QueuedRequest(
+        queued = QueuedRequest(
             request=request,
             progress=Progress(
                 token_ids=self._log.tokens(slot),
@@ -262,11 +265,11 @@ class WorkerSession:
         self.worker.tell(Release(slot=slot, generation=self._generations[slot]))
         self._free.append(slot)
         if not self._slots:
-            self._last = None  # nothing is expected: keep no message, and no prompt, for it
-        return job
+            self._last = None  # no message is expected: keep neither this one nor its requests
+        return queued
 
     def restart(self, worker: WorkerHandle) -> None:
-        """Go on with a new worker, whose steps are numbered from 0; no request may be live."""
+        """Continue with a new worker, whose steps are numbered from 0; no slot may be taken."""
         assert not self._slots
         fresh = ProcessorState.empty(self.state.num_slots, process_rank=self.process_rank)
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)

@@ -135,5 +135,5 @@ def check(scene, requests):
         assert statistics.num_tokens == len(got)
         assert statistics.num_drafts == sum(record.num_drafts for record in records)
         assert statistics.steps == sum(record.num_tokens > 0 for record in records)
-    everywhere = sum(rank.state.statistics.num_tokens for rank in scene.engine.ranks)
+    everywhere = sum(rank.state.statistics.num_tokens for rank in scene.engine.sessions)
     assert everywhere == sum(len(scene.tokens(request.id)) for request in requests)

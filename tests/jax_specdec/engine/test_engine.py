@@ -63,7 +63,7 @@ def test_two_processes_deliver_what_one_computes(weights):
             assert update.latency_ns > 0
             for record in update.records:
                 records[record.request_id].append(record)
-    assert engine.ranks[0].worker.exit_status == 0
+    assert engine.sessions[0].worker.exit_status == 0
     for item in requests:
         emitted = [t for record in records[item.id] for t in record.token_ids.tolist()]
         assert emitted == expected.token_ids(item.id)
@@ -83,7 +83,7 @@ def test_two_ranks_are_read_side_by_side(weights):
             done += [record.request_id for record in update.records if record.finish_reason]
         assert ranks == {0, 1}
         assert sorted(done) == [item.id for item in requests]
-        assert all(rank.state.statistics.num_tokens > 0 for rank in engine.ranks)
+        assert all(rank.state.statistics.num_tokens > 0 for rank in engine.sessions)
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_one_process_prefills_and_another_decodes(weights):
     expected = decoding.run(requests, "ngram")
     records = {item.id: [] for item in requests}
     with Engine(config(weights, drafter="mtp", num_prefill_ranks=1)) as engine:
-        assert [rank.prefill_only for rank in engine.ranks] == [False, True]
+        assert [rank.prefill_only for rank in engine.sessions] == [False, True]
         for update in engine.generate(requests):
             for record in update.records:
                 records[record.request_id].append((update.process_rank, record))
@@ -123,7 +123,7 @@ def test_a_killed_rank_is_restarted_while_the_other_goes_on(weights):
     sizes = {"num_slots": 2, "num_ranks": 2, "ring_slots": 2}
     settings = config(weights, **sizes, on_worker_loss="restart", resume_lost=True)
     with Engine(settings) as engine:
-        first = engine.ranks[0].worker.pid
+        first = engine.sessions[0].worker.pid
         for n, update in enumerate(engine.generate(requests)):
             for record in update.records:
                 ids[record.request_id] += record.token_ids.tolist()
@@ -155,7 +155,7 @@ def test_a_killed_worker_is_reported_and_its_requests_are_closed(weights):
 
     # Few messages may wait in the ring: however late the kill comes, no request has ended.
     with Engine(config(weights, ring_slots=2)) as engine:
-        worker = engine.ranks[0].worker
+        worker = engine.sessions[0].worker
         stream = engine.generate(requests)
         next(stream)
         os.kill(worker.pid, signal.SIGKILL)

@@ -112,7 +112,7 @@ def engine_with(worker, first_generation=0):
         EngineConfig(vocab_size=VOCAB, num_slots=SLOTS, max_length=96),
         start_worker=lambda config, **_: worker,
     )
-    engine.ranks[0] = WorkerSession(
+    engine.sessions[0] = WorkerSession(
         worker, num_slots=SLOTS, max_length=96, first_generation=first_generation
     )
     return engine
@@ -223,7 +223,7 @@ def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
         if item.params.logprobs is not None:
             total = wanted.cumulative_logprob
             assert last.cumulative_logprob == pytest.approx(total, abs=1e-3)
-            found = sum(len(r.draft_logprobs) for r in records[item.id] if r.num_drafts)
+            found = sum(len(r.draft.logprobs) for r in records[item.id] if r.num_drafts)
             assert found == drafts > 0
 
 

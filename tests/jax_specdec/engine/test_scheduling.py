@@ -68,7 +68,7 @@ def test_whatever_happens_nothing_is_lost_or_doubled(
     )
     scene.run(requests, meddler(seed, aborts=aborts, preemptions=preemptions, stops=stops))
     check(scene, requests)
-    assert all(rank.num_free == 2 for rank in scene.engine.ranks)
+    assert all(rank.num_free == 2 for rank in scene.engine.sessions)
     if not scene.engine.config.resume_lost or not losses:
         return
     reasons = {scene.finish_reason(request.id) for request in requests}

@@ -122,12 +122,12 @@ def decoded(engine, items):
     records, seen = {item.id: [] for item in items}, False
     for update in engine.generate(items):
         if not seen:
-            leads = [rank.worker.pid for rank in engine.ranks]
+            leads = [rank.worker.pid for rank in engine.sessions]
             processes = [pid for lead in leads for pid in (lead, *members(lead))]
             mapped = {pid: mapped_rings(pid, engine) for pid in processes}
-            assert len(mapped) == len(engine.ranks) * engine.config.tensor_parallel
+            assert len(mapped) == len(engine.sessions) * engine.config.tensor_parallel
             writers = {pid: rings for pid, rings in mapped.items() if rings}
-            assert writers == {rank.worker.pid: [rank.process_rank] for rank in engine.ranks}
+            assert writers == {rank.worker.pid: [rank.process_rank] for rank in engine.sessions}
             seen = True
         for record in update.records:
             records[record.request_id].append((update.process_rank, record))
@@ -136,7 +136,7 @@ def decoded(engine, items):
 
 def mapped_rings(pid, engine):
     maps = Path(f"/proc/{pid}/maps").read_text()
-    return [rank.process_rank for rank in engine.ranks if rank.worker.ring.name in maps]
+    return [rank.process_rank for rank in engine.sessions if rank.worker.ring.name in maps]
 
 
 def assert_same(records, items):
@@ -177,7 +177,7 @@ def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_kill
             assert first == 1
             assert set(rest) == {0}
             assert records[item.id][0][1].num_tokens == 1
-        lead = engine.ranks[0].worker.pid
+        lead = engine.sessions[0].worker.pid
         group = [lead, *members(lead)]
         assert len(group) == 2
         said, seconds = fails_after(engine, lead, signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_four_processes_deliver_what_one_computes_until_one_of_them_hangs(weight
     items = requests(9)
     with Engine(config(weights, processes=4)) as engine:
         assert_same(decoded(engine, items), items)
-        lead = engine.ranks[0].worker.pid
+        lead = engine.sessions[0].worker.pid
         group = [lead, *members(lead)]
         said, seconds = fails_after(engine, group[2], signal.SIGSTOP, max_silence=1.0)
         assert "nothing came for 1.0 seconds" in said
@@ -209,7 +209,7 @@ def test_a_killed_follower_ends_its_group_and_another_group_goes_on(weights):
             for record in update.records:
                 ids[record.request_id] += record.token_ids.tolist()
             if not group:
-                lead = engine.ranks[0].worker.pid
+                lead = engine.sessions[0].worker.pid
                 group = [lead, *members(lead)]
                 os.kill(group[1], signal.SIGKILL)
                 times.append(time.monotonic())
@@ -224,13 +224,13 @@ def test_a_killed_follower_ends_its_group_and_another_group_goes_on(weights):
     assert f"process 1 of 2 (pid {group[1]}) was killed by signal 9" in why
     assert "memory runs out" in why
     assert ids == {item.id: expected.token_ids(item.id) for item in items}
-    assert engine.ranks[0].worker.exit_status == 0
+    assert engine.sessions[0].worker.exit_status == 0
 
 
 @pytest.mark.fast
 def test_a_follower_may_be_killed_before_it_has_joined():
     with Engine(config("")) as engine:
-        lead = engine.ranks[0].worker.pid
+        lead = engine.sessions[0].worker.pid
         wait_for(lambda: members(lead), seconds=60)
         (follower,) = members(lead)
         os.kill(follower, signal.SIGKILL)
