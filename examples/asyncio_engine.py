@@ -14,10 +14,8 @@ import story
 from own_loop import admit_all, start_worker
 
 from ipc import PeerDied, RingReader
-from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.decode import decode
-from jax_specdec.records.output_processor import flush, step
-from jax_specdec.wording import counted
+from jax_specdec.engine import FinishReason, decode
+from jax_specdec.engine import output_processor as processor
 
 SHARES = (story.REQUESTS[:2], story.REQUESTS[2:])  # of the two workers
 
@@ -31,12 +29,12 @@ async def read(reader: RingReader, state, inboxes) -> None:
 
     try:
         async for message in reader:
-            state, records = step(state, decode(message.data))
+            state, records = processor.step(state, decode(message.data))
             deliver(records)
     except PeerDied as error:  # this worker's requests end, the other worker's go on
         print(f"a worker is lost: {error}")
     # What still waited for its drafts; and an end for whoever has none yet.
-    state, records = flush(state, FinishReason.WORKER_LOST)
+    state, records = processor.flush(state, FinishReason.WORKER_LOST)
     deliver(records)
 
 
@@ -52,7 +50,7 @@ async def serve(request, inbox) -> str:
             logprob = "not asked" if total is None else f"{total:.3f}"
             return (
                 f"{request.id:8}  {text}\n          {record.finish_reason.name.lower()} after "
-                f"{counted(num_records, 'record')}, cumulative logprob {logprob}"
+                f"{num_records} record{'s' * (num_records > 1)}, cumulative logprob {logprob}"
             )
 
 

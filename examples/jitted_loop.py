@@ -25,8 +25,7 @@ import trigram
 from jax.experimental import io_callback
 
 from ipc import PeerClosed, PeerDied, RingWriter
-from jax_specdec.device.messages import row_logprobs
-from jax_specdec.device.worker.device_checks import check
+from jax_specdec.device import asked_of, check, widths_of
 
 ENGINE = Path(__file__).parent / "jitted_loop_engine.py"
 
@@ -87,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     params = trigram.load()
     asks = [request.params for request in story.REQUESTS]
-    widths = row_logprobs.widths_of(asks, story.VOCAB)
+    widths = widths_of(asks, story.VOCAB)
     # Few slots: the loop is at most two steps ahead of the engine.
     with RingWriter.create(num_slots=4, slot_bytes=options.slot_bytes) as ring:
         engine = subprocess.Popen(
@@ -97,9 +96,7 @@ def main() -> None:
         publisher = Publisher(ring)
         run = jax.jit(partial(decode_all, publisher), static_argnums=(3, 4))
         loop = own_step.start(story.REQUESTS)
-        done = run(
-            params, loop, row_logprobs.asked_of(asks, widths), widths, options.then == "go-on"
-        )
+        done = run(params, loop, asked_of(asks, widths), widths, options.then == "go-on")
         jax.block_until_ready(done)
         jax.effects_barrier()  # the last callback has returned
         if isinstance(publisher.error, PeerDied | PeerClosed):

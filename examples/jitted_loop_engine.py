@@ -8,8 +8,8 @@ import story
 from own_loop import admit_all
 
 from ipc import RingReader
-from jax_specdec.records.decode import decode
-from jax_specdec.records.output_processor import step
+from jax_specdec.engine import decode
+from jax_specdec.engine import output_processor as processor
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     state, num_tokens = admit_all(story.REQUESTS), 0
     with RingReader.attach(name) as reader:
         for message in reader:
-            state, records = step(state, decode(message.data))
+            state, records = processor.step(state, decode(message.data))
             num_tokens += sum(record.num_tokens for record in records)
             if state.next_step == die_after:
                 print(f"engine: {die_after} steps read, and killed", flush=True)

@@ -19,10 +19,9 @@ import story
 from flax import nnx
 from own_loop import admit_all, show
 
-from jax_specdec.device.messages import row_logprobs
-from jax_specdec.device.worker.device_checks import check
-from jax_specdec.records.decode import decode
-from jax_specdec.records.output_processor import step as process
+from jax_specdec.device import asked_of, check, widths_of
+from jax_specdec.engine import decode
+from jax_specdec.engine import output_processor as processor
 
 WINDOW = 8  # characters that the model sees
 
@@ -71,7 +70,7 @@ def main() -> None:
     # From here on: pure functions. The definitions are static, the weights are arguments.
     (target_def, target_weights), (drafter_def, drafter_weights) = map(nnx.split, (target, drafter))
     asks = [request.params for request in story.REQUESTS]
-    widths = row_logprobs.widths_of(asks, story.VOCAB)
+    widths = widths_of(asks, story.VOCAB)
 
     @jax.jit
     def step(target_weights, drafter_weights, loop, asked):
@@ -80,12 +79,12 @@ def main() -> None:
         return own_step.step(target, drafter, loop, asked, widths)
 
     advance = partial(step, target_weights, drafter_weights)
-    loop, asked = own_step.start(story.REQUESTS), row_logprobs.asked_of(asks, widths)
+    loop, asked = own_step.start(story.REQUESTS), asked_of(asks, widths)
     state = admit_all(story.REQUESTS)
     while bool((loop.remaining > 0).any()):
         loop, *messages = advance(loop, asked)
         for words in messages:
-            state, records = process(state, decode(check(np.asarray(words))))
+            state, records = processor.step(state, decode(check(np.asarray(words))))
             for record in records:
                 show(record)
     for request, ids, length in zip(story.REQUESTS, loop.tokens, loop.lengths, strict=True):

@@ -13,10 +13,8 @@ from pathlib import Path
 import story
 
 from ipc import RingReader
-from jax_specdec.control import Admit, to_line
-from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.decode import decode
-from jax_specdec.records.output_processor import ProcessorState, admit, flush, step
+from jax_specdec.engine import FinishReason, control, decode
+from jax_specdec.engine import output_processor as processor
 
 WORKER = Path(__file__).parent / "own_loop_worker.py"
 
@@ -28,16 +26,17 @@ def start_worker(reader, requests):
     )
     reader.expect_peer(worker.pid)  # should it die before it has attached, we are told
     for slot, request in enumerate(requests):
-        worker.stdin.write(to_line(Admit(slot=slot, generation=1, request=request)))
+        admit = control.Admit(slot=slot, generation=1, request=request)
+        worker.stdin.write(control.to_line(admit))
     worker.stdin.close()
     return worker
 
 
 def admit_all(requests):
     """The processor's state with request b in slot b, as the worker has it."""
-    state = ProcessorState.empty(num_slots=len(requests))
+    state = processor.ProcessorState.empty(num_slots=len(requests))
     for slot, request in enumerate(requests):
-        state = admit(state, slot=slot, generation=1, request=request)
+        state = processor.admit(state, slot=slot, generation=1, request=request)
     return state
 
 
@@ -69,14 +68,14 @@ def main() -> None:
         worker = start_worker(reader, story.REQUESTS)
         state = admit_all(story.REQUESTS)
         for message in reader:  # up to the end of the stream; PeerDied if the worker dies
-            state, records = step(state, decode(message.data))
+            state, records = processor.step(state, decode(message.data))
             for record in records:
                 texts[record.request_id] += story.decode(record.token_ids)
                 show(record)
                 if record.finish_reason:
                     reasons[record.request_id] = record.finish_reason.name.lower()
         worker.wait()
-    state, late = flush(state, FinishReason.WORKER_LOST)  # none, unless it failed
+    state, late = processor.flush(state, FinishReason.WORKER_LOST)  # none, unless it failed
     reasons |= {r.request_id: r.finish_reason.name.lower() for r in late if r.finish_reason}
     print()
     for name, text in texts.items():

@@ -14,16 +14,15 @@ import story
 import trigram
 
 from ipc import RingWriter
-from jax_specdec.control import from_line
-from jax_specdec.device.messages import row_logprobs
-from jax_specdec.device.worker.device_checks import check
+from jax_specdec.device import asked_of, check, widths_of
+from jax_specdec.engine import control
 
 
 def main() -> None:
-    commands = [from_line(line) for line in sys.stdin]
+    commands = [control.from_line(line) for line in sys.stdin]
     asks = [command.request.params for command in commands]
-    widths = row_logprobs.widths_of(asks, story.VOCAB)  # static: one program for each kind of batch
-    asked = row_logprobs.asked_of(asks, widths, generation=[c.generation for c in commands])
+    widths = widths_of(asks, story.VOCAB)  # static: one program for each kind of batch
+    asked = asked_of(asks, widths, generation=[c.generation for c in commands])
     params = trigram.load()
 
     @jax.jit

@@ -12,10 +12,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.device.drafting.drafters import draw, joined
-from jax_specdec.device.messages.row_logprobs import Asked, Widths
-from jax_specdec.device.messages.step_messages import draft_message, step_output, target_message
-from jax_specdec.device.sampling.verify import verify
+from jax_specdec.device import (
+    Asked,
+    Widths,
+    draft_message,
+    step_output,
+    target_message,
+    verify,
+)
+from jax_specdec.device.drafting import draw, joined
 
 NUM_DRAFTS = 3
 

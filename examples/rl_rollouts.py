@@ -17,19 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipc.wire import LogprobsMode
-from jax_specdec.control import Admit
-from jax_specdec.device.drafting.drafters import MtpDrafter
-from jax_specdec.device.loop.programs import Compiled
-from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.model.checkpoint import load_model
-from jax_specdec.device.model.llama import forward, logits
-from jax_specdec.device.model.params import init_cache
-from jax_specdec.device.worker.worker import Worker
-from jax_specdec.records.decode import decode
-from jax_specdec.records.output_processor import ProcessorState, admit, step
-from jax_specdec.requests import Request, SamplingParams
-from jax_specdec.text import byte_tokens
+from jax_specdec.device import Compiled, LoopConfig, Worker
+from jax_specdec.device.drafting import MtpDrafter
+from jax_specdec.device.model import init_cache, llama, load_model
+from jax_specdec.engine import (
+    LogprobsMode,
+    Request,
+    SamplingParams,
+    byte_tokens,
+    control,
+    decode,
+)
+from jax_specdec.engine import output_processor as processor
 
 B, MAX_TOKENS, NUM_DRAFTS = 16, 24, 1
 TEMPERATURE, TOP_K = 0.9, 40
@@ -48,21 +47,21 @@ class Outbox(list):
 def rollouts(config, compiled, params, mode, seed):
     """B sequences [B, LENGTH] int32 and the logprobs [B, MAX_TOKENS] float32 of their tokens."""
     worker = Worker(config, params, Outbox(), compiled=compiled)
-    state = ProcessorState.empty(num_slots=B)
+    state = processor.ProcessorState.empty(num_slots=B)
     for slot in range(B):
         sampling = SamplingParams(
             max_tokens=MAX_TOKENS, temperature=TEMPERATURE, top_k=TOP_K, seed=seed * B + slot,
             logprobs=0, logprobs_mode=mode,
         )  # fmt: skip
         request = Request(id=str(slot), prompt_token_ids=PROMPT, params=sampling)
-        worker.apply(Admit(slot=slot, generation=1, request=request))
-        state = admit(state, slot=slot, generation=1, request=request)
+        worker.apply(control.Admit(slot=slot, generation=1, request=request))
+        state = processor.admit(state, slot=slot, generation=1, request=request)
     ids = [list(PROMPT) for _ in range(B)]
     logprobs = [[] for _ in range(B)]
     while worker.busy:
         worker.advance()
         for words in worker.sender:
-            state, records = step(state, decode(words.tobytes()))
+            state, records = processor.step(state, decode(words.tobytes()))
             for record in records:
                 ids[record.slot] += record.token_ids.tolist()
                 logprobs[record.slot] += record.logprobs[:, 0].tolist()
@@ -73,8 +72,8 @@ def rollouts(config, compiled, params, mode, seed):
 def policy_logprobs(params, model, ids):
     """The processed logprobs [B, MAX_TOKENS] of the emitted tokens, to be differentiated."""
     places = jnp.broadcast_to(jnp.arange(LENGTH - 1, dtype=jnp.int32), (B, LENGTH - 1))
-    hidden, _ = forward(params, model, ids[:, :-1], places, init_cache(model, B, LENGTH))
-    x = logits(params, model, hidden[:, len(PROMPT) - 1 :]) / TEMPERATURE
+    hidden, _ = llama.forward(params, model, ids[:, :-1], places, init_cache(model, B, LENGTH))
+    x = llama.logits(params, model, hidden[:, len(PROMPT) - 1 :]) / TEMPERATURE
     # The tokens that top-k left are part of the policy; they are not differentiated.
     smallest_kept = jax.lax.stop_gradient(jax.lax.top_k(x, TOP_K)[0][..., -1:])
     kept = jax.nn.log_softmax(jnp.where(x >= smallest_kept, x, -jnp.inf))

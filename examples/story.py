@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.engine import Request, SamplingParams
 
 # Lewis Carroll, Alice's Adventures in Wonderland, 1865.
 TEXT = """Alice was beginning to get very tired of sitting by her sister on the bank, and of having

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_specdec.text import byte_tokens
+from jax_specdec.engine import byte_tokens
 
 SPLITS = ("train", "held-out")
 HELD_OUT_SHARE = 0.08  # of the files, by a hash of their paths

@@ -24,25 +24,20 @@ import numpy as np
 import tiny_corpus
 from jax import lax
 
-from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.model import checkpoint
-from jax_specdec.device.model.llama import (
-    attention,
-    decoder_layer,
-    embed,
-    forward,
-    logits,
-    rms_norm,
-)
-from jax_specdec.device.model.mtp import mtp_forward, mtp_inputs, mtp_params
-from jax_specdec.device.model.params import (
+from jax_specdec.device.model import (
     LayerParams,
+    ModelConfig,
     ModelParams,
     init_cache,
     init_mtp_cache,
     init_params,
+    llama,
+    load_checkpoint,
+    mtp,
+    save_checkpoint,
+    tiny_weights_path,
 )
-from jax_specdec.text import byte_tokens
+from jax_specdec.engine import byte_tokens
 
 CONFIG = ModelConfig(
     vocab_size=byte_tokens.VOCAB_SIZE, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -67,14 +62,14 @@ def sequence_hidden(
     own = jnp.broadcast_to(jnp.eye(s, dtype=bool), (b, s, s))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return attention(q, k, v, causal), None
+        return llama.attention(q, k, v, causal), None
 
     def body(x: jax.Array, layer: LayerParams) -> tuple[jax.Array, None]:
-        return decoder_layer(layer, config, x, positions, attend)
+        return llama.decoder_layer(layer, config, x, positions, attend)
 
     # Unrolled: on CPU the gradient of a loop takes twice as long as that of straight code.
-    x, _ = lax.scan(body, embed(params, config, ids[:, :s]), params.layers, unroll=True)
-    hidden = [rms_norm(x, params.final_norm, config.norm_eps)]
+    x, _ = lax.scan(body, llama.embed(params, config, ids[:, :s]), params.layers, unroll=True)
+    hidden = [llama.rms_norm(x, params.final_norm, config.norm_eps)]
     # Draft n starts from position i of draft n-1 and stands at position i+n-1. As in decoding, it
     # sees the entries 0..i made from the decoder's states, and what its own chain left behind.
     keys: list[jax.Array] = []
@@ -84,14 +79,16 @@ def sequence_hidden(
         keys.append(k)
         values.append(v)
         visible = jnp.concatenate([causal] + [own] * (len(keys) - 1), axis=-1)
-        return attention(q, jnp.concatenate(keys, 1), jnp.concatenate(values, 1), visible), None
+        return llama.attention(
+            q, jnp.concatenate(keys, 1), jnp.concatenate(values, 1), visible
+        ), None
 
     for n in range(1, depth + 1):
-        mtp = mtp_params(params)
-        layer = jax.tree.map(lambda leaf: leaf[0], mtp.layers)
-        x = mtp_inputs(params, config, hidden[-1], ids[:, n : n + s])
-        x, _ = decoder_layer(layer, config, x, positions + (n - 1), chain)
-        hidden.append(rms_norm(x, mtp.final_norm, config.norm_eps))
+        mtp_layers = mtp.mtp_params(params)
+        layer = jax.tree.map(lambda leaf: leaf[0], mtp_layers.layers)
+        x = mtp.mtp_inputs(params, config, hidden[-1], ids[:, n : n + s])
+        x, _ = llama.decoder_layer(layer, config, x, positions + (n - 1), chain)
+        hidden.append(llama.rms_norm(x, mtp_layers.final_norm, config.norm_eps))
     return hidden
 
 
@@ -100,7 +97,7 @@ def losses(params: ModelParams, config: ModelConfig, ids: jax.Array) -> jax.Arra
     s = ids.shape[1] - DRAFT_DEPTH - 1
     result = []
     for n, hidden in enumerate(sequence_hidden(params, config, ids[:, :-1], DRAFT_DEPTH)):
-        logprobs = jax.nn.log_softmax(logits(params, config, hidden))
+        logprobs = jax.nn.log_softmax(llama.logits(params, config, hidden))
         target = ids[:, n + 1 : n + 1 + s, None]
         result.append(-jnp.mean(jnp.take_along_axis(logprobs, target, axis=-1)))
     return jnp.stack(result)
@@ -226,8 +223,8 @@ def _decode(
     b, length = prompts.shape
     total = length + generated
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (b, length))
-    hidden, cache = forward(params, config, prompts, positions, init_cache(config, b, total))
-    _, mtp_cache = mtp_forward(
+    hidden, cache = llama.forward(params, config, prompts, positions, init_cache(config, b, total))
+    _, mtp_cache = mtp.mtp_forward(
         params, config, hidden[:, :-1], prompts[:, 1:], positions[:, :-1],
         init_mtp_cache(config, b, total),
     )  # fmt: skip
@@ -235,10 +232,10 @@ def _decode(
     def body(carry: Any, position: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         hidden, cache, mtp_cache = carry  # hidden [B, 1, D] at `position`
         here = jnp.broadcast_to(position, (b, 1))
-        token = jnp.argmax(logits(params, config, hidden), axis=-1).astype(jnp.int32)
-        guess, mtp_cache = mtp_forward(params, config, hidden, token, here, mtp_cache)
-        draft = jnp.argmax(logits(params, config, guess), axis=-1)
-        hidden, cache = forward(params, config, token, here + 1, cache)
+        token = jnp.argmax(llama.logits(params, config, hidden), axis=-1).astype(jnp.int32)
+        guess, mtp_cache = mtp.mtp_forward(params, config, hidden, token, here, mtp_cache)
+        draft = jnp.argmax(llama.logits(params, config, guess), axis=-1)
+        hidden, cache = llama.forward(params, config, token, here + 1, cache)
         return (hidden, cache, mtp_cache), (token[:, 0], draft[:, 0])
 
     where = jnp.arange(length - 1, total - 1, dtype=jnp.int32)
@@ -248,7 +245,7 @@ def _decode(
 
 def check(args: argparse.Namespace, held_out: np.ndarray) -> int:
     """Evaluate a checkpoint and compare with what its metadata says; 0 if they agree."""
-    params, config, metadata = checkpoint.load_checkpoint(args.weights)
+    params, config, metadata = load_checkpoint(args.weights)
     recorded = json.loads(metadata["held_out"])
     measured = evaluate(params, config, held_out, int(json.loads(metadata["training"])["sequence"]))
     failed = False
@@ -272,7 +269,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--library", dest="libraries", type=Path, action="append",
         help="standard library directory (several with --write-corpus: only files that are the "
         "same in all)")  # fmt: skip
-    add("--weights", type=Path, default=checkpoint.tiny_weights_path(), help="for --check")
+    add("--weights", type=Path, default=tiny_weights_path(), help="for --check")
     add("--output", type=Path, default=Path("tiny.safetensors"), help="file to write")
     add("--steps", type=int, default=2000)
     add("--batch", type=int, default=8, help="windows per step")
@@ -310,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in held.items():
         print(f"held-out {name}: {value:.4f}")
     settings = {k: getattr(args, k) for k in ("steps", "batch", "sequence", "rate", "seed")}
-    checkpoint.save_checkpoint(
+    save_checkpoint(
         args.output, params, CONFIG, storage_dtype="float16",
         metadata={
             "held_out": json.dumps(held),

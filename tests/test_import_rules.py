@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.support.pages import PAGES, python_blocks
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.fast
@@ -21,8 +22,11 @@ BESIDE = ("bench", "tests", "examples", "docs")
 DOORS = {
     "ipc": {"ipc", "ipc.wire", "ipc.doctor"},
     "pallas_kernels": {"pallas_kernels"},
-    "jax_specdec": {"jax_specdec.engine", "jax_specdec.export", "jax_specdec.device"},
-}
+    "jax_specdec": {
+        "jax_specdec.engine", "jax_specdec.export",
+        "jax_specdec.device", "jax_specdec.device.drafting", "jax_specdec.device.model",
+    },
+}  # fmt: skip
 # The libraries that a package may import, beside the standard library and the packages below it.
 LIBRARIES = {
     "ipc": {"numpy", "posix_ipc", "xxhash"},
@@ -103,6 +107,14 @@ def tops(names):
     return {name.partition(".")[0] for name in names}
 
 
+def listed(door):
+    """What a door's `__all__` lists, with the door's name before it: modules may be among them."""
+    for node in ast.parse(KNOWN[door].read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return {f"{door}.{name}" for name in ast.literal_eval(node.value)}
+    return set()
+
+
 def violations(name, source):
     """What the module `name` imports against the rules."""
     package, used = name.partition(".")[0], imports(source)
@@ -110,7 +122,8 @@ def violations(name, source):
     for other, door in DOORS.items():
         # Tests and measurements look behind doors; users and examples do not.
         if package != other and package not in ("tests", "bench"):
-            wrong |= {used for used in used if tops({used}) == {other} and used not in door}
+            through = door.union(*map(listed, door))
+            wrong |= {used for used in used if tops({used}) == {other} and used not in through}
     if package in PACKAGES:
         wrong |= {module for module in used if tops({module}) & set(BESIDE)}
         wrong |= {module for module in used if module == "jax_specdec.cli.main" != name}
@@ -163,6 +176,13 @@ def test_what_stands_beside_keeps_to_its_doors(top):
     assert broken(modules(top)) == {}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_keeps_to_the_doors(page):
+    assert [violations(f"docs.{page.stem}", code) for code in python_blocks(page)] == [
+        [] for _ in python_blocks(page)
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "source", "wrong"),
     [
@@ -188,6 +208,11 @@ def test_what_stands_beside_keeps_to_its_doors(top):
         ("jax_specdec.device.messages.pack", "import bench.timing", "bench.timing"),
         ("examples.own_loop", "from jax_specdec.records.decode import decode",
          "jax_specdec.records.decode"),
+        ("docs.engine", "from jax_specdec.engine.engine import Engine",
+         "jax_specdec.engine.engine"),
+        ("docs.ring", "from ipc.ring import RingReader", "ipc.ring"),
+        ("docs.export", "from jax_specdec.export import column_builder",
+         "jax_specdec.export.column_builder"),
         ("bench.host", "from tests.support import scene", "tests.support.scene"),
         ("tests.ipc.test_wire", "from bench import timing", "bench.timing"),
     ],

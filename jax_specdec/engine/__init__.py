@@ -8,6 +8,7 @@ lies behind them may change. Nothing here imports jax.
 """
 
 from ipc.wire import LogprobsMode
+from jax_specdec import control
 from jax_specdec.control import WorkerConfig
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
@@ -16,7 +17,7 @@ from jax_specdec.engine.worker_session import Update, WorkerStatus
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.decode import Message, MessageError, decode
-from jax_specdec.records.output_processor import ProcessorError, ProcessorState, Progress
+from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.record import Record, Records, TokenRows
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request, RequestError, SamplingParams
@@ -42,14 +43,14 @@ __all__ = [
     "PromptRows",
     "FinishReason",
     "Statistics",
-    # The same without our engine: bytes to records.
+    # The same without our engine: bytes to records, and commands to a worker.
     "decode",
     "Message",
     "MessageError",
     "output_processor",
-    "ProcessorState",
-    "ProcessorError",
-    "Progress",
+    "encode",
+    "SlotContents",
+    "control",
     # The token ids of the model that comes with the package.
     "byte_tokens",
 ]

@@ -1,0 +1,35 @@
+"""Drafters: who proposes the tokens that the target model verifies.
+
+A small door beside `jax_specdec.device`; what lies behind it may change. `draw` and `joined` are
+for loops that draft by themselves, `CallableDrafter` for a function of your own.
+"""
+
+from jax_specdec.device.drafting.adaptive import Adaptive
+from jax_specdec.device.drafting.by_name import make_drafter
+from jax_specdec.device.drafting.corpus import Corpus
+from jax_specdec.device.drafting.drafters import (
+    Context,
+    Drafter,
+    MtpDrafter,
+    NgramDrafter,
+    NoDrafter,
+    draw,
+    joined,
+)
+from jax_specdec.device.drafting.from_function import CallableDrafter
+from jax_specdec.device.drafting.suffix import SuffixDrafter
+
+__all__ = [
+    "Drafter",
+    "Context",
+    "NoDrafter",
+    "NgramDrafter",
+    "SuffixDrafter",
+    "Corpus",
+    "MtpDrafter",
+    "CallableDrafter",
+    "Adaptive",
+    "make_drafter",
+    "draw",
+    "joined",
+]

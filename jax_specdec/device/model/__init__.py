@@ -1,0 +1,40 @@
+"""The decoder that comes with the package, its MTP head, and their weights.
+
+A small door beside `jax_specdec.device`, for programs that load, run or train this model. What lies
+behind it may change, the functions of the modules `llama` and `mtp` among it.
+"""
+
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model import llama, mtp
+from jax_specdec.device.model.checkpoint import (
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+    tiny_weights_path,
+)
+from jax_specdec.device.model.params import (
+    KVCache,
+    LayerParams,
+    ModelParams,
+    init_cache,
+    init_mtp_cache,
+    init_params,
+)
+
+__all__ = [
+    "ModelConfig",
+    "ModelParams",
+    "LayerParams",
+    "KVCache",
+    "init_params",
+    "init_cache",
+    "init_mtp_cache",
+    # The forward pass, the output head and the layer that decoding and training share.
+    "llama",
+    "mtp",
+    # Files.
+    "load_model",
+    "load_checkpoint",
+    "save_checkpoint",
+    "tiny_weights_path",
+]
