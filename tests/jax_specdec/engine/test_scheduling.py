@@ -238,7 +238,7 @@ def test_the_documented_example_runs(monkeypatch, capsys):
     page = (ROOT / "docs" / "engine.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     start = functools.partial(Engine, start_worker=Scene(num_prefill_ranks=1).start)
-    monkeypatch.setattr("jax_specdec.engine.engine.Engine", start)
+    monkeypatch.setattr("jax_specdec.engine.Engine", start)
     exec(compile(code, "docs/engine.md", "exec"), {})
     ranks = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] in "01"]
     assert ranks[0] == "1"
