@@ -1,9 +1,23 @@
-"""Shared memory between the model worker and the engine. Needs numpy and posix_ipc, never jax.
+"""Messages from one process to another through shared memory: here, from worker to engine.
 
-This door, `ipc.wire` (the bytes of a message) and `ipc.doctor` (what dead processes left) are all
-that anything outside may import; what lies behind them may change.
+    from ipc import RingReader, RingWriter
+
+    # engine                                          # worker
+    with RingReader.create(16, 1 << 20) as reader:    with RingWriter.attach(name) as writer:
+        start_worker(reader.name)                         writer.send(header, array)
+        for message in reader:                        # leaving the block ends the stream
+            handle(message.data)
+
+A ring has one producer and one consumer. Every message arrives once, whole and in order, or the
+reader gets an error. One thread serves several rings with `wait_readable`; an asyncio program uses
+`async for message in reader` or `await reader.receive_async()`. Both need rings that were created
+with doorbell=True. Linux only; needs numpy and posix_ipc, never jax.
+
+Code outside of this package imports three modules and no others, which may change: this one,
+`ipc.wire` (the bytes of a message) and `ipc.doctor` (what dead processes left in /dev/shm).
 """
 
+from ipc.endpoint import RingCounters
 from ipc.errors import (
     CorruptMessage,
     CorruptSegment,
@@ -22,15 +36,18 @@ from ipc.errors import (
     RoleTaken,
 )
 from ipc.polling import wait_readable
-from ipc.ring import ReceivedMessage, RingCounters, RingReader, RingWriter
+from ipc.reader import ReceivedMessage, RingReader
+from ipc.waiting import WaitPolicy
+from ipc.writer import RingWriter
 
 __all__ = [
     "RingReader",
     "RingWriter",
     "ReceivedMessage",
     "RingCounters",
+    "WaitPolicy",
     "wait_readable",
-    # Errors; all of them are a RingError.
+    # Errors; RingError is the base of all.
     "RingError",
     "RingTimeout",
     "RingFull",

@@ -1,7 +1,6 @@
-"""Receiving in an asyncio program, from rings created with doorbell=True.
+"""Receiving in an asyncio program, behind RingReader.receive_async() and `async for`.
 
-message = await receive(reader)
-async for message in reader: ...
+A module of its own because importing asyncio takes longer than importing the rest of this package.
 """
 
 import asyncio
@@ -13,11 +12,8 @@ from ipc.polling import MessageT_co, Pollable
 
 
 async def receive(reader: Pollable[MessageT_co]) -> MessageT_co:
-    """Returns the next message without blocking the event loop; raises as receive() does.
-
-    Several tasks may wait for one ring: each message goes to one of them.
-    """
-    # Even if messages are always there, the loop's other tasks get their turn.
+    """Returns the next message without blocking the event loop; raises as receive() does."""
+    # Give the loop's other tasks their turn, even while messages keep coming.
     await asyncio.sleep(0)
     while (message := reader.try_receive()) is None:
         await _until_readable(reader.fileno())
@@ -37,7 +33,7 @@ async def messages(reader: Pollable[MessageT_co]) -> AsyncIterator[MessageT_co]:
 async def _until_readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
-    # A loop has one callback a descriptor: another task that waits for this ring needs its own.
+    # A loop keeps one callback per descriptor; several tasks may wait for this ring.
     fd = os.dup(fd)
 
     def wake() -> None:

@@ -1,9 +1,10 @@
 """Finds and removes what dead processes left in /dev/shm.
 
-A ring whose both sides had attached leaves nothing. A creator that was killed before that leaves
-its names: memory, semaphores, perhaps a FIFO. Each name says who created it (pid, start time, pid
-namespace), so whether it is a leftover is decided without opening it. Only names of dead creators
-are removed: of live ones, of other pid namespaces and of other users they are listed and kept.
+A ring that has both its sides leaves nothing. A creator that is killed before the other side
+attaches leaves its names: memory, semaphores, perhaps a FIFO. Each name says who created it (pid,
+start time, pid namespace), so the doctor finds leftovers without opening them. It removes the names
+of dead creators only. It lists and keeps those of live creators, of other pid namespaces and of
+other users.
 
     python -m ipc.doctor [--remove]
 """
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from ipc.peers import ProcessIdentity, is_alive, pid_namespace
-from ipc.segment import PREFIX, SEMAPHORES, SHM_DIRECTORY, creator_of
-from ipc.wording import counted
+from ipc.protocol import SEMAPHORES
+from ipc.segment import PREFIX, SHM_DIRECTORY, creator_of
 
 State = Literal["dead", "alive", "other namespace", "other user"]
 
@@ -32,8 +33,8 @@ class RingFile:
       path: the file.
       kind: "memory", "semaphore" or "doorbell".
       size: bytes that it occupies.
-      creator: from the name.
-      state: "dead" means that it is a leftover and may be removed.
+      creator: the process that the name gives as its creator.
+      state: of the creator; "dead" means that the file is a leftover and may be removed.
     """
 
     path: Path
@@ -54,7 +55,7 @@ def find_ring_files(directory: Path = SHM_DIRECTORY) -> list[RingFile]:
         try:
             status = entry.lstat()
         except FileNotFoundError:
-            continue  # its owner was faster
+            continue  # its owner removed it meanwhile
         right_type = stat.S_ISFIFO if kind == "doorbell" else stat.S_ISREG
         if right_type(status.st_mode):
             state = _state(creator, status.st_uid)
@@ -63,11 +64,11 @@ def find_ring_files(directory: Path = SHM_DIRECTORY) -> list[RingFile]:
 
 
 def remove_leftovers(files: list[RingFile]) -> list[RingFile]:
-    """Removes the files of dead creators, and returns those that it removed."""
+    """Removes the files of dead creators, and returns these files."""
     removed = []
     for file in files:
         if file.state == "dead":
-            # The dead do not come back: nobody can have taken the name over meanwhile.
+            # No other process can have taken the name over: its pid and start time are unique.
             with contextlib.suppress(FileNotFoundError):
                 file.path.unlink()
             removed.append(file)
@@ -75,7 +76,7 @@ def remove_leftovers(files: list[RingFile]) -> list[RingFile]:
 
 
 def report(files: list[RingFile], removed: list[RingFile]) -> str:
-    """Returns the text for a person."""
+    """Returns what `main` prints about the files found and those removed."""
     if not files:
         return f"no rings in {SHM_DIRECTORY}: nothing was left behind"
     lines = []
@@ -84,7 +85,7 @@ def report(files: list[RingFile], removed: list[RingFile]) -> str:
         lines.append(f"{what:16} {file.size:>12,} B  pid {file.creator.pid:<8} {file.path}")
     leftovers = [file for file in files if file.state == "dead" and file not in removed]
     lines.append(
-        f"{counted(len(files), 'name')}: {len(removed)} removed, "
+        f"{len(files)} {'name' if len(files) == 1 else 'names'}: {len(removed)} removed, "
         f"{len(leftovers)} left by dead processes"
     )
     if leftovers:
@@ -93,7 +94,7 @@ def report(files: list[RingFile], removed: list[RingFile]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report; exit status 1 while leftovers remain."""
+    """Prints the report. Returns the exit status: 1 while leftovers remain, else 0."""
     parser = argparse.ArgumentParser(prog="python -m ipc.doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--remove", action="store_true", help="remove what dead processes left")

@@ -1,9 +1,9 @@
 """A file descriptor beside the semaphores, for event loops and for waiting on many rings.
 
-Semaphores cannot be polled. With doorbell=True the producer also writes one byte into a FIFO
-after every message. The FIFO says only "look again": a full FIFO is as good as one byte, an extra
-byte costs one look. No wake-up is lost, because the producer rings after it posts, and the
-consumer empties the FIFO before it looks at the semaphore.
+Semaphores cannot be polled. With doorbell=True the producer also writes one byte into a FIFO after
+every message. A byte says only "look again", so an extra byte costs one look, and a FIFO that is
+full needs no more bytes. No wake-up is lost: the producer rings after it posts, and the consumer
+empties the FIFO before it looks at the semaphore.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ class Doorbell:
 
     def __init__(self, name: str) -> None:
         try:
-            # Both sides open for reading and writing: opening never waits for the other, and
-            # writing never raises SIGPIPE.
+            # Both sides open for reading and writing: then neither waits for the other in open(),
+            # and a write never raises SIGPIPE.
             self._fd = os.open(bell_path(name), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             raise RingNotFound(f"ring {name} has no doorbell any more: it was closed") from None

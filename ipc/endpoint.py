@@ -1,4 +1,4 @@
-"""What both sides of a ring share: attaching, watching the peer, ownership, closing."""
+"""What both sides of a ring share: creating, attaching, watching the peer, closing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class RingCounters:
 
     Attributes:
       messages: sent (writer) or received (reader) so far; also the next sequence number.
-      payload_bytes: their payloads together.
-      depth: messages in the ring now, sent and not yet received; a hint, it changes all the time.
+      payload_bytes: the sum of their payloads.
+      depth: messages sent and not yet received; a hint, as the other side keeps changing it.
       capacity: the largest depth.
-      waits: calls that could not go on at once: full ring (writer), empty ring (reader).
+      waits: calls that had to wait: for a free slot (writer), for a message (reader).
       wait_ns: time spent in those waits, in ns.
     """
 
@@ -44,24 +44,40 @@ class RingCounters:
     wait_ns: int
 
 
-class Side:
-    """Common part of RingReader and RingWriter; not for direct use."""
+class Endpoint:
+    """The common part of RingReader and RingWriter; not for direct use."""
 
     _role: ClassVar[Role]
 
     def __init__(self, segment: Segment, wait: WaitPolicy) -> None:
-        geometry = segment.header.geometry
-        other = segment.role.other
         self._segment = segment
+        self._wait_policy = wait
         self._pid = segment.me.pid
         self._busy = False
         self._closed = False
         self._sequence = 0
         self._payload_bytes = 0
-        self._wait_policy = wait
+        self._find_places(segment)
+        flags, semaphores = segment.header.flags, segment.semaphores
+        self._digest = _digest_function() if flags & FLAG_CHECKSUM else None
+        self._bell = Doorbell(segment.name) if flags & FLAG_DOORBELL else None
+        self._freed = Waiter(semaphores["freed"], wait, self._obstacle)
+        self._items = Waiter(semaphores["items"], wait, self._obstacle)
+        self._joined = Waiter(semaphores["joined"], "block", self._obstacle)
+        self._post_freed = semaphores["freed"].release
+        self._post_items = semaphores["items"].release
+        self._attached = False
+        self._watch: PeerWatch | None = None
+        if not segment.created_here:
+            self._meet_peer()
+
+    def _find_places(self, segment: Segment) -> None:
+        """Looks up once what send() and receive() need of the segment."""
+        geometry = segment.header.geometry
+        mine, other = segment.role, segment.role.other
         self._session = segment.header.session
-        self._slot_bytes = geometry.slot_bytes
         self._num_slots = geometry.num_slots
+        self._slot_bytes = geometry.slot_bytes
         self._num_descriptors = geometry.num_descriptors
         self._buffer = segment.buffer
         self._words = segment.words
@@ -70,22 +86,10 @@ class Side:
             segment.buffer[geometry.slot_offset(i) :][: geometry.slot_bytes]
             for i in range(geometry.num_slots)
         ]
-        self._my_position = (segment.role.line + LINE_POSITION) // 8
-        self._my_closed = (segment.role.line + LINE_CLOSED) // 8
+        self._my_position = (mine.line + LINE_POSITION) // 8
+        self._my_closed = (mine.line + LINE_CLOSED) // 8
         self._peer_position = (other.line + LINE_POSITION) // 8
         self._peer_closed = (other.line + LINE_CLOSED) // 8
-        flags = segment.header.flags
-        self._digest = _digest_function() if flags & FLAG_CHECKSUM else None
-        self._bell = Doorbell(segment.name) if flags & FLAG_DOORBELL else None
-        self._freed = Waiter(segment.semaphores["freed"], wait, self._obstacle)
-        self._items = Waiter(segment.semaphores["items"], wait, self._obstacle)
-        self._joined = Waiter(segment.semaphores["joined"], "block", self._obstacle)
-        self._post_freed = segment.semaphores["freed"].release
-        self._post_items = segment.semaphores["items"].release
-        self._attached = False
-        self._watch: PeerWatch | None = None
-        if not segment.created_here:
-            self._meet_peer()
 
     @classmethod
     def create(
@@ -100,14 +104,18 @@ class Side:
         """Creates a ring and takes this side of it; the peer attaches by `.name`.
 
         Args:
-          num_slots: messages that can wait in the ring.
-          slot_bytes: the largest message.
-          wait: this side's wait policy, see ipc.waiting.
+          num_slots: messages that can wait in the ring, 1 to 65536.
+          slot_bytes: the largest message in bytes, 1 to 2**34.
+          wait: how this side waits: "predict" sleeps until shortly before the next message is
+            expected and then spins, "spin" looks all the time, "block" sleeps in the kernel.
           checksum: protect every payload with XXH3-64 (needs the `checksum` extra on both sides).
             Descriptors always carry a CRC-32.
-          doorbell: add a descriptor to wait on: asyncio, and many rings in one thread.
+          doorbell: add a file descriptor, for asyncio and for many rings in one thread.
 
-        Raises OutOfSharedMemory when /dev/shm has no room, ValueError for impossible sizes.
+        Raises:
+          OutOfSharedMemory: /dev/shm has no room.
+          ValueError: a size is out of range.
+          RingError: xxhash is not installed, or this user cannot make files in /dev/shm.
         """
         check_policy(wait)
         geometry = Geometry(num_slots, slot_bytes)
@@ -125,15 +133,23 @@ class Side:
     def attach(cls, name: str, *, wait: WaitPolicy = "predict") -> Self:
         """Takes the free side of the ring `name`, and removes the names from /dev/shm.
 
-        Raises RingNotFound, RoleTaken, PeerDied, CorruptSegment; see Segment.attach.
+        Args:
+          name: the creator's `.name`.
+          wait: how this side waits, as in `create`.
+
+        Raises:
+          RingNotFound: no such ring (any more).
+          PeerDied: the creator has ended.
+          RoleTaken: this side is the creator's, or another process took it.
+          CorruptSegment: the memory is not a ring of this version.
         """
         check_policy(wait)
         segment = Segment.attach(name, cls._role)
-        side = cls(segment, wait)
+        endpoint = cls(segment, wait)
         segment.complete()
-        if side._bell is not None:
-            side._bell.ring()  # a creator that sleeps on the descriptor learns whom to watch
-        return side
+        if endpoint._bell is not None:
+            endpoint._bell.ring()  # wakes a creator that must now watch this process
+        return endpoint
 
     @property
     def name(self) -> str:
@@ -142,7 +158,7 @@ class Side:
 
     @property
     def session(self) -> int:
-        """64 random bits that no other ring has."""
+        """64 random bits, different for every ring."""
         return self._session
 
     @property
@@ -158,7 +174,12 @@ class Side:
     def wait_attached(self, timeout: float | None = None) -> ProcessIdentity:
         """Waits until the other side has attached, and returns who it is.
 
-        Raises RingTimeout, or PeerDied when a process named to `expect_peer` has ended.
+        Args:
+          timeout: seconds to wait; None waits without a limit.
+
+        Raises:
+          RingTimeout: the other side did not attach in time.
+          PeerDied: the process named to `expect_peer` has ended.
         """
         self._begin()
         try:
@@ -173,14 +194,17 @@ class Side:
             self._busy = False
 
     def expect_peer(self, pid: int) -> None:
-        """Names the process that is going to attach, such as a child just started, so that its
-        death before attaching is noticed too."""
+        """Names the process that will attach, so that its death before that is noticed too.
+
+        Args:
+          pid: its process id, such as that of a child just started.
+        """
         self._begin()
         try:
             if not self._attached:
                 start_time = process_start_time(pid)
                 namespace = self._segment.me.pid_namespace
-                # A process that is gone already gets an identity that nothing alive has.
+                # If that process is gone already: an identity that no live process has.
                 identity = ProcessIdentity(pid, -1 if start_time is None else start_time, namespace)
                 self._replace_watch(PeerWatch(identity))
         finally:
@@ -189,7 +213,7 @@ class Side:
     def close(self) -> None:
         """Ends this side. Never waits; calling it again does nothing.
 
-        In a process that inherited the object through fork, only the copies of the handles go.
+        In a forked child this closes the child's copies of the handles and nothing else.
         """
         if self._closed:
             return
@@ -219,7 +243,7 @@ class Side:
         raise NotImplementedError
 
     def _begin(self) -> None:
-        """Enters the object; send() and receive() have this written out.
+        """Marks this object as busy; send() and receive() have this code written out.
 
         No call may come between looking at _busy and setting it: another thread could run there.
         """
@@ -230,18 +254,18 @@ class Side:
     def _refuse(self) -> None:
         if getpid() != self._pid:
             raise ForeignProcess(
-                f"this {self._role} belongs to process {self._pid}; a forked child must open a "
-                "ring of its own"
+                f"this {self._role} belongs to process {self._pid}; create another ring for this "
+                "forked child"
             )
         if self._closed:
-            raise RingClosed(f"this {self._role} was closed")
+            raise RingClosed(f"this {self._role} was closed; create a new ring to go on")
         raise RingInUse(
             f"this {self._role} serves one call at a time: another thread, or the code that a "
             "signal handler interrupted, is inside it"
         )
 
     def _obstacle(self) -> Exception | None:
-        """Says why waiting for the peer is hopeless, or None."""
+        """Returns why waiting for the peer is hopeless, or None."""
         if not self._attached and (self._joined.held or self._joined.grab()):
             self._meet_peer()
         if self._watch is None or self._watch.alive():

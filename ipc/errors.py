@@ -1,12 +1,12 @@
-"""Every error of the ring. All of them derive from RingError."""
+"""Every error of the ring, each derived from RingError."""
 
 
 class RingError(Exception):
-    """Base of everything that the ring raises on purpose."""
+    """Base of every error that the ring raises on purpose."""
 
 
 class RingTimeout(RingError, TimeoutError):
-    """Nothing happened within the caller's timeout. The ring is as good as before."""
+    """The caller's timeout passed first. The ring is unchanged."""
 
 
 class RingFull(RingTimeout):
@@ -14,11 +14,11 @@ class RingFull(RingTimeout):
 
 
 class EndOfStream(RingError):
-    """The producer closed its side and every message before that was delivered."""
+    """The producer closed its side, and every message before that was delivered."""
 
 
 class PeerClosed(RingError):
-    """The consumer closed its side: what is sent now would reach nobody."""
+    """The consumer closed its side and will read nothing more."""
 
 
 class PeerDied(RingError):
@@ -26,20 +26,22 @@ class PeerDied(RingError):
 
     Attributes:
       side: "producer" or "consumer", the side that died.
-      pid: its process id, 0 when it died before anybody learned it.
-      last_sequence: the last message that is known to have crossed the ring, -1 if none did.
-        At the reader: the last one received. At the writer: the last one the reader took.
+      pid: its process id.
+      last_sequence: the last message known to have crossed the ring, -1 if none did. At the
+        reader: the last one received. At the writer: the last one that the reader took.
     """
 
     def __init__(self, side: str, pid: int, last_sequence: int) -> None:
         self.side = side
         self.pid = pid
         self.last_sequence = last_sequence
-        reached = f"message {last_sequence}" if last_sequence >= 0 else "no message"
+        if last_sequence < 0:
+            crossed = "no message crossed it"
+        else:
+            crossed = f"message {last_sequence} was the last to cross it"
         super().__init__(
-            f"the {side} (pid {pid}) ended without closing the ring; the last to cross it was "
-            f"{reached}. This session is over: whoever created the ring makes a new one for the "
-            f"restarted {side}"
+            f"the {side} (pid {pid}) ended without closing the ring; {crossed}. This session is "
+            f"over: create a new ring for the restarted {side}"
         )
 
     def __reduce__(self) -> tuple[type["PeerDied"], tuple[str, int, int]]:
@@ -47,7 +49,12 @@ class PeerDied(RingError):
 
 
 class MessageTooLarge(RingError, ValueError):
-    """The message does not fit a slot. Nothing was sent."""
+    """The message does not fit a slot. Nothing was sent.
+
+    Attributes:
+      size: bytes of the message.
+      limit: bytes of a slot.
+    """
 
     def __init__(self, size: int, limit: int) -> None:
         self.size = size
@@ -62,8 +69,10 @@ class MessageTooLarge(RingError, ValueError):
 
 
 class CorruptMessage(RingError):
-    """A slot holds something that this session's producer cannot have sent. The ring is unusable
-    from here on, because nothing after the damage can be trusted."""
+    """A slot holds bytes that this session's producer cannot have sent.
+
+    The ring is unusable from here on: nothing after the damage can be trusted.
+    """
 
 
 class CorruptSegment(RingError):
@@ -71,11 +80,11 @@ class CorruptSegment(RingError):
 
 
 class RingNotFound(RingError):
-    """No ring has this name: never created, closed, or already taken by both sides."""
+    """No ring has this name: it never existed, was closed, or has both its sides already."""
 
 
 class RoleTaken(RingError):
-    """The ring has its one producer or its one consumer already."""
+    """The ring already has its one producer or its one consumer."""
 
 
 class RingClosed(RingError, ValueError):

@@ -2,7 +2,7 @@
 
 A pid alone proves nothing: the kernel reuses it. A pid with its start time (clock ticks since the
 machine booted, proc(5)) names one process of one boot, and only within one pid namespace.
-`kill(pid, 0)` succeeds on zombies, so life is asked of a pidfd (pidfd_open(2), Linux 5.3), which
+`kill(pid, 0)` succeeds on zombies, so a pidfd answers instead (pidfd_open(2), Linux 5.3): it
 becomes readable at the moment the process ends.
 """
 
@@ -38,18 +38,20 @@ def current_process() -> ProcessIdentity:
     pid = os.getpid()
     start_time = process_start_time(pid)
     if start_time is None:
-        raise RingError("/proc/self/stat is missing: the ring needs /proc to tell processes apart")
+        raise RingError(
+            f"/proc/{pid}/stat is missing: mount /proc, which tells the ring's processes apart"
+        )
     return ProcessIdentity(pid, start_time, pid_namespace())
 
 
 def process_start_time(pid: int) -> int | None:
-    """Returns field 22 of /proc/PID/stat, or None when there is no such process."""
+    """Returns field 22 of /proc/PID/stat, or None when no such process exists."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command name stands in parentheses and may hold anything, so count from the last one.
+    # The command name is in parentheses and may hold any bytes: count from its last parenthesis.
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
@@ -64,11 +66,11 @@ class PeerWatch:
             self._poll.register(self._fd, select.POLLIN)
 
     def alive(self) -> bool:
-        """Says whether the process has not ended yet. A zombie has ended."""
+        """Says whether the process is still running. A zombie has ended."""
         return self._fd is not None and not self._poll.poll(0)
 
     def fileno(self) -> int | None:
-        """Returns the pidfd, readable once the process has ended; None if it had ended before."""
+        """Returns the pidfd, readable once the process has ended; None if it ended earlier."""
         return self._fd
 
     def close(self) -> None:
@@ -87,7 +89,7 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def _open_pidfd(identity: ProcessIdentity) -> int | None:
-    # A pid from damaged memory may be anything: outside pid_t nothing lives.
+    # A pid read from damaged memory may be any number; no process has one outside of pid_t.
     if not 0 < identity.pid < 1 << 31:
         return None
     try:
@@ -96,8 +98,8 @@ def _open_pidfd(identity: ProcessIdentity) -> int | None:
         return None
     except OSError as error:
         raise RingError(
-            f"pidfd_open({identity.pid}) failed ({error}): the ring needs Linux 5.3 or newer, and "
-            "a sandbox that permits the call, to notice a dead peer"
+            f"pidfd_open({identity.pid}) failed ({error}): to notice a dead peer, the ring needs "
+            "Linux 5.3 or newer and a sandbox that permits this call"
         ) from error
     # The fd pins the process. Only now does the start time prove that it is the right one.
     if process_start_time(identity.pid) == identity.start_time:

@@ -1,7 +1,7 @@
 """Waiting for many rings in one thread.
 
-The rings must have been created with doorbell=True. A ring's descriptor is readable while there
-may be something to receive: a message, the end of the stream, or the peer's death.
+The rings must have been created with doorbell=True. A ring's descriptor is readable while the
+reader may have something to receive: a message, the end of the stream, or the peer's death.
 
     while readers:
         for reader in wait_readable(readers, timeout=1.0):
@@ -18,7 +18,7 @@ MessageT_co = TypeVar("MessageT_co", covariant=True)
 
 
 class Pollable(Protocol[MessageT_co]):
-    """The part of RingReader that is used here."""
+    """The part of RingReader that polling uses."""
 
     def fileno(self) -> int: ...
 
@@ -31,15 +31,22 @@ ReaderT = TypeVar("ReaderT", bound=Pollable)
 
 
 def wait_readable(readers: Sequence[ReaderT], timeout: float | None = None) -> list[ReaderT]:
-    """Waits until at least one reader may have something, and returns those, in their order.
+    """Waits until a reader may have something, and returns all such readers in their order.
 
     A returned reader's try_receive() returns a message, raises what receive() would raise, or
-    now and then returns None (a doorbell only says "look"). The list is empty after `timeout`
-    seconds (None: no limit). Raises RingError for a ring without a doorbell, RingClosed for one
-    that this process closed, and where nothing could ever end the wait: no readers and no limit.
+    now and then returns None (a doorbell only says "look").
+
+    Args:
+      readers: rings created with doorbell=True.
+      timeout: seconds after which an empty list is returned; None waits without a limit.
+
+    Raises:
+      RingError: a ring has no doorbell, or there are neither readers nor a timeout, so that
+        the wait would never end.
+      RingClosed: this process closed one of the rings.
     """
     if not readers and timeout is None:
-        raise RingError("no readers and no timeout: nothing would end the wait")
+        raise RingError("no readers and no timeout: nothing would end the wait. Pass either")
     ready = [reader for reader in readers if reader.ready()]
     if ready:
         return ready

@@ -1,4 +1,4 @@
-"""The consumer's side of the ring. The protocol, and the labels used here, are in ipc.ring."""
+"""The consumer's side of the ring. `ipc.protocol` explains the protocol and the labels."""
 
 import select
 import zlib
@@ -7,7 +7,7 @@ from os import getpid
 from time import monotonic_ns
 from typing import NamedTuple
 
-from ipc.endpoint import RingCounters, Side
+from ipc.endpoint import Endpoint, RingCounters
 from ipc.errors import CorruptMessage, EndOfStream, RingError, RingTimeout
 from ipc.peers import PeerWatch
 from ipc.segment_layout import (
@@ -21,7 +21,6 @@ from ipc.segment_layout import (
     Role,
 )
 from ipc.waiting import SLICE_NS, deadline_after
-from ipc.wording import counted
 
 
 class ReceivedMessage(NamedTuple):
@@ -40,8 +39,11 @@ class ReceivedMessage(NamedTuple):
     receive_time_ns: int
 
 
-class RingReader(Side):
-    """The consumer. One thread at a time; not for forked children."""
+class RingReader(Endpoint):
+    """The consumer. One thread at a time; not for forked children.
+
+    Iterating over it, with `for` or `async for`, yields every message up to the end of the stream.
+    """
 
     _role = Role.CONSUMER
     _undelivered: ReceivedMessage | None = None
@@ -52,21 +54,22 @@ class RingReader(Side):
     def receive(
         self, timeout: float | None = None, *, rehearse: Callable[[], object] | None = None
     ) -> ReceivedMessage:
-        """Returns the next message, waiting up to `timeout` seconds (None: as long as it takes).
+        """Returns the next message.
 
         Args:
+          timeout: seconds to wait; None waits as long as the producer lives.
           rehearse: called at most once in a wait, shortly before the message is expected, under
-            the wait policy "predict". It should do, into nothing, what will be done with the
-            message, so that code and data are in the caches by then; it must not use this ring.
-            What it raises, receive() raises; no message is lost. It is not cut short: where it
-            takes longer than the ones before, `timeout` and the noticing of a death are late by
-            as much; and it is left out where it takes longer than there is time.
+            the wait policy "predict". It should do the work that the message will need and throw
+            the result away, so that code and data are in the caches; it must not use this ring.
+            receive() raises what it raises, and no message is lost. receive() skips it if there is
+            too little time, and never cuts it short: if it takes longer than before, `timeout` and
+            the noticing of a death are late by as much.
 
         Raises:
-          RingTimeout: nothing came in time.
-          EndOfStream: the producer closed its side and everything was delivered.
-          PeerDied: the producer died; everything that it had committed was delivered.
-          CorruptMessage: the shared memory holds what no producer of this session wrote.
+          RingTimeout: no message came in time.
+          EndOfStream: the producer closed its side, and every message was delivered.
+          PeerDied: the producer died; every message that it had committed was delivered.
+          CorruptMessage: the shared memory holds bytes that no producer of this session wrote.
         """
         if getpid() != self._pid or self._closed or self._busy:
             self._refuse()
@@ -84,8 +87,11 @@ class RingReader(Side):
             self._busy = False
 
     def try_receive(self) -> ReceivedMessage | None:
-        """Returns the next message if one is there, else None: receive(timeout=0) without the
-        cost of an exception. Raises as receive() does when nothing more can come."""
+        """Returns the next message if one is there, else None.
+
+        Costs less than receive(timeout=0), which raises if no message is there. Raises as
+        receive() does when no message can come any more.
+        """
         self._begin()
         try:
             if self._undelivered is None:
@@ -107,14 +113,24 @@ class RingReader(Side):
                 return
             yield message
 
+    async def receive_async(self) -> ReceivedMessage:
+        """Returns the next message in an asyncio program. Needs doorbell=True.
+
+        Never blocks the event loop, and raises as receive() does. Several tasks may await one
+        ring: each message goes to one of them. Cancelling a task loses no message.
+        """
+        from ipc import aio  # imports asyncio, which only asyncio programs should pay for
+
+        return await aio.receive(self)
+
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
         """Yields every message in an asyncio program. Needs doorbell=True."""
-        from ipc import aio  # importing asyncio takes longer than everything else here
+        from ipc import aio
 
         return aio.messages(self)
 
     def ready(self) -> bool:
-        """Says, at the cost of one load, whether try_receive() has something at once."""
+        """Says, at the cost of one load, whether try_receive() has a message or an error now."""
         return bool(
             self._undelivered is not None
             or self._over is not None
@@ -123,10 +139,13 @@ class RingReader(Side):
         )
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable while there may be something to receive.
+        """Returns a file descriptor that is readable while there may be something to receive.
 
-        It stays the same for the ring's life. Raises RingError without doorbell=True, RingClosed
-        after close().
+        It stays the same for the ring's life.
+
+        Raises:
+          RingError: the ring was not created with doorbell=True.
+          RingClosed: after close().
         """
         if self._closed:
             self._refuse()
@@ -152,14 +171,14 @@ class RingReader(Side):
             return
         fd = self._watch.fileno()
         if fd is None:
-            self._bell.ring()  # dead already
+            self._bell.ring()  # it died before
         else:
             self._epoll.register(fd, select.EPOLLIN)
 
     def successor(self) -> "RingReader":
         """Closes this ring and creates an empty one of the same shape, for a restarted producer.
 
-        Pass the new ring's name to the new producer; `wait_attached` waits for it.
+        Pass the new ring's name to the new producer, and wait for it with `wait_attached`.
         """
         geometry = self._segment.header.geometry
         flags = self._segment.header.flags
@@ -178,7 +197,10 @@ class RingReader(Side):
         return self._count(depth, self._items)
 
     def _glance(self) -> bool:
-        """Looks again with a quiet doorbell, and at the peer now and then; True if a unit came."""
+        """Looks again once the doorbell is quiet, and asks about the peer now and then.
+
+        Returns whether a message came.
+        """
         if self._bell is not None:
             self._bell.quiet()
             if self._items.grab():
@@ -196,6 +218,25 @@ class RingReader(Side):
 
     def _read_message(self) -> None:
         sequence = self._sequence
+        flags, size, sent_ns, checksum, slot = self._read_descriptor(sequence)
+        if flags == FLAG_END:
+            self._over = EndOfStream(f"the producer closed the ring; messages sent: {sequence}")
+            raise self._over
+        data = self._slots[slot][:size].tobytes()
+        if self._digest is not None and self._digest(data) != checksum:
+            self._fail(
+                f"the payload of message {sequence} has a wrong checksum (bytes in it: {size})"
+            )
+        message = ReceivedMessage(data, sequence, sent_ns, monotonic_ns())
+        self._undelivered = message
+        self._sequence = sequence + 1
+        self._payload_bytes += size
+        self._words[self._my_position] = sequence + 1
+        self._items.held = []
+        self._post_freed()  # CONSUMED
+
+    def _read_descriptor(self, sequence: int) -> tuple[int, int, int, int, int]:
+        """Returns flags, size, send time, checksum and slot of the message, all checked."""
         offset = self._offsets[sequence % self._num_descriptors]
         # COMMITTED: stored before the post that was taken. One copy, then only the copy is used.
         fields, crc = DESCRIPTOR.unpack_from(self._buffer, offset)
@@ -213,26 +254,10 @@ class RingReader(Side):
         ):
             self._fail(
                 f"the descriptor of message {sequence} is damaged: magic {magic:#x}, version "
-                f"{version}, flags {flags:#x}, sequence {number}, {size} bytes, slot {slot}, CRC "
+                f"{version}, flags {flags:#x}, sequence {number}, size {size}, slot {slot}, CRC "
                 f"{crc:#x}"
             )
-        if flags == FLAG_END:
-            self._over = EndOfStream(
-                f"the producer closed the ring after {counted(sequence, 'message')}"
-            )
-            raise self._over
-        data = self._slots[slot][:size].tobytes()
-        if self._digest is not None and self._digest(data) != checksum:
-            self._fail(
-                f"the payload of message {sequence} ({counted(size, 'byte')}) has a wrong checksum"
-            )
-        message = ReceivedMessage(data, sequence, sent_ns, monotonic_ns())
-        self._undelivered = message
-        self._sequence = sequence + 1
-        self._payload_bytes += size
-        self._words[self._my_position] = sequence + 1
-        self._items.held = []
-        self._post_freed()  # CONSUMED
+        return flags, size, sent_ns, checksum, slot
 
     def _hand_out(self) -> ReceivedMessage:
         message = self._undelivered
@@ -241,7 +266,9 @@ class RingReader(Side):
         return message
 
     def _fail(self, what: str) -> None:
-        self._over = CorruptMessage(f"{what}. Nothing after it can be trusted: the ring is over")
+        self._over = CorruptMessage(
+            f"{what}. Nothing after it can be trusted: create a new ring and restart the producer"
+        )
         raise self._over
 
     def _last_crossed(self) -> int:

@@ -2,18 +2,16 @@
 
 A ring named N owns these names, all of mode 0600:
 
-    N          the memory: header, one line per side, descriptors, slots
-    N.freed    semaphore: messages whose slots are free again    (starts at 0)
-    N.items    semaphore: messages that the consumer may read    (starts at 0)
-    N.seat     semaphore: the one seat beside the creator        (starts at 1)
-    N.joined   semaphore: posted once the attacher is complete   (starts at 0)
-    N.bell     FIFO, only with doorbell=True (see ipc.doorbell)
+    N                the memory: header, one line per side, descriptors, slots
+    N.freed, N.items, N.seat, N.joined
+                     the semaphores of `ipc.protocol`
+    N.bell           a FIFO, only with doorbell=True (see ipc.doorbell)
 
-N itself says who created it, `jax-specdec-ring.NAMESPACE.PID.START.TOKEN`, so that leftovers can
-be told from live rings without trusting what is inside them. TOKEN is 128 random bits.
+N is `jax-specdec-ring.NAMESPACE.PID.START.TOKEN` and so says who created the ring: leftovers can be
+told from live rings without trusting their bytes. TOKEN is 128 random bits.
 
-The names are removed as soon as both sides have attached: from then on no crash leaves anything
-behind. A segment is never recovered after a crash.
+The names are removed as soon as both sides have attached; after that no crash leaves a file behind.
+A segment is never recovered after a crash.
 """
 
 import contextlib
@@ -35,6 +33,7 @@ from ipc.errors import (
     RoleTaken,
 )
 from ipc.peers import ProcessIdentity, current_process, is_alive
+from ipc.protocol import SEMAPHORES
 from ipc.segment_layout import (
     FLAG_DOORBELL,
     IDENTITY_BYTES,
@@ -46,13 +45,11 @@ from ipc.segment_layout import (
     pack_identity,
     unpack_identity,
 )
-from ipc.wording import counted
 
 SHM_DIRECTORY = Path("/dev/shm")
 PREFIX = "jax-specdec-ring"
-SEMAPHORES = ("freed", "items", "seat", "joined")
 _NAME = re.compile(rf"/{PREFIX}\.([0-9a-f]{{1,16}})\.(\d{{1,10}})\.(\d{{1,20}})\.[0-9a-f]{{32}}")
-# shmem's fallocate gives up and undoes its work at every signal: small steps get through a storm.
+# shmem's fallocate gives up and undoes its work at every signal: reserve in small steps.
 _ALLOCATION_STEP = 4 << 20
 
 
@@ -65,7 +62,7 @@ def new_name(creator: ProcessIdentity) -> str:
 
 
 def creator_of(name: str) -> ProcessIdentity | None:
-    """Reads the creator out of a ring's name; None when the name is not one of ours."""
+    """Reads the creator out of a ring's name; None if it is not the name of a ring."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -78,7 +75,7 @@ def bell_path(name: str) -> Path:
 
 
 def unlink_names(name: str) -> None:
-    """Removes all the names of a ring. Those that are gone already do not matter."""
+    """Removes all the names of a ring; some or all of them may be gone already."""
     with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_shared_memory(name)
     for suffix in SEMAPHORES:
@@ -91,8 +88,9 @@ def unlink_names(name: str) -> None:
 class Segment:
     """One side's handles on a ring: the mapping and the semaphores.
 
-    `buffer` is the mapping as bytes, `words` the same memory as 64-bit words, whose element
-    access is one aligned load or store.
+    Attributes:
+      buffer: the mapping as bytes.
+      words: the mapping as 64-bit words; reading or writing one is one aligned load or store.
     """
 
     name: str
@@ -108,7 +106,7 @@ class Segment:
     def create(cls, role: Role, geometry: Geometry, flags: int) -> "Segment":
         """Creates a ring of which the calling process is one side.
 
-        Raises OutOfSharedMemory when /dev/shm has no room. Nothing is left behind on failure.
+        Leaves nothing behind on failure. Raises OutOfSharedMemory when /dev/shm has no room.
         """
         me = current_process()
         name = new_name(me)
@@ -118,13 +116,14 @@ class Segment:
             memory = _create_memory(name, geometry.total_bytes)
             memory[:SEGMENT_HEADER_BYTES] = header.pack()
             semaphores = {
-                suffix: _create_semaphore(name, suffix, int(suffix == "seat"))
-                for suffix in SEMAPHORES
+                suffix: _create_semaphore(name, suffix, value)
+                for suffix, value in SEMAPHORES.items()
             }
             if flags & FLAG_DOORBELL:
                 os.mkfifo(bell_path(name), 0o600)
         except BaseException as error:
-            with contextlib.suppress(OSError, posix_ipc.Error):  # where nothing may be made
+            # Where files may not be made, removing them fails too and would hide the reason.
+            with contextlib.suppress(OSError, posix_ipc.Error):
                 unlink_names(name)
             if isinstance(error, OSError | posix_ipc.Error) and not isinstance(error, RingError):
                 raise _explained(error, name, geometry) from error
@@ -135,35 +134,37 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str, role: Role) -> "Segment":
-        """Takes the free side of a ring. Call `complete` once everything else is ready.
+        """Takes the free side of a ring. The attacher calls `complete` once it is ready.
 
         Raises:
           RingNotFound: no such ring (any more).
           PeerDied: the creator has ended.
-          RoleTaken: that side is the creator's, or another process took it.
+          RoleTaken: this side is the creator's, or another process took it.
           CorruptSegment: the memory is not a ring of this version.
         """
         creator = creator_of(name)
         if creator is None:
-            raise RingNotFound(f"{name!r} is not the name of a ring; pass on the creator's .name")
+            raise RingNotFound(f"{name!r} is not the name of a ring: use the creator's .name")
         me = current_process()
         if creator.pid_namespace != me.pid_namespace:
             raise RingError(
                 f"ring {name} was created in pid namespace {creator.pid_namespace}, this process "
-                f"is in {me.pid_namespace}: neither side could tell whether the other lives. Run "
-                "both in one pid namespace"
+                f"is in {me.pid_namespace}. Run both in one pid namespace: otherwise neither could "
+                "tell whether the other lives"
             )
         header, memory = _open_memory(name)
         if header.creator != creator:
-            raise CorruptSegment(f"the segment says {header.creator} created it, not {creator}")
+            raise CorruptSegment(
+                f"ring {name} names {header.creator} as its creator, not {creator}"
+            )
         if header.creator_role == role:
             raise RoleTaken(f"ring {name} has its {role} already: the creator, pid {creator.pid}")
         semaphores = {suffix: _open_semaphore(name, suffix) for suffix in SEMAPHORES}
         if not is_alive(creator):
-            unlink_names(name)  # nobody else will: it died before anyone had attached
+            unlink_names(name)  # the creator died before it could
             raise PeerDied(str(role.other), creator.pid, -1)
         try:
-            semaphores["seat"].acquire(0)  # never given back: one attacher in the ring's life
+            semaphores["seat"].acquire(0)  # never given back: a ring has one attacher, once
         except posix_ipc.BusyError:
             raise RoleTaken(f"ring {name} has its {role} already") from None
         return cls._mapped(name, role, header, me, memory, semaphores)
@@ -186,13 +187,13 @@ class Segment:
         return self.header.creator_role == self.role
 
     def complete(self) -> None:
-        """The attacher's last step: says who it is, tells the creator, removes the names."""
+        """Does the attacher's last step: names itself, tells the creator, removes the names."""
         self._write_line()
         self.semaphores["joined"].release()  # JOINED: the line is visible before this post
         unlink_names(self.name)
 
     def peer(self) -> ProcessIdentity:
-        """Reads who sits on the other side. The creator calls it only after taking `joined`."""
+        """Reads who the other side is. The creator calls this only after taking `joined`."""
         if not self.created_here:
             return self.header.creator
         offset = self.role.other.line  # JOINED: read after the attacher's post
@@ -205,7 +206,7 @@ class Segment:
         self.buffer[offset : offset + IDENTITY_BYTES] = line
 
     def close(self) -> None:
-        """Drops this process's handles. Names and the other side's handles are untouched."""
+        """Closes this process's handles; leaves the names and the other side's handles alone."""
         self.words.release()
         self.buffer.release()
         self.memory.close()
@@ -215,7 +216,7 @@ class Segment:
 
 def _free_bytes() -> int:
     # /dev/shm may be as large as the machine's memory: filling it would wake the OOM killer, which
-    # ends some innocent process. (A container's memory limit is not seen here.)
+    # may end any process. (This does not see a container's memory limit.)
     stat = os.statvfs(SHM_DIRECTORY)
     with open("/proc/meminfo", "rb") as file:
         fields = dict(line.split(b":") for line in file)
@@ -243,7 +244,9 @@ def _open_memory(name: str) -> tuple[SegmentHeader, mmap.mmap]:
     except posix_ipc.ExistentialError:
         raise _missing(name) from None
     except posix_ipc.PermissionsError:
-        raise RingError(f"ring {name} belongs to another user") from None
+        raise RingError(
+            f"ring {name} belongs to another user: run both sides as one user"
+        ) from None
     try:
         file_bytes = os.fstat(shared.fd).st_size
         header = SegmentHeader.unpack(os.pread(shared.fd, SEGMENT_HEADER_BYTES, 0), file_bytes)
@@ -272,8 +275,8 @@ def _open_semaphore(name: str, suffix: str) -> posix_ipc.Semaphore:
 
 def _missing(name: str) -> RingNotFound:
     return RingNotFound(
-        f"no ring is named {name}: its creator closed it, or both sides have attached already "
-        "(the names are removed then). One name serves one attacher, once"
+        f"no ring is named {name}: its creator closed it, or both sides have attached, which "
+        "removes the name. Create a new ring: a name serves one attacher, once"
     )
 
 
@@ -281,16 +284,16 @@ def _explained(error: Exception, name: str, geometry: Geometry) -> RingError:
     number = getattr(error, "errno", None)  # posix_ipc's own errors have none
     if isinstance(error, posix_ipc.PermissionsError) or number in (errno.EROFS, errno.EACCES):
         return RingError(
-            f"cannot create a ring in {SHM_DIRECTORY}: {error}. It is shared memory: user "
-            f"{os.geteuid()} must be able to make files there (usually its mode is 1777)"
+            f"cannot create a ring in {SHM_DIRECTORY}: {error}. Let user {os.geteuid()} make files "
+            "there (the usual mode of this directory is 1777)"
         )
     if number not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
         return RingError(f"cannot create ring {name}: {error}")
     return OutOfSharedMemory(
-        f"{SHM_DIRECTORY} has no room for a ring of {counted(geometry.num_slots, 'slot')} of "
-        f"{counted(geometry.slot_bytes, 'byte')}: it needs {geometry.total_bytes} bytes, "
-        f"{_free_bytes()} are free ({error}). Use fewer or smaller slots, or give "
-        "the container more (docker run --shm-size)"
+        f"{SHM_DIRECTORY} has no room for a ring with num_slots={geometry.num_slots} and "
+        f"slot_bytes={geometry.slot_bytes}: it needs {geometry.total_bytes} bytes, "
+        f"{_free_bytes()} are free ({error}). Use fewer or smaller slots, or give the container "
+        "more (docker run --shm-size)"
     )
 
 

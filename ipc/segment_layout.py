@@ -6,15 +6,15 @@
     2048        128    consumer line: who the consumer is, its position, whether it closed
     4096        64     descriptor of messages 0, N + 1, 2(N + 1), ...       N = num_slots
     4160        64     descriptor of messages 1, N + 2, ...
-    ...                N + 1 in all: the end of the stream always finds a free one
+    ...                N + 1 in all: one is always free for the end of the stream
     slots_start stride slot 0: up to slot_bytes of one message's payload
     ...                N slots; a descriptor names the slot of its message
 
 slots_start and stride are multiples of the page size.
 
-All integers are little-endian. 64-bit counts, positions, sessions and times live here, because
-the messages themselves are 32-bit words. Nothing in this module touches shared memory: headers
-are unpacked from private copies, so that a check and the use of what was checked see one value.
+All integers are little-endian. 64-bit counts, positions, sessions and times belong here, because
+the messages themselves are 32-bit words. Nothing in this module touches shared memory: it unpacks
+headers from private copies, so that a check and the later use see the same value.
 """
 
 import struct
@@ -53,7 +53,7 @@ SEGMENT_HEADER_BYTES = _SEGMENT.size + _CRC.size
 # pid, start time, session
 _IDENTITY = struct.Struct("<QQQ")
 IDENTITY_BYTES = _IDENTITY.size + _CRC.size
-# Within a line, in a cache line of their own: words that only their owner writes.
+# Offsets of words within a line, which only their owner writes; in a cache line of their own.
 LINE_POSITION = 64
 LINE_CLOSED = 72
 
@@ -73,13 +73,14 @@ assert DESCRIPTOR.size == 56 <= DESCRIPTOR_BYTES
 
 
 class Role(IntEnum):
-    """A side of the ring. `other` is the opposite one."""
+    """A side of the ring."""
 
     PRODUCER = 1
     CONSUMER = 2
 
     @property
     def other(self) -> "Role":
+        """The opposite side."""
         return Role(3 - self)
 
     @property
@@ -93,7 +94,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How many messages fit, and how large each may be.
+    """How many messages a ring holds, and how large each may be.
 
     Attributes:
       num_slots: messages that can wait in the ring, 1..65536.
@@ -115,7 +116,7 @@ class Geometry:
 
     @property
     def num_descriptors(self) -> int:
-        """One more than num_slots: the end of stream always has room, so closing never waits."""
+        """One more than num_slots: the end of stream always finds a free one."""
         return self.num_slots + 1
 
     @property
@@ -130,20 +131,21 @@ class Geometry:
 
     @property
     def total_bytes(self) -> int:
+        """Size of the whole segment."""
         return self.slots_start + self.num_slots * self.stride
 
     def descriptor_offset(self, sequence: int) -> int:
-        """Where the descriptor of message `sequence` lies."""
+        """Offset of the descriptor of message number `sequence`."""
         return PAGE_BYTES + sequence % self.num_descriptors * DESCRIPTOR_BYTES
 
     def slot_offset(self, slot: int) -> int:
-        """Where the payload in slot number `slot` begins."""
+        """Offset of the payload in slot number `slot`."""
         return self.slots_start + slot * self.stride
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """The immutable first bytes of a segment."""
+    """The first bytes of a segment, which never change."""
 
     geometry: Geometry
     creator_role: Role
@@ -184,25 +186,15 @@ class SegmentHeader:
                 f"the segment has {file_bytes} bytes, fewer than the {SEGMENT_HEADER_BYTES} of a "
                 "ring's header: it is not a ring, or its creator has not finished"
             )
-        fields = raw[: _SEGMENT.size]
         (magic, version, role, num_slots, slot_bytes, stride, total, session, pid, start, space,
-         flags) = _SEGMENT.unpack(fields)  # fmt: skip
+         flags) = _SEGMENT.unpack_from(raw)  # fmt: skip
         if magic != MAGIC:
             raise CorruptSegment(f"the segment starts with {magic!r}, not {MAGIC!r}: not a ring")
         if version != VERSION:
             raise CorruptSegment(f"the ring has version {version}; this code speaks {VERSION}")
-        (crc,) = _CRC.unpack_from(raw, _SEGMENT.size)
-        if crc != zlib.crc32(fields):
+        if _CRC.unpack_from(raw, _SEGMENT.size) != (zlib.crc32(raw[: _SEGMENT.size]),):
             raise CorruptSegment("the segment header's checksum is wrong: the memory is damaged")
-        try:
-            geometry = Geometry(num_slots, slot_bytes)
-        except ValueError as error:
-            raise CorruptSegment(f"the segment header is impossible: {error}") from None
-        if (stride, total) != (geometry.stride, geometry.total_bytes) or total != file_bytes:
-            raise CorruptSegment(
-                f"{num_slots} slots of {slot_bytes} bytes need {geometry.total_bytes} bytes; the "
-                f"header says {total}, the segment has {file_bytes}"
-            )
+        geometry = _checked_geometry(num_slots, slot_bytes, stride, total, file_bytes)
         if role not in (Role.PRODUCER, Role.CONSUMER) or session == 0 or flags & ~SEGMENT_FLAGS:
             raise CorruptSegment(
                 f"the segment header is impossible: role {role}, session {session}, flags {flags}"
@@ -210,18 +202,34 @@ class SegmentHeader:
         return cls(geometry, Role(role), ProcessIdentity(pid, start, space), session, flags)
 
 
+def _checked_geometry(
+    num_slots: int, slot_bytes: int, stride: int, total: int, file_bytes: int
+) -> Geometry:
+    try:
+        geometry = Geometry(num_slots, slot_bytes)
+    except ValueError as error:
+        raise CorruptSegment(f"the segment header is impossible: {error}") from None
+    if (stride, total) != (geometry.stride, geometry.total_bytes) or total != file_bytes:
+        raise CorruptSegment(
+            f"num_slots={num_slots} and slot_bytes={slot_bytes} need a stride of {geometry.stride} "
+            f"and {geometry.total_bytes} bytes; the header says {stride} and {total}, the segment "
+            f"has {file_bytes}"
+        )
+    return geometry
+
+
 def _pages(count: int) -> int:
     return -(-count // PAGE_BYTES) * PAGE_BYTES
 
 
 def pack_identity(identity: ProcessIdentity, session: int) -> bytes:
-    """Returns the IDENTITY_BYTES bytes with which a side's line begins."""
+    """Returns the first IDENTITY_BYTES bytes of a side's line."""
     fields = _IDENTITY.pack(identity.pid, identity.start_time, session)
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
 def unpack_identity(raw: bytes, session: int, pid_namespace: int) -> ProcessIdentity:
-    """Reads who sits on a side from a private copy of its line. Raises CorruptSegment."""
+    """Reads who a side is from a private copy of its line. Raises CorruptSegment."""
     fields = raw[: _IDENTITY.size]
     pid, start_time, line_session = _IDENTITY.unpack(fields)
     (crc,) = _CRC.unpack_from(raw, _IDENTITY.size)

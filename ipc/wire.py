@@ -1,7 +1,7 @@
-"""The layout of one message, defined once: the packer on the device and the decoder both read it.
+"""The layout of one message, defined once for the packer on the device and for the decoder.
 
-A message is a contiguous array of little-endian 32-bit words, one per step and kind, and carries
-every slot of the batch::
+There is one message per step and kind, and it carries every slot of the batch. It is a contiguous
+array of little-endian 32-bit words::
 
     header   HEADER_WORDS words        what, which step, how long
     slots    SLOT_WORDS words a slot   state, counts, generation
@@ -12,14 +12,15 @@ every slot of the batch::
 
 Only what exists travels: a slot without logprobs adds its token ids and nothing else, and a slot's
 rows are as wide as its own request asked for. Column 0 of `logprobs` is the token's own logprob
-(its id stands among the token ids), columns 1.. are the top K, and the logprobs of the chosen
-token ids follow (the reader knows which ids its request chose).
+(its id is among the token ids), columns 1.. are the top K, and the logprobs of the chosen token ids
+follow (the reader knows which ids its request chose).
 
-Every function here works on NumPy arrays and on traced JAX arrays alike: it takes the array
-namespace `xp` and never imports jax, so that a consumer process stays free of it. Axes: B slots.
+The functions take the array namespace `xp`, numpy or jax.numpy, and work on NumPy arrays as on
+traced JAX arrays. This module imports neither, so a consumer process stays free of jax.
+Axes: B slots.
 
-Layout after the seed system's message (FastDeploy, `speculate_logprob_msg.h`), whose kind and
-column count share one word; here both are guarded.
+The layout follows the seed system's message (FastDeploy, `speculate_logprob_msg.h`), in which kind
+and column count share one word; here both are range-checked.
 """
 
 import sys
@@ -34,7 +35,7 @@ VERSION = 1
 WORD_BYTES = 4
 
 MAX_TOP_K = 128  # columns 1..K of a row
-MAX_CHOSEN = 128  # further token ids that a request may name
+MAX_CHOSEN = 128  # token ids beside the top K that a request may name
 
 if sys.byteorder != "little":  # pragma: no cover - every platform of JAX is little-endian
     raise ImportError("the message layout is little-endian; this machine is big-endian")
@@ -45,7 +46,7 @@ class WireError(ValueError):
 
 
 class Kind(IntEnum):
-    """What a message carries; target and draft keep the numbers of the seed system."""
+    """What a message carries. Target and draft have the numbers of the seed system."""
 
     TARGET = 3  # emitted tokens, logprobs under the target model
     DRAFT = 4  # the drafts verified in this step, logprobs under the draft model
@@ -55,7 +56,7 @@ class Kind(IntEnum):
 class SlotState(IntEnum):
     """What happened to a slot in this step."""
 
-    TOKENS = 0  # it has tokens
+    TOKENS = 0  # it emitted tokens
     NOTHING = 1  # nothing this step: its prompt is still being prefilled
     STOPPED = 2  # empty, or its request has ended
     PREEMPTED = 3  # its request lost its place and must be scheduled again
@@ -64,7 +65,7 @@ class SlotState(IntEnum):
 
 
 class LogprobsMode(IntEnum):
-    """Which distribution a request's logprobs are of."""
+    """The distribution from which a request's logprobs are taken."""
 
     RAW = 0  # the model's logits
     SCALED = 1  # divided by the temperature
@@ -72,7 +73,7 @@ class LogprobsMode(IntEnum):
 
 
 class Field(NamedTuple):
-    """Where an unsigned integer sits inside a group of words."""
+    """The place of an unsigned integer inside a group of words."""
 
     word: int
     shift: int
@@ -80,10 +81,11 @@ class Field(NamedTuple):
 
     @property
     def maximum(self) -> int:
+        """The largest value that fits."""
         return (1 << self.bits) - 1
 
     def get(self, words: Array) -> Array:
-        """The field of `words` [..., n] uint32, as uint32 [...]."""
+        """Returns this field of `words` [..., n] uint32, as uint32 [...]."""
         return (words[..., self.word] >> self.shift) & self.maximum
 
 
@@ -112,7 +114,7 @@ SLOT = {
     "num_tokens": Field(1, 0, 16),
     "num_rows": Field(1, 16, 16),  # tokens that have logprobs
     "num_drafts": Field(2, 0, 16),  # drafts that were proposed for this step
-    "num_chosen": Field(2, 16, 16),  # chosen token ids a row
+    "num_chosen": Field(2, 16, 16),  # chosen token ids per row
     "generation": Field(3, 0, 32),
 }
 
@@ -121,7 +123,7 @@ assert SLOT_WORDS * WORD_BYTES <= 16, "a slot has at most 16 bytes"
 
 
 class DeviceCheck(IntEnum):
-    """Checks made where a message is packed: a failed one sets its bit in `error_checks`."""
+    """Checks on the device where a message is packed; a failed one sets a bit of `error_checks`."""
 
     SLOT_COUNTS = 0  # more tokens, rows or drafts than a slot holds, or rows without tokens
     TOKEN_ID = 1  # an emitted id outside the vocabulary
@@ -130,7 +132,11 @@ class DeviceCheck(IntEnum):
 
 
 def fits(name: str, value: int, field: Field) -> int:
-    """`value`, or a `WireError` that names it and its limit. For values known on the host."""
+    """Returns `value` if it fits `field`. For values known on the host.
+
+    Raises:
+      WireError: it does not fit; the error names the value and the limits.
+    """
     if not 0 <= value <= field.maximum:
         raise WireError(
             f"{name} = {value} does not fit its {field.bits} bits of the message "
@@ -140,10 +146,12 @@ def fits(name: str, value: int, field: Field) -> int:
 
 
 def words_of(xp: Any, fields: dict[str, Field], num_words: int, values: dict[str, Array]) -> Array:
-    """Put `values` (uint32 arrays of one shape [...]) into words [..., num_words] uint32.
+    """Puts `values` (uint32 arrays of one shape [...]) into words [..., num_words] uint32.
 
-    Raises `KeyError` for a missing or unknown field name. Values must fit: the callers check them
-    (`fits` on the host, `DeviceCheck` on the device).
+    The values must fit. Callers check them: `fits` on the host, `DeviceCheck` on the device.
+
+    Raises:
+      KeyError: a field name is missing or unknown.
     """
     if values.keys() != fields.keys():
         raise KeyError(f"fields {sorted(values.keys() ^ fields.keys())} are missing or unknown")
@@ -155,19 +163,19 @@ def words_of(xp: Any, fields: dict[str, Field], num_words: int, values: dict[str
 
 
 class Layout(NamedTuple):
-    """Where each slot's values start, in words from the message's start."""
+    """The start of each slot's values, in words from the start of the message."""
 
     token_ids: Array  # [B]
     token_ranks: Array  # [B]
     logprobs: Array  # [B]
     topk_ids: Array  # [B]
-    num_words: Array  # [] the whole message
+    num_words: Array  # [] of the whole message
 
 
 def layout(
     xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
 ) -> Layout:
-    """The payload's layout, from four integer arrays [B] of one dtype; see `sections`."""
+    """Returns the payload's layout, from four integer arrays [B] of one dtype; see `sections`."""
     starts, sizes = sections(xp, num_tokens, num_rows, columns, num_chosen)
     ends = xp.cumsum(sizes, dtype=sizes.dtype) + (HEADER_WORDS + SLOT_WORDS * num_tokens.shape[0])
     return Layout(*(starts + (ends - sizes)[:, None]), ends[-1])  # type: ignore[call-arg]
@@ -176,13 +184,15 @@ def layout(
 def sections(
     xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
 ) -> tuple[Array, Array]:
-    """The four sections after the slots (`Layout` names them), from four arrays [B] of one dtype.
+    """Returns the four sections after the slots, which `Layout` names, in words.
 
-    int64 holds any field values (what a reader needs for bytes that it does not trust); int32, the
-    integer of traced code, is enough for checked ones.
+    Args:
+      num_tokens, num_rows, columns, num_chosen: integer arrays [B] of one dtype. int64 holds the
+        sums of any field values, as a reader of untrusted bytes needs. int32, the integer of
+        traced code, is enough for checked values.
 
     Returns:
-      [4, B] where each slot's values start in each section, and [4] the sections' sizes; in words.
+      [4, B] the start of each slot's values within each section, and [4] the sections' sizes.
     """
     rows = num_rows * (columns > 0).astype(columns.dtype)
     sizes = xp.array([num_tokens, num_rows, rows * (columns + num_chosen), rows * (columns - 1)])
@@ -193,9 +203,12 @@ def sections(
 def words_bound(
     num_tokens: Sequence[int], columns: Sequence[int], num_chosen: Sequence[int]
 ) -> int:
-    """The most words that slots with these counts [B] can fill.
+    """Returns the most words that slots with these counts [B] can fill.
 
-    `num_tokens` is the most tokens each slot can emit: its drafts plus one.
+    Args:
+      num_tokens: the most tokens that each slot can emit, its drafts plus one.
+      columns: columns of each slot, 0 without logprobs.
+      num_chosen: chosen token ids of each slot.
     """
     words = HEADER_WORDS
     for tokens, cols, chosen in zip(num_tokens, columns, num_chosen, strict=True):
@@ -205,6 +218,6 @@ def words_bound(
 
 
 def failed_checks(error_checks: int) -> list[str]:
-    """The names of the device checks whose bits are set."""
+    """Returns the names of the device checks whose bits are set."""
     names = [check.name for check in DeviceCheck if error_checks >> check & 1]
     return names or ["unnamed check"]

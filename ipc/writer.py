@@ -1,12 +1,10 @@
-"""The producer's side of the ring. The protocol, and the labels used here, are in ipc.ring."""
+"""The producer's side of the ring. `ipc.protocol` explains the protocol and the labels."""
 
 import zlib
 from os import getpid
 from time import monotonic_ns
 
-import numpy as np
-
-from ipc.endpoint import RingCounters, Side
+from ipc.endpoint import Endpoint, RingCounters
 from ipc.errors import MessageTooLarge, PeerClosed, RingClosed, RingFull
 from ipc.segment import Segment
 from ipc.segment_layout import (
@@ -18,10 +16,9 @@ from ipc.segment_layout import (
     Role,
 )
 from ipc.waiting import SLICE_NS, WaitPolicy, deadline_after
-from ipc.wording import counted
 
 
-class RingWriter(Side):
+class RingWriter(Endpoint):
     """The producer. One thread at a time; not for forked children."""
 
     _role = Role.PRODUCER
@@ -32,8 +29,8 @@ class RingWriter(Side):
     def __init__(self, segment: Segment, wait: WaitPolicy) -> None:
         super().__init__(segment, wait)
         self._num_freed = 0  # messages that the consumer is known to be done with
-        # A stack, as high as num_slots less the messages in flight; the slot freed last is on top.
-        # Both lists are the writer's own: no byte of the segment decides where to write.
+        # A stack of num_slots less the messages in flight; the slot freed last is on top.
+        # Both lists are this process's own: no byte of the segment decides where to write.
         self._free_slots = list(range(self._num_slots))
         self._slot_of = [0] * self._num_descriptors  # by sequence number mod num_descriptors
 
@@ -41,18 +38,19 @@ class RingWriter(Side):
         """Sends one message: the bytes of `parts`, one after the other.
 
         Args:
-          parts: bytes-like objects or C-contiguous ndarrays of any dtype. They are copied before
-            send() returns, so they may be reused at once.
+          parts: bytes-like objects or C-contiguous ndarrays of any dtype. send() copies them, so
+            they may be reused at once.
           timeout: seconds to wait while the ring is full; None waits as long as the consumer
             lives, 0 raises at once.
 
-        Returns the message's sequence number.
+        Returns:
+          The message's sequence number: 0, 1, 2, ...
 
         Raises:
           RingFull: no slot became free in time. Nothing was sent.
           MessageTooLarge: the parts exceed slot_bytes. Nothing was sent.
           PeerClosed, PeerDied: the consumer is gone.
-          RingClosed: close() was called, even where it was interrupted.
+          RingClosed: close() was called, even if a signal handler interrupted it.
           TypeError, ValueError: a part has no buffer, or is not contiguous.
         """
         if getpid() != self._pid or self._closed or self._busy:
@@ -60,21 +58,21 @@ class RingWriter(Side):
         self._busy = True
         try:
             if self._ended:  # by a close() that a signal handler interrupted
-                raise RingClosed("this producer has ended the stream: nothing behind it is read")
+                raise RingClosed("this producer has ended the stream; create a new ring to go on")
             views = [part if type(part) is bytes else _as_bytes(part) for part in parts]
             size = sum(map(len, views))
             if size > self._slot_bytes:
                 raise MessageTooLarge(size, self._slot_bytes)
             if not self._find_room(None if timeout is None else deadline_after(timeout)):
                 raise RingFull(
-                    f"the ring ({counted(self.capacity, 'slot')}) was full for {timeout} s: "
-                    "the consumer is behind"
+                    f"the ring was full for {timeout} s, all its slots ({self.capacity}) in use: "
+                    "wait longer, or create it with more slots"
                 )
             if self._words[self._peer_closed]:
                 raise PeerClosed(f"the consumer closed ring {self.name}")
             now = monotonic_ns()
             if now >= self._next_look_ns:
-                # A ring that never fills up would not notice a dead consumer for long.
+                # With free slots, send() never waits and so would not notice a dead consumer.
                 self._next_look_ns = now + SLICE_NS
                 self._raise_if_hopeless()
             return self._commit(views, size, 0)
@@ -87,7 +85,7 @@ class RingWriter(Side):
         return self._count(depth, self._freed)
 
     def _find_room(self, deadline_ns: int | None) -> bool:
-        """Puts the slots that came back on the stack; False when none is free in time."""
+        """Puts the slots that came back on the stack; False if no slot is free in time."""
         freed = self._freed
         in_flight = self._sequence - self._num_freed
         freed.gather(in_flight - len(freed.held))
@@ -108,7 +106,7 @@ class RingWriter(Side):
     def _commit(self, views: list[bytes | memoryview], size: int, flags: int) -> int:
         sequence = self._sequence
         index = sequence % self._num_descriptors
-        # The end of stream may find none free; it has no payload, so any number will do.
+        # The end of stream may find no free slot; without a payload, any number will do.
         slot = self._free_slots[self._num_slots - (sequence - self._num_freed) - 1]
         payload = self._slots[slot]
         start = 0
@@ -138,7 +136,7 @@ class RingWriter(Side):
         self._bell_owed = False
 
     def _peer_progress(self) -> int:
-        # The consumer's word, hence a claim: it can never be more than was sent.
+        # The consumer's own claim: bounded, as it cannot have taken more than was sent.
         return min(self._words[self._peer_position], self._sequence)
 
     def _last_crossed(self) -> int:
@@ -167,6 +165,8 @@ def _as_bytes(part: object) -> memoryview:
         if view.c_contiguous:
             return view.cast("B") if view.nbytes else memoryview(b"")
     except ValueError:  # a dtype that the buffer protocol or cast() does not know, like bfloat16
+        import numpy as np  # the caller has imported it: the part is most likely an array
+
         if not isinstance(part, np.ndarray):
             raise
         if part.flags.c_contiguous:

@@ -1,7 +1,7 @@
 """The ring's long checks: `python -m tests.heavy.ring_soak [--kills N] [--messages N] ...`.
 
-Each prints RUN with its figures, or NOT RUN and why. Exit status 1 when one failed.
-CI runs the same functions with smaller numbers (tests/ipc/test_ring_soak.py).
+Each prints RUN with its figures, or NOT RUN and why. Exit status 1 when one failed. CI runs the
+same functions with smaller numbers (tests/ipc), except those that depend on time.
 """
 
 import argparse
@@ -10,16 +10,21 @@ import os
 import random
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ipc import errors
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from ipc import RingReader, RingWriter, errors
 from ipc.doctor import find_ring_files, remove_leftovers
-from ipc.ring import RingReader, RingWriter
-from tests.ipc.test_ring_hostile import outcome, used_ranges
-from tests.support.ring_peer import Progress, is_intact, payload, start_peer
+from tests.heavy import ring_timing
+from tests.ipc.test_ring_model import RingMachine
+from tests.support import ring_storm
+from tests.support.ring_damage import outcome, used_ranges
+from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
 
 MODES = ("predict", "block", "spin")
 
@@ -34,28 +39,38 @@ class KillResult:
     noticed_ms: float
 
 
-class Killer(threading.Thread):
-    """Kills a process after a delay, and remembers when."""
-
-    def __init__(self, pid: int, delay: float) -> None:
-        super().__init__(daemon=True)
-        self.pid, self.delay, self.killed_at = pid, delay, 0.0
-        self.start()
-
-    def run(self) -> None:
-        time.sleep(self.delay)
-        self.killed_at = time.monotonic()
-        os.kill(self.pid, 9)
-
-
 def kill_round(rng: random.Random, directory: Path, number: int) -> KillResult:
     """Starts a peer under load, kills it at a random moment, and checks every promise."""
     side = rng.choice(["producer", "consumer"])
+    slots, max_bytes = rng.choice([1, 2, 16]), rng.choice([100, 3000, 200_000])
+    progress = directory / f"kill-{number}"
+    ring, pid, reap = start_under_load(rng, side, slots, max_bytes, progress)
+    killer = Killer(pid, rng.random() * 0.03)
+    with ring:
+        crossed, problem = transfer_until_death(ring, side, pid, max_bytes)
+        noticed = time.monotonic()
+    killer.join()
+    reap()
+    record = Progress.at(progress)
+    # The peer notes a message after it has crossed: the kill can fall between the two.
+    if not problem and not record.done <= crossed <= record.done + 1:
+        problem = f"the peer had {record.done} messages across, this side saw {crossed}"
+    if not problem and record.damaged:
+        problem = f"damaged messages at the consumer: {record.damaged}"
+    problem = problem or left_behind(pid)
+    return KillResult(side, problem, crossed, (noticed - killer.killed_at) * 1e3)
+
+
+def start_under_load(
+    rng: random.Random, side: str, slots: int, max_bytes: int, progress: Path
+) -> tuple[RingReader | RingWriter, int, Callable[[], int]]:
+    """Starts the peer that is the `side`; either of the two may create the ring.
+
+    Returns this end of the ring, the peer's process id and what reaps it.
+    """
     job = "produce" if side == "producer" else "consume"
     here = RingReader if side == "producer" else RingWriter
-    slots, max_bytes = rng.choice([1, 2, 16]), rng.choice([100, 3000, 200_000])
     wait, peer_wait = rng.choice(MODES), rng.choice(MODES)
-    progress = directory / f"kill-{number}"
     options = {"wait": peer_wait, "max_bytes": max_bytes, "slots": slots}
     if rng.random() < 0.5:
         peer = start_peer(job, "create", progress, **options)
@@ -66,82 +81,80 @@ def kill_round(rng: random.Random, directory: Path, number: int) -> KillResult:
         ring = here.create(slots, max_bytes, wait=wait)
         peer = start_peer(job, ring.name, progress, **options)
         ring.wait_attached(60)
-    killer = Killer(peer.pid, rng.random() * 0.03)
-    problem, crossed = "", 0
-    with ring:
-        try:
-            while True:
-                if isinstance(ring, RingReader):
-                    message = ring.receive(10)
-                    if message.sequence != crossed or not is_intact(
-                        message.data, crossed, max_bytes
-                    ):
-                        problem = f"message {crossed} is damaged or out of order"
-                    crossed += 1
-                else:
-                    ring.send(*payload(ring.counters().messages, max_bytes), timeout=10)
-        except errors.PeerDied as died:
-            noticed = time.monotonic()
-            crossed = died.last_sequence + 1 if side == "consumer" else crossed
-            if (died.side, died.pid, died.last_sequence) != (side, peer.pid, crossed - 1):
-                problem = f"the report is wrong: {died}"
-        except errors.RingError as error:
-            noticed = time.monotonic()
-            problem = f"{type(error).__name__}: {error}"
-    killer.join()
-    peer.wait()
-    record = Progress.at(progress)
-    # The peer notes a message after it has crossed: the kill can fall between the two.
-    if not problem and not record.done <= crossed <= record.done + 1:
-        problem = f"the peer had {record.done} messages across, this side saw {crossed}"
-    if not problem and record.damaged:
-        problem = f"the consumer found {record.damaged} damaged messages"
-    left = [file for file in find_ring_files() if file.creator.pid in (os.getpid(), peer.pid)]
-    if not problem and left:
-        problem = f"left behind: {left}"
-    return KillResult(side, problem, crossed, (noticed - killer.killed_at) * 1e3)
+    return ring, peer.pid, peer.wait
+
+
+def transfer_until_death(
+    ring: RingReader | RingWriter, side: str, pid: int, max_bytes: int
+) -> tuple[int, str]:
+    """Moves messages until the peer is dead. Returns how many crossed, and a problem."""
+    crossed, problem = 0, ""
+    try:
+        while True:
+            if isinstance(ring, RingReader):
+                message = ring.receive(10)
+                if message.sequence != crossed or not is_intact(message.data, crossed, max_bytes):
+                    problem = f"message {crossed} is damaged or out of order"
+                crossed += 1
+            else:
+                ring.send(*payload(ring.counters().messages, max_bytes), timeout=10)
+    except errors.PeerDied as died:
+        crossed = died.last_sequence + 1 if side == "consumer" else crossed
+        if (died.side, died.pid, died.last_sequence) != (side, pid, crossed - 1):
+            problem = f"the report is wrong: {died}"
+    except errors.RingError as error:
+        problem = f"{type(error).__name__}: {error}"
+    return crossed, problem
+
+
+def left_behind(pid: int) -> str:
+    """Says which names this process and process `pid` left in /dev/shm; "" if they left none."""
+    left = [file for file in find_ring_files() if file.creator.pid in (os.getpid(), pid)]
+    return f"left behind: {left}" if left else ""
 
 
 def early_kill_round(rng: random.Random, directory: Path, number: int) -> KillResult:
     """Kills a peer while it starts, attaches or creates; doctor must clean up after creators."""
-    creates = rng.random() < 0.5
-    progress = directory / f"early-{number}"
+    kill = killed_creator if rng.random() < 0.5 else killed_attacher
+    pid, problem, late = kill(rng, directory / f"early-{number}")
+    return KillResult("early", problem or left_behind(pid), 0, late * 1e3)
+
+
+def killed_creator(rng: random.Random, progress: Path) -> tuple[int, str, float]:
+    """Kills a creator. Returns its process id, a problem, and 0.0: nothing waits for it."""
+    peer = start_peer("produce", "create", progress)
+    Killer(peer.pid, rng.random() * 0.25).join()
+    peer.communicate()
+    files = [file for file in find_ring_files() if file.creator.pid == peer.pid]
+    remove_leftovers(files)
+    living = any(file.state != "dead" for file in files)
+    return peer.pid, "doctor takes a dead creator for a living one" if living else "", 0.0
+
+
+def killed_attacher(rng: random.Random, progress: Path) -> tuple[int, str, float]:
+    """Kills an attacher. Returns its process id, a problem, and the seconds to notice it."""
     problem = ""
-    if creates:
-        peer = start_peer("produce", "create", progress)
-        Killer(peer.pid, rng.random() * 0.25).join()
-        noticed = killed = time.monotonic()
-        peer.communicate()
-        mine = [file for file in find_ring_files() if file.creator.pid == peer.pid]
-        if any(file.state != "dead" for file in mine):
-            problem = "doctor takes a dead creator for a living one"
-        remove_leftovers(mine)
-    else:
-        with RingReader.create(2, 1000, wait=rng.choice(MODES)) as reader:
-            peer = start_peer("produce", reader.name, progress)
-            reader.expect_peer(peer.pid)
-            killer = Killer(peer.pid, rng.random() * 0.25)
-            try:
-                for _ in reader:
-                    pass
-                problem = "the stream ended as if the producer had closed it"
-            except errors.PeerDied as died:
-                if died.pid != peer.pid:
-                    problem = f"the report is wrong: {died}"
-            except errors.RingError as error:
-                problem = f"{type(error).__name__}: {error}"
-            noticed = time.monotonic()
-            killer.join()
-            killed = killer.killed_at
-        peer.wait()
-    left = [file for file in find_ring_files() if file.creator.pid in (os.getpid(), peer.pid)]
-    if not problem and left:
-        problem = f"left behind: {left}"
-    return KillResult("early", problem, 0, (noticed - killed) * 1e3)
+    with RingReader.create(2, 1000, wait=rng.choice(MODES)) as reader:
+        peer = start_peer("produce", reader.name, progress)
+        reader.expect_peer(peer.pid)
+        killer = Killer(peer.pid, rng.random() * 0.25)
+        try:
+            for _ in reader:
+                pass
+            problem = "the stream ended as if the producer had closed it"
+        except errors.PeerDied as died:
+            if died.pid != peer.pid:
+                problem = f"the report is wrong: {died}"
+        except errors.RingError as error:
+            problem = f"{type(error).__name__}: {error}"
+        noticed = time.monotonic()
+        killer.join()
+    peer.wait()
+    return peer.pid, problem, noticed - killer.killed_at
 
 
 def check_kills(rounds: int, seed: int, early: bool = False) -> dict[str, object]:
-    """Runs many kill rounds and sums them up; "failed" lists every broken promise."""
+    """Runs `rounds` kill rounds and sums them up; "failed" lists every broken promise."""
     rng = random.Random(seed)
     one = early_kill_round if early else kill_round
     with tempfile.TemporaryDirectory() as directory:
@@ -188,7 +201,7 @@ def check_transfer(messages: int, wait: str, max_bytes: int = 200) -> dict[str, 
 
 
 def check_mutations(rounds: int, seed: int) -> dict[str, object]:
-    """Damages live segments at random: delivered whole or refused, never anything else."""
+    """Damages live segments at random: messages are delivered whole or refused."""
     ranges, seen = used_ranges(), {"delivered": 0, "CorruptMessage": 0}
     failed: list[str] = []
     memory = _own_bytes()
@@ -203,22 +216,59 @@ def check_mutations(rounds: int, seed: int) -> dict[str, object]:
     return {"rounds": rounds, "growth_bytes": growth, **seen, "failed": failed}
 
 
+def check_storms(messages: int) -> dict[str, object]:
+    """Moves messages while signal handlers raise in one process; `failed` says what went wrong."""
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as directory, ring_storm.storm_of_signals() as storm:
+        for wait in MODES:
+            for move in (ring_storm.read, ring_storm.write):
+                try:
+                    move(storm, wait, Path(directory) / f"{move.__name__}-{wait}", messages)
+                except (Exception, AssertionError) as error:
+                    failed.append(f"{move.__name__}, {wait}: {type(error).__name__}: {error}")
+    return {"messages": messages, "failed": failed}
+
+
+def check_model(examples: int) -> dict[str, object]:
+    """Compares the ring with its model in random examples."""
+    long = settings(max_examples=examples, stateful_step_count=40, derandomize=False, database=None)
+    failed: list[str] = []
+    try:
+        run_state_machine_as_test(RingMachine, settings=long)
+    except (Exception, AssertionError) as error:
+        failed.append(f"{type(error).__name__}: {error}")
+    return {"examples": examples, "failed": failed}
+
+
 def main() -> int:
+    """Runs the checks with the numbers of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--early-kills", type=int, default=100)
     parser.add_argument("--messages", type=int, default=10_000_000)
+    parser.add_argument("--slower-messages", type=int, default=500_000)
     parser.add_argument("--mutations", type=int, default=200_000)
+    parser.add_argument("--storms", type=int, default=10_000)
+    parser.add_argument("--model", type=int, default=2000)
+    parser.add_argument("--deaths", type=int, default=10, help="attempts")
+    parser.add_argument("--one-core", type=int, default=3, help="attempts")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         print("NOT RUN ring_soak: the ring needs Linux (POSIX semaphores, pidfd)")
         return 0
-    checks = {
-        "kills": (options.kills, lambda n: check_kills(n, options.seed)),
-        "early_kills": (options.early_kills, lambda n: check_kills(n, options.seed, early=True)),
+    seed = options.seed
+    checks: dict[str, tuple[int, Callable[[int], dict[str, object]]]] = {
+        "kills": (options.kills, lambda n: check_kills(n, seed)),
+        "early_kills": (options.early_kills, lambda n: check_kills(n, seed, early=True)),
         "messages": (options.messages, lambda n: check_transfer(n, "predict")),
-        "mutations": (options.mutations, lambda n: check_mutations(n, options.seed)),
+        "block": (options.slower_messages, lambda n: check_transfer(n, "block")),
+        "spin": (options.slower_messages, lambda n: check_transfer(n, "spin")),
+        "mutations": (options.mutations, lambda n: check_mutations(n, seed)),
+        "storms": (options.storms, check_storms),
+        "model": (options.model, check_model),
+        "deaths": (options.deaths, ring_timing.check_deaths),
+        "one_core": (options.one_core, ring_timing.check_one_core),
     }
     ok = True
     for name, (amount, check) in checks.items():
@@ -227,15 +277,13 @@ def main() -> int:
             continue
         result = check(amount)
         ok = ok and not result["failed"]
-        print(
-            f"RUN {name} {'failed' if result['failed'] else 'passed'} {json.dumps(result)}",
-            flush=True,
-        )
+        passed = "failed" if result["failed"] else "passed"
+        print(f"RUN {name} {passed} {json.dumps(result)}", flush=True)
     return int(not ok)
 
 
 def _own_bytes() -> int:
-    """This process's own memory: exact, and without the pages of files, which come and go."""
+    """Returns this process's own memory in bytes, exactly and without the pages of files."""
     (line,) = (
         line
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines()

@@ -1,26 +1,26 @@
-"""Short runs of tests.heavy.ring_soak, and the proof that its checks can fail."""
+"""Short runs of tests.heavy.ring_soak, and proofs that its checks can fail."""
 
 import pytest
 
-from ipc import errors
-from ipc.ring import RingReader, RingWriter
+from ipc import RingReader, RingWriter, errors
 from tests.heavy import ring_soak
 from tests.support.ring_peer import Progress, is_intact, payload, remove_semaphore, start_peer
 
 
 def test_random_kills_under_load():
-    result = ring_soak.check_kills(16, seed=1)
+    result = ring_soak.check_kills(6, seed=1)
     assert result["failed"] == []
     assert result["messages"] > 100
 
 
 def test_random_kills_while_attaching():
-    assert ring_soak.check_kills(10, seed=2, early=True)["failed"] == []
+    assert ring_soak.check_kills(5, seed=2, early=True)["failed"] == []
 
 
 @pytest.mark.parametrize("wait", ["predict", "block"])
 def test_many_messages(wait):
-    assert ring_soak.check_transfer(50_000, wait)["failed"] == []
+    """A reader that kept them all would grow by 7 MB, which the check notices."""
+    assert ring_soak.check_transfer(5000, wait, max_bytes=3000)["failed"] == []
 
 
 def read_all(reader):
@@ -32,7 +32,7 @@ def read_all(reader):
 
 @pytest.mark.parametrize("without", ["freed", "items"])
 def test_negative_control_without_a_semaphore(tmp_path, without):
-    """The same stress, one semaphore removed: the reader must see it."""
+    """The reader notices that a semaphore is missing under the same stress."""
     with RingReader.create(4, 3000, wait="block") as reader:
         options = {"without": "freed"} if without == "freed" else {}
         peer = start_peer("produce", reader.name, tmp_path / "p", max_bytes=3000, **options)
@@ -46,7 +46,7 @@ def test_negative_control_without_a_semaphore(tmp_path, without):
 
 
 def test_the_checks_of_the_soak_can_fail(tmp_path):
-    """A damaged payload without a payload checksum reaches the reader: is_intact must say so."""
+    """Without a payload checksum a damaged payload reaches the reader; is_intact notices it."""
     with RingReader.create(4, 3000) as reader, RingWriter.attach(reader.name) as writer:
         writer.send(*payload(5, 3000))
         data = bytearray(reader.receive(1).data)

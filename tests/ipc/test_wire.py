@@ -1,4 +1,4 @@
-"""The message layout: every field over its whole range, every bad byte refused."""
+"""The message layout: every field over its whole range; bad bytes are refused."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_every_field_survives_the_round_trip(slots, step, running, draft_follows
 
 
 def whole_range(fields):
-    """A value for each field: anywhere in its range, its ends more often than not."""
+    """Draws a value for each field from its whole range, often at either end."""
     return st.fixed_dictionaries(
         {
             name: st.sampled_from([0, 1, field.maximum - 1, field.maximum])
@@ -125,7 +125,7 @@ def test_only_what_was_asked_for_travels():
     sizes = [len(encode(Kind.TARGET, 0, slots)) // 4 for slots in ([plain], [k0], [k2])]
     base = wire.HEADER_WORDS + wire.SLOT_WORDS
     assert sizes == [base + 3, base + 1 + 1 + 1, base + 1 + 1 + 3 + 2]
-    # Mixed in one batch, nobody pays for somebody else's columns.
+    # In one batch, no slot pays for the columns of another.
     assert len(encode(Kind.TARGET, 0, [plain, k0, k2])) // 4 == sum(sizes) - 2 * wire.HEADER_WORDS
 
 
@@ -196,7 +196,7 @@ def test_mutated_bytes_are_decoded_equal_or_refused(data):
         message = decode(words[:cut].tobytes())
     except MessageError:
         return
-    # Whatever was accepted is consistent: every view lies inside the message.
+    # A message that was accepted is consistent: every view lies inside it.
     for index in range(message.num_slots):
         view = message.slot(index)
         assert view.token_ids.size == message.num_tokens[index]

@@ -1,6 +1,6 @@
 """The other process in ring tests: `python -m tests.support.ring_peer produce|consume NAME ...`.
 
-Messages are a function of their number, so either side can check or make any of them alone.
+A message is a function of its number, so either side can make or check any one of them.
 """
 
 import argparse
@@ -8,19 +8,19 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ipc import errors
-from ipc.ring import RingReader, RingWriter
+from ipc import EndOfStream, PeerClosed, RingReader, RingWriter
 from tests.support.paths import ROOT
 
 _PATTERN = bytes((i * i * 31 + i * 7 + (i >> 8)) & 255 for i in range(1 << 16)) * 18
 
 
 def payload(number: int, max_bytes: int) -> tuple[bytes, memoryview]:
-    """Message `number` as two parts: its number in 8 bytes, then 0..max_bytes-8 pattern bytes."""
+    """Returns message `number` in two parts: 8 bytes of number, 0..max_bytes-8 of a pattern."""
     size = (number * 2654435761 % (1 << 32)) * (max_bytes - 7) >> 32
     start = number % 65521
     return number.to_bytes(8, "little"), memoryview(_PATTERN)[start : start + size]
@@ -36,8 +36,9 @@ def is_intact(data: bytes, number: int, max_bytes: int) -> bool:
 class Progress:
     """A peer's own record of what it did, in a mapped file that outlives its SIGKILL.
 
-    Words: messages sent or received intact, damaged messages, 1 when it ended as it should, and
-    the CPU time in ns that it took from its attachment to its end.
+    Attributes:
+      words: messages sent or received, damaged messages, 1 once it ended as it should, and the CPU
+        time in ns from its attachment to its end.
     """
 
     words: memoryview
@@ -67,7 +68,7 @@ class Progress:
 
 
 class OpenGate:
-    """A semaphore that never makes anybody wait: the negative control."""
+    """A semaphore that never makes its taker wait: the negative control."""
 
     value = 1
 
@@ -86,7 +87,7 @@ def remove_semaphore(ring: RingReader | RingWriter, which: str) -> None:
 
 
 def start_peer(job: str, name: str, progress: Path, **options: object) -> subprocess.Popen[bytes]:
-    """Starts this module in a process of its own."""
+    """Starts this module in a process of its own, with the options of `main`."""
     Progress.at(progress)
     command = [sys.executable, "-m", "tests.support.ring_peer", job, name, str(progress)]
     for key, value in options.items():
@@ -95,7 +96,41 @@ def start_peer(job: str, name: str, progress: Path, **options: object) -> subpro
     return subprocess.Popen(command, cwd=ROOT, stdout=stdout)
 
 
+class Killer(threading.Thread):
+    """Kills a process after a delay, and remembers when. Does not reap it."""
+
+    def __init__(self, pid: int, delay: float) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.delay, self.killed_at = pid, delay, 0.0
+        self.start()
+
+    def run(self) -> None:
+        time.sleep(self.delay)
+        self.killed_at = time.monotonic()
+        os.kill(self.pid, 9)
+
+
 def main() -> None:
+    """Attaches to a ring, or creates one, and moves messages as the options say."""
+    options = _options()
+    if options.core >= 0:
+        os.sched_setaffinity(0, {options.core})
+    words = Progress.at(options.progress).words
+    ring = _open_ring(options)
+    for semaphore in options.without:
+        remove_semaphore(ring, semaphore)
+    begun = time.thread_time_ns()
+    _move_messages(ring, words, options)
+    if options.then == "sleep":
+        time.sleep(1000)
+    elif options.then == "exit":
+        os._exit(0)
+    ring.close()
+    words[3] = time.thread_time_ns() - begun
+    words[2] = 1
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("job", choices=["produce", "consume"])
     parser.add_argument("name", help="the ring to attach to, or `create` to make one and print it")
@@ -108,39 +143,35 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], choices=["freed", "items"])
     parser.add_argument("--core", type=int, default=-1)
     parser.add_argument("--then", choices=["close", "sleep", "exit"], default="close")
-    options = parser.parse_args()
-    if options.core >= 0:
-        os.sched_setaffinity(0, {options.core})
-    words = Progress.at(options.progress).words
+    return parser.parse_args()
+
+
+def _open_ring(options: argparse.Namespace) -> RingReader | RingWriter:
     side = RingWriter if options.job == "produce" else RingReader
-    if options.name == "create":
-        ring = side.create(options.slots, options.max_bytes, wait=options.wait)
-        print(ring.name, flush=True)
-    else:
-        ring = side.attach(options.name, wait=options.wait)
-    for semaphore in options.without:
-        remove_semaphore(ring, semaphore)
-    begun = time.thread_time_ns()
+    if options.name != "create":
+        return side.attach(options.name, wait=options.wait)
+    ring = side.create(options.slots, options.max_bytes, wait=options.wait)
+    print(ring.name, flush=True)
+    return ring
+
+
+def _move_messages(
+    ring: RingReader | RingWriter, words: memoryview, options: argparse.Namespace
+) -> None:
+    """Moves `count` messages, or those that move until the other side closes."""
     for number in range(options.count):
         if options.gap_us:
             time.sleep(options.gap_us * 1e-6)
-        if isinstance(ring, RingWriter):
-            ring.send(*payload(number, options.max_bytes))
-        else:
-            try:
+        try:
+            if isinstance(ring, RingWriter):
+                ring.send(*payload(number, options.max_bytes))
+            else:
                 message = ring.receive()
-            except errors.EndOfStream:
-                break
-            if message.sequence != number or not is_intact(message.data, number, options.max_bytes):
-                words[1] += 1
+                intact = is_intact(message.data, number, options.max_bytes)
+                words[1] += message.sequence != number or not intact
+        except (EndOfStream, PeerClosed):
+            break
         words[0] = number + 1
-    if options.then == "sleep":
-        time.sleep(1000)
-    elif options.then == "exit":
-        os._exit(0)
-    ring.close()
-    words[3] = time.thread_time_ns() - begun
-    words[2] = 1
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""When a waiter sleeps, rehearses and spins: on a clock of its own, so timing decides nothing."""
+"""When a waiter sleeps, rehearses and spins, on a simulated clock: no test depends on timing."""
 
 import numpy as np
 import posix_ipc
 import pytest
 
-from ipc import waiting
-from ipc.ring import RingReader, RingWriter
-from ipc.waiting import FIRST_REHEARSAL_NS, LEAD_NS, POLICIES, Waiter
+from ipc import RingReader, RingWriter, rhythm, waiting
+from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS
+from ipc.waiting import GLANCES, POLICIES, Waiter
 
 pytestmark = pytest.mark.fast
 
 US, MS = 1_000, 1_000_000
+LOOK = US  # how long a look at the clock or at the semaphore takes here
 
 
 class Clockwork:
-    """A semaphore whose units come at given times, and the clock by which they do."""
+    """A semaphore whose units come at given times, and the clock that tells these times."""
 
     def __init__(self, monkeypatch, policy="predict"):
         self.now = 0
@@ -25,12 +26,12 @@ class Clockwork:
         monkeypatch.setattr(waiting, "monotonic_ns", self.clock)
 
     def clock(self):
-        self.now += 100
+        self.now += LOOK
         return self.now
 
     @property
     def value(self):
-        self.now += 100
+        self.now += LOOK
         return sum(moment <= self.now for moment in self.due)
 
     def acquire(self, seconds):
@@ -42,7 +43,7 @@ class Clockwork:
         raise posix_ipc.BusyError
 
     def take(self, gap, rehearse=None, work=50 * US):
-        """The waiter waits for a unit that comes `gap` after now; then some work is done."""
+        """Waits for a unit that comes `gap` after now, then works for `work`."""
         self.due.append(self.now + gap)
         slept = self.slept
         assert self.waiter.take(None, rehearse)
@@ -52,7 +53,7 @@ class Clockwork:
 
 
 class Rehearsal:
-    """Takes `lasts`, and notes when it began."""
+    """A rehearsal that takes `lasts` and notes when it began."""
 
     def __init__(self, scene, lasts):
         self.scene, self.lasts, self.began = scene, lasts, []
@@ -66,7 +67,7 @@ def test_a_rehearsal_ends_shortly_before_the_unit_comes(monkeypatch):
     scene = Clockwork(monkeypatch)
     rehearsal = Rehearsal(scene, lasts=300 * US)
     scene.take(5 * MS, rehearsal)
-    assert not rehearsal.began  # nothing was known yet
+    assert not rehearsal.began  # the interval is not known yet
     for _ in range(30):
         scene.take(5 * MS, rehearsal)
         comes = scene.now - 50 * US
@@ -175,7 +176,7 @@ def test_an_error_in_a_rehearsal_is_raised_and_no_unit_is_lost(monkeypatch):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dies", [0, 3, 4.9, 7, 30])
 def test_a_peer_that_is_gone_is_noticed_within_50_ms(monkeypatch, policy, dies):
-    """Whenever it dies: before a unit is expected, while it is spun for, and long after."""
+    """The peer may die before a unit is expected, while the waiter spins, and long after."""
     scene = Clockwork(monkeypatch, policy)
     for _ in range(5):
         scene.take(5 * MS)
@@ -187,7 +188,7 @@ def test_a_peer_that_is_gone_is_noticed_within_50_ms(monkeypatch, policy, dies):
 
 
 def jittery(scene, mean, spread, count=300):
-    """Gaps around `mean`: the share of units that came while the waiter spun."""
+    """Takes units with gaps around `mean`; returns the share that came while the waiter spun."""
     rng = np.random.default_rng(0)
     for gap in rng.normal(mean, spread, 50):
         scene.take(int(gap))
@@ -212,7 +213,7 @@ def test_long_intervals_that_vary_are_met_by_spinning_longer(monkeypatch):
     assert share > 0.8
     assert max(spinning) <= 35 * MS // 7  # twice a sixteenth, and a little for the average
     scene = Clockwork(monkeypatch)
-    monkeypatch.setattr(waiting, "LEAD_SHARE", 10**9)  # as without: the lead stays as it is
+    monkeypatch.setattr(rhythm, "LEAD_SHARE", 10**9)  # negative control: the lead stays as it is
     assert jittery(scene, 35 * MS, 0.8 * MS) < share - 0.2
 
 
@@ -253,7 +254,7 @@ def test_a_pause_does_not_spoil_the_prediction(monkeypatch):
 
 @pytest.mark.parametrize(("interval", "spread", "poll"), [(35, 1, 1), (400, 140, 50)])
 def test_many_short_waits_for_one_unit_spin_no_longer_than_one(monkeypatch, interval, spread, poll):
-    """As an engine does between two heartbeats, and a server that polls."""
+    """An engine waits so between two heartbeats, and so does a server that polls."""
     scene = Clockwork(monkeypatch)
     spin, spinning = scene.waiter._spin, []
 
@@ -283,22 +284,36 @@ def test_many_short_waits_learn_a_pause_once(monkeypatch):
         while not scene.waiter.take(scene.now + MS):
             pass
         scene.waiter.held.clear()
-    assert 35 * MS < scene.waiter._interval_ns < 45 * MS
+    assert 35 * MS < scene.waiter._rhythm.interval_ns < 45 * MS
+
+
+@pytest.mark.parametrize("cores", [{3}, {0, 1}])
+def test_a_spinning_side_yields_where_both_share_one_core(monkeypatch, cores):
+    """Elsewhere it would give time slices to other programs."""
+    scene, yields = Clockwork(monkeypatch, "spin"), []
+    monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: cores)
+    monkeypatch.setattr(waiting.os, "sched_yield", lambda: yields.append(scene.now))
+    scene.take(5 * MS)
+    if len(cores) == 1:
+        assert max(np.diff([0, *yields, 5 * MS])) <= 2 * GLANCES * LOOK
+    else:
+        assert not yields
 
 
 def test_receive_rehearses_through_a_real_ring():
-    """That the callable comes through; when it is called, the tests above say."""
+    """The callable reaches the waiter; the tests above say when it is called."""
     with RingReader.create(4, 64) as reader, RingWriter.attach(reader.name) as writer:
         calls = []
         for number in range(3):
             writer.send(bytes([number]))
             assert reader.receive(rehearse=lambda: calls.append(1)).data == bytes([number])
         assert not calls  # they were there at once
-        # A message is expected in 30 s, and to rehearse takes so long: however late this core
-        # wakes up, there is time.
-        reader._items._last_ns, reader._items._unwaited = waiting.monotonic_ns(), 0
-        reader._items._interval_ns, reader._items._gap_ns = 30_000 * MS, 0
-        reader._items._rehearsal_ns = 29_500 * MS
+        # The next message is expected in 30 s, and a rehearsal takes 29.5 s: there is time for it
+        # however late this core wakes up.
+        waiter = reader._items
+        waiter._rhythm.last_ns, waiter._rhythm.unwaited = waiting.monotonic_ns(), 0
+        waiter._rhythm.interval_ns, waiter._rhythm._gap_ns = 30_000 * MS, 0
+        waiter._rehearsal_time.ns = 29_500 * MS
         with pytest.raises(ZeroDivisionError):
             reader.receive(timeout=60, rehearse=lambda: 1 // 0)
         writer.send(b"after")

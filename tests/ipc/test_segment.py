@@ -1,23 +1,25 @@
-"""A full /dev/shm is a clear error at creation, never a SIGBUS later."""
+"""Creating a ring: a full or forbidden /dev/shm is a clear error at once, never a SIGBUS later."""
 
+import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
 
+import posix_ipc
 import pytest
 
-from ipc import errors
-from ipc.ring import RingReader
+from ipc import RingReader, errors
+from tests.support.ring_checks import leftovers
 
 FILL = """
 import os, sys
-from ipc import errors, segment
-from ipc.ring import RingReader, RingWriter
+from ipc import RingReader, RingWriter, errors, segment
 
 free_bytes = segment._free_bytes
 for slots, expected in ((2, None), (64, errors.OutOfSharedMemory), (64, "late"), (2, None)):
-    # "late": somebody else took the room after it was checked; the kernel says so.
+    # "late": another process took the room after the check; the kernel says so.
     segment._free_bytes = (lambda: 1 << 30) if expected == "late" else free_bytes
     try:
         with RingReader.create(slots, 60000) as reader, RingWriter.attach(reader.name) as writer:
@@ -38,7 +40,7 @@ TINY = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -c "$1"'
 
 
 def test_a_tiny_dev_shm():
-    """In a mount namespace of its own, with a /dev/shm of 1 MiB."""
+    """A mount namespace of its own has a /dev/shm of 1 MiB."""
     unshare = shutil.which("unshare")
     refusals = []
     # Root may mount; elsewhere a user namespace may allow it.
@@ -59,11 +61,10 @@ def test_a_tiny_dev_shm():
 
 
 def test_a_file_size_limit():
-    """The same path through RLIMIT_FSIZE, which needs no privilege."""
+    """RLIMIT_FSIZE leads to the same error and needs no privilege."""
     script = """
 import resource, os
-from ipc import errors
-from ipc.ring import RingReader
+from ipc import RingReader, errors
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     RingReader.create(64, 60000)
@@ -78,7 +79,7 @@ print([name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name])
 def test_more_than_the_machine_has():
     with pytest.raises(errors.OutOfSharedMemory, match="free"):
         RingReader.create(65536, 1 << 30)
-    assert not [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name]
+    assert leftovers() == []
 
 
 def test_every_byte_is_reserved_before_it_is_mapped(monkeypatch):
@@ -98,3 +99,25 @@ def test_every_byte_is_reserved_before_it_is_mapped(monkeypatch):
         assert start == end
         end += count
     assert end == total > 10 << 20
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "error",
+    [
+        posix_ipc.PermissionsError("Permission denied"),
+        OSError(errno.EROFS, "Read-only file system"),
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_named(error, monkeypatch):
+    """Removing the names that could not be made fails too, and must not hide the reason."""
+
+    def refuse(*_, **__):
+        raise error
+
+    for name in ("SharedMemory", "unlink_shared_memory", "unlink_semaphore"):
+        monkeypatch.setattr(posix_ipc, name, refuse)
+    with pytest.raises(
+        errors.RingError, match=re.escape(f"in /dev/shm: {error}. Let user {os.geteuid()} make")
+    ):
+        RingReader.create(2, 8)

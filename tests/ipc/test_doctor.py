@@ -1,4 +1,4 @@
-"""doctor removes what dead creators left, and nothing else."""
+"""The doctor removes what dead creators left, and nothing else."""
 
 import os
 import subprocess
@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ipc import doctor
+from ipc import RingReader, RingWriter, doctor
 from ipc.peers import ProcessIdentity, current_process
-from ipc.ring import RingReader, RingWriter
 from ipc.segment import new_name, unlink_names
 
 LEAVE = """
 import os
-from ipc.ring import RingReader
+from ipc import RingReader
 rings = [RingReader.create(2, 64), RingReader.create(2, 5000, doorbell=True)]
 print(*(ring.name for ring in rings), flush=True)
 os._exit(1)
@@ -29,7 +28,7 @@ def names_of(pid: int) -> list[str]:
 def test_leftovers_of_the_dead_are_found_and_removed(capsys, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True)
     names = child.communicate(timeout=60)[0].split()
-    # Other tests leave things at the same time, and would miss them: these alone are there.
+    # Tests in other processes have rings too: the doctor must see and remove only these.
     everything, ours = doctor.find_ring_files, (child.pid, os.getpid())
     monkeypatch.setattr(
         doctor, "find_ring_files", lambda: [f for f in everything() if f.creator.pid in ours]
@@ -63,7 +62,7 @@ def test_other_namespaces_and_recycled_pids(tmp_path):
         ProcessIdentity(me.pid, me.start_time, me.pid_namespace): "alive",
         # This pid, but an earlier process.
         ProcessIdentity(me.pid, me.start_time - 1, me.pid_namespace): "dead",
-        # A container beside us that shares /dev/shm: its pids mean nothing here.
+        # Another container that shares /dev/shm: its pids have no meaning here.
         ProcessIdentity(me.pid, me.start_time, me.pid_namespace + 1): "other namespace",
     }
     for identity, state in cases.items():
@@ -95,10 +94,8 @@ def test_the_report_reads_well():
 
 
 def test_attaching_cleans_up_even_if_the_creator_is_killed_then():
-    """Once both sides have attached, nobody's death leaves anything."""
-    script = (
-        "import time; from ipc.ring import RingReader; r = RingReader.create(2, 64, doorbell=True);"
-    )
+    """Once both sides have attached, the death of either leaves no name."""
+    script = "import time; from ipc import RingReader; r = RingReader.create(2, 64, doorbell=True);"
     script += "print(r.name, flush=True); time.sleep(100)"
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     with child:

@@ -1,0 +1,121 @@
+"""The bytes of a segment: sizes and offsets as stated, damaged headers and lines refused."""
+
+import struct
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc import errors
+from ipc.peers import ProcessIdentity, current_process
+from ipc.segment_layout import (
+    CONSUMER_LINE,
+    DESCRIPTOR,
+    DESCRIPTOR_BYTES,
+    DESCRIPTOR_FIELDS,
+    PAGE_BYTES,
+    PRODUCER_LINE,
+    SEGMENT_HEADER_BYTES,
+    VERSION,
+    Geometry,
+    Role,
+    SegmentHeader,
+    pack_identity,
+    unpack_identity,
+)
+
+SLOT_BYTES = 64
+
+
+@pytest.mark.fast
+def test_layout():
+    """Sizes and offsets are part of the format: changing one is a new version."""
+    assert (SEGMENT_HEADER_BYTES, PRODUCER_LINE, CONSUMER_LINE, PAGE_BYTES) == (
+        92,
+        1024,
+        2048,
+        4096,
+    )
+    assert (DESCRIPTOR_FIELDS.size, DESCRIPTOR.size, DESCRIPTOR_BYTES, VERSION) == (52, 56, 64, 2)
+    geometry = Geometry(16, 1 << 20)
+    assert geometry.num_descriptors == 17
+    assert [geometry.descriptor_offset(i) for i in (0, 16, 17)] == [4096, 4096 + 16 * 64, 4096]
+    assert geometry.stride == 1 << 20
+    assert [geometry.slot_offset(i) for i in (0, 15)] == [8192, 8192 + 15 * geometry.stride]
+    assert geometry.total_bytes == 8192 + 16 * geometry.stride
+    assert [Geometry(n, 1).slots_start for n in (63, 64)] == [8192, 12288]
+    assert [Geometry(1, n).stride for n in (1, 4096, 4097)] == [4096, 4096, 8192]
+
+
+@given(
+    num_slots=st.integers(1, 65536),
+    slot_bytes=st.integers(1, 1 << 34),
+    role=st.sampled_from(Role),
+    pid=st.integers(0, 2**64 - 1),
+    start=st.integers(0, 2**64 - 1),
+    session=st.integers(1, 2**64 - 1),
+    flags=st.integers(0, 3),
+)
+def test_segment_header_round_trips(num_slots, slot_bytes, role, pid, start, session, flags):
+    geometry = Geometry(num_slots, slot_bytes)
+    header = SegmentHeader(geometry, role, ProcessIdentity(pid, start, start), session, flags)
+    assert SegmentHeader.unpack(header.pack(), geometry.total_bytes) == header
+
+
+def sealed(**changes: int) -> tuple[bytes, int]:
+    """A segment header with changed fields and a right checksum, and the size it claims."""
+    names = ["magic", "version", "role", "num_slots", "slot_bytes", "stride", "total", "session"]
+    names += ["pid", "start", "space", "flags"]
+    geometry = Geometry(3, SLOT_BYTES)
+    header = SegmentHeader(geometry, Role.CONSUMER, current_process(), 7, 0)
+    layout = struct.Struct("<8sIIQQQQQQQQQ")
+    fields = dict(zip(names, layout.unpack(header.pack()[: layout.size]), strict=True)) | changes
+    raw = layout.pack(*fields.values())
+    return raw + struct.pack("<I", zlib.crc32(raw)), geometry.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"magic": b"NOTARING"}, "not a ring"),
+        ({"version": 1}, "version 1; this code speaks 2"),
+        ({"role": 0}, "role 0"),
+        ({"role": 3}, "role 3"),
+        ({"num_slots": 0}, "num_slots is 0"),
+        ({"num_slots": 4}, "need"),
+        ({"num_slots": 2**63}, "num_slots is"),
+        ({"slot_bytes": 0}, "slot_bytes is 0"),
+        ({"slot_bytes": 2**64 - 1}, "slot_bytes is"),
+        ({"slot_bytes": 4097}, "need"),
+        ({"stride": 0}, "need"),
+        ({"total": 2**40}, "need"),
+        ({"session": 0}, "session 0"),
+        ({"flags": 4}, "flags 4"),
+    ],
+)
+def test_a_well_sealed_but_impossible_header_is_refused(changes, what):
+    raw, size = sealed()
+    SegmentHeader.unpack(raw, size)
+    raw, size = sealed(**changes)
+    with pytest.raises(errors.CorruptSegment, match=what):
+        SegmentHeader.unpack(raw, size)
+    with pytest.raises(errors.CorruptSegment, match="the segment has"):
+        SegmentHeader.unpack(sealed()[0], size - 1)
+    with pytest.raises(errors.CorruptSegment, match="fewer than"):
+        SegmentHeader.unpack(raw[:50], 50)
+
+
+@given(raw=st.binary(min_size=SEGMENT_HEADER_BYTES, max_size=SEGMENT_HEADER_BYTES))
+def test_random_headers_are_refused(raw):
+    with pytest.raises(errors.CorruptSegment):
+        SegmentHeader.unpack(raw, 20480)
+
+
+def test_a_line_with_another_session_or_a_wrong_checksum_is_refused():
+    me = current_process()
+    line = pack_identity(me, 5)
+    assert unpack_identity(line, 5, me.pid_namespace) == me
+    for broken, session in ((line, 6), (line[:8] + b"\xff" + line[9:], 5), (bytes(28), 5)):
+        with pytest.raises(errors.CorruptSegment, match="names the peer"):
+            unpack_identity(broken, session, me.pid_namespace)
