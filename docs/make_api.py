@@ -38,10 +38,7 @@ MODULES = {
         "jax_specdec.device.model.checkpoint",
     ),
     "The ring and its messages, without jax": (
-        "ipc.ring",
-        "ipc.errors",
-        "ipc.polling",
-        "ipc.aio",
+        "ipc",
         "ipc.wire",
     ),
     "An engine, without jax": (

@@ -186,8 +186,8 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
 @pytest.mark.parametrize(
     ("name", "source", "wrong"),
     [
-        ("ipc.ring", "import jax.numpy as jnp", "jax.numpy"),
-        ("ipc.ring", "import rich", "rich"),
+        ("ipc.reader", "import jax.numpy as jnp", "jax.numpy"),
+        ("ipc.reader", "import rich", "rich"),
         ("jax_specdec.records.decode", "def f():\n    from jax import numpy", "jax"),
         ("jax_specdec.engine.engine", "from jax_specdec.device.loop import step",
          "jax_specdec.device.loop.step"),

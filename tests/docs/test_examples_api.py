@@ -59,7 +59,7 @@ def test_it_has_the_names_that_users_begin_with():
     text = (DOCS / "api.md").read_text()
     for name in (
         "pallas_kernels.topk_logprobs",
-        "ipc.ring.RingReader.receive",
+        "ipc.RingReader.receive",
         "jax_specdec.records.output_processor.admit",
         "jax_specdec.records.record.Record.cumulative_logprob",
         "jax_specdec.engine.engine.Engine.generate",

@@ -8,8 +8,8 @@ import random
 import zlib
 from types import SimpleNamespace
 
+from ipc import RingCounters
 from ipc.errors import PeerDied
-from ipc.ring import RingCounters
 from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Evict, Release
 from jax_specdec.engine.worker_client import WorkerFailed

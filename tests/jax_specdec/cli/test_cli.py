@@ -15,8 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ipc import doctor
-from ipc.ring import RingReader, RingWriter
+from ipc import RingReader, RingWriter, doctor
 from jax_specdec.cli import demo_requests
 from jax_specdec.cli.main import COMMANDS, main
 from jax_specdec.engine.engine import Engine

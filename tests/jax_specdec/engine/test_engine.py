@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ipc import RingReader, RingWriter
 from ipc.doctor import find_ring_files
-from ipc.ring import RingReader, RingWriter
 from ipc.wire import DeviceCheck, Kind
 from jax_specdec.device.model.checkpoint import save_checkpoint
 from jax_specdec.device.worker.device_checks import DeviceCheckError
@@ -182,7 +182,7 @@ def test_a_worker_that_cannot_start_says_why():
 def fake_worker(code):
     """A worker program that runs `code` after it has read its first command as `start`."""
     head = "import json, os, sys, time\nstart = json.loads(sys.stdin.readline())\n"
-    attach = "from ipc.ring import RingWriter\nring = RingWriter.attach(start['ring'])\n"
+    attach = "from ipc import RingWriter\nring = RingWriter.attach(start['ring'])\n"
     return (sys.executable, "-c", head + attach + code)
 
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ipc import RingReader, RingWriter
 from ipc.errors import EndOfStream, RingFull
-from ipc.ring import RingReader, RingWriter
 from jax_specdec.control import Shutdown
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.worker.worker import Worker

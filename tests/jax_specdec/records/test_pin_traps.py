@@ -101,7 +101,7 @@ sys.meta_path.insert(0, Refuse())
 
 MESSAGE_TO_JSON = """
 import json
-from ipc.ring import RingReader, RingWriter
+from ipc import RingReader, RingWriter
 from ipc.wire import Kind
 from jax_specdec import openai, output_processor as op
 from jax_specdec.records.decode import decode
@@ -134,7 +134,7 @@ def test_trap_8_the_engine_side_works_on_a_machine_without_jax():
         "jax_specdec.engine.engine",
         "jax_specdec.cli.main",
         "jax_specdec.cli.demo_requests",
-        "ipc.ring",
+        "ipc.reader",
     } <= set(names)
     done = without_jax(f"import {', '.join(names)}\n{MESSAGE_TO_JSON}")
     assert done.returncode == 0, done.stderr
