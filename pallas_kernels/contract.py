@@ -1,23 +1,25 @@
 """Top K, logprobs and token ranks of chosen rows of logits: the contract, and who computes it."""
 
 import jax
+import numpy as np
+from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import checks
 from pallas_kernels.finish import skipped_rows
 from pallas_kernels.implementations import Implementation, choose_implementation
 from pallas_kernels.sharding import placement
-from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.types import AnyArray, TopkLogprobs
 
 
 def topk_logprobs(
-    logits: jax.Array,
-    token_ids: jax.Array,
+    logits: Float[AnyArray, "N V"],
+    token_ids: Int32[AnyArray, " R"],
     k: int,
     *,
-    row_ids: jax.Array | None = None,
-    num_rows: jax.Array | int | None = None,
-    temperatures: jax.Array | None = None,
-    extra_token_ids: jax.Array | None = None,
+    row_ids: Int32[AnyArray, " R"] | None = None,
+    num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
+    temperatures: Float32[AnyArray, " R"] | None = None,
+    extra_token_ids: Int32[AnyArray, "R C"] | None = None,
     implementation: Implementation | None = None,
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -99,12 +101,12 @@ def topk_logprobs(
 
 
 def greedy_topk_logprobs(
-    logits: jax.Array,
+    logits: Float[AnyArray, "N V"],
     k: int,
     *,
-    num_rows: jax.Array | int | None = None,
-    temperatures: jax.Array | None = None,
-    extra_token_ids: jax.Array | None = None,
+    num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
+    temperatures: Float32[AnyArray, " N"] | None = None,
+    extra_token_ids: Int32[AnyArray, "N C"] | None = None,
     implementation: Implementation | None = None,
     axis_name: str | None = None,
     vocab_size: int | None = None,

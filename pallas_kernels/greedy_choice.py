@@ -3,15 +3,16 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Int32
 
 from pallas_kernels.blocks import block_rows, map_blocks, tied
 from pallas_kernels.checks import check_logits
 from pallas_kernels.sharding.vocab_shard import VocabShard
-from pallas_kernels.types import Greedy
+from pallas_kernels.types import AnyArray, Greedy
 
 
 def greedy(
-    logits: jax.Array, *, axis_name: str | None = None, vocab_size: int | None = None
+    logits: Float[AnyArray, "N V"], *, axis_name: str | None = None, vocab_size: int | None = None
 ) -> Greedy:
     """The greedy choice of every row and whether the row is valid.
 
@@ -76,6 +77,6 @@ def greedy_block(x: jax.Array) -> Greedy:
     )
 
 
-def greedy_token_ids(logits: jax.Array) -> jax.Array:
+def greedy_token_ids(logits: Float[AnyArray, "N V"]) -> Int32[jax.Array, " N"]:
     """`greedy(logits).token_ids`: [N] int32."""
     return greedy(logits).token_ids

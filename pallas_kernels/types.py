@@ -1,33 +1,42 @@
-"""What the kernels return."""
+"""What the kernels take and return.
+
+Shapes are jaxtyping annotations, one letter an axis: N rows of logits, R target rows, K1 = K + 1
+columns for K top logits, C extra ids, V vocabulary. The tests check them at run time. A letter
+alone is written with a leading space, so that linters do not take it for the name of a type.
+"""
 
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+AnyArray = jax.Array | np.ndarray  # what the functions of the door take
 
 
 class TopkLogprobs(NamedTuple):
-    """Logprobs of R target rows; K is the number of top columns, C that of extra ids.
+    """Logprobs of R target rows, with K top columns and C extra ids.
 
-    token_ids: [R, K + 1] int32. Column 0 is the given token, columns 1 to K are the largest logits
-        in descending order, equal logits by id, lowest first; -1 where there is no such token.
-    logprobs: [R, K + 1] float32, natural logarithms, of the tokens in `token_ids`.
-    token_ranks: [R] int32, 1 + the number of tokens with a strictly larger logit than the given
-        token's; 0 where there is no answer.
-    extra_logprobs: [R, C] float32, of `extra_token_ids`; [R, 0] where none were named.
+    token_ids: column 0 is the given token, columns 1 to K are the largest logits in descending
+        order, equal logits by id, lowest first; -1 where there is no such token.
+    logprobs: natural logarithms, of the tokens in `token_ids`.
+    token_ranks: 1 + the number of tokens with a strictly larger logit than the given token's; 0
+        where there is no answer.
+    extra_logprobs: of `extra_token_ids`; C = 0 where none were named.
     """
 
-    token_ids: jax.Array
-    logprobs: jax.Array
-    token_ranks: jax.Array
-    extra_logprobs: jax.Array
+    token_ids: Int32[Array, "R K1"]
+    logprobs: Float32[Array, "R K1"]
+    token_ranks: Int32[Array, " R"]
+    extra_logprobs: Float32[Array, "R C"]
 
 
 class Greedy(NamedTuple):
     """The greedy choice of N rows.
 
-    token_ids: [N] int32, the lowest id among the row's largest non-NaN logits; 0 if all are NaN.
-    valid: [N] bool, false where the row has a NaN, a +inf or no finite logit.
+    token_ids: the lowest id among the row's largest non-NaN logits; 0 if all are NaN.
+    valid: false where the row has a NaN, a +inf or no finite logit.
     """
 
-    token_ids: jax.Array
-    valid: jax.Array
+    token_ids: Int32[Array, " N"]
+    valid: Bool[Array, " N"]

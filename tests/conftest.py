@@ -41,6 +41,11 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import shape_checks
+
+# Before the packages are imported: every test checks the shapes that their signatures state.
+shape_checks.install("pallas_kernels", "jax_specdec")
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

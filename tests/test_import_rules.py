@@ -30,7 +30,7 @@ DOORS = {
 # The libraries that a package may import, beside the standard library and the packages below it.
 LIBRARIES = {
     "ipc": {"numpy", "posix_ipc", "xxhash"},
-    "pallas_kernels": {"numpy", "jax"},
+    "pallas_kernels": {"numpy", "jax", "jaxtyping"},
 }
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,11 @@ WHOLE = VocabShard()
 
 
 def named_logits(
-    logits: jax.Array, rows: jax.Array, ids: jax.Array, shard: VocabShard
-) -> jax.Array:
+    logits: Float[Array, "N V"],
+    rows: Int32[Array, " R"],
+    ids: Int32[Array, "R C"],
+    shard: VocabShard,
+) -> Float32[Array, "R C"]:
     """The logits [R, C] float32 of ids [R, C] in rows [R] of [N, V]; NaN for an id outside [0, V).
 
     A row outside [0, N) is clamped.

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import blocks, greedy, greedy_token_ids, oracle, shapes, topk_logprobs
+from tests.support import shape_checks
 
 DTYPES = ("float32", "bfloat16", "float16")
 INF, NAN = np.inf, np.nan
@@ -355,9 +356,10 @@ GOOD = {
     ],
 )
 def test_refused(change, error, words):
-    topk_logprobs(**GOOD)
+    call = shape_checks.as_users_run(topk_logprobs)
+    call(**GOOD)
     with pytest.raises(error, match=words):
-        topk_logprobs(**(GOOD | change))
+        call(**(GOOD | change))
 
 
 def test_a_vocabulary_whose_ranks_float32_cannot_count_is_refused():

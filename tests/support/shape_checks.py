@@ -1,0 +1,99 @@
+"""Shapes and dtypes that annotations state, checked whenever a test calls what states them.
+
+`install` puts jaxtyping's import hook on every module that imports jaxtyping. A user's process has
+no hook: there the annotations are documentation, and the doors' own checks refuse.
+"""
+
+import dataclasses
+import functools
+import inspect
+import operator
+import types
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import jaxtyping
+from beartype import beartype
+from beartype.door import is_bearable
+from beartype.vale import Is
+
+from tests.support.paths import ROOT
+
+
+def install(*packages):
+    """Check the shapes of these packages' functions from now on; before they are imported."""
+    return jaxtyping.install_import_hook(
+        annotated_modules(packages), "tests.support.shape_checks.checked"
+    )
+
+
+def annotated_modules(packages):
+    """The modules that annotate shapes. To hook the others would cost time and find nothing."""
+    paths = (path for package in packages for path in (ROOT / package).rglob("*.py"))
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted(paths)
+        if "from jaxtyping import" in path.read_text()
+    ]
+
+
+def checked(function):
+    """beartype of those parameters and results that state shapes; jaxtyping calls it.
+
+    Carriers (NamedTuples and dataclasses with shapes) are looked into. Their letters are those of
+    the function: R of a `TopkLogprobs` that is returned is R of the `token_ids` that were given.
+    """
+    hints = {name: with_shapes(hint) for name, hint in function.__annotations__.items()}
+    if all(hint is None for hint in hints.values()):
+        return function
+    function.__annotations__ = {name: hint or Any for name, hint in hints.items()}
+    return beartype(function)
+
+
+def with_shapes(hint):
+    """The hint with its carriers looked into; None if it states no shape."""
+    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+        return hint
+    if fields := shaped_fields(hint):
+        return Annotated[hint, Is[lambda carrier: fits(carrier, fields)]]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is list or (origin is tuple and ... in parts):
+        item = with_shapes(parts[0])
+        # beartype itself looks at one item, taken at random.
+        return item and Annotated[hint, Is[lambda items: all(is_bearable(x, item) for x in items)]]
+    if origin in (Union, types.UnionType, tuple):
+        found = [with_shapes(part) for part in parts]
+        whole = tuple(new or old for new, old in zip(found, parts, strict=True))
+        if any(part is not None for part in found):
+            return tuple[whole] if origin is tuple else functools.reduce(operator.or_, whole)
+    return None
+
+
+def shaped_fields(hint):
+    """A carrier's fields that state shapes, by name; empty for anything else."""
+    if not (hasattr(hint, "_fields") or (dataclasses.is_dataclass(hint) and inspect.isclass(hint))):
+        return {}
+    fields = {name: with_shapes(of) for name, of in hints_of(hint).items()}
+    return {name: of for name, of in fields.items() if of is not None}
+
+
+def hints_of(carrier):
+    """Its annotations; none where a name in them exists for type checkers alone."""
+    try:
+        return get_type_hints(carrier, include_extras=True)
+    except NameError:
+        return {}
+
+
+def fits(carrier, fields):
+    """Whether each field has its shape and dtype, with the letters bound so far."""
+    for name, hint in fields.items():
+        value = getattr(carrier, name)
+        if not is_bearable(value, hint):
+            found = getattr(value, "dtype", type(value)), getattr(value, "shape", "")
+            raise TypeError(f"{type(carrier).__name__}.{name} is {found}, not {hint}")
+    return True
+
+
+def as_users_run(function):
+    """The function without the hook: what it refuses itself, with which words."""
+    return inspect.unwrap(function)

@@ -1,0 +1,123 @@
+"""The shapes in signatures are checked by every test, and only by tests; that check can fail."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float32, Int32, TypeCheckError, jaxtyped
+
+from pallas_kernels import (
+    WHOLE,
+    Greedy,
+    TopkLogprobs,
+    contract,
+    greedy,
+    named_logits,
+    topk_logprobs,
+    types,
+)
+from tests.support import shape_checks
+
+pytestmark = pytest.mark.fast
+
+X = np.zeros((3, 10), np.float32)
+IDS = np.zeros(3, np.int32)
+
+
+def good(rows=3, k1=3, dtype=jnp.float32):
+    """What a call returns for 3 rows and K = 2, but for what an argument changes."""
+    columns = jnp.zeros((rows, k1), dtype)
+    return TopkLogprobs(
+        jnp.zeros((3, 3), jnp.int32), columns, jnp.zeros(3, jnp.int32), columns[:, :0]
+    )
+
+
+@jaxtyped(typechecker=shape_checks.checked)
+def returned(token_ids: Int32[types.AnyArray, " R"], value: object) -> TopkLogprobs | None:
+    return value
+
+
+@jaxtyped(typechecker=shape_checks.checked)
+def received(carriers: tuple[Greedy, ...], x: Float32[Array, "N V"]) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (X[0], IDS, 2),
+        (X.astype(np.int32), IDS, 2),
+        (X, IDS.astype(np.int16), 2),
+        (X, IDS[:, None], 2),
+    ],
+)
+def test_a_wrong_shape_or_dtype_is_noticed_where_it_is_given(arguments):
+    topk_logprobs(X, IDS, 2)
+    with pytest.raises(TypeCheckError, match=r"parameter '(logits|token_ids)'"):
+        topk_logprobs(*arguments)
+
+
+def test_a_letter_is_one_size():
+    """R of the ids and R of the rows: the lookup itself would broadcast one to the other."""
+    x, ids = jnp.asarray(X), jnp.zeros((3, 4), jnp.int32)
+    call = shape_checks.as_users_run(named_logits)
+    assert call(x, jnp.zeros(1, jnp.int32), ids, WHOLE).shape == (3, 4)
+    with pytest.raises(TypeCheckError, match="'ids'"):
+        named_logits(x, jnp.zeros(1, jnp.int32), ids, WHOLE)
+
+
+@pytest.mark.parametrize(
+    "value", [good(rows=2), good(k1=4), good(dtype=jnp.bfloat16), good()._replace(logprobs=None)]
+)
+def test_carriers_are_looked_into_when_they_are_returned(value):
+    returned(IDS, good())
+    returned(IDS, None)
+    with pytest.raises(TypeCheckError, match="return value"):
+        returned(IDS, value)
+
+
+def test_a_carriers_letters_are_those_of_its_function():
+    with pytest.raises(TypeCheckError, match="return value"):
+        returned(IDS[:2], good())
+
+
+def test_carriers_are_looked_into_when_they_are_given():
+    choice = Greedy(jnp.zeros(3, jnp.int32), jnp.zeros(3, bool))
+    received((choice, choice), jnp.asarray(X))
+    with pytest.raises(TypeCheckError, match="carriers"):
+        received((choice, choice._replace(valid=choice.token_ids)), jnp.asarray(X))
+    with pytest.raises(TypeCheckError, match="'x'"):
+        received((choice,), jnp.asarray(X[:2]))
+
+
+def test_traced_values_have_shapes_too():
+    shape = jax.ShapeDtypeStruct
+    whole = jax.eval_shape(lambda x, t: topk_logprobs(x, t, 2), X, IDS)
+    assert whole.logprobs == shape((3, 3), jnp.float32)
+    with pytest.raises(TypeCheckError, match="'token_ids'"):
+        jax.jit(lambda x, t: topk_logprobs(x, t[None], 2)).lower(X, IDS)
+
+
+def test_modules_that_state_shapes_are_hooked():
+    modules = shape_checks.annotated_modules(["pallas_kernels"])
+    assert {"pallas_kernels.contract", "pallas_kernels.greedy_choice"} <= {*modules}
+    for function in (topk_logprobs, greedy, named_logits, contract.greedy_topk_logprobs):
+        assert shape_checks.as_users_run(function) is not function, function
+
+
+def test_a_users_process_checks_nothing_more():
+    """Without the hook no wrapper stands before the door, and its own words refuse."""
+    code = """
+import sys, numpy as np, pallas_kernels
+assert not hasattr(pallas_kernels.topk_logprobs, "__wrapped__")
+assert "beartype" not in sys.modules
+try:
+    pallas_kernels.topk_logprobs(np.zeros(10, np.float32), np.zeros(3, np.int32), 2)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "it must be [N, V]" in done.stdout
