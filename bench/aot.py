@@ -10,47 +10,22 @@ Needs the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheel
 
 import argparse
 import json
-import os
 import re
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Before jax is imported: it must not look for a GPU; and the kernels' PTX is written here.
-DUMP = Path(tempfile.mkdtemp(prefix="aot-"))
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from bench.gpu import sass  # noqa: E402
-from bench.report.files import environment  # noqa: E402
-from pallas_kernels.mosaic_gpu import run  # noqa: E402
-from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling  # noqa: E402
-from pallas_kernels.shapes import AOT, GPU, Shape  # noqa: E402
-
-# What XLA must know about the chip: NVIDIA's data sheet of the H100 SXM, and deviceQuery.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+from bench.gpu import sass
+from bench.report.files import environment
+from pallas_kernels.mosaic_gpu import h100, run
+from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.shapes import AOT, GPU, Shape
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
 REGISTERS = 168
@@ -90,10 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
     options = parser.parse_args(arguments)
-    sharding = h100()
+    device = h100.find()
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
     results = [
-        measure(path, shape, sharding, seen, options.sass)
+        measure(path, shape, device, seen, options.sass)
         for shape in (GPU if options.gpu else AOT)
         for path in ("separate", "fused")
     ]
@@ -111,17 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def h100() -> NamedSharding:
-    """Where a compiled program would run: one H100 that need not exist."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-
-
 def measure(
     path: str,
     shape: Shape,
-    sharding: NamedSharding,
+    device: h100.H100,
     seen: dict[tuple[Any, ...], sass.Kernel],
     keep: Path | None,
 ) -> Result:
@@ -129,16 +97,10 @@ def measure(
 
     A kernel that was compiled before in this process is not compiled again: `seen` remembers it.
     """
-    for old in DUMP.rglob("*.ptx"):
-        old.unlink()
-
-    def array(size: tuple[int, ...], dtype: str) -> Any:
-        return jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
-
     rows = shape.rows
-    logits = array((rows, shape.vocabulary), shape.dtype)
-    ids, count = array((rows,), "int32"), array((), "int32")
-    extra, temperatures = array((rows, 2), "int32"), array((rows,), "float32")
+    logits = device.array((rows, shape.vocabulary), shape.dtype)
+    ids, count = device.array((rows,), "int32"), device.array((), "int32")
+    extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
     if path == "separate":
         program = jax.jit(run.topk_logprobs, static_argnums=2).lower(
             logits, ids, shape.k, ids, count, temperatures, extra
@@ -147,14 +109,14 @@ def measure(
         program = jax.jit(run.greedy_topk_logprobs, static_argnums=1).lower(
             logits, shape.k, count, temperatures, extra
         )
-    compiled = program.compile()
+    compiled = device.compile(program)
     width = shape.k if path == "separate" else max(shape.k, 1)
     tiling = choose_tiling(rows, shape.vocabulary, width, shape.dtype)
     wanted: dict[str, tuple[Any, ...]] = {
         "read_rows": (tiling, rows, path, width > 0),
         "finish_rows": (tiling, rows, shape.k, path),
     }
-    for ptx in DUMP.rglob("*.ptx"):
+    for ptx in device.dump.glob("*.ptx"):
         name = next(name for name in wanted if ptx.stem.startswith(name))
         seen[name, *wanted[name]] = sass.read(ptx, keep)
     kernels = tuple(seen[name, *key] for name, key in wanted.items())

@@ -127,3 +127,29 @@ def assert_matches(actual: Any, expected: Expected) -> None:
     np.testing.assert_array_equal(np.asarray(actual.token_ranks), expected.token_ranks)
     assert_logprobs_close(actual.logprobs, expected.logprobs)
     assert_logprobs_close(actual.extra_logprobs, expected.extra_logprobs)
+
+
+def edge_rows(vocabulary: int, dtype: Any, group_width: int) -> np.ndarray:
+    """[7, V] logits with every edge of the contract, an ordinary row first.
+
+    Ties are spread over groups of `group_width` columns, into which a kernel may cut the row; it
+    must have more than 300 columns, and than 5 groups.
+    """
+    rng = np.random.default_rng(vocabulary)
+    ids = np.arange(vocabulary)
+    normal = np.round(rng.normal(size=vocabulary) * 4, 1)
+    # Equal largest logits in three groups, the first and the last id, and zeros of both signs.
+    ties = np.where(ids % 2 == 0, -0.0, 0.0)
+    ties[[vocabulary - 1, group_width, 2 * group_width - 1, 5 * group_width + 3]] = 7.0
+    few = np.full(vocabulary, -np.inf)
+    few[vocabulary - 2] = -3.0
+    rows = [
+        normal,
+        ties,
+        few,
+        np.where(ids == 9, np.nan, normal),
+        np.where(ids == vocabulary - 1, np.inf, normal),
+        np.full(vocabulary, -np.inf),
+        np.where(ids == 300, -np.nan, -np.inf),
+    ]
+    return np.stack(rows).astype(np.dtype(dtype))

@@ -15,7 +15,6 @@ from pallas_kernels import TopkLogprobs, implementations, oracle, xla
 from pallas_kernels.mosaic_gpu import run
 from pallas_kernels.mosaic_gpu.tiling import choose_tiling
 from pallas_kernels.shapes import VOCABULARIES, Shape
-from tests.pallas_kernels.mosaic_gpu.test_interpreted import edge_rows
 
 ORACLE_ROWS = 4
 LOGITS_AT_MOST = 1 << 28
@@ -114,9 +113,9 @@ def check_shape(shape: Shape, interpret: Any) -> None:
 
 
 def check_edges(shape: Shape, interpret: Any) -> None:
-    """The tests' rows, which hold every edge of the contract, at a real vocabulary."""
+    """Rows that hold every edge of the contract, at a real vocabulary."""
     width = choose_tiling(7, shape.vocabulary, shape.k, shape.dtype).group_width
-    x: Any = edge_rows(shape.vocabulary, shape.dtype, width)  # type: ignore[no-untyped-call]
+    x = oracle.edge_rows(shape.vocabulary, shape.dtype, width)
     token_ids = np.arange(len(x), dtype=np.int32) * width % shape.vocabulary
     check_against_oracle(replace(shape, rows=len(x)), x, token_ids, interpret)
 

@@ -28,6 +28,7 @@ GLANCES = tuple(Shape(rows, 131_072, k, "bfloat16") for rows in (64, 1536) for k
 # Test files and what to run of them; a race on a GPU proves nothing, and some are about CPUs.
 TESTS = {
     "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "not race_detection",
+    "tests/bench/test_floor.py": "reads",
     "tests/pallas_kernels/test_topk_logprobs.py": (
         "small_shapes or every_argument or by_hand or edges or any_values or num_rows or "
         "equal_terms or any_size or while_loop or temperatures or (greedy and not temporaries)"

@@ -11,47 +11,10 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench.gpu import floor
 from pallas_kernels import oracle
 from pallas_kernels.mosaic_gpu import compat, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling
-
-INF, NAN = np.inf, np.nan
-
-
-ON_GPU = jax.default_backend() == "gpu"  # bench/gpu_check.py runs this file there
-
-
-def interpret():
-    """Interpreted on a CPU, the real kernels on a GPU."""
-    return None if ON_GPU else compat.interpret_params(detect_races=True)
-
-
-def races_found() -> bool:
-    return not ON_GPU and compat.races_found()
-
-
-def edge_rows(vocabulary, dtype, group_width):
-    """Rows with every edge of the contract, the ordinary one first."""
-    rng = np.random.default_rng(vocabulary)
-    ids = np.arange(vocabulary)
-    normal = np.round(rng.normal(size=vocabulary) * 4, 1)
-    # Equal largest logits in three groups, the first and the last id, and zeros of both signs.
-    ties = np.where(ids % 2 == 0, -0.0, 0.0)
-    ties[[vocabulary - 1, group_width, 2 * group_width - 1, 5 * group_width + 3]] = 7.0
-    few = np.full(vocabulary, -INF)
-    few[vocabulary - 2] = -3.0
-    rows = [
-        normal,
-        ties,
-        few,
-        np.where(ids == 9, NAN, normal),
-        np.where(ids == vocabulary - 1, INF, normal),
-        np.full(vocabulary, -INF),
-        np.where(ids == 300, -NAN, -INF),
-    ]
-    return np.stack(rows).astype(jnp.dtype(dtype))
-
+from tests.support.interpreted_kernels import interpret, races_found
 
 CASES = {
     # Rows start at vectors; several blocks a step; a ragged last block.
@@ -75,7 +38,7 @@ def test_separate_path(name):
     """Rows picked by row_ids, out of order, some skipped; temperatures; extra ids."""
     tiling, k = CASES[name]
     vocabulary = tiling.vocabulary
-    x = edge_rows(vocabulary, tiling.dtype, tiling.group_width)
+    x = oracle.edge_rows(vocabulary, tiling.dtype, tiling.group_width)
     row_ids = np.array([1, 0, 2, 3, -1, 4, 6, 5, 7, 0], np.int32)
     token_ids = np.array([5, vocabulary - 1, vocabulary - 2, 3, 0, 1, 2, 3, 4, 5], np.int32)
     token_ids[0] = tiling.group_width
@@ -98,7 +61,7 @@ def test_separate_path(name):
 def test_fused_path(k, rows):
     """Every row's greedy choice, in invalid rows too, where the groups' maxima do not tell it."""
     tiling = Tiling(4352, "bfloat16", 128, 1, 1)
-    x = edge_rows(tiling.vocabulary, tiling.dtype, tiling.group_width)[np.array(rows)]
+    x = oracle.edge_rows(tiling.vocabulary, tiling.dtype, tiling.group_width)[np.array(rows)]
     extra = np.array([[0, tiling.vocabulary]] * len(x), np.int32)
     temperatures = np.linspace(0, 2, len(x), dtype=np.float32)
     actual = run.greedy_topk_logprobs(
@@ -138,16 +101,6 @@ def test_candidates_in_shared_memory():
     jax.block_until_ready(actual)
     assert not races_found()
     oracle.assert_matches(actual, oracle.topk_logprobs(x, [7], k))
-
-
-@pytest.mark.parametrize("vocabulary", [4352, 8195])  # with and without skews
-def test_floor(vocabulary):
-    """The benchmark's floor reads the same rows: in steps, and at their edges."""
-    tiling = Tiling(vocabulary, "bfloat16", 128, 1, 1)
-    x = np.random.default_rng(1).normal(size=(3, vocabulary)).astype(jnp.bfloat16)
-    x[0, 4097], x[1, -1], x[2, 0] = 9, 9, 9
-    maxima = floor.row_maxima(tiling, jnp.asarray(x), interpret())
-    np.testing.assert_array_equal(maxima, x.astype(np.float32).max(axis=1))
 
 
 def test_race_detection_can_fail():

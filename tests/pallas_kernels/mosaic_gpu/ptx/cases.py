@@ -6,14 +6,14 @@ and programs; NaN of both signs, infinities, few finite logits, subnormal and hu
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from bench.gpu import floor
 from pallas_kernels import oracle
-from pallas_kernels.mosaic_gpu import run
+from pallas_kernels.mosaic_gpu import pass1_rows, pass2_finish, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 
 INF, NAN = np.inf, np.nan
@@ -29,6 +29,7 @@ class Case:
     rows: int  # target rows
     call: Callable[[], Any]
     check: Callable[[Any], None]
+    modules: tuple[ModuleType, ...] = (pass1_rows, pass2_finish)  # which make its kernels
 
 
 def edge_rows(tiling: Tiling) -> np.ndarray:
@@ -210,25 +211,6 @@ def most_logits(name: str, vocabulary: int) -> Case:
     )
 
 
-def floor_case(name: str, tiling: Tiling) -> Case:
-    """The benchmark's floor: maxima."""
-    x = edge_rows(tiling)
-    expected = x.astype(np.float32).max(axis=1)  # NaN where there is one
-
-    def check(actual: Any) -> None:
-        # The maximum over programs is XLA's on a CPU, which may flush subnormals.
-        np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=2.0**-126)
-
-    return Case(
-        name,
-        tiling,
-        0,
-        len(x),
-        lambda: floor.row_maxima(tiling, jnp.asarray(x)),
-        check,
-    )
-
-
 def chosen(rows: int, vocabulary: int, k: int, dtype: str) -> Tiling:
     """The tiling that a call of so many rows has; fewer rows are executed."""
     return choose_tiling(rows, vocabulary, k, dtype)
@@ -263,8 +245,6 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: fused("fused, in parts", chosen(64, 9000, 65, f32), 65, False, rows=4),
         lambda: parts("shard", Tiling(8704, bf16, 128, 1, 2), 20),
         lambda: parts("shard, odd, K = 0", Tiling(8195, f32, 128, 1, 1), 0),
-        lambda: floor_case("floor", Tiling(8448, bf16, 256, 2, 1)),
-        lambda: floor_case("floor, odd", Tiling(8195, f32, 256, 1, 1)),
         # Real vocabularies, cut as in calls of so many rows.
         lambda: separate("GPT-2, 64 rows", chosen(64, 50_257, 20, f32), 20, rows=6),
         lambda: separate("Llama 2, 1 row", chosen(1, 32_000, 128, f16), 128, False, rows=1),

@@ -7,19 +7,14 @@ whole program has the same is checked by `others_in_program`.
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.aot import DUMP, h100  # before jax: it sets where the compiler writes
-
-os.environ["MOSAIC_GPU_DUMP_HOST_LLVM"] = "1"  # beside the PTX
-
-import jax  # isort: skip
+import jax
 import numpy as np
 
-from pallas_kernels.mosaic_gpu import compat, pass1_rows, pass2_finish, run
+from pallas_kernels.mosaic_gpu import compat, h100, pass1_rows, pass2_finish, run
 from tests.ptx_machine import host, machine, threads
 from tests.ptx_machine.memory import Buffer
 from tests.ptx_machine.parser import Program, PtxError, parse
@@ -85,9 +80,8 @@ class Stand:
 
 
 @contextlib.contextmanager
-def executed(stand: Stand, *modules: Any) -> Iterator[None]:
-    """Within it, kernels run as PTX."""
-    modules = (pass1_rows, pass2_finish, *modules)
+def executed(stand: Stand, modules: tuple[Any, ...] = (pass1_rows, pass2_finish)) -> Iterator[None]:
+    """Within it, the kernels that these modules make run as PTX."""
     before = [module.GPU for module in modules]
     for module in modules:
         module.GPU = stand
@@ -102,7 +96,7 @@ class Compiler:
     """Compiles each kernel once."""
 
     def __init__(self) -> None:
-        self.sharding = h100()
+        self.device = h100.find()
         self.known: dict[Any, Compiled] = {}
 
     def __call__(self, body: Any, options: dict[str, Any], args: Any) -> Compiled:
@@ -114,28 +108,23 @@ class Compiler:
             options["kernel_name"],
         )
         if key not in self.known:
-            wanted = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), args
-            )
-            found = compiled_kernels(compat.GPU.kernel(body, **options), *wanted)
+            wanted = jax.tree.map(lambda x: self.device.array(x.shape, x.dtype), args)
+            found = self.kernels(compat.GPU.kernel(body, **options), *wanted)
             if list(found) != [options["kernel_name"]]:
                 raise PtxError(f"compiled were {list(found)}, not one {options['kernel_name']}")
             self.known[key] = found[options["kernel_name"]]
         return self.known[key]
 
-
-def compiled_kernels(function: Any, *args: Any, **static: Any) -> dict[str, Compiled]:
-    """The kernels in a function's program, by name; args are `ShapeDtypeStruct`s for an H100."""
-    for old in DUMP.iterdir():
-        old.unlink()
-    jax.jit(function, **static).lower(*args).compile()
-    out = {}
-    for path in sorted(DUMP.glob("*.ptx")):
-        ptx = path.read_text()
-        code = host.read(path.with_suffix(".ll").read_text())
-        name = path.stem.rsplit("_", 1)[0]
-        out[name] = Compiled(name, ptx, parse(ptx), code)
-    return out
+    def kernels(self, function: Any, *args: Any) -> dict[str, Compiled]:
+        """The new kernels in a function's program, by name; args are `h100.array`s."""
+        self.device.compile(jax.jit(function).lower(*args))
+        out = {}
+        for path in sorted(self.device.dump.glob("*.ptx")):
+            ptx = path.read_text()
+            code = host.read(path.with_suffix(".ll").read_text())
+            name = path.stem.rsplit("_", 1)[0]
+            out[name] = Compiled(name, ptx, parse(ptx), code)
+        return out
 
 
 def others_in_program(compiler: Compiler) -> list[str]:
@@ -155,8 +144,7 @@ def others_in_program(compiler: Compiler) -> list[str]:
     stand = Stand(Schedule("", lambda ctas: [list(range(ctas))]), compiler)
     with executed(stand):
         call(*(jax.numpy.zeros(shape, dtype) for shape, dtype in kinds))
-    types = [jax.ShapeDtypeStruct(*kind, sharding=compiler.sharding) for kind in kinds]
-    return list(compiled_kernels(call, *types))
+    return list(compiler.kernels(call, *(compiler.device.array(*kind) for kind in kinds)))
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,16 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 import numpy as np
-
-from tests.pallas_kernels.mosaic_gpu.ptx import kernels
-
-import jax  # isort: skip
 from rich.console import Console
 from rich.progress import track
 
+from tests.pallas_kernels.mosaic_gpu.ptx import kernels
+from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, mutant_case
 from tests.ptx_machine.parser import PtxError, parse
-
-if TYPE_CHECKING:
-    from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 
 FLIPS = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 
@@ -106,7 +102,7 @@ CHANGES: dict[str, Callable[[str], str | None]] = {
 
 
 def noticed(
-    case: "Case", originals: dict[str, Any], mutated: Any, schedule: kernels.Schedule, bits: list
+    case: Case, originals: dict[str, Any], mutated: Any, schedule: kernels.Schedule, bits: list
 ) -> str | None:
     """How a mutated kernel was found out; None if it was not."""
     kernel_set = originals | {mutated.name: mutated}
@@ -131,8 +127,6 @@ def report(
     console: Console,
 ) -> list[str]:
     """Try some mutants of each kind and say what found them; errors for a kind that none found."""
-    from tests.pallas_kernels.mosaic_gpu.ptx.cases import mutant_case
-
     case = mutant_case()
     stand = kernels.Stand(schedule, compiler)
     with kernels.executed(stand):

@@ -11,20 +11,18 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
-
-from tests.pallas_kernels.mosaic_gpu.ptx import kernels, mutants  # before jax
-from tests.ptx_machine import threads  # before jax
-
-import jax  # isort: skip
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.gpu import floor
+from tests.pallas_kernels.mosaic_gpu.ptx import kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases
+from tests.ptx_machine import threads
 from tests.ptx_machine.arithmetic import Errors
 from tests.ptx_machine.parser import PtxError
 
@@ -81,7 +79,7 @@ def judge(case: Case, compiler: kernels.Compiler) -> Outcome:
         for schedule in schedules(case):
             where = schedule.name
             stand = kernels.Stand(schedule, compiler)
-            with kernels.executed(stand, floor):
+            with kernels.executed(stand, case.modules):
                 result = case.call()
             case.check(result)
             bits = [np.asarray(x).tobytes() for x in jax.tree.leaves(result)]
@@ -101,23 +99,43 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mutants", type=int, default=200, help="how many are tried")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     options = parser.parse_args(arguments)
-    console = Console(width=130)
+    gc.freeze()  # what jax has made so far is much, and stays
+    compiler, console = kernels.Compiler(), Console(width=130)
+    wrong = execute_all(all_cases(), options.only, compiler, console)
+    other = kernels.others_in_program(compiler)
+    print(f"kernels that are others in a whole program than alone: {other or 'none'}")
+    wrong += len(other)
+    if options.mutants and not wrong:
+        missed = mutants.report(compiler, EXACT[0], options.mutants, options.seed, console)
+        wrong += len(missed)
+    return min(wrong, 1)
+
+
+def execute_all(
+    makers: Sequence[Callable[[], Case]],
+    only: str = "",
+    compiler: kernels.Compiler | None = None,
+    console: Console | None = None,
+) -> int:
+    """Execute the cases whose names have `only` and print a table.
+
+    Returns how many are wrong; 1 where no case has such a name.
+    """
+    compiler, console = compiler or kernels.Compiler(), console or Console(width=130)
     table = Table(title=f"PTX of jax {jax.__version__}, executed", title_justify="left")
     for column in ("case", "kernel", "R", "V", "K", "dtype", "CTAs"):
         table.add_column(column)
     for column in ("instructions", "barriers", "s"):
         table.add_column(column, justify="right")
     table.add_column("result")
-    gc.freeze()  # what jax has made so far is much, and stays
-    compiler = kernels.Compiler()
-    makers, wrong, count = all_cases(), [], 0
+    wrong, count = [], 0
     begin = time.monotonic()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("cases", total=len(makers))
         for make in makers:
             case = make()
             progress.update(task, advance=1, description=case.name)
-            if options.only not in case.name:
+            if only not in case.name:
                 continue
             count += 1
             outcome = judge(case, compiler)
@@ -132,12 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{count} calls, {len(compiler.known)} kernels, "
         f"{time.monotonic() - begin:.0f} s: {len(wrong)} wrong"
     )
-    other = kernels.others_in_program(compiler)
-    print(f"kernels that are others in a whole program than alone: {other or 'none'}")
-    wrong += other
-    if options.mutants and not wrong:
-        wrong += mutants.report(compiler, EXACT[0], options.mutants, options.seed, console)
-    return 1 if wrong or not count else 0
+    return len(wrong) if count else 1
 
 
 def add_rows(table: Table, case: Case, outcome: Outcome) -> None:

@@ -1,0 +1,65 @@
+"""An H100 that need not exist: what the kernels are compiled for on a machine without a GPU.
+
+For measurements and tests; no call of the kernels imports it. Needs the `aot` extra, no driver.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+# What XLA must know about the chip: NVIDIA's data sheet of the H100 SXM, and deviceQuery.
+CHIP = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+class H100(NamedTuple):
+    """What programs are lowered for, and where Mosaic GPU leaves their kernels."""
+
+    sharding: NamedSharding
+    dump: Path  # NAME_*.ptx and the host's LLVM, NAME_*.ll, of every kernel compiled last
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An argument's type, for `jax.jit(...).lower`."""
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.sharding)  # type: ignore[no-untyped-call]
+
+    def compile(self, lowered: Any) -> Any:
+        """The compiled program; afterwards `dump` holds its new kernels and no others.
+
+        A kernel that this process compiled before is not compiled again, and so not in `dump`.
+        """
+        for old in self.dump.iterdir():
+            old.unlink()
+        return lowered.compile()
+
+
+def find() -> H100:
+    """The H100, for this process from now on: jax looks for no other GPU.
+
+    Call it before any array is made. Mosaic GPU is told by environment variables, which are the
+    only way, where to write.
+    """
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    dump = Path(tempfile.mkdtemp(prefix="h100-kernels-"))
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump)
+    os.environ["MOSAIC_GPU_DUMP_HOST_LLVM"] = "1"
+    topology = topologies.get_topology_desc(platform="cuda", target_config=CHIP, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    return H100(NamedSharding(mesh, PartitionSpec()), dump)  # type: ignore[no-untyped-call]
