@@ -32,6 +32,7 @@ LIBRARIES = {
     "ipc": {"numpy", "posix_ipc", "xxhash"},
     "pallas_kernels": {"numpy", "jax", "jaxtyping"},
 }
+MACHINE = "tests.ptx_machine"  # executes PTX, whoever wrote it: it imports nothing of ours
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
 
 # Each room of jax_specdec, and the rooms that it may import. A door imports the rooms behind it.
@@ -144,6 +145,13 @@ def violations(name, source):
         wrong |= {module for module in used if tops({module}) & {"tests", "examples"}}
     if package == "tests" and not name.startswith("tests.bench"):
         wrong |= {module for module in used if tops({module}) == {"bench"}}
+    if name.startswith(MACHINE):
+        allowed = {"numpy", "pytest"} | sys.stdlib_module_names
+        wrong |= {
+            module
+            for module in used
+            if not (module.startswith(MACHINE) or tops({module}) <= allowed)
+        }
     return sorted(wrong)
 
 
@@ -215,6 +223,9 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
          "jax_specdec.export.column_builder"),
         ("bench.host", "from tests.support import scene", "tests.support.scene"),
         ("tests.ipc.test_wire", "from bench import timing", "bench.timing"),
+        ("tests.ptx_machine.machine", "from pallas_kernels import oracle", "pallas_kernels.oracle"),
+        ("tests.ptx_machine.machine", "from tests.support import paths", "tests.support.paths"),
+        ("tests.ptx_machine.test_machine", "import jax", "jax"),
     ],
 )  # fmt: skip
 def test_a_violation_is_found(name, source, wrong):
