@@ -1,6 +1,6 @@
 """What one target message adds to each request: tokens before and after the stop rules. Never jax.
 
-Each function takes whole columns; only tokens that may end their request are looked at one by one.
+Each function works on whole columns; only tokens that may end their request are examined alone.
 Axes: B slots, N slots taken from this message, T tokens, R rows, D drafts, M remembered tokens.
 """
 
@@ -14,6 +14,7 @@ from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
+    Phase,
     ProcessorError,
     ProcessorState,
     SlotColumns,
@@ -25,18 +26,57 @@ from jax_specdec.records.statistics import Counters
 from jax_specdec.requests import Request
 from jax_specdec.wording import counted
 
+# As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
+_RUNNING, _PREEMPTED = int(Phase.RUNNING), int(SlotState.PREEMPTED)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Emitted:
     """What verification emitted for N slots, before any stop; arrays [N]."""
 
-    state: NDArray[np.int64]
-    special: bool  # a slot has another state than TOKENS
+    state: NDArray[np.int64]  # SlotState
+    special: bool  # whether some slot has another state than TOKENS
     count: NDArray[np.int64]  # tokens
     num_drafts: NDArray[np.int64]  # drafts verified
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StopCut:
+    """What is delivered of N slots' tokens, and which requests leave their slot; arrays [N]."""
+
+    kept: NDArray[np.int64]  # tokens
+    reason: NDArray[np.int8]  # FinishReason, 0 where the request goes on
+    stop_index: NDArray[np.int64]  # the stop token's id or the stop sequence's index, else -1
+    reschedule: NDArray[np.bool_]  # the request was preempted
+    some_leave: bool  # whether some request ends or was preempted
+
+
+def taken(
+    state: ProcessorState, message: Message, speaks: NDArray[np.bool_]
+) -> tuple[NDArray[np.intp], Counters]:
+    """[N] the slots whose running request this message is about, and the counters with the others.
+
+    Args:
+      speaks: [B] where the message says something about a request.
+
+    Raises:
+      ProcessorError: a generation was never admitted.
+    """
+    b = message.num_slots
+    mine = (state.admitted.generation[:b] == message.generation) & speaks
+    mine &= state.columns.phase[:b] == _RUNNING
+    counters = state.counters
+    if np.count_nonzero(mine) != np.count_nonzero(speaks):
+        counters = _count_strangers(state, message, speaks & ~mine)
+    return mine.nonzero()[0], counters
+
+
 def emitted(state: ProcessorState, message: Message, slots: NDArray[np.intp]) -> Emitted:
+    """What the message's `slots` emitted.
+
+    Raises:
+      ProcessorError: a first token that would come twice, or other rows than were asked for.
+    """
     slot_state, count = message.state[slots], message.num_tokens[slots]
     num_drafts = message.num_drafts[slots]
     special = bool(slot_state.any())  # TOKENS is 0
@@ -65,11 +105,11 @@ def check_rows(
     """Raise ProcessorError where the rows of N slots are not what their requests asked for.
 
     Args:
-      message: with target rows or with those of drafts: both have one format.
-      requests: [B] whom the slots' tokens belong to.
+      message: a target or a draft message: both have rows of one format.
+      requests: [B] the requests that the slots' tokens belong to.
       slots: [N].
-      expected: [N] their `row_format`.
-      counts: [N] where the message has tokens of the slot's request; the others are not looked at.
+      expected: [N] the requests' `row_format`.
+      counts: [N] where the message has tokens of the slot's request; other slots are not checked.
     """
     wrong = row_format(message.columns, message.num_chosen, message.mode)[slots] != expected
     if not wrong.any() or not (wrong & counts).any():
@@ -88,10 +128,14 @@ def check_rows(
     )
 
 
-def count_strangers(
+def _count_strangers(
     state: ProcessorState, message: Message, strangers: NDArray[np.bool_]
 ) -> Counters:
-    """Counters with the slots that speak of no running request; a future one is an error."""
+    """The counters with the slots that are about no running request.
+
+    Raises:
+      ProcessorError: a generation was never admitted.
+    """
     known = state.admitted.generation[: message.num_slots]
     surplus = strangers & (known == message.generation)
     late = strangers & (known != message.generation)
@@ -112,19 +156,10 @@ def count_strangers(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StopCut:
-    """What is left of N slots' tokens; arrays [N]."""
-
-    kept: NDArray[np.int64]
-    reason: NDArray[np.int8]
-    stop_index: NDArray[np.int64]
-    num_ended: int
-
-
 def cut(
     state: ProcessorState, message: Message, slots: NDArray[np.intp], emitted: Emitted
 ) -> StopCut:
+    """Cut the tokens of `slots` at the first stop token, stop sequence or length limit."""
     admitted = state.admitted
     room = admitted.limit[slots] - state.columns.num_tokens[slots]
     kept = np.minimum(emitted.count, room)
@@ -147,13 +182,15 @@ def cut(
                         reason[row], stop_index[row] = stop
     if emitted.special:
         reason[emitted.state == SlotState.RECOVERY_STOP] = FinishReason.RECOVERY_ERROR
-    return StopCut(kept, reason, stop_index, int(np.count_nonzero(reason)))
+    reschedule = emitted.state == _PREEMPTED
+    some_leave = bool(reason.any() or (emitted.special and reschedule.any()))
+    return StopCut(kept, reason, stop_index, reschedule, some_leave)
 
 
 def _stop_at(
     state: ProcessorState, message: Message, slot: int, position: int
 ) -> tuple[FinishReason, int] | None:
-    """The stop rule, if any, that the slot's token at `position` of this message fulfils."""
+    """The stop rule that the slot's token at `position` of this message fulfils, or None."""
     request = state.admitted.requests[slot]
     assert request is not None
     params, start = request.params, int(message.token_start[slot])
@@ -167,13 +204,39 @@ def _stop_at(
     return None if index is None else (FinishReason.STOP_SEQUENCE, index)
 
 
+def added_up(
+    state: ProcessorState,
+    message: Message,
+    slots: NDArray[np.intp],
+    emitted: Emitted,
+    cut: StopCut,
+) -> SlotColumns:
+    """The columns after this message."""
+    before = state.columns
+    num_tokens, phase = before.num_tokens.copy(), before.phase
+    num_tokens[slots] += cut.kept
+    if cut.some_leave:
+        phase = phase.copy()
+        phase[slots[cut.reason > 0]] = Phase.ENDED
+        phase[slots[cut.reschedule]] = Phase.PREEMPTED
+        frozen(phase)
+    return SlotColumns(
+        phase=phase,
+        num_tokens=frozen(num_tokens),
+        cumulative_logprob=cumulative(before.cumulative_logprob, message, slots, cut.kept),
+        outcomes=acceptance(before, slots, emitted),
+        tail=tail(state, message, slots, cut.kept),
+        num_prompt=before.num_prompt,
+    )
+
+
 def cumulative(
     before: NDArray[np.float64],
     message: Message,
     slots: NDArray[np.intp],
     kept: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """[B] `before` plus the emitted tokens' logprobs, added one by one in float64."""
+    """[B] `before` plus the kept tokens' logprobs, added one by one in float64."""
     after = before.copy()
     columns = message.columns[slots]
     width = columns + message.num_chosen[slots]
@@ -189,11 +252,11 @@ def cumulative(
 def acceptance(
     columns: SlotColumns, slots: NDArray[np.intp], emitted: Emitted
 ) -> NDArray[np.int64]:
-    """[B, 3, D+1] the outcomes with this step's drafts, grown where it has more than before."""
+    """[B, 3, D+1] the outcomes with this step's drafts, wider where it has more than before."""
     drafts, count = emitted.num_drafts, emitted.count
     if emitted.special:
-        counted = count > 0
-        slots, drafts, count = slots[counted], drafts[counted], count[counted]
+        counts = count > 0
+        slots, drafts, count = slots[counts], drafts[counts], count[counts]
     if not len(slots):
         return columns.outcomes
     before = columns.outcomes

@@ -1,10 +1,12 @@
 """Messages to records: `state, records = step(state, message)`, a pure function. Never jax.
 
-1. Slots whose generation is the admitted one, and whose request runs, are taken; others counted.
-2. Their tokens are cut at the first stop token, stop sequence or limit, with their logprobs.
-3. Counts, cumulative logprobs and acceptance are added up, a column at a time.
-4. The records wait for the draft message of their step where one follows, and are released when it
-   is here, at the first message of a later step, or by `flush`.
+A target message is applied in four steps:
+
+1. Take the slots whose generation is the admitted one and whose request runs; count the others.
+2. Cut their tokens, with the logprobs, at the first stop token, stop sequence or limit.
+3. Add up counts, cumulative logprobs and acceptance, a column at a time.
+4. Release the records: at once, or, where a draft message follows, when that message is here, at
+   the first message of a later step, or by `flush`.
 
 One state belongs to one ring (one publishing process rank), whose messages arrive in order.
 """
@@ -12,6 +14,7 @@ One state belongs to one ring (one publishing process rank), whose messages arri
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipc.wire import Kind, SlotState
 from jax_specdec.records import apply_target, prompt_logprobs
@@ -26,10 +29,10 @@ from jax_specdec.records.processor_state import (
     Progress,
     SlotColumns,
     StepLost,
-    frozen,
     totals,
 )
 from jax_specdec.records.record import Records
+from jax_specdec.records.statistics import Counters
 from jax_specdec.wording import counted
 
 __all__ = [
@@ -45,10 +48,7 @@ __all__ = [
     "flush",
 ]
 
-# As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
-_RUNNING, _PREEMPTED = int(Phase.RUNNING), int(SlotState.PREEMPTED)
-
-# By slot state: does the slot say anything about its request?
+# [state] whether a slot in that state says anything about its request.
 _SPEAKS = np.zeros(len(SlotState), np.bool_)
 _SPEAKS[
     [
@@ -61,19 +61,18 @@ _SPEAKS[
 
 
 def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
-    """Take one message of this ring.
+    """Apply one message of this ring; returns the next state and the records that it releases.
 
     The records are views of the message's buffer, which must stay unchanged while they are used.
 
     Raises:
       StepLost: a target message, or a part of a prompt's logprobs, is missing or came twice.
       ProcessorError: the message contradicts what was admitted.
-      In either case `state` is what it was.
     """
     if message.num_slots > state.num_slots:
         raise ProcessorError(
             f"a message of {counted(message.num_slots, 'slot')}; this state has {state.num_slots}: "
-            "create it with the worker's number of slots"
+            "create the state with the worker's number of slots"
         )
     if message.process_rank != state.process_rank:
         raise ProcessorError(
@@ -90,8 +89,8 @@ def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
 def abort(state: ProcessorState, request_id: str) -> tuple[ProcessorState, Records]:
     """End a request at its user's wish, with one record of the reason `ABORT`.
 
-    That record carries the request's tokens where some were waiting for a draft message. A request
-    that has ended or holds no slot is left alone: no record, as its last one may be on its way.
+    That record carries the request's tokens where some were waiting for a draft message. For a
+    request that has ended or holds no slot there is no record: its last one may be on its way.
     """
     for slot, request in enumerate(state.admitted.requests):
         if request is not None and request.id == request_id:
@@ -102,9 +101,10 @@ def abort(state: ProcessorState, request_id: str) -> tuple[ProcessorState, Recor
 def flush(
     state: ProcessorState, reason: FinishReason | None = None
 ) -> tuple[ProcessorState, Records]:
-    """The stream has ended: release the records that wait, and end what is live for `reason`.
+    """Release the records that wait, as the stream has ended, and end live requests for `reason`.
 
-    None ends nothing. The state stays good for a new stream of the same numbering.
+    Without a reason, requests stay as they are. The state can take a new stream that continues the
+    numbering.
     """
     slots = np.arange(state.num_slots)
     ended = Records()
@@ -120,77 +120,29 @@ def flush(
 
 
 def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
+    """Apply a target message in the four steps of this module."""
     if state.next_step is not None and message.step != state.next_step:
         raise _step_lost(state.next_step, message.step)
-    admitted, columns, counters = state.admitted, state.columns, state.counters
-    b = message.num_slots
-    speaks = _SPEAKS[message.state]
-    mine = (admitted.generation[:b] == message.generation) & speaks
-    mine &= columns.phase[:b] == _RUNNING
-    if np.count_nonzero(mine) != np.count_nonzero(speaks):
-        counters = apply_target.count_strangers(state, message, speaks & ~mine)
-    slots = mine.nonzero()[0]
+    slots, counters = apply_target.taken(state, message, _SPEAKS[message.state])
     emitted = apply_target.emitted(state, message, slots)
-    if admitted.any_prompt_due:
+    if state.admitted.any_prompt_due:
         prompt_logprobs.check_complete(state, slots, emitted.count)
     cut = apply_target.cut(state, message, slots, emitted)
-
-    num_tokens = columns.num_tokens.copy()
-    num_tokens[slots] += cut.kept
-    cumulative = apply_target.cumulative(columns.cumulative_logprob, message, slots, cut.kept)
-    outcomes = apply_target.acceptance(columns, slots, emitted)
-    reschedule = emitted.state == _PREEMPTED
-    phase = columns.phase
-    leaving = cut.num_ended or (emitted.special and reschedule.any())
-    if leaving:
-        phase = phase.copy()
-        phase[slots[cut.reason > 0]] = Phase.ENDED
-        phase[slots[reschedule]] = Phase.PREEMPTED
+    columns = apply_target.added_up(state, message, slots, emitted, cut)
+    if cut.some_leave:
         counters = replace(
             counters,
             cut_tokens=counters.cut_tokens + int((emitted.count - cut.kept).sum()),
             finished=count_finished(counters.finished, cut.reason),
-            preempted=counters.preempted + int(reschedule.sum()),
+            preempted=counters.preempted + int(cut.reschedule.sum()),
         )
-        frozen(phase)
-    after = SlotColumns(
-        phase,
-        frozen(num_tokens),
-        frozen(cumulative),
-        outcomes,
-        apply_target.tail(state, message, slots, cut.kept),
-        columns.num_prompt,
-    )
-    batch = RecordBatch(
-        step=message.step,
-        requests=admitted.requests,
-        slots=slots,
-        generation=message.generation[slots],
-        num_tokens=cut.kept,
-        num_drafts=emitted.num_drafts,
-        num_accepted=np.maximum(emitted.count - 1, 0),
-        cumulative_logprob=cumulative[slots],
-        finish_reason=cut.reason,
-        stop_index=cut.stop_index,
-        reschedule=reschedule,
-        message=message,
-        row_format=admitted.row_format[slots],
-        totals=totals(admitted, after) if leaving else None,
-    )
-    released = () if state.waiting is None else (state.waiting,)
-    waiting, draft = None, state.early_draft
-    if draft is not None:
-        batch, late = _join(batch, draft)
-        counters = replace(counters, late_drafts=counters.late_drafts + late)
-    elif message.draft_follows and len(batch):
-        waiting = batch
-    if waiting is None and len(batch):
-        released = (*released, batch)
+    batch = _batch(state, message, slots, emitted, cut, columns)
+    released, waiting, counters = _released(state, batch, message.draft_follows, counters)
     state = ProcessorState(
         process_rank=state.process_rank,
         next_step=message.step + 1,
-        admitted=admitted,
-        columns=after,
+        admitted=state.admitted,
+        columns=columns,
         waiting=waiting,
         early_draft=None,
         past=state.past,
@@ -199,7 +151,48 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
     return state, Records(released)
 
 
+def _batch(
+    state: ProcessorState,
+    message: Message,
+    slots: NDArray[np.intp],
+    emitted: apply_target.Emitted,
+    cut: apply_target.StopCut,
+    columns: SlotColumns,
+) -> RecordBatch:
+    """The records of `slots`; `columns` are those after the message."""
+    return RecordBatch(
+        step=message.step,
+        requests=state.admitted.requests,
+        slots=slots,
+        generation=message.generation[slots],
+        num_tokens=cut.kept,
+        num_drafts=emitted.num_drafts,
+        num_accepted=np.maximum(emitted.count - 1, 0),
+        cumulative_logprob=columns.cumulative_logprob[slots],
+        finish_reason=cut.reason,
+        stop_index=cut.stop_index,
+        reschedule=cut.reschedule,
+        message=message,
+        row_format=state.admitted.row_format[slots],
+        totals=totals(state.admitted, columns) if cut.some_leave else None,
+    )
+
+
+def _released(
+    state: ProcessorState, batch: RecordBatch, draft_follows: bool, counters: Counters
+) -> tuple[tuple[RecordBatch, ...], RecordBatch | None, Counters]:
+    """The batches to release, oldest first, the one that waits instead, and the counters."""
+    released = () if state.waiting is None else (state.waiting,)
+    if state.early_draft is not None:
+        batch, late = _join(batch, state.early_draft)
+        counters = replace(counters, late_drafts=counters.late_drafts + late)
+    elif draft_follows and len(batch):
+        return released, batch, counters
+    return (*released, batch) if len(batch) else released, None, counters
+
+
 def _draft(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
+    """Join a draft message to the records that wait, keep it for its target, or count it late."""
     waiting, counters = state.waiting, state.counters
     if waiting is not None and waiting.step == message.step:
         batch, late = _join(waiting, message)
@@ -231,7 +224,7 @@ def _step_lost(expected: int, step: int) -> StepLost:
 
 
 def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:
-    """The batch with its drafts, and how many of the message's slots no record took.
+    """The batch with its drafts, and the number of slots with drafts that no record took.
 
     Raises:
       ProcessorError: a record's drafts have other rows than its request asked for.

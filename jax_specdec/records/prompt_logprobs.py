@@ -1,10 +1,10 @@
 """The logprobs of a prompt: what a message of kind PROMPT adds. Never jax.
 
-A worker runs a prompt in chunks. For a request that asked, each chunk's tokens come with their rows
-(the first prompt token has none: nothing predicts it), in order, all of them before the request's
-first token. Where a prompt is run again, after a preemption, they all come again; only what is new
-is delivered. The step of such a message is that of the next target message, and is not looked at:
-the tokens themselves say whether something is lost.
+A worker runs a prompt in chunks. For a request that asked, each chunk's tokens come with their
+rows (except the first prompt token, which nothing predicts), in order, and all before the request's
+first token. A prompt that is run again after a preemption sends all its rows again; only new rows
+are delivered. The step of such a message is that of the next target message. It is not checked, as
+the tokens themselves show whether a chunk is lost.
 """
 
 from dataclasses import replace
@@ -17,7 +17,6 @@ from jax_specdec.records import apply_target
 from jax_specdec.records.batch import PromptChunks, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
-    Phase,
     ProcessorError,
     ProcessorState,
     StepLost,
@@ -29,7 +28,7 @@ from jax_specdec.wording import counted
 
 
 def rows_due(request: Request) -> int:
-    """The rows that must come before the request's first token."""
+    """The number of rows that must come before the request's first token."""
     asked = request.params.prompt_logprobs is not None
     return len(request.prompt_token_ids) - 1 if asked else 0
 
@@ -38,21 +37,16 @@ def take(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
     """Deliver the rows that have not been delivered before.
 
     Raises:
-      StepLost: rows are missing, or came twice.
-      ProcessorError: rows that nobody asked for, or of other tokens than the prompt's.
+      StepLost: rows are missing, came twice, or are of other tokens than the prompt's.
+      ProcessorError: the request asked for no rows, or for rows of another format.
     """
-    admitted, columns, counters = state.admitted, state.columns, state.counters
-    b = message.num_slots
     speaks = (message.state == SlotState.TOKENS) & (message.num_tokens > 0)
-    mine = speaks & (admitted.generation[:b] == message.generation)
-    mine &= columns.phase[:b] == Phase.RUNNING
-    if np.count_nonzero(mine) != np.count_nonzero(speaks):
-        counters = apply_target.count_strangers(state, message, speaks & ~mine)
-    slots = np.flatnonzero(mine)
+    slots, counters = apply_target.taken(state, message, speaks)
     for slot in slots.tolist():  # few prompts run at once
         _check(state, message, slot)
+    columns = state.columns
     before, count = columns.num_prompt[slots], message.num_tokens[slots]
-    skip = np.clip(admitted.prompt_before[slots] - before, 0, count)
+    skip = np.clip(state.admitted.prompt_before[slots] - before, 0, count)
     num_prompt = columns.num_prompt.copy()
     num_prompt[slots] += count
     state = replace(
@@ -65,7 +59,7 @@ def take(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
 def check_complete(
     state: ProcessorState, slots: NDArray[np.intp], count: NDArray[np.int64]
 ) -> None:
-    """Raise StepLost where one of `slots` emits a token before all of its prompt's rows came."""
+    """Raise StepLost where one of `slots` emits a token before all its prompt's rows have come."""
     missing = (state.admitted.prompt_due[slots] > state.columns.num_prompt[slots]) & (count > 0)
     if missing.any():
         slot = int(slots[missing.argmax()])
@@ -78,6 +72,7 @@ def check_complete(
 
 
 def _check(state: ProcessorState, message: Message, slot: int) -> None:
+    """Refuse rows that the slot's request did not ask for, and others than its prompt's next."""
     request = state.admitted.requests[slot]
     assert request is not None  # its phase is RUNNING
     due, have = int(state.admitted.prompt_due[slot]), int(state.columns.num_prompt[slot])
@@ -111,6 +106,7 @@ def _records(
     start: NDArray[np.int64],
     skip: NDArray[np.int64],
 ) -> Records:
+    """Records of `slots` [N], whose rows begin at `start` [N] after `skip` [N] known ones."""
     if not slots.size:
         return Records()
     batch = RecordBatch.without_tokens(
