@@ -1,5 +1,5 @@
 """Speculative decoding in JAX whose logprobs are exact and nearly free.
 
-Two doors: `jax_specdec.engine`, which never imports jax, and `jax_specdec.device`, the only folder
-that does. Nothing is imported here, so that a process gets what it asks for and no more.
+The package has two doors: `jax_specdec.engine`, which never imports jax, and `jax_specdec.device`,
+the only folder that does. Nothing is imported here, so that a process loads only what it uses.
 """

@@ -1,6 +1,6 @@
-"""What a user asks for: a request, its sampling parameters and its logprobs. Never jax.
+"""Requests: a prompt, its sampling parameters and the logprobs to send. Never jax.
 
-Checked here, once, at the boundary: everything behind it may rely on these limits.
+Values are checked here, once, at the boundary: all code behind it relies on these limits.
 """
 
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from typing import Any
 
 from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
 
-# Below, the rounding of float32 logits (1e-6 near 16) changes the probabilities by per cents;
-# above, logits that differ by 100 make them differ by 1 %. Meant is greedy, or uniform.
+# Below the range, the rounding of float32 logits (1e-6 near 16) changes probabilities by per cents:
+# use greedy. Above it, logits that differ by 100 change probabilities by 1 %: use a uniform draw.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
-MAX_TOKEN_ID = 2**31 - 1  # whatever the vocabulary: ids are int32
+MAX_TOKEN_ID = 2**31 - 1  # ids are int32, whatever the vocabulary
 
 
 class RequestError(ValueError):
@@ -23,20 +23,20 @@ class RequestError(ValueError):
 class SamplingParams:
     """How a request's tokens are chosen and which logprobs come with them.
 
-    Token ids may come in any sequence, a NumPy array too; they are kept as tuples of ints.
+    Token ids may come in any sequence, also a NumPy array; they are kept as tuples of ints.
 
     Attributes:
-      max_tokens: tokens to emit at most.
+      max_tokens: the most tokens to emit.
       temperature: 0 is greedy; otherwise from MIN_TEMPERATURE to MAX_TEMPERATURE.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of most likely tokens whose probability reaches this.
       min_p: drop tokens less likely than this times the most likely one.
-      seed: of this request's random numbers: equal seeds give equal tokens, whatever else is in
+      seed: makes this request's random numbers: equal seeds give equal tokens, whatever else is in
         the batch.
       stop_token_ids: tokens that end the request (the token itself is delivered).
-      stop_sequences: sequences of token ids that end the request once they were emitted.
+      stop_sequences: sequences of token ids that end the request once they are emitted.
       logprobs: None for none; K for each emitted token's logprob and rank and the K most likely.
-      logprobs_mode: which distribution the logprobs are of.
+      logprobs_mode: the distribution that the logprobs are taken from.
       extra_token_ids: ids whose logprobs are wanted at every position.
       draft_logprobs: also send the draft model's logprobs of the drafts.
       prompt_logprobs: None for none; K for each prompt token's logprob and rank, given the tokens
@@ -97,9 +97,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it; `id` is the user's own name for it.
+    """A prompt and how to continue it; `id` is the user's own name for it.
 
-    The prompt may be any sequence of token ids, a NumPy array too; it is kept as a tuple of ints.
+    The prompt may be any sequence of token ids, also a NumPy array; it is kept as a tuple of ints.
     """
 
     id: str
@@ -114,11 +114,11 @@ class Request:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """Plain ints, which can be compared, joined to emitted tokens and sent as JSON."""
+    """Token ids as plain ints, which can be compared, joined to emitted tokens and sent as JSON."""
     ids = _items(name, value, "token ids")
     for id in ids:
         if type(id) is not int or not 0 <= id <= MAX_TOKEN_ID:
-            _whole(name, id, 0, MAX_TOKEN_ID)  # NumPy's integers are fine
+            _whole(name, id, 0, MAX_TOKEN_ID)  # which accepts NumPy's integers
     return tuple(map(index, ids))
 
 
@@ -130,7 +130,7 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:
-    # OpenAI's chat format has logprobs = true: taken for 1, it would be another request.
+    # OpenAI's chat format has logprobs = true: read as 1, it would be another request.
     try:
         whole = index(value) if not isinstance(value, bool) else None
     except TypeError:
@@ -141,7 +141,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _number(name: str, value: object) -> None:
-    # The worker gets it as JSON, which has no numpy.float32.
+    # Requests travel to the worker as JSON, which has no numpy.float32.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} = {value!r} must be a Python number: float(...) makes it one")
 

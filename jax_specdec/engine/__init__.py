@@ -1,10 +1,10 @@
 """The door without jax: requests in, records of tokens and logprobs out.
 
-`Engine` runs requests on worker processes. An engine of your own takes `decode` and
-`output_processor`: bytes to a validated message, a message to records, as pure functions.
+`Engine` runs requests on worker processes. An engine of your own uses `decode`, from bytes to a
+validated message, and `output_processor`, from a message to records; both are pure functions.
 
-Docs, examples and users import this door, and `jax_specdec.export` for other people's formats; what
-lies behind them may change. Nothing here imports jax.
+Docs, examples and users import this door, and `jax_specdec.export` for common formats; the modules
+behind them may change. Nothing here imports jax.
 """
 
 from ipc.wire import LogprobsMode
@@ -24,26 +24,26 @@ from jax_specdec.requests import Request, RequestError, SamplingParams
 from jax_specdec.text import byte_tokens
 
 __all__ = [
-    # What is asked.
+    # Requests.
     "Request",
     "SamplingParams",
     "LogprobsMode",
     "RequestError",
-    # Who runs it.
+    # The engine and its workers.
     "Engine",
     "EngineConfig",
     "WorkerConfig",
     "Update",
     "WorkerStatus",
     "WorkerFailed",
-    # What comes back.
+    # Records.
     "Record",
     "Records",
     "TokenRows",
     "PromptRows",
     "FinishReason",
     "Statistics",
-    # The same without our engine: bytes to records, and commands to a worker.
+    # For an engine of your own: bytes to records, and commands to a worker.
     "decode",
     "Message",
     "MessageError",

@@ -16,26 +16,27 @@ OnWorkerLoss = Literal["stop", "continue", "restart"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(WorkerConfig):
-    """What to run; what needs no file and no device is checked when it is made.
+    """What to run. Values are checked here, as far as that needs no file and no device.
 
     Attributes, beside those of `WorkerConfig`, which all workers share:
       ring_slots: messages that may wait for the engine.
-      rehearse: shortly before a message is expected, take the last one once more, into nothing: the
-        next one finds warm caches, and its records are there 0.3 ms sooner or so, for as much of
-        the engine's time, in which it would sleep. Several ranks, of which any may be next, do not.
+      rehearse: shortly before a message is expected, process the last one once more and drop the
+        outcome, so that the next one finds warm caches. Records then come about 0.3 ms sooner, for
+        as much of the engine's time, which it would otherwise sleep. With several workers, any of
+        which may be next, the engine does not rehearse.
       num_ranks: workers that decode, each with its own slots and ring.
       num_prefill_ranks: workers that only run prompts: a request's first token comes from one of
         them, the rest from a decode worker, which recomputes the prompt. 0: decode workers do both.
-      on_worker_loss: what becomes of a rank whose worker ended early. "stop": everything stops.
-        "continue": the others go on without it. "restart": a new worker takes its place.
-      resume_lost: where the engine goes on, requests that a lost worker had go on after their last
+      on_worker_loss: what happens when a worker ends early. "stop": everything stops. "continue":
+        the other workers go on without it. "restart": a new worker takes its place.
+      resume_lost: where the engine goes on, a lost worker's requests continue after their last
         delivered token; otherwise they end with the reason `WORKER_LOST`.
-      max_restarts: of each rank; from then on, it is as with "continue".
-      max_silence: seconds; a worker that has requests and sends nothing for longer hangs, and is
-        lost. Its imports and compilations are silent too. None: the engine waits.
+      max_restarts: restarts in each worker's place; after that, a loss is as with "continue".
+      max_silence: seconds. A worker that has requests and sends nothing for longer counts as
+        hanging, and is lost. A worker is silent too while it imports and compiles. None: no limit.
 
     Raises:
-      ValueError: a value that cannot be; names it, and what can.
+      ValueError: names a value that is out of range, and the range.
     """
 
     ring_slots: int = 16
@@ -65,7 +66,7 @@ class EngineConfig(WorkerConfig):
                 raise ValueError(f"{name} = {getattr(self, name)} must be from {low} to {high}")
         if self.max_silence is not None and not self.max_silence > 0:
             raise ValueError(
-                f"max_silence = {self.max_silence} must be above 0, or None to wait for ever"
+                f"max_silence = {self.max_silence} must be above 0, or None for no limit"
             )
         choices = (
             ("drafter", DRAFTERS, ""),
@@ -79,14 +80,14 @@ class EngineConfig(WorkerConfig):
 
     @property
     def worker(self) -> WorkerConfig:
-        """What each worker is told."""
+        """The part that each worker is told."""
         return WorkerConfig(
             **{field.name: getattr(self, field.name) for field in fields(WorkerConfig)}
         )
 
     @property
     def message_bytes(self) -> int:
-        """The largest message that a step can make: every slot with all that may be asked for."""
+        """Size of a step's largest message: every slot sends all that a request may ask for."""
         tokens = [self.num_drafts + 1] * self.num_slots
         columns = [min(wire.MAX_TOP_K, self.vocab_size) + 1] * self.num_slots
         chosen = [wire.MAX_CHOSEN] * self.num_slots
@@ -94,10 +95,10 @@ class EngineConfig(WorkerConfig):
 
 
 def check(request: Request, config: EngineConfig) -> None:
-    """Refuse what cannot be served, before any of it reaches the worker.
+    """Refuse a request that the workers cannot serve, before any of it reaches them.
 
     Raises:
-      RequestError: an id outside the vocabulary, or more tokens than a slot holds.
+      RequestError: an id outside the vocabulary, more tokens than a slot holds, or a K above V.
     """
     params, ids = request.params, request.prompt_token_ids
     for name, named in (("prompt", ids), ("extra", params.extra_token_ids)):

@@ -13,9 +13,9 @@ from jax_specdec.control import GROUP_KILLED, Command, Shutdown, Start, to_line
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.wording import counted
 
-PATIENCE_SECONDS = 5.0  # for a worker that was told to stop
+PATIENCE_SECONDS = 5.0  # to wait for a worker that was told to stop
 
-# -P: a file in the current directory must not stand in for a module of the worker.
+# -P: a file in the current directory must not shadow a module of the worker.
 WORKER = (sys.executable, "-P", "-m", "jax_specdec.device.worker.worker_process")
 
 ADVICE = (
@@ -24,8 +24,8 @@ ADVICE = (
     "resume_lost=True its requests go on there"
 )
 MEMORY = (
-    "SIGKILL comes from somebody, or from Linux where memory runs out (`dmesg` tells which): then "
-    "fewer slots or shorter requests help"
+    "SIGKILL comes from another process, or from Linux where memory runs out (`dmesg` tells "
+    "which): then fewer slots or shorter requests help"
 )
 
 
@@ -34,7 +34,7 @@ class WorkerFailed(RuntimeError):
 
     Attributes:
       report: the message without the advice.
-      advice: to the author of a program around the engine; empty where the report says it all.
+      advice: for the author of a program around the engine; empty where it would not help.
     """
 
     def __init__(self, report: str, advice: str = "") -> None:
@@ -44,7 +44,7 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerProcess:
-    """A worker that was started, and the ring that it sends on."""
+    """A running worker process, and the ring that it sends on."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class WorkerProcess:
         doorbell: bool = False,
         program: Sequence[str] = WORKER,
     ) -> None:
-        """Start a worker.
+        """Create the ring, start the process, watch it, and tell it what to run.
 
         Args:
           config: what to run.
-          process_rank: which of several publishing ranks it is.
+          process_rank: the worker's number among those that publish.
           prefill_only: it only runs prompts, and hands requests over after their first token.
           doorbell: make the ring one of several that a thread can wait for together.
-          program: the command line of the worker; it speaks `control` on its standard input.
+          program: the command line of the worker, which reads `control` on its standard input.
         """
         self._process_rank = process_rank
         self._stops_all = config.on_worker_loss == "stop"
@@ -71,20 +71,9 @@ class WorkerProcess:
         self._listener: threading.Thread | None = None
         self.ring = RingReader.create(config.ring_slots, config.message_bytes, doorbell=doorbell)
         try:
-            self._process = subprocess.Popen(
-                program,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="backslashreplace",  # what a worker prints need not be UTF-8
-                process_group=0,  # a terminal's Ctrl-C reaches the engine, which decides
-            )
+            self._process = _started(program)
             self.ring.expect_peer(self._process.pid)
-            # A pipe that nobody reads would block the worker once it is full.
-            listener = threading.Thread(target=self._listen, daemon=True)
-            listener.start()
-            self._listener = listener
+            self._listener = self._listening()
             self.tell(
                 Start(
                     config=config.worker,
@@ -103,22 +92,22 @@ class WorkerProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs; minus the signal that killed it."""
+        """None while the process runs; negative for the signal that killed it."""
         return self._process.poll() if self._process is not None else None
 
     def tell(self, command: Command) -> None:
-        """Send a command; a worker that is gone is noticed where its messages are read."""
+        """Send a command. A worker that is gone is noticed where its messages are read."""
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: closed by `stop`
                 self._process.stdin.write(to_line(command))
                 self._process.stdin.flush()
 
     def failure(self, cause: Exception) -> WorkerFailed:
-        """Why the worker is of no use any more, in its own words; ends it if it has not ended."""
-        ends = isinstance(cause, EndOfStream | PeerDied)  # or it sent what cannot be
+        """The report of a lost worker, with its last words; ends the process if it still runs."""
+        ends = isinstance(cause, EndOfStream | PeerDied)  # otherwise it sent an invalid message
         if self._process is not None and ends:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PATIENCE_SECONDS)  # its stream has ended: it is about to
+                self._process.wait(PATIENCE_SECONDS)  # its stream has ended: so will the process
         running = self.exit_status is None
         arrived = self.ring.counters().messages
         code = self.stop(drain=False)
@@ -128,7 +117,7 @@ class WorkerProcess:
             f"the model worker of process rank {self._process_rank} (pid {self.pid}) "
             f"{'had to be ended' if running else _how_it_ended(code)} after "
             f"{counted(arrived, 'message')}, "
-            # How its ring ended is for users of rings; here it is said already.
+            # The cause speaks of the ring's end; where the process ended, that is said already.
             f"before its requests were done{'' if ends and not running else f': {cause}'}",
             f"its last words:\n{last}" if last else "it printed nothing",
             *([MEMORY] if number == signal.SIGKILL else ()),
@@ -136,15 +125,15 @@ class WorkerProcess:
         return WorkerFailed("\n".join(report), ADVICE if number and self._stops_all else "")
 
     def stop(self, *, drain: bool) -> int:
-        """End the worker and the ring; returns its exit status. Calling it again does nothing.
+        """End the worker and the ring; returns the exit status. Calling it again does nothing.
 
         Args:
-          drain: let it publish what it has computed; otherwise it is ended at once.
+          drain: let the worker publish what it has computed; otherwise it is ended at once.
         """
         try:
             if drain:
                 self.tell(Shutdown())
-                with contextlib.suppress(RingError):  # the end of the stream, or it hangs
+                with contextlib.suppress(RingError):  # the end of the stream, or a timeout
                     while True:
                         self.ring.receive(PATIENCE_SECONDS)
                 if self._process is not None:
@@ -159,20 +148,26 @@ class WorkerProcess:
             return 0
         process = self._process
         if process.poll() is None:
-            # Nothing is written to it any more: one that does not read would hold us up.
+            # A signal, not a command: a write to a worker that does not read could block.
             process.terminate()
             try:
                 process.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._listener is not None:  # None: it could not be started
+        if self._listener is not None:  # None where it could not be started
             self._listener.join(PATIENCE_SECONDS)
         for stream in (process.stdin, process.stderr):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
         return process.returncode
+
+    def _listening(self) -> threading.Thread:
+        """The thread that reads what the worker prints: a full pipe would block the worker."""
+        listener = threading.Thread(target=self._listen, daemon=True)
+        listener.start()
+        return listener
 
     def _listen(self) -> None:
         assert self._process is not None
@@ -181,8 +176,20 @@ class WorkerProcess:
             self._last_lines.append(line)
 
 
+def _started(program: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        program,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="backslashreplace",  # a worker may print what is not UTF-8
+        process_group=0,  # a terminal's Ctrl-C reaches only the engine, which decides
+    )
+
+
 def _signal(code: int) -> int:
-    """The signal that ended the worker, itself or another process of its group; 0 for none."""
+    """The signal that ended the worker or another process of its group; 0 where no signal did."""
     if code < 0:
         return -code
     return code - GROUP_KILLED if GROUP_KILLED < code < GROUP_KILLED + signal.NSIG else 0

@@ -1,4 +1,4 @@
-"""A slot of the processor's state is given to a request, and freed: pure functions. Never jax."""
+"""Giving a slot of the processor's state to a request, and freeing it. Never jax."""
 
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -44,10 +44,10 @@ def admit(
         (RFC 1982), so a counter may wrap around.
       prefill: this node only prefills: the request ends here after its first token, with the
         reason `PREFILL_HANDOVER` unless that token ends it anyway.
-      handed_over: what it has delivered already, on a prefill node or before a preemption.
+      handed_over: what the request has delivered already, on a prefill node or before a preemption.
 
     Raises:
-      ProcessorError: the slot is taken, the generation is not newer, the id is in use, or nothing
+      ProcessorError: the slot is taken, the generation is not newer, the id is in use, or no token
         is left to emit.
     """
     admitted, columns, params = state.admitted, state.columns, request.params
@@ -64,7 +64,7 @@ def admit(
     if last >= 0 and not is_newer(generation, last):
         raise ProcessorError(
             f"slot {slot} has had generation {last}, so {generation} is used up: "
-            "count up whenever a slot is given away"
+            "count up whenever a slot is given to a request"
         )
     if any(other is not None and other.id == request.id for other in admitted.requests):
         raise ProcessorError(f"request id {request.id!r} holds another slot: ids are unique")
@@ -113,10 +113,10 @@ def admit(
 
 
 def release(state: ProcessorState, slot: int) -> ProcessorState:
-    """Free `slot`, whatever its request was doing, without a record; a free slot stays free.
+    """Free `slot`, in whatever phase its request is, without a record; a free slot stays free.
 
-    Its statistics join the past, its records that wait for a draft message still come, and later
-    messages of its generation are counted as surplus.
+    The request's statistics join the past, its records that wait for a draft message still come,
+    and later messages of its generation are counted as surplus.
     """
     _check_slot(state, slot)
     if state.admitted.requests[slot] is None:
@@ -161,6 +161,7 @@ def _check_slot(state: ProcessorState, slot: int) -> None:
 
 
 def _check_progress(request: Request, progress: Progress) -> None:
+    """Refuse a request that has ended, or whose cumulative logprob cannot be continued."""
     params, tokens = request.params, list(progress.token_ids)
     if len(tokens) >= params.max_tokens:
         raise ProcessorError(

@@ -1,7 +1,7 @@
 """Bytes to a validated `Message`: column views of one buffer, no object per token. Never jax.
 
-Nothing in the bytes is trusted: every count is checked against its limit, and the length that the
-counts imply against the length that is there, before any value is used as an index.
+The bytes are not trusted: every count is checked against its limit, and the length that the counts
+imply against the actual length, before any value is used as an index.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
 _SLOT_SHIFT = np.array([[field.shift] for field in wire.SLOT.values()], np.uint32)
 _SLOT_MASK = np.array([[field.maximum] for field in wire.SLOT.values()], np.uint32)
 
-# By state, also those that do not exist.
+# [state] whether a slot in that state emits tokens; also for states that do not exist.
 _EMITS = np.zeros(wire.SLOT["state"].maximum + 1, np.bool_)
 _EMITS[[SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN]] = True
 
@@ -40,7 +40,7 @@ _HEADER_BITS = tuple(
 
 
 class MessageError(wire.WireError):
-    """Bytes that are not a valid message; says which value is wrong and what it may be."""
+    """Bytes that are not a valid message; names the wrong value and what it may be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +81,7 @@ class Message:
         return len(self.state)
 
     def slot(self, index: int) -> "SlotView":
-        """Slot `index`'s values, shaped; for tests, tools and people rather than the hot path."""
+        """Slot `index`'s values with their shapes; convenient, and too slow for the hot path."""
         tokens, rows = int(self.num_tokens[index]), int(self.num_rows[index])
         columns, chosen = int(self.columns[index]), int(self.num_chosen[index])
         at, row = int(self.token_start[index]), int(self.row_start[index])
@@ -110,7 +110,7 @@ class SlotView:
 
 
 def decode(data: Any) -> Message:
-    """Decode `data` (any bytes-like object), whose memory the message keeps viewing.
+    """Decode `data`, any bytes-like object; the message consists of views of its memory.
 
     Raises:
       MessageError: the bytes are not exactly one valid message.
@@ -192,16 +192,17 @@ def _header(view: memoryview, num_words: int) -> dict[str, int]:
         )
     if header["error"] or header["error_checks"]:
         raise MessageError(
-            "the sender's checks failed and the message came all the same: "
+            "the sender's checks failed and it sent the message nevertheless: "
             + ", ".join(wire.failed_checks(header["error_checks"]))
         )
     return header
 
 
 def _plainly_right(kind: int, max_num_logprobs: int, table: NDArray[np.int64]) -> bool:
-    """Whether a target message's slots are right, at a glance: `_check_slots` decides otherwise.
+    """Whether a target message's slots are certainly valid; otherwise `_check_slots` decides.
 
-    Half the work, for slots without chosen ids or a first token of a prefill: the usual step.
+    This takes half the time, and is enough for a usual step: slots without chosen ids and without a
+    prefill's first token.
 
     Args:
       table: [8, B] the slots' fields, in the order of `wire.SLOT`.
@@ -227,6 +228,7 @@ def _plainly_right(kind: int, max_num_logprobs: int, table: NDArray[np.int64]) -
 
 
 def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.int64]]) -> None:
+    """Raise MessageError for the first invalid field of a slot; `fields` are [B] each."""
     state, mode, columns = fields["state"], fields["mode"], fields["columns"]
     tokens, rows, chosen = fields["num_tokens"], fields["num_rows"], fields["num_chosen"]
     drafts, emits, has_rows = fields["num_drafts"], _EMITS[state], columns > 0

@@ -1,7 +1,7 @@
 """A message from host values: the slow, obvious inverse of `decode`. Never jax.
 
-The worker packs on the device (`pack`); this is for messages that are made on the host, and what
-tests hold the packer against.
+A worker packs on the device (`pack`). This function makes messages on the host, and tests compare
+the packer with it.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,11 @@ from jax_specdec.wording import counted
 class SlotContents:
     """What one slot sends: n tokens, r of them with logprobs.
 
-    `logprobs` is [r, columns + chosen] float32 and `topk_ids` [r, columns - 1]; both stay empty,
-    like `token_ranks` [r], where `columns` is 0.
+    Attributes, beside the fields of `ipc.wire.SLOT`:
+      token_ids: [n].
+      token_ranks: [r], empty where `columns` is 0.
+      logprobs: [r, columns + num_chosen] float32, empty where `columns` is 0.
+      topk_ids: [r, columns - 1], empty where `columns` is 0.
     """
 
     state: SlotState = SlotState.TOKENS
@@ -48,8 +51,8 @@ def encode(
     """The bytes of one message; `max_num_logprobs` defaults to the largest K of the slots.
 
     Raises:
-      WireError: a value does not fit its field (named, with its limit), or a slot's arrays do not
-        have the sizes that its counts promise.
+      WireError: a value does not fit its field (the error names it and its limit), or a slot's
+        arrays do not have the sizes that its counts promise.
     """
     if max_num_logprobs is None:
         max_num_logprobs = max((slot.columns - 1 for slot in slots), default=0)

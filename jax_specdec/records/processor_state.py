@@ -1,7 +1,7 @@
-"""The output processor's state: which request holds which slot, and how far it has come.
+"""The output processor's state: which request holds which slot, and its progress. Never jax.
 
 Everything is frozen and columnar: arrays are read-only, and every function returns a new state that
-shares what did not change. Axes: B slots, D drafts, M remembered tokens. Never jax.
+shares the unchanged parts. Axes: B slots, D drafts, M remembered tokens.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from jax_specdec.requests import Request
 
 
 class ProcessorError(ValueError):
-    """A message or an admission that cannot be; says what was expected."""
+    """A message or an admission that contradicts the state; says what was expected."""
 
 
 class StepLost(ProcessorError):
@@ -40,11 +40,12 @@ class Progress:
     """What a request has delivered elsewhere: on a prefill node, or before it was preempted.
 
     Attributes:
-      token_ids: its emitted tokens so far, all of them; they count for the length limit and for
-        stop sequences, and are never delivered again.
-      cumulative_logprob: of these tokens, as in their last record; None where none were asked.
-      statistics: of the steps that made them, as in that record.
-      num_prompt_rows: rows of its prompt's logprobs that were delivered, where it asked for them.
+      token_ids: all its emitted tokens so far; they count for the length limit and for stop
+        sequences, and are never delivered again.
+      cumulative_logprob: the sum over these tokens, as in their last record; None where no logprobs
+        were asked.
+      statistics: those of the steps that made the tokens, as in that record.
+      num_prompt_rows: rows of the prompt's logprobs that were delivered, where asked for.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -55,21 +56,21 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admitted:
-    """What changes only when a slot is given or freed.
+    """The columns that change only when a slot is given or freed.
 
     Attributes:
       requests: [B] None in a free slot.
       generation: [B] int64, the slot's last one, also while it is free; -1 before the first.
       limit: [B] int64, tokens in all at which the request ends.
       limit_reason: [B] int8 `FinishReason` for that end.
-      row_format: [B] int64, what its rows must look like; see `row_format`.
-      handed_over: [B] int64, tokens that it brought along.
-      earlier: [B] the statistics that it brought along; empty ones in a free slot.
-      prompt_due: [B] int64, rows of the prompt's logprobs that come before its first token.
-      prompt_before: [B] int64, those of them that were delivered in an earlier stay.
-      any_prompt_due: whether one of `prompt_due` is not 0.
-      history: [B] int64, tokens that its stop sequences need remembered.
-      stop_keys: sorted int64, see `stopping`.
+      row_format: [B] int64, the format that the request's rows must have; see `row_format`.
+      handed_over: [B] int64, tokens that the request brought along.
+      earlier: [B] the statistics that it brought along; empty in a free slot.
+      prompt_due: [B] int64, rows of the prompt's logprobs that must come before its first token.
+      prompt_before: [B] int64, the number of them that were delivered in an earlier stay.
+      any_prompt_due: whether some `prompt_due` is not 0.
+      history: [B] int64, tokens that must be remembered for its stop sequences.
+      stop_keys: sorted int64, see `stop_rules`.
     """
 
     requests: tuple[Request | None, ...]
@@ -88,14 +89,14 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotColumns:
-    """What changes with every step.
+    """The columns that change with every step.
 
     Attributes:
       phase: [B] int8 `Phase`.
-      num_tokens: [B] int64, emitted in all, those brought along included.
+      num_tokens: [B] int64, tokens in all, those brought along included.
       cumulative_logprob: [B] float64.
       outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
-      tail: [B, M] int32, the last tokens, the newest in the last column; only where
+      tail: [B, M] int32, the last tokens, the newest in the last column; valid only where
         `Admitted.history` is not 0.
       num_prompt: [B] int64, rows of the prompt's logprobs that came in this stay.
     """
@@ -113,11 +114,11 @@ class ProcessorState:
     """All that the processor knows about one ring.
 
     Attributes:
-      process_rank: the rank whose messages this is.
-      next_step: the step of the next target message; None takes whatever comes first.
-      waiting: records of the last step, held until its draft message is here.
+      process_rank: the process rank that publishes to this ring.
+      next_step: the step of the next target message; None accepts any first step.
+      waiting: records of the last step, held until its draft message comes.
       early_draft: a draft message that came before its target message.
-      past: statistics of the stays that are over; what a request brought along is not in them.
+      past: statistics of the stays that are over, without what requests brought along.
     """
 
     process_rank: int
@@ -133,13 +134,13 @@ class ProcessorState:
     def empty(
         cls, num_slots: int, *, process_rank: int = 0, first_step: int | None = 0
     ) -> "ProcessorState":
-        """`num_slots` free slots, before the first message.
+        """The state of `num_slots` free slots, before the first message.
 
         A worker numbers its target messages `first_step`, `first_step + 1`, ...; None joins a
-        stream that has begun, and so cannot tell what was before.
+        stream that has begun, whose earlier steps are not missed.
         """
         if num_slots < 1:
-            raise ProcessorError(f"num_slots = {num_slots} must be 1 at least")
+            raise ProcessorError(f"num_slots = {num_slots} must be at least 1")
         integers = frozen(np.zeros(num_slots, np.int64))
         return cls(
             process_rank=process_rank,
@@ -174,37 +175,44 @@ class ProcessorState:
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
-        """Requests that can still deliver, in slot order."""
+        """Ids of the requests that can still deliver, in slot order."""
         live = np.flatnonzero(self.columns.phase == Phase.RUNNING).tolist()
         return tuple(request.id for slot in live if (request := self.admitted.requests[slot]))
 
     def slot_statistics(self, slot: int) -> Statistics:
-        """Of the request that holds `slot`, with what it brought along."""
+        """Statistics of the request that holds `slot`, those that it brought along included."""
         return totals(self.admitted, self.columns).of(slot)
 
     @property
     def statistics(self) -> Statistics:
-        """Over everything that this ring brought, past and present."""
+        """Statistics of everything that this ring brought, past and present."""
         return self.past + totals(self.admitted, self.columns).of_all()
 
 
 def totals(admitted: Admitted, columns: SlotColumns) -> StatisticsSource:
-    """The columns that statistics come from; views, but for the token counts."""
+    """The columns that statistics are made from; views, except the token counts."""
     delivered = frozen(columns.num_tokens - admitted.handed_over)
     return StatisticsSource(delivered, columns.outcomes, admitted.earlier)
 
 
 def row_format(columns: Any, num_chosen: Any, mode: Any) -> Any:
-    """One integer for the shape and meaning of a request's rows; integers or int64 [B]."""
+    """One integer for the format of a request's rows; of integers or int64 [B].
+
+    Args:
+      columns: K + 1, or 0 without logprobs.
+      num_chosen: C.
+      mode: `LogprobsMode`.
+    """
     return columns | num_chosen << 16 | mode << 32
 
 
 def is_newer(generation: Any, than: Any) -> Any:
-    """Serial-number comparison of 32-bit counters (RFC 1982); integers or int64 [B]."""
+    """Whether 32-bit counters are ahead by serial-number comparison (RFC 1982); integers or [B]."""
     ahead = (generation - than) & 0xFFFFFFFF
     return (ahead > 0) & (ahead < 1 << 31)
 
 
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
+    """The same array, read-only from now on."""
     array.flags.writeable = False
     return array

@@ -1,8 +1,8 @@
-"""What speculation achieved: drafts proposed and accepted, as values. Never jax.
+"""Statistics of speculation: drafts proposed and accepted, as values. Never jax.
 
-Everything follows from three histograms over a step's drafts, so a step adds two numbers a slot
-whatever the number of drafts. The ratios are those of FastDeploy's token processor, which calls
-`conditional_acceptance_at` the single head accept ratio.
+All numbers follow from three histograms over a step's drafts, so a step adds two numbers for each
+slot, whatever the number of drafts. The ratios are those of FastDeploy's token processor, which
+calls `conditional_acceptance_at` the single head accept ratio.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from itertools import zip_longest
 class Statistics:
     """Acceptance over some steps, of one request or of many; values add with `+`.
 
-    A step counts once a request that had tokens in it, with the tokens that verification emitted:
-    what a stop then cut was accepted all the same.
+    A step counts once for each request that had tokens in it, with all tokens that verification
+    emitted: those that a stop then cut were accepted too.
 
     Attributes:
       steps_by_drafts: steps in which n drafts were proposed, at index n.
       rejected_at: steps whose first rejected draft was the one at position n, at index n.
       all_accepted: steps in which all of n drafts were accepted, at index n.
-      num_tokens: tokens delivered; after the stop rules, so it can be below steps + accepted.
+      num_tokens: tokens delivered after the stop rules, so perhaps fewer than steps + accepted.
     """
 
     steps_by_drafts: tuple[int, ...] = ()
@@ -63,13 +63,16 @@ class Statistics:
 
     @property
     def acceptance_at(self) -> tuple[float, ...]:
-        """[D] of the drafts proposed at a position, the share accepted there."""
+        """[D] the share of the drafts proposed at a position that was accepted, 0 to 1."""
         pairs = zip(self.accepted_at, self.drafts_at, strict=True)
         return tuple(accepted / drafts for accepted, drafts in pairs)
 
     @property
     def conditional_acceptance_at(self) -> tuple[float | None, ...]:
-        """[D] the same of the drafts that were reached: all before them accepted; None if none."""
+        """[D] the share of the drafts reached at a position that was accepted, 0 to 1.
+
+        A draft is reached where all drafts before it were accepted. None where no draft was.
+        """
         accepted = self.accepted_at
         reached = _added(accepted, self.rejected_at)
         return tuple(a / r if r else None for a, r in zip(accepted, reached, strict=True))
@@ -86,21 +89,21 @@ class Statistics:
 
     @property
     def average_accepted_length(self) -> float | None:
-        """Tokens that a step emits, the recovered or bonus token included; None before a step."""
+        """Mean tokens that a step emits, recovered or bonus token included; None before a step."""
         return 1 + self.num_accepted / self.steps if self.steps else None
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What was not delivered, and why; every number only grows.
+    """Counts of what was not delivered, by reason, and of ends; every number only grows.
 
     Attributes:
       cut_tokens: tokens behind a stop or the length limit, in the step that ended their request.
       surplus_tokens: tokens of later steps, for a request that had ended or left its slot; rows of
         a prompt's logprobs too.
-      late_slots: slots of target messages that spoke of an older generation.
-      late_drafts: slots of draft messages with drafts that no waiting record took: the record was
-        released before, or its request had ended.
+      late_slots: slots of target messages that were about an older generation.
+      late_drafts: slots of draft messages with drafts that no waiting record took, as the record
+        was released before or its request had ended.
       finished: requests by finish reason, in the order of `FinishReason`.
       preempted: times that a request was sent back to the scheduler.
     """
@@ -118,7 +121,7 @@ def _added(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _above(steps_by_count: tuple[int, ...]) -> tuple[int, ...]:
-    """[n] how many steps had a count above 0, 1, ...; ends with the largest count."""
+    """[n] the number of steps with a count above 0, 1, ...; ends with the largest count."""
     above, totals = 0, []
     for steps in reversed(steps_by_count[1:]):
         above += steps

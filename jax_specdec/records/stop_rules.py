@@ -1,8 +1,7 @@
-"""Where a request ends: stop token ids and stop sequences, found for a whole batch at once.
+"""Stop token ids and stop sequences, found for a whole batch at once. Never jax.
 
 Every stop token, and the last token of every stop sequence, is a key (slot, token id) of one sorted
-table; a step looks all its tokens up in one search. Only the few hits are looked at one by one.
-Never jax.
+table; a step looks up all its tokens in one search. Only the few hits are examined one by one.
 """
 
 import numpy as np
@@ -15,11 +14,12 @@ _END.flags.writeable = False
 
 
 def no_keys() -> NDArray[np.int64]:
+    """The table without any rule."""
     return _END
 
 
 def keys_of(slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-    """One integer for each (slot, token id); arrays of one shape."""
+    """One integer for each pair of slot and token id; arrays of one shape."""
     keys: NDArray[np.int64] = slots << 32 | token_ids.view(np.uint32)
     return keys
 
@@ -33,22 +33,23 @@ def with_slot(keys: NDArray[np.int64], slot: int, params: SamplingParams) -> NDA
 
 
 def without_slot(keys: NDArray[np.int64], slot: int) -> NDArray[np.int64]:
+    """The table without the rules of `slot`."""
     kept: NDArray[np.int64] = keys[keys >> 32 != slot]
     return kept
 
 
 def candidates(keys: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The positions in `tokens` (from `keys_of`) that may end their request."""
+    """The positions in `tokens`, which come from `keys_of`, that may end their request."""
     return np.flatnonzero(keys[keys.searchsorted(tokens)] == tokens)
 
 
 def history_needed(params: SamplingParams) -> int:
-    """Earlier tokens that must be remembered to see every stop sequence that ends later."""
+    """The number of earlier tokens to remember, so that no stop sequence is missed."""
     return max((len(sequence) - 1 for sequence in params.stop_sequences), default=0)
 
 
 def sequence_ending(params: SamplingParams, token_ids: list[int]) -> int | None:
-    """Index of the first of the stop sequences that `token_ids` ends with, or None."""
+    """The index of the first stop sequence that `token_ids` ends with, or None."""
     for index, sequence in enumerate(params.stop_sequences):
         if len(sequence) <= len(token_ids) and token_ids[-len(sequence) :] == list(sequence):
             return index

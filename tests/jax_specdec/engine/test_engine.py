@@ -161,7 +161,7 @@ def test_a_killed_worker_is_reported_and_its_requests_are_closed(weights):
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerFailed, match=r"killed by signal 9") as error:
             collect(stream)
-    assert "SIGKILL comes from somebody, or from Linux where memory runs out" in str(error.value)
+    assert "another process, or from Linux where memory runs out" in str(error.value)
     assert "make a new engine" in str(error.value).lower()
     assert 'EngineConfig(on_worker_loss="restart")' in str(error.value)
     cause = error.value.__cause__  # the ring's own error: a traceback shows it too
