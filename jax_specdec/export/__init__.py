@@ -1,9 +1,10 @@
-"""Records in other people's formats: OpenAI's responses, columns, Arrow and Parquet. No jax.
+"""The door to other formats of records: OpenAI, columns, Arrow, Prometheus. No jax.
 
-A small door beside `jax_specdec.engine`: it stands above it, so that the engine needs no format.
+It stands above `jax_specdec.engine`, so that the engine knows no format. Libraries that a format
+needs are imported on its first use.
 """
 
-from jax_specdec.export import arrow, openai
+from jax_specdec.export import arrow, metrics, openai
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.token_columns import Ragged, TokenColumns
 from jax_specdec.text.detokenize import TextStream, TokenTable
@@ -11,6 +12,7 @@ from jax_specdec.text.detokenize import TextStream, TokenTable
 __all__ = [
     "openai",
     "arrow",
+    "metrics",
     "ColumnBuilder",
     "TokenColumns",
     "Ragged",

@@ -1,7 +1,7 @@
-"""Columns as Arrow tables and Parquet files, for whoever has pyarrow (the extra `arrow`). No jax.
+"""Columns as Arrow tables and Parquet files (extra `arrow`). No jax.
 
-Two tables: one row a token, and one row a request. NaN is kept for invalid rows; what was not
-asked or is not known is null.
+There are two tables: one row a token, and one row a request. NaN is the logprob of an invalid row;
+what was not asked for or is not known is null.
 """
 
 from pathlib import Path
@@ -21,9 +21,9 @@ TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
 def tokens_table(columns: TokenColumns) -> Any:
     """A `pyarrow.Table`, one row a token: the columns of `TokenColumns` by the same names.
 
-    `request_id` and `kind` are dictionary columns of words; the top K and the chosen ids are lists
-    (`topk_ids`, `topk_logprobs`, `chosen_ids`, `chosen_logprobs`, and of the drafts
-    `draft_chosen_ids`, `draft_chosen_logprobs`).
+    `request_id` and `kind` are dictionary columns of words. Lists become two columns each:
+    `topk_ids` and `topk_logprobs`, `chosen_ids` and `chosen_logprobs`, `draft_chosen_ids` and
+    `draft_chosen_logprobs`.
     """
     pa = _pyarrow()
     asked, drafted = columns.token_rank != NOT_ASKED, columns.draft_token_rank != NOT_ASKED
@@ -54,7 +54,7 @@ def tokens_table(columns: TokenColumns) -> Any:
 
 
 def requests_table(columns: TokenColumns) -> Any:
-    """A `pyarrow.Table`, one row a request; words for the mode and the finish reason."""
+    """A `pyarrow.Table`, one row a request, with words for the mode and the finish reason."""
     pa = _pyarrow()
     reasons = [FinishReason(n).name.lower() if n else None for n in columns.finish_reason.tolist()]
     modes = [LogprobsMode(n).name.lower() for n in columns.mode.tolist()]
@@ -70,13 +70,13 @@ def requests_table(columns: TokenColumns) -> Any:
 
 
 def from_tables(tokens: Any, requests: Any) -> TokenColumns:
-    """The columns that the two tables were made of.
+    """The columns that `tokens_table` and `requests_table` were made of.
 
     Raises:
-      ValueError: a table lacks columns, as those that an earlier version wrote do.
+      ValueError: a table lacks columns, as one that an earlier version wrote does.
     """
-    nothing = ColumnBuilder().columns()
-    for table, whole in ((tokens, tokens_table(nothing)), (requests, requests_table(nothing))):
+    empty = ColumnBuilder().columns()
+    for table, whole in ((tokens, tokens_table(empty)), (requests, requests_table(empty))):
         if missing := sorted(set(whole.column_names) - set(table.column_names)):
             raise ValueError(
                 f"a table lacks the columns {', '.join(missing)}: read it with the version that "
@@ -111,7 +111,7 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
 
 
 def write_parquet(folder: Path | str, columns: TokenColumns) -> None:
-    """Write both tables into `folder`, which is made: `tokens.parquet` and `requests.parquet`."""
+    """Write `tokens.parquet` and `requests.parquet` into `folder`, and make it if it is missing."""
     parquet = _pyarrow("pyarrow.parquet")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -136,18 +136,17 @@ def _pyarrow(module: str = "pyarrow") -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "Arrow and Parquet need pyarrow: pip install 'jax-specdec[arrow]', or use "
-            "columnar.save, which needs NumPy only",
+            "Arrow tables and Parquet files need pyarrow: pip install 'jax-specdec[arrow]'",
             name=error.name,
         ) from error
 
 
 def _lists(pa: Any, ragged: Ragged, values: NDArray[Any] | None) -> Any:
-    """Arrow lists with 32-bit offsets; one table holds 2**31 - 1 values at most."""
+    """Arrow lists have 32-bit offsets, so a table holds at most 2**31 - 1 values in one."""
     if ragged.offsets[-1] >= 2**31:
         raise ValueError(
-            f"{ragged.offsets[-1]} values in one list column; an Arrow table takes {2**31 - 1}: "
-            "write several tables"
+            f"{ragged.offsets[-1]} values in one list column, but an Arrow table holds at most "
+            f"{2**31 - 1}: collect fewer requests in each table"
         )
     return pa.ListArray.from_arrays(ragged.offsets.astype(np.int32), pa.array(values))
 

@@ -1,12 +1,10 @@
-"""Records as columns for people who train on logprobs: one row a token, NumPy, nothing lost.
+"""Records as columns for training on logprobs: one row a token, NumPy, nothing lost. No jax.
 
-`ColumnBuilder` collects records of many requests, `TokenColumns` is the result, `save` and `load`
-keep it in an npz file. `arrow.py` makes Arrow tables and Parquet files of it. No jax.
+`ColumnBuilder` collects the records of many requests, and `TokenColumns` is the result; `arrow.py`
+makes Arrow tables and Parquet files of it.
 """
 
 from collections.abc import Iterable
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +22,9 @@ from jax_specdec.export.token_columns import (
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
 
-__all__ = ["KINDS", "NOT_ASKED", "Ragged", "TokenColumns", "ColumnBuilder", "save", "load"]
-
-FORMAT = 2  # of an npz file; 1 had no `draft_chosen`
-
 
 class ColumnBuilder:
-    """Collects records as they come; nothing of their messages is kept."""
+    """Collects records as they come, and keeps nothing of their messages."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -40,14 +34,14 @@ class ColumnBuilder:
         self._parts: list[dict[str, NDArray[Any]]] = []
 
     def add(self, records: Iterable[Record]) -> None:
-        """Append records; those of a request from its first token on, in order."""
+        """Append records: of each request all of them, in order, from its first token on."""
         rows = [self._row(record) for record in records]
         if rows:
             names = rows[0].keys()
             self._parts.append({n: np.concatenate([row[n] for row in rows]) for n in names})
 
     def columns(self) -> TokenColumns:
-        """Everything that was added."""
+        """The tokens of all records so far."""
         requests = list(self._requests.values())
         prompts = [request.prompt_token_ids for request in requests]
         parts = self._parts or [_NO_TOKENS]
@@ -94,48 +88,6 @@ class ColumnBuilder:
         }
 
 
-def save(path: Path | str, columns: TokenColumns) -> None:
-    """Write an npz file; lists become `NAME.offsets`, `NAME.ids` and `NAME.logprobs`."""
-    arrays: dict[str, Any] = {"format": np.array(FORMAT)}
-    for field in fields(columns):
-        value = getattr(columns, field.name)
-        if isinstance(value, Ragged):
-            parts = {"offsets": value.offsets, "ids": value.ids, "logprobs": value.logprobs}
-            arrays |= {f"{field.name}.{n}": a for n, a in parts.items() if a is not None}
-        else:
-            arrays[field.name] = value
-    with Path(path).open("wb") as file:  # numpy would add .npz to a name without it
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-
-
-def load(path: Path | str) -> TokenColumns:
-    """Read what `save` wrote.
-
-    Raises:
-      ValueError: not such a file, or of another format.
-    """
-    with np.load(path, allow_pickle=False) as arrays:
-        if "format" not in arrays:
-            raise ValueError(f"{path} is no file of columns: save writes them")
-        if (found := int(arrays["format"])) != FORMAT:
-            raise ValueError(
-                f"{path} has columns in format {found}, and this version reads {FORMAT}: load it "
-                "with the version that wrote it, or collect its records again"
-            )
-        values: dict[str, Any] = {}
-        for field in fields(TokenColumns):
-            if field.name in arrays:
-                values[field.name] = arrays[field.name]
-            else:
-                logprobs = f"{field.name}.logprobs"
-                values[field.name] = Ragged(
-                    arrays[f"{field.name}.offsets"],
-                    arrays[f"{field.name}.ids"],
-                    arrays.get(logprobs),
-                )
-    return TokenColumns(**values)
-
-
 def _logprobs(record: Record, n: int) -> dict[str, NDArray[Any]]:
     rows, ranks, topk_ids = record.logprobs, record.token_ranks, record.topk_ids
     chosen = _chosen("chosen", record, n, record.chosen_logprobs)
@@ -170,7 +122,7 @@ def _drafts(record: Record, n: int) -> dict[str, NDArray[Any]]:
 def _chosen(
     name: str, record: Record, n: int, logprobs: NDArray[np.float32] | None
 ) -> dict[str, NDArray[Any]]:
-    """The lists of n tokens: C ids each where `logprobs` [m, C] has a row for it, else none."""
+    """Lists of n tokens: C ids where `logprobs` [m, C] has a row for the token, empty elsewhere."""
     ids = np.array(record.request.params.extra_token_ids, np.int32)
     rows = np.empty((0, len(ids)), np.float32) if logprobs is None else logprobs[:n]
     counts = np.zeros(n, np.int64)

@@ -1,8 +1,8 @@
 """A page that shows every token's logprob: lines of OpenAI-style JSON to one HTML file. No jax.
 
-Reads completions and chat completions, whole responses, one a line; what speculation did comes from
-the extension beside them (`speculation.py`), and a response without it is shown without it. The
-page loads nothing, and whatever a token says is data in it: never markup, never a script.
+It reads whole responses of the completions or the chat completions API, one a line. What
+speculation did comes from the extension beside them (`openai_extension.py`), which a response may
+lack. The page loads nothing, and what a token says is data in it: never markup, never a script.
 """
 
 import base64
@@ -15,20 +15,19 @@ from typing import Any
 
 from jax_specdec.wording import counted
 
-NEGATIVE_INFINITY = -9999.0  # in the JSON; the page shows it as such
-KINDS = ("accepted", "recovered", "bonus", "plain")
+_KINDS = ("accepted", "recovered", "bonus", "plain")  # in the order of the page's script
 
 Top = list[tuple[str, float | None]]
-Index = Callable[[str], int]  # of a string in the page's list
+Index = Callable[[str], int]  # a string's place in the page's list
 
 
 class ViewError(ValueError):
-    """A line that is no response; says which line and what is wrong with it."""
+    """A line is not a response; says which line and what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One step of a request; `drafts` has the drafts' strings and logprobs where they were sent."""
+class ShownStep:
+    """One step of a request; `drafts` has (string, logprob) of each draft, where they were sent."""
 
     step: int
     num_tokens: int
@@ -39,14 +38,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """One response, of n tokens; what it did not say is None.
+    """One response of n tokens; what it does not say is None.
 
     Attributes:
       tokens: [n] strings.
       logprobs: [n], None in an invalid row.
-      top: [n] the top K of each token, most likely first.
-      ids, ranks, kinds: [n] of the extension.
-      steps: of the extension; their tokens sum to n.
+      top: [n] each token's top K, most likely first.
+      ids, ranks, kinds: [n] from the extension.
+      steps: from the extension; their tokens add up to n.
     """
 
     id: str
@@ -61,14 +60,14 @@ class Shown:
     ids: Sequence[int] | None
     ranks: Sequence[int] | None
     kinds: Sequence[str] | None
-    steps: Sequence[Step]
+    steps: Sequence[ShownStep]
 
 
 def read(lines: Iterable[str]) -> list[Shown]:
-    """The responses of a JSONL file; a line that is empty is passed over.
+    """The responses of a JSONL file; empty lines are skipped.
 
     Raises:
-      ViewError: a line that is not JSON, or no response.
+      ViewError: a line is not JSON, or not a response; or there is no line.
     """
     shown = []
     for number, line in enumerate(lines, 1):
@@ -81,25 +80,25 @@ def read(lines: Iterable[str]) -> list[Shown]:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise ViewError(
-                f"line {number} is no completion or chat completion: {what}; write one with "
+                f"line {number} is not a completion or chat completion: {what}; write one with "
                 "jax-specdec demo --json FILE"
             ) from error
     if not shown:
-        raise ViewError("there is no response in it: one JSON object a line is expected")
+        raise ViewError("there is no response in it: write one JSON object a line")
     return shown
 
 
 def page(responses: Sequence[Shown], title: str) -> str:
-    """A whole HTML document, without any reference to something outside of it."""
+    """A whole HTML document that refers to nothing outside of itself."""
     parts = Path(__file__).with_name("page")
     style = (parts / "page.css").read_text(encoding="utf-8")
     script = (parts / "page.js").read_text(encoding="utf-8")
-    # The browser runs this script and no other: not one that a token could smuggle in.
+    # The browser runs this script and no other, such as one smuggled in by a token.
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    # One pass, as the data may hold the names of the places.
+    # In one pass, as the data may hold the names of placeholders.
     text = (parts / "page.html").read_text(encoding="utf-8")
     values = {
         "policy": _escaped(policy),
@@ -117,7 +116,7 @@ def page(responses: Sequence[Shown], title: str) -> str:
 
 
 def page_data(responses: Sequence[Shown]) -> dict[str, Any]:
-    """What the page's script reads: strings once, in a list, and their indices in columns."""
+    """What the page's script reads: every string once, in a list, and columns of their indices."""
     strings: dict[str, int] = {}
 
     def index(text: str) -> int:
@@ -128,7 +127,7 @@ def page_data(responses: Sequence[Shown]) -> dict[str, Any]:
 
 
 def script_data(value: Any) -> str:
-    """JSON that is harmless inside a `<script>` element: no `<`, so that none can end there."""
+    """JSON that is harmless in a `<script>` element: it has no `<`, which could end the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -149,7 +148,7 @@ def _columns(one: Shown, index: Index) -> dict[str, Any]:
         "top": top,
         "ids": one.ids,
         "ranks": one.ranks,
-        "kinds": one.kinds and [KINDS.index(kind) for kind in one.kinds],
+        "kinds": one.kinds and [_KINDS.index(kind) for kind in one.kinds],
         "steps": [
             [
                 step.step,
@@ -168,7 +167,7 @@ def _flat(candidates: Iterable[tuple[str, float | None]], index: Index) -> list[
 
 
 def _responses(value: Any) -> list[Shown]:
-    """One for each choice of a response."""
+    """What is shown of a response: one `Shown` for each choice."""
     choices = value["choices"]
     return [
         _response(value, choice, f"{value['id']}" + (f" #{n}" if len(choices) > 1 else ""))
@@ -179,18 +178,7 @@ def _responses(value: Any) -> list[Shown]:
 def _response(value: Any, choice: Any, name: str) -> Shown:
     extension = value.get("speculation") or {}
     tokens, logprobs, top = _tokens(choice, extension)
-    if logprobs == [] and not tokens:
-        logprobs = None
-    columns = {key: extension.get(key) for key in ("token_ids", "token_ranks", "token_kinds")}
-    for key, column in columns.items():
-        if column is not None and len(column) != len(tokens):
-            raise ValueError(f"{key} has length {len(column)} for {counted(len(tokens), 'token')}")
-    for kind in columns["token_kinds"] or ():
-        if kind not in KINDS:
-            raise ValueError(f"token_kinds has {kind!r}; known are {', '.join(KINDS)}")
-    steps = [_step(step) for step in extension.get("by_step") or ()]
-    if steps and sum(step.num_tokens for step in steps) != len(tokens):
-        raise ValueError(f"by_step does not add up to {counted(len(tokens), 'token')}")
+    columns = _extension_columns(extension, len(tokens))
     temperature, reason = extension.get("temperature"), choice.get("finish_reason")
     return Shown(
         id=name,
@@ -200,39 +188,60 @@ def _response(value: Any, choice: Any, name: str) -> Shown:
         temperature=None if temperature is None else float(temperature),
         mode=extension.get("logprobs_mode"),
         tokens=tokens,
-        logprobs=logprobs,
+        logprobs=logprobs if tokens or logprobs else None,
         top=top,
         ids=_integers(columns["token_ids"]),
         ranks=_integers(columns["token_ranks"]),
         kinds=columns["token_kinds"],
-        steps=steps,
+        steps=_steps(extension, len(tokens)),
     )
+
+
+def _extension_columns(extension: Any, num_tokens: int) -> dict[str, Any]:
+    """The extension's columns, which must have a value for each token where they are there."""
+    columns = {key: extension.get(key) for key in ("token_ids", "token_ranks", "token_kinds")}
+    for key, column in columns.items():
+        if column is not None:
+            _check_length(key, column, num_tokens)
+    for kind in columns["token_kinds"] or ():
+        if kind not in _KINDS:
+            raise ValueError(f"token_kinds has {kind!r}; known are {', '.join(_KINDS)}")
+    return columns
+
+
+def _steps(extension: Any, num_tokens: int) -> list[ShownStep]:
+    steps = [_step(step) for step in extension.get("by_step") or ()]
+    if steps and sum(step.num_tokens for step in steps) != num_tokens:
+        raise ValueError(f"by_step does not add up to {counted(num_tokens, 'token')}")
+    return steps
 
 
 def _tokens(
     choice: Any, extension: Any
 ) -> tuple[list[str], list[float | None] | None, list[Top] | None]:
-    """Strings, logprobs and top K; the whole text as one token where nothing tells tokens."""
+    """The tokens' strings, logprobs and top K; a text without tokens counts as one token."""
     logprobs = choice.get("logprobs")
     if logprobs is None:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         known = extension.get("tokens", [text] if text else [])
         return [str(token) for token in known], None, None
-    if "content" in logprobs:
-        content = logprobs["content"] or []
-        return (
-            [str(entry["token"]) for entry in content],
-            [_number(entry["logprob"]) for entry in content],
-            [[_candidate(c["token"], c["logprob"]) for c in e["top_logprobs"]] for e in content],
-        )
+    return _chat_tokens(logprobs) if "content" in logprobs else _completion_tokens(logprobs)
+
+
+def _chat_tokens(logprobs: Any) -> tuple[list[str], list[float | None], list[Top]]:
+    content = logprobs["content"] or []
+    return (
+        [str(entry["token"]) for entry in content],
+        [_number(entry["logprob"]) for entry in content],
+        [[_candidate(c["token"], c["logprob"]) for c in e["top_logprobs"]] for e in content],
+    )
+
+
+def _completion_tokens(logprobs: Any) -> tuple[list[str], list[float | None], list[Top]]:
     tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
-    if len(values) != len(tokens):
-        raise ValueError(
-            f"token_logprobs has length {len(values)} for {counted(len(tokens), 'token')}"
-        )
     tops = logprobs.get("top_logprobs") or [{} for _ in tokens]
-    if len(tops) != len(tokens):
-        raise ValueError(f"top_logprobs has length {len(tops)} for {counted(len(tokens), 'token')}")
+    _check_length("token_logprobs", values, len(tokens))
+    _check_length("top_logprobs", tops, len(tokens))
     return (
         [str(token) for token in tokens],
         [_number(value) for value in values],
@@ -240,14 +249,19 @@ def _tokens(
     )
 
 
+def _check_length(name: str, values: Any, num_tokens: int) -> None:
+    if len(values) != num_tokens:
+        raise ValueError(f"{name} has length {len(values)} for {counted(num_tokens, 'token')}")
+
+
 def _candidate(text: Any, logprob: Any) -> tuple[str, float | None]:
     return str(text), _number(logprob)
 
 
-def _step(value: Any) -> Step:
+def _step(value: Any) -> ShownStep:
     texts, logprobs = value.get("draft_tokens") or [], value.get("draft_logprobs")
     logprobs = [None] * len(texts) if logprobs is None else logprobs
-    return Step(
+    return ShownStep(
         step=int(value["step"]),
         num_tokens=int(value["num_tokens"]),
         num_drafts=int(value["num_drafts"]),
@@ -265,7 +279,7 @@ def _integers(values: Any) -> list[int] | None:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an inline script or style."""
+    """The name of an inline script or style in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

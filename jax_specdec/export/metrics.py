@@ -1,26 +1,50 @@
-"""The numbers of processors and engines as Prometheus text (exposition format 0.0.4). Never jax.
+"""The numbers of processors and engines as Prometheus text (extra `metrics`). Never jax.
+
+`prometheus_client` writes the text, in exposition format 0.0.4, for a server of your own to answer
+with. Nothing is kept between calls: a page is a function of the values that it is given.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 from jax_specdec.engine.worker_session import WorkerStatus
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import ProcessorState
 from jax_specdec.records.statistics import Counters, Statistics
 
-_PREFIX = "jax_specdec"
-Samples = list[tuple[dict[str, str], float | None]]  # labels and value; None is left out
-Family = tuple[str, str, str, Samples]  # type, name, meaning, samples
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+_PREFIX = "jax_specdec_"
+
+
+class Family(NamedTuple):
+    """One metric of one process rank.
+
+    Attributes:
+      kind: "counter" or "gauge".
+      name: without the prefix, and without the `_total` that every counter ends in.
+      meaning: its help text.
+      samples: labels besides `process_rank`, and the value; one without a value is left out.
+    """
+
+    kind: str
+    name: str
+    meaning: str
+    samples: Sequence[tuple[dict[str, str], float | None]]
 
 
 def prometheus_text(*states: ProcessorState) -> str:
     """One page for all `states`, told apart by the label `process_rank`.
 
-    Counters end in `_total`; gauges that have no value yet (a ratio before the first draft) are
-    left out. Nothing is kept between calls: the page is a function of the states.
+    Counters end in `_total`. A gauge that has no value yet, such as a ratio before the first draft,
+    is left out.
+
+    Raises:
+      ModuleNotFoundError: prometheus_client is not installed; says how to install it.
     """
     return _page(
         (state.process_rank, _delivery(state.statistics, state.counters, state.live_request_ids))
@@ -28,43 +52,63 @@ def prometheus_text(*states: ProcessorState) -> str:
     )
 
 
-def status_text(ranks: Iterable[WorkerStatus]) -> str:
-    """The same of an engine's ranks (`Engine.status`), with their rings and workers."""
+def status_text(statuses: Iterable[WorkerStatus]) -> str:
+    """The same page for an engine's workers (`Engine.status`), with their rings and processes.
+
+    Raises:
+      ModuleNotFoundError: as `prometheus_text`.
+    """
     return _page(
         (
-            rank.process_rank,
+            status.process_rank,
             chain(
-                _delivery(rank.statistics, rank.processor, rank.request_ids),
-                _transport(rank),
+                _delivery(status.statistics, status.processor, status.request_ids),
+                _transport(status),
             ),
         )
-        for rank in ranks
+        for status in statuses
     )
 
 
 def _page(sources: Iterable[tuple[int, Iterable[Family]]]) -> str:
-    """The families of all process ranks, each family once; every rank has the same ones."""
-    ranks, families = [], []
-    for rank, each in sources:
-        ranks.append(rank)
-        families.append(list(each))
-    lines = []
-    for same in zip(*families, strict=True):
-        kind, name, meaning, _ = same[0]
-        lines.append(f"# HELP {_PREFIX}_{name} {meaning}")
-        lines.append(f"# TYPE {_PREFIX}_{name} {kind}")
-        for rank, (_, _, _, samples) in zip(ranks, same, strict=True):
+    """The text of all process ranks' families: each family once, with every rank's samples."""
+    try:
+        import prometheus_client
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Prometheus text needs prometheus_client: pip install 'jax-specdec[metrics]'",
+            name=error.name,
+        ) from error
+    metrics: dict[str, Metric] = {}
+    for process_rank, families in sources:
+        for kind, name, meaning, samples in families:
+            full = _PREFIX + name
+            metric = metrics.setdefault(full, prometheus_client.Metric(full, meaning, kind))
             for labels, value in samples:
                 if value is not None:
-                    labels = {"process_rank": str(rank), **labels}
-                    text = ",".join(f'{key}="{label}"' for key, label in labels.items())
-                    lines.append(f"{_PREFIX}_{name}{{{text}}} {value}")
-    return "\n".join(lines) + "\n" if lines else ""
+                    metric.add_sample(
+                        full + ("_total" if kind == "counter" else ""),
+                        {"process_rank": str(process_rank)} | labels,
+                        value,
+                    )
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(_Collected(metrics.values()))
+    return prometheus_client.generate_latest(registry).decode()
+
+
+class _Collected:
+    """A collector of metrics that are there already."""
+
+    def __init__(self, metrics: Iterable["Metric"]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable["Metric"]:
+        return self._metrics
 
 
 def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -> Iterator[Family]:
     """What was delivered, what was not, and what speculation achieved."""
-    for name, meaning, value in (
+    for name, meaning, count in (
         ("steps", "Steps, counted once a request that had tokens in them.", statistics.steps),
         ("tokens", "Tokens delivered.", statistics.num_tokens),
         ("draft_tokens", "Drafts proposed.", statistics.num_drafts),
@@ -75,48 +119,45 @@ def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -
         ("late_drafts", "Slots with drafts that no waiting record took.", counters.late_drafts),
         ("preemptions", "Requests sent back to the scheduler.", counters.preempted),
     ):
-        yield "counter", f"{name}_total", meaning, [({}, value)]
-    for name, meaning, values in (
+        yield Family("counter", name, meaning, [({}, count)])
+    for name, meaning, counts in (
         ("draft_tokens_at_position", "Drafts proposed at a position.", statistics.drafts_at),
         ("accepted_tokens_at_position", "Drafts accepted at a position.", statistics.accepted_at),
     ):
-        samples: Samples = [({"position": str(at)}, value) for at, value in enumerate(values)]
-        yield "counter", f"{name}_total", meaning, samples
-    finished: Samples = [
-        ({"reason": reason.name.lower()}, count)
-        for reason, count in zip(FinishReason, counters.finished, strict=True)
-    ]
-    yield "counter", "finished_requests_total", "Requests by finish reason.", finished
-    for name, meaning, ratio in (
+        samples = [({"position": str(at)}, count) for at, count in enumerate(counts)]
+        yield Family("counter", name, meaning, samples)
+    finished = zip(FinishReason, counters.finished, strict=True)
+    yield Family(
+        "counter",
+        "finished_requests",
+        "Requests by finish reason.",
+        [({"reason": reason.name.lower()}, count) for reason, count in finished],
+    )
+    length = statistics.average_accepted_length
+    for name, meaning, value in (
         ("accept_ratio", "Share of emitted tokens that were drafts.", statistics.accept_ratio),
         ("acceptance_rate", "Accepted over proposed drafts.", statistics.acceptance_rate),
-        (
-            "average_accepted_length",
-            "Tokens that a step emits for a request.",
-            statistics.average_accepted_length,
-        ),
+        ("average_accepted_length", "Tokens that a step emits for a request.", length),
         ("live_requests", "Requests that can still deliver.", len(live)),
     ):
-        yield "gauge", name, meaning, [({}, ratio)]
+        yield Family("gauge", name, meaning, [({}, value)])
 
 
-def _transport(rank: WorkerStatus) -> Iterator[Family]:
-    """A rank's worker, and the engine's side of the ring to it."""
-    ring = rank.ring
-    yield "gauge", "worker_up", "1 while the worker may still send.", [({}, int(rank.alive))]
-    yield (
-        "counter",
-        "worker_restarts_total",
-        "Workers started in place of a lost one.",
-        [({}, rank.restarts)],
-    )
-    # These begin anew with each worker: Prometheus takes a counter that falls for a restart.
-    for name, meaning, value in (
-        ("ring_messages", "Messages received from the worker.", ring.messages),
-        ("ring_payload_bytes", "Their bytes.", ring.payload_bytes),
-        ("ring_waits", "Times that the ring was empty when asked.", ring.waits),
-        ("ring_wait_seconds", "Time spent in those waits.", ring.wait_ns / 1e9),
+def _transport(status: WorkerStatus) -> Iterator[Family]:
+    """A worker, and the engine's side of the ring to it.
+
+    The ring's numbers begin anew with each worker: Prometheus takes a counter that falls for a
+    restart.
+    """
+    ring = status.ring
+    for kind, name, meaning, value in (
+        ("gauge", "worker_up", "1 while the worker may still send.", int(status.alive)),
+        ("counter", "worker_restarts", "Workers started in place of a lost one.", status.restarts),
+        ("counter", "ring_messages", "Messages received from the worker.", ring.messages),
+        ("counter", "ring_payload_bytes", "Their bytes.", ring.payload_bytes),
+        ("counter", "ring_waits", "Times that the ring was empty when asked.", ring.waits),
+        ("counter", "ring_wait_seconds", "Time spent in those waits.", ring.wait_ns / 1e9),
+        ("gauge", "ring_depth", "Messages in the ring now.", ring.depth),
+        ("gauge", "ring_capacity", "Messages that the ring holds.", ring.capacity),
     ):
-        yield "counter", f"{name}_total", meaning, [({}, value)]
-    yield "gauge", "ring_depth", "Messages in the ring now.", [({}, ring.depth)]
-    yield "gauge", "ring_capacity", "Messages that the ring holds.", [({}, ring.capacity)]
+        yield Family(kind, name, meaning, [({}, value)])

@@ -1,9 +1,9 @@
-"""Records as OpenAI-style responses: built only when asked for, ready for `json.dumps`. No jax.
+"""Records as OpenAI-style responses, ready for `json.dumps`. No jax.
 
 The formats are those of the completions and the chat completions API
-(https://platform.openai.com/docs/api-reference), whole and as the chunks of a stream; what they
-have no place for stands beside them under "speculation". JSON has no -inf and no NaN: they are
-written as -9999.0 and null. Ids of -1 (fewer than K finite logits) are left out.
+(https://platform.openai.com/docs/api-reference), whole and as the chunks of a stream. What they
+have no place for stands beside them under "speculation" (`openai_extension.py`). JSON has neither
+-inf nor NaN: they become -9999.0 and null. Ids of -1 (fewer than K finite logits) are left out.
 """
 
 import json
@@ -26,7 +26,7 @@ DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The logprobs of n positions, whoever they come from: emitted tokens, drafts or a prompt.
+    """The logprobs of n positions: emitted tokens, drafts or a prompt.
 
     Attributes:
       token_ids: [n] int32.
@@ -39,7 +39,7 @@ class Rows:
     topk_ids: NDArray[np.int32]
 
     def __iter__(self) -> Iterator[tuple[int, list[float | None], list[int]]]:
-        """Each position's id, its logprobs as JSON can carry them, and the ids of its top K."""
+        """Yield each position's id, its logprobs as JSON values, and the ids of its top K."""
         for token_id, row, ids in zip(
             self.token_ids.tolist(), self.logprobs.tolist(), self.topk_ids.tolist(), strict=True
         ):
@@ -53,12 +53,17 @@ class Rows:
 def completion_logprobs(
     records: Iterable[Record], table: TokenTable, *, stream: TextStream | None = None
 ) -> dict[str, Any] | None:
-    """The completions format of one request's records, in order; None if no logprobs were asked.
+    """The completions format's logprobs of one request; None if it asked for no logprobs.
 
     `top_logprobs` has one dictionary a token, by token text: the top K, then the emitted token
-    where it is not among them. Where two ids have the same text, the more likely one stays.
-    `text_offset` counts characters of the whole text; a token that begins inside a character
-    begins where that does. `stream` has the text before the records, and is moved on.
+    unless it is among them. Of two ids with the same text, the more likely one stays.
+    `text_offset` counts characters of the whole text; a token that begins inside a character has
+    the offset of that character.
+
+    Args:
+      records: the request's, in order.
+      table: the strings of the tokenizer.
+      stream: the text before the records; it is moved on past them. None: there is none.
     """
     rows = [_rows(record) for record in _asked(records)]
     if not rows:
@@ -69,10 +74,10 @@ def completion_logprobs(
 
 
 def chat_logprobs(records: Iterable[Record], table: TokenTable) -> dict[str, Any] | None:
-    """The chat completions format of one request's records; None if no logprobs were asked.
+    """The chat completions format's logprobs of one request; None if it asked for no logprobs.
 
-    The bytes of all tokens, one after the other, are those of the text. They are None for special
-    tokens, which are no part of it, and otherwise tuples that all entries of a token share.
+    The bytes of all tokens, one after the other, are those of the text. A special token is no part
+    of the text, and its bytes are None. All entries of a token share one tuple of bytes.
     """
     rows = [_rows(record) for record in _asked(records)]
     content = [entry for part in rows for entry in _chat_rows(part, table)]
@@ -80,15 +85,15 @@ def chat_logprobs(records: Iterable[Record], table: TokenTable) -> dict[str, Any
 
 
 def prompt_logprobs(rows: Rows, table: TokenTable) -> list[dict[str, Any] | None]:
-    """An extension: the chat format's entries for a prompt, None for its first token.
+    """The chat format's entries for a prompt, with None for its first token: an extension.
 
-    `rows` are those of the second token and on: nothing predicts the first.
+    `rows` begin with the second token, as nothing predicts the first.
     """
     return [None, *_chat_rows(rows, table)]
 
 
 def finish_reason(reason: FinishReason | None) -> str | None:
-    """The API's word: "stop" or "length"; what it has no word for keeps its own name."""
+    """The API's word, "stop" or "length"; a reason without one keeps its own name."""
     if reason is None:
         return None
     if reason in (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE):
@@ -97,7 +102,7 @@ def finish_reason(reason: FinishReason | None) -> str | None:
 
 
 def usage(request: Request, num_tokens: int) -> dict[str, int]:
-    """What was read and written, in tokens."""
+    """The numbers of tokens read and written, as the API names them."""
     prompt = len(request.prompt_token_ids)
     return {
         "prompt_tokens": prompt,
@@ -119,12 +124,12 @@ def completion(
     """A whole response of the completions API.
 
     Args:
-      request: what was asked; its id is the response's.
-      records: all of its records, in order.
-      table: of the tokenizer.
-      model: the name that the response gives.
-      created: when, in seconds since 1970.
-      index: of the choice.
+      request: the request; its id becomes the response's.
+      records: all records of the request, in order.
+      table: the strings of the tokenizer.
+      model: the model's name in the response.
+      created: the time of the response, in seconds since 1970.
+      index: the number of the choice.
       prompt: the prompt's logprobs, as `prompt_logprobs` takes them, for the extension.
     """
     text, reason, num_tokens = _outcome(records, table)
@@ -152,7 +157,7 @@ def chat_completion(
     index: int = 0,
     prompt: Rows | None = None,
 ) -> dict[str, Any]:
-    """A whole response of the chat completions API; arguments as `completion`."""
+    """A whole response of the chat completions API; the arguments are those of `completion`."""
     text, reason, num_tokens = _outcome(records, table)
     choice = {
         "index": index,
@@ -169,9 +174,9 @@ def chat_completion(
 
 
 class CompletionStream:
-    """The chunks of one request's stream in the completions API: one for each record.
+    """Makes the chunks of one request's stream in the completions API, one for each record.
 
-    A chunk has all tokens of its record; its text has the characters that they complete.
+    A chunk has all tokens of its record, and its text the characters that they complete.
     """
 
     _OBJECT = "text_completion"
@@ -179,14 +184,14 @@ class CompletionStream:
     def __init__(
         self, request: Request, table: TokenTable, *, model: str, created: int, index: int = 0
     ) -> None:
-        """Arguments as those of `completion`."""
+        """Begin a stream; the arguments are those of `completion`."""
         self._request, self._table, self._index = request, table, index
         self._header = _header(request, self._OBJECT, model, created)
         self._stream = TextStream(table)
         self._num_tokens = 0
 
     def chunk(self, record: Record) -> dict[str, Any]:
-        """The request's next record as a chunk."""
+        """The chunk of the request's next record."""
         self._num_tokens += record.num_tokens
         choice = {
             "index": self._index,
@@ -197,7 +202,7 @@ class CompletionStream:
         return {**self._header, "choices": [choice], "speculation": extension}
 
     def usage(self) -> dict[str, Any]:
-        """The chunk after the last, where the client asked for `include_usage`."""
+        """The chunk after the last record's, for a client that asks for `include_usage`."""
         return {**self._header, "choices": [], "usage": usage(self._request, self._num_tokens)}
 
     def _delta(self, record: Record) -> dict[str, Any]:
@@ -213,7 +218,7 @@ class CompletionStream:
 
 
 class ChatStream(CompletionStream):
-    """The same for the chat completions API; the first chunk names the role."""
+    """Makes the chunks of the chat completions API; the first one names the role."""
 
     _OBJECT = "chat.completion.chunk"
 
@@ -227,7 +232,7 @@ class ChatStream(CompletionStream):
 
 
 def server_sent_event(chunk: dict[str, Any]) -> bytes:
-    """A chunk as a line of an event stream; after the last chunk comes `DONE`."""
+    """A chunk as a line of an event stream; `DONE` follows the last chunk."""
     return b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n"
 
 
@@ -236,7 +241,7 @@ def _header(request: Request, kind: str, model: str, created: int) -> dict[str, 
 
 
 def _outcome(records: Sequence[Record], table: TokenTable) -> tuple[str, str | None, int]:
-    """Text, finish reason and number of tokens of a whole request."""
+    """The text, the finish reason and the number of tokens of a whole request."""
     ids = [token_id for record in records for token_id in record.token_ids.tolist()]
     reason = records[-1].finish_reason if records else None
     return table.decode(ids), finish_reason(reason), len(ids)
@@ -250,7 +255,7 @@ def _extension(
 
 
 def _asked(records: Iterable[Record]) -> list[Record]:
-    """Those that carry logprobs."""
+    """The records that carry logprobs."""
     return [record for record in records if record.request.params.logprobs is not None]
 
 

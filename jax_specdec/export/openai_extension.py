@@ -1,4 +1,4 @@
-"""What speculation did to a request, as JSON: the extension beside OpenAI's fields. No jax."""
+"""The extension beside OpenAI's fields: what speculation did to a request, as JSON. No jax."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ NEGATIVE_INFINITY = -9999.0  # what OpenAI's API uses for "very unlikely"
 
 
 def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
-    """Of the tokens in `records`: one record is a chunk's, all of them a whole response's.
+    """What speculation made of the tokens in `records`: of one for a chunk, of all for a response.
 
-    "by_step" has one object for each step with tokens. Every other key has one value a token:
-    `token_ids`, `token_kinds` (see `token_kinds`) and, where logprobs were asked, `token_ranks`
-    (1 the most likely, 0 an invalid row), `topk_ids` (without missing ones) and, where the
-    request named `extra_token_ids`, `chosen_logprobs`. Where no logprobs were asked, `tokens` has
-    the strings that otherwise stand in the logprobs.
+    `by_step` has one object for each step with tokens. Every other key has one value a token:
+    `token_ids` and `token_kinds` (see the function) always; `token_ranks` (1 the most likely, 0 an
+    invalid row) and `topk_ids` (without missing ones) where logprobs were asked for;
+    `chosen_logprobs` where the request named `extra_token_ids`; and where no logprobs were asked
+    for, `tokens`, the strings that the logprobs would have.
     """
     result: dict[str, Any] = {"token_ids": [], "token_kinds": [], "by_step": []}
     for record in records:
@@ -32,10 +32,10 @@ def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
 
 
 def token_kinds(record: Record) -> list[str]:
-    """What each token was to verification.
+    """The role of each token in verification.
 
-    "accepted": a draft; "recovered": in place of the first rejected draft; "bonus": behind the
-    drafts, all accepted; "plain": of a step without drafts. A stop can cut the last ones.
+    "accepted": a draft; "recovered": it replaces the first rejected draft; "bonus": it follows
+    drafts that were all accepted; "plain": its step had no drafts. A stop can cut the last ones.
     """
     accepted, drafts = record.num_accepted, record.num_drafts
     last = "recovered" if accepted < drafts else "bonus" if drafts else "plain"
@@ -45,7 +45,7 @@ def token_kinds(record: Record) -> list[str]:
 def request_extension(
     request: Request, records: Sequence[Record], table: TokenTable
 ) -> dict[str, Any]:
-    """What was asked, and the totals once the request has ended."""
+    """What the request asked for, and its totals once it has ended."""
     params = request.params
     statistics = records[-1].statistics if records else None
     total = records[-1].cumulative_logprob if records else None
@@ -67,14 +67,14 @@ def request_extension(
 
 
 def json_number(logprob: float) -> float | None:
-    """A logprob as JSON can carry it: -9999.0 for -inf, None for NaN."""
+    """A logprob as a JSON value: -9999.0 for -inf, None for NaN."""
     if math.isnan(logprob):
         return None
     return NEGATIVE_INFINITY if logprob == -math.inf else logprob
 
 
 def _step(record: Record, table: TokenTable) -> dict[str, Any]:
-    """One step: counts, and the drafts' own ids and logprobs where their message came."""
+    """One step: its counts, and the drafts' ids and logprobs where their message came."""
     step: dict[str, Any] = {
         "step": record.step,
         "num_tokens": record.num_tokens,
@@ -103,7 +103,7 @@ def _step(record: Record, table: TokenTable) -> dict[str, Any]:
 
 
 def _columns(record: Record, table: TokenTable) -> dict[str, list[Any]]:
-    """Columns that only come with logprobs, or only without."""
+    """The columns that come only with logprobs, or only without."""
     ranks, topk_ids, chosen = record.token_ranks, record.topk_ids, record.chosen_logprobs
     if ranks is None or topk_ids is None or chosen is None:
         return {"tokens": list(map(table.completion_text.__getitem__, record.token_ids.tolist()))}

@@ -1,6 +1,6 @@
-"""What a columnar export holds: tokens of many requests as NumPy arrays, one row a token. No jax.
+"""Tokens of many requests as NumPy arrays, one row a token. No jax.
 
-`columnar.py` fills and keeps these values; nobody needs it to read them.
+`column_builder.py` makes these values; reading them takes NumPy alone.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ NOT_ASKED = -1  # in `TokenColumns.token_rank`
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """A list a row: those of row i are `values[offsets[i] : offsets[i + 1]]`.
+    """One list a row: that of row i is `ids[offsets[i] : offsets[i + 1]]`.
 
     Attributes:
       offsets: [N+1] int64, from 0.
-      ids: [M] int32.
-      logprobs: [M] float32, of these ids; None where ids have none (a prompt).
+      ids: [M] int32, the lists one after the other.
+      logprobs: [M] float32, one for each id; None for ids without logprobs (a prompt's).
     """
 
     offsets: NDArray[np.int64]
@@ -34,11 +34,11 @@ class Ragged:
         ids: NDArray[np.int32],
         logprobs: NDArray[np.float32] | None = None,
     ) -> "Ragged":
-        """Lists of `counts` [N] values."""
+        """Lists of `counts` [N] values each, one after the other."""
         return cls(np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]), ids, logprobs)
 
     def take(self, rows: NDArray[np.intp]) -> "Ragged":
-        """The lists of `rows`, which ascend."""
+        """The lists of `rows`, which must ascend."""
         counts = np.diff(self.offsets)
         keep = np.zeros(len(counts), np.bool_)
         keep[rows] = True
@@ -47,7 +47,7 @@ class Ragged:
         return Ragged.of(counts[rows], self.ids[cells], logprobs)
 
     def dense(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Ids and logprobs as [N, K] with K the longest list; -1 and -inf fill the others up."""
+        """Ids and logprobs as [N, K], K the longest list; -1 and -inf pad the shorter ones."""
         counts = np.diff(self.offsets)
         there = np.arange(counts.max(initial=0)) < counts[:, None]
         ids = np.full(there.shape, -1, np.int32)
@@ -60,30 +60,31 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TokenColumns:
-    """N tokens of Q requests; one request's tokens are in order, requests are interleaved.
+    """N tokens of Q requests: a request's own are in order, among those of the others.
 
     Attributes:
       request_id: [Q] str, in the order of their first records.
-      prompt: of each request, its prompt's ids.
-      temperature: [Q] float64, as asked.
-      mode: [Q] int8, `LogprobsMode`: the distribution that the request's logprobs are of.
-      finish_reason: [Q] int8 `FinishReason`, 0 for a request that had not ended.
+      prompt: each request's prompt ids.
+      temperature: [Q] float64, as requested.
+      mode: [Q] int8 `LogprobsMode`, the distribution that the request's logprobs describe.
+      finish_reason: [Q] int8 `FinishReason`; 0 for a request that has not ended.
       request: [N] int32, the index of the token's request.
-      position: [N] int64, of the token in its sequence; the first after the prompt is at the
-        prompt's length.
+      position: [N] int64, the token's place in its sequence; the first after the prompt is at
+        the prompt's length.
       step: [N] int64, the step that emitted it.
       token_id: [N] int32.
-      logprob: [N] float32; NaN where the row was invalid or no logprobs were asked.
-      token_rank: [N] int32, 1 the most likely; 0 in an invalid row, NOT_ASKED where none asked.
-      kind: [N] int8, what the token was to verification, an index of KINDS.
-      draft_token_id: [N] int32, the draft that was proposed for this position; -1 if none was, or
-        its message did not come. Drafts behind the first rejected one have no position here.
-      draft_logprob: [N] float32, that draft's logprob under the draft model; NaN if not known.
-      draft_token_rank: [N] int32, likewise; NOT_ASKED if not known.
-      topk: of each token, the top K that are finite, most likely first.
-      chosen: of each token, the request's `extra_token_ids`.
-      draft_chosen: the same ids under the draft model, in the row that the draft was proposed
-        from; an empty list where `draft_logprob` is not known.
+      logprob: [N] float32; NaN in an invalid row, and where no logprobs were asked for.
+      token_rank: [N] int32, 1 for the most likely; 0 in an invalid row, NOT_ASKED where no
+        logprobs were asked for.
+      kind: [N] int8, an index of KINDS: what the token was to verification.
+      draft_token_id: [N] int32, the draft proposed for this position; -1 where there was none, or
+        its message did not come. Drafts after the first rejected one have no position here.
+      draft_logprob: [N] float32, that draft's logprob under the draft model; NaN where unknown.
+      draft_token_rank: [N] int32, its rank there; NOT_ASKED where unknown.
+      topk: each token's top K that are finite, most likely first.
+      chosen: each token's logprobs of the request's `extra_token_ids`.
+      draft_chosen: logprobs of the same ids under the draft model, from the row that the draft
+        was proposed from; an empty list where `draft_logprob` is unknown.
     """
 
     request_id: NDArray[np.str_]
@@ -109,7 +110,7 @@ class TokenColumns:
         return len(self.token_id)
 
     def of_request(self, index: int) -> "TokenColumns":
-        """The rows of one request, in order; what is a request's own stays as it is."""
+        """The rows of one request, in order; the columns of requests [Q] stay whole."""
         rows = np.flatnonzero(self.request == index)
         taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in TOKEN_COLUMNS}
         taken |= {name: getattr(self, name).take(rows) for name in TOKEN_LISTS}

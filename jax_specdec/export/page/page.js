@@ -1,5 +1,5 @@
 "use strict";
-// Everything that comes from the file goes through textContent: it is never parsed as markup.
+// Everything from the file goes through textContent, which is never parsed as markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const strings = data.strings;
@@ -34,7 +34,7 @@ const percentOf = (logprob) => {
   if (value >= 99.95) return value > 99.9995 ? "100%" : value.toFixed(3) + "%";
   return value === 0 ? "0%" : value < 0.01 ? "<0.01%" : value.toFixed(2) + "%";
 };
-// A token's string with what is invisible made visible.
+// A token's string with its invisible characters made visible.
 const visible = (text) =>
   text === "" ? "(empty)"
     : text.replace(/[\u0000-\u0020\u007f\u00a0\u2028\u2029]/g, (character) =>
@@ -45,7 +45,7 @@ const median = (values) => {
   return sorted.length ? sorted[sorted.length >> 1] : null;
 };
 
-// Which step each token is of, and where its steps begin.
+// The step of each token, and the first token of each step.
 for (const request of data.requests) {
   request.stepOf = [];
   request.begins = [];
@@ -55,7 +55,7 @@ for (const request of data.requests) {
   });
 }
 
-// What some requests add up to.
+// The totals of some requests.
 const totals = (requests) => {
   const logprobs = requests.flatMap((request) => request.logprobs ?? []);
   const known = logprobs.filter((logprob) => logprob !== null && !isMasked(logprob));

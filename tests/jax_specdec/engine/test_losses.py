@@ -6,7 +6,6 @@ import pytest
 
 from ipc.errors import RingTimeout
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.export.metrics import status_text
 from jax_specdec.records.batch import FinishReason
 from tests.support.scene import Scene, check, long_requests
 from tests.support.scripted_worker import ScriptedWorker
@@ -49,35 +48,6 @@ def test_a_lost_rank_may_be_restarted():
     assert (status.restarts, status.alive) == (2, True)
     assert status.ring.messages == scene.workers[2].sent
     assert status.statistics.num_tokens == 6 * 20  # of all its workers
-
-
-def test_every_rank_has_its_numbers():
-    texts = []
-
-    def meddle(scene, n):
-        texts.append(status_text(scene.engine.status))
-
-    scene = Scene(num_ranks=2, num_prefill_ranks=1, faults={1: [3]}, on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
-    scene.run(long_requests(), meddle)
-    samples = dict(
-        line.removeprefix("jax_specdec_").rsplit(" ", 1)
-        for line in status_text(scene.engine.status).splitlines()
-        if line[0] != "#"
-    )
-    for name, values in (
-        ("worker_up", ["1", "1", "1"]),
-        ("worker_restarts_total", ["0", "1", "0"]),
-        ("ring_messages_total", [str(scene.workers[place].sent) for place in (0, 3, 2)]),
-        ("live_requests", ["0", "0", "0"]),
-    ):
-        assert [samples[f'{name}{{process_rank="{rank}"}}'] for rank in range(3)] == values
-    key = 'finished_requests_total{process_rank="2",reason="prefill_handover"}'
-    assert samples[key] == "6"
-    tokens = [int(samples[f'tokens_total{{process_rank="{rank}"}}']) for rank in range(3)]
-    assert tokens[2] == 6
-    assert sum(tokens) == 6 * 20
-    assert any('live_requests{process_rank="0"} 2' in text for text in texts)
 
 
 class Hanging(ScriptedWorker):

@@ -203,7 +203,7 @@ def test_the_command_writes_the_page_beside_the_file(tmp_path, capsys):
     ("name", "content", "said"),
     [
         ("run.html", b"{}", "the page would replace"),
-        ("run.jsonl", b"{}", "run.jsonl: line 1 is no completion"),
+        ("run.jsonl", b"{}", "run.jsonl: line 1 is not a completion"),
         ("run.jsonl", b"\xff\xfe", "'utf-8' codec can't decode"),
     ],
 )

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from ipc.wire import SlotState
-from jax_specdec.export.metrics import prometheus_text
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
-from jax_specdec.records.output_processor import ProcessorState, abort, admit, release, step
+from jax_specdec.records.output_processor import ProcessorState, admit, release, step
 from jax_specdec.records.record import Record, Records
 from jax_specdec.records.statistics import Statistics
 from tests.support.processor_messages import first_token, request, silent, target, tokens
@@ -142,43 +141,6 @@ def test_only_no_draft_steps_means_a_length_of_one():
     assert state.statistics.acceptance_rate is None
     state, _ = step(some_slots(1), target(0, first_token(5, 6, 7)))
     assert state.statistics == Statistics((1,), (), (1,), 1)  # its drafts are of the next step
-
-
-def test_prometheus_text():
-    state = some_slots(2, stop_token_ids=(9,), max_tokens=50)
-    state, _ = step(state, target(0, tokens(1, 2, drafts=3), tokens(9, 4, drafts=1)))
-    state, _ = abort(state, "0")
-    text = prometheus_text(state)
-    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-    rank = 'process_rank="0"'
-    for name, value in (
-        (f"steps_total{{{rank}}}", 2),
-        (f"tokens_total{{{rank}}}", 3),
-        (f"cut_tokens_total{{{rank}}}", 1),
-        (f"draft_tokens_total{{{rank}}}", 4),
-        (f"accepted_tokens_total{{{rank}}}", 2),
-        (f'draft_tokens_at_position_total{{{rank},position="2"}}', 1),
-        (f'accepted_tokens_at_position_total{{{rank},position="0"}}', 2),
-        (f'finished_requests_total{{{rank},reason="stop_token"}}', 1),
-        (f'finished_requests_total{{{rank},reason="abort"}}', 1),
-        (f'finished_requests_total{{{rank},reason="length"}}', 0),
-        (f"accept_ratio{{{rank}}}", 0.5),
-        (f"live_requests{{{rank}}}", 0),
-    ):
-        assert float(samples[f"jax_specdec_{name}"]) == value, name
-    lines = text.splitlines()
-    for name in {line.split()[2] for line in lines if line.startswith("#")}:
-        assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1
-
-
-def test_prometheus_text_of_several_rings_and_of_none():
-    states = [ProcessorState.empty(1, process_rank=rank) for rank in (0, 3)]
-    text = prometheus_text(*states)
-    assert text.count("# TYPE jax_specdec_steps_total counter\n") == 1
-    assert 'jax_specdec_steps_total{process_rank="0"} 0\n' in text
-    assert 'jax_specdec_steps_total{process_rank="3"} 0\n' in text
-    assert "jax_specdec_accept_ratio{" not in text  # no value yet
-    assert prometheus_text() == ""
 
 
 def test_cumulative_logprob_is_the_sum_one_by_one_in_float64():

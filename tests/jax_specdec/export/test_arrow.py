@@ -1,0 +1,84 @@
+"""Arrow tables and Parquet files: columns come back without loss."""
+
+import sys
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jax_specdec.export import arrow
+from jax_specdec.export.column_builder import ColumnBuilder
+from jax_specdec.export.token_columns import Ragged
+from tests.support.sample_columns import delivered, streams, three_requests
+
+
+def same(left, right):
+    """Assert equal dtypes, shapes and values, NaN included."""
+    assert type(left) is type(right)
+    for field in fields(left):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, Ragged):
+            same(a, b)
+        elif a is None:
+            assert b is None
+        else:
+            assert a.dtype == b.dtype or a.dtype.kind == "U", field.name
+            np.testing.assert_array_equal(a, b, err_msg=field.name)
+
+
+@pytest.mark.fast
+def test_the_comparison_can_fail():
+    left, right = three_requests(), three_requests()
+    right.draft_logprob[0] += 1
+    with pytest.raises(AssertionError, match="draft_logprob"):
+        same(left, right)
+    right = three_requests()
+    right.draft_chosen.logprobs[3] += 1
+    with pytest.raises(AssertionError, match="logprobs"):
+        same(left, right)
+
+
+def test_parquet_brings_everything_back(tmp_path):
+    for columns in (three_requests(), ColumnBuilder().columns()):
+        arrow.write_parquet(tmp_path / "rollouts", columns)
+        same(columns, arrow.read_parquet(tmp_path / "rollouts"))
+
+
+def test_tables_without_a_column_are_refused():
+    columns = three_requests()
+    tokens_table, requests_table = arrow.tokens_table(columns), arrow.requests_table(columns)
+    before = tokens_table.drop_columns(["draft_chosen_ids", "draft_chosen_logprobs"])
+    with pytest.raises(ValueError, match=r"lacks .* draft_chosen_ids, draft_chosen_logprobs: read"):
+        arrow.from_tables(before, requests_table)
+    with pytest.raises(ValueError, match="lacks the columns mode: read"):
+        arrow.from_tables(tokens_table, requests_table.drop_columns(["mode"]))
+
+
+@given(streams())
+def test_every_run_comes_back_from_parquet(tmp_path_factory, runs):
+    folder, columns = tmp_path_factory.mktemp("columns"), delivered(runs)
+    arrow.write_parquet(folder, columns)
+    same(columns, arrow.read_parquet(folder))
+
+
+def test_arrow_knows_null_from_nan():
+    columns = three_requests()
+    table = arrow.tokens_table(columns)
+    assert len(table) == len(columns) == 8
+    assert table["logprob"].to_pylist()[4] is None  # not asked
+    assert np.isnan(table["logprob"].to_pylist()[3])  # an invalid row
+    assert table["request_id"].to_pylist() == ["a", "a", "b", "b", "c", "c", "a", "c"]
+    assert table["kind"].to_pylist()[1] == "recovered"
+    assert table["draft_token_id"].to_pylist()[:3] == [1, 11, None]
+    requests = arrow.requests_table(columns)
+    assert requests["finish_reason"].to_pylist() == ["length", None, None]
+    assert requests["mode"].to_pylist() == ["raw"] * 3
+    assert requests["prompt_token_ids"].to_pylist() == [[1, 2]] * 3
+
+
+@pytest.mark.fast
+def test_without_pyarrow_the_way_out_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax-specdec\[arrow\]'"):
+        arrow.tokens_table(ColumnBuilder().columns())

@@ -1,0 +1,103 @@
+"""Columns for training: one row a token, with everything that the records hold."""
+
+import inspect
+import itertools
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged, TokenColumns
+from jax_specdec.records.batch import FinishReason
+from tests.support.sample_columns import delivered, streams, three_requests
+
+pytestmark = pytest.mark.fast
+
+
+def test_one_row_a_token():
+    found = three_requests()
+    assert found.request_id.tolist() == ["a", "b", "c"]
+    assert found.request.tolist() == [0, 0, 1, 1, 2, 2, 0, 2]
+    assert found.position.tolist() == [2, 3, 2, 3, 2, 3, 4, 4]  # prompts have two tokens
+    assert found.step.tolist() == [0] * 6 + [1] * 2
+    assert found.token_id.tolist() == [1, 2, 5, 6, 3, 4, 3, 5]
+    assert [KINDS[n] for n in found.kind] == [
+        "accepted", "recovered", "accepted", "recovered", "accepted", "bonus", "plain", "plain",
+    ]  # fmt: skip
+    np.testing.assert_array_equal(found.logprob[:6], [-0.5, -0.25, -1, np.nan, np.nan, np.nan])
+    assert found.token_rank.tolist()[2:6] == [2, 0, NOT_ASKED, NOT_ASKED]
+    # The rejected draft stands where the recovered token was emitted.
+    assert found.draft_token_id.tolist() == [1, 11, -1, -1, -1, -1, -1, -1]
+    assert np.isfinite(found.draft_logprob).tolist() == [True, True] + [False] * 6
+    assert found.topk.offsets.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    assert found.topk.ids.tolist() == [9]
+    assert found.chosen.ids.tolist() == [7, 8] * 3
+    assert found.chosen.logprobs.tolist()[:4] == [-2, -3, -4, -np.inf]
+    # The drafts at the positions of the two emitted tokens; the third draft has no position.
+    assert found.draft_chosen.offsets.tolist() == [0, 2, 4, 4, 4, 4, 4, 4, 4]
+    assert found.draft_chosen.ids.tolist() == [7, 8] * 2
+    np.testing.assert_allclose(
+        found.draft_chosen.logprobs, [-2 / 16, -2 / 24, -12 / 16, -12 / 24], rtol=1e-6
+    )
+    assert found.prompt.ids.tolist() == [1, 2] * 3
+    assert found.finish_reason.tolist() == [FinishReason.LENGTH, 0, 0]
+    assert found.temperature.tolist() == [0, 0.5, 0]
+
+
+def test_one_requests_rows():
+    found = three_requests().of_request(0)
+    assert found.token_id.tolist() == [1, 2, 3]
+    assert found.position.tolist() == [2, 3, 4]
+    ids, logprobs = found.chosen.dense()
+    assert ids.tolist() == [[7, 8]] * 3
+    assert logprobs[0].tolist() == [-2, -3]
+
+
+def test_dense_lists_are_filled_up():
+    ragged = Ragged(np.array([0, 2, 2, 3]), np.array([4, 5, 6], np.int32),
+                    np.array([-1, -2, -3], np.float32))  # fmt: skip
+    ids, logprobs = ragged.dense()
+    assert ids.tolist() == [[4, 5], [-1, -1], [6, -1]]
+    assert logprobs.tolist() == [[-1, -2], [-np.inf] * 2, [-3, -np.inf]]
+
+
+def chosen_by_hand(asked, steps):
+    """Lists of (id, logprob): one for each delivered token, one for the draft at its position."""
+    ids, columns = asked.params.extra_token_ids, asked.params.num_columns
+    of_tokens, of_drafts = [], []
+    for emitted, guesses, table, drafted in steps:
+        for place in range(len(emitted)):
+            row = table[place][columns:] if ids else []
+            of_tokens.append(list(zip(ids, row, strict=True)))
+            there = drafted is not None and place < len(guesses)
+            row = drafted[place][columns:] if there else []
+            of_drafts.append(list(zip(ids, row, strict=True)) if there else [])
+    most = asked.params.max_tokens
+    return of_tokens[:most], of_drafts[:most]
+
+
+def pairs(ragged):
+    values = list(zip(ragged.ids.tolist(), ragged.logprobs.tolist(), strict=True))
+    bounds = ragged.offsets.tolist()
+    return [values[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+@given(streams())
+def test_chosen_ids_of_tokens_and_drafts_are_those_that_were_sent(runs):
+    columns = delivered(runs)
+    for index, request_id in enumerate(columns.request_id.tolist()):
+        asked, steps = next(run for run in runs if run[0].id == request_id)
+        mine = columns.of_request(index)
+        of_tokens, of_drafts = chosen_by_hand(asked, steps)
+        np.testing.assert_equal(pairs(mine.chosen), of_tokens)
+        np.testing.assert_equal(pairs(mine.draft_chosen), of_drafts)
+        known = mine.draft_token_rank != NOT_ASKED
+        counts = np.diff(mine.draft_chosen.offsets)
+        assert counts.tolist() == (known * len(asked.params.extra_token_ids)).tolist()
+
+
+def test_every_column_is_documented():
+    documented = inspect.getdoc(TokenColumns)  # Python 3.13 strips a docstring's indentation
+    for field in fields(TokenColumns):
+        assert f"\n  {field.name}: " in documented

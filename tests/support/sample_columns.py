@@ -1,0 +1,105 @@
+"""Columns for the tests of the export, from messages that come out of the encoder."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from jax_specdec.export.column_builder import ColumnBuilder
+from jax_specdec.records.output_processor import ProcessorState, admit, step
+from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
+
+
+def three_requests():
+    """Columns of three requests.
+
+    "a" names chosen ids and has drafts, "b" has K = 2 with an invalid row and a missing candidate,
+    and "c" asks for no logprobs.
+    """
+    state = ProcessorState.empty(3)
+    asked = [
+        request("a", logprobs=0, extra_token_ids=(7, 8), draft_logprobs=True, max_tokens=3),
+        request("b", logprobs=2, temperature=0.5),
+        request("c"),
+    ]
+    for slot, one in enumerate(asked):
+        state = admit(state, slot, 1, one)
+    mixed = tokens(5, 6, drafts=4, columns=3, ranks=[2, 0],
+                   logprobs=[[-1.0, -0.5, -np.inf], [np.nan] * 3])  # fmt: skip
+    mixed.topk_ids[:] = [[9, -1], [-1, -1]]
+    first = target(
+        0,
+        tokens(1, 2, drafts=3, columns=1, chosen=2,
+               logprobs=[[-0.5, -2, -3], [-0.25, -4, -np.inf]]),
+        mixed,
+        tokens(3, 4),
+        draft_follows=True,
+    )  # fmt: skip
+    guesses = drafts(1, 11, 12, columns=1, chosen=2)
+    second = target(1, tokens(3, columns=1, chosen=2), silent(), tokens(5))
+    builder = ColumnBuilder()
+    for message in (first, draft(0, guesses, silent(), silent()), second):
+        state, records = step(state, message)
+        builder.add(records)
+    return builder.columns()
+
+
+@st.composite
+def streams(draw):
+    """Draw runs: for each slot (request, steps), and for each step
+    (ids, drafts, logprobs [n, C], logprobs of the drafts or None where their message has none).
+    """
+    runs, num_steps = [], draw(st.integers(1, 4))
+    for slot in range(draw(st.integers(1, 3))):
+        k = draw(st.none() | st.integers(0, 2))
+        chosen = () if k is None else draw(st.permutations((3, 5, 9)))[: draw(st.integers(0, 3))]
+        asked = request(
+            f"r{slot}",
+            logprobs=k,
+            extra_token_ids=tuple(chosen),
+            max_tokens=draw(st.integers(1, 9)),
+            draft_logprobs=k is not None and draw(st.booleans()),
+        )
+        steps = []
+        for _ in range(num_steps):
+            guesses = draw(st.lists(st.integers(0, 30), max_size=3))
+            accepted = draw(st.integers(0, len(guesses)))
+            ids = [*guesses[:accepted], draw(st.integers(31, 40))]
+            width = asked.params.num_columns + len(chosen)
+            table = draw(logprobs_table(len(ids), width))
+            drafted = None
+            if asked.params.draft_logprobs and guesses and draw(st.booleans()):
+                drafted = draw(logprobs_table(len(guesses), width))
+            steps.append((ids, guesses, table, drafted))
+        runs.append((asked, steps))
+    return runs
+
+
+def logprobs_table(rows, width):
+    """Draw logprobs [rows, width]; -inf is legal, and NaN stands in an invalid row."""
+    some = st.floats(-50, 0, width=32) | st.just(-np.inf) | st.just(np.nan)
+    return st.lists(st.lists(some, min_size=width, max_size=width), min_size=rows, max_size=rows)
+
+
+def delivered(runs):
+    """The columns of `runs`, delivered message by message."""
+    state, builder = ProcessorState.empty(len(runs)), ColumnBuilder()
+    for slot, (asked, _) in enumerate(runs):
+        state = admit(state, slot, 1, asked)
+    for number in range(len(runs[0][1])):
+        targets, guessed = [], []
+        for asked, steps in runs:
+            ids, guesses, table, drafted = steps[number]
+            shape = {
+                "columns": asked.params.num_columns,
+                "chosen": len(asked.params.extra_token_ids),
+            }
+            rows = table if shape["columns"] else None
+            targets.append(tokens(*ids, drafts=len(guesses), logprobs=rows, **shape))
+            one = tokens(*guesses, drafts=len(guesses), logprobs=drafted, **shape)
+            guessed.append(silent() if drafted is None else one)
+        follows = any(steps[number][3] is not None for _, steps in runs)
+        messages = [target(number, *targets, draft_follows=follows)]
+        messages += [draft(number, *guessed)] if follows else []
+        for message in messages:
+            state, records = step(state, message)
+            builder.add(records)
+    return builder.columns()
