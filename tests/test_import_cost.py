@@ -11,9 +11,9 @@ pytestmark = pytest.mark.fast
 HEAVY = {
     "argparse", "asyncio", "concurrent", "ctypes.util", "email", "hashlib", "html", "http",
     "importlib.metadata", "importlib.resources", "inspect", "jax", "jinja2", "logging",
-    "multiprocessing", "openai", "prometheus_client", "pyarrow", "pydantic", "random", "rich", "secrets",
-    "socket", "ssl", "tempfile", "tokenizers", "typing_extensions", "unittest", "urllib.request",
-    "uuid", "xml",
+    "multiprocessing", "openai", "prometheus_client", "pyarrow", "pydantic", "random", "rich",
+    "secrets", "socket", "ssl", "tempfile", "tokenizers", "typing_extensions", "unittest",
+    "urllib.request", "uuid", "xml",
 }  # fmt: skip
 
 

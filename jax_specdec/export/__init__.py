@@ -7,7 +7,7 @@ needs are imported on its first use.
 from jax_specdec.export import arrow, metrics, openai
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.token_columns import Ragged, TokenColumns
-from jax_specdec.text.detokenize import TextStream, TokenTable
+from jax_specdec.text.detokenize import TextStream, TokenTable, byte_level_bytes
 
 __all__ = [
     "openai",
@@ -18,4 +18,5 @@ __all__ = [
     "Ragged",
     "TokenTable",
     "TextStream",
+    "byte_level_bytes",
 ]
