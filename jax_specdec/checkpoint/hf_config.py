@@ -1,9 +1,9 @@
-"""A Hugging Face model directory's config.json, as a `ModelConfig`. Never jax.
+"""A Hugging Face model directory's config.json as a `ModelConfig`. No jax.
 
-Supported are decoders that are Llama's up to optional parts. What such a configuration can ask
-for and the decoder does not compute is refused by name, never ignored. Both ways to write rotary
-positions and types are read: `rope_parameters` and `dtype` (transformers 5), `rope_theta`,
-`rope_scaling` and `torch_dtype` (before).
+Decoders that are Llama's up to optional parts are supported. An option that the decoder does not
+compute is refused by name, never ignored. Both spellings of rotary positions and types are read:
+`rope_parameters` and `dtype` (transformers 5), `rope_theta`, `rope_scaling` and `torch_dtype`
+(before).
 """
 
 import json
@@ -12,26 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_specdec.checkpoint.model_config import (
-    CheckpointError,
-    ModelConfig,
-    RopeScaling,
-)
+from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, RopeScaling
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}  # where config.json has none; otherwise D / H
+DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}  # if config.json names none; others use D / H
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """What config.json and generation_config.json say.
+    """The contents of config.json and generation_config.json.
 
     Attributes:
       architecture: one of `ARCHITECTURES`.
-      model: without an MTP head: only the tensors tell whether there is one.
-      eos_token_ids: ids that end a text; empty where no file names one.
-      max_length: positions that the model was made for, where config.json says so.
+      model: the sizes, without an MTP head: only the tensors tell whether there is one.
+      eos_token_ids: ids that end a text; empty where neither file names one.
+      max_length: positions that the model was made for; None where config.json does not say.
     """
 
     architecture: str
@@ -44,13 +40,14 @@ def read_config(directory: Path, *, dtype: str = "") -> HfConfig:
     """Read the configuration of a model directory.
 
     Args:
-      directory: with config.json, and generation_config.json if there is one.
-      dtype: "bfloat16" or "float32", to compute in; empty for that of the file, where it is one
-        of them, and float32 otherwise (float16 is exact in it).
+      directory: it has config.json, and perhaps generation_config.json.
+      dtype: the type to compute in, "bfloat16" or "float32"; empty for the type in the file if it
+        is one of them, and float32 otherwise (float16 is exact in it).
 
     Raises:
       FileNotFoundError: there is no config.json.
-      CheckpointError: an architecture or an option that is not supported, or no configuration.
+      CheckpointError: the architecture or an option is not supported, or the file is not a
+        configuration.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -79,12 +76,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-      CheckpointError: it holds something else.
+      CheckpointError: the file holds something else.
     """
     try:
         fields = json.loads(path.read_bytes())
     except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} holds a {type(fields).__name__}, not a JSON object")
     return fields
@@ -102,7 +99,7 @@ def _architecture(path: Path, fields: Mapping[str, Any]) -> str:
 
 
 def _refuse_what_is_not_computed(path: Path, fields: Mapping[str, Any]) -> None:
-    """Options that change the result, and that the decoder does not have."""
+    """Refuse options that change the result and that the decoder lacks."""
     layers = set(fields.get("layer_types") or ()) - {"full_attention"}
     checks = (
         ("hidden_act", fields.get("hidden_act", "silu") in ("silu", "swish"), "silu"),
@@ -125,8 +122,8 @@ def _model(architecture: str, fields: Mapping[str, Any], dtype: str) -> ModelCon
         head_dim, rest = divmod(fields["hidden_size"], heads)
         if rest:
             raise ValueError(
-                f"hidden_size = {fields['hidden_size']} is no multiple of num_attention_heads = "
-                f"{heads}, and there is no head_dim"
+                f"hidden_size = {fields['hidden_size']} is not a multiple of num_attention_heads "
+                f"= {heads}, and there is no head_dim"
             )
     theta, scaling = _rope(fields)
     bias = bool(fields.get("attention_bias"))
@@ -152,14 +149,14 @@ def _model(architecture: str, fields: Mapping[str, Any], dtype: str) -> ModelCon
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Rotary base, and what slows the frequencies down."""
+    """The rotary base, and how the frequencies are slowed down."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta", fields.get("rope_theta", 10_000.0)))
     for where in (rope, fields):
         if where.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 f"partial_rotary_factor = {where['partial_rotary_factor']!r} is not supported, "
-                "only 1: every value of a head is turned"
+                "only 1: the decoder turns every value of a head"
             )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

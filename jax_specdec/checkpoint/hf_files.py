@@ -1,6 +1,6 @@
-"""Which tensors a Hugging Face model directory stores, from the headers alone. Never jax.
+"""The tensors that a Hugging Face model directory stores, from the files' headers. No jax.
 
-Layout: `model.safetensors`, or several files and `model.safetensors.index.json`, whose
+The directory has `model.safetensors`, or several files and `model.safetensors.index.json`, whose
 `weight_map` says which file holds which tensor.
 """
 
@@ -20,7 +20,7 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is and how it is stored."""
+    """A tensor's place in the files, and how it is stored."""
 
     name: str
     file: Path
@@ -29,7 +29,7 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a model directory by name; reads headers only.
+    """Every tensor of a model directory by name; only headers are read.
 
     Raises:
       FileNotFoundError: a file is missing; says which, and what it should hold.
@@ -37,23 +37,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     index, single = directory / INDEX, directory / SINGLE
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map")
-        by_file: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            by_file.setdefault(str(file), []).append(name)
-        found: dict[str, StoredTensor] = {}
-        for file, names in sorted(by_file.items()):
-            if Path(file).name != file:
-                raise CheckpointError(f"{index} names {file!r}, which is no plain file name")
-            tensors = _header(directory / file, names)
-            if lacking := sorted(set(names) - tensors.keys()):
-                raise CheckpointError(
-                    f"{directory / file} lacks {_some(lacking)}, which {INDEX} says it holds"
-                )
-            found |= tensors
-        return found
+        return _indexed(directory, index)
     if single.is_file():
         return _header(single, [])
     others = sorted(path.name for path in directory.glob("*.bin"))
@@ -66,8 +50,29 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}{hint}")
 
 
+def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
+    """The tensors of several files, each of which must hold what the index says."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        by_file.setdefault(str(file), []).append(name)
+    found: dict[str, StoredTensor] = {}
+    for file, names in sorted(by_file.items()):
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} names {file!r}, which is not a plain file name")
+        tensors = _header(directory / file, names)
+        if lacking := sorted(set(names) - tensors.keys()):
+            raise CheckpointError(
+                f"{directory / file} lacks {_some(lacking)}, which {INDEX} says it holds"
+            )
+        found |= tensors
+    return found
+
+
 def _header(path: Path, names: Sequence[str]) -> dict[str, StoredTensor]:
-    """The tensors of one file, which should hold `names`."""
+    """The tensors of one file; `names` are those it should hold, for its errors."""
     holds = f"; it should hold {_some(sorted(names))}" if names else ""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing{holds}")
@@ -80,7 +85,7 @@ def _header(path: Path, names: Sequence[str]) -> dict[str, StoredTensor]:
             }
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is cut off, damaged or no safetensors file: "
+            f"{path} ({path.stat().st_size} bytes) is cut off, damaged or not a safetensors file: "
             f"{error}{holds}"
         ) from error
     for tensor in found.values():
@@ -95,14 +100,15 @@ def _header(path: Path, names: Sequence[str]) -> dict[str, StoredTensor]:
 def check_shapes(
     stored: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]], directory: Path
 ) -> None:
-    """Refuse a directory that lacks a tensor, or has one of another shape.
+    """Refuse a directory that lacks a tensor, or has it in another shape.
 
     Args:
-      stored: from `stored_tensors`.
-      wanted: name to shape, of every tensor that the configuration asks for.
+      stored: the result of `stored_tensors`.
+      wanted: name to shape of every tensor that the configuration asks for.
+      directory: where the tensors are, for the error.
 
     Raises:
-      CheckpointError: says which tensor, where, and which shape it should have.
+      CheckpointError: says which tensor, where, and the shape it should have.
     """
     lacking = [name for name in wanted if name not in stored]
     if lacking:

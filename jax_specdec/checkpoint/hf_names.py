@@ -1,13 +1,13 @@
-"""How a Hugging Face checkpoint's tensors become the decoder's, by name and shape. Never jax.
+"""How a Hugging Face checkpoint's tensors become the decoder's, by name and shape. No jax.
 
 An MTP head is recognized in DeepSeek-V3's layout (https://github.com/deepseek-ai/DeepSeek-V3,
-README_WEIGHTS.md): layer L, the one after the decoder's last, has besides the tensors of a layer
-`enorm`, `hnorm`, `eh_proj` and `shared_head.norm`; `embed_tokens` and `shared_head.head` may be
-stored again and must then equal the decoder's.
+README_WEIGHTS.md): layer L, after the decoder's last, has the tensors of a layer and `enorm`,
+`hnorm`, `eh_proj` and `shared_head.norm`. It may store `embed_tokens` and `shared_head.head` again,
+which must then equal the decoder's.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,15 +21,15 @@ _UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # 
 
 @dataclass(frozen=True)
 class Source:
-    """One stored tensor, and where it goes.
+    """One stored tensor, and its place in the decoder.
 
     Attributes:
       leaf: the dotted path in `ModelParams`.
       layer: the index in the leaf's leading axis; None for a leaf without one.
-      name: in the file.
-      shape: in the file.
-      transposed: stored [out, in], as torch's linear layers are; the decoder wants [in, out].
-      swapped: then exchange the two halves of the inputs.
+      name: its name in the file.
+      shape: its shape in the file.
+      transposed: it is stored [out, in], as torch's linear layers are, and becomes [in, out].
+      swapped: after that, the two halves of the inputs change places.
     """
 
     leaf: str
@@ -42,10 +42,13 @@ class Source:
 
 @dataclass(frozen=True)
 class HfModel:
-    """A checkpoint whose files were found to fit its configuration; no weight was read yet.
+    """A checkpoint whose files fit its configuration; no weight was read yet.
 
     Attributes:
-      config: of the decoder, with an MTP head where there is one.
+      directory: where the files are.
+      hf: what the configuration files say.
+      config: the decoder's sizes, with an MTP head if the checkpoint has one.
+      stored: every tensor in the files, by name.
       copies: (name, name) of tensors that are stored twice and must be equal.
     """
 
@@ -66,11 +69,11 @@ def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
 
     Args:
       directory: in Hugging Face layout.
-      dtype: to compute in; see `hf_config.read_config`.
+      dtype: the type to compute in; see `hf_config.read_config`.
 
     Raises:
       FileNotFoundError: a file is missing.
-      CheckpointError: something is not supported, damaged or does not fit; says what and where.
+      CheckpointError: something is unsupported or damaged, or does not fit; says what and where.
     """
     directory = Path(directory)
     hf = read_config(directory, dtype=dtype)
@@ -84,19 +87,19 @@ def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     if has_mtp:
         copies |= {f"{mtp}embed_tokens.weight": EMBEDDING, f"{mtp}shared_head.head.weight": head}
-    unknown = sorted(
-        name
-        for name in stored.keys() - wanted.keys() - copies.keys()
-        if not _UNUSED.fullmatch(name)
-    )
-    if unknown:
-        raise CheckpointError(
-            f"{stored[unknown[0]].file}: {unknown[0]} is no part of a {hf.architecture} with this "
-            f"config.json ({len(unknown)} such tensors): leaving it out could change the results"
-        )
+    _refuse_unknown(hf, stored, wanted.keys() | copies.keys())
     present = tuple(pair for pair in copies.items() if pair[0] in stored)
     check_shapes(stored, {name: stored[of].shape for name, of in present}, directory)
     return HfModel(directory, hf, config, stored, present)
+
+
+def _refuse_unknown(hf: HfConfig, stored: dict[str, StoredTensor], known: Set[str]) -> None:
+    unknown = sorted(name for name in stored.keys() - known if not _UNUSED.fullmatch(name))
+    if unknown:
+        raise CheckpointError(
+            f"{stored[unknown[0]].file}: {unknown[0]} has no place in a {hf.architecture} with "
+            f"this config.json ({len(unknown)} such tensors): leaving it out could change the results"
+        )
 
 
 def sources(config: ModelConfig) -> Iterator[Source]:

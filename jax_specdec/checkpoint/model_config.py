@@ -1,4 +1,4 @@
-"""The shape of a model. No jax here: the engine reads it too."""
+"""The sizes of a model, which the engine reads too. No jax."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ ROPE_SCALINGS = ("linear", "llama3")
 
 
 class CheckpointError(ValueError):
-    """Files that are no checkpoint, are damaged, or do not fit their own configuration."""
+    """Files are not a checkpoint, are damaged, or do not fit their own configuration."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary frequencies slowed down, so that a model reads further than it was first trained.
+    """How rotary frequencies are slowed down, so that a model reads past its first training length.
 
     "linear" divides every frequency by `factor`. "llama3" (https://arxiv.org/abs/2407.21783, as in
-    Llama 3.1) divides those that turn less than `low_frequency_factor` times in
-    `original_length` positions, keeps those that turn more than `high_frequency_factor` times,
-    and blends between.
+    Llama 3.1) divides the frequencies that turn less than `low_frequency_factor` times in
+    `original_length` positions, keeps those that turn more than `high_frequency_factor` times, and
+    blends between the two.
 
     Raises:
-      ValueError: a value that cannot be.
+      ValueError: a value is outside its range.
     """
 
     kind: str
@@ -52,13 +52,13 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a Llama-style decoder with an optional MTP head; hashable, so static under jit.
+    """The sizes of a Llama-style decoder with an optional MTP head; hashable, so static under jit.
 
-    The optional parts make it the other models of that family: Qwen2 has `qkv_bias`, Qwen3 has
-    `qk_norm`, Llama 3.1 a `rope_scaling`.
+    Optional parts make it the other models of that family: Qwen2 has `qkv_bias`, Qwen3 `qk_norm`,
+    Llama 3.1 a `rope_scaling`.
 
     Raises:
-      ValueError: a size that is not positive or that does not fit the others.
+      ValueError: a size is not positive or does not fit the others.
     """
 
     vocab_size: int  # V
@@ -72,7 +72,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     num_mtp_layers: int = 0  # 0 or 1
-    dtype: str = "float32"  # of weights, activations, cache and logits
+    dtype: str = "float32"  # the type of weights, activations, caches and logits
     qkv_bias: bool = False  # added to queries, keys and values
     output_bias: bool = False  # added to what attention returns
     qk_norm: bool = False  # RMSNorm of each query and key head, before they are turned
@@ -101,7 +101,7 @@ class ModelConfig:
 
     @classmethod
     def tiny(cls, vocab_size: int = 32, **changes: Any) -> ModelConfig:
-        """A float32 model with an MTP head, of a few thousand weights, for tests."""
+        """A float32 model with an MTP head and a few thousand weights, for tests."""
         sizes: dict[str, Any] = {
             "vocab_size": vocab_size,
             "hidden_size": 16,
@@ -132,7 +132,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """How many weights the model has."""
+        """The number of weights."""
         d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
         q, kv = self.num_heads * h, self.num_kv_heads * h
         layer = 2 * d + 2 * d * (q + kv) + 3 * d * f
@@ -147,11 +147,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
-        """The configuration that `to_dict` wrote; fields that are not there have their defaults.
+        """The configuration that `to_dict` wrote; a missing field has its default.
 
         Raises:
-          TypeError: a field that a configuration does not have.
-          ValueError: a value that cannot be.
+          TypeError: a configuration has no such field.
+          ValueError: a value is outside its range.
         """
         given = dict(fields)
         if given.get("rope_scaling") is not None:

@@ -1,7 +1,7 @@
-"""A model's own chat template: messages to the text that it was trained on. Never jax.
+"""A model's own chat template: messages to the text that it was trained on. No jax.
 
-Templates are Jinja programs that come with a checkpoint. They run in Jinja's sandbox, which keeps
-them from attributes and files, not from taking long. Needs the `hf` extra.
+Templates are Jinja programs that come with a checkpoint (extra `hf`). Jinja's sandbox keeps them
+from attributes and files, but not from running for a long time.
 
 Source: https://huggingface.co/docs/transformers/chat_templating_writing
 """
@@ -19,14 +19,14 @@ INSTALL = "pip install 'jax-specdec[hf]'"
 
 
 class MissingExtra(ValueError):
-    """What is asked needs a library of the `hf` extra; says how to install it."""
+    """A library of the `hf` extra is missing; says how to install it."""
 
 
 class ChatTemplate:
-    """One template, compiled."""
+    """A compiled template."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """Compile it.
+        """Compile a template.
 
         Args:
           source: the Jinja text.
@@ -34,7 +34,7 @@ class ChatTemplate:
 
         Raises:
           MissingExtra: jinja2 is not installed.
-          CheckpointError: the template is no valid Jinja.
+          CheckpointError: the template is not valid Jinja.
         """
         try:
             import jinja2
@@ -53,16 +53,16 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template is no valid Jinja: {error}") from error
+            raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation, up to where the model is to answer.
 
         Raises:
-          CheckpointError: the template refuses these messages, in its own words.
+          CheckpointError: the template refuses these messages; says why in its own words.
         """
         try:
-            # Tools and documents are defined and None, as where transformers is given none.
+            # Tools and documents are defined and None, as in transformers without any.
             return self._template.render(
                 messages=messages,
                 tools=None,
@@ -75,13 +75,14 @@ class ChatTemplate:
 
 
 def read_template(directory: Path) -> ChatTemplate | None:
-    """The chat template of a model directory, from chat_template.jinja or tokenizer_config.json.
+    """The chat template of a model directory, or None.
 
-    Of several, the one named "default" is meant. None where there is none.
+    It stands in chat_template.jinja or in tokenizer_config.json; of several there, the one named
+    "default" counts.
 
     Raises:
-      MissingExtra: there is one, and jinja2 is not installed.
-      CheckpointError: it is no valid template.
+      MissingExtra: there is a template, and jinja2 is not installed.
+      CheckpointError: the template is not valid Jinja, or several have no default.
     """
     path = directory / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
@@ -94,18 +95,21 @@ def read_template(directory: Path) -> ChatTemplate | None:
         source = named.get("default")
         if source is None:
             raise CheckpointError(
-                f"{path} has chat templates {', '.join(named)}, but none named default"
+                f"{path} has chat templates {', '.join(named)}, but none named default: rename the "
+                "one to use"
             )
-    if source is None:
-        return None
+    return None if source is None else ChatTemplate(source, _special_tokens(directory, config))
+
+
+def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Names such as "bos_token" to their strings; tokenizer_config.json wins over an older file."""
     older = directory / "special_tokens_map.json"
     named_tokens = (read_json(older) if older.is_file() else {}) | config
-    special = {
+    return {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in named_tokens.items()
         if name.endswith("_token") and isinstance(value, str | dict)
     }
-    return ChatTemplate(source, special)
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

@@ -1,8 +1,8 @@
-"""Token ids to strings and bytes: each id's strings are made once, when somebody first asks.
+"""Token ids to strings and bytes; each id's strings are made on their first use. No jax.
 
 A token is a piece of bytes, not of text: one character can take several tokens, and a token can
-end inside a character. So the bytes are what is true, and every string is derived from them. No
-jax, no tokenizer library: a table of bytes, or a function, is all that is needed.
+end inside a character. So the bytes are what is true, and every string is derived from them. This
+takes a table of bytes, or a function, and no tokenizer library.
 """
 
 import codecs
@@ -16,7 +16,7 @@ NO_SPECIAL: Mapping[int, str] = MappingProxyType({})
 
 
 class Cache(dict[int, T]):
-    """Values by token id, each made at its first use: `map(cache.__getitem__, ids)` is fast."""
+    """Values by token id, each made on its first use: `map(cache.__getitem__, ids)` is fast."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
         super().__init__()
@@ -31,14 +31,13 @@ class TokenTable:
     r"""The strings and bytes of each token id; one table serves every request of a tokenizer.
 
     Attributes, all by token id:
-      raw: the bytes of text that the token stands for; None for a special token, which stands
-        for none and is no part of any text.
-      text_bytes: the same, b"" for a special token: what concatenates to the text's bytes.
-      text: the token as the chat format shows it. Bytes that are no UTF-8 of their own appear as
-        `\xNN`; a special token by its name.
-      completion_text: as the completions format shows it: the same, behind "bytes:" where the
-        token is not valid UTF-8 on its own.
-      strings: the pair of `text` and `raw`: both by one lookup.
+      raw: the token's bytes of text; None for a special token, which is no part of any text.
+      text_bytes: the same, but b"" for a special token; joined, they are the text's bytes.
+      text: the token as the chat format shows it: bytes that are not UTF-8 on their own as `\xNN`,
+        a special token by its name.
+      completion_text: the token as the completions format shows it: `text`, after "bytes:" where
+        the token is not UTF-8 on its own.
+      strings: the pair (`text`, `raw`), by one lookup.
       chat: the pair of `text` and the bytes as integers, as JSON has them.
     """
 
@@ -47,7 +46,7 @@ class TokenTable:
         token_bytes: Sequence[bytes] | Callable[[int], bytes],
         special: Mapping[int, str] = NO_SPECIAL,
     ) -> None:
-        """Make an empty table; nothing is looked up yet.
+        """Make a table in which nothing is looked up yet.
 
         Args:
           token_bytes: the bytes of every id, or a function that gives them.
@@ -65,7 +64,7 @@ class TokenTable:
         self.chat: Cache[tuple[str, tuple[int, ...] | None]] = Cache(self._chat)
 
     def is_text(self, token_id: int) -> bool:
-        """Whether the token is valid UTF-8 of its own."""
+        """Whether the token is valid UTF-8 on its own."""
         try:
             self.text_bytes[token_id].decode()
         except UnicodeDecodeError:
@@ -77,10 +76,10 @@ class TokenTable:
         return b"".join(map(self.text_bytes.__getitem__, token_ids)).decode(errors="replace")
 
     def _raw(self, token_id: int) -> bytes | None:
-        """Looked up at an id's first use.
+        """An id's bytes, looked up.
 
         Raises:
-          ValueError: an id that the tokenizer does not have; -1 stands for "no token".
+          ValueError: the tokenizer does not have the id; -1 stands for "no token".
         """
         if token_id in self.special:
             return None
@@ -106,9 +105,9 @@ class TokenTable:
 
 
 class TextStream:
-    """One request's text as its tokens come: a character appears once its last byte is there.
+    """One request's text as its tokens come; a character appears once its last byte is there.
 
-    All that `push` and `finish` return, joined, is the text: `TokenTable.decode` of all ids.
+    The strings that `push` and `finish` return, joined, are `TokenTable.decode` of all ids.
     """
 
     def __init__(self, table: TokenTable) -> None:
@@ -122,9 +121,9 @@ class TextStream:
         return self._counted(self._decoder.decode(raw))
 
     def push_with_offsets(self, token_ids: Collection[int]) -> tuple[str, list[int]]:
-        """The same, and where each token begins in the whole text, in characters.
+        """The text that these tokens complete, and each token's offset in the whole text.
 
-        A token that begins inside a character begins where that character does.
+        Offsets count characters. A token that begins inside a character has its offset.
         """
         parts, offsets = [], []
         for token_id in token_ids:
@@ -137,7 +136,7 @@ class TextStream:
         return "".join(parts), offsets
 
     def finish(self) -> str:
-        """U+FFFD if the text ends inside a character, otherwise nothing."""
+        """U+FFFD if the text ends inside a character, otherwise the empty string."""
         return self._counted(self._decoder.decode(b"", final=True))
 
     def _counted(self, text: str) -> str:
@@ -146,13 +145,13 @@ class TextStream:
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a token of a byte-level BPE vocabulary, as `tokenizer.json` writes it.
+    """The bytes of a token of a byte-level BPE vocabulary, from its string in tokenizer.json.
 
     Such a vocabulary writes each byte as one printable character (GPT-2's `bytes_to_unicode`,
     https://github.com/openai/gpt-2/blob/master/src/encoder.py).
 
     Raises:
-      ValueError: a character that stands for no byte; the token is special, or not byte-level.
+      ValueError: a character stands for no byte: the token is special, or not byte-level.
     """
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
@@ -163,7 +162,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def _byte_of() -> dict[str, int]:
-    """Printable Latin-1 stands for itself; the other bytes, in order, for U+0100 and on."""
+    """The byte of each character: printable Latin-1 is itself, U+0100 and on the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

@@ -1,9 +1,9 @@
-"""The bytes that each id of a tokenizer.json vocabulary stands for. Never jax, no library.
+"""The bytes of each piece of a tokenizer.json vocabulary. No jax, no library.
 
 Two kinds of vocabulary are read: byte-level BPE (GPT-2, Llama 3, Qwen), which writes each byte as
 one character, and SentencePiece-style BPE (Llama 2), which writes a space as U+2581 and bytes
-that no piece covers as <0x0A>. A `Strip` of the first space of a text is left out: it concerns
-whole texts, and a continuation begins in the middle of one.
+that no piece covers as <0x0A>. A `Strip` of a text's first space is left out: a continuation begins
+in the middle of a text.
 
 Source: https://huggingface.co/docs/tokenizers/api/decoders
 """
@@ -20,7 +20,7 @@ _HARMLESS = {"Fuse", "Strip"}  # joining pieces; and the first space of a whole 
 
 
 class Pieces:
-    """How the pieces of one vocabulary are written."""
+    """Reads the pieces of one vocabulary."""
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
         """Read the rules.
@@ -29,7 +29,7 @@ class Pieces:
           tokenizer: the object in tokenizer.json.
 
         Raises:
-          CheckpointError: a decoder whose pieces have no bytes of their own.
+          CheckpointError: the decoder is of a kind whose pieces have no bytes of their own.
         """
         self._byte_level = False
         self._byte_fallback = False
@@ -51,11 +51,11 @@ class Pieces:
                 )
 
     def raw(self, piece: str) -> bytes:
-        """The bytes of a piece of the vocabulary; added tokens are text as they stand."""
+        """The bytes of a piece of the vocabulary; an added token is plain text, not a piece."""
         if self._byte_level:
             try:
                 return byte_level_bytes(piece)
-            except ValueError:  # written as it stands
+            except ValueError:  # a piece that is not byte-level is plain text
                 return piece.encode()
         if self._byte_fallback and (byte := _BYTE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
@@ -65,7 +65,7 @@ class Pieces:
 
 
 def _flat(decoder: Any) -> Iterator[Mapping[str, Any]]:
-    """The decoders of a tokenizer.json, one after the other; none where it has none."""
+    """The decoders of a tokenizer.json, those of a `Sequence` one after the other."""
     if decoder is None:
         return
     if decoder.get("type") == "Sequence":

@@ -1,6 +1,6 @@
-"""A model directory's tokenizer: text and conversations to ids, ids to bytes. Never jax.
+"""A model directory's tokenizer: text and conversations to ids, ids to bytes. No jax.
 
-Encoding is the `tokenizers` library's (the `hf` extra); decoding needs only the table of bytes.
+The `tokenizers` library (extra `hf`) encodes; decoding needs only the table of bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,12 @@ FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """What tokenizer.json, tokenizer_config.json and chat_template.jinja say.
+    """The tokenizer of tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
     Attributes:
-      token_bytes: [V] the bytes of text of each id; b"" for special tokens and for ids that the
-        model has and the tokenizer does not.
-      special: ids that are no text, to their names.
+      token_bytes: [V] each id's bytes of text; b"" for special tokens, and for ids that the model
+        has and the tokenizer lacks.
+      special: ids that are not text, to their names.
     """
 
     def __init__(self, directory: str | Path, vocab_size: int) -> None:
@@ -33,38 +33,25 @@ class Tokenizer:
 
         Args:
           directory: in Hugging Face layout.
-          vocab_size: of the model; often more than the tokenizer's.
+          vocab_size: V of the model, which is often more than the tokenizer's.
 
         Raises:
           FileNotFoundError: there is no tokenizer.json.
           MissingExtra: tokenizers is not installed.
           CheckpointError: the file is damaged or of a kind that is not supported, or it has ids
-            that the model does not have.
+            that the model lacks.
         """
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise MissingExtra(f"tokenizer.json is read with tokenizers: {INSTALL}") from error
         self._directory = Path(directory)
         path = self._directory / FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing; a tokenizer.model alone is not read: save the tokenizer "
-                "again with transformers' AutoTokenizer and save_pretrained"
-            )
-        rules = read_json(path)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # what the library raises has no narrower type
-            raise CheckpointError(f"{path} is no tokenizer: {error}") from error
-        added = {int(one["id"]): one for one in rules.get("added_tokens", ())}
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        rules, self._tokenizer = _open(path)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if beyond := {name: id for name, id in vocabulary.items() if id >= vocab_size}:
             name, id = next(iter(beyond.items()))
             raise CheckpointError(
                 f"{path}: token {name!r} has id {id}, but the model has ids below {vocab_size}"
             )
         pieces = Pieces(rules)
+        added = {int(one["id"]): one for one in rules.get("added_tokens", ())}
         self.token_bytes: list[bytes] = [b""] * vocab_size
         self.special = {id: f"[id {id}]" for id in range(vocab_size)}
         for piece, id in vocabulary.items():
@@ -75,15 +62,15 @@ class Tokenizer:
             self.token_bytes[id] = piece.encode() if id in added else pieces.raw(piece)
 
     def table(self) -> TokenTable:
-        """Strings and bytes by id, for records and texts."""
+        """The table of strings and bytes by id, for records and texts."""
         return TokenTable(self.token_bytes, self.special)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a text to go on from, with what the tokenizer puts before it (BOS)."""
+        """The ids of a prompt, after what the tokenizer puts before a text (BOS)."""
         return tuple(self._tokenizer.encode(text).ids)
 
     def encode_plain(self, text: str) -> np.ndarray:
-        """The ids [N] int32 of a text alone."""
+        """The ids [N] int32 of a text, without anything before or after it."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array(ids, np.int32)
 
@@ -97,7 +84,7 @@ class Tokenizer:
         if self._template is None:
             raise CheckpointError(
                 f"{self._directory} has no chat template (chat_template.jinja, or in "
-                "tokenizer_config.json): give a prompt instead of messages"
+                "tokenizer_config.json): write a prompt instead of messages"
             )
         # The template writes the special tokens itself.
         text = self._template.render(messages)
@@ -109,11 +96,30 @@ class Tokenizer:
 
 
 def text_encoder(weights: str, vocab_size: int) -> Callable[[str], np.ndarray] | None:
-    """What makes a model's ids of a text, for a shared corpus; None where bytes are its tokens.
+    """A function from a text to a model's ids, for a shared corpus; None for a byte-level model.
 
     Args:
-      weights: a directory in Hugging Face layout, or any other name for a byte-level model.
+      weights: a directory in Hugging Face layout; any other name means a byte-level model.
+      vocab_size: V of the model.
     """
     if not weights or not Path(weights).is_dir():
         return None
     return Tokenizer(weights, vocab_size).encode_plain
+
+
+def _open(path: Path) -> tuple[dict[str, Any], Any]:
+    """The object in a tokenizer.json, and the library's tokenizer made of it."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtra(f"tokenizer.json is read with tokenizers: {INSTALL}") from error
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing; a tokenizer.model alone is not read: save the tokenizer again "
+            "with transformers' AutoTokenizer and save_pretrained"
+        )
+    rules = read_json(path)
+    try:
+        return rules, tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path} is not a tokenizer: {error}") from error

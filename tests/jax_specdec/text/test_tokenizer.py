@@ -202,7 +202,7 @@ def test_wrong_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing; a tokenizer.model"):
         OurTokenizer(tmp_path, 10)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer.json is no tokenizer"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is not a tokenizer"):
         OurTokenizer(tmp_path, 10)
     write(tmp_path, byte_level())
     with pytest.raises(CheckpointError, match=r"has id \d+, but the model has ids below 300"):
@@ -259,7 +259,7 @@ def test_where_the_template_stands(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% if %}", "is no valid Jinja"),
+        ("{% if %}", "is not valid Jinja"),
         ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alt"),
         ("{{ messages[0].__class__.__mro__ }}", "refuses these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),

@@ -160,7 +160,7 @@ def test_a_tied_head_that_is_stored_too_must_be_a_copy(tmp_path):
          "type 'yarn' are not supported; supported are default, linear and llama3"),
         ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
-        ({"num_attention_heads": 3, "head_dim": None}, "16 is no multiple of num_attention_heads"),
+        ({"num_attention_heads": 3, "head_dim": None}, "16 is not a multiple of num_attention"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
     ],
@@ -175,7 +175,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no config.json: name a directory"):
         open_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json is no JSON"):
+    with pytest.raises(CheckpointError, match=r"config.json is not JSON"):
         open_model(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config.json holds a list"):
@@ -212,7 +212,7 @@ def test_an_index_that_does_not_fit_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"lacks model.norm.weight, which .*index.json says"):
         open_model(tmp_path)
     index.write_text(json.dumps({"weight_map": {"x": "../../etc/passwd"}}))
-    with pytest.raises(CheckpointError, match="no plain file name"):
+    with pytest.raises(CheckpointError, match="not a plain file name"):
         open_model(tmp_path)
     index.write_text("{}")
     with pytest.raises(CheckpointError, match="has no weight_map"):
@@ -237,7 +237,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         **{name: good[name].T.copy()},
     )
     refused(
-        r"model.layers.0.self_attn.q_proj.bias is no part of a LlamaForCausalLM",
+        r"model.layers.0.self_attn.q_proj.bias has no place in a LlamaForCausalLM",
         **{"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)},
     )
     refused(r"up_proj.weight is stored as I8; supported", **{name: good[name].astype(np.int8)})
