@@ -98,7 +98,7 @@ def _refuse_unknown(hf: HfConfig, stored: dict[str, StoredTensor], known: Set[st
     if unknown:
         raise CheckpointError(
             f"{stored[unknown[0]].file}: {unknown[0]} has no place in a {hf.architecture} with "
-            f"this config.json ({len(unknown)} such tensors): leaving it out could change the results"
+            f"this config.json ({len(unknown)} such tensors): results could change without it"
         )
 
 
