@@ -33,13 +33,13 @@ async def read(reader: RingReader, state, inboxes) -> None:
             deliver(records)
     except PeerDied as error:  # this worker's requests end, the other worker's go on
         print(f"a worker is lost: {error}")
-    # What still waited for its drafts; and an end for whoever has none yet.
+    # The records that still waited for their drafts, and an end for requests that have none yet.
     state, records = processor.flush(state, FinishReason.WORKER_LOST)
     deliver(records)
 
 
 async def serve(request, inbox) -> str:
-    """What one user sees: the text as it grows, until it ends."""
+    """Collect what one user sees: the text as it grows, until the request ends."""
     text, num_records = story.decode(request.prompt_token_ids), 0
     while True:
         record = await inbox.get()
@@ -55,7 +55,7 @@ async def serve(request, inbox) -> str:
 
 
 async def heartbeat(beats) -> None:
-    """Stands for the rest of the program: shows that nothing here blocks the event loop."""
+    """Count how often the rest of the program gets its turn: nothing here blocks the event loop."""
     while True:
         await asyncio.sleep(0.01)
         beats.append(None)

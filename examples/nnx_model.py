@@ -3,8 +3,8 @@
     pip install flax
     python examples/nnx_model.py
 
-NNX modules hold their state, the decoding step is a pure function. `nnx.split` is all there is in
-between: the graph definition is static, the weights are an argument. No worker, no ring: messages
+NNX modules hold their state; the decoding step is a pure function. `nnx.split` joins the two: the
+graph definition is static, the weights are an argument. There is no worker and no ring: messages
 are decoded where they are made.
 """
 
@@ -27,7 +27,7 @@ WINDOW = 8  # characters that the model sees
 
 
 class WindowModel(nnx.Module):
-    """Logits from the last `window` characters (Bengio et al., JMLR 3, 2003)."""
+    """A perceptron over the last `window` characters (Bengio et al., JMLR 3, 2003)."""
 
     def __init__(self, window: int, width: int, *, rngs: nnx.Rngs) -> None:
         self.window = window
@@ -36,7 +36,7 @@ class WindowModel(nnx.Module):
         self.out = nnx.Linear(width, story.VOCAB, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Logits [B, S, V] of what follows `positions` [B, S] in `tokens` [B, T]."""
+        """Compute logits [B, S, V] of what follows `positions` [B, S] in `tokens` [B, T]."""
         places = positions[..., None] + jnp.arange(1 - self.window, 1)
         rows = jnp.arange(tokens.shape[0])[:, None, None]
         seen = self.embed(tokens[rows, jnp.maximum(places, 0)])
@@ -67,7 +67,7 @@ def main() -> None:
     drafter = WindowModel(2, 32, rngs=nnx.Rngs(1))
     print(f"trained to {train(target, 60):.2f} and {train(drafter, 60):.2f} nats a character")
 
-    # From here on: pure functions. The definitions are static, the weights are arguments.
+    # From here on, pure functions: the definitions are static, the weights are arguments.
     (target_def, target_weights), (drafter_def, drafter_weights) = map(nnx.split, (target, drafter))
     asks = [request.params for request in story.REQUESTS]
     widths = widths_of(asks, story.VOCAB)

@@ -20,11 +20,11 @@ WORKER = Path(__file__).parent / "own_loop_worker.py"
 
 
 def start_worker(reader, requests):
-    """Start the process that decodes: it finds the ring by its name, the requests on its stdin."""
+    """Start the worker: it attaches to the ring by name and reads the requests from its stdin."""
     worker = subprocess.Popen(
         [sys.executable, WORKER, reader.name], stdin=subprocess.PIPE, text=True
     )
-    reader.expect_peer(worker.pid)  # should it die before it has attached, we are told
+    reader.expect_peer(worker.pid)  # its death is noticed even before it has attached
     for slot, request in enumerate(requests):
         admit = control.Admit(slot=slot, generation=1, request=request)
         worker.stdin.write(control.to_line(admit))
@@ -33,7 +33,7 @@ def start_worker(reader, requests):
 
 
 def admit_all(requests):
-    """The processor's state with request b in slot b, as the worker has it."""
+    """Make a processor state with request b in slot b, where the worker has it."""
     state = processor.ProcessorState.empty(num_slots=len(requests))
     for slot, request in enumerate(requests):
         state = processor.admit(state, slot=slot, generation=1, request=request)
@@ -41,7 +41,7 @@ def admit_all(requests):
 
 
 def show(record) -> None:
-    """One line a record of the first steps; with the rows of those who asked for a top K."""
+    """Print a record of the first steps, with its rows where the request asked for a top K."""
     if record.step > 2:
         return
     text = story.decode(record.token_ids)
@@ -75,7 +75,7 @@ def main() -> None:
                 if record.finish_reason:
                     reasons[record.request_id] = record.finish_reason.name.lower()
         worker.wait()
-    state, late = processor.flush(state, FinishReason.WORKER_LOST)  # none, unless it failed
+    state, late = processor.flush(state, FinishReason.WORKER_LOST)  # empty unless it failed
     reasons |= {r.request_id: r.finish_reason.name.lower() for r in late if r.finish_reason}
     print()
     for name, text in texts.items():

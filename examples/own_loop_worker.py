@@ -1,7 +1,7 @@
 """The model's side of `own_loop.py`, which starts it: a Python loop around a model of your own.
 
 It reads its requests from standard input, one `Admit` a line, and sends two messages a step into
-the ring: what was emitted, and what was drafted.
+the ring: the tokens that were emitted, and those that were drafted.
 """
 
 import sys
@@ -33,7 +33,7 @@ def main() -> None:
 
     loop = own_step.start([command.request for command in commands])
     running = True
-    # Leaving the block ends the stream. If the engine dies, `send` raises PeerDied: we end too.
+    # Leaving the block ends the stream. If the engine dies, `send` raises PeerDied and ends us.
     with RingWriter.attach(sys.argv[1]) as ring:
         while running:
             loop, *messages = step(params, loop, asked)

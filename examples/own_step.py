@@ -1,4 +1,4 @@
-"""One step of speculative decoding around any model: draft, run the model, verify, pack.
+"""A step of speculative decoding around any model: draft, run the model, verify, pack.
 
 This is the whole device side of a decoding loop of your own. Everything here may be jitted, and
 runs inside `lax.while_loop` too.
@@ -22,11 +22,11 @@ from jax_specdec.device import (
 )
 from jax_specdec.device.drafting import draw, joined
 
-NUM_DRAFTS = 3
+NUM_DRAFTS = 2
 
 
 class Loop(NamedTuple):
-    """What the loop carries from step to step."""
+    """The state that the loop carries from step to step."""
 
     tokens: jax.Array  # [B, T] int32: prompt and emitted tokens
     lengths: jax.Array  # [B] int32: how many of them are known
@@ -35,7 +35,7 @@ class Loop(NamedTuple):
 
 
 def start(requests) -> Loop:
-    """The loop before the first step of these requests."""
+    """Make the loop's state before the first step of these requests."""
     longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) + NUM_DRAFTS
     rows = [r.prompt_token_ids + (0,) * (longest - len(r.prompt_token_ids)) for r in requests]
     return Loop(
@@ -60,8 +60,9 @@ def step(
 
     Args:
       model: `(tokens [B, T], positions [B, S]) -> logits [B, S, V]`, the target.
-      drafter: the same of a smaller model.
-      asked, widths: what the requests want to know (`asked_of` and `widths_of` make them).
+      drafter: the same for a smaller model.
+      asked: what each request wants to know (`asked_of` makes it).
+      widths: the largest sizes among them (`widths_of` makes it); static.
 
     Returns:
       The loop after the step, and its target and its draft message, [W] uint32 each.
@@ -70,7 +71,7 @@ def step(
     request = jnp.arange(loop.lengths.shape[0])[:, None]
     active = loop.remaining > 0
 
-    # 1. Draft, drawing each token the way that verification expects.
+    # 1. Draft: `draw` samples each token with the random numbers that `verify` expects.
     tokens, drawn = loop.tokens, []
     for place in range(NUM_DRAFTS):
         position = loop.lengths + place
@@ -91,7 +92,7 @@ def step(
         loop.number + 1,
     )
 
-    # 4. Logprobs of what was emitted, of those who asked, packed into words.
+    # 4. Pack the logprobs of emitted tokens, for the requests that asked, into words.
     running = jnp.any(after.remaining > 0)
     output = step_output(logits, drafts, verified, active=active, running=running)
     number = jnp.stack([loop.number, jnp.uint32(0)])

@@ -6,12 +6,14 @@
 The rollouts' logprobs must be those of the distribution that the tokens were drawn from: here the
 request's own processed mode (temperature and top-k). The learner computes the same from a forward
 pass of its own, over whole sequences, with no cache and no drafts. |log ratio| <= 1e-4 says that
-both speak of one policy; only then do the importance ratios of later updates mean anything.
+both describe one policy; only then do the importance ratios of later updates mean anything.
 
-The reward is silly on purpose: the share of vowels. The model is the tiny one of the package.
+The reward is a toy: the share of vowels. The model is the tiny one that comes with the package.
 """
 
 import argparse
+from collections.abc import Sequence
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +41,13 @@ LENGTH = len(PROMPT) + MAX_TOKENS
 
 
 class Outbox(list):
-    """Takes the worker's messages in place of a ring: here the reader is the same process."""
+    """A list in place of a ring: here the reader is in the same process."""
 
     send = list.append
 
 
 def rollouts(config, compiled, params, mode, seed):
-    """B sequences [B, LENGTH] int32 and the logprobs [B, MAX_TOKENS] float32 of their tokens."""
+    """Roll out B sequences: ids [B, LENGTH] int32, logprobs [B, MAX_TOKENS] float32, statistics."""
     worker = Worker(config, params, Outbox(), compiled=compiled)
     state = processor.ProcessorState.empty(num_slots=B)
     for slot in range(B):
@@ -70,18 +72,18 @@ def rollouts(config, compiled, params, mode, seed):
 
 
 def policy_logprobs(params, model, ids):
-    """The processed logprobs [B, MAX_TOKENS] of the emitted tokens, to be differentiated."""
+    """Compute the emitted tokens' processed logprobs [B, MAX_TOKENS], differentiably."""
     places = jnp.broadcast_to(jnp.arange(LENGTH - 1, dtype=jnp.int32), (B, LENGTH - 1))
     hidden, _ = llama.forward(params, model, ids[:, :-1], places, init_cache(model, B, LENGTH))
     x = llama.logits(params, model, hidden[:, len(PROMPT) - 1 :]) / TEMPERATURE
-    # The tokens that top-k left are part of the policy; they are not differentiated.
+    # Which tokens top-k keeps is part of the policy, and is not differentiated.
     smallest_kept = jax.lax.stop_gradient(jax.lax.top_k(x, TOP_K)[0][..., -1:])
     kept = jax.nn.log_softmax(jnp.where(x >= smallest_kept, x, -jnp.inf))
     return jnp.take_along_axis(kept, ids[:, len(PROMPT) :, None], axis=-1)[..., 0]
 
 
 def loss(params, model, ids, behavior, advantages):
-    """PPO's clipped surrogate (Schulman et al., arXiv 1707.06347), and the ratios."""
+    """Compute PPO's clipped surrogate (Schulman et al., arXiv 1707.06347), and the ratios."""
     ratios = jnp.exp(policy_logprobs(params, model, ids) - behavior)
     gain = advantages[:, None]
     clipped = jnp.clip(ratios, 0.8, 1.2)
@@ -89,19 +91,27 @@ def loss(params, model, ids, behavior, advantages):
 
 
 def rewards_of(ids):
-    """The share of vowels among the emitted bytes. [B] float32."""
+    """Compute the share of vowels among the emitted bytes. [B] float32."""
     return np.isin(ids[:, len(PROMPT) :], list(b"aeiou")).mean(axis=1, dtype=np.float32)
 
 
-def main() -> None:
+update = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+score = jax.jit(policy_logprobs, static_argnums=1)
+
+
+@cache
+def compiled_loop(model):
+    """Make the decoding loop's configuration and programs, once for all rollouts."""
+    config = LoopConfig(model, MtpDrafter(model, NUM_DRAFTS), num_slots=B, max_length=LENGTH)
+    return config, Compiled(config)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", default="processed", choices=["raw", "scaled", "processed"])
-    mode = LogprobsMode[parser.parse_args().mode.upper()]
+    mode = LogprobsMode[parser.parse_args(argv).mode.upper()]
     params, model = load_model(dtype="float32")
-    config = LoopConfig(model, MtpDrafter(model, NUM_DRAFTS), num_slots=B, max_length=LENGTH)
-    compiled = Compiled(config)
-    update = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
-    score = jax.jit(policy_logprobs, static_argnums=1)
+    config, compiled = compiled_loop(model)
     for iteration in range(2):
         ids, behavior, statistics = rollouts(config, compiled, params, mode, seed=iteration)
         log_ratio = np.abs(np.asarray(score(params, model, ids)) - behavior)

@@ -1,4 +1,4 @@
-"""What the examples talk about: a text, its characters as tokens, three requests. Without jax."""
+"""The material of the examples: a text, its characters as tokens, three requests. No jax."""
 
 import numpy as np
 
@@ -21,19 +21,19 @@ VOCAB = len(ALPHABET)
 
 
 def encode(text: str) -> tuple[int, ...]:
-    """Token ids of a text; only characters of `TEXT` have one."""
+    """Turn a text into token ids; only characters of `TEXT` have one."""
     return tuple(ALPHABET.index(character) for character in text)
 
 
 def decode(token_ids) -> str:
-    """The text of token ids."""
+    """Turn token ids into a text."""
     return "".join(ALPHABET[int(token_id)] for token_id in token_ids)
 
 
 def log_probabilities(order: int) -> np.ndarray:
-    """Log of how often a character follows `order` others. [V] * (order + 1) float32.
+    """Compute log probabilities of a character after `order` others. [V] * (order + 1) float32.
 
-    Shorter contexts count too, a tenth each, so that there is an answer for every context.
+    Each shorter context adds a tenth, so that every context has an answer.
     """
     ids, probabilities = encode(TEXT), np.full(VOCAB, 1 / VOCAB)
     for length in range(order + 1):
@@ -47,7 +47,7 @@ def log_probabilities(order: int) -> np.ndarray:
     return np.log(probabilities).astype(np.float32)
 
 
-# Each asks for something else: they are decoded together, and each gets what it asked for.
+# Each asks for something else; they are decoded together, and each gets what it asked for.
 REQUESTS = (
     Request(
         id="greedy",

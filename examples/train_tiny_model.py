@@ -22,18 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny_corpus
-from jax import lax
+import tiny_evaluation
 
 from jax_specdec.device.model import (
-    LayerParams,
     ModelConfig,
     ModelParams,
-    init_cache,
-    init_mtp_cache,
     init_params,
-    llama,
     load_checkpoint,
-    mtp,
     save_checkpoint,
     tiny_weights_path,
 )
@@ -43,64 +38,8 @@ CONFIG = ModelConfig(
     vocab_size=byte_tokens.VOCAB_SIZE, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2,
     head_dim=32, intermediate_size=384, num_mtp_layers=1,
 )  # fmt: skip
-DRAFT_DEPTH = 2  # drafts that the MTP head is trained for
-DRAFT_WEIGHT = (0.3, 0.1)  # of their losses
+DRAFT_WEIGHT = (0.3, 0.1)  # of the drafts' losses, beside the decoder's
 TOLERANCE = 0.02  # relative, of losses
-
-
-def sequence_hidden(
-    params: ModelParams, config: ModelConfig, ids: jax.Array, depth: int
-) -> list[jax.Array]:
-    """Cache-free forward pass over ids [B, S + depth]: for 0..depth, hidden states [B, S, D].
-
-    Element 0 is the decoder's, whose position i predicts token i+1; element n is the n-th
-    draft's, whose position i predicts token i+1+n.
-    """
-    b, s = ids.shape[0], ids.shape[1] - depth
-    positions = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
-    causal = jnp.broadcast_to(jnp.tri(s, dtype=bool), (b, s, s))
-    own = jnp.broadcast_to(jnp.eye(s, dtype=bool), (b, s, s))
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return llama.attention(q, k, v, causal), None
-
-    def body(x: jax.Array, layer: LayerParams) -> tuple[jax.Array, None]:
-        return llama.decoder_layer(layer, config, x, positions, attend)
-
-    # Unrolled: on CPU the gradient of a loop takes twice as long as that of straight code.
-    x, _ = lax.scan(body, llama.embed(params, config, ids[:, :s]), params.layers, unroll=True)
-    hidden = [llama.rms_norm(x, params.final_norm, config.norm_eps)]
-    # Draft n starts from position i of draft n-1 and stands at position i+n-1. As in decoding, it
-    # sees the entries 0..i made from the decoder's states, and what its own chain left behind.
-    keys: list[jax.Array] = []
-    values: list[jax.Array] = []
-
-    def chain(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        keys.append(k)
-        values.append(v)
-        visible = jnp.concatenate([causal] + [own] * (len(keys) - 1), axis=-1)
-        return llama.attention(
-            q, jnp.concatenate(keys, 1), jnp.concatenate(values, 1), visible
-        ), None
-
-    for n in range(1, depth + 1):
-        mtp_layers = mtp.mtp_params(params)
-        layer = jax.tree.map(lambda leaf: leaf[0], mtp_layers.layers)
-        x = mtp.mtp_inputs(params, config, hidden[-1], ids[:, n : n + s])
-        x, _ = llama.decoder_layer(layer, config, x, positions + (n - 1), chain)
-        hidden.append(llama.rms_norm(x, mtp_layers.final_norm, config.norm_eps))
-    return hidden
-
-
-def losses(params: ModelParams, config: ModelConfig, ids: jax.Array) -> jax.Array:
-    """Mean nats per byte [1 + DRAFT_DEPTH]: decoder, drafts; ids [B, S + DRAFT_DEPTH + 1]."""
-    s = ids.shape[1] - DRAFT_DEPTH - 1
-    result = []
-    for n, hidden in enumerate(sequence_hidden(params, config, ids[:, :-1], DRAFT_DEPTH)):
-        logprobs = jax.nn.log_softmax(llama.logits(params, config, hidden))
-        target = ids[:, n + 1 : n + 1 + s, None]
-        result.append(-jnp.mean(jnp.take_along_axis(logprobs, target, axis=-1)))
-    return jnp.stack(result)
 
 
 @cache
@@ -116,7 +55,7 @@ def make_step(
     weights = jnp.array((1.0, *DRAFT_WEIGHT), jnp.float32)
 
     def objective(params: ModelParams, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        each = losses(params, config, ids)
+        each = tiny_evaluation.losses(params, config, ids)
         return jnp.sum(weights * each), each
 
     @partial(jax.jit, donate_argnums=0)
@@ -152,7 +91,7 @@ def train(config: ModelConfig, ids: np.ndarray, args: argparse.Namespace) -> Mod
     zeros = jax.tree.map(jnp.zeros_like, params)
     state = (params, zeros, jax.tree.map(jnp.zeros_like, params), jnp.float32(0))
     step = make_step(config, args.steps, args.rate)
-    window = np.arange(args.sequence + DRAFT_DEPTH + 1)
+    window = np.arange(args.sequence + tiny_evaluation.DRAFT_DEPTH + 1)
     began, recent = time.monotonic(), []
     for number in range(1, args.steps + 1):
         starts = rng.integers(0, len(ids) - len(window), args.batch)
@@ -169,85 +108,13 @@ def train(config: ModelConfig, ids: np.ndarray, args: argparse.Namespace) -> Mod
     return state[0]
 
 
-def evaluate(
-    params: ModelParams, config: ModelConfig, ids: np.ndarray, sequence: int
-) -> dict[str, float]:
-    """Losses (nats/byte) over all whole windows of held-out ids, and greedy acceptance."""
-    size = sequence + DRAFT_DEPTH + 1
-    windows = ids[: len(ids) // size * size].reshape(-1, size)
-    run = jax.jit(losses, static_argnums=1)
-    parts = [windows[i : i + 32] for i in range(0, len(windows), 32)]
-    each = np.average(
-        [run(params, config, jnp.asarray(part)) for part in parts],
-        axis=0,
-        weights=[len(part) for part in parts],
-    )
-    names = ["decoder_loss"] + [f"draft_{n + 1}_loss" for n in range(DRAFT_DEPTH)]
-    result = {name: float(value) for name, value in zip(names, each, strict=True)}
-    return result | {"mtp_acceptance": acceptance(params, config, ids)}
-
-
-def acceptance(
-    params: ModelParams,
-    config: ModelConfig,
-    ids: np.ndarray,
-    num_prompts: int = 64,
-    prompt_length: int = 96,
-    generated: int = 96,
-) -> float:
-    """Share of the MTP head's first drafts accepted in greedy speculative decoding.
-
-    Prompts are spread evenly over the held-out ids; the decoder continues each greedily, and one
-    draft is made per step, so that an accepted draft moves a step by two tokens. After an
-    end-of-document id a continuation does not count.
-    """
-    starts = np.linspace(0, len(ids) - prompt_length, num_prompts).astype(int)
-    prompts = jnp.asarray(ids[starts[:, None] + np.arange(prompt_length)[None, :]])
-    emitted, drafted = jax.device_get(
-        jax.jit(_decode, static_argnums=(1, 3))(params, config, prompts, generated)
-    )
-    proposed = accepted = 0
-    for row_emitted, row_drafted in zip(emitted, drafted, strict=True):
-        at = 0  # the draft made together with token `at` is for token at + 1
-        while at + 1 < generated and row_emitted[at] != byte_tokens.EOS_ID:
-            hit = row_drafted[at] == row_emitted[at + 1]
-            proposed, accepted = proposed + 1, accepted + int(hit)
-            at += 1 + int(hit)
-    return accepted / max(1, proposed)
-
-
-def _decode(
-    params: ModelParams, config: ModelConfig, prompts: jax.Array, generated: int
-) -> tuple[jax.Array, jax.Array]:
-    """Greedy tokens [B, generated] and the MTP head's guess of each one's successor."""
-    b, length = prompts.shape
-    total = length + generated
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (b, length))
-    hidden, cache = llama.forward(params, config, prompts, positions, init_cache(config, b, total))
-    _, mtp_cache = mtp.mtp_forward(
-        params, config, hidden[:, :-1], prompts[:, 1:], positions[:, :-1],
-        init_mtp_cache(config, b, total),
-    )  # fmt: skip
-
-    def body(carry: Any, position: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-        hidden, cache, mtp_cache = carry  # hidden [B, 1, D] at `position`
-        here = jnp.broadcast_to(position, (b, 1))
-        token = jnp.argmax(llama.logits(params, config, hidden), axis=-1).astype(jnp.int32)
-        guess, mtp_cache = mtp.mtp_forward(params, config, hidden, token, here, mtp_cache)
-        draft = jnp.argmax(llama.logits(params, config, guess), axis=-1)
-        hidden, cache = llama.forward(params, config, token, here + 1, cache)
-        return (hidden, cache, mtp_cache), (token[:, 0], draft[:, 0])
-
-    where = jnp.arange(length - 1, total - 1, dtype=jnp.int32)
-    _, (emitted, drafted) = lax.scan(body, (hidden[:, -1:], cache, mtp_cache), where)
-    return emitted.T, drafted.T
-
-
 def check(args: argparse.Namespace, held_out: np.ndarray) -> int:
     """Evaluate a checkpoint and compare with what its metadata says; 0 if they agree."""
     params, config, metadata = load_checkpoint(args.weights)
     recorded = json.loads(metadata["held_out"])
-    measured = evaluate(params, config, held_out, int(json.loads(metadata["training"])["sequence"]))
+    measured = tiny_evaluation.evaluate(
+        params, config, held_out, int(json.loads(metadata["training"])["sequence"])
+    )
     failed = False
     for name, value in measured.items():
         wrong = abs(value - recorded[name]) > TOLERANCE * recorded[name]
@@ -303,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     params = train(CONFIG, text, args)
     # Judged as stored, not as trained.
     stored = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), params)
-    held = evaluate(stored, CONFIG, held_out, args.sequence)
+    held = tiny_evaluation.evaluate(stored, CONFIG, held_out, args.sequence)
     for name, value in held.items():
         print(f"held-out {name}: {value:.4f}")
     settings = {k: getattr(args, k) for k in ("steps", "batch", "sequence", "rate", "seed")}
