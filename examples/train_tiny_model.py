@@ -46,7 +46,7 @@ TOLERANCE = 0.02  # relative, of losses
 def make_step(
     config: ModelConfig, num_steps: int, peak_rate: float
 ) -> Callable[[Any, jax.Array], tuple[Any, jax.Array]]:
-    """One step of AdamW (https://arxiv.org/abs/1711.05101): state, ids -> state, losses.
+    """Make a step of AdamW (https://arxiv.org/abs/1711.05101): state, ids -> state, losses.
 
     The state is (params, first moments, second moments, step). Warm-up, then a cosine to a
     twentieth; gradients clipped to norm 1; no decay for norms.
@@ -109,12 +109,11 @@ def train(config: ModelConfig, ids: np.ndarray, args: argparse.Namespace) -> Mod
 
 
 def check(args: argparse.Namespace, held_out: np.ndarray) -> int:
-    """Evaluate a checkpoint and compare with what its metadata says; 0 if they agree."""
+    """Evaluate a checkpoint and compare with the figures in its metadata; 0 if they agree."""
     params, config, metadata = load_checkpoint(args.weights)
     recorded = json.loads(metadata["held_out"])
-    measured = tiny_evaluation.evaluate(
-        params, config, held_out, int(json.loads(metadata["training"])["sequence"])
-    )
+    sequence = int(json.loads(metadata["training"])["sequence"])
+    measured = tiny_evaluation.evaluate(params, config, held_out, sequence)
     failed = False
     for name, value in measured.items():
         wrong = abs(value - recorded[name]) > TOLERANCE * recorded[name]
@@ -124,7 +123,7 @@ def check(args: argparse.Namespace, held_out: np.ndarray) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command-line arguments."""
+    """Parse the command line."""
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -168,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{CONFIG.num_parameters} weights, {len(text)} bytes to train on, {len(held_out)} held out"
     )
     params = train(CONFIG, text, args)
-    # Judged as stored, not as trained.
+    # Evaluate the weights as they are stored, in float16.
     stored = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), params)
     held = tiny_evaluation.evaluate(stored, CONFIG, held_out, args.sequence)
     for name, value in held.items():
