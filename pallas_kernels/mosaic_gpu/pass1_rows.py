@@ -9,7 +9,7 @@ A step's loads all start before the first of them is used: 128 bytes a thread ar
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 # Running maximum [groups of a block], sums and, if any, counts (each a piece), all float32.
 Carry = tuple[jax.Array, jax.Array, jax.Array | None]
+Block = tuple[Any, list[jax.Array]]  # its index, and its pieces as loaded
 PARTS = 3  # maxima, sums of exponentials, counts of larger logits
 
 
@@ -78,6 +79,20 @@ def partials_size(tiling: Tiling, num_targets: int) -> int:
     return PARTS * num_targets * tiling.programs + WARPGROUP - 1
 
 
+class RowToRead(NamedTuple):
+    """What a program knows of the row that it reads, in the kernel."""
+
+    tiling: Tiling
+    logits_ref: Any  # [N * V]
+    groups_ref: Any  # [R * padded_groups], or None: no group maxima are wanted
+    target: Any  # which target row
+    first: Any  # where the row of logits starts
+    skew: Any  # `Tiling.skew`
+    scale: jax.Array  # of exponents, `Targets.scale`
+    selected: Any  # the logit by which others are counted; None: nothing is counted
+    interpreted: bool
+
+
 def _read_rows_kernel(
     logits_ref: Any,  # [N * V]  in
     chosen_ref: Any,  # [R]  in: i32 token ids, or f32 logits, or None
@@ -92,96 +107,141 @@ def _read_rows_kernel(
 ) -> None:
     target = lax.axis_index("row")
     program = lax.axis_index("program")
-    row = targets.row(target)
+    logits_row = targets.row(target)
 
-    @pl.when(targets.wanted(target, row, num_logits_rows))
+    @pl.when(targets.wanted(target, logits_row, num_logits_rows))
     def _() -> None:
-        first = row * tiling.vocabulary
-        skew = tiling.skew(row)
-        scale = targets.scale(target)
-        selected = None if chosen_ref is None else chosen_ref[target]
-        if selected is not None and selected.dtype == jnp.int32:
-            token = jnp.clip(selected, 0, tiling.vocabulary - 1)
-            selected = logits_ref[first + token].astype(jnp.float32)
+        first = logits_row * tiling.vocabulary
+        row = RowToRead(
+            tiling,
+            logits_ref,
+            groups_ref,
+            target,
+            first,
+            tiling.skew(logits_row),
+            targets.scale(target),
+            selected_logit(tiling, logits_ref, first, chosen_ref, target),
+            interpreted,
+        )
 
-        def nothing(vector: int) -> Carry:
-            """Of no block."""
-            layout = tiling.layout(vector)
-            zeros = compat.cast(jnp.zeros(tiling.piece(vector), jnp.float32), layout)
-            lowest = jnp.full((tiling.groups_per_block,), -jnp.inf, jnp.float32)
-            maximum = compat.cast(lowest, layout.reduce(1))
-            return maximum, zeros, None if selected is None else zeros
-
-        def update(blocks: list[tuple[Any, list[jax.Array]]], carry: Carry, layout: Any) -> Carry:
-            """The carry after more blocks, given by index and pieces."""
-            maximum, total, count = carry
-            new_maximum = maximum
-            for block, pieces in blocks:
-                group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
-                if groups_ref is not None:
-                    begin = target * tiling.padded_groups + block * tiling.groups_per_block
-                    here = groups_ref.at[pl.ds(begin, tiling.groups_per_block)]
-                    compat.store(here, group_maxima, interpreted)
-                new_maximum = jnp.maximum(new_maximum, group_maxima.astype(jnp.float32))
-            # All -inf so far: any finite reference gives sums of 0, where -inf would give NaN.
-            reference = jnp.where(new_maximum == -jnp.inf, jnp.float32(0), new_maximum)
-            rescale = jnp.exp2((maximum - reference) * scale)
-            reference = _spread(reference, total.shape, layout)
-            terms = []
-            for _, pieces in blocks:
-                for piece in pieces:
-                    x = piece.astype(jnp.float32)
-                    # The difference first: it is exact near the maximum, however large that is.
-                    terms.append(jnp.exp2((x - reference) * scale))
-                    if count is not None and selected is not None:
-                        count += jnp.where(x > selected, jnp.float32(1), jnp.float32(0))
-            # A sum of few terms is added to the many: its rounding errors stay small.
-            rescale = _spread(rescale, total.shape, layout)
-            total = total * rescale + functools.reduce(jnp.add, terms)
-            return new_maximum, total, count
-
-        def finish(carry: Carry) -> None:
-            maximum, total, count = carry
-            largest = jnp.max(maximum)
-            reference = jnp.where(largest == -jnp.inf, jnp.float32(0), largest)
-            sums = jnp.sum(total, axis=1) * jnp.exp2((maximum - reference) * scale)
-            # Without a finite logit the sum is 0, and the factor may be infinite.
-            sums = jnp.where(maximum == -jnp.inf, jnp.float32(0), sums)
-            results = [largest, jnp.sum(sums)]
-            if count is not None:
-                results.append(jnp.sum(jnp.sum(count, axis=1)))
-            for i, result in enumerate(results):
+        def write(carry: Carry) -> None:
+            for i, result in enumerate(reduced(carry, row.scale)):
                 partials_ref[(i * num_targets + target) * tiling.programs + program] = result
 
-        def read_steps() -> None:
-            layout = tiling.layout(tiling.vector)
-
-            def step(i: jax.Array, carry: Carry) -> Carry:
-                begin = tiling.first_block + i * tiling.blocks_per_step
-                blocks = [begin + b for b in range(tiling.blocks_per_step)]
-                loaded = []
-                for block in blocks:
-                    start = first - skew + block * tiling.block
-                    loaded.append(read_block(logits_ref, start, tiling, tiling.vector, interpreted))
-                return update(list(zip(blocks, loaded, strict=True)), carry, layout)
-
-            begin = program * tiling.num_steps // tiling.splits
-            end = (program + 1) * tiling.num_steps // tiling.splits
-            finish(lax.fori_loop(begin, end, step, nothing(tiling.vector)))
-
-        def read_edges() -> None:
-            vector = tiling.vector if tiling.aligned else 1
-            layout = tiling.layout(vector)
-            carry = nothing(vector)
-            for block in tiling.edges:
-                pieces = read_edge(logits_ref, first, skew, block, tiling, vector, interpreted)
-                carry = update([(block, pieces)], carry, layout)
-            finish(carry)
-
         if tiling.splits:
-            pl.when(program < tiling.splits)(read_steps)
+            pl.when(program < tiling.splits)(lambda: write(read_steps(row, program)))
         if tiling.edges:
-            pl.when(program == tiling.splits)(read_edges)
+            pl.when(program == tiling.splits)(lambda: write(read_edges(row)))
+
+
+def selected_logit(
+    tiling: Tiling, logits_ref: Any, first: Any, chosen_ref: Any, target: Any
+) -> jax.Array | None:
+    """The given token's logit in the row that starts at `first`, float32; None without a token."""
+    if chosen_ref is None:
+        return None
+    chosen = compat.asarray(chosen_ref[target])
+    if chosen.dtype != jnp.int32:
+        return chosen
+    token = jnp.clip(chosen, 0, tiling.vocabulary - 1)
+    return compat.asarray(logits_ref[first + token].astype(jnp.float32))
+
+
+def read_steps(row: RowToRead, program: Any) -> Carry:
+    """The carry after this program's share of the row's whole steps."""
+    tiling = row.tiling
+    layout = tiling.layout(tiling.vector)
+
+    def step(i: jax.Array, carry: Carry) -> Carry:
+        begin = tiling.first_block + i * tiling.blocks_per_step
+        blocks = [begin + b for b in range(tiling.blocks_per_step)]
+        loaded = []
+        for block in blocks:
+            start = row.first - row.skew + block * tiling.block
+            loaded.append(read_block(row.logits_ref, start, tiling, tiling.vector, row.interpreted))
+        return updated(row, list(zip(blocks, loaded, strict=True)), carry, layout)
+
+    begin = program * tiling.num_steps // tiling.splits
+    end = (program + 1) * tiling.num_steps // tiling.splits
+    carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row, tiling.vector))
+    return carry
+
+
+def read_edges(row: RowToRead) -> Carry:
+    """The carry after the blocks that are in no step."""
+    tiling = row.tiling
+    vector = tiling.vector if tiling.aligned else 1
+    layout = tiling.layout(vector)
+    carry = before_any_block(row, vector)
+    for block in tiling.edges:
+        pieces = read_edge(
+            row.logits_ref, row.first, row.skew, block, tiling, vector, row.interpreted
+        )
+        carry = updated(row, [(block, pieces)], carry, layout)
+    return carry
+
+
+def before_any_block(row: RowToRead, vector: int) -> Carry:
+    """The carry at a program's start: maxima of -inf, sums and counts of 0."""
+    layout = row.tiling.layout(vector)
+    zeros = compat.cast(jnp.zeros(row.tiling.piece(vector), jnp.float32), layout)
+    lowest = jnp.full((row.tiling.groups_per_block,), -jnp.inf, jnp.float32)
+    maximum = compat.cast(lowest, layout.reduce(1))
+    return maximum, zeros, None if row.selected is None else zeros
+
+
+def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Any) -> Carry:
+    """The carry after more blocks; their group maxima are stored where they are wanted."""
+    maximum, total, count = carry
+    new_maximum = maximum
+    for block, pieces in blocks:
+        group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+        store_group_maxima(row, block, group_maxima)
+        new_maximum = jnp.maximum(new_maximum, group_maxima.astype(jnp.float32))
+    reference = finite_reference(new_maximum)
+    rescale = jnp.exp2((maximum - reference) * row.scale)
+    reference = _spread(reference, total.shape, layout)
+    terms = []
+    for _, pieces in blocks:
+        for piece in pieces:
+            x = piece.astype(jnp.float32)
+            # The difference first: it is exact near the maximum, however large that is.
+            terms.append(jnp.exp2((x - reference) * row.scale))
+            if count is not None:
+                count += jnp.where(x > row.selected, jnp.float32(1), jnp.float32(0))
+    # A sum of few terms is added to the many: its rounding errors stay small.
+    rescale = _spread(rescale, total.shape, layout)
+    total = total * rescale + functools.reduce(jnp.add, terms)
+    return new_maximum, total, count
+
+
+def store_group_maxima(row: RowToRead, block: Any, group_maxima: jax.Array) -> None:
+    """Write a block's group maxima to their places among the row's."""
+    if row.groups_ref is None:
+        return
+    tiling = row.tiling
+    begin = row.target * tiling.padded_groups + block * tiling.groups_per_block
+    here = row.groups_ref.at[pl.ds(begin, tiling.groups_per_block)]
+    compat.store(here, group_maxima, row.interpreted)
+
+
+def finite_reference(maximum: jax.Array) -> jax.Array:
+    """The maximum, or 0 for -inf: any finite reference gives sums of 0, where -inf gives NaN."""
+    return jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
+
+
+def reduced(carry: Carry, scale: jax.Array) -> list[jax.Array]:
+    """A program's results, a number each: maximum, sum of exponentials and, if counted, count."""
+    maximum, total, count = carry
+    largest = jnp.max(maximum)
+    reference = finite_reference(largest)
+    sums = jnp.sum(total, axis=1) * jnp.exp2((maximum - reference) * scale)
+    # Without a finite logit the sum is 0, and the factor may be infinite.
+    sums = jnp.where(maximum == -jnp.inf, jnp.float32(0), sums)
+    results = [largest, jnp.sum(sums)]
+    if count is not None:
+        results.append(jnp.sum(jnp.sum(count, axis=1)))
+    return results
 
 
 def read_block(

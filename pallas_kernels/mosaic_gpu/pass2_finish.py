@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.combine import combine, is_valid
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.select import (
     LOWEST_KEY,
@@ -34,6 +35,7 @@ from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 # Column 0 is the given token's, or the greedy choice's; or there is none, and logits are left as
 # they are: parts of longer rows.
 Mode = Literal["given", "greedy", "parts"]
+Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
 
 
 class RowOutputs(NamedTuple):
@@ -102,8 +104,25 @@ def num_selected(k: int, mode: Mode) -> int:
 
 
 def first_column(mode: Mode) -> int:
-    """Of the top K."""
+    """The column where the top K start."""
     return 0 if mode == "parts" else 1
+
+
+class RowToFinish(NamedTuple):
+    """What the program of a target row reads and writes, in the kernel."""
+
+    tiling: Tiling
+    k: int
+    mode: Mode
+    num_targets: int
+    target: Any  # which target row
+    top: Any  # where its top K start in `out.ids` and `out.values`
+    inputs: Inputs
+    logits: RowOfLogits
+    out: RowOutputs  # references
+    keys_smem: Any  # [128] i32: the top K as ordered integers; None without a top K
+    values_smem: Any  # [128] f32: what becomes of them
+    scratch: tuple[Any, ...]  # as `Scratch`
 
 
 def _finish_rows_kernel(
@@ -112,9 +131,9 @@ def _finish_rows_kernel(
     values_ref: Any,
     ranks_ref: Any,
     statistics_ref: Any,
-    keys_smem: Any = None,  # [128] i32  scratch: the top K as ordered integers
-    values_smem: Any = None,  # [128] f32  scratch: what becomes of them
-    *scratch: Any,  # as `Scratch`
+    keys_smem: Any = None,  # scratch, as in `RowToFinish`
+    values_smem: Any = None,
+    *scratch: Any,
     tiling: Tiling,
     k: int,
     mode: Mode,
@@ -123,159 +142,152 @@ def _finish_rows_kernel(
     interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
-    targets = inputs.targets
-    row = targets.row(target)
-    wanted = targets.wanted(target, row, num_logits_rows)
-    top = target * (k + first_column(mode)) + first_column(mode)  # where the row's top K start
-    nan = jnp.float32(jnp.nan)
-
-    def write_statistics(maximum: jax.Array, summed: jax.Array, rank: jax.Array) -> None:
-        statistics_ref[target] = maximum
-        statistics_ref[num_targets + target] = summed
-        ranks_ref[target] = rank
-
-    def fill(value: jax.Array) -> None:
-        """No top K."""
-
-        def column(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-            ids_ref[top + i] = jnp.int32(-1)
-            values_ref[top + i] = value
-            return carry
-
-        lax.fori_loop(0, k, column, ())
-
-    def select(convert: Callable[[jax.Array], jax.Array]) -> None:
-        """Write the top K's ids, and what `convert` makes of their logits."""
-
-        def write(i: Any, key: jax.Array, token: jax.Array) -> None:
-            keys_smem[i] = key
-
-            @pl.when(i < k)
-            def _() -> None:
-                ids_ref[top + i] = jnp.where(key > LOWEST_KEY, token, jnp.int32(-1))
-
-            if mode == "greedy":
-
-                @pl.when(i == 0)
-                def _() -> None:
-                    ids_ref[top - 1] = token
-
-        groups_start = target * tiling.padded_groups
-        count = num_selected(k, mode)
-        select_top_k(tiling, count, logits, inputs.groups, groups_start, Scratch(*scratch), write)
-        # All logits become logprobs at once, and out of the chain of reductions.
-        GPU.commit_smem()
-        values_smem[...] = convert(key_values(compat.load_shared(keys_smem)))
-        GPU.commit_smem()
-        if mode == "greedy":
-            values_ref[top - 1] = values_smem[0]
-
-        def copy(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-            values_ref[top + i] = values_smem[i]
-            return carry
-
-        lax.fori_loop(0, k, copy, ())
-
-    def write_parts(maximum: jax.Array, total: jax.Array, count: jax.Array) -> None:
-        write_statistics(maximum, total, count)
-        if k:
-            valid = is_valid(maximum, total)
-            pl.when(valid)(lambda: select(lambda logits: logits))
-            pl.when(~valid)(lambda: fill(jnp.float32(-jnp.inf)))
-
-    def write_answers(maximum: jax.Array, total: jax.Array, count: jax.Array) -> None:
-        valid = is_valid(maximum, total)
-        temperature = targets.temperature(target)
-        log_sum = jnp.where(valid, jnp.log(total), nan)
-
-        def logprobs(x: jax.Array) -> jax.Array:
-            scaled = x - maximum
-            if temperature is not None:
-                scaled = over_temperature(scaled, temperature)
-            return scaled - log_sum
-
-        if mode == "given":
-            token = inputs.token_ids[target]
-            known = valid & (token >= 0) & (token < tiling.vocabulary)
-            place = logits.first + jnp.clip(token, 0, tiling.vocabulary - 1)
-            chosen = inputs.logits[place].astype(jnp.float32)
-            ids_ref[top - 1] = token
-            values_ref[top - 1] = jnp.where(known, logprobs(chosen), nan)
-            rank = jnp.where(known, 1 + count, 0)
-        else:
-            rank = jnp.where(valid, jnp.int32(1), jnp.int32(0))
-        write_statistics(maximum, log_sum, rank)
-        if num_selected(k, mode):
-            pl.when(valid)(lambda: select(logprobs))
-
-        @pl.when(~valid)
-        def _() -> None:
-            fill(nan)
-            if mode == "greedy":
-                # The groups' maxima do not tell the choice where the row has a NaN or an infinity.
-                ids_ref[top - 1] = first_largest(tiling, logits)
-                values_ref[top - 1] = nan
-
-    logits = RowOfLogits(inputs.logits, row * tiling.vocabulary, tiling.skew(row), interpreted)
+    logits_row = inputs.targets.row(target)
+    wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
+    row = RowToFinish(
+        tiling,
+        k,
+        mode,
+        num_targets,
+        target,
+        target * (k + first_column(mode)) + first_column(mode),
+        inputs,
+        RowOfLogits(
+            inputs.logits, logits_row * tiling.vocabulary, tiling.skew(logits_row), interpreted
+        ),
+        RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref),
+        keys_smem,
+        values_smem,
+        scratch,
+    )
 
     @pl.when(wanted)
     def _() -> None:
-        results = combine(
+        found = combine(
             inputs.partials,
             tiling,
             num_targets,
             target,
-            targets.scale(target),
+            inputs.targets.scale(target),
             mode != "greedy",
             interpreted,
         )
-        (write_parts if mode == "parts" else write_answers)(*results)
+        (write_parts if mode == "parts" else write_answers)(row, *found)
 
     if first_column(mode):
+        pl.when(~wanted)(lambda: write_skipped(row))
 
-        @pl.when(~wanted)
+
+def write_parts(row: RowToFinish, maximum: jax.Array, total: jax.Array, count: jax.Array) -> None:
+    """The outputs of a part of a longer row: what was found, and the top K's logits."""
+    write_statistics(row, maximum, total, count)
+    if row.k:
+        valid = is_valid(maximum, total)
+        pl.when(valid)(lambda: write_top_k(row, lambda logits: logits))
+        pl.when(~valid)(lambda: write_no_top_k(row, jnp.float32(-jnp.inf)))
+
+
+def write_answers(row: RowToFinish, maximum: jax.Array, total: jax.Array, count: jax.Array) -> None:
+    """The outputs of a whole row, of an invalid one too."""
+    valid = is_valid(maximum, total)
+    temperature = row.inputs.targets.temperature(row.target)
+    log_sum = jnp.where(valid, jnp.log(total), jnp.float32(jnp.nan))
+
+    def logprobs(x: jax.Array) -> jax.Array:
+        scaled = x - maximum
+        if temperature is not None:
+            scaled = over_temperature(scaled, temperature)
+        return scaled - log_sum
+
+    if row.mode == "given":
+        rank = write_given_token(row, valid, count, logprobs)
+    else:
+        rank = jnp.where(valid, jnp.int32(1), jnp.int32(0))
+    write_statistics(row, maximum, log_sum, rank)
+    if num_selected(row.k, row.mode):
+        pl.when(valid)(lambda: write_top_k(row, logprobs))
+
+    @pl.when(~valid)
+    def _() -> None:
+        write_no_top_k(row, jnp.float32(jnp.nan))
+        if row.mode == "greedy":
+            # The groups' maxima do not tell the choice where the row has a NaN or an infinity.
+            row.out.ids[row.top - 1] = first_largest(row.tiling, row.logits)
+            row.out.values[row.top - 1] = jnp.float32(jnp.nan)
+
+
+def write_skipped(row: RowToFinish) -> None:
+    """The outputs of a row that is not wanted: no token, no logprob, no token rank."""
+    nan = jnp.float32(jnp.nan)
+    row.out.ids[row.top - 1] = jnp.int32(-1)
+    row.out.values[row.top - 1] = nan
+    write_no_top_k(row, nan)
+    write_statistics(row, nan, nan, jnp.int32(0))
+
+
+def write_statistics(
+    row: RowToFinish, maximum: jax.Array, summed: jax.Array, rank: jax.Array
+) -> None:
+    """The row's maximum, its sum or the sum's logarithm, and its token rank or count."""
+    row.out.statistics[row.target] = maximum
+    row.out.statistics[row.num_targets + row.target] = summed
+    row.out.ranks[row.target] = rank
+
+
+def write_given_token(
+    row: RowToFinish, valid: jax.Array, count: jax.Array, logprobs: Convert
+) -> jax.Array:
+    """Write column 0, the given token and its logprob; returns its token rank."""
+    vocabulary = row.tiling.vocabulary
+    token = row.inputs.token_ids[row.target]
+    known = valid & (token >= 0) & (token < vocabulary)
+    place = row.logits.first + jnp.clip(token, 0, vocabulary - 1)
+    chosen = row.inputs.logits[place].astype(jnp.float32)
+    row.out.ids[row.top - 1] = token
+    row.out.values[row.top - 1] = jnp.where(known, logprobs(chosen), jnp.float32(jnp.nan))
+    return jnp.where(known, 1 + count, 0)
+
+
+def write_no_top_k(row: RowToFinish, value: jax.Array) -> None:
+    """Ids of -1 and this value in the row's K columns."""
+
+    def column(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+        row.out.ids[row.top + i] = jnp.int32(-1)
+        row.out.values[row.top + i] = value
+        return carry
+
+    lax.fori_loop(0, row.k, column, ())
+
+
+def write_top_k(row: RowToFinish, convert: Convert) -> None:
+    """Select the top K; write their ids, and what `convert` makes of their logits."""
+
+    def write(i: Any, key: jax.Array, token: jax.Array) -> None:
+        row.keys_smem[i] = key
+
+        @pl.when(i < row.k)
         def _() -> None:
-            ids_ref[top - 1] = jnp.int32(-1)
-            values_ref[top - 1] = nan
-            fill(nan)
-            write_statistics(nan, nan, jnp.int32(0))
+            row.out.ids[row.top + i] = jnp.where(key > LOWEST_KEY, token, jnp.int32(-1))
 
+        if row.mode == "greedy":
 
-def is_valid(maximum: jax.Array, total: jax.Array) -> jax.Array:
-    """Whether a row has neither a NaN nor a +inf, and something finite; its sum is 1 or more."""
-    return (maximum > -jnp.inf) & (maximum < jnp.inf) & (total > 0)
+            @pl.when(i == 0)
+            def _() -> None:
+                row.out.ids[row.top - 1] = token
 
+    groups_start = row.target * row.tiling.padded_groups
+    count = num_selected(row.k, row.mode)
+    scratch = Scratch(*row.scratch)
+    select_top_k(row.tiling, count, row.logits, row.inputs.groups, groups_start, scratch, write)
+    # All logits become logprobs at once, and out of the chain of reductions.
+    GPU.commit_smem()
+    row.values_smem[...] = convert(key_values(compat.load_shared(row.keys_smem)))
+    GPU.commit_smem()
+    if row.mode == "greedy":
+        row.out.values[row.top - 1] = row.values_smem[0]
 
-def combine(
-    partials_ref: Any,  # [PARTS * R * programs] f32
-    tiling: Tiling,
-    num_targets: int,
-    target: Any,
-    scale: jax.Array,
-    counted: bool,
-    interpreted: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A row's maximum and sum of exponentials, float32, and its count of larger logits, int32."""
+    def copy(i: jax.Array, carry: tuple[()]) -> tuple[()]:
+        row.out.values[row.top + i] = row.values_smem[i]
+        return carry
 
-    def load(part: int) -> list[tuple[jax.Array, jax.Array]]:
-        """The numbers of all programs, a warpgroup's at a time, and which of them are these."""
-        begin = (part * num_targets + target) * tiling.programs
-        found = []
-        for offset in range(0, tiling.programs, WARPGROUP):
-            x = compat.load_vector(partials_ref, begin + offset, WARPGROUP, interpreted)
-            found.append((x, compat.vector_iota(WARPGROUP) < tiling.programs - offset))
-        return found
-
-    maxima, sums = load(0), load(1)
-    lowest = [jnp.where(mine, x, jnp.float32(-jnp.inf)) for x, mine in maxima]
-    maximum = jnp.max(functools.reduce(jnp.maximum, lowest))
-    terms = []
-    for (x, mine), (total, _) in zip(maxima, sums, strict=True):
-        term = total * jnp.exp2((x - maximum) * scale)
-        # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
-        terms.append(jnp.where(mine & (x != -jnp.inf), term, jnp.float32(0)))
-    total = jnp.sum(functools.reduce(jnp.add, terms))
-    if not counted:
-        return maximum, total, jnp.int32(0)
-    found = [jnp.where(mine, x, jnp.float32(0)) for x, mine in load(2)]
-    return maximum, total, jnp.sum(functools.reduce(jnp.add, found)).astype(jnp.int32)
+    lax.fori_loop(0, row.k, copy, ())
