@@ -79,3 +79,33 @@ def test_two_tasks_share_a_ring():
         RingWriter.attach(reader.name) as writer,
     ):
         assert sorted(asyncio.run(both(reader, writer))) == [b"one", b"two"]
+
+
+def test_other_tasks_get_their_turn_while_messages_keep_coming():
+    """With every message there at once, receiving never has to wait."""
+
+    async def consume(reader):
+        turns = []
+
+        async def take_turns():
+            while True:
+                turns.append(len(received))
+                await asyncio.sleep(0)
+
+        received = []
+        other = asyncio.create_task(take_turns())
+        async for message in reader:
+            received.append(message.sequence)
+        other.cancel()
+        return received, turns
+
+    with (
+        RingReader.create(8, 64, doorbell=True) as reader,
+        RingWriter.attach(reader.name) as writer,
+    ):
+        for _ in range(8):
+            writer.send(b"")
+        writer.close()
+        received, turns = asyncio.run(consume(reader))
+    assert received == list(range(8))
+    assert set(turns) >= set(range(8))

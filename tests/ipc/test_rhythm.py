@@ -1,0 +1,90 @@
+"""When the next unit is expected, and whether there is time for a rehearsal: plain arithmetic."""
+
+import pytest
+
+from ipc.rhythm import (
+    FIRST_NS,
+    FIRST_REHEARSAL_NS,
+    LAST_GAPS,
+    LEAD_NS,
+    NEVER,
+    RehearsalTime,
+    Rhythm,
+)
+
+pytestmark = pytest.mark.fast
+
+MS = 1_000_000
+
+
+def after(*gaps: int) -> Rhythm:
+    """A rhythm whose units came with these gaps, each of them waited for."""
+    rhythm, now = Rhythm(), 1000 * MS
+    rhythm.came(now)
+    for gap in gaps:
+        rhythm.window(now)  # a wait begins, and what the last one showed is learned
+        now += gap
+        rhythm.came(now)
+    return rhythm
+
+
+def test_nothing_is_expected_before_the_first_unit():
+    assert Rhythm().window(5 * MS) == (NEVER, NEVER)
+
+
+def test_the_first_interval_is_short_however_long_the_first_unit_took():
+    rhythm = after()
+    start, until = rhythm.window(1000 * MS)
+    assert (start, until) == (1000 * MS + FIRST_NS - LEAD_NS, 1000 * MS + FIRST_NS + LEAD_NS)
+
+
+def test_steady_gaps_are_met_in_the_middle_of_the_window():
+    rhythm = after(*[8 * MS] * LAST_GAPS)
+    expected = rhythm.last_ns + 8 * MS
+    assert rhythm.window(rhythm.last_ns) == (expected - LEAD_NS, expected + LEAD_NS)
+    assert rhythm.interval_ns == 8 * MS
+
+
+def test_a_late_wait_spins_at_once_and_no_longer():
+    rhythm = after(*[8 * MS] * LAST_GAPS)
+    now = rhythm.last_ns + 20 * MS
+    assert rhythm.window(now) == (now, now + 2 * LEAD_NS)
+    assert rhythm.window(now + MS) == (now, now + 2 * LEAD_NS)  # one window for one unit
+
+
+def test_units_that_need_no_wait_move_the_next_one_and_do_not_shorten_the_interval():
+    rhythm = after(*[8 * MS] * LAST_GAPS)
+    rhythm.unwaited = 2
+    last = rhythm.last_ns
+    assert rhythm.window(last) == (last + 24 * MS - LEAD_NS, last + 24 * MS + LEAD_NS)
+    rhythm.came(last + 24 * MS)
+    rhythm.window(rhythm.last_ns)
+    assert rhythm.interval_ns == 8 * MS
+
+
+def test_a_rehearsal_begins_in_time_or_not_at_all():
+    rehearsal = RehearsalTime()
+    assert rehearsal.begin_at(0, 5 * MS, NEVER) == 5 * MS - FIRST_REHEARSAL_NS
+    assert rehearsal.begin_at(0, FIRST_REHEARSAL_NS, NEVER) == NEVER  # too short
+    assert rehearsal.begin_at(0, 5 * MS, 4 * MS) == NEVER  # the wait ends before
+    assert rehearsal.begin_at(5 * MS, 5 * MS, NEVER) == NEVER  # spinning already
+    for _ in range(50):
+        rehearsal.lasted(2 * MS)
+    assert 0.99 * 2 * MS < rehearsal.ns <= 2 * MS
+
+
+def test_one_slow_rehearsal_changes_the_estimate_by_a_quarter_at_most():
+    rehearsal = RehearsalTime()
+    rehearsal.lasted(1000 * MS)
+    assert rehearsal.ns == FIRST_REHEARSAL_NS * 5 // 4
+
+
+def test_a_rehearsal_that_was_too_long_is_tried_again_after_many_waits():
+    rehearsal = RehearsalTime()
+    for _ in range(50):
+        rehearsal.lasted(10 * MS)
+    waits = 0
+    while rehearsal.begin_at(0, 5 * MS, NEVER) == NEVER:
+        waits += 1
+        assert waits < 10_000, "it is never tried again"
+    assert waits > 100
