@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ipc import wire
+from jax_specdec.device.messages.pack import bucket, k_bucket
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import RequestError, SamplingParams
@@ -62,7 +63,7 @@ def test_a_link_leads_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_file_that_a_page_names_exists(page):
     for path in re.findall(
-        r"\b(?:examples|tests|ipc|jax_specdec|pallas_kernels)/\w+\.py", page.read_text()
+        r"(?<!/)\b(?:examples|tests|ipc|jax_specdec|pallas_kernels)(?:/\w+)+\.py", page.read_text()
     ):
         assert (ROOT / path).exists(), path
 
@@ -147,6 +148,15 @@ def test_every_limit_of_the_code_is_on_the_page():
     assert is_limit("MAX_TOP_K")
     assert is_limit("K_BUCKETS")
     assert not is_limit("SLICE_NS")
+
+
+def test_the_buckets_are_those_of_the_page():
+    table = re.search(r"```text\n(words of .*?)```", limits(), re.DOTALL)[1]
+    rows = [re.split(r" {3,}", line) for line in table.splitlines() if line]
+    words, copied, asked, large, small = ([int(cell) for cell in row[1:]] for row in rows)
+    assert [bucket(number) for number in words] == copied
+    assert [k_bucket(k, 50_000) for k in asked[:-1]] == large
+    assert [k_bucket(asked[-1], 30)] == small
 
 
 @pytest.mark.parametrize("place", sorted(said_constants()))
