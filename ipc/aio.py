@@ -1,6 +1,6 @@
 """Receiving in an asyncio program, behind RingReader.receive_async() and `async for`.
 
-A module of its own because importing asyncio takes longer than importing the rest of this package.
+A separate module, because importing asyncio takes longer than importing the rest of this package.
 """
 
 import asyncio

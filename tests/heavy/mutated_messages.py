@@ -1,7 +1,7 @@
 """Mutated messages through the decoder: `python -m tests.heavy.mutated_messages [--count N]`.
 
-Every mutated message is either refused with the project's own error, or decoded to exactly what
-its bytes say: encoding it again gives the same bytes. No crash, no hang, no growth. CI runs the
+The decoder must refuse a mutated message with the project's own error, or decode it to exactly what
+its bytes say: encoding it again gives the same bytes. It must not crash, hang or grow. CI runs the
 same function with fewer messages (tests/jax_specdec/records/test_mutated_messages.py).
 """
 
@@ -22,16 +22,23 @@ from jax_specdec.records.encode import SlotContents, encode
 
 @dataclass(frozen=True)
 class Result:
-    """How many mutated messages went which way, and how much memory grew meanwhile."""
+    """What happened to the mutated messages, and how much the process grew.
+
+    Attributes:
+      refused: messages that raised MessageError.
+      decoded: messages that were decoded.
+      unchanged: those of `decoded` whose mutations cancelled each other.
+      growth_kib: growth of the largest resident size after the first tenth.
+    """
 
     refused: int
     decoded: int
-    unchanged: int  # decoded although nothing was changed in effect
+    unchanged: int
     growth_kib: int
 
 
 def encoded_again(message: Message) -> bytes:
-    """The bytes that a message's own values make."""
+    """Encodes the values of a decoded message."""
     slots = []
     for index in range(message.num_slots):
         view = message.slot(index)
@@ -61,7 +68,7 @@ def encoded_again(message: Message) -> bytes:
 
 
 def good_message(rng: random.Random) -> bytes:
-    """A valid message of some slots with random counts."""
+    """Returns a valid message of up to five slots with random counts."""
     numbers = np.random.default_rng(rng.getrandbits(32))
     slots = []
     kind = rng.choice([Kind.TARGET, Kind.TARGET, Kind.DRAFT])
@@ -94,10 +101,10 @@ def good_message(rng: random.Random) -> bytes:
 
 
 def mutated(rng: random.Random, good: bytes) -> bytes:
-    """`good` with flipped bits, other bytes, other words, a cut, an end, or a middle repeated."""
+    """Returns `good` with one to three changes: to bits, bytes, words, its end or its length."""
     data = bytearray(good)
     for _ in range(rng.randint(1, 3)):
-        # Counts and offsets stand at the front: hit them more often than the payload.
+        # Counts and offsets are at the front: change them more often than the payload.
         reach = min(len(data), 4 * (wire.HEADER_WORDS + 5 * wire.SLOT_WORDS))
         at = rng.randrange(reach if rng.random() < 0.8 else len(data))
         how = rng.randrange(6)
@@ -120,10 +127,10 @@ def mutated(rng: random.Random, good: bytes) -> bytes:
 
 
 def run(count: int, seed: int = 0, *, show_progress: bool = False) -> Result:
-    """Put `count` mutated messages through the decoder.
+    """Puts `count` mutated messages through the decoder.
 
-    Raises AssertionError where one was decoded to something else than its bytes say; any other
-    exception is the decoder's own fault.
+    Raises AssertionError if a message was decoded to anything but what its bytes say. Any other
+    exception is a fault of the decoder.
     """
     rng = random.Random(seed)
     refused = decoded = unchanged = 0
@@ -148,6 +155,7 @@ def run(count: int, seed: int = 0, *, show_progress: bool = False) -> Result:
 
 
 def main() -> int:
+    """Runs the check with the numbers of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
