@@ -1,9 +1,9 @@
 """Weights in a safetensors file, with the configuration in its metadata.
 
 Tensors are named by their path in `ModelParams`, for example `layers.query` or
-`mtp.layers.gate`. The metadata holds `format`, `config` (JSON) and whatever the writer adds.
-The file may hold another float type than the model computes in: the shipped weights are stored
-in 16 bits and computed in 32.
+`mtp.layers.gate`. The metadata holds `format`, `config` (JSON) and the entries that the writer
+adds. The file may hold another float type than the model computes in: the shipped weights are
+stored in 16 bits and computed in 32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def save_checkpoint(
       path: file to write; replaced if it exists.
       params, config: the model.
       storage_dtype: float type in the file; None keeps `config.dtype`.
-      metadata: more text entries; `format` and `config` are taken.
+      metadata: more text entries, under names other than `format` and `config`.
 
     Raises:
       ValueError: a reserved metadata key.
@@ -69,25 +69,53 @@ def load_checkpoint(
       dtype: compute in this float type instead of the configuration's.
 
     Returns:
-      The weights, converted; the configuration; the metadata.
+      The converted weights, the configuration and the metadata.
 
     Raises:
       FileNotFoundError: no such file.
-      CheckpointError: not a checkpoint, truncated, or tensors that the configuration does not
-        have, lacks, or wants in another shape.
+      CheckpointError: the file is no checkpoint or truncated, or its tensors are not those of its
+        configuration, in name or shape.
     """
+    tensors, metadata = _read(path)
+    config = _config(path, metadata)
+    config = replace(config, dtype=dtype or config.dtype)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    wanted = named_arrays(shapes)
+    _check_tensors(path, tensors, wanted)
+    leaves = [jnp.asarray(tensors[name].astype(jnp.dtype(config.dtype))) for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), config, metadata
+
+
+def _read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors by name, and the metadata."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     try:
         with safe_open(path, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
-            config = _config(path, metadata)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, dict(file.metadata() or {})
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
-    config = replace(config, dtype=dtype or config.dtype)
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    wanted = named_arrays(shapes)
+
+
+def _config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {metadata.get('format')!r}, not {FORMAT!r}: it was not written "
+            "by save_checkpoint"
+        )
+    try:
+        return ModelConfig.from_dict(json.loads(metadata["config"]))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} has no valid configuration: {error}") from error
+
+
+def _check_tensors(
+    path: str | Path,
+    tensors: Mapping[str, np.ndarray],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+    """Refuse tensors that are not those of the configuration, in name or shape."""
     if wanted.keys() != tensors.keys():
         raise CheckpointError(
             f"{path} does not fit its configuration: it lacks "
@@ -100,24 +128,22 @@ def load_checkpoint(
                 f"{path}: {name} has shape {tensors[name].shape}, its configuration wants "
                 f"{value.shape}"
             )
-    leaves = [jnp.asarray(tensors[name].astype(jnp.dtype(config.dtype))) for name in wanted]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), config, metadata
 
 
 def load_model(
     path: str | Path = "", *, dtype: str = "", num_slots: int = 0, max_length: int = 0
 ) -> tuple[ModelParams, ModelConfig]:
-    """Load whatever model `path` names.
+    """Load the model that `path` names.
 
     Args:
-      path: a directory in Hugging Face layout (see `hf_model`), or a file that `save_checkpoint`
-        wrote; empty for the weights that come with the package.
-      dtype: to compute in; empty for that of the checkpoint.
-      num_slots, max_length: of the caches to be made; counted where memory is checked.
+      path: a directory in Hugging Face layout (see `hf_files.py`), or a file that
+        `save_checkpoint` wrote; empty for the weights that come with the package.
+      dtype: the type to compute in; empty for that of the checkpoint.
+      num_slots, max_length: of the caches that will be made, counted in the check of the memory.
 
     Raises:
       FileNotFoundError: there is no such path, or a file of the directory is missing.
-      CheckpointError: what is there is damaged, not supported or does not fit.
+      CheckpointError: the model is damaged or not supported, or its tensors do not fit.
       InsufficientMemory: weights and caches do not fit.
     """
     if path and Path(path).is_dir():
@@ -132,17 +158,5 @@ def load_model(
 
 
 def tiny_weights_path() -> Path:
-    """Where the byte-level weights that come with the package are."""
+    """The file of the byte-level weights that come with the package."""
     return Path(str(resources.files("jax_specdec"))) / "weights" / "tiny.safetensors"
-
-
-def _config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
-    if metadata.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {metadata.get('format')!r}, not {FORMAT!r}: it was not written "
-            "by jax_specdec.device.model.checkpoint.save_checkpoint"
-        )
-    try:
-        return ModelConfig.from_dict(json.loads(metadata["config"]))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{path} has no valid configuration: {error}") from error

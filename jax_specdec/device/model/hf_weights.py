@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint's tensors, read one by one into the decoder's stacked arrays.
 
-Only one tensor is in memory beside the arrays: each is written in place into its leaf, which is
+Only one tensor is in memory beside the arrays. It is written in place into its leaf, which is
 donated, and its file is closed (and so unmapped) again.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,10 @@ from jax_specdec.device.model.params import ModelParams, init_params, named_arra
 
 
 def load_weights(model: HfModel, *, num_slots: int = 0, max_length: int = 0) -> ModelParams:
-    """Read the weights, converted to the type to compute in.
+    """Read the weights, converted to the type that the model computes in.
 
     Args:
-      model: from `hf_model.open_model`.
+      model: from `hf_names.open_model`.
       num_slots, max_length: of the caches that will be made, counted in the check of the memory.
 
     Raises:
@@ -37,6 +38,19 @@ def load_weights(model: HfModel, *, num_slots: int = 0, max_length: int = 0) -> 
     check_memory(needed_bytes(model, num_slots, max_length), str(model.directory), config.dtype)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     wanted = named_arrays(shapes)
+    leaves = _read_leaves(model, wanted)
+    _check_copies(model)
+    assert leaves.keys() == wanted.keys()
+    params: ModelParams = jax.tree.unflatten(
+        jax.tree.structure(shapes), [leaves[name] for name in wanted]
+    )
+    return params
+
+
+def _read_leaves(
+    model: HfModel, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Every weight by its path: one tensor, or a stack of one tensor a layer."""
     leaves: dict[str, jax.Array] = {}
     for source in model.sources:
         tensor = _read(model.stored[source.name])
@@ -49,21 +63,21 @@ def load_weights(model: HfModel, *, num_slots: int = 0, max_length: int = 0) -> 
             leaves[source.leaf] = _place(
                 leaves[source.leaf], tensor, jnp.int32(source.layer), source.transposed
             )
+    return leaves
+
+
+def _check_copies(model: HfModel) -> None:
+    """Refuse a stored copy that differs from the tensor that this decoder has for both."""
     for copy, original in model.copies:
         if not np.array_equal(_read(model.stored[copy]), _read(model.stored[original])):
             raise CheckpointError(
                 f"{model.stored[copy].file}: {copy} differs from {original}; this decoder has one "
                 "tensor for both"
             )
-    assert leaves.keys() == wanted.keys()
-    params: ModelParams = jax.tree.unflatten(
-        jax.tree.structure(shapes), [leaves[name] for name in wanted]
-    )
-    return params
 
 
 def needed_bytes(model: HfModel, num_slots: int, max_length: int) -> int:
-    """Bytes of the weights, the caches, and the largest tensor on its way."""
+    """Bytes of the weights, the caches, and the largest tensor while it is copied."""
     config = model.config
     item = jnp.dtype(config.dtype).itemsize
     weights = item * config.num_parameters
@@ -82,6 +96,7 @@ def cache_bytes(config: ModelConfig, num_slots: int, max_length: int) -> int:
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:
+    """The tensor, in memory of its own."""
     try:
         with safe_open(tensor.file, framework="numpy") as file:
             value: np.ndarray = file.get_tensor(tensor.name)
@@ -93,6 +108,7 @@ def _read(tensor: StoredTensor) -> np.ndarray:
 
 
 def _convert(tensor: np.ndarray, source: Source, dtype: np.dtype) -> jax.Array:
+    """A weight without layers, as the decoder lays it out."""
     value = tensor.T if source.transposed else tensor
     if source.swapped:
         first, second = np.split(value, 2, axis=0)
@@ -102,6 +118,7 @@ def _convert(tensor: np.ndarray, source: Source, dtype: np.dtype) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
 def _place(stack: jax.Array, tensor: jax.Array, layer: jax.Array, transposed: bool) -> jax.Array:
+    """Write one layer's tensor into its stack, in place."""
     value = (tensor.T if transposed else tensor).astype(stack.dtype)
     updated: jax.Array = lax.dynamic_update_index_in_dim(stack, value, layer, axis=0)
     return updated

@@ -1,4 +1,4 @@
-"""Whether a model fits, asked before anything of it is read."""
+"""Memory that a model needs against what is free, compared before its weights are read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ GIB = 2**30
 
 
 class InsufficientMemory(MemoryError):
-    """A model needs more memory than there is; says how much, and the ways out."""
+    """A model needs more memory than there is; the message says how much, and the ways out."""
 
 
 def check_memory(needed: int, what: str, dtype: str, available: int | None = None) -> None:
-    """Refuse to load what does not fit.
+    """Refuse to load a model that does not fit.
 
     Args:
-      needed: bytes.
-      what: is to be loaded, for the error.
-      dtype: that it is to be computed in.
+      needed: bytes of weights and caches.
+      what: the model's name in the error.
+      dtype: the type that the model computes in.
       available: bytes; None asks the device.
 
     Raises:
@@ -39,7 +39,7 @@ def check_memory(needed: int, what: str, dtype: str, available: int | None = Non
 
 
 def available_bytes() -> int:
-    """Free memory of this process's first device; of the machine, where it has none of its own."""
+    """Free bytes of this process's first device, or of the machine where it has no own memory."""
     statistics = jax.local_devices()[0].memory_stats()  # another process may own the first of all
     if statistics and "bytes_limit" in statistics:
         return int(statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
@@ -47,10 +47,10 @@ def available_bytes() -> int:
 
 
 def host_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process can still take: of the machine, or of its control group if less.
+    """Bytes that this process can still take: of the machine, or of its control group if less.
 
     Args:
-      root: of the file system; another one in tests.
+      root: of the file system; tests name another one.
     """
     fields = dict(
         line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
@@ -61,7 +61,7 @@ def host_bytes(root: Path = Path("/")) -> int:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
         counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such group, or "max": no limit
+    except (OSError, ValueError):  # there is no such group, or its limit is "max": none
         return free
-    # Cached files count as used, but make room when room is needed.
+    # Cached files count as used, but the kernel drops them when memory is short.
     return max(0, min(free, limit - used + int(counted.get("inactive_file", 0))))

@@ -10,18 +10,62 @@ that of EAGLE, https://arxiv.org/abs/2401.15077.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.llama import cached_layers, check_step, embed, matmul, rms_norm
 from jax_specdec.device.model.params import KVCache, ModelParams, MtpParams
 
 
+def mtp_forward(
+    params: ModelParams,
+    config: ModelConfig,
+    hidden: Float[Array, "B S E"],
+    next_tokens: Int32[Array, "B S"],
+    positions: Int32[Array, "B S"],
+    mtp_cache: KVCache,
+) -> tuple[Float[Array, "B S E"], KVCache]:
+    """Predict two tokens ahead; the cache rules are those of `llama.forward`.
+
+    Args:
+      hidden: the decoder's hidden states (or this function's, to draft further) at `positions`.
+      next_tokens: the tokens at positions + 1.
+      positions: < 0 or >= T is padding.
+      mtp_cache: one layer, B slots of T positions, from `params.init_mtp_cache`.
+
+    Returns:
+      Hidden states, whose `llama.logits` predict the tokens at positions + 2, and the new cache.
+      An entry made from a drafted hidden state is overwritten once the real one is known: the
+      caller runs the accepted positions again with the decoder's hidden states.
+
+    Raises:
+      ValueError: a model without an MTP head, or shapes that do not fit.
+    """
+    mtp = mtp_params(params)
+    check_step(config, next_tokens, positions, mtp_cache, config.num_mtp_layers)
+    expected = (*next_tokens.shape, config.hidden_size)
+    if hidden.shape != expected:
+        raise ValueError(f"hidden must be [B, S, E] = {expected}: it is {hidden.shape}")
+    x = mtp_inputs(params, config, hidden, next_tokens)
+    x, mtp_cache = cached_layers(mtp.layers, config, x, positions, mtp_cache)
+    return rms_norm(x, mtp.final_norm, config.norm_eps), mtp_cache
+
+
+def mtp_params(params: ModelParams) -> MtpParams:
+    """The head's weights, or a clear error for a model that has none."""
+    if params.mtp is None:
+        raise ValueError("this model has no MTP head: choose another drafter, or none")
+    return params.mtp
+
+
 def mtp_inputs(
-    params: ModelParams, config: ModelConfig, hidden: jax.Array, next_tokens: jax.Array
-) -> jax.Array:
-    """The layer's input [B, S, D] from hidden states [B, S, D] and next tokens [B, S]."""
+    params: ModelParams,
+    config: ModelConfig,
+    hidden: Float[Array, "B S E"],
+    next_tokens: Int32[Array, "B S"],
+) -> Float[Array, "B S E"]:
+    """The layer's input: hidden states and embeddings of the next tokens, normed and projected."""
     mtp = mtp_params(params)
     tokens = embed(params, config, next_tokens)
     joined = jnp.concatenate(
@@ -32,46 +76,3 @@ def mtp_inputs(
         axis=-1,
     )
     return matmul(joined, mtp.projection)
-
-
-def mtp_params(params: ModelParams) -> MtpParams:
-    """The head's weights, or a clear error for a model that has none."""
-    if params.mtp is None:
-        raise ValueError("this model has no MTP head: choose another drafter, or none")
-    return params.mtp
-
-
-def mtp_forward(
-    params: ModelParams,
-    config: ModelConfig,
-    hidden: jax.Array,
-    next_tokens: jax.Array,
-    positions: jax.Array,
-    mtp_cache: KVCache,
-) -> tuple[jax.Array, KVCache]:
-    """Predict two tokens ahead; the cache rules are those of `model.forward`.
-
-    Args:
-      hidden: [B, S, D], the decoder's hidden states (or this function's, to draft further) at
-        `positions`.
-      next_tokens: [B, S] int32, the tokens at positions + 1.
-      positions: [B, S] int32; < 0 or >= T is padding.
-      mtp_cache: one layer, B slots of T positions, from `model.init_mtp_cache`.
-
-    Returns:
-      Hidden states [B, S, D], whose `model.logits` predict the tokens at positions + 2, and the
-      new cache. An entry made from a drafted hidden state is overwritten once the real one is
-      known: the caller runs the accepted positions again with the decoder's hidden states.
-
-    Raises:
-      ValueError: a model without an MTP head, or shapes that do not fit.
-    """
-    mtp = mtp_params(params)
-    check_step(config, next_tokens, positions, mtp_cache, config.num_mtp_layers)
-    if hidden.shape != (*next_tokens.shape, config.hidden_size):
-        raise ValueError(
-            f"hidden must be [B, S, D] = {(*next_tokens.shape, config.hidden_size)}: {hidden.shape}"
-        )
-    x = mtp_inputs(params, config, hidden, next_tokens)
-    x, mtp_cache = cached_layers(mtp.layers, config, x, positions, mtp_cache)
-    return rms_norm(x, mtp.final_norm, config.norm_eps), mtp_cache

@@ -1,12 +1,19 @@
-"""The weights and the cache of a model, as pytrees; axis letters as in `model.py`."""
+"""The weights and the cache of a model, as pytrees.
+
+Axis letters are those of `llama.py`, with Q = H * Dh and KV = G * Dh for the widths of queries and
+of keys or values. `...` is the leading axis of layers; a layer taken out of its stack has none.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 
@@ -14,26 +21,26 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerParams:
-    """One decoder layer; in `ModelParams` every array has a leading axis of layers.
+    """Decoder layers, stacked in `ModelParams`; None for a weight that the model does not have.
 
-    Matrices map inputs to outputs: `y = x @ w`. What a model does not have is None.
+    Matrices map inputs to outputs: `y = x @ w`.
     """
 
-    attention_norm: jax.Array  # [D]
-    query: jax.Array  # [D, H*Dh]
-    key: jax.Array  # [D, KVH*Dh]
-    value: jax.Array  # [D, KVH*Dh]
-    output: jax.Array  # [H*Dh, D]
-    mlp_norm: jax.Array  # [D]
-    gate: jax.Array  # [D, F]
-    up: jax.Array  # [D, F]
-    down: jax.Array  # [F, D]
-    query_bias: jax.Array | None = None  # [H*Dh]
-    key_bias: jax.Array | None = None  # [KVH*Dh]
-    value_bias: jax.Array | None = None  # [KVH*Dh]
-    output_bias: jax.Array | None = None  # [D]
-    query_norm: jax.Array | None = None  # [Dh]
-    key_norm: jax.Array | None = None  # [Dh]
+    attention_norm: Float[Array, "... E"]
+    query: Float[Array, "... E Q"]
+    key: Float[Array, "... E KV"]
+    value: Float[Array, "... E KV"]
+    output: Float[Array, "... Q E"]
+    mlp_norm: Float[Array, "... E"]
+    gate: Float[Array, "... E F"]
+    up: Float[Array, "... E F"]
+    down: Float[Array, "... F E"]
+    query_bias: Float[Array, "... Q"] | None = None
+    key_bias: Float[Array, "... KV"] | None = None
+    value_bias: Float[Array, "... KV"] | None = None
+    output_bias: Float[Array, "... E"] | None = None
+    query_norm: Float[Array, "... Dh"] | None = None
+    key_norm: Float[Array, "... Dh"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -41,11 +48,11 @@ class LayerParams:
 class MtpParams:
     """The multi-token prediction head: see `mtp.py`. It shares embedding and output head."""
 
-    hidden_norm: jax.Array  # [D]
-    token_norm: jax.Array  # [D]
-    projection: jax.Array  # [2*D, D], rows 0..D-1 for the hidden state, D..2D-1 for the token
-    layers: LayerParams  # stacked, one layer
-    final_norm: jax.Array  # [D]
+    hidden_norm: Float[Array, " E"]
+    token_norm: Float[Array, " E"]
+    projection: Float[Array, "2*E E"]  # its first E rows are for the hidden state
+    layers: LayerParams  # a stack of one layer
+    final_norm: Float[Array, " E"]
 
 
 @jax.tree_util.register_dataclass
@@ -53,10 +60,10 @@ class MtpParams:
 class ModelParams:
     """All weights of a model."""
 
-    embedding: jax.Array  # [V, D]
-    layers: LayerParams  # stacked [L, ...]
-    final_norm: jax.Array  # [D]
-    head: jax.Array | None  # [D, V]; None: the embedding, transposed
+    embedding: Float[Array, "V E"]
+    layers: LayerParams  # a stack of L layers
+    final_norm: Float[Array, " E"]
+    head: Float[Array, "E V"] | None  # None: the embedding, transposed
     mtp: MtpParams | None
 
 
@@ -66,11 +73,14 @@ class KVCache:
     """Keys and values of every slot, as a value: a function takes one and returns another.
 
     An entry is a function of its slot's tokens up to its own position. Nothing is ever erased:
-    see `forward` for why stale entries are harmless.
+    see `llama.forward` for why stale entries are harmless.
     """
 
-    k: jax.Array  # [L, B, T, KVH, Dh], rotated
-    v: jax.Array  # [L, B, T, KVH, Dh]
+    k: Float[Array, "L B T G Dh"]  # rotated
+    v: Float[Array, "L B T G Dh"]
+
+
+Normal = Callable[..., jax.Array]  # (shape, fan_in, scale=1.0) -> random weights
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
@@ -78,61 +88,72 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
 
     The matrices that write into the residual stream are smaller by sqrt(2 L), as in GPT-2.
     """
-    dtype = jnp.dtype(config.dtype)
-    d, f, layers = config.hidden_size, config.intermediate_size, config.num_layers
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    residual = 1.0 / math.sqrt(2 * layers)
+    dtype, size = jnp.dtype(config.dtype), config.hidden_size
     keys = iter(jax.random.split(key, 18))
 
     def normal(shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> jax.Array:
         values = jax.random.normal(next(keys), shape, jnp.float32) * (scale / math.sqrt(fan_in))
         return values.astype(dtype)
 
-    def bias(n: int, size: int, has: bool) -> jax.Array | None:
-        return jnp.zeros((n, size), dtype) if has else None
-
-    def norm(n: int, has: bool) -> jax.Array | None:
-        return jnp.ones((n, config.head_dim), dtype) if has else None
-
-    def stack(n: int) -> LayerParams:
-        return LayerParams(
-            attention_norm=jnp.ones((n, d), dtype),
-            query=normal((n, d, q), d),
-            key=normal((n, d, kv), d),
-            value=normal((n, d, kv), d),
-            output=normal((n, q, d), q, residual),
-            mlp_norm=jnp.ones((n, d), dtype),
-            gate=normal((n, d, f), d),
-            up=normal((n, d, f), d),
-            down=normal((n, f, d), f, residual),
-            query_bias=bias(n, q, config.qkv_bias),
-            key_bias=bias(n, kv, config.qkv_bias),
-            value_bias=bias(n, kv, config.qkv_bias),
-            output_bias=bias(n, d, config.output_bias),
-            query_norm=norm(n, config.qk_norm),
-            key_norm=norm(n, config.qk_norm),
-        )
-
-    mtp = None
-    if config.num_mtp_layers:
-        mtp = MtpParams(
-            hidden_norm=jnp.ones((d,), dtype),
-            token_norm=jnp.ones((d,), dtype),
-            projection=normal((2 * d, d), 2 * d),
-            layers=stack(1),
-            final_norm=jnp.ones((d,), dtype),
-        )
+    # The order of these calls is the order of the random keys: another one makes other weights.
+    mtp = _init_mtp(config, normal) if config.num_mtp_layers else None
     return ModelParams(
-        embedding=normal((config.vocab_size, d), d),
-        layers=stack(layers),
-        final_norm=jnp.ones((d,), dtype),
-        head=None if config.tie_embeddings else normal((d, config.vocab_size), d),
+        embedding=normal((config.vocab_size, size), size),
+        layers=_init_layers(config, config.num_layers, normal),
+        final_norm=jnp.ones((size,), dtype),
+        head=None if config.tie_embeddings else normal((size, config.vocab_size), size),
         mtp=mtp,
     )
 
 
-def named_arrays(params: ModelParams) -> dict[str, jax.Array]:
-    """The arrays of params by dotted path, in tree order."""
+def _init_mtp(config: ModelConfig, normal: Normal) -> MtpParams:
+    dtype, size = jnp.dtype(config.dtype), config.hidden_size
+    return MtpParams(
+        hidden_norm=jnp.ones((size,), dtype),
+        token_norm=jnp.ones((size,), dtype),
+        projection=normal((2 * size, size), 2 * size),
+        layers=_init_layers(config, 1, normal),
+        final_norm=jnp.ones((size,), dtype),
+    )
+
+
+def _init_layers(config: ModelConfig, n: int, normal: Normal) -> LayerParams:
+    """A stack of n layers."""
+    dtype = jnp.dtype(config.dtype)
+    e, f = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    residual = 1.0 / math.sqrt(2 * config.num_layers)
+
+    def bias(size: int, has: bool) -> jax.Array | None:
+        return jnp.zeros((n, size), dtype) if has else None
+
+    def head_norm() -> jax.Array | None:
+        return jnp.ones((n, config.head_dim), dtype) if config.qk_norm else None
+
+    return LayerParams(
+        attention_norm=jnp.ones((n, e), dtype),
+        query=normal((n, e, q), e),
+        key=normal((n, e, kv), e),
+        value=normal((n, e, kv), e),
+        output=normal((n, q, e), q, residual),
+        mlp_norm=jnp.ones((n, e), dtype),
+        gate=normal((n, e, f), e),
+        up=normal((n, e, f), e),
+        down=normal((n, f, e), f, residual),
+        query_bias=bias(q, config.qkv_bias),
+        key_bias=bias(kv, config.qkv_bias),
+        value_bias=bias(kv, config.qkv_bias),
+        output_bias=bias(e, config.output_bias),
+        query_norm=head_norm(),
+        key_norm=head_norm(),
+    )
+
+
+def named_arrays(params: Any) -> dict[str, Any]:
+    """The arrays of `ModelParams` by dotted path, in tree order.
+
+    A tree of the same structure is served too: of shapes, or of what else belongs to each weight.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     return {".".join(key.name for key in path): value for path, value in flat}
 
@@ -145,7 +166,10 @@ def init_cache(config: ModelConfig, num_slots: int, length: int) -> KVCache:
 def init_mtp_cache(config: ModelConfig, num_slots: int, length: int) -> KVCache:
     """An empty cache for the MTP head (a leading axis of one layer)."""
     if not config.num_mtp_layers:
-        raise ValueError("this model has no MTP head (num_mtp_layers=0), so it needs no MTP cache")
+        raise ValueError(
+            "this model has no MTP head (num_mtp_layers = 0), so it needs no cache for one: "
+            "choose another drafter"
+        )
     return _empty_cache(config, config.num_mtp_layers, num_slots, length)
 
 

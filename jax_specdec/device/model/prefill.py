@@ -1,7 +1,7 @@
 """Prefill: run a prompt, or one chunk of it, through one slot of the caches.
 
-A chunk with start > 0 attends to what earlier chunks of its slot left in the cache, so a long
-prompt goes through in pieces of one static size.
+A chunk with start > 0 attends to the entries that earlier chunks of its slot left in the cache, so
+a long prompt goes through in pieces of one static size.
 """
 
 from __future__ import annotations
@@ -10,33 +10,36 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.llama import forward
 from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams
 
+Number = Int32[Array, ""] | int
+
 
 def prefill(
     params: ModelParams,
     config: ModelConfig,
-    tokens: jax.Array,
-    start: jax.Array | int,
-    num_valid: jax.Array | int,
-    slot: jax.Array | int,
+    tokens: Int32[Array, " P"],
+    start: Number,
+    num_valid: Number,
+    slot: Number,
     cache: KVCache,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[Float[Array, "P E"], KVCache]:
     """Run one chunk of one slot's prompt; other slots are untouched.
 
     Args:
-      tokens: [P] int32; P is a static bucket.
+      tokens: P is a static bucket.
       start: position of tokens[0]; the slot's earlier entries must have been written.
       num_valid: how many tokens count; the rest is padding.
       slot: which slot, 0 <= slot < B. Any other writes nothing and returns NaN.
       cache: the decoder's cache.
 
     Returns:
-      Hidden states [P, D] (rows from num_valid on mean nothing) and the new cache.
+      Hidden states (rows from num_valid on mean nothing) and the new cache.
     """
 
     def run(positions: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
@@ -48,22 +51,22 @@ def prefill(
 def mtp_prefill(
     params: ModelParams,
     config: ModelConfig,
-    hidden: jax.Array,
-    next_tokens: jax.Array,
-    start: jax.Array | int,
-    num_valid: jax.Array | int,
-    slot: jax.Array | int,
+    hidden: Float[Array, "P E"],
+    next_tokens: Int32[Array, " P"],
+    start: Number,
+    num_valid: Number,
+    slot: Number,
     mtp_cache: KVCache,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[Float[Array, "P E"], KVCache]:
     """Run the MTP head over one chunk of one slot's prompt; see `prefill` and `mtp_forward`.
 
     Args:
-      hidden: [P, D], from `prefill`.
-      next_tokens: [P] int32: the prompt shifted by one; after the last prompt token comes the
-        first generated one.
+      hidden: from `prefill`.
+      next_tokens: the prompt shifted by one; after the last prompt token comes the first
+        generated one.
 
     Returns:
-      Hidden states [P, D] and the new MTP cache.
+      Hidden states and the new MTP cache.
     """
 
     def run(positions: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
@@ -75,19 +78,19 @@ def mtp_prefill(
 def _in_one_slot(
     run: Callable[[jax.Array, KVCache], tuple[jax.Array, KVCache]],
     tokens: jax.Array,
-    start: jax.Array | int,
-    num_valid: jax.Array | int,
-    slot: jax.Array | int,
+    start: Number,
+    num_valid: Number,
+    slot: Number,
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
+    """`run(positions, cache)` on the slot's part of the cache, which is then put back."""
     if tokens.ndim != 1:
         raise ValueError(f"a prefill chunk must be [P]: {tokens.shape}")
     offsets = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     start, num_valid, slot = (jnp.asarray(x, jnp.int32) for x in (start, num_valid, slot))
     positions = jnp.where(offsets < num_valid, start + offsets, -1)[None]
-    num_slots = cache.k.shape[1]
     # A negative index would wrap round to another request's slot.
-    slot = jnp.where(slot < 0, num_slots, slot)
+    slot = jnp.where(slot < 0, cache.k.shape[1], slot)
     part = jax.tree.map(
         lambda x: x.at[:, slot].get(mode="fill", fill_value=jnp.nan)[:, None], cache
     )

@@ -2,8 +2,8 @@
 
 Tensor parallelism by JAX's own means. The matrices of a layer are split by heads and by
 feed-forward columns, and XLA's partitioner adds the two sums a layer that this needs. Embedding and
-output head are split by token ids, so every device makes the logits of its own tokens; what reads
-logits runs under `jax.shard_map` on these shards, and no logits travel.
+output head are split by token ids, so every device makes the logits of its own tokens. Functions
+that read logits run under `jax.shard_map` on these shards, and no logits travel.
 
 Source of the split: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053.
 """
@@ -18,28 +18,27 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.params import named_arrays
-from jax_specdec.wording import counted
 from pallas_kernels import WHOLE, VocabShard
 
 MODEL_AXIS = "model"
 
 Result = TypeVar("Result")
 
-# The axis of each weight that is split, from its end; all others are on every device.
+# The split axis of each weight that has one, from its end; the others are whole on every device.
 SPLIT_AXES = {
-    "embedding": -2,  # [V, D]
-    "head": -1,  # [D, V]
-    "query": -1, "key": -1, "value": -1,  # [L, D, heads * Dh]
+    "embedding": -2,  # [V, E]
+    "head": -1,  # [E, V]
+    "query": -1, "key": -1, "value": -1,  # [L, E, heads * Dh]
     "query_bias": -1, "key_bias": -1, "value_bias": -1,  # [L, heads * Dh]
-    "output": -2,  # [L, heads * Dh, D]
-    "gate": -1, "up": -1,  # [L, D, F]
-    "down": -2,  # [L, F, D]
+    "output": -2,  # [L, heads * Dh, E]
+    "gate": -1, "up": -1,  # [L, E, F]
+    "down": -2,  # [L, F, E]
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Over which devices a model is spread. Hashable; by default one device has everything."""
+    """The devices that a model is spread over. Hashable; by default one device has everything."""
 
     mesh: Mesh | None = None  # with one axis, MODEL_AXIS
 
@@ -53,7 +52,7 @@ class Parallel:
 
     @property
     def everywhere(self) -> NamedSharding | None:
-        """Of an array that every device has whole; None on one device."""
+        """The sharding of an array that every device has whole; None on one device."""
         if self.mesh is None:
             return None
         return NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
@@ -61,7 +60,7 @@ class Parallel:
     def over_vocabulary(
         self, call: Callable[[VocabShard, Any, Any], Result], columns: Any, whole: Any
     ) -> Result:
-        """`call(shard, columns, whole)`, on each device with its own columns.
+        """Run `call(shard, columns, whole)` on each device with its own columns.
 
         Args:
           call: its result must be the same on every shard.
@@ -82,7 +81,7 @@ class Parallel:
         return mapped(columns, whole)
 
     def place(self, values: Any, specs: Any) -> Any:
-        """The values, put where the specs say; they are left alone on one device."""
+        """Put each value where its spec says; on one device they stay as they are."""
         if self.mesh is None:
             return values
         shardings = self.shardings(specs)
@@ -110,13 +109,13 @@ ONE_DEVICE = Parallel()
 def tensor_parallel(
     config: ModelConfig, count: int, devices: Sequence[jax.Device] | None = None
 ) -> Parallel:
-    """A model over `count` devices.
+    """Spread a model over the first `count` devices.
 
     Args:
-      config: of the model. Its vocabulary must divide evenly; of what else does not, every device
-        has all.
+      config: of the model. Its vocabulary must divide evenly among the devices. Heads or columns
+        that do not divide stay whole on every device.
       count: 1 for one device.
-      devices: to take the first ones of; None: all that JAX knows.
+      devices: to choose from; None for all that JAX knows.
 
     Raises:
       ValueError: too few devices, or a size that does not divide.
@@ -126,20 +125,19 @@ def tensor_parallel(
     devices = jax.devices() if devices is None else devices
     if not 1 <= count <= len(devices):
         raise ValueError(
-            f"tensor parallelism over {counted(count, 'device')}, but JAX has {len(devices)}; "
-            "on a CPU, "
-            "XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of them"
+            f"tensor parallelism over {count} devices, but JAX has {len(devices)}: choose fewer, "
+            "or on a CPU make N of them with XLA_FLAGS=--xla_force_host_platform_device_count=N"
         )
     if config.vocab_size % count:
         raise ValueError(
             f"a vocabulary of {config.vocab_size} tokens does not divide among {count} devices: "
-            "choose a divisor"
+            f"choose a number of devices that divides {config.vocab_size}"
         )
     return Parallel(Mesh(np.array(devices[:count]), (MODEL_AXIS,), axis_types=(AxisType.Auto,)))
 
 
 def params_specs(params: Any, num_shards: int) -> Any:
-    """How the weights are split: a tree of `PartitionSpec` like `params`."""
+    """A tree like `params` that says how each weight is split, as a `PartitionSpec`."""
     specs = [
         split(value.shape, SPLIT_AXES.get(name.rpartition(".")[2]), num_shards)
         for name, value in named_arrays(params).items()
@@ -148,7 +146,7 @@ def params_specs(params: Any, num_shards: int) -> Any:
 
 
 def split(shape: tuple[int, ...], axis: int | None, num_shards: int) -> PartitionSpec:
-    """`axis` over MODEL_AXIS, if it is divided evenly; else, and for None, nothing is split."""
+    """Split `axis` over MODEL_AXIS where that divides evenly; otherwise, and for None, nothing."""
     names: list[str | None] = [None] * len(shape)
     if axis is not None and shape[axis] % num_shards == 0:
         names[axis] = MODEL_AXIS

@@ -4,7 +4,7 @@ Floating-point sums depend on how the vocabulary is split among devices, and exp
 compiler makes of the operations around them: a top-p boundary would depend on both. Here a weight
 in [0, 1] is cut into digits of b bits; digits are summed as integers, which is exact, and carried
 afterwards. For V tokens, b + log2(V) <= 31, so that no sum leaves 32 bits. There are as many digits
-as keep the error of a whole row's sum below 2**-22: each weight is rounded once, to the last digit.
+as keep the error of a whole row's sum below 2**-22; each weight is rounded once, to the last digit.
 """
 
 import math
@@ -28,7 +28,7 @@ LEAST_EXPONENT = -64
 def exponential(x: jax.Array) -> jax.Array:
     """exp(x) float32 for x <= 0 float32, the same bits in every program; 0 below 2**-64.
 
-    The relative error is below 2e-7 * (1 + |x|), of which float32 inputs have as much. XLA's own
+    The relative error is below 2e-7 * (1 + |x|); rounding x to float32 costs as much. XLA's own
     exp rounds differently from one fused loop to the next: its products and sums may be contracted
     or not. Here no product meets a sum that a compiler could contract it with.
     """
@@ -38,7 +38,7 @@ def exponential(x: jax.Array) -> jax.Array:
     fraction = (fixed & (2**bits - 1)).astype(jnp.float32) * jnp.float32(2.0**-bits)
     power = jnp.full_like(fraction, EXP2[-1])
     for coefficient in (*EXP2[-2::-1], 1.0):
-        # The product is below 2: minimum changes nothing, and no compiler can know that.
+        # The product is below 2: minimum changes nothing, but a compiler cannot know that.
         power = jnp.minimum(power * fraction, jnp.float32(4)) + jnp.float32(coefficient)
     scale = lax.bitcast_convert_type(((fixed >> bits) + 127) << 23, jnp.float32)
     return jnp.where(x < LEAST_EXPONENT, jnp.float32(0), jnp.minimum(power, 2) * scale)
@@ -50,7 +50,7 @@ def digit_bits(vocab_size: int) -> int:
 
 
 def num_digits(vocab_size: int) -> int:
-    """Rounding V weights to n digits moves their sum by at most V * 2**-(n b + 1)."""
+    """The number n of digits: rounding V weights to it moves their sum by V * 2**-(n b + 1)."""
     return -(-((vocab_size - 1).bit_length() + ERROR_BITS - 1) // digit_bits(vocab_size))
 
 
@@ -58,7 +58,7 @@ def digits(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
     """The digits [..., V] int32 of weights [..., V] float32 in [0, 1]."""
     scale = jnp.float32(2 ** digit_bits(vocab_size))
     found = []
-    # Powers of two, whole numbers and what is left of them: exact but for the last rounding.
+    # Scaling by a power of two and subtracting whole numbers are exact: only the end rounds.
     for _ in range(num_digits(vocab_size) - 1):
         weights = weights * scale
         found.append(jnp.floor(weights))
@@ -77,7 +77,7 @@ def mass(
 
 
 def carried(sums: Mass, vocab_size: int) -> Mass:
-    """Equal to `sums`, with every digit but the highest below 2**b."""
+    """The same mass, with every digit but the highest below 2**b."""
     bits = jnp.uint32(digit_bits(vocab_size))
     low = jnp.uint32(2 ** digit_bits(vocab_size) - 1)
     highest, *rest = sums

@@ -7,14 +7,17 @@ same position is sound: a draw is only ever used for the first token that is kep
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Key, UInt32
 
 from pallas_kernels import WHOLE, VocabShard
 
 ACCEPT, RECOVER, DRAFT = 0, 1, 2  # purposes: independent random numbers at one position
 
 
-def keys(seed: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
-    """Random keys [...] for seeds [...] uint32 and positions [...] int32 of the same shape."""
+def keys(
+    seed: UInt32[Array, "*rows"], positions: Int32[Array, "*rows"], purpose: int
+) -> Key[Array, "*rows"]:
+    """Random keys for seeds and positions."""
 
     def one(seed: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), purpose)
@@ -23,14 +26,16 @@ def keys(seed: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
     return flat.reshape(positions.shape)
 
 
-def uniform(keys: jax.Array) -> jax.Array:
-    """One float32 in [0, 1) for each of `keys` [...]. Returns [...]."""
+def uniform(keys: Key[Array, "*rows"]) -> Float32[Array, "*rows"]:
+    """One number in [0, 1) for each key."""
     flat = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.reshape(-1))
     return flat.reshape(keys.shape)
 
 
-def categorical(keys: jax.Array, weights: jax.Array, *, shard: VocabShard = WHOLE) -> jax.Array:
-    """A token id [B] drawn from unnormalized `weights` [B, V] with keys [B] (Gumbel-max).
+def categorical(
+    keys: Key[Array, " B"], weights: Float[Array, "B V"], *, shard: VocabShard = WHOLE
+) -> Int32[Array, " B"]:
+    """Draw a token id of each row from unnormalized weights (Gumbel-max).
 
     A token of weight 0 is never drawn while another has more. On a vocabulary shard, `weights` are
     those of its columns, and every shard returns the same id: the one that one device would draw.
@@ -41,10 +46,10 @@ def categorical(keys: jax.Array, weights: jax.Array, *, shard: VocabShard = WHOL
     return shard.minimum(jnp.where(best, jnp.broadcast_to(ids[None], best.shape), 2**31 - 1))
 
 
-def gumbel(keys: jax.Array, ids: jax.Array) -> jax.Array:
-    """Gumbel noise [B, C] float32, a function of each key [B] and each token id [C] alone.
+def gumbel(keys: Key[Array, " B"], ids: Int32[Array, " C"]) -> Float32[Array, "B C"]:
+    """Gumbel noise, a function of each key and each token id alone.
 
-    So whoever holds a part of the vocabulary makes the noise of that part.
+    So a device that holds a part of the vocabulary makes the noise of that part.
     """
 
     def bits(key: jax.Array, id: jax.Array) -> jax.Array:

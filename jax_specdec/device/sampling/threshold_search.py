@@ -1,9 +1,9 @@
-"""Where a limit on their sum cuts off a row's tokens, in the descending order of their logits.
+"""The last token of a row, in the descending order of logits, before which a limit is not reached.
 
 The order is logit descending, equal logits by id, lowest first. Nothing is sorted: the last token
 kept is searched for bit by bit, first among the values of the logits, then among the ids
-of the equal ones. Each trip sums over the row, so that vocabulary shards exchange a few sums a row
-and trip, and nothing of the vocabulary's size.
+of the equal ones. Each trip sums over the row: vocabulary shards exchange a few sums a row and
+trip, and nothing of the vocabulary's size.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import VocabShard, vary_like
 
@@ -23,29 +24,29 @@ BITS_PER_TRIP = 4
 class Order(NamedTuple):
     """The order of a row's tokens as integers: larger keys come first, then smaller ids."""
 
-    keys: jax.Array  # [..., V] int32
-    ids: jax.Array  # [..., V] int32, broadcast
+    keys: Int32[Array, "... V"]
+    ids: Int32[Array, "... V"]
 
 
 class LastKept(NamedTuple):
-    """A place in the order."""
+    """The last token that is kept, by its place in the order."""
 
-    key: jax.Array  # [...] int32
-    id: jax.Array  # [...] int32
+    key: Int32[Array, "..."]
+    id: Int32[Array, "..."]
 
 
-def order(logits: jax.Array, ids: jax.Array) -> Order:
-    """The order of logits [..., V] bfloat16, float16 or float32 of the tokens ids [V]."""
+def order(logits: Float[Array, "*rows V"], ids: Int32[Array, "*rows V"]) -> Order:
+    """The order of the tokens `ids` by their logits: bfloat16, float16 or float32."""
     # -0.0 equals 0.0. A select: the compiler may drop an addition of zero.
     x = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
     bits = lax.bitcast_convert_type(x, jnp.int16 if x.dtype.itemsize == 2 else jnp.int32)
     # Negative floats grow towards zero as their bits shrink.
     keys = jnp.where(bits < 0, bits ^ (2 ** (8 * bits.dtype.itemsize - 1) - 1), bits)
-    return Order(keys.astype(jnp.int32), jnp.broadcast_to(ids, logits.shape))
+    return Order(keys.astype(jnp.int32), ids)
 
 
-def within(tokens: Order, last: LastKept) -> jax.Array:
-    """Which tokens [..., V] do not come after `last`."""
+def within(tokens: Order, last: LastKept) -> Bool[Array, "*rows V"]:
+    """Which tokens do not come after `last`."""
     key, id = last.key[..., None], last.id[..., None]
     return (tokens.keys > key) | ((tokens.keys == key) & (tokens.ids <= id))
 
@@ -65,21 +66,13 @@ def last_within(
       vocab_size: V.
       reaches: `tokens [..., V] bool -> [...] bool`, whether the sum of these tokens has reached
         the limit; false for no token at all.
-      shard: what this device holds of the row.
+      shard: the columns of each row that this device holds.
 
     Returns:
-      The cut, which is a token of the row, or lies behind all of them if nothing reaches the limit.
+      A token of the row; or a place behind all of them, if they do not reach the limit together.
     """
-    lowest = jnp.int32(-(2 ** (key_bits - 1)))
-    rows = tokens.keys.shape[:-1]
     per_trip = 1 if shard.axis_name is None else BITS_PER_TRIP
-
-    def above_reaches(offset: jax.Array) -> jax.Array:
-        return reaches(tokens.keys > (_signed(offset) + lowest)[..., None])
-
-    # The least key above which the limit is not reached: it belongs to a token of the row, or the
-    # limit is reached nowhere and it is the lowest there is.
-    key = _signed(_least(lambda offset: ~above_reaches(offset), key_bits, rows, per_trip)) + lowest
+    key = _last_key(tokens, key_bits, reaches, per_trip)
     above = tokens.keys > key[..., None]
     equal = tokens.keys == key[..., None]
 
@@ -89,21 +82,38 @@ def last_within(
     id_bits = (vocab_size - 1).bit_length()
     last = shard.maximum(jnp.where(equal, tokens.ids, -1))[..., None]
     some_left_out = reaches(above | (equal & (tokens.ids < last)))
-    # The usual case, at least in float32: all equal ones are kept, and no id is looked for.
+    # The usual case, at least in float32: all equal ones are kept, and no id is searched for.
     id = lax.cond(
         jnp.any(some_left_out),
-        lambda: _signed(_least(up_to_reaches, id_bits, rows, per_trip)),
-        lambda: vary_like(jnp.full(rows, vocab_size - 1, jnp.int32), some_left_out),
+        lambda: _signed(_least(up_to_reaches, id_bits, key.shape, per_trip)),
+        lambda: vary_like(jnp.full(key.shape, vocab_size - 1, jnp.int32), some_left_out),
     )
     return LastKept(key, id)
+
+
+def _last_key(
+    tokens: Order, key_bits: int, reaches: Callable[[jax.Array], jax.Array], per_trip: int
+) -> jax.Array:
+    """The least key [...] int32 above which the limit is not reached.
+
+    It belongs to a token of the row; it is the lowest that there is if the limit is not reached.
+    """
+    lowest = jnp.int32(-(2 ** (key_bits - 1)))
+
+    def below_limit(offset: jax.Array) -> jax.Array:
+        return ~reaches(tokens.keys > (_signed(offset) + lowest)[..., None])
+
+    offset = _least(below_limit, key_bits, tokens.keys.shape[:-1], per_trip)
+    key: jax.Array = _signed(offset) + lowest
+    return key
 
 
 def _least(
     holds: Callable[[jax.Array], jax.Array], bits: int, rows: tuple[int, ...], bits_per_trip: int
 ) -> jax.Array:
-    """The least number [...] uint32 of so many bits that `holds`; a larger one if none does.
+    """The least number [...] uint32 of so many bits that `holds` accepts; a larger one if none.
 
-    `holds` is false up to some number and true from there on.
+    `holds` rejects the numbers up to some point and accepts those from there on.
     """
     trips = -(-bits // bits_per_trip)
     digits = jnp.arange(1, 2**bits_per_trip, dtype=jnp.uint32)
@@ -120,7 +130,7 @@ def _least(
         return longer
 
     zeros = jnp.zeros(rows, jnp.uint32)
-    with jax.named_scope("search"):  # dozens of reads of the row: to be found in a profile
+    with jax.named_scope("search"):  # dozens of reads of the row: a name to find in a profile
         least: jax.Array = lax.fori_loop(
             0, trips, trip, vary_like(zeros, jax.eval_shape(holds, zeros))
         )
