@@ -43,7 +43,8 @@ def checked(function):
     the function: R of a `TopkLogprobs` that is returned is R of the `token_ids` that were given.
     """
     hints = {name: with_shapes(hint) for name, hint in function.__annotations__.items()}
-    if all(hint is None for hint in hints.values()):
+    # jax rebuilds a dataclass that is a pytree with leaves of any kind: shapes, specs, markers.
+    if function.__name__ == "__init__" or all(hint is None for hint in hints.values()):
         return function
     function.__annotations__ = {name: hint or Any for name, hint in hints.items()}
     return beartype(function)
