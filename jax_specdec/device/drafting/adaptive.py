@@ -9,44 +9,43 @@ in the least time is therefore the d that maximizes
 
 a is estimated for each request, as an average over the drafts that verification reached (those up
 to the first rejection; nothing is learned from the others), in which each draft weighs 1 - w times
-as much as the one after it. It starts at 1: a request is given the benefit of the doubt.
+as much as the one after it. It starts at 1, so that a new request is drafted for at full length.
 
 Exactness: the length may depend only on tokens that were emitted and on the fate of drafts before
-them, never on the values of the drafts that it limits. Verification makes up for what a drafter
-proposes, given how many it proposes; where a draft were dropped because of what it is, those that
-are left would no longer follow the q that verification divides by.
+them, never on the values of the drafts that it limits. Verification corrects for the proposed
+tokens, given their number. If a draft were dropped because of its value, the remaining ones would
+no longer follow the q that verification divides by.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from jax_specdec.device.drafting.drafters import Context, Drafter, State
-from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.sampling.verify import Drafts
 
 
 class AdaptiveState(NamedTuple):
-    """Axes: B slots."""
+    """The state of the drafter inside, and the estimate of a in each slot."""
 
     inner: State
-    acceptance: jax.Array  # [B] float32: the estimate of a
+    acceptance: Float32[Array, " B"]
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """`drafter`, with as many drafts as pay for each request."""
+    """A drafter that proposes as many drafts of another one as pay for each request."""
 
     drafter: Drafter
     min_drafts: int = 1
-    """At least 1: a request without drafts would never show that they are accepted again."""
+    """At least 1: without drafts a request would never show that they are accepted again."""
     draft_cost: float = 0.05
-    """c: how much longer a step gets with each draft a slot, as a share of a step without drafts.
+    """c: the time that each draft a slot adds to a step, as a share of a step without drafts.
     It depends on model, batch and device; 0 only drops drafts that are never accepted."""
     weight: float = 0.1
-    """w: of the latest draft in the average, which so remembers about 1 / w drafts."""
+    """w: the latest draft's weight in the average, which remembers about 1 / w drafts."""
 
     def __post_init__(self) -> None:
         most = self.drafter.num_drafts
@@ -73,23 +72,23 @@ class Adaptive:
 
     def prefill(
         self,
-        params: ModelParams,
+        params: Any,
         state: AdaptiveState,
-        hidden: jax.Array,
-        next_tokens: jax.Array,
-        start: jax.Array,
-        num_valid: jax.Array,
-        slot: jax.Array,
+        hidden: Float[Array, "P E"],
+        next_tokens: Int32[Array, " P"],
+        start: Int32[Array, ""],
+        num_valid: Int32[Array, ""],
+        slot: Int32[Array, ""],
     ) -> AdaptiveState:
         inner = self.drafter.prefill(
             params, state.inner, hidden, next_tokens, start, num_valid, slot
         )
-        # Nothing is learned while a prompt is run: what is there is of whoever had the slot before.
-        # Not at position 0 alone: a prompt whose first chunks were copied does not start there.
+        # The estimate in the slot is that of its former request. It is reset at every chunk, not at
+        # position 0 alone: a prompt whose first chunks were copied does not start there.
         return AdaptiveState(inner, state.acceptance.at[slot].set(1.0))
 
     def propose(
-        self, params: ModelParams, state: AdaptiveState, context: Context
+        self, params: Any, state: AdaptiveState, context: Context
     ) -> tuple[Drafts, AdaptiveState]:
         accepted = jnp.maximum(context.verified.num_tokens - 1, 0)
         acceptance = updated(state.acceptance, accepted, context.num_drafts, self.weight)
@@ -101,30 +100,29 @@ class Adaptive:
 
 
 def updated(
-    acceptance: jax.Array, accepted: jax.Array, num_drafts: jax.Array, weight: float
-) -> jax.Array:
-    """The average after `accepted` of `num_drafts` drafts, and a rejection if those are more.
+    acceptance: Float32[Array, " B"],
+    accepted: Int32[Array, " B"],
+    num_drafts: Int32[Array, " B"],
+    weight: float,
+) -> Float32[Array, " B"]:
+    """The average `acceptance` after `accepted` of `num_drafts` drafts, each of this weight.
 
-    Args:
-      acceptance: [B] float32.
-      accepted, num_drafts: [B] int32.
-      weight: of each draft.
+    Where fewer were accepted than drafted, one rejection counts.
     """
     forgotten = jnp.power(jnp.float32(1 - weight), accepted.astype(jnp.float32))
     after_accepted = 1 - (1 - acceptance) * forgotten
     return jnp.where(accepted < num_drafts, after_accepted * (1 - weight), after_accepted)
 
 
-def best_length(acceptance: jax.Array, num_drafts: int, draft_cost: float) -> jax.Array:
+def best_length(
+    acceptance: Float32[Array, " B"], num_drafts: int, draft_cost: float
+) -> Int32[Array, " B"]:
     """The number of drafts, 0 to D, that emits most tokens in a time; of equal ones the least.
 
     Args:
-      acceptance: [B] float32.
+      acceptance: a, see the module.
       num_drafts: D.
       draft_cost: c, see the module.
-
-    Returns:
-      [B] int32.
     """
     drafts = jnp.arange(num_drafts + 1, dtype=jnp.float32)[None, :]
     tokens = jnp.cumsum(jnp.power(acceptance[:, None], drafts), axis=1)

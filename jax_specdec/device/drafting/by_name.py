@@ -1,4 +1,4 @@
-"""A drafter by its name, as the command line and the control channel spell it."""
+"""Drafters by the names that the command line and the control channel use."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,26 +27,28 @@ def make_drafter(
     encode: Encode | None = None,
     parallel: Parallel = ONE_DEVICE,
 ) -> Drafter:
-    """The drafter called `name`, which is one of `DRAFTERS`.
+    """Make the drafter called `name`.
 
     Args:
-      num_drafts: at most, per slot and step; 0 means "none".
-      config: of the model that the drafts are for.
+      name: one of `DRAFTERS`.
+      num_drafts: the most drafts a slot and step; 0 makes any name a `NoDrafter`.
+      config: the configuration of the model that the drafts are for.
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
       adaptive: draft less for a request whose drafts are seldom accepted; "none" stays as it is.
       encode: the model's own tokenizer, for the corpus; None for byte-level tokens.
       parallel: the devices among which that model is split.
 
     Raises:
-      ValueError: the name is not known, the model has no head for it, or the corpus is none that
-        this drafter and this model can use.
+      ValueError: the name is not known, the model has no head for it, or this drafter or this model
+        cannot use the corpus.
       OSError: the corpus cannot be read.
     """
     if name not in DRAFTERS:
         raise ValueError(f"drafter {name!r} is not known: choose one of {', '.join(DRAFTERS)}")
     if corpus and name != "suffix":
         raise ValueError(
-            f"corpus {corpus!r} would not be read: the drafter is {name}, and only suffix has one"
+            f"corpus {corpus!r} would not be read: the drafter is {name}, and only suffix has a "
+            "corpus: choose suffix, or leave the corpus out"
         )
     drafter: Drafter
     if name == "none" or num_drafts == 0:
@@ -61,12 +63,12 @@ def make_drafter(
 
 
 def _read(path: str, config: ModelConfig, encode: Encode | None) -> Corpus:
-    """The file's text as one document, in the model's tokens."""
+    """Read the file's text as one document, in the model's tokens."""
     if encode is None:
         if config.vocab_size != byte_tokens.VOCAB_SIZE:
             raise ValueError(
                 f"corpus {path!r} needs the tokenizer of a model of {config.vocab_size} tokens: "
-                f"bytes are the tokens of the {byte_tokens.VOCAB_SIZE} of this package's own model"
+                f"bytes are the tokens of this package's own model, of {byte_tokens.VOCAB_SIZE}"
             )
         encode = byte_tokens.encode
     try:

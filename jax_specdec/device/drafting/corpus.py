@@ -1,8 +1,8 @@
-"""A shared text that drafts may be copied from, sorted once on the host. No jax here.
+"""A shared text that drafts may be copied from, sorted once on the host, without jax.
 
-Drafting asks: which places of the corpus follow the longest suffix of what a request has said so
-far? Sorted by their contexts read backwards, those places are neighbors, and one binary search
-finds them all: a suffix array of the reversed text.
+Drafting asks: which places of the corpus follow the longest suffix of a request's text? Sorted by
+their contexts read backwards, those places are neighbors, and one binary search finds them all: a
+suffix array of the reversed text.
 """
 
 import hashlib
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-SEPARATOR = -1  # between documents: no context and no continuation goes across
+SEPARATOR = -1  # between documents: contexts and continuations end there
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents and their order. Two of equal content are equal, and hash alike.
+    """Documents and their order. Two corpora of equal content are equal, and hash alike.
 
     So a drafter that holds one can be a static argument: `digest` stands for the arrays.
     """
@@ -27,22 +27,22 @@ class Corpus:
     """[N] int32: SEPARATOR, then each document followed by SEPARATOR."""
 
     order: np.ndarray = field(compare=False, repr=False)
-    """[P] int32: every place of `text` that has a token and one before it, sorted by the tokens
-    before it, nearest first, M of them at least; of equal contexts the earlier place is first."""
+    """[P] int32: every place of `text` with a token and one before it, sorted by the tokens before
+    it, nearest first, at least M of them; of equal contexts the earlier place is first."""
 
     @classmethod
     def of(cls, documents: Iterable[np.ndarray], *, max_context: int = 32) -> "Corpus":
-        """Sort `documents`: each one [n] integers from 0 to 2^31 - 1.
+        """Sort `documents`.
 
-        Costs a few sorts of all places: seconds, and about 100 bytes a token, for some millions.
+        This takes a few sorts of all places: seconds and 100 bytes a token for some millions.
 
         Args:
-          documents: token ids; an empty document counts for nothing.
+          documents: token ids [n] each, from 0 to 2^31 - 1; an empty document adds nothing.
           max_context: M.
 
         Raises:
-          ValueError: an id is no token id, a document is no list, all together do not fit int32,
-            or M < 1.
+          ValueError: an id is outside that range, a document is not a list, the places of all
+            documents do not fit int32, or M < 1.
         """
         if max_context < 1:
             raise ValueError(f"max_context = {max_context} must be at least 1")
@@ -51,7 +51,9 @@ class Corpus:
             parts += [_checked(np.asarray(document), index), parts[0]]
         text = np.concatenate(parts)
         if text.size >= 2**31:
-            raise ValueError(f"a corpus of {text.size} tokens is over the limit {2**31 - 1}")
+            raise ValueError(
+                f"a corpus of {text.size} tokens is over the limit {2**31 - 1}: leave documents out"
+            )
         digest = hashlib.sha256(text.tobytes()).hexdigest()
         text.flags.writeable = False
         order = _sorted_places(text, max_context)
@@ -74,10 +76,10 @@ def _checked(document: np.ndarray, index: int) -> np.ndarray:
 
 
 def _sorted_places(text: np.ndarray, max_context: int) -> np.ndarray:
-    """The places that have a context, in its order, by prefix doubling.
+    """The places that have a context, sorted by it, by prefix doubling.
 
-    `rank[i]` orders place i by the `depth` tokens before it; two of them, `depth` apart, make the
-    rank for twice the depth. (Manber and Myers, "Suffix arrays", 1990.)
+    `rank[i]` orders place i by the `depth` tokens before it; two ranks, `depth` apart, make the
+    rank for twice the depth. Source: Manber and Myers, "Suffix arrays", 1990.
     """
     places = np.arange(text.size)
     rank = np.unique(np.concatenate([[SEPARATOR], text[:-1]]), return_inverse=True)[1]

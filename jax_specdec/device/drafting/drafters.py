@@ -1,8 +1,10 @@
-"""Drafters: who proposes the tokens that the target model verifies.
+"""Drafters: values that propose the tokens which the target model verifies.
 
 A drafter is an argument of the decoding loop: a frozen, hashable value (static under jit) with
-pure functions over a state of its own. None of them is special to the loop, and proposing nothing
-is a normal case.
+pure functions over a state of its own. The loop treats them all alike, and proposing nothing is a
+normal case.
+
+Axes: B slots, S positions of a step, T positions of a slot, D drafts, E hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.llama import logits
@@ -33,20 +36,20 @@ State = Any  # a pytree that belongs to the drafter
 
 
 class Context(NamedTuple):
-    """What a drafter sees after a step. Axes: B slots, S positions, T cache length, D hidden."""
+    """What a drafter sees after a step."""
 
-    tokens: jax.Array  # [B, T] int32: prompt and emitted tokens
-    lengths: jax.Array  # [B] int32: how many of them are known
+    tokens: Int32[Array, "B T"]  # prompt and emitted tokens
+    lengths: Int32[Array, " B"]  # how many of them are known
     verified: Verified  # this step's emitted tokens
-    num_drafts: jax.Array  # [B] int32: how many drafts were verified in this step
-    hidden: jax.Array  # [B, S, D]: the decoder's hidden states of this step's rows
-    positions: jax.Array  # [B, S] int32: the rows' positions; -1 where a row emitted nothing
+    num_drafts: Int32[Array, " B"]  # how many drafts were verified in this step
+    hidden: Float[Array, "B S E"]  # the decoder's hidden states of this step's rows
+    positions: Int32[Array, "B S"]  # the rows' positions; -1 where a row emitted nothing
     sampling: Sampling
-    limit: jax.Array  # [B] int32: the most drafts that each slot may get now
+    limit: Int32[Array, " B"]  # the most drafts that each slot may get now
 
 
 class Drafter(Protocol):
-    """Proposes up to `num_drafts` tokens a slot and step."""
+    """A value that proposes up to `num_drafts` tokens a slot and step."""
 
     @property
     def num_drafts(self) -> int:
@@ -59,25 +62,28 @@ class Drafter(Protocol):
 
     def prefill(
         self,
-        params: ModelParams,
+        params: Any,
         state: State,
-        hidden: jax.Array,
-        next_tokens: jax.Array,
-        start: jax.Array,
-        num_valid: jax.Array,
-        slot: jax.Array,
+        hidden: Float[Array, "P E"],
+        next_tokens: Int32[Array, " P"],
+        start: Int32[Array, ""],
+        num_valid: Int32[Array, ""],
+        slot: Int32[Array, ""],
     ) -> State:
-        """Take in a prompt chunk: hidden [P, D] and the tokens after each position [P]."""
+        """Take in a prompt chunk: its hidden states, and the token after each position.
+
+        `params` are the loop's, here and in `propose`: `ModelParams`, or those of your own model.
+        """
         ...
 
-    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
+    def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
         """Draft the tokens after `lengths`; at most `limit[b]` of them in slot b."""
         ...
 
 
 @dataclass(frozen=True)
 class NoDrafter:
-    """Plain decoding. With `num_drafts` > 0 the steps keep the shape of speculative ones."""
+    """Plain decoding. With `num_drafts` > 0 the steps have the shape of speculative ones."""
 
     num_drafts: int = 0
 
@@ -87,7 +93,7 @@ class NoDrafter:
     def prefill(self, *_: Any) -> State:
         return ()
 
-    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
+    def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
         return no_drafts(context.limit.shape[0], self.num_drafts), state
 
 
@@ -95,7 +101,7 @@ class NoDrafter:
 class NgramDrafter:
     """Prompt lookup: continue as the latest earlier occurrence of the last n tokens did.
 
-    The longest n from `max_ngram` down to `min_ngram` that occurs wins. Drafts are certain: q is 1.
+    The longest n from `max_ngram` down to `min_ngram` that occurs wins. Drafts are certain (q = 1).
     Source: Saxena, "Prompt lookup decoding", 2023; n-gram matching in vLLM and FastDeploy.
     """
 
@@ -118,32 +124,38 @@ class NgramDrafter:
     def prefill(self, *_: Any) -> State:
         return ()
 
-    def propose(self, params: ModelParams, state: State, context: Context) -> tuple[Drafts, State]:
-        tokens, lengths = context.tokens, context.lengths
-        batch, length = tokens.shape
-        index = jnp.arange(length, dtype=jnp.int32)[None, :]
-        known = jnp.where(index < lengths[:, None], tokens, -1)
-        source = jnp.full(batch, -1, jnp.int32)  # where the continuation begins
+    def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
+        lengths = context.lengths
+        index = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None, :]
+        known = jnp.where(index < lengths[:, None], context.tokens, -1)
+        source = jnp.full_like(lengths, -1)  # where the continuation begins
         # Shortest first, so that a longer match replaces a shorter one.
         for n in range(self.min_ngram, self.max_ngram + 1):
-            matches = jnp.ones((batch, length), bool)
-            for offset in range(n):
-                place = jnp.clip(lengths - n + offset, 0, length - 1)
-                wanted = jnp.take_along_axis(known, place[:, None], axis=1)
-                shifted = jnp.pad(known, ((0, 0), (0, offset)), constant_values=-2)[:, offset:]
-                matches &= shifted == wanted
-            # Earlier than the n-gram itself, which needs n + 1 known tokens.
-            matches &= (index < lengths[:, None] - n) & (lengths[:, None] > n)
-            latest = jnp.max(jnp.where(matches, index, -1), axis=1)
+            latest = jnp.max(jnp.where(_earlier_ngrams(known, lengths, n), index, -1), axis=1)
             source = jnp.where(latest >= 0, latest + n, source)
         num = jnp.where(source >= 0, jnp.clip(context.limit, 0, self.num_drafts), 0)
         # A continuation that runs into its own end goes on with itself: a repetition repeats.
         ahead = jnp.arange(self.num_drafts, dtype=jnp.int32)[None, :]
         period = jnp.maximum(lengths - source, 1)[:, None]
         place = source[:, None] + ahead % period
-        found = jnp.take_along_axis(known, jnp.clip(place, 0, length - 1), axis=1)
-        exists = ahead < num[:, None]
-        return Drafts(jnp.where(exists, found, 0), num, None), state
+        found = jnp.take_along_axis(known, jnp.clip(place, 0, known.shape[1] - 1), axis=1)
+        return certain(found, num), state
+
+
+def _earlier_ngrams(
+    known: Int32[Array, "B T"], lengths: Int32[Array, " B"], n: int
+) -> Bool[Array, "B T"]:
+    """The places where the last n of the `lengths` known tokens began earlier."""
+    length = known.shape[1]
+    index = jnp.arange(length, dtype=jnp.int32)[None, :]
+    # Earlier than the n-gram itself, which needs n + 1 known tokens.
+    matches = (index < lengths[:, None] - n) & (lengths[:, None] > n)
+    for offset in range(n):
+        place = jnp.clip(lengths - n + offset, 0, length - 1)
+        wanted = jnp.take_along_axis(known, place[:, None], axis=1)
+        shifted = jnp.pad(known, ((0, 0), (0, offset)), constant_values=-2)[:, offset:]
+        matches &= shifted == wanted
+    return matches
 
 
 @dataclass(frozen=True)
@@ -169,15 +181,16 @@ class MtpDrafter:
         self,
         params: ModelParams,
         state: KVCache,
-        hidden: jax.Array,
-        next_tokens: jax.Array,
-        start: jax.Array,
-        num_valid: jax.Array,
-        slot: jax.Array,
+        hidden: Float[Array, "P E"],
+        next_tokens: Int32[Array, " P"],
+        start: Int32[Array, ""],
+        num_valid: Int32[Array, ""],
+        slot: Int32[Array, ""],
     ) -> KVCache:
-        return mtp_prefill(params, self.config, hidden, next_tokens, start, num_valid, slot, state)[
-            1
-        ]
+        _, state = mtp_prefill(
+            params, self.config, hidden, next_tokens, start, num_valid, slot, state
+        )
+        return state
 
     def propose(
         self, params: ModelParams, state: KVCache, context: Context
@@ -202,14 +215,20 @@ class MtpDrafter:
         return joined(drawn, context.limit), state
 
 
+def certain(token_ids: Int32[Array, "B D"], num: Int32[Array, " B"]) -> Drafts:
+    """Drafts that were not drawn, and 0 from `num` on."""
+    exists = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :] < num[:, None]
+    return Drafts(jnp.where(exists, token_ids, 0), num, None)
+
+
 def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
-    """Proposals of width D that are empty."""
+    """Empty proposals of width D."""
     zeros = jnp.zeros((num_slots, num_drafts), jnp.int32)
     return Drafts(zeros, jnp.zeros(num_slots, jnp.int32), None)
 
 
 def none_drawn(shape: tuple[int, int, int], dtype: str) -> Drafts:
-    """Empty proposals with logits of `shape` [B, D, V] and `dtype`: as `draw` makes them."""
+    """Empty proposals with logits of `shape` [B, D, V] and `dtype`, as `draw` makes them."""
     batch, num_drafts, vocab_size = shape
     return no_drafts(batch, num_drafts)._replace(
         logits=jnp.zeros(shape, jnp.dtype(dtype)),
@@ -217,12 +236,12 @@ def none_drawn(shape: tuple[int, int, int], dtype: str) -> Drafts:
     )
 
 
-def joined(drawn: Sequence[Drafts], limit: jax.Array) -> Drafts:
+def joined(drawn: Sequence[Drafts], limit: Int32[Array, " B"]) -> Drafts:
     """The drafts that were drawn one after another, D in all, as one proposal.
 
     Args:
-      drawn: what `draw` returned, in the order of the positions.
-      limit: [B] int32, how many of them each slot may get.
+      drawn: the results of `draw`, in the order of the positions.
+      limit: how many of them each slot may get.
     """
     num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
     parts = [(one.token_ids, one.logits, one.cut) for one in drawn]
@@ -231,53 +250,47 @@ def joined(drawn: Sequence[Drafts], limit: jax.Array) -> Drafts:
 
 
 def draw(
-    draft_logits: jax.Array,
+    draft_logits: Float[Array, "B 1 V"],
     sampling: Sampling,
-    positions: jax.Array,
+    positions: Int32[Array, " B"],
     parallel: Parallel = ONE_DEVICE,
 ) -> Drafts:
     """Draw drafts as verification expects them: from q, with random numbers of their own.
 
     Args:
-      draft_logits: [B, 1, V] float.
+      draft_logits: the draft model's.
       sampling: each slot's parameters; a greedy slot gets the greedy token.
-      positions: [B] int32, the sequence position of each draft.
+      positions: the sequence position of each draft.
       parallel: the devices among which the vocabulary of the logits is split.
 
     Returns:
-      One draft a slot, [B, 1], with the logits and the cut of q. `joined` makes more of them one.
+      One draft a slot (D = 1), with the logits and the cut of q; `joined` makes a longer proposal.
     """
-
-    def on_shard(
-        shard: VocabShard, draft_logits: jax.Array, whole: Any
-    ) -> tuple[jax.Array, Truncation]:
-        sampling, positions = whole
-
-        def choose() -> Greedy:
-            return Greedy(
-                *(
-                    x[:, None]
-                    for x in greedy(
-                        draft_logits[:, 0], axis_name=shard.axis_name, vocab_size=shard.vocab_size
-                    )
-                )
-            )
-
-        def drawn() -> tuple[jax.Array, Truncation]:
-            choice = choose()
-            cut = truncation(draft_logits, sampling, shard=shard, choice=choice)
-            q = processed_probs(draft_logits, sampling, shard=shard, choice=choice, cut=cut)
-            ids = categorical(keys(sampling.seed, positions, DRAFT), q[:, 0], shard=shard)
-            return ids[:, None], cut
-
-        def greedily() -> tuple[jax.Array, Truncation]:
-            ids = choose().token_ids
-            return ids, Truncation.greedy(ids)
-
-        found: tuple[jax.Array, Truncation] = lax.cond(
-            jnp.any(sampling.temperature > 0), drawn, greedily
-        )
-        return found
-
-    ids, cut = parallel.over_vocabulary(on_shard, draft_logits, (sampling, positions))
+    ids, cut = parallel.over_vocabulary(_drawn, draft_logits, (sampling, positions))
     return Drafts(ids, jnp.ones_like(positions), draft_logits, cut)
+
+
+def _drawn(
+    shard: VocabShard, draft_logits: jax.Array, whole: tuple[Sampling, jax.Array]
+) -> tuple[jax.Array, Truncation]:
+    """`draw` where this device holds the columns of `shard`: ids [B, 1], and their cut."""
+    sampling, positions = whole
+
+    def choose() -> Greedy:
+        return greedy(draft_logits[:, 0], axis_name=shard.axis_name, vocab_size=shard.vocab_size)
+
+    def sampled() -> tuple[jax.Array, Truncation]:
+        choice = choose()
+        cut = truncation(draft_logits, sampling, shard=shard, choice=choice)
+        q = processed_probs(draft_logits, sampling, shard=shard, choice=choice, cut=cut)
+        ids = categorical(keys(sampling.seed, positions, DRAFT), q[:, 0], shard=shard)
+        return ids[:, None], cut
+
+    def greedily() -> tuple[jax.Array, Truncation]:
+        ids = choose().token_ids[:, None]
+        return ids, Truncation.greedy(ids)
+
+    found: tuple[jax.Array, Truncation] = lax.cond(
+        jnp.any(sampling.temperature > 0), sampled, greedily
+    )
+    return found
