@@ -15,14 +15,9 @@ Only this folder of the package imports jax. Its rooms; each may import those ab
 from jax_specdec.device import drafting, model
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.messages.asked import Asked, Widths, asked_of, widths_of
 from jax_specdec.device.messages.pack import select_rows
-from jax_specdec.device.messages.row_logprobs import (
-    Asked,
-    Widths,
-    asked_of,
-    row_logprobs,
-    widths_of,
-)
+from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import (
     StepOutput,
     draft_message,

@@ -11,8 +11,9 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import LoopConfig, admit, release
-from jax_specdec.device.loop.step import prefill_chunk, step
+from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE

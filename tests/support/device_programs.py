@@ -19,8 +19,7 @@ from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state, state_specs
-from jax_specdec.device.messages import row_logprobs
-from jax_specdec.device.messages.row_logprobs import Widths
+from jax_specdec.device.messages.asked import Widths, asked_of
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import logits as model_logits
 from jax_specdec.device.model.params import init_params
@@ -124,7 +123,7 @@ REQUESTS = [
 
 
 def asked(widths, count=SLOTS):
-    return jax.eval_shape(lambda: row_logprobs.asked_of(REQUESTS[-count:], widths))
+    return jax.eval_shape(lambda: asked_of(REQUESTS[-count:], widths))
 
 
 def admission(of):

@@ -51,7 +51,12 @@ def checked(function):
 
 
 def with_shapes(hint):
-    """The hint with its carriers looked into; None if it states no shape."""
+    """The hint with its carriers looked into; None if it states no shape.
+
+    `Annotated[Asked, "B = 1"]` is not looked into: its letters are not those of the function.
+    """
+    if get_origin(hint) is Annotated:
+        return None
     if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
         return hint
     if fields := shaped_fields(hint):

@@ -4,7 +4,6 @@ The host never waits for a step to launch the next one, so everything here is de
 requests asked for and from how far their prompts have come.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +13,7 @@ import numpy as np
 from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
-from jax_specdec.device.messages import row_logprobs
-from jax_specdec.device.messages.row_logprobs import Asked, Widths, sampling_of
+from jax_specdec.device.messages.asked import Asked, Widths, asked_of, sampling_of, widths_of
 from jax_specdec.requests import Request, SamplingParams
 
 NOBODY = SamplingParams()  # of an empty slot
@@ -44,12 +42,12 @@ class Slot:
 
 def widths_of_slots(slots: Sequence[Slot], vocab_size: int) -> Widths:
     """The static limits of what these slots ask for."""
-    return row_logprobs.widths_of([slot.params for slot in slots], vocab_size)
+    return widths_of([slot.params for slot in slots], vocab_size)
 
 
 def asked_of_slots(slots: Sequence[Slot], widths: Widths) -> Asked:
     """What is known of these slots, on the device."""
-    return row_logprobs.asked_of(
+    return asked_of(
         [slot.params for slot in slots],
         widths,
         generation=[slot.generation for slot in slots],
@@ -148,7 +146,7 @@ def admission(
         max_tokens=jnp.int32(params.max_tokens),
         max_drafts=jnp.int32(most),
         stop_ids=jnp.asarray(stop_ids),
-        sampling=sampling_of(functools.partial(getattr, params)),
+        sampling=sampling_of([params]),
         draft_token_ids=jnp.asarray(drafts),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jax_specdec.device.loop import prompt_scoring
+from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import (
     LoopConfig,
     LoopState,
@@ -15,7 +16,7 @@ from jax_specdec.device.loop.state import (
     release,
     state_shardings,
 )
-from jax_specdec.device.loop.step import prefill_chunk, step
+from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.messages.step_messages import StepOutput
 

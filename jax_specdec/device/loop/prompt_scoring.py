@@ -2,18 +2,21 @@
 
 A prompt token's row is that of the position before it, so the first token has none, and the last
 one's comes with the chunk that ends the prompt. Only the chunk's logits exist at any time.
+
+Axes: B slots, P positions of a chunk, W words.
 """
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32, UInt32
 
 from ipc.wire import Kind, SlotState
+from jax_specdec.device.loop.prompt_chunks import run_chunk
 from jax_specdec.device.loop.state import LoopConfig, LoopState
-from jax_specdec.device.loop.step import run_chunk
+from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack
-from jax_specdec.device.messages.row_logprobs import Asked, Widths, row_logprobs
+from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import most_words
 from jax_specdec.device.model.llama import logits
 from jax_specdec.device.model.params import ModelParams
@@ -21,28 +24,28 @@ from pallas_kernels import TopkLogprobs
 
 
 class ScoredChunk(NamedTuple):
-    """Prompt tokens and their logprobs. Axes: P positions of a chunk."""
+    """Prompt tokens of a chunk and their logprobs."""
 
-    token_ids: jax.Array  # [P] int32
-    num: jax.Array  # [] int32: how many of them there are
-    logprobs: TopkLogprobs  # of P rows
+    token_ids: Int32[Array, " P"]
+    num: Int32[Array, ""]  # the leading ones, which are the prompt's
+    logprobs: TopkLogprobs  # P rows
 
 
 def score_chunk(
     config: LoopConfig,
     params: ModelParams,
     state: LoopState,
-    slot: jax.Array,
-    start: jax.Array,
-    asked: Asked,
+    slot: Int32[Array, ""],
+    start: Int32[Array, ""],
+    asked: Annotated[Asked, "B = 1"],
     *,
     chunk: int,
     widths: Widths,
 ) -> tuple[LoopState, ScoredChunk]:
-    """`loop.prefill_chunk` that also scores the tokens which the chunk's positions predict.
+    """`run_chunk` that also scores the tokens which the chunk's positions predict.
 
     Args:
-      asked: of this slot alone, B = 1: K, mode and chosen ids for its prompt.
+      asked: of this slot alone: K, mode and chosen ids for its prompt.
       widths: the static limits of `asked`.
     """
     state, run = run_chunk(config, params, state, slot, start, chunk)
@@ -55,37 +58,41 @@ def score_chunk(
 
 def prompt_message(
     scored: ScoredChunk,
-    slot: jax.Array,
-    asked: Asked,
-    generation: jax.Array,
-    step_number: jax.Array,
+    slot: Int32[Array, ""],
+    asked: Annotated[Asked, "B = 1"],
+    generation: UInt32[Array, " B"],
+    step_number: UInt32[Array, "2"],
     *,
     widths: Widths,
     vocab_size: int,
     process_rank: int = 0,
-) -> jax.Array:
+) -> UInt32[Array, " W"]:
     """The message of one chunk of one slot's prompt, packed: every token in it has logprobs.
 
     Args:
-      slot: [] int32, whose prompt it is.
+      scored: the chunk.
+      slot: whose prompt it is.
       asked: as for `score_chunk`.
-      generation: [B] uint32, of all slots.
-      step_number: [2] uint32, of the step before which it is sent.
+      generation: of all slots.
+      step_number: low and high half, of the step before which it is sent.
+      widths: the static limits of `asked`.
+      vocab_size: V.
+      process_rank: which process rank sends.
 
     Returns:
-      [W] uint32; see `pack`.
+      The words; see `pack`.
     """
     batch, size = generation.shape[0], scored.token_ids.shape[0]
     nothing = jnp.zeros(batch, jnp.int32)
 
-    def of_slot(value: jax.Array) -> jax.Array:
+    def of_slot(value: Int32[Array, ""]) -> Int32[Array, " B"]:
         return nothing.at[slot].set(value)
 
     index = jnp.arange(size, dtype=jnp.int32)
     slots = SlotFields(
         state=jnp.full(batch, SlotState.NOTHING, jnp.int32).at[slot].set(SlotState.TOKENS),
         mode=of_slot(asked.mode[0]),
-        columns=of_slot(asked.columns[0]),
+        columns=of_slot(asked.num_columns[0]),
         num_tokens=of_slot(scored.num),
         num_rows=of_slot(scored.num),
         num_drafts=nothing,

@@ -1,13 +1,14 @@
 """The state of the decoding loop on the device, and who is in its slots.
 
-Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, V vocabulary.
+Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, N stop ids, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import Drafter
@@ -16,7 +17,7 @@ from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import AcceptRule, Drafts, accept_draft
 
-MAX_STOP_IDS = 8  # stop token ids of a request that the device watches for
+MAX_STOP_IDS = 8  # N: stop token ids of a request that the device watches for
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,11 @@ class LoopConfig:
 
     @property
     def num_positions(self) -> int:
+        """S: rows of a slot in a step."""
         return self.drafter.num_drafts + 1
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LoopState:
+class LoopState(NamedTuple):
     """Everything that a step reads and changes.
 
     The last known token of a slot, at `lengths - 1`, is not in the cache yet: it is row 0 of the
@@ -46,30 +46,30 @@ class LoopState:
     """
 
     cache: KVCache
-    drafter: Any
+    drafter: Any  # the drafter's own state
     drafts: Drafts
-    handed_over: jax.Array  # [B, D] int32: the drafts of a slot's first step; -1 where none
-    certain: jax.Array  # [B] bool: the drafts are those, and were drawn from no known logits
-    tokens: jax.Array  # [B, T] int32: prompt and emitted tokens
-    lengths: jax.Array  # [B] int32: known tokens
-    active: jax.Array  # [B] bool: decoding
-    prefilling: jax.Array  # [B] bool: admitted, prompt not yet through
-    remaining: jax.Array  # [B] int32: tokens that may still be emitted
-    max_drafts: jax.Array  # [B] int32
-    stop_ids: jax.Array  # [B, MAX_STOP_IDS] int32, -1 where unused
+    handed_over: Int32[Array, "B D"]  # the drafts of a slot's first step; -1 where there are none
+    certain: Bool[Array, " B"]  # the drafts are those, and were drawn from no known logits
+    tokens: Int32[Array, "B T"]  # prompt and emitted tokens
+    lengths: Int32[Array, " B"]  # known tokens
+    active: Bool[Array, " B"]  # decoding
+    prefilling: Bool[Array, " B"]  # admitted, prompt not yet through
+    remaining: Int32[Array, " B"]  # tokens that may still be emitted
+    max_drafts: Int32[Array, " B"]
+    stop_ids: Int32[Array, "B N"]  # -1 where unused
     sampling: Sampling
 
 
 class Admission(NamedTuple):
     """One request, as arrays; `requests` holds the meaning of each value."""
 
-    tokens: jax.Array  # [T] int32: the prompt, padded
-    length: jax.Array  # [] int32
-    max_tokens: jax.Array  # [] int32
-    max_drafts: jax.Array  # [] int32
-    stop_ids: jax.Array  # [MAX_STOP_IDS] int32, -1 where unused
-    sampling: Sampling  # of scalars
-    draft_token_ids: jax.Array  # [D] int32: handed over, for the first step; then -1
+    tokens: Int32[Array, " T"]  # the prompt, padded
+    length: Int32[Array, ""]
+    max_tokens: Int32[Array, ""]
+    max_drafts: Int32[Array, ""]
+    stop_ids: Int32[Array, " N"]  # -1 where unused
+    sampling: Annotated[Sampling, "B = 1"]
+    draft_token_ids: Int32[Array, " D"]  # handed over, for the first step; then -1
 
 
 def init_state(config: LoopConfig) -> LoopState:
@@ -99,17 +99,24 @@ def init_state(config: LoopConfig) -> LoopState:
     return placed
 
 
-def state_shardings(config: LoopConfig) -> LoopState | None:
-    """Where each array of the state is; None: on the one device."""
+def state_shardings(config: LoopConfig) -> Any:
+    """The place of each array of the state, as a tree like it; None on one device."""
     if config.parallel.mesh is None:
         return None
     state = jax.eval_shape(lambda: init_state(replace(config, parallel=ONE_DEVICE)))
-    shardings: LoopState = config.parallel.shardings(state_specs(state, config.parallel.num_shards))
-    return shardings
+    return config.parallel.shardings(state_specs(state, config.parallel.num_shards))
 
 
-def state_specs(state: LoopState, num_shards: int) -> Any:
-    """How a state is split among devices, as a tree like it: caches by heads, logits by tokens."""
+def state_specs(state: Any, num_shards: int) -> Any:
+    """How a state is split among devices: caches by heads, logits by tokens.
+
+    Args:
+      state: a `LoopState` of arrays or of their shapes.
+      num_shards: devices.
+
+    Returns:
+      A tree of `PartitionSpec` like the state.
+    """
 
     def of(x: Any) -> Any:
         axis = -2 if isinstance(x, KVCache) else None  # of [L, B, T, KVH, Dh]
@@ -119,11 +126,11 @@ def state_specs(state: LoopState, num_shards: int) -> Any:
     if state.drafts.logits is None:
         return specs
     of_logits = split(state.drafts.logits.shape, -1, num_shards)  # [B, D, V]
-    return replace(specs, drafts=specs.drafts._replace(logits=of_logits))
+    return specs._replace(drafts=specs.drafts._replace(logits=of_logits))
 
 
-def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
-    """Put `request` into `slot` ([] int32), whatever was there before.
+def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopState:
+    """Put `request` into `slot`, in place of what was there before.
 
     Its prompt still has to be run.
     """
@@ -131,8 +138,7 @@ def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
     def put(whole: jax.Array, one: jax.Array) -> jax.Array:
         return whole.at[slot].set(one)
 
-    return replace(
-        state,
+    return state._replace(
         handed_over=put(state.handed_over, request.draft_token_ids),
         tokens=put(state.tokens, request.tokens),
         lengths=put(state.lengths, request.length),
@@ -141,25 +147,24 @@ def admit(state: LoopState, slot: jax.Array, request: Admission) -> LoopState:
         remaining=put(state.remaining, request.max_tokens),
         max_drafts=put(state.max_drafts, request.max_drafts),
         stop_ids=put(state.stop_ids, request.stop_ids),
-        sampling=jax.tree.map(put, state.sampling, request.sampling),
+        sampling=jax.tree.map(lambda x, one: put(x, one[0]), state.sampling, request.sampling),
     )
 
 
-def release(state: LoopState, slot: jax.Array) -> LoopState:
-    """Stop whatever runs in `slot` ([] int32)."""
-    return replace(
-        state,
+def release(state: LoopState, slot: Int32[Array, ""]) -> LoopState:
+    """Stop the request in `slot`."""
+    return state._replace(
         active=state.active.at[slot].set(False),
         prefilling=state.prefilling.at[slot].set(False),
     )
 
 
-def copy_prefix(state: LoopState, source: jax.Array, slot: jax.Array) -> LoopState:
-    """Copy the caches of slot `source` to `slot` (both [] int32), the drafter's ones too.
+def copy_prefix(state: LoopState, source: Int32[Array, ""], slot: Int32[Array, ""]) -> LoopState:
+    """Copy the caches of slot `source` to `slot`, those of the drafter too.
 
     For a prompt that begins as that of `source` and is not through yet. All T positions are copied:
-    less than a prefill chunk moves, and no shape depends on how much is of use. The others are
-    overwritten before they are seen; see `model.forward`.
+    less than a prefill chunk moves, and no shape depends on how much is of use. Entries beyond
+    that are overwritten before a row sees them; see `llama.forward`.
     """
 
     def copy(x: jax.Array) -> jax.Array:  # [L, B, T, KVH, Dh]
@@ -169,6 +174,6 @@ def copy_prefix(state: LoopState, source: jax.Array, slot: jax.Array) -> LoopSta
         return jax.tree.map(copy, x) if isinstance(x, KVCache) else x
 
     is_cache = {"is_leaf": lambda x: isinstance(x, KVCache)}
-    return replace(
-        state, cache=of(state.cache), drafter=jax.tree.map(of, state.drafter, **is_cache)
+    return state._replace(
+        cache=of(state.cache), drafter=jax.tree.map(of, state.drafter, **is_cache)
     )

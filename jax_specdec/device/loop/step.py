@@ -1,111 +1,38 @@
-"""The decoding loop on the device: the pure functions that move its state one step.
+"""A step of the decoding loop: the pure function that moves the state of all slots.
 
-``admit`` puts a request into a slot, ``prefill_chunk`` runs its prompt, ``step`` verifies the
-drafts of every slot and proposes the next ones; `messages` turns what a step emitted into the
-words that travel to the engine. Each is a function of the state and of small host values, so the
-host launches step n + 1 without having seen step n.
+``state.admit`` puts a request into a slot, ``prompt_chunks.prefill_chunk`` runs its prompt,
+``step`` verifies the drafts of every slot and proposes the next ones; `step_messages` turns what a
+step emitted into the words that travel to the engine. Each is a function of the state and of small
+host values, so the host launches step n + 1 without having seen step n.
 
-Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, V vocabulary.
+Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, E hidden size, V vocabulary.
 """
 
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
 
 from ipc.wire import SlotState
 from jax_specdec.device.drafting.drafters import Context
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.llama import forward, logits
-from jax_specdec.device.model.params import ModelParams
-from jax_specdec.device.model.prefill import prefill
-from jax_specdec.device.sampling.distribution import Truncation
-from jax_specdec.device.sampling.verify import Drafts, verify
-from pallas_kernels import Greedy, greedy_topk_logprobs
-
-
-class Chunk(NamedTuple):
-    """A chunk of a prompt that was run. Axes: P positions, H hidden."""
-
-    hidden: jax.Array  # [P, H]: the decoder's; position p predicts the next token
-    next_tokens: jax.Array  # [P] int32
-    num_valid: jax.Array  # [] int32: the rest is padding
-
-
-def prefill_chunk(
-    config: LoopConfig,
-    params: ModelParams,
-    state: LoopState,
-    slot: jax.Array,
-    start: jax.Array,
-    chunk: int,
-) -> LoopState:
-    """As `run_chunk`, for a prompt whose logprobs nobody wants."""
-    return run_chunk(config, params, state, slot, start, chunk)[0]
-
-
-def run_chunk(
-    config: LoopConfig,
-    params: ModelParams,
-    state: LoopState,
-    slot: jax.Array,
-    start: jax.Array,
-    chunk: int,
-) -> tuple[LoopState, Chunk]:
-    """Run prompt tokens `start` to `start + chunk` of `slot` (both [] int32) through the caches.
-
-    All but the last prompt token: that one is row 0 of the slot's first step, so the first token
-    is emitted like any other. The chunk that reaches it makes the slot active.
-    """
-    length = state.lengths[slot]
-    num_valid = jnp.clip(length - 1 - start, 0, chunk)
-    places = start + jnp.arange(chunk + 1, dtype=jnp.int32)
-    tokens = state.tokens.at[slot, places].get(mode="fill", fill_value=0)
-    hidden, cache = prefill(params, config.model, tokens[:-1], start, num_valid, slot, state.cache)
-    drafter = config.drafter.prefill(
-        params, state.drafter, hidden, tokens[1:], start, num_valid, slot
-    )
-    done = start + chunk >= length - 1
-    # Not at the admission: every step until now has replaced the drafts of all slots.
-    drafts, certain = _first_drafts(state, slot)
-    state = replace(
-        state,
-        drafts=drafts,
-        certain=certain,
-        cache=cache,
-        drafter=drafter,
-        active=state.active.at[slot].set(done & state.prefilling[slot]),
-        prefilling=state.prefilling.at[slot].set(state.prefilling[slot] & ~done),
-    )
-    return state, Chunk(hidden, tokens[1:], num_valid)
-
-
-def _first_drafts(state: LoopState, slot: jax.Array) -> tuple[Drafts, jax.Array]:
-    """The drafts and `LoopState.certain` with what was handed over to `slot`."""
-    ids = state.handed_over[slot]
-    drafts = Drafts(
-        state.drafts.token_ids.at[slot].set(jnp.maximum(ids, 0)),
-        state.drafts.num.at[slot].set((ids >= 0).sum(dtype=jnp.int32)),
-        state.drafts.logits,
-    )
-    if drafts.logits is not None:
-        # Whatever the sampling makes of these logits, the draft has probability 1.
-        tokens = jnp.arange(drafts.logits.shape[-1], dtype=jnp.int32)
-        row = jnp.where(tokens[None, :] == ids[:, None], 0.0, -jnp.inf)
-        drafts = drafts._replace(logits=drafts.logits.at[slot].set(row.astype(drafts.logits.dtype)))
-        if state.drafts.cut is not None:
-            nothing = Truncation.nothing(ids.shape, tokens.size)
-            cut = jax.tree.map(lambda x, one: x.at[slot].set(one), state.drafts.cut, nothing)
-            drafts = drafts._replace(cut=cut)
-    return drafts, state.certain.at[slot].set((ids >= 0).any())
+from jax_specdec.device.model.params import KVCache, ModelParams
+from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.verify import Drafts, Verified, verify
+from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
 
 
 def step(
     config: LoopConfig, params: ModelParams, state: LoopState, *, fused_k: int | None = None
 ) -> tuple[LoopState, StepOutput]:
     """Verify every active slot's drafts, emit tokens, and draft the next ones.
+
+    1. The target model runs each slot's last known token and its drafts.
+    2. Verification emits the accepted drafts and one token more.
+    3. The slots' tokens grow by what was emitted; a stop token or a limit ends a slot.
+    4. The drafter proposes for the slots that go on.
 
     With `fused_k`, one read of the target's logits serves the greedy choice and the logprobs (up
     to that static K) of every row: the cheaper path where a kernel can do it, where every slot is
@@ -114,96 +41,172 @@ def step(
 
     A `prefill_only` loop emits one token a request, and sends the drafts that follow it along.
     """
-    batch, num_positions = config.num_slots, config.num_positions
-    slots = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
-    drafts = state.drafts
-    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
-    inputs = jnp.concatenate([last, drafts.token_ids], axis=1)
-    places = state.lengths[:, None] - 1 + index
-    is_row = state.active[:, None] & (index <= drafts.num[:, None])
-    hidden, cache = forward(
-        params, config.model, inputs, jnp.where(is_row, places, -1), state.cache
-    )
-    target = logits(params, config.model, hidden)
-    greedy_rows, choice = None, None
-    if fused_k is not None:
-        greedy_rows = greedy_topk_logprobs(
-            target.reshape(-1, target.shape[-1]),
-            fused_k,
-            mesh=config.parallel.mesh,
-            axis_name=config.parallel.axis_name,
-        )
-        choice = Greedy(greedy_rows.token_ids[:, 0], greedy_rows.token_ranks > 0)
     # What an empty slot's last request asked for must not put a greedy batch on the sampled path.
     temperature = jnp.where(state.active, state.sampling.temperature, 0.0)
     sampling = state.sampling._replace(temperature=temperature)
-    verified = verify(
-        target,
-        drafts,
-        sampling,
-        state.lengths,
-        accept=config.accept,
-        choice=choice,
-        parallel=config.parallel,
-    )
-    num_tokens = jnp.where(state.active, verified.num_tokens, 0)
+    rows, cache = _run_rows(config, params, state)
+    greedy_rows = None if fused_k is None else _read_once(config, rows.logits, fused_k)
+    verified = _verify(config, state, rows, sampling, greedy_rows)
+    grown = _grow(config, state, rows, verified)
+    proposed, drafter = _propose(config, params, state, rows, verified, grown, sampling)
 
-    emitted = index < num_tokens[:, None]
-    where = jnp.where(emitted, places + 1, config.max_length)
-    tokens = state.tokens.at[slots, where].set(verified.token_ids, mode="drop")
-    lengths = state.lengths + num_tokens
-    remaining = state.remaining - num_tokens
-    is_stop = (verified.token_ids[:, :, None] == state.stop_ids[:, None, :]).any(-1)
-    goes_on = state.active & ~(is_stop & emitted).any(-1) & (remaining > 0)
-    num_drafts = jnp.where(state.active, drafts.num, 0)
-    # A draft beyond the length limit could only be cut: it is not made.
-    limit = jnp.minimum(state.max_drafts, jnp.minimum(remaining, config.max_length - lengths) - 1)
-    context = Context(
-        tokens=tokens,
-        lengths=lengths,
-        verified=verified._replace(num_tokens=num_tokens),
-        num_drafts=num_drafts,
-        hidden=hidden,
-        positions=jnp.where(emitted, places, -1),
-        sampling=sampling,
-        limit=jnp.where(goes_on, jnp.maximum(limit, 0), 0),
+    active = grown.goes_on & (not config.prefill_only)
+    output = step_output(
+        rows.logits,
+        state.drafts,
+        verified,
+        active=state.active,
+        running=jnp.any(active | state.prefilling),
     )
-    proposed, drafter = config.drafter.propose(params, state.drafter, context)
-    if proposed.token_ids.shape != drafts.token_ids.shape:
-        raise ValueError(
-            f"the drafter proposed {proposed.token_ids.shape} drafts, but [B, D] is "
-            f"{drafts.token_ids.shape}: mark fewer drafts by `num`"
-        )
-    proposed = proposed._replace(num=jnp.clip(proposed.num, 0, context.limit))
-    slot_state = jnp.where(
-        state.active,
-        SlotState.PREFILL_FIRST_TOKEN if config.prefill_only else SlotState.TOKENS,
-        jnp.where(state.prefilling, SlotState.NOTHING, SlotState.STOPPED),
-    )
-    active = goes_on & (not config.prefill_only)
-    running = jnp.any(active | state.prefilling)
-    output = step_output(target, drafts, verified, active=state.active, running=running)._replace(
-        drafts=drafts._replace(num=jnp.where(state.certain, 0, num_drafts)),
-        state=slot_state.astype(jnp.int32),
+    output = output._replace(
+        # Drafts that were handed over were drawn from no logits.
+        drafts=output.drafts._replace(num=jnp.where(state.certain, 0, output.num_drafts)),
+        state=_slot_states(config, state),
         greedy_rows=greedy_rows,
     )
     if config.prefill_only:
         # The first token, then the drafts: those are the decode node's to verify.
         output = output._replace(
             token_ids=jnp.concatenate([verified.token_ids[:, :1], proposed.token_ids], axis=1),
-            num_tokens=num_tokens + proposed.num,
+            num_tokens=output.num_tokens + proposed.num,
             num_drafts=proposed.num,
         )
-    state = replace(
-        state,
+    state = state._replace(
         cache=cache,
         drafter=drafter,
         drafts=proposed,
         certain=state.certain & ~state.active,
-        tokens=tokens,
-        lengths=lengths,
+        tokens=grown.tokens,
+        lengths=grown.lengths,
         active=active,
-        remaining=remaining,
+        remaining=grown.remaining,
     )
     return state, output
+
+
+class _Rows(NamedTuple):
+    """The rows that the target model ran."""
+
+    positions: Int32[Array, "B S"]  # of the rows' own tokens
+    hidden: Float[Array, "B S E"]
+    logits: Float[Array, "B S V"]  # row j predicts the token after its slot's drafts 0..j-1
+
+
+class _Grown(NamedTuple):
+    """The slots' sequences with what a step emitted."""
+
+    emitted: Bool[Array, "B S"]
+    tokens: Int32[Array, "B T"]
+    lengths: Int32[Array, " B"]
+    remaining: Int32[Array, " B"]
+    goes_on: Bool[Array, " B"]
+
+
+def _run_rows(config: LoopConfig, params: ModelParams, state: LoopState) -> tuple[_Rows, KVCache]:
+    """Run the last known token and the drafts of each slot; other rows write no cache entry."""
+    drafts = state.drafts
+    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
+    inputs = jnp.concatenate([last, drafts.token_ids], axis=1)
+    index = _position_index(config)
+    positions = state.lengths[:, None] - 1 + index
+    is_row = state.active[:, None] & (index <= drafts.num[:, None])
+    hidden, cache = forward(
+        params, config.model, inputs, jnp.where(is_row, positions, -1), state.cache
+    )
+    return _Rows(positions, hidden, logits(params, config.model, hidden)), cache
+
+
+def _read_once(config: LoopConfig, target: Float[Array, "B S V"], k: int) -> TopkLogprobs:
+    """The greedy choices of all rows with their logprobs, in one read of the logits."""
+    return greedy_topk_logprobs(
+        target.reshape(-1, target.shape[-1]),
+        k,
+        mesh=config.parallel.mesh,
+        axis_name=config.parallel.axis_name,
+    )
+
+
+def _verify(
+    config: LoopConfig,
+    state: LoopState,
+    rows: _Rows,
+    sampling: Sampling,
+    greedy_rows: TopkLogprobs | None,
+) -> Verified:
+    """Verify the slots' drafts; slots that are not active emit nothing."""
+    choice = None
+    if greedy_rows is not None:
+        choice = Greedy(greedy_rows.token_ids[:, 0], greedy_rows.token_ranks > 0)
+    verified = verify(
+        rows.logits,
+        state.drafts,
+        sampling,
+        state.lengths,
+        accept=config.accept,
+        choice=choice,
+        parallel=config.parallel,
+    )
+    return verified._replace(num_tokens=jnp.where(state.active, verified.num_tokens, 0))
+
+
+def _grow(config: LoopConfig, state: LoopState, rows: _Rows, verified: Verified) -> _Grown:
+    """Append what was emitted, and see which slots go on."""
+    num_tokens = verified.num_tokens
+    emitted = _position_index(config) < num_tokens[:, None]
+    slots = jnp.arange(config.num_slots, dtype=jnp.int32)[:, None]
+    where = jnp.where(emitted, rows.positions + 1, config.max_length)
+    remaining = state.remaining - num_tokens
+    is_stop = (verified.token_ids[:, :, None] == state.stop_ids[:, None, :]).any(-1)
+    return _Grown(
+        emitted=emitted,
+        tokens=state.tokens.at[slots, where].set(verified.token_ids, mode="drop"),
+        lengths=state.lengths + num_tokens,
+        remaining=remaining,
+        goes_on=state.active & ~(is_stop & emitted).any(-1) & (remaining > 0),
+    )
+
+
+def _propose(
+    config: LoopConfig,
+    params: ModelParams,
+    state: LoopState,
+    rows: _Rows,
+    verified: Verified,
+    grown: _Grown,
+    sampling: Sampling,
+) -> tuple[Drafts, Any]:
+    """Let the drafter propose for the slots that go on; its proposals and its state."""
+    # A draft beyond the length limit could only be cut: it is not made.
+    room = jnp.minimum(grown.remaining, config.max_length - grown.lengths) - 1
+    limit = jnp.maximum(jnp.minimum(state.max_drafts, room), 0)
+    context = Context(
+        tokens=grown.tokens,
+        lengths=grown.lengths,
+        verified=verified,
+        num_drafts=jnp.where(state.active, state.drafts.num, 0),
+        hidden=rows.hidden,
+        positions=jnp.where(grown.emitted, rows.positions, -1),
+        sampling=sampling,
+        limit=jnp.where(grown.goes_on, limit, 0),
+    )
+    proposed, drafter = config.drafter.propose(params, state.drafter, context)
+    if proposed.token_ids.shape != state.drafts.token_ids.shape:
+        raise ValueError(
+            f"the drafter proposed {proposed.token_ids.shape} drafts, but [B, D] is "
+            f"{state.drafts.token_ids.shape}: mark fewer drafts by `num`"
+        )
+    return proposed._replace(num=jnp.clip(proposed.num, 0, context.limit)), drafter
+
+
+def _slot_states(config: LoopConfig, state: LoopState) -> Int32[Array, " B"]:
+    """The `SlotState` of each slot in this step."""
+    states = jnp.where(
+        state.active,
+        SlotState.PREFILL_FIRST_TOKEN if config.prefill_only else SlotState.TOKENS,
+        jnp.where(state.prefilling, SlotState.NOTHING, SlotState.STOPPED),
+    )
+    return states.astype(jnp.int32)
+
+
+def _position_index(config: LoopConfig) -> Int32[Array, "1 S"]:
+    return jnp.arange(config.num_positions, dtype=jnp.int32)[None, :]

@@ -2,125 +2,26 @@
 
 One kernel call serves them all: raw rows run it at temperature 1, the others at their own. What a
 batch asks for at most is static (`Widths`), so a batch of raw logprobs runs no more than that.
-"""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+Axes: B slots, S positions, V vocabulary, R = B * S rows, K1 = K + 1 columns, C chosen token ids.
+"""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
 
-from ipc import wire
 from ipc.wire import LogprobsMode
-from jax_specdec.device.messages.pack import Rows, k_bucket
+from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.pack import Rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling.distribution import Sampling, Truncation, truncation
-from jax_specdec.requests import SamplingParams
-from jax_specdec.wording import counted
 from pallas_kernels import TopkLogprobs, named_logits, topk_logprobs
-
-CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)  # widths of the table of chosen token ids
-
-
-class Widths(NamedTuple):
-    """The most that the slots of a batch ask for; a program is compiled for each."""
-
-    k: int | None = None  # the static K, at least every slot's; None: nobody asks for logprobs
-    chosen: int = 0  # C: columns of the table of chosen token ids
-    mode: LogprobsMode = LogprobsMode.RAW  # the costliest of the slots' modes
-
-    @property
-    def columns(self) -> int:
-        return 0 if self.k is None else self.k + 1
-
-
-class Asked(NamedTuple):
-    """What the host knows of each slot when a step is launched. Axes: B slots, C chosen ids."""
-
-    generation: jax.Array  # [B] uint32
-    verdict: jax.Array  # [B] int32: PREEMPTED or RECOVERY_STOP where it was evicted, else 0
-    columns: jax.Array  # [B] int32: 0 for no logprobs, K + 1 otherwise
-    mode: jax.Array  # [B] int32 LogprobsMode
-    num_chosen: jax.Array  # [B] int32
-    chosen_ids: jax.Array  # [B, C] int32; anything from num_chosen on
-    draft_logprobs: jax.Array  # [B] bool
-    sampling: Sampling
-
-
-def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
-    """The static limits of what the requests of a batch ask for."""
-    asked = [one for one in params if one.num_columns]
-    if not asked:
-        return Widths()
-    return Widths(
-        k=k_bucket(max(one.num_columns for one in asked) - 1, vocab_size),
-        chosen=chosen_bucket(max(len(one.extra_token_ids) for one in asked)),
-        mode=LogprobsMode(max(one.logprobs_mode for one in asked)),
-    )
-
-
-def asked_of(
-    params: Sequence[SamplingParams],
-    widths: Widths,
-    *,
-    generation: int | Sequence[int] = 1,
-    verdict: int | Sequence[int] = 0,
-) -> Asked:
-    """What the requests of a batch ask for, on the device: request b is in slot b.
-
-    Args:
-      params: of B requests.
-      widths: `widths_of` them.
-      generation: of each slot, or of all; it changes whenever a slot gets another request.
-      verdict: of each slot, or of all; see `Asked`.
-
-    Raises:
-      ValueError: not as many generations or verdicts as requests.
-    """
-    chosen_ids = np.zeros((len(params), widths.chosen), np.int32)
-    for row, one in zip(chosen_ids, params, strict=True):
-        row[: len(one.extra_token_ids)] = one.extra_token_ids
-    return Asked(
-        generation=_each("generations", generation, len(params), np.uint32),
-        verdict=_each("verdicts", verdict, len(params), np.int32),
-        columns=_array([one.num_columns for one in params], np.int32),
-        mode=_array([one.logprobs_mode for one in params], np.int32),
-        num_chosen=_array([len(one.extra_token_ids) for one in params], np.int32),
-        chosen_ids=jnp.asarray(chosen_ids),
-        draft_logprobs=_array([one.draft_logprobs for one in params], np.bool_),
-        sampling=sampling_of(lambda name: [getattr(one, name) for one in params]),
-    )
-
-
-def sampling_of(values: Callable[[str], object]) -> Sampling:
-    """Of what `values` has for each of its names: scalars, or lists [B] of them."""
-    return Sampling(
-        temperature=_array(values("temperature"), np.float32),
-        top_k=_array(values("top_k"), np.int32),
-        top_p=_array(values("top_p"), np.float32),
-        min_p=_array(values("min_p"), np.float32),
-        seed=_array(values("seed"), np.uint32),
-    )
-
-
-def _each(what: str, value: int | Sequence[int], count: int, dtype: type[np.generic]) -> jax.Array:
-    values = [value] * count if isinstance(value, int) else list(value)
-    if len(values) != count:
-        raise ValueError(
-            f"{len(values)} {what} for {counted(count, 'request')}: one for each, or one for all"
-        )
-    return _array(values, dtype)
-
-
-def _array(values: object, dtype: type[np.generic]) -> jax.Array:
-    return jnp.asarray(np.array(values, dtype))
 
 
 def row_logprobs(
-    logits: jax.Array,
-    token_ids: jax.Array,
+    logits: Float[Array, "B S V"],
+    token_ids: Int32[Array, "B S"],
     rows: Rows,
     asked: Asked,
     widths: Widths,
@@ -136,9 +37,9 @@ def row_logprobs(
     those of the logits in every mode, and invalid rows as `topk_logprobs` says.
 
     Args:
-      logits: [B, S, V] float.
-      token_ids: [B, S] int32.
-      rows: R = B * S, as `select_rows` makes them; rows from `rows.num` on enter no kernel.
+      logits: of every position.
+      token_ids: the token of every position, whose logprob goes into column 0.
+      rows: as `select_rows` makes them; rows from `rows.num` on enter no kernel.
       asked: by slot. Columns beyond what a slot asked for are computed too: `pack` leaves them out.
       widths: static; k must not be None.
       parallel: the devices among which the logits' vocabulary is split.
@@ -146,7 +47,7 @@ def row_logprobs(
         and it is known already; without it, processed rows make a search of their own.
 
     Returns:
-      `TopkLogprobs` of R rows with K = widths.k and C = widths.chosen.
+      K = widths.k top columns and C = widths.chosen further logprobs of each row.
     """
     assert widths.k is not None, "rows without columns have no logprobs"
     batch, num_positions, vocab = logits.shape
@@ -174,7 +75,7 @@ def row_logprobs(
     return _processed(logits, rows, slot, asked, found, cut, parallel)
 
 
-def _cut(logits: jax.Array, asked: Asked, parallel: Parallel) -> Truncation:
+def _cut(logits: Float[Array, "B S V"], asked: Asked, parallel: Parallel) -> Truncation:
     """The truncation of the slots in processed mode; of the others, what costs nothing."""
     in_mode = asked.mode == LogprobsMode.PROCESSED
     none = Sampling.greedy(len(in_mode))
@@ -186,9 +87,9 @@ def _cut(logits: jax.Array, asked: Asked, parallel: Parallel) -> Truncation:
 
 
 def _processed(
-    logits: jax.Array,
+    logits: Float[Array, "B S V"],
     rows: Rows,
-    slot: jax.Array,
+    slot: Int32[Array, " R"],
     asked: Asked,
     found: TopkLogprobs,
     cut: Truncation,
@@ -200,7 +101,9 @@ def _processed(
     is_greedy = asked.sampling.temperature[slot][:, None] == 0
     flat_logits = logits.reshape(-1, logits.shape[-1])
 
-    def renormalized(ids: jax.Array, logprobs: jax.Array) -> jax.Array:
+    def renormalized(
+        ids: Int32[Array, "R N"], logprobs: Float32[Array, "R N"]
+    ) -> Float32[Array, "R N"]:
         x = parallel.over_vocabulary(
             lambda shard, logits, whole: named_logits(logits, whole[0], whole[1], shard),
             flat_logits,
@@ -222,11 +125,3 @@ def _processed(
     return TopkLogprobs(
         jnp.where(excluded, -1, found.token_ids), logprobs, found.token_ranks, extra_logprobs
     )
-
-
-def chosen_bucket(count: int) -> int:
-    """The smallest width of at least `count` chosen token ids."""
-    for width in CHOSEN_BUCKETS:
-        if count <= width:
-            return width
-    raise wire.WireError(f"{count} chosen token ids are over the limit {wire.MAX_CHOSEN}")

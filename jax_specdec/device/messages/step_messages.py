@@ -2,17 +2,21 @@
 
 Each is a function of the step's output and of what the slots' requests asked for when the step was
 launched, so a message never depends on what the host learns later.
+
+Axes: B slots, S = D + 1 positions, D drafts, V vocabulary, W words.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from ipc import wire
 from ipc.wire import Kind, SlotState
+from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
-from jax_specdec.device.messages.row_logprobs import Asked, Widths, row_logprobs
+from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling.distribution import Truncation
 from jax_specdec.device.sampling.verify import Drafts, Verified
@@ -20,36 +24,36 @@ from pallas_kernels import TopkLogprobs
 
 
 class StepOutput(NamedTuple):
-    """What one step emitted, still on the device. Axes: B slots, S positions, V vocabulary."""
+    """What one step emitted, still on the device."""
 
-    logits: jax.Array  # [B, S, V]: the target's
-    token_ids: jax.Array  # [B, S] int32
-    num_tokens: jax.Array  # [B] int32: what is sent of them
-    num_rows: jax.Array  # [B] int32: the leading ones that were emitted, from rows of the target
-    num_drafts: jax.Array  # [B] int32: verified; with a prefill's first token, handed over
+    logits: Float[Array, "B S V"]  # the target's
+    token_ids: Int32[Array, "B S"]
+    num_tokens: Int32[Array, " B"]  # the leading ones, which are sent
+    num_rows: Int32[Array, " B"]  # the leading ones that were emitted, from rows of the target
+    num_drafts: Int32[Array, " B"]  # verified; with a prefill's first token, handed over
     drafts: Drafts  # verified in this step; `num` counts those that were drawn from `logits`
-    state: jax.Array  # [B] int32 SlotState
-    running: jax.Array  # [] bool: some slot goes on after this step
-    greedy_rows: TopkLogprobs | None = None  # of all B * S rows' greedy choices, on the fused path
-    cut: Truncation | None = None  # [B, S], of `logits`, as `verify` found it
+    state: Int32[Array, " B"]  # SlotState
+    running: Bool[Array, ""]  # some slot goes on after this step
+    greedy_rows: TopkLogprobs | None = None  # the greedy choices of B * S rows, on the fused path
+    cut: Truncation | None = None  # of `logits` [B, S], as `verify` found it
 
 
 def step_output(
-    logits: jax.Array,
+    logits: Float[Array, "B S V"],
     drafts: Drafts,
     verified: Verified,
     *,
-    active: jax.Array,
-    running: jax.Array,
+    active: Bool[Array, " B"],
+    running: Bool[Array, ""],
 ) -> StepOutput:
     """What a step emitted, from its verification: the tokens of the slots that are decoding.
 
     Args:
-      logits: [B, S, V], the target's, as they were verified.
-      drafts: [B, D], as they were verified.
+      logits: the target's, as they were verified.
+      drafts: as they were verified.
       verified: what `verify` made of the two.
-      active: [B] bool: decoding. Other slots are stopped, and emit nothing.
-      running: [] bool: some slot goes on after this step.
+      active: whether a slot is decoding. Other slots are stopped, and emit nothing.
+      running: whether some slot goes on after this step.
     """
     num_tokens = jnp.where(active, verified.num_tokens, 0)
     num_drafts = jnp.where(active, drafts.num, 0)
@@ -69,31 +73,31 @@ def step_output(
 def target_message(
     output: StepOutput,
     asked: Asked,
-    step_number: jax.Array,
-    draft_follows: jax.Array | bool = False,
+    step_number: UInt32[Array, "2"],
+    draft_follows: Bool[Array, ""] | bool = False,
     *,
     widths: Widths,
     process_rank: int = 0,
     parallel: Parallel = ONE_DEVICE,
-) -> jax.Array:
+) -> UInt32[Array, " W"]:
     """The target message of a step, packed.
 
     Args:
-      output: of the step.
-      asked: by slot, as when the step was launched; it has been freed where a verdict is told.
-      step_number: [2] uint32, low and high half.
-      draft_follows: whether the step's draft message is sent after this one. [] bool
+      output: the step's.
+      asked: by slot, as when the step was launched. Where it has a verdict, the slot is free.
+      step_number: low and high half.
+      draft_follows: whether the step's draft message is sent after this one.
       widths: the static limits of `asked`. Where nobody asked for logprobs, no kernel runs.
+      process_rank: which process rank sends.
       parallel: the devices among which the logits' vocabulary is split.
 
     Returns:
-      [W] uint32, W = `most_words(B, S, widths)`; see `pack`.
+      W = `most_words(B, S, widths)` words; see `pack`.
     """
     batch, num_positions, vocab = output.logits.shape
-    num_rows = jnp.where(asked.columns > 0, output.num_rows, 0)
-    if widths.k is None:
-        rows, found = _nothing()
-    else:
+    num_rows = jnp.where(asked.num_columns > 0, output.num_rows, 0)
+    rows, found = _nothing()
+    if widths.k is not None:
         rows = select_rows(num_rows, num_positions)
         if output.greedy_rows is not None:
             # A greedy request's emitted tokens are its rows' greedy choices, accepted drafts too.
@@ -104,18 +108,8 @@ def target_message(
             found = row_logprobs(
                 output.logits, output.token_ids, rows, asked, widths, parallel, cut=output.cut
             )
-    slots = SlotFields(
-        state=jnp.where(asked.verdict > 0, asked.verdict, output.state),
-        mode=asked.mode,
-        columns=asked.columns,
-        num_tokens=output.num_tokens,
-        num_rows=num_rows,
-        num_drafts=output.num_drafts,
-        num_chosen=asked.num_chosen,
-        generation=asked.generation,
-    )
     return pack(
-        slots,
+        _slots(output, asked, output.num_tokens, num_rows, output.num_drafts),
         output.token_ids,
         rows,
         found,
@@ -132,12 +126,12 @@ def target_message(
 def draft_message(
     output: StepOutput,
     asked: Asked,
-    step_number: jax.Array,
+    step_number: UInt32[Array, "2"],
     *,
     widths: Widths,
     process_rank: int = 0,
     parallel: Parallel = ONE_DEVICE,
-) -> jax.Array:
+) -> UInt32[Array, " W"]:
     """The draft message of a step, packed: the logprobs, under the draft model, of what it drafted.
 
     It has all drafts that the step verified, accepted or not, of the slots that asked for them,
@@ -150,30 +144,22 @@ def draft_message(
     """
     drafts, logits = output.drafts, output.drafts.logits
     if logits is None:
-        raise ValueError("this drafter draws from no logits: it has no draft message")
+        raise ValueError(
+            "this drafter draws from no logits, so its drafts have no logprobs: "
+            "send the target message alone"
+        )
     batch, num_drafts, vocab = logits.shape
     num_tokens = jnp.where(asked.draft_logprobs, drafts.num, 0)
-    num_rows = jnp.where(asked.columns > 0, num_tokens, 0)
-    if widths.k is None:
-        rows, found = _nothing()
-    else:
+    num_rows = jnp.where(asked.num_columns > 0, num_tokens, 0)
+    rows, found = _nothing()
+    if widths.k is not None:
         rows = select_rows(num_rows, num_drafts)
         found = row_logprobs(
             logits, drafts.token_ids, rows, asked, widths, parallel, cut=drafts.cut
         )
-    state = jnp.where(asked.verdict > 0, asked.verdict, output.state)
-    slots = SlotFields(
-        state=state,
-        mode=asked.mode,
-        columns=asked.columns,
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        num_drafts=jnp.where(state == SlotState.TOKENS, output.num_drafts, 0),
-        num_chosen=asked.num_chosen,
-        generation=asked.generation,
-    )
+    decodes = _states(output, asked) == SlotState.TOKENS
     return pack(
-        slots,
+        _slots(output, asked, num_tokens, num_rows, jnp.where(decodes, output.num_drafts, 0)),
         drafts.token_ids,
         rows,
         found,
@@ -187,8 +173,33 @@ def draft_message(
     )
 
 
+def _slots(
+    output: StepOutput,
+    asked: Asked,
+    num_tokens: Int32[Array, " B"],
+    num_rows: Int32[Array, " B"],
+    num_drafts: Int32[Array, " B"],
+) -> SlotFields:
+    """The slots of either message: its own counts, and what the slots' requests asked for."""
+    return SlotFields(
+        state=_states(output, asked),
+        mode=asked.mode,
+        columns=asked.num_columns,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_drafts=num_drafts,
+        num_chosen=asked.num_chosen,
+        generation=asked.generation,
+    )
+
+
+def _states(output: StepOutput, asked: Asked) -> Int32[Array, " B"]:
+    """The slots' states: an eviction hides what the step made of the slot."""
+    return jnp.where(asked.verdict > 0, asked.verdict, output.state)
+
+
 def _nothing() -> tuple[Rows, TopkLogprobs]:
-    """No rows, and the logprobs of none."""
+    """No rows, and their logprobs."""
     none = jnp.zeros(0, jnp.int32)
     empty = TopkLogprobs(jnp.zeros((0, 1), jnp.int32), jnp.zeros((0, 1)), none, jnp.zeros((0, 0)))
     return Rows(none, jnp.int32(0)), empty
@@ -197,5 +208,5 @@ def _nothing() -> tuple[Rows, TopkLogprobs]:
 def most_words(batch: int, num_positions: int, widths: Widths) -> int:
     """The longest message that B slots of S positions can make within `widths`."""
     return wire.words_bound(
-        [num_positions] * batch, [widths.columns] * batch, [widths.chosen] * batch
+        [num_positions] * batch, [widths.num_columns] * batch, [widths.chosen] * batch
     )

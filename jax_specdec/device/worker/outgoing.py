@@ -13,8 +13,8 @@ import numpy as np
 from jax_specdec.device.loop.host_slots import Slot, draft_bound, prompt_bound, target_bound
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_scoring import ScoredChunk
-from jax_specdec.device.messages.pack import bucket
-from jax_specdec.device.messages.row_logprobs import Asked, Widths
+from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.buckets import words_bucket
 from jax_specdec.device.messages.step_messages import StepOutput
 
 
@@ -103,7 +103,7 @@ class Outgoing:
     def _copy(self, words: jax.Array, bound: int) -> jax.Array:
         """Start the copy of a message of at most `bound` words to the host."""
         # Packing compiles once for each width, and only this cut once for each bucket.
-        cut = self.compiled.leading(words, min(bucket(bound), words.size))
+        cut = self.compiled.leading(words, min(words_bucket(bound), words.size))
         cut.copy_to_host_async()
         return cut
 

@@ -27,7 +27,7 @@ from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state
-from jax_specdec.device.messages.row_logprobs import Asked, Widths
+from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.device_checks import check

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, LogprobsMode, SlotState
-from jax_specdec.device.messages.pack import SlotFields, bucket, k_bucket, pack, select_rows
+from jax_specdec.device.messages.buckets import k_bucket, words_bucket
+from jax_specdec.device.messages.pack import SlotFields, pack, select_rows
 from jax_specdec.device.worker import device_checks
 from jax_specdec.device.worker.device_checks import DeviceCheckError
 from jax_specdec.records.decode import MessageError, decode
@@ -326,11 +327,11 @@ class SelectRows(chex.TestCase):
 
 @given(st.integers(1, 10**7))
 def test_buckets_hold_what_they_must_and_at_most_half_again(num_words):
-    assert num_words <= bucket(num_words) <= 1.5 * num_words
+    assert num_words <= words_bucket(num_words) <= 1.5 * num_words
 
 
 def test_buckets_are_few():
-    assert len({bucket(n) for n in range(50, 20_000)}) < 20
+    assert len({words_bucket(n) for n in range(50, 20_000)}) < 20
     sizes = {k: k_bucket(k, 1000) for k in (0, 1, 5, 6, 20, 21, 128)}
     assert sizes == {0: 0, 1: 5, 5: 5, 6: 20, 20: 20, 21: 64, 128: 128}
     assert k_bucket(4, 4) == 4

@@ -17,13 +17,10 @@ from jax_specdec.device.drafting.drafters import MtpDrafter, no_drafts
 from jax_specdec.device.loop.host_slots import Slot, wants_one_read
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
+from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.device.messages.buckets import chosen_bucket
 from jax_specdec.device.messages.pack import select_rows
-from jax_specdec.device.messages.row_logprobs import (
-    asked_of,
-    chosen_bucket,
-    row_logprobs,
-    widths_of,
-)
+from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import draft_message, step_output, target_message
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import init_cache, named_arrays
@@ -225,7 +222,7 @@ def test_what_a_batch_asks_for_has_a_row_for_each_request():
     asked = asked_of(params, widths)
     assert asked.chosen_ids.shape == (2, widths.chosen)
     assert asked.chosen_ids[0, :2].tolist() == [4, 2]
-    said = [asked.columns, asked.num_chosen, asked.generation, asked.verdict]
+    said = [asked.num_columns, asked.num_chosen, asked.generation, asked.verdict]
     assert [x.tolist() for x in said] == [[4, 0], [2, 0], [1, 1], [0, 0]]
     assert asked.sampling.temperature.tolist() == [0, 0.5]
     assert asked_of(params, widths, generation=[7, 9]).generation.tolist() == [7, 9]

@@ -16,7 +16,7 @@ from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state, state_specs
-from jax_specdec.device.messages.row_logprobs import Widths, asked_of, widths_of
+from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
 from jax_specdec.device.messages.step_messages import step_output, target_message
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import logits

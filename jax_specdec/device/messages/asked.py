@@ -1,0 +1,113 @@
+"""What the requests of a batch ask for, as the device needs it: values a slot, and static limits.
+
+Axes: B slots, C chosen token ids.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from ipc.wire import LogprobsMode
+from jax_specdec.device.messages.buckets import chosen_bucket, k_bucket
+from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.requests import SamplingParams
+from jax_specdec.wording import counted
+
+
+class Widths(NamedTuple):
+    """The most that the slots of a batch ask for; a program is compiled for each."""
+
+    k: int | None = None  # the static K, at least every slot's; None: nobody asks for logprobs
+    chosen: int = 0  # C: columns of the table of chosen token ids
+    mode: LogprobsMode = LogprobsMode.RAW  # the costliest of the slots' modes
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of logprobs a row: 0 without logprobs, K + 1 otherwise."""
+        return 0 if self.k is None else self.k + 1
+
+
+class Asked(NamedTuple):
+    """What the host knows of each slot when it launches a step."""
+
+    generation: UInt32[Array, " B"]
+    verdict: Int32[Array, " B"]  # PREEMPTED or RECOVERY_STOP where the slot was evicted, else 0
+    num_columns: Int32[Array, " B"]  # 0 for no logprobs, K + 1 otherwise
+    mode: Int32[Array, " B"]  # LogprobsMode
+    num_chosen: Int32[Array, " B"]
+    chosen_ids: Int32[Array, "B C"]  # anything from num_chosen on
+    draft_logprobs: Bool[Array, " B"]
+    sampling: Sampling
+
+
+def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
+    """The static limits of what the requests of a batch ask for."""
+    asking = [one for one in params if one.num_columns]
+    if not asking:
+        return Widths()
+    return Widths(
+        k=k_bucket(max(one.num_columns for one in asking) - 1, vocab_size),
+        chosen=chosen_bucket(max(len(one.extra_token_ids) for one in asking)),
+        mode=LogprobsMode(max(one.logprobs_mode for one in asking)),
+    )
+
+
+def asked_of(
+    params: Sequence[SamplingParams],
+    widths: Widths,
+    *,
+    generation: int | Sequence[int] = 1,
+    verdict: int | Sequence[int] = 0,
+) -> Asked:
+    """What the requests of a batch ask for, on the device: request b is in slot b.
+
+    Args:
+      params: of B requests.
+      widths: `widths_of` them.
+      generation: of each slot, or of all; it changes whenever a slot gets another request.
+      verdict: of each slot, or of all; see `Asked`.
+
+    Raises:
+      ValueError: not as many generations or verdicts as requests.
+    """
+    chosen_ids = np.zeros((len(params), widths.chosen), np.int32)
+    for row, one in zip(chosen_ids, params, strict=True):
+        row[: len(one.extra_token_ids)] = one.extra_token_ids
+    return Asked(
+        generation=_each("generations", generation, len(params), np.uint32),
+        verdict=_each("verdicts", verdict, len(params), np.int32),
+        num_columns=_array([one.num_columns for one in params], np.int32),
+        mode=_array([one.logprobs_mode for one in params], np.int32),
+        num_chosen=_array([len(one.extra_token_ids) for one in params], np.int32),
+        chosen_ids=jnp.asarray(chosen_ids),
+        draft_logprobs=_array([one.draft_logprobs for one in params], np.bool_),
+        sampling=sampling_of(params),
+    )
+
+
+def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
+    """The sampling parameters of B requests, on the device."""
+    return Sampling(
+        temperature=_array([one.temperature for one in params], np.float32),
+        top_k=_array([one.top_k for one in params], np.int32),
+        top_p=_array([one.top_p for one in params], np.float32),
+        min_p=_array([one.min_p for one in params], np.float32),
+        seed=_array([one.seed for one in params], np.uint32),
+    )
+
+
+def _each(what: str, values: int | Sequence[int], count: int, dtype: type[np.generic]) -> jax.Array:
+    values = [values] * count if isinstance(values, int) else values
+    if len(values) != count:
+        raise ValueError(
+            f"{len(values)} {what} for {counted(count, 'request')}: one for each, or one for all"
+        )
+    return _array(values, dtype)
+
+
+def _array(values: object, dtype: type[np.generic]) -> jax.Array:
+    return jnp.asarray(np.array(values, dtype))
