@@ -1,0 +1,96 @@
+"""Random requests, and random slots of messages about them."""
+
+import math
+from dataclasses import replace
+
+from ipc.wire import LogprobsMode, SlotState
+from jax_specdec.records.encode import SlotContents
+from jax_specdec.requests import Request, SamplingParams
+
+VOCABULARY = 5
+
+
+def random_params(rng):
+    logprobs = rng.choice((None, 0, 1, 3))
+    return SamplingParams(
+        max_tokens=rng.choice((1, 2, 5, 12, 30)),
+        stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 1)))),
+        stop_sequences=tuple(
+            tuple(rng.choices(range(VOCABULARY), k=rng.choice((1, 2, 2, 3, 4))))
+            for _ in range(rng.choice((0, 1, 3)))
+        ),
+        logprobs=logprobs,
+        logprobs_mode=rng.choice(list(LogprobsMode)),
+        extra_token_ids=tuple(range(rng.randint(0, 2))) if logprobs is not None else (),
+        draft_logprobs=rng.random() < 0.5,
+        prompt_logprobs=rng.choice((None, None, None, None, 0, 2)),
+    )
+
+
+def random_request(rng, name):
+    prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 2, 5))))
+    return Request(id=name, prompt_token_ids=prompt, params=random_params(rng))
+
+
+def random_rows(rng, params, n, **fields):
+    """Slot fields for n tokens, rows included, some of them invalid."""
+    columns, chosen = params.num_columns, len(params.extra_token_ids)
+    rows = n if columns else 0
+    if fields["state"] is SlotState.PREFILL_FIRST_TOKEN:
+        rows = min(rows, 1)
+    invalid = [rng.random() < 0.05 for _ in range(rows)]
+    values = [0.0, -0.125, -1.5, -3.25, -math.inf]
+    return SlotContents(
+        token_ids=[rng.randrange(VOCABULARY) for _ in range(n)],
+        mode=params.logprobs_mode,
+        columns=columns,
+        num_chosen=chosen,
+        token_ranks=[0 if bad else rng.randint(1, 9) for bad in invalid],
+        logprobs=[
+            [math.nan if bad else rng.choice(values) for _ in range(columns + chosen)]
+            for bad in invalid
+        ],
+        topk_ids=[
+            [-1 if bad else rng.randrange(VOCABULARY) for _ in range(columns - 1)]
+            for bad in invalid
+        ],
+        **fields,
+    )
+
+
+def random_target_slot(rng, params, generation, *, fresh):
+    states = [SlotState.TOKENS] * 30 + list(SlotState)
+    state = rng.choice(states)
+    if state is SlotState.PREFILL_FIRST_TOKEN and not fresh:
+        state = SlotState.TOKENS
+    drafts = rng.choice((0, 0, 1, 2, 4))
+    if state is SlotState.TOKENS:
+        n = rng.randint(1, drafts + 1)
+    elif state is SlotState.PREFILL_FIRST_TOKEN:
+        n = drafts + 1
+    else:
+        return SlotContents(state=state, generation=generation, num_drafts=drafts)
+    return random_rows(rng, params, n, state=state, generation=generation, num_drafts=drafts)
+
+
+def random_draft_slot(rng, params, generation):
+    n = rng.choice((0, 1, 2, 4))
+    if rng.random() < 0.02:
+        params = perhaps_other_rows(rng, params)
+    return random_rows(rng, params, n, state=SlotState.TOKENS, generation=generation, num_drafts=n)
+
+
+def perhaps_other_rows(rng, params):
+    """Parameters with the rows of some request: another K, mode or number of chosen ids."""
+    other = random_params(rng)
+    names = ("logprobs", "logprobs_mode", "extra_token_ids")
+    return replace(params, **{name: getattr(other, name) for name in names})
+
+
+def random_prompt_slot(rng, params, generation, tokens):
+    """What a chunk's message says: `tokens` with the columns of the prompt's own K."""
+    asked = replace(params, logprobs=params.prompt_logprobs or 0)
+    fields = {"state": SlotState.TOKENS, "generation": generation}
+    if not tokens:
+        return SlotContents(generation=generation, state=SlotState.NOTHING)
+    return replace(random_rows(rng, asked, len(tokens), **fields), token_ids=tokens)
