@@ -1,10 +1,11 @@
-"""Messages for the tests of the processor: small, with values that say where they come from."""
+"""States and messages for the tests of the processor: small, with values that name their origin."""
 
 import numpy as np
 
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.output_processor import ProcessorState, admit, step
 from jax_specdec.requests import Request, SamplingParams
 
 
@@ -24,7 +25,7 @@ def tokens(
     rows=None,
     ranks=None,
 ):
-    """A slot with tokens; without `logprobs` [n, columns + chosen] they are made from the ids."""
+    """A slot with tokens; `logprobs` [n, columns + chosen] are made from the ids if not given."""
     rows = (len(ids) if columns else 0) if rows is None else rows
     if logprobs is None and columns:
         logprobs = [
@@ -73,3 +74,20 @@ def drafts(*ids, generation=1, columns=0, chosen=0, **fields):
     return tokens(
         *ids, generation=generation, drafts=len(ids), columns=columns, chosen=chosen, **fields
     )
+
+
+def admitted(num_slots=1, slot=0, generation=1, prefill=False, handed_over=None, **params):
+    """A state with one request."""
+    state = ProcessorState.empty(num_slots)
+    return admit(
+        state, slot, generation, request(**params), prefill=prefill, handed_over=handed_over
+    )
+
+
+def run(state, *messages):
+    """The last state, and the records of each message."""
+    released = []
+    for message in messages:
+        state, records = step(state, message)
+        released.append(list(records))
+    return state, released

@@ -10,7 +10,6 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import (
     Phase,
     ProcessorError,
-    ProcessorState,
     Progress,
     abort,
     admit,
@@ -20,32 +19,18 @@ from jax_specdec.records.output_processor import (
 )
 from tests.support.paths import ROOT
 from tests.support.processor_messages import (
+    admitted,
     draft,
     drafts,
     first_token,
     request,
+    run,
     silent,
     target,
     tokens,
 )
 
 pytestmark = pytest.mark.fast
-
-
-def admitted(num_slots=1, slot=0, generation=1, prefill=False, handed_over=None, **params):
-    state = ProcessorState.empty(num_slots)
-    return admit(
-        state, slot, generation, request(**params), prefill=prefill, handed_over=handed_over
-    )
-
-
-def run(state, *messages):
-    """The records of each message."""
-    released = []
-    for message in messages:
-        state, records = step(state, message)
-        released.append(list(records))
-    return state, released
 
 
 def test_a_record_has_the_tokens_and_their_logprobs():
@@ -157,29 +142,6 @@ def test_tokens_after_the_end_are_surplus_and_never_delivered():
     assert state.statistics.num_tokens == 1
 
 
-def test_an_old_generation_never_touches_the_new_request():
-    state = admitted(stop_token_ids=(6,), id="old")
-    state, _ = run(state, target(0, tokens(6)))
-    state = admit(release(state, 0), 0, 2, request("new", stop_token_ids=(6,)))
-    before = state.columns.num_tokens.copy()
-    state, released = run(
-        state, target(1, tokens(6)), target(2, silent(SlotState.PREEMPTED)), target(3, silent())
-    )
-    assert released == [[], [], []]
-    assert state.counters.late_slots == 2
-    np.testing.assert_array_equal(state.columns.num_tokens, before)
-    _, ((record,),) = run(state, target(4, tokens(7, generation=2)))
-    assert (record.request_id, record.token_ids.tolist()) == ("new", [7])
-
-
-def test_a_message_about_a_generation_that_was_never_admitted_is_an_error():
-    with pytest.raises(ProcessorError, match="generation 2, but the last one admitted is 1"):
-        step(admitted(), target(0, tokens(5, generation=2)))
-    with pytest.raises(ProcessorError, match="the last one admitted is -1"):
-        step(ProcessorState.empty(1), target(0, tokens(5)))
-    step(ProcessorState.empty(1), target(0, silent(SlotState.STOPPED)))
-
-
 def test_nothing_and_stopped_make_no_record():
     for slot_state in (SlotState.NOTHING, SlotState.STOPPED):
         state, (records,) = run(admitted(), target(0, silent(slot_state)))
@@ -280,29 +242,11 @@ def test_abort_ends_a_request_once():
     assert not surplus
 
 
-def test_admit_and_release_check_the_slot_and_the_generation():
-    state = admitted(num_slots=2)
-    with pytest.raises(ProcessorError, match=r"slot 0 is taken by request 'r' \(running\)"):
-        admit(state, 0, 2, request("other"))
-    with pytest.raises(ProcessorError, match="request id 'r' holds another slot"):
-        admit(state, 1, 1, request("r"))
-    with pytest.raises(ProcessorError, match="slot 2 does not exist"):
-        admit(state, 2, 1, request("other"))
-    with pytest.raises(ProcessorError, match="generation = 4294967296 must be"):
-        admit(state, 1, 2**32, request("other"))
-    state = release(state, 0)
-    assert release(state, 0) is state  # a free slot stays free
-    for used in (1, 0):
-        with pytest.raises(ProcessorError, match="has had generation 1"):
-            admit(state, 0, used, request("other"))
-    admit(state, 0, 2, request("other"))
-
-
-def test_generations_wrap_around():
-    state = admit(ProcessorState.empty(1), 0, 2**32 - 1, request("old"))
-    state = admit(release(state, 0), 0, 0, request("new"))
-    state, (records,) = run(state, target(0, tokens(5, generation=2**32 - 1)))
-    assert (records, state.counters.late_slots) == ([], 1)
+def test_finish_reasons_are_those_of_the_contract():
+    assert [reason.name for reason in FinishReason] == [
+        "STOP_TOKEN", "STOP_SEQUENCE", "LENGTH", "ABORT", "RECOVERY_ERROR", "PREFILL_HANDOVER",
+        "WORKER_LOST",
+    ]  # fmt: skip
 
 
 def test_progress_with_nothing_left_is_refused():

@@ -1,12 +1,6 @@
-"""The seed system's traps where this slice touches them; the numbers are those of its trap list.
-
-Traps 1 to 5 on the engine's side are in test_output_processor_traps, trap 3 end to end in
-test_pin_delivery, trap 7 in test_pack and test_wire.
-"""
+"""The seed system's traps 2 and 6 in the packer; the numbers are those of its list of traps."""
 
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +12,6 @@ from ipc.wire import Kind
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.records.decode import decode
 from pallas_kernels import TopkLogprobs
-from tests.test_import_rules import is_engine_side, modules
 
 pytestmark = pytest.mark.fast
 
@@ -86,62 +79,3 @@ def test_trap_6_rows_in_any_order_come_out_in_slot_order():
     # Negative control: either of the two alone gives other words.
     assert (np.asarray(packed(slots, token_ids, rows, moved)) != plain).any()
     assert (np.asarray(packed(slots, token_ids, reordered, found)) != plain).any()
-
-
-REFUSE_JAX = """
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("jax", "jaxlib", "pallas_kernels"):
-            raise ModuleNotFoundError(f"No module named {name!r}: refused", name=name)
-
-sys.meta_path.insert(0, Refuse())
-"""
-
-MESSAGE_TO_JSON = """
-import json
-from ipc import RingReader, RingWriter
-from ipc.wire import Kind
-from jax_specdec import openai, output_processor as op
-from jax_specdec.records.decode import decode
-from jax_specdec.text.detokenize import TokenTable
-from jax_specdec.records.encode import SlotContents, encode
-from jax_specdec.requests import Request, SamplingParams
-
-request = Request(id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=2, logprobs=1))
-state = op.admit(op.ProcessorState.empty(1), 0, 1, request)
-slot = SlotContents(generation=1, num_drafts=1, columns=2, token_ids=[65, 66], token_ranks=[1, 1],
-                    logprobs=[[-0.5, -0.5], [-0.25, -0.25]], topk_ids=[[65], [66]])
-with RingReader.create(2, 4096) as reader, RingWriter.attach(reader.name) as writer:
-    writer.send(encode(Kind.TARGET, 0, [slot]))
-    state, records = op.step(state, decode(reader.receive(5).data))
-table = TokenTable(lambda id: bytes([id]))
-print(json.dumps(openai.completion_logprobs(records, table)["token_logprobs"]))
-"""
-
-
-def without_jax(code):
-    """Run `code` in a process where jax cannot be imported."""
-    return subprocess.run(
-        [sys.executable, "-c", REFUSE_JAX + code], capture_output=True, text=True, check=False
-    )
-
-
-def test_trap_8_the_engine_side_works_on_a_machine_without_jax():
-    names = [name for name in modules() if is_engine_side(name)]
-    assert {
-        "jax_specdec.engine.engine",
-        "jax_specdec.cli.main",
-        "jax_specdec.cli.demo_requests",
-        "ipc.reader",
-    } <= set(names)
-    done = without_jax(f"import {', '.join(names)}\n{MESSAGE_TO_JSON}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[-0.5, -0.25]\n"
-
-
-def test_trap_8_that_check_can_fail():
-    done = without_jax("import jax_specdec.device.loop.step")
-    assert done.returncode != 0
-    assert "No module named 'jax': refused" in done.stderr

@@ -1,6 +1,6 @@
-"""Delivery, where no other test pins a line: the engine and the worker around a ring that is full.
+"""Delivery through a real ring that is full, and around preemptions, by the worker's own code.
 
-The worker runs in a thread of this process, so that it can be looked at; the ring is a real one.
+The worker runs in a thread of this process, so that the tests can inspect it.
 """
 
 import contextlib
@@ -23,18 +23,9 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.output_processor import (
-    ProcessorError,
-    ProcessorState,
-    StepLost,
-    admit,
-    release,
-    step,
-)
-from jax_specdec.records.processor_state import is_newer
+from jax_specdec.records.output_processor import StepLost
 from tests.support import decoding
 from tests.support.decoding import VOCAB, mixed_requests
-from tests.support.processor_messages import request, silent, target, tokens
 
 SLOTS = 3
 
@@ -225,54 +216,3 @@ def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
             assert last.cumulative_logprob == pytest.approx(total, abs=1e-3)
             found = sum(len(r.draft.logprobs) for r in records[item.id] if r.num_drafts)
             assert found == drafts > 0
-
-
-@pytest.mark.fast
-def test_newer_is_decided_on_the_circle_of_32_bits():
-    assert is_newer(1, 0)
-    assert is_newer(0, 2**32 - 1)
-    assert is_newer(2**31 - 1, 0)
-    assert not is_newer(2**31, 0)  # half way round: neither is newer
-    assert not is_newer(0, 2**31)
-    assert not is_newer(5, 5)
-    assert not is_newer(2**32 - 1, 0)
-
-
-@pytest.mark.fast
-def test_old_and_future_generations_around_the_wrap():
-    state = admit(ProcessorState.empty(1), 0, 2**32 - 1, request("old"))
-    with pytest.raises(ProcessorError, match="about generation 0, but the last one admitted is"):
-        step(state, target(0, tokens(5, generation=0)))
-    state = admit(release(state, 0), 0, 0, request("new"))
-    for n, late in enumerate((2**32 - 1, 2**32 - 2, 2**31 + 1)):
-        state, records = step(state, target(n, tokens(5, generation=late)))
-        assert (len(records), state.counters.late_slots) == (0, n + 1)
-    state, (record,) = step(state, target(3, tokens(5, generation=0)))
-    assert (record.request_id, record.token_ids.tolist()) == ("new", [5])
-    for used in (0, 2**32 - 1, 2**31):
-        with pytest.raises(ProcessorError, match="is used up"):
-            admit(release(state, 0), 0, used, request("another"))
-
-
-@pytest.mark.fast
-def test_a_message_about_no_live_request_changes_nothing_but_a_counter():
-    """Neither the old request's tokens, nor its preemption, nor its recovery stop."""
-    state = admit(ProcessorState.empty(1), 0, 1, request("old", logprobs=0))
-    state = admit(release(state, 0), 0, 2, request("new", logprobs=0))
-    before = [getattr(state.columns, name).tolist() for name in state.columns.__slots__]
-    for n, slot in enumerate(
-        [tokens(5, columns=1), tokens(6, 7, columns=1), silent(3), silent(4), silent(1), silent(2)]
-    ):
-        state, records = step(state, target(n, slot))
-        assert len(records) == 0
-    after = [getattr(state.columns, name).tolist() for name in state.columns.__slots__]
-    assert after == before
-    assert state.counters.late_slots == 4
-
-
-@pytest.mark.fast
-def test_finish_reasons_are_those_of_the_contract():
-    assert [reason.name for reason in FinishReason] == [
-        "STOP_TOKEN", "STOP_SEQUENCE", "LENGTH", "ABORT", "RECOVERY_ERROR", "PREFILL_HANDOVER",
-        "WORKER_LOST",
-    ]  # fmt: skip
