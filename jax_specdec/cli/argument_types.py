@@ -1,4 +1,4 @@
-"""What several commands need to read their options; the standard library alone."""
+"""Reading of options that several commands share, with the standard library alone."""
 
 import argparse
 from collections.abc import Callable
@@ -6,21 +6,21 @@ from pathlib import Path
 
 
 def found(path: Path | None) -> str:
-    """The absolute path of what is there, for a worker; "" for None.
+    """The absolute path of a file or a directory, for a worker; "" for None.
 
     Raises:
-      OSError: nothing is there.
+      OSError: the path leads nowhere.
     """
     if path is None:
         return ""
-    path.stat()  # its error names the whole path, that of a strict `resolve` the part that is wrong
+    path.stat()  # its error names the whole path; that of a strict `resolve` only a part of it
     return str(path.resolve())
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """An argparse type: a whole number in a range, refused by the name of its option."""
+    """An argparse type: a whole number from `low` to `high`. Errors name the option."""
 
-    def integer(text: str) -> int:  # argparse says its name: "invalid integer value"
+    def integer(text: str) -> int:  # argparse shows this name: "invalid integer value"
         value = int(text)
         if value < low:
             raise argparse.ArgumentTypeError(f"{value} is below {low}")

@@ -1,4 +1,4 @@
-"""`jax-specdec demo`: prompts decoded by worker processes, as one can watch it."""
+"""`jax-specdec demo`: prompts decoded by worker processes, with their logprobs, as they come."""
 
 import argparse
 import contextlib
@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import found, integer
+from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from jax_specdec.cli.demo_requests import Collector
+    from jax_specdec.cli.demo_screen import Screen
     from jax_specdec.engine.config import EngineConfig
     from jax_specdec.engine.engine import Engine
     from jax_specdec.requests import Request
@@ -16,15 +20,15 @@ if TYPE_CHECKING:
 MAX_WORKERS = 64
 
 HELP = """\
-Decode eighteen built-in prompts, or those of a file, with a tiny byte-level model, and deliver
-every token's logprob from the worker process to this one through shared memory.
+Decode eighteen built-in prompts, or the prompts of a file, with a tiny byte-level model. Every
+token's logprob comes from the worker process to this one through shared memory.
 
 The worker drafts several tokens a step, verifies them in one forward pass, computes logprobs and
 token ranks of the accepted rows alone, packs them on the device and sends one message a step. This
-process decodes the messages into records per request; it never imports jax.
+process decodes the messages into records of each request; it never imports jax.
 
-The text grows per request, colored by logprob; then a table says what speculation did and what
-moving the logprobs took.
+Each request's text grows on the screen, colored by logprob. At the end, a table shows what
+speculation did and what it took to move the logprobs.
 """
 
 
@@ -50,21 +54,21 @@ def _add_drafting(group: Any) -> None:
         "--drafter",
         choices=DRAFTERS,
         default="mtp",
-        help="who drafts: the model's multi-token prediction head, the latest n-gram of the "
-        "request's own text, the longest suffix of that text that occurred before, or nobody "
-        "(default: %(default)s)",
+        help="where drafts come from: the model's multi-token prediction head (mtp), the latest "
+        "n-gram of the request's own text, the longest suffix of that text that occurred before, "
+        "or none at all (default: %(default)s)",
     )
     group.add_argument(
         "--drafts", type=integer(0, MAX_DRAFTS), default=3, metavar="N",
-        help=f"draft tokens a step at most, 0 to {MAX_DRAFTS} (default: %(default)s)",
+        help=f"the most draft tokens a step, 0 to {MAX_DRAFTS} (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--adaptive-drafts", action="store_true",
-        help="draft less for a request whose drafts are seldom accepted",
+        help="draft less for a request whose drafts are rarely accepted",
     )  # fmt: skip
     group.add_argument(
         "--corpus", type=Path, metavar="FILE",
-        help="a UTF-8 text in which the suffix drafter looks too",
+        help="a UTF-8 text that the suffix drafter searches too",
     )  # fmt: skip
 
 
@@ -75,18 +79,20 @@ def _add_requests(group: Any) -> None:
     logprobs = group.add_mutually_exclusive_group()
     logprobs.add_argument(
         "--k", type=integer(0, MAX_TOP_K), metavar="K",
-        help=f"every request asks for its K most likely tokens, 0 to {MAX_TOP_K}",
+        help=f"let every request ask for its K most likely tokens, 0 to {MAX_TOP_K}",
     )  # fmt: skip
-    logprobs.add_argument("--no-logprobs", action="store_true", help="no request asks for logprobs")
+    logprobs.add_argument(
+        "--no-logprobs", action="store_true", help="let no request ask for logprobs"
+    )
     group.add_argument(
         "--draft-logprobs", action="store_true",
-        help="every request also asks for the draft model's logprobs of its drafts, accepted or "
-        "not (only mtp has a model to ask); the table has their mean, the JSON all of them",
+        help="let every request also ask for the draft model's logprobs of its drafts, accepted or "
+        "not (mtp alone has a draft model); the table shows their mean, the JSON all of them",
     )  # fmt: skip
     group.add_argument(
         "--temperature", type=float, metavar="T",
-        help="of every request; 0 is greedy. A request with a temperature above 0, built-in or "
-        f"not, samples with top-p {SAMPLED_TOP_P}",
+        help="temperature of every request; 0 is greedy. A request with a temperature above 0, "
+        f"built-in or not, samples with top-p {SAMPLED_TOP_P}",
     )  # fmt: skip
     group.add_argument(
         "--max-tokens", type=integer(1), metavar="N", help="tokens to emit for every request"
@@ -100,12 +106,12 @@ def _add_requests(group: Any) -> None:
 def _add_workers(group: Any) -> None:
     group.add_argument(
         "--slots", type=integer(1), default=8, metavar="B",
-        help="requests that decode together in a worker (default: %(default)s)",
+        help="requests that a worker decodes together (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--chunked-prefill", type=integer(1, 2**16), default=64, metavar="N",
-        help="run prompts N tokens at a time, so that a long one does not hold up the others' "
-        "tokens (default: %(default)s)",
+        help="run prompts N tokens at a time, so that a long prompt does not hold up other "
+        "requests (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--data-parallel", type=integer(1, MAX_WORKERS), default=1, metavar="M",
@@ -115,30 +121,29 @@ def _add_workers(group: Any) -> None:
     group.add_argument(
         "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
         help="devices among which each worker splits the model; logits stay where they are made. "
-        "Without accelerators it makes as many CPU devices (default: %(default)s)",
+        "Without accelerators, the worker makes N CPU devices (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--processes", action="store_true",
-        help="each of those devices has a process of its own, connected by jax.distributed; one "
+        help="give each of those devices a process of its own, connected by jax.distributed; one "
         "of a worker's processes sends its messages",
     )  # fmt: skip
     group.add_argument(
         "--disaggregated", action="store_true",
-        help="another worker process runs the prompts: the first token of a request comes from "
-        "it, with the drafts after it, and all others from a worker that decodes (which runs the "
+        help="add a worker process that runs the prompts: a request's first token and the drafts "
+        "after it come from there, all other tokens from a worker that decodes (and runs the "
         "prompt again: no cache is moved)",
     )  # fmt: skip
     group.add_argument(
         "--preempt-every", type=integer(1), metavar="N",
-        help="after every N messages, one of the running requests in turn gives up its slot, and "
-        "goes on later where it was",
+        help="after every N messages, take its slot from one of the running requests in turn; it "
+        "goes on later from there",
     )  # fmt: skip
-
     group.add_argument(
         "--on-worker-loss", choices=("stop", "continue", "restart"), default="stop",
-        help="what to do when a worker process ends early: stop everything, go on with the other "
-        "workers, or start another one in its place; where it goes on, so do the requests of the "
-        "lost one, after their last token (default: %(default)s)",
+        help="what to do when a worker process ends early: stop everything, continue with the "
+        "other workers, or start another worker in its place. Unless everything stops, the "
+        "requests of the lost worker go on after their last token (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -154,49 +159,28 @@ def _add_files(group: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Decode, draw while it goes on, and sum up.
+    """Decode, draw the texts meanwhile, and sum up at the end.
 
     Raises:
       WorkerFailed: a worker ended early.
-      RingError, OSError, ValueError: something cannot be done as asked.
+      RingError, OSError, ValueError: an option cannot be met.
     """
     from rich.console import Console
 
-    from jax_specdec.cli import demo_requests, demo_screen, demo_tables
+    from jax_specdec.cli import demo_requests, demo_screen
     from jax_specdec.engine.engine import Engine
     from jax_specdec.engine.worker_client import WorkerFailed
-    from jax_specdec.wording import counted
 
-    console = Console()
-    requests = demo_requests.with_options(
-        demo_requests.requests_from_file(options.prompts)
-        if options.prompts
-        else demo_requests.default_requests(),
-        k=options.k,
-        temperature=options.temperature,
-        max_tokens=options.max_tokens,
-        no_logprobs=options.no_logprobs,
-        draft_logprobs=options.draft_logprobs,
-    )
+    console, requests = Console(), _requests(options)
     collector = demo_requests.Collector.of(requests)
-    with (
-        demo_requests.open_json(options.json)
-        if options.json
-        else contextlib.nullcontext() as json_file
-    ):
+    opened = demo_requests.open_json(options.json) if options.json else contextlib.nullcontext()
+    with opened as json_file:
         try:
             with (
                 Engine(_config(options, requests)) as engine,
                 demo_screen.screen(console) as screen,
             ):
-                screen.update(collector)
-                for update in engine.generate(requests):
-                    collector.add(update)
-                    if update.lost and options.on_worker_loss != "stop":
-                        screen.note(update.lost.report)
-                    if options.preempt_every:
-                        _preempt(engine, collector, options.preempt_every)
-                    screen.update(collector)
+                _decode(engine, collector, screen, options)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note("the worker was stopped")
             raise
@@ -207,16 +191,53 @@ def run(options: argparse.Namespace) -> int:
                     "place, and the demo goes on"
                 )
             raise
-        demo_screen.full_texts(collector, console)
-        demo_screen.legend(console)
-        demo_tables.show(collector, console)
-        if options.data_parallel > 1 or options.disaggregated or options.preempt_every:
-            demo_tables.show_ranks(engine.status, collector, console)
+        _sum_up(engine, collector, console, options)
         if json_file is not None:
             demo_requests.write_json(json_file, collector)
             written = counted(len(requests), "record")
             demo_screen.say(f"wrote {written} to {options.json}", console)
     return 0
+
+
+def _requests(options: argparse.Namespace) -> "list[Request]":
+    from jax_specdec.cli import demo_requests
+
+    return demo_requests.with_options(
+        demo_requests.requests_from_file(options.prompts)
+        if options.prompts
+        else demo_requests.default_requests(),
+        k=options.k,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        no_logprobs=options.no_logprobs,
+        draft_logprobs=options.draft_logprobs,
+    )
+
+
+def _decode(
+    engine: "Engine", collector: "Collector", screen: "Screen", options: argparse.Namespace
+) -> None:
+    """Collect and draw what each message brings, and preempt where that is wanted."""
+    screen.update(collector)
+    for update in engine.generate([output.request for output in collector.outputs.values()]):
+        collector.add(update)
+        if update.lost and options.on_worker_loss != "stop":
+            screen.note(update.lost.report)
+        if options.preempt_every:
+            _preempt(engine, collector, options.preempt_every)
+        screen.update(collector)
+
+
+def _sum_up(
+    engine: "Engine", collector: "Collector", console: "Console", options: argparse.Namespace
+) -> None:
+    from jax_specdec.cli import demo_screen, demo_tables
+
+    demo_screen.full_texts(collector, console)
+    demo_screen.legend(console)
+    demo_tables.show(collector, console)
+    if options.data_parallel > 1 or options.disaggregated or options.preempt_every:
+        demo_tables.show_workers(engine.status, collector, console)
 
 
 def _config(options: argparse.Namespace, requests: "list[Request]") -> "EngineConfig":
@@ -225,7 +246,7 @@ def _config(options: argparse.Namespace, requests: "list[Request]") -> "EngineCo
 
     longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
     if options.corpus and options.drafter != "suffix":
-        raise ValueError(f"--corpus is for --drafter suffix; {options.drafter} looks in no text")
+        raise ValueError(f"--corpus is for --drafter suffix; {options.drafter} searches no text")
     return EngineConfig(
         drafter=options.drafter if options.drafts else "none",
         num_drafts=options.drafts if options.drafter != "none" else 0,
@@ -246,7 +267,7 @@ def _config(options: argparse.Namespace, requests: "list[Request]") -> "EngineCo
 
 
 def _preempt(engine: "Engine", collector: "Collector", every: int) -> None:
-    """After every so many messages, one of the running requests in turn gives up its slot."""
+    """After every `every` messages, take its slot from one of the running requests in turn."""
     turn, rest = divmod(collector.messages, every)
     running = [name for name in engine.running if collector.outputs[name].num_tokens]
     if turn and not rest and running:

@@ -1,4 +1,4 @@
-"""The demo's requests, and a collector of what becomes of them. Never jax, no terminal."""
+"""The demo's requests, and a collector of their records. No jax, no terminal."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from jax_specdec.text.detokenize import TokenTable
 SAMPLED_TOP_P = 0.95
 MODEL = "jax-specdec-tiny"
 
-# prompt, tokens to emit, K (None: no logprobs), temperature
+# Prompt, tokens to emit, K (None: no logprobs), temperature.
 _PROMPTS: tuple[tuple[str, int, int | None, float], ...] = (
     ("def __init__(self, ", 56, 5, 0.0),
     ("import os\nimport sys\nimport ", 48, 0, 0.0),
@@ -56,7 +56,7 @@ _PROMPTS: tuple[tuple[str, int, int | None, float], ...] = (
 
 
 def default_requests() -> list[Request]:
-    """Prompts of different lengths, greedy and sampled, with K from 0 to 20 and without."""
+    """Built-in prompts of many lengths, greedy and sampled, with K from 0 to 20 or no logprobs."""
     return [
         _request(index, text, max_tokens, k, temperature)
         for index, (text, max_tokens, k, temperature) in enumerate(_PROMPTS)
@@ -64,7 +64,7 @@ def default_requests() -> list[Request]:
 
 
 def requests_from_file(path: Path, max_tokens: int = 64) -> list[Request]:
-    r"""A greedy request with K = 5 for each line of a UTF-8 file that is not empty.
+    r"""A greedy request with K = 5 for each line of a UTF-8 file; empty lines are skipped.
 
     In a line, `\n`, `\t` and `\\` stand for the characters that they name.
     """
@@ -88,7 +88,7 @@ def _request(index: int, text: str, max_tokens: int, k: int | None, temperature:
 
 
 def _top_p(temperature: float) -> float:
-    """One rule for every request: a sampled one keeps the nucleus, a greedy one needs none."""
+    """The top-p of every request: sampled ones keep the nucleus, greedy ones need none."""
     return SAMPLED_TOP_P if temperature > 0 else 1.0
 
 
@@ -101,7 +101,7 @@ def with_options(
     no_logprobs: bool = False,
     draft_logprobs: bool = False,
 ) -> list[Request]:
-    """The requests with what the command line says for all of them."""
+    """The requests with the options of the command line, which hold for all of them."""
     changed = []
     for request in requests:
         params = request.params
@@ -121,16 +121,16 @@ def with_options(
 
 @dataclass
 class Output:
-    """One request and what was delivered of it so far.
+    """One request and its records so far.
 
     Attributes:
-      request: what was asked.
-      records: in the order of their steps.
+      request: the request.
+      records: its records, in the order of their steps.
       token_ids: all tokens of the records.
-      token_logprobs: each token's own logprob; None where none were asked.
-      token_ranks: each token's rank; None where no logprobs were asked.
+      token_logprobs: each token's own logprob; None where no logprobs were asked for.
+      token_ranks: each token's rank; None where no logprobs were asked for.
       draft_logprobs: the draft model's logprob of each draft that was verified; empty where they
-        were not asked, or there is no such model.
+        were not asked for, or there is no draft model.
     """
 
     request: Request
@@ -171,7 +171,7 @@ class Output:
 
     @property
     def statistics(self) -> Statistics | None:
-        """Once it has ended."""
+        """What speculation did, once the request has ended."""
         return self.records[-1].statistics if self.records else None
 
     @property
@@ -181,23 +181,23 @@ class Output:
 
     @property
     def mean_draft_logprob(self) -> float | None:
-        """None without any; see `draft_logprobs`."""
+        """The mean of `draft_logprobs`; None where there are none."""
         return statistics.fmean(self.draft_logprobs) if self.draft_logprobs else None
 
 
 @dataclass
 class Collector:
-    """Everything that came back: records by request, and what it took to send them.
+    """The records of all requests, and the messages that brought them.
 
-    Only messages that the engine delivered count: not what workers sent after the last request
-    had ended. Those of a worker that took a lost one's place count with the lost one's.
+    Only messages that the engine delivered count, and not those that workers sent after the last
+    request had ended. The messages of a lost worker and of its replacement count together.
 
     Attributes:
-      outputs: by request id.
-      messages_of: messages by process rank.
-      bytes_of: bytes of these messages by process rank.
-      payload_bytes: ids, logprobs and ranks alone.
-      latencies_ns: of each message.
+      outputs: the outputs by request id.
+      messages_of: the number of messages by process rank.
+      bytes_of: the bytes of these messages by process rank.
+      payload_bytes: the bytes of ids, logprobs and ranks alone.
+      latencies_ns: the transport latency of each message.
     """
 
     outputs: dict[str, Output]
@@ -224,16 +224,16 @@ class Collector:
 
     @property
     def messages(self) -> int:
-        """Of all process ranks."""
+        """The number of messages of all process ranks."""
         return self.messages_of.total()
 
     @property
     def message_bytes(self) -> int:
-        """Of all process ranks."""
+        """The bytes of the messages of all process ranks."""
         return self.bytes_of.total()
 
     def latency_us(self, share: float) -> float:
-        """The transport latency that `share` of the messages stayed below, microseconds."""
+        """The transport latency that `share` of the messages stay below, in microseconds."""
         if len(self.latencies_ns) < 2:
             return self.latencies_ns[0] / 1e3 if self.latencies_ns else 0.0
         return statistics.quantiles(self.latencies_ns, n=100)[round(share * 100) - 1] / 1e3
@@ -245,33 +245,33 @@ class Collector:
 
 
 def open_json(path: Path) -> TextIO:
-    """The file to write to at the end: opened before the work, so that it fails before the work.
+    """Open the file that is written at the end, so that an error comes before the work.
 
-    What the file holds stays until `write_json`.
+    The file keeps its content until `write_json`.
 
     Raises:
-      OSError: it cannot be written; a directory, for example.
+      OSError: the file cannot be written, or is a directory.
     """
     return path.open("a", encoding="utf-8")
 
 
 def write_json(file: TextIO, collector: Collector) -> None:
-    """Replace what `file` holds by one OpenAI-style completion a line, in request order.
+    """Replace the content of `file` by one OpenAI-style completion a line, in request order.
 
     Raises:
-      OSError: it cannot be written whole; what it held is gone.
+      OSError: the records cannot be written whole; the earlier content is gone.
     """
     try:
         _write_json(file, collector)
         file.flush()
     except OSError as error:
-        with contextlib.suppress(OSError):  # or it would be tried again where nobody catches it
+        with contextlib.suppress(OSError):  # closed later, it would fail where no code catches it
             file.close()
         raise OSError(error.errno, error.strerror, file.name) from error
 
 
 def _write_json(file: TextIO, collector: Collector) -> None:
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe or /dev/null has no old content
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe or /dev/null has nothing to cut
         file.truncate(0)
     table, created = token_table(), int(time.time())
     for output in collector.outputs.values():
@@ -282,7 +282,7 @@ def _write_json(file: TextIO, collector: Collector) -> None:
 
 
 def token_table() -> TokenTable:
-    """The byte tokenizer's strings; its special tokens are no part of a text."""
+    """The strings of the byte tokenizer, whose special tokens are no part of a text."""
     special = range(256, byte_tokens.VOCAB_SIZE)
     return TokenTable(
         byte_tokens.token_bytes, {id: byte_tokens.token_bytes(id).decode() for id in special}

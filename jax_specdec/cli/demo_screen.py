@@ -1,4 +1,4 @@
-"""What a person sees of the texts: they grow per request, colored by logprob."""
+"""The texts on a terminal or in a pipe: they grow, colored by logprob."""
 
 import codecs
 import math
@@ -19,11 +19,12 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.text import byte_tokens
 from jax_specdec.wording import counted
 
-# Upper end of each band of logprobs, natural logarithm, and its color.
+# The upper end of each band of logprobs (natural logarithm), and the color of the band.
 _BANDS = ((-3.0, "red"), (-1.5, "dark_orange"), (-0.5, "yellow"), (-0.1, "chartreuse3"))
 _SURE = "green"
 _UNKNOWN = "white"  # no logprobs were asked for
 REDRAW_SECONDS = 0.1
+STARTING = "starting the model worker: it imports jax and compiles ..."
 
 
 def color(logprob: float | None) -> str:
@@ -39,12 +40,12 @@ def color(logprob: float | None) -> str:
 
 
 class ColoredText:
-    """One output's text as runs of one color; only what is new is decoded and colored.
+    """One output's text as runs of one color; only new tokens are decoded and colored.
 
-    A character takes the color of its last byte: until then nothing of it can be shown.
+    A character takes the color of its last byte, which makes it visible.
 
     Attributes:
-      runs: (text, style), prompt first; text is what the model wrote, line ends included.
+      runs: (text, style), the prompt first; the text is what the model wrote, line ends included.
     """
 
     def __init__(self, output: Output) -> None:
@@ -61,7 +62,7 @@ class ColoredText:
         for index in range(start, self._next):
             text = self._decoder.decode(byte_tokens.token_bytes(output.token_ids[index]))
             self._append(text, color(None if asked is None else asked[index]))
-        if output.finish_reason is not None:  # half a character may be left
+        if output.finish_reason is not None:  # the text may end in half a character
             self._append(self._decoder.decode(b"", final=True), self.runs[-1][1])
 
     def _append(self, text: str, style: str) -> None:
@@ -71,11 +72,11 @@ class ColoredText:
             self.runs.append((text, style))
 
     def whole(self) -> Text:
-        """All of it, over as many lines as it has."""
+        """The whole text, with its line ends."""
         return Text.assemble(*((_printable(text, keep="\n\t"), style) for text, style in self.runs))
 
     def tail(self, width: int) -> list[Segment]:
-        """The end of it on one line of at most `width` cells."""
+        """The end of the text on one line of at most `width` cells."""
         segments: list[Segment] = []
         room = width - 1  # for the ellipsis
         for text, style in reversed(self.runs):
@@ -95,20 +96,23 @@ def _one_line(text: str) -> str:
 
 
 def _printable(text: str, keep: str = "") -> str:
-    """Text without control characters: a model may emit what would move the cursor."""
+    """The text without control characters: a model may emit some that move the cursor."""
     return "".join(c if c.isprintable() or c in keep else "·" for c in text)
 
 
 class Screen(Protocol):
-    def update(self, collector: Collector) -> None: ...
+    """Where a run is shown while it goes on."""
+
+    def update(self, collector: Collector) -> None:
+        """Show what has been collected."""
 
     def note(self, text: str) -> None:
-        """Say something that stays, above what is drawn."""
+        """Print a sentence that stays, above what is drawn."""
 
 
 @contextmanager
 def screen(console: Console) -> Iterator[Screen]:
-    """A live view on a terminal; a line now and then where the output is a file or a pipe."""
+    """A live view on a terminal; in a file or a pipe a line now and then."""
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             yield _LiveScreen(live, console)
@@ -123,7 +127,7 @@ class _LiveScreen:
         self._drawn_at = -math.inf
 
     def update(self, collector: Collector) -> None:
-        # A message that comes while this process draws waits in the ring.
+        # Drawing takes time, and messages wait in the ring meanwhile.
         if time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
             size = self._console.size
             self._live.update(self._view.draw(collector, size.width, size.height), refresh=True)
@@ -136,7 +140,7 @@ class _LiveScreen:
 class LiveView:
     """The growing texts; a line is made again only for new records or another width.
 
-    Lines are segments, not `Text`, which takes several times as long: messages wait meanwhile.
+    Lines are segments and not `Text`, which would take several times as long to draw.
     """
 
     def __init__(self) -> None:
@@ -144,53 +148,54 @@ class LiveView:
         self._lines: dict[str, tuple[object, list[Segment]]] = {}
 
     def draw(self, collector: Collector, width: int, height: int) -> RenderableType:
-        """A line for each request that there is room for, and one about the whole.
+        """A line for each request that there is room for, and one about all of them.
 
-        All requests keep their order while they fit. Where they do not, those that run come
-        first, then those that wait; those that are done are only counted.
+        Requests keep their order while all of them fit. Otherwise the running ones come first, then
+        the waiting ones; those that are done are only counted.
         """
         outputs = list(collector.outputs.values())
         running = [o for o in outputs if o.records and o.finish_reason is None]
         waiting = [o for o in outputs if not o.records]
-        done = len(outputs) - len(running) - len(waiting)
         room = max(height - 1, 0)
         shown = outputs if len(outputs) <= room else (running + waiting)[:room]
         segments = [segment for output in shown for segment in self._line(output, width)]
+        note = STARTING
         if collector.messages:
+            done = len(outputs) - len(running) - len(waiting)
             emitted = sum(output.num_tokens for output in outputs)
             note = (
                 f"{done} of {len(outputs)} done, {len(running)} running, {len(waiting)} waiting, "
                 f"{counted(emitted, 'token')}, step {collector.messages}"
             )
-        else:
-            note = "starting the model worker: it imports jax and compiles ..."
         status = Text(note, style="bold", no_wrap=True, overflow="ellipsis")
         return Group(Segments(segments), status) if segments else status
 
     def _line(self, output: Output, width: int) -> list[Segment]:
+        """The request's K, its state and the end of its text; kept until something changes."""
         name, key = output.request.id, (len(output.records), width)
         if name in self._lines and self._lines[name][0] == key:
             return self._lines[name][1]
         k = output.request.params.logprobs
-        if output.finish_reason is not None:
-            state, style = "done", "green"
-        elif output.records:
-            state, style = str(output.num_tokens), "none"
-        else:
-            state, style = "wait", "dim"
         asked = f"{'-' if k is None else f'K={k}':<5} "
+        state, style = _state(output)
         state = f"{state:>4} "
-        if name not in self._texts:
-            self._texts[name] = ColoredText(output)
-        self._texts[name].update()
+        text = self._texts.setdefault(name, ColoredText(output))
+        text.update()
         line = [
             Segment(asked),
             Segment(state, Style.parse(style)),
-            *self._texts[name].tail(max(width - len(asked) - len(state), 2)),
+            *text.tail(max(width - len(asked) - len(state), 2)),
         ]
         line = [*Segment.adjust_line_length(line, width, pad=False), Segment.line()]
         self._lines[name] = key, line
         return line
+
+
+def _state(output: Output) -> tuple[str, str]:
+    """A request's state on its line, and the style of it."""
+    if output.finish_reason is not None:
+        return "done", "green"
+    return (str(output.num_tokens), "none") if output.records else ("wait", "dim")
 
 
 class _PlainScreen:
@@ -200,11 +205,11 @@ class _PlainScreen:
 
     def update(self, collector: Collector) -> None:
         if not collector.messages and not self._said:
-            say("starting the model worker: it imports jax and compiles ...", self._console)
+            say(STARTING, self._console)
             self._said.add("")
         for name, output in collector.outputs.items():
             reason = output.finish_reason
-            # That a worker was lost is said once, with its cause, by whoever catches the error.
+            # The error says once, with the cause, that a worker was lost.
             if reason in (None, FinishReason.WORKER_LOST) or name in self._said:
                 continue
             self._said.add(name)
@@ -216,17 +221,17 @@ class _PlainScreen:
 
 
 def say(text: str, console: Console) -> None:
-    """A sentence; wrapped on a terminal, on one line in a file or a pipe."""
+    """Print a sentence: wrapped on a terminal, on one line in a file or a pipe."""
     console.print(Text(text), soft_wrap=not console.is_terminal)
 
 
 def readable(reason: FinishReason) -> str:
-    """Such as "stop token"."""
+    """A finish reason in words, such as "stop token"."""
     return reason.name.lower().replace("_", " ")
 
 
 def full_texts(collector: Collector, console: Console) -> None:
-    """Each request's prompt and text as it stands, colored and never wrapped."""
+    """Print each request's prompt and text, colored and never wrapped."""
     for name, output in collector.outputs.items():
         text = ColoredText(output)
         text.update()
@@ -234,7 +239,7 @@ def full_texts(collector: Collector, console: Console) -> None:
 
 
 def legend(console: Console) -> None:
-    """What the colors mean, where there are colors."""
+    """Print what the colors mean, if the console has colors."""
     if console.color_system is None:
         return
     text = Text("colors by logprob: ")

@@ -1,7 +1,7 @@
-"""Prompts through an engine: texts as they grow, records as they end. Never jax.
+"""What becomes of prompts in an engine: texts as they grow, records as requests end. No jax.
 
-The text of one request is shown at a time, in the order of the prompts; what others wrote
-meanwhile follows at once when their turn comes. Records are written as their requests end.
+One request's text is shown at a time, in the order of the prompts; the text that another request
+has by then appears at once when its turn comes. Records are written as their requests end.
 """
 
 import collections
@@ -25,17 +25,17 @@ FINISHED = (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LE
 
 
 class TextsInOrder:
-    """Shows texts one after the other, each as it grows."""
+    """Shows the texts one after the other, each as it grows."""
 
     def __init__(
         self, prompts: Sequence[Prompt], table: TokenTable, show: Callable[[str, str], None]
     ) -> None:
-        """Show nothing before the first record: what comes until then is about loading.
+        """Show nothing before the first record: until then, the terminal shows the loading.
 
         Args:
-          prompts: in the order of their texts.
-          table: of the tokenizer.
-          show: takes (kind, text), kind "title", "prompt", "text" or "error".
+          prompts: the prompts, in the order of their texts.
+          table: the strings of the tokenizer.
+          show: takes (kind, text), where kind is "title", "prompt", "text" or "error".
         """
         self._show = show
         self._table = table
@@ -47,7 +47,7 @@ class TextsInOrder:
         self._begun = False
 
     def add(self, record: Record) -> None:
-        """The next record of some request."""
+        """Take the next record of a request, and show what it adds to the texts."""
         if not self._begun:
             self._begun = True
             self._begin()
@@ -75,7 +75,7 @@ class TextsInOrder:
             prompt = self._waiting[0]
             if self._titles:
                 self._show("title", f"== {prompt.request.id} ==\n")
-            if not prompt.chat:  # a template's text is none that somebody wrote
+            if not prompt.chat:  # the user wrote messages, not the text that a template makes
                 self._show("prompt", self._table.decode(prompt.request.prompt_token_ids))
             for kind, text in self._hidden.pop(prompt.request.id, ()):
                 self._show(kind, text)
@@ -89,12 +89,17 @@ class TextsInOrder:
 
 @dataclass
 class Run:
-    """What came of the prompts so far.
+    """The prompts of a run, and what became of them so far.
 
     Attributes:
-      total: statistics of the requests that ended.
-      finished: ids of those that ended as they should.
-      failed: id to the reason of those that did not; their records are not written.
+      prompts: the prompts to run, by id.
+      table: the strings of the tokenizer.
+      model: the model's name in the records.
+      settings: further settings that a record depends on, for its digest.
+      output: where records are written; None: nowhere.
+      total: the statistics of the requests that ended.
+      finished: ids of requests that ended by a stop or at their length.
+      failed: id to the reason of requests that ended otherwise; their records are not written.
     """
 
     prompts: dict[str, Prompt]
@@ -109,7 +114,7 @@ class Run:
     _began: float = field(default_factory=time.monotonic)
 
     def add(self, records: Records) -> None:
-        """Keep records until their request ends; then write it."""
+        """Keep records until their request ends, then write its response."""
         for record in records:
             id, reason = record.request_id, record.finish_reason
             self._records.setdefault(id, []).append(record)
@@ -135,7 +140,7 @@ class Run:
         )  # fmt: skip
 
     def summary(self) -> Iterator[str]:
-        """What a person wants to know at the end, a line each."""
+        """Yield the lines to print at the end."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         total = self.total
         line = (
@@ -155,10 +160,10 @@ class Run:
 
 
 def _prompt_rows(k: int | None, records: Sequence[Record]) -> openai.Rows | None:
-    """The prompt's logprobs, of all the records that have a chunk of them; None where not asked."""
+    """The prompt's logprobs, joined from the records' chunks; None if they were not asked for."""
     if k is None:
         return None
-    empty = openai.Rows(  # all there is of a prompt of one token
+    empty = openai.Rows(  # nothing predicts the only token of a prompt
         np.empty(0, np.int32), np.empty((0, k + 1), np.float32), np.empty((0, k), np.int32)
     )
     chunks = [record.prompt for record in records if record.prompt is not None]
@@ -176,7 +181,7 @@ def left_to_do(
     """The prompts that have no record in the output yet.
 
     Raises:
-      ValueError: one has a record, but of another prompt, other parameters or other settings.
+      ValueError: a record has a prompt's id, but another text, other parameters or settings.
     """
     left = []
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""`jax-specdec generate`: a Hugging Face checkpoint's continuations, with logprobs."""
+"""`jax-specdec generate`: prompts continued by a Hugging Face checkpoint, with logprobs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import found
+from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
     from jax_specdec.checkpoint.hf_names import HfModel
+    from jax_specdec.cli.generate import Run, TextsInOrder
     from jax_specdec.cli.prompts import Prompt
     from jax_specdec.cli.resumable_jsonl import JsonlOutput
     from jax_specdec.engine.config import EngineConfig
@@ -20,99 +22,112 @@ HELP = """\
 Run prompts through a checkpoint in Hugging Face layout (Llama, Qwen2 and Qwen3 families) with
 speculative decoding, and write OpenAI-style records with exact logprobs.
 
-Only local files are read; nothing is downloaded. With --output, a run that was interrupted goes on
-where it stopped: run the same command again.
+Only local files are read; nothing is downloaded. With --output, an interrupted run can go on: run
+the same command again.
 """
-LENGTH_STEP = 128  # slots are this much longer at a time, so that few lengths are compiled
+LENGTH_STEP = 128  # slot lengths are multiples of it, so that few programs are compiled
 
 SAMPLING = (
-    ("--max-tokens", int, 128, "N", "tokens to emit at most (default: %(default)s)"),
+    ("--max-tokens", int, 128, "N", "the most tokens to emit (default: %(default)s)"),
     ("--temperature", float, 0.0, "T", "0 is greedy (default: %(default)s)"),
     ("--top-k", int, 0, "K", "keep the K most likely tokens (default: all)"),
-    ("--top-p", float, 1.0, "P", "keep the most likely tokens that make up P (default: all)"),
-    ("--min-p", float, 0.0, "P", "drop tokens below P times the most likely (default: none)"),
-    ("--seed", int, 0, "N", "a line's own seed is this plus its number (default: 0)"),
-    ("--logprobs", int, None, "K", "each token's logprob and rank, and the K most likely tokens"),
+    ("--top-p", float, 1.0, "P", "keep the most likely tokens that add up to P (default: all)"),
+    ("--min-p", float, 0.0, "P", "drop tokens less likely than P times the first (default: none)"),
+    ("--seed", int, 0, "N", "each line's seed is N plus the line's number (default: 0)"),
+    ("--logprobs", int, None, "K", "add each token's logprob, rank and K most likely tokens"),
 )
 
 
 def add(commands: Any) -> None:
-    """Add the command to the parser's subparsers."""
-    from jax_specdec.control import DRAFTERS
-
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "generate",
         help="run prompts through a Hugging Face checkpoint",
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    _add_files(parser)
+    _add_sampling(parser.add_argument_group("sampling (a line of a .jsonl file may differ)"))
+    _add_running(parser.add_argument_group("running"))
+
+
+def _add_files(group: Any) -> None:
+    group.add_argument(
         "--model", type=Path, required=True, metavar="DIR",
-        help="config.json, model.safetensors (or several and their index), tokenizer.json",
+        help="config.json, model.safetensors (or several files and their index), tokenizer.json",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--prompts", type=Path, required=True, metavar="FILE",
-        help=r"a prompt a line (\n stands for a new line); or, where the name ends in .jsonl, an "
-        'object a line: {"prompt": ...} or {"messages": [...]}, and parameters of its own',
+        help=r"one prompt a line (\n stands for a new line); in a file whose name ends in .jsonl "
+        'one object a line, {"prompt": ...} or {"messages": [...]}, with parameters of its own',
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--output", type=Path, metavar="FILE",
-        help="append one OpenAI-style record a line; requests that it holds are not run again",
+        help="append one OpenAI-style record a line; requests with a record are not run again",
     )  # fmt: skip
-    parser.add_argument("--quiet", action="store_true", help="do not show the texts")
-    sampling = parser.add_argument_group("sampling (a line of a .jsonl file may say otherwise)")
+    group.add_argument("--quiet", action="store_true", help="do not show the texts")
+
+
+def _add_sampling(group: Any) -> None:
     for name, kind, default, metavar, text in SAMPLING:
-        sampling.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on where the text ends")
-    sampling.add_argument(
+        group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the token that ends a text"
+    )
+    group.add_argument(
         "--logprobs-mode", choices=("raw", "scaled", "processed"), default="raw",
-        help="of which distribution (default: %(default)s)",
+        help="the distribution that logprobs describe: the model's (raw), with the temperature "
+        "(scaled), or the one that is sampled from (processed) (default: %(default)s)",
     )  # fmt: skip
-    running = parser.add_argument_group("running")
-    running.add_argument(
+
+
+def _add_running(group: Any) -> None:
+    from jax_specdec.control import DRAFTERS
+
+    group.add_argument(
         "--drafter", choices=DRAFTERS,
-        help="who drafts (default: mtp where the checkpoint has a head, otherwise ngram)",
+        help="where drafts come from (default: mtp if the checkpoint has a head, otherwise ngram)",
     )  # fmt: skip
-    running.add_argument("--drafts", type=int, default=3, metavar="N",
-                         help="draft tokens a step at most (default: %(default)s)")  # fmt: skip
-    running.add_argument(
+    group.add_argument(
+        "--drafts", type=int, default=3, metavar="N",
+        help="the most draft tokens a step (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--corpus", type=Path, metavar="FILE", help="a text that the suffix drafter searches too"
     )
-    running.add_argument(
+    group.add_argument(
         "--adaptive-drafts", action="store_true",
-        help="draft less for a request whose drafts are seldom accepted",
+        help="draft less for a request whose drafts are rarely accepted",
     )  # fmt: skip
-    running.add_argument(
+    group.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="",
-        help="to compute in (default: the checkpoint's; float32 for a float16 one)",
+        help="the type to compute in (default: the checkpoint's; float32 for a float16 one)",
     )  # fmt: skip
-    running.add_argument("--slots", type=int, default=8, metavar="B",
-                         help="requests that decode together (default: %(default)s)")  # fmt: skip
-    running.add_argument(
+    group.add_argument(
+        "--slots", type=int, default=8, metavar="B",
+        help="requests that decode together (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--max-length", type=int, metavar="T",
-        help="tokens of a slot (default: what the longest prompt and its --max-tokens need)",
+        help="tokens that a slot holds (default: those of the longest prompt and its --max-tokens)",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status: 1 where some request failed.
+    """Run the command; returns the exit status, which is 1 where a request failed.
 
     Raises:
-      OSError, ValueError: what the user gave cannot be used; the message is for them.
+      OSError, ValueError: an option or a file cannot be used; the message is for the user.
       OSError: a record or a text cannot be written; its note says what was kept.
       WorkerFailed: the worker ended early; its note says what was kept.
     """
     import contextlib
 
-    from ipc import RingError
     from jax_specdec.checkpoint.hf_names import open_model
     from jax_specdec.cli import generate
     from jax_specdec.cli.prompts import read_prompts
     from jax_specdec.cli.resumable_jsonl import JsonlOutput
-    from jax_specdec.engine.engine import Engine
-    from jax_specdec.engine.worker_client import WorkerFailed
     from jax_specdec.text.tokenizer import Tokenizer
-    from jax_specdec.wording import counted
 
     model = open_model(options.model, dtype=options.dtype)
     tokenizer = Tokenizer(options.model, model.config.vocab_size)
@@ -126,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
         _report_resumption(prompts, left, output)
         if not left:
             return 0
-        # Of all prompts: the same compiled step, whatever is left to do.
+        # The configuration fits all prompts, so a resumed run compiles the same step.
         config = _engine_config(options, model, prompts)
         table = tokenizer.table()
         result = generate.Run(
@@ -134,29 +149,39 @@ def run(options: argparse.Namespace) -> int:
         )
         texts = generate.TextsInOrder(left, table, _discard if options.quiet else shower())
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
-        try:
-            with Engine(config) as engine:
-                for update in engine.generate([prompt.request for prompt in left]):
-                    result.add(update.records)
-                    for record in update.records:
-                        texts.add(record)
-        except (KeyboardInterrupt, WorkerFailed, OSError) as end:
-            kept = f"ended before that: {len(result.finished)} of {counted(len(left), 'request')}"
-            if output is not None:
-                kept += f", kept in {options.output}: run the same command again for the others"
-            else:
-                kept += "; with --output FILE they are kept, and the same command runs the others"
-            if not isinstance(end, RingError):  # of shared memory: nothing has begun
-                end.add_note(kept)
-            raise
+        _generate(config, result, texts, options)
         for line in result.summary():
             print(line, file=sys.stderr)
         return 1 if result.failed else 0
 
 
-def _size(model: HfModel) -> str:
-    from jax_specdec.wording import counted
+def _generate(
+    config: EngineConfig, result: Run, texts: TextsInOrder, options: argparse.Namespace
+) -> None:
+    """Run the prompts; an error that ends the run gets a note on what was kept."""
+    from ipc import RingError
+    from jax_specdec.engine.engine import Engine
+    from jax_specdec.engine.worker_client import WorkerFailed
 
+    prompts = result.prompts.values()
+    try:
+        with Engine(config) as engine:
+            for update in engine.generate([prompt.request for prompt in prompts]):
+                result.add(update.records)
+                for record in update.records:
+                    texts.add(record)
+    except (KeyboardInterrupt, WorkerFailed, OSError) as end:
+        kept = f"ended before that: {len(result.finished)} of {counted(len(prompts), 'request')}"
+        if options.output:
+            kept += f", kept in {options.output}: run the same command again for the others"
+        else:
+            kept += "; with --output FILE they are kept, and the same command runs the others"
+        if not isinstance(end, RingError):  # there is no shared memory, and nothing has begun
+            end.add_note(kept)
+        raise
+
+
+def _size(model: HfModel) -> str:
     weights, item = model.config.num_parameters, 4 if model.config.dtype == "float32" else 2
     size = weights * item / 2**30
     return f"{counted(weights, 'weight', ',')} ({size:.2f} GiB in {model.config.dtype})"
@@ -192,14 +217,14 @@ def _engine_config(
             f"{model.config.num_layers}.eh_proj.weight): choose --drafter ngram, suffix or none"
         )
     if options.corpus and drafter != "suffix":
-        raise ValueError(f"--corpus is for --drafter suffix; {drafter} looks in no text")
+        raise ValueError(f"--corpus is for --drafter suffix; {drafter} searches no text")
     length, limit = _length(options, prompts), model.hf.max_length
     if limit is not None and length > limit:
         raise ValueError(
             f"{length} tokens in a slot are more than the {limit} positions that the model was "
             "made for: shorten prompts, --max-tokens or --max-length"
         )
-    if options.max_length is None:  # as many as are compiled anyway
+    if options.max_length is None:
         length = min(-(-length // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
     return EngineConfig(
         drafter=drafter if options.drafts else "none",
@@ -223,17 +248,12 @@ def _length(options: argparse.Namespace, prompts: list[Prompt]) -> int:
 def _report_resumption(
     prompts: list[Prompt], left: list[Prompt], output: JsonlOutput | None
 ) -> None:
-    from jax_specdec.wording import counted
-
     if output is not None and output.cut:
         cut = counted(output.cut, "byte")
         print(f"cut off a half-written record of {cut}", file=sys.stderr)
     if len(left) < len(prompts):
-        print(
-            f"in the output already: {len(prompts) - len(left)} of "
-            f"{counted(len(prompts), 'request')}",
-            file=sys.stderr,
-        )
+        done = f"{len(prompts) - len(left)} of {counted(len(prompts), 'request')}"
+        print(f"in the output already: {done}", file=sys.stderr)
 
 
 def _discard(kind: str, text: str) -> None:
@@ -241,7 +261,7 @@ def _discard(kind: str, text: str) -> None:
 
 
 def shower() -> Callable[[str, str], None]:
-    """Writes to standard output: to a terminal styled and harmless, otherwise as it is."""
+    """A function that writes to standard output; to a terminal in styles, without control codes."""
     if not sys.stdout.isatty():
         return _write
     from rich.console import Console
@@ -251,7 +271,7 @@ def shower() -> Callable[[str, str], None]:
     styles = {"title": "bold", "prompt": "dim", "text": "", "error": "red"}
 
     def show(kind: str, text: str) -> None:
-        # A model may emit what would move the cursor.
+        # A model may emit characters that move the cursor.
         harmless = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
         console.print(Text(harmless, styles[kind]), end="", soft_wrap=True)
 

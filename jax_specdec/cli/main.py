@@ -1,8 +1,8 @@
-"""The command line: it finds the command, and ends in order whatever happens. Nothing imports it.
+"""The command line: it runs a command, and turns every error into one message and an exit status.
 
 A command is a module `<name>_command` with two functions: `add(commands)` makes its parser, and
 `run(options)` does the work and returns the exit status. Both import what they need themselves:
-an import takes long enough for somebody to press Ctrl-C in it.
+an import takes long enough for a person to press Ctrl-C meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 128 + the signal's number after a signal."""
+    """Run a command; returns the exit status, which after a signal is 128 plus its number."""
     try:
         with _signals_interrupt():
             return _run(arguments)
@@ -47,7 +47,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         _complain("\n".join([error.report, *getattr(error, "__notes__", ())]))
         return 1
     except MemoryError as error:
-        _complain(f"jax-specdec: out of memory: {error}; ask for fewer slots or shorter requests")
+        _complain(
+            f"jax-specdec: out of memory: {error}; use fewer --slots or a smaller --max-tokens"
+        )
         return 2
     except (RingError, OSError, ValueError) as error:
         _complain("\n".join([f"jax-specdec: {error}", *getattr(error, "__notes__", ())]))
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """As argparse's own, but what finds the version is imported only for whoever asks for it."""
+    """Prints the version; imports what finds it only then, unlike argparse's own action."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print("jax-specdec", _version())
@@ -75,7 +77,7 @@ class _Version(argparse.Action):
 
 
 def _version() -> str:
-    """That of the package that is installed, or of the checkout that this file is in."""
+    """The version of the installed package, or of the checkout that this file is in."""
     from importlib import metadata
 
     try:
@@ -95,13 +97,13 @@ def _module(command: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does; one that is ignored (nohup) stays so."""
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does; one that is ignored (nohup) stays so."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
 
     before = {}
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+    if threading.current_thread() is threading.main_thread():  # only it may set handlers
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, interrupt)
@@ -113,7 +115,7 @@ def _signals_interrupt() -> Iterator[None]:
 
 
 def _complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # after SIGHUP, nobody may be there to read it
+    with contextlib.suppress(OSError):  # after SIGHUP, the terminal may be gone
         print(text, file=sys.stderr, flush=True)
 
 

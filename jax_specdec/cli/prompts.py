@@ -1,8 +1,8 @@
-r"""A file of prompts to requests. Never jax.
+r"""A file of prompts to requests. No jax.
 
-A text file has one prompt a line (`\n`, `\t` and `\\` stand for what they name). A file whose name
-ends in .jsonl has one object a line: "prompt", "messages" or "prompt_token_ids", and whatever
-fields of `SamplingParams` this line wants otherwise than the others.
+A text file has one prompt a line, in which `\n`, `\t` and `\\` stand for the characters that they
+name. A file whose name ends in .jsonl has one object a line: "prompt", "messages" or
+"prompt_token_ids", and the fields of `SamplingParams` in which the line differs from the others.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _MODES = {mode.name.lower(): mode for mode in LogprobsMode}
 
 
 class Encoder(Protocol):
-    """A tokenizer, as far as prompts need one."""
+    """The part of a tokenizer that prompts need."""
 
     def encode(self, text: str) -> tuple[int, ...]: ...
 
@@ -33,15 +33,15 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line: what is asked, and in which format the answer is wanted."""
+    """One line: its request, and whether the response has the chat format."""
 
     request: Request
     chat: bool
 
     def digest(self, *settings: str) -> str:
-        """Equal where ids, parameters and `settings` are: tells answers to another question."""
-        asked = [self.request.prompt_token_ids, dataclasses.asdict(self.request.params), settings]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+        """A hash of ids, parameters and `settings`, which recognizes a record of this request."""
+        hashed = [self.request.prompt_token_ids, dataclasses.asdict(self.request.params), settings]
+        return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:16]
 
 
 def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list[Prompt]:
@@ -52,7 +52,7 @@ def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list
 
     Raises:
       OSError: the file cannot be read.
-      RequestError: as `prompt_lines`, or a line that is no prompt; says which and why.
+      RequestError: as `prompt_lines`, or a line is not a prompt; says which line and why.
     """
     is_jsonl = path.suffix == ".jsonl"
     prompts: list[Prompt] = []
@@ -62,11 +62,12 @@ def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list
         try:
             fields = _json(line) if is_jsonl else {"prompt": unescape(line)}
             prompt = _prompt(fields, str(number), encoder, seeded)
-        except ValueError as error:  # of JSON, of a value, or of the chat template
+        except ValueError as error:  # from JSON, from a value, or from the chat template
             raise RequestError(f"{path}, line {number}: {error}") from error
         if (before := names.setdefault(prompt.request.id, number)) != number:
             raise RequestError(
-                f"{path}, line {number}: id {prompt.request.id!r} is that of line {before}"
+                f"{path}, line {number}: line {before} has the id {prompt.request.id!r} too; "
+                "give every line its own"
             )
         prompts.append(prompt)
     return prompts
@@ -78,13 +79,13 @@ def unescape(text: str) -> str:
 
 
 def prompt_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a UTF-8 file that are not empty, numbered from 1.
+    """The lines of a UTF-8 file that are not empty, with their numbers from 1.
 
     Only a line feed ends a line, as in JSONL: `splitlines` would also split on form feeds.
 
     Raises:
       OSError: the file cannot be read.
-      RequestError: it is not UTF-8 text, or has no such line.
+      RequestError: it is not UTF-8 text, or all its lines are empty.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -101,7 +102,7 @@ def prompt_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def _json(line: str) -> Any:
-    """What a line of JSON says, where all of it is text: escapes can name half a character."""
+    """The value of a line of JSON, in which no escape names half a character."""
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -110,7 +111,7 @@ def _json(line: str) -> Any:
             '{"prompt": "Hi"}; a file with bare texts needs a name that does not end in .jsonl'
         ) from error
     try:
-        json.dumps(fields, ensure_ascii=False).encode()
+        json.dumps(fields, ensure_ascii=False).encode()  # fails on half a surrogate pair
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise RequestError(
@@ -126,7 +127,9 @@ def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) 
     given = dict(fields)
     kinds = [kind for kind in PROMPTS if kind in given]
     if len(kinds) != 1:
-        raise RequestError(f"one of {', '.join(PROMPTS)} is needed; there are {kinds or 'none'}")
+        raise RequestError(
+            f"a line has one of {', '.join(PROMPTS)}; this one has {kinds or 'none'}"
+        )
     kind, asked = kinds[0], given.pop(kinds[0])
     id = given.pop("id", name)
     if isinstance(id, bool) or not isinstance(id, str | int):
@@ -142,39 +145,41 @@ def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) 
 
 
 def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """`defaults` with what the JSON object `fields` says otherwise.
+    """`defaults` with the changes in the JSON object `fields`.
 
     "logprobs" may be a number (K), or true with "top_logprobs" as in OpenAI's chat format.
 
     Raises:
-      RequestError: a field that is not known, or a value that cannot be.
+      RequestError: a field is not known, or a value is outside its range.
     """
     given = dict(fields)
     if isinstance(asked := given.get("logprobs"), bool):
         given["logprobs"] = given.pop("top_logprobs", 0) if asked else None
     types = get_type_hints(SamplingParams)
-    changes: dict[str, Any] = {}
-    for name, value in given.items():
-        if name not in types:
-            known = ", ".join(["id", *PROMPTS, *types])
-            raise RequestError(f"{name!r} is not known; known are {known}")
-        if name in _LISTS:
-            changes[name] = _ids(name, value)
-        elif name == "stop_sequences":
-            changes[name] = tuple(_ids(name, one) for one in _of_type(name, value, list))
-        elif name == "logprobs_mode":
-            if value not in _MODES:
-                raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")
-            changes[name] = _MODES[value]
-        elif types[name] is bool:
-            changes[name] = _of_type(name, value, bool)
-        elif types[name] is float:
-            changes[name] = float(_of_type(name, value, int, float))
-        elif value is None and types[name] is not int:
-            changes[name] = None
-        else:
-            changes[name] = _of_type(name, value, int)
+    if unknown := [name for name in given if name not in types]:
+        known = ", ".join(["id", *PROMPTS, *types])
+        raise RequestError(f"{unknown[0]!r} is not known; known are {known}")
+    changes = {name: _field(name, value, types[name]) for name, value in given.items()}
     return dataclasses.replace(defaults, **changes)
+
+
+def _field(name: str, value: Any, kind: Any) -> Any:
+    """A field of `SamplingParams` of type `kind`, from its JSON value."""
+    if name in _LISTS:
+        return _ids(name, value)
+    if name == "stop_sequences":
+        return tuple(_ids(name, one) for one in _of_type(name, value, list))
+    if name == "logprobs_mode":
+        if value not in _MODES:
+            raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")
+        return _MODES[value]
+    if kind is bool:
+        return _of_type(name, value, bool)
+    if kind is float:
+        return float(_of_type(name, value, int, float))
+    if value is None and kind is not int:
+        return None
+    return _of_type(name, value, int)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

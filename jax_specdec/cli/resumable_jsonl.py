@@ -1,7 +1,7 @@
-"""A file with one JSON record a line, that an interrupted run can go on with. Never jax.
+"""A file with one JSON record a line, which an interrupted run can continue. No jax.
 
-A record is written whole, with its line end last. So a run that was killed leaves whole lines and
-at most one half-written one behind them, which the next run cuts off.
+A record is written whole, with its line end last. So a run that was killed leaves whole lines, and
+after them at most one half-written line, which the next run cuts off.
 """
 
 import fcntl
@@ -13,27 +13,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-_BEGIN = b'{"id": '  # of every record: what does not begin like one is not cut off
+_BEGIN = b'{"id": '  # every record begins so; other content is not cut off
 
 
 class OutputError(ValueError):
-    """A file that cannot be gone on with; says why and the way out."""
+    """A file cannot be continued; says why and the way out."""
 
 
 class JsonlOutput:
-    """Appends records to a file; one process at a time.
+    """Appends records to a file, from one process at a time.
 
     Attributes:
-      done: id to digest of the records that were there; empty for what is no regular file.
+      done: id to digest of the records in the file; empty for a pipe or a device.
       cut: bytes of a half-written line that were cut off.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file, and read what is there.
+        """Open or create the file, and read its records.
 
         Raises:
-          OSError: it cannot be written.
-          OutputError: another process writes it, or it holds something else than records.
+          OSError: the file cannot be written.
+          OutputError: another process writes it, or it holds something other than records.
         """
         self._path = path
         self.done: dict[str, str] = {}
@@ -51,19 +51,19 @@ class JsonlOutput:
         """Append one record, and hand it to the system: it outlives this process.
 
         Raises:
-          OSError: it cannot be written, or not whole; the next run cuts off what there is of it.
+          OSError: the record cannot be written whole; the next run cuts off what there is of it.
         """
         line = json.dumps({"id": id, **record, "request_digest": digest}, allow_nan=False)
         left = memoryview(line.encode() + b"\n")
         try:
-            while left:  # on a disk that fills up, the first write may be short
+            while left:  # a write to a disk that fills up may be short
                 left = left[self._file.write(left) :]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
         self.done[id] = digest
 
     def close(self) -> None:
-        """Let others write the file."""
+        """Close the file, so that another process may write it."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -98,7 +98,7 @@ class JsonlOutput:
                     self.done[str(record["id"])] = str(record["request_digest"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise OutputError(
-                        f"{self._path}, line {number}, is no record of this command: choose "
+                        f"{self._path}, line {number}, is not a record of this command: choose "
                         "another file, or remove this one"
                     ) from error
         if self.cut:

@@ -1,14 +1,16 @@
-"""`jax-specdec view`: a file of responses becomes a page."""
+"""`jax-specdec view`: a file of responses as a page."""
 
 import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
+from jax_specdec.wording import counted
+
 HELP = """\
-Write one self-contained HTML page of a file that `demo --json` or `generate` wrote, or of any
-OpenAI-style responses, one a line: tokens colored by logprob, and for each token its top K, its
-rank, whether it was a draft, and the drafts of its step. The page loads nothing from anywhere.
+Write one HTML page of a file that `demo --json` or `generate` wrote, or of any OpenAI-style
+responses, one a line. Tokens are colored by logprob; hovering over one shows its top K, its rank,
+whether it was a draft, and the drafts of its step. The page needs no network: it loads nothing.
 """
 
 
@@ -25,18 +27,17 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "-o", "--output", type=Path, metavar="PAGE",
         help="where to write the page (default: FILE with the ending .html)",
     )  # fmt: skip
-    parser.add_argument("--title", help="of the page (default: the name of FILE)")
+    parser.add_argument("--title", help="title of the page (default: the name of FILE)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and say where.
+    """Write the page, and print where it is.
 
     Raises:
-      OSError: a file that cannot be read or written.
+      OSError: a file cannot be read or written.
       ValueError: FILE holds no responses, or the page would replace it.
     """
     from jax_specdec.export import html_page
-    from jax_specdec.wording import counted
 
     source: Path = options.file
     target: Path = options.output or source.with_suffix(".html")
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{source}: {error}") from error
     page = html_page.page(responses, source.name if options.title is None else options.title)
     try:
-        # A file's name need not be text.
+        # A file name, which the page shows, need not be UTF-8.
         target.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(target)) from error
