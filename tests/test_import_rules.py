@@ -127,7 +127,8 @@ def violations(name, source):
             wrong |= {used for used in used if tops({used}) == {other} and used not in through}
     if package in PACKAGES:
         wrong |= {module for module in used if tops({module}) & set(BESIDE)}
-        wrong |= {module for module in used if module == "jax_specdec.cli.main" != name}
+        if name != "jax_specdec.cli.__main__":
+            wrong |= {module for module in used if module == "jax_specdec.cli.main" != name}
     if package in LIBRARIES:
         allowed = {package} | LIBRARIES[package] | sys.stdlib_module_names
         wrong |= {module for module in used if not tops({module}) <= allowed}
