@@ -1,5 +1,6 @@
-"""What a person sees, at every size of a terminal and in a pipe: nothing here starts a process."""
+"""What a person sees, at every size of a terminal and in a pipe; no test starts a process."""
 
+import functools
 import io
 import re
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ def printed(console):
 
 
 def collected(*texts, done=(), prompt="p", drafts=3, max_tokens=500):
-    """A collector of one request a text; those in `done` have ended, an empty one waits."""
+    """A collector of one request a text: those in `done` have ended, one without text waits."""
     requests = []
     for index, text in enumerate(texts):
         limit = max(len(text), 1) if index in done else max_tokens
@@ -45,7 +46,7 @@ def collected(*texts, done=(), prompt="p", drafts=3, max_tokens=500):
 
 
 def deliver(collector, request, ids, drafts=3):
-    """Records of `ids`, as many a step as a step with `drafts` drafts can emit."""
+    """Add records of `ids`; each step emits all that it can with `drafts` drafts."""
     state = output_processor.admit(output_processor.ProcessorState.empty(1), 0, 1, request)
     for step, start in enumerate(range(0, len(ids), drafts + 1)):
         part = ids[start : start + drafts + 1]
@@ -57,7 +58,7 @@ def deliver(collector, request, ids, drafts=3):
 
 
 def delivered(scene, requests):
-    """A collector of what an engine delivered."""
+    """A collector of the updates that a scene's engine delivered."""
     collector = demo_requests.Collector.of(requests)
     for update in scene.updates:
         collector.add(update)
@@ -70,16 +71,21 @@ def view(collector, width, height):
     return printed(shown).splitlines()
 
 
+@functools.cache
+def many_requests():
+    """12 requests that are done, 8 that run and 18 that wait; drawing changes none of them."""
+    texts = ["some text that is long enough\n" * 9] * 20 + [""] * 18
+    return collected(*texts, done=range(12))
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 @pytest.mark.parametrize("height", [2, 5, 24, 40])
 def test_the_live_view_fits_and_always_shows_its_status(width, height):
-    done = range(12)
-    texts = ["some text that is long enough\n" * 9] * 20 + [""] * 18
-    lines = view(collected(*texts, done=done), width, height)
+    lines = view(many_requests(), width, height)
     assert len(lines) <= height
     assert all(len(line) <= width for line in lines)
     assert lines[-1].startswith("12 of 38 done, 8 running, 18 waiting"[:width])
-    if height < 39:  # not everything fits: those that run are first, those that ended only counted
+    if height < 39:  # the running ones are first, and those that are done only counted
         states = [line.split()[1] for line in lines[:-1]]
         assert "done" not in states
         assert states[:8] == ["270"] * min(8, height - 1)
@@ -162,11 +168,18 @@ def test_the_screen_is_drawn_ten_times_a_second_at_most(monkeypatch):
     assert len(drawn) == 10
 
 
+TEXT = "a text that has an end" * 4
+
+
+@functools.cache
+def ended_requests(drafts):
+    return collected(*[TEXT] * 21, done=range(21), drafts=drafts)
+
+
 @pytest.mark.parametrize("width", [60, 70, 80, 100, 120, 200])
 @pytest.mark.parametrize("drafts", [1, 3, 5, 16, 64])
 def test_the_table_shows_every_number_at_every_width(width, drafts):
-    text = "a text that has an end" * 4
-    collector = collected(*[text] * 21, done=range(21), drafts=drafts)
+    collector = ended_requests(drafts)
     shown = console(width)
     demo_tables.show(collector, shown)
     table, _ = re.split(r"\d+ messages", printed(shown))
@@ -176,9 +189,9 @@ def test_the_table_shows_every_number_at_every_width(width, drafts):
     assert max(map(len, table.splitlines())) <= width
     for name, output in collector.outputs.items():
         assert rows[name][1] == str(output.request.params.logprobs)
-        assert str(len(text)) in rows[name]
+        assert str(len(TEXT)) in rows[name]
         assert rows[name][-1] == f"{output.mean_logprob:.3f}"
-    assert str(21 * len(text)) in rows["all"]
+    assert str(21 * len(TEXT)) in rows["all"]
 
 
 def test_a_wide_terminal_shows_more_than_a_narrow_one():
@@ -197,7 +210,7 @@ def test_a_wide_terminal_shows_more_than_a_narrow_one():
 
 
 @pytest.mark.parametrize("width", [40, 120])
-def test_the_mean_of_the_drafts_logprobs_has_a_column_where_they_were_asked(width):
+def test_the_mean_of_the_drafts_logprobs_has_a_column_where_they_were_asked_for(width):
     request = Request(
         id="r",
         prompt_token_ids=(256,),
@@ -224,7 +237,7 @@ def test_the_table_of_workers_shows_every_number_at_every_width(width):
     scene = Scene(num_ranks=2, num_prefill_ranks=1)
     scene.run(long_requests(), lambda scene, n: n or scene.engine.preempt("r0"))
     shown = console(width)
-    demo_tables.show_ranks(scene.engine.status, delivered(scene, long_requests()), shown)
+    demo_tables.show_workers(scene.engine.status, delivered(scene, long_requests()), shown)
     rows = [re.findall(r"[\w,]+", line) for line in printed(shown).splitlines()]
     rows = [row for row in rows if row and row[0] in "012"]
     sent = [str(worker.sent) for worker in scene.workers]
@@ -238,7 +251,7 @@ def test_the_table_of_workers_shows_every_number_at_every_width(width):
 
 
 def test_the_table_of_workers_adds_up_to_the_sentence_before_it():
-    """Also where a worker was replaced, and others sent more than anybody waited for."""
+    """This holds with a replaced worker too, and with messages that no request waited for."""
     requests = long_requests()
     scene = Scene(num_ranks=2, faults={0: [4]}, on_worker_loss="restart", resume_lost=True)
     scene.run(requests)
@@ -249,7 +262,7 @@ def test_the_table_of_workers_adds_up_to_the_sentence_before_it():
     demo_tables.show(collector, shown)
     messages, size = re.search(r"(\d+) messages, ([\d,]+) bytes", printed(shown)).groups()
     shown = console(200)
-    demo_tables.show_ranks(scene.engine.status, collector, shown)
+    demo_tables.show_workers(scene.engine.status, collector, shown)
     rows = [re.findall(r"[\w,]+", line) for line in printed(shown).splitlines()]
     rows = [row for row in rows if row and row[0] in "01"]
     assert len(rows) == 2

@@ -90,7 +90,7 @@ def test_a_signal_ends_the_work_in_order(number, capfd, during):
 
 
 def test_a_signal_that_is_ignored_stays_ignored(during):
-    """It stays ignored, as it should under nohup."""
+    """`nohup` relies on it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         during(lambda: signal.raise_signal(signal.SIGHUP))
