@@ -1,8 +1,8 @@
-"""`python -m bench`: measure, compare two runs, write the README's figures, draw one step.
+"""`python -m bench`: measure, compare two runs, write the measured pages, draw one step.
 
 python -m bench [kernels|ring|host|end-to-end ...] [--quick] [--json FILE] [--plot DIR]
-python -m bench compare OLD NEW     what got slower, by ratios to a peer of the same run
-python -m bench report [--check]    README's table and plots, from bench/results
+python -m bench compare OLD NEW     what became slower, by ratios to a peer of the same run
+python -m bench report [--check]    README's table, docs/measurements.md and the plots
 python -m bench profile --out DIR   one step's timeline, as a picture and for Perfetto
 """
 
@@ -10,6 +10,7 @@ import argparse
 import importlib
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from bench.report.outputs import OutputError
 from bench.timing import BenchError, Comparison, print_table
 
 SUITES = {
-    "kernels": "top-K logprobs of the logits, against log_softmax + top_k + gather + count",
+    "kernels": "top-K logprobs of logits, against log_softmax + top_k + gather + count",
     "ring": "one message from process to process, against other transports",
     "host": "message bytes to records, against per-token lists and objects",
     "end-to-end": "the whole decoding loop, with and without logprobs",
@@ -29,10 +30,10 @@ MORE = {
     "imports": "importing the engine's side, against importing numpy and jax",
 }
 MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite"}
-NEEDS = {"detokenize": ("tokenizers", "hf")}  # a package without which there is nothing to compare
+NEEDS = {"detokenize": ("tokenizers", "hf")}  # a package that the suite compares with, its extra
 COMMANDS = {
     "compare": "bench.report.regressions",
-    "report": "bench.report.readme",
+    "report": "bench.report.pages",
     "profile": "bench.loop.timeline",
 }
 
@@ -40,7 +41,7 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0, or 1: not measured, or slower; 2: cannot be done; 130: interrupted."""
     given = sys.argv[1:] if arguments is None else arguments
-    before = signal.signal(signal.SIGTERM, _terminate)  # what was set up is taken down
+    before = signal.signal(signal.SIGTERM, _terminate)  # so that processes and rings are removed
     try:
         if given and given[0] in COMMANDS:
             command = importlib.import_module(COMMANDS[given[0]])
@@ -61,7 +62,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(given: list[str]) -> int:
-    """The suites."""
+    """Measure the suites named in `given`, print their tables, write what was asked for."""
+    options = _parsed(given)
+    suites = list(dict.fromkeys(options.suites or SUITES))
+    _check_requirements(suites, options.json, options.plot)
+    machine = files.environment()  # before the benchmarks load the machine
+    comparisons: list[Comparison] = []
+    for name in suites:
+        results = measure(name, options.quick)
+        print_table(results)
+        comparisons += results
+    if options.json:
+        files.write_json(options.json, comparisons, machine)
+        print(f"wrote {options.json}")
+    if options.plot:
+        _draw(comparisons, suites, options.plot, options.quick)
+    return 0
+
+
+def measure(suite: str, quick: bool) -> list[Comparison]:
+    """Run one suite."""
+    found = importlib.import_module(f"bench.{MODULES.get(suite, suite)}").run(quick=quick)
+    return [replace(one, suite=one.suite or suite) for one in found]
+
+
+def _parsed(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=__doc__,
@@ -76,51 +101,44 @@ def run(given: list[str]) -> int:
         + "; ".join(f"{name}: {what}" for name, what in MORE.items()),
     )
     parser.add_argument("--quick", action="store_true", help="few sizes, a minute in all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results there, as SVG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results in DIR, as SVG")
     options = parser.parse_args(given)
     unknown = [name for name in options.suites if name not in SUITES | MORE]
     if unknown:
         names = ", ".join((*SUITES, *MORE, *COMMANDS))
         parser.error(f"unknown suite or command {unknown[0]!r}: choose from {names}")
-    suites = list(dict.fromkeys(options.suites or SUITES))
+    return options
+
+
+def _check_requirements(suites: Sequence[str], json: Path | None, plot: Path | None) -> None:
+    """Raises OutputError where a package is missing or a result could not be written."""
     for name in suites:
         if name in NEEDS:
             package, extra = NEEDS[name]
             outputs.check_package(package, f"the suite {name}", extra)
-    if options.json:
-        outputs.check_file(options.json)
-    if options.plot:
-        outputs.check_plots(options.plot)
-    machine = files.environment()  # before anything here loads the machine
-    comparisons: list[Comparison] = []
+    if json:
+        outputs.check_file(json)
+    if plot:
+        outputs.check_plots(plot)
+
+
+def _draw(
+    comparisons: Sequence[Comparison], suites: Sequence[str], directory: Path, quick: bool
+) -> None:
+    """Draw the plots, and say which suites have none."""
+    plots = importlib.import_module("bench.report.plots")  # needs matplotlib: only on demand
+    made = plots.draw(comparisons, directory)
+    for path in made:
+        print(f"wrote {path}")
     for name in suites:
-        results = measure(name, options.quick)
-        print_table(results)
-        comparisons += results
-    if options.json:
-        files.write_json(options.json, comparisons, machine)
-        print(f"wrote {options.json}")
-    if options.plot:
-        plots = importlib.import_module("bench.report.plots")  # needs matplotlib: only on demand
-        made = plots.draw(comparisons, options.plot)
-        for path in made:
-            print(f"wrote {path}")
-        for name in suites:
-            if not any(path.stem.startswith(plots.PREFIXES.get(name, ())) for path in made):
-                why = ": a line needs three sizes, and --quick takes fewer" if options.quick else ""
-                print(f"no plot of {name}{why if name in plots.PREFIXES else ''}")
-    return 0
+        if not any(path.stem.startswith(plots.PREFIXES.get(name, ())) for path in made):
+            why = ": a line needs three sizes, and --quick takes fewer" if quick else ""
+            print(f"no plot of {name}{why if name in plots.PREFIXES else ''}")
 
 
 def _terminate(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def measure(suite: str, quick: bool) -> list[Comparison]:
-    """Run one suite."""
-    found = importlib.import_module(f"bench.{MODULES.get(suite, suite)}").run(quick=quick)
-    return [replace(one, suite=one.suite or suite) for one in found]
 
 
 if __name__ == "__main__":

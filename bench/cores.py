@@ -1,8 +1,8 @@
-"""A core for the engine's process alone, as beside a GPU: a CPU that is the device takes them all.
+"""A core for the engine's process alone, as an engine beside a GPU has it.
 
-The threads that jax computes with are as many as there are cores. While one step is taken apart
-they get the others, so that what is measured is the engine's work and not its wait for a core that
-the device holds; a run as a whole keeps every thread on every core.
+jax computes on a CPU with a thread for each core. While one step is taken apart, those threads get
+the other cores: then the engine's time is its work, and not its wait for a core that the device
+holds. A run as a whole keeps every thread on every core.
 """
 
 import os
@@ -13,9 +13,9 @@ from pathlib import Path
 
 @contextmanager
 def engine_core(pid: int) -> Iterator[None]:
-    """Process `pid` on the last core that this one may use, this one's threads on the others.
+    """Confine process `pid` to the last core that this one may use, and this one to the others.
 
-    With a single core there is nothing to divide, and nothing happens.
+    With a single core nothing happens.
     """
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
@@ -32,7 +32,7 @@ def engine_core(pid: int) -> Iterator[None]:
 
 
 def confine(pid: int, cores: set[int]) -> None:
-    """Every thread of a process onto `cores`; one that ends meanwhile does not matter."""
+    """Confine every thread of a process to `cores`; a thread may end meanwhile."""
     with suppress(FileNotFoundError):
         for thread in Path("/proc", str(pid), "task").iterdir():
             with suppress(ProcessLookupError):

@@ -1,11 +1,11 @@
-"""From token ids to strings and bytes: a table made once an id, against a tokenizer's `decode`.
+"""From token ids to strings and bytes: a table of all ids, against a tokenizer's `decode`.
 
-Every contender gets one step's ids, emitted tokens and top K, and makes each one's string and bytes
-and each request's new text. The strings are compared first; a tokenizer gives U+FFFD for a part of
-a character, so there its bytes are not compared: it has none.
+Every contender gets one step's ids, emitted tokens and top K, and makes the string and the bytes of
+each, and each request's new text. The strings are compared first. For a part of a character a
+tokenizer gives U+FFFD and has no bytes, so there nothing is compared.
 
-The tokenizer is a byte-level BPE of the `tokenizers` library, trained on the standard library's
-sources; nothing is loaded from anywhere.
+The tokenizer is a byte-level BPE of the `tokenizers` library, trained on the sources of Python's
+standard library; nothing is downloaded.
 """
 
 import sysconfig
@@ -29,7 +29,7 @@ from jax_specdec.text.detokenize import TextStream, TokenTable, byte_level_bytes
 
 REQUESTS, TOKENS, K = 64, 3, 20
 VOCABULARY = 30_000
-STEPS = 16  # different ones, in turn, so that no contender sees the same ids again and again
+STEPS = 16  # in turn, so that a contender does not decode the same ids in every call
 
 OURS = "table an id (ours)"
 ENTRIES = "ours, records to chat entries"
@@ -37,17 +37,17 @@ BATCH, EACH = "tokenizers, decode_batch", "tokenizers, decode each"
 
 Part = tuple[str, bytes | None]  # a token's string and bytes
 Strings = tuple[list[list[Part]], list[str]]  # by request: all tokens of the step; the new text
-Call = Callable[[], tuple[int, Any]]  # which step it was, and its `Strings` or chat entries
+Call = Callable[[], tuple[int, Any]]  # the step's index, and its `Strings` or chat entries
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step's records: axes R requests, n tokens, K.
+    """One step of B requests with n tokens each.
 
     Attributes:
-      token_ids: [R, n] int32, emitted.
-      topk_ids: [R, n, K] int32.
-      records: the same as the engine delivers them.
+      token_ids: [B, n] int32, emitted.
+      topk_ids: [B, n, K] int32.
+      records: the same, as the engine delivers them.
     """
 
     token_ids: NDArray[np.int32]
@@ -56,13 +56,13 @@ class Step:
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """[R, n * (K + 1)], every id whose string is wanted."""
+        """[B, n * (K + 1)] int32, every id whose string is wanted."""
         both = np.concatenate([self.token_ids[..., None], self.topk_ids], axis=2)
         return both.reshape(len(both), -1)
 
 
 def corpus(num_bytes: int) -> Iterator[str]:
-    """The standard library's sources, until there are so many bytes."""
+    """Sources of Python's standard library, about `num_bytes` of them."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if num_bytes <= 0:
             return
@@ -94,7 +94,7 @@ def table_of(tokenizer: Any) -> TokenTable:
 
 
 def steps_of(tokenizer: Any, num_steps: int, requests: int = REQUESTS, k: int = K) -> list[Step]:
-    """Steps of real text, with other ids as often as the text has them beside it."""
+    """Steps whose tokens are pieces of a text, and whose top K are drawn from the same text."""
     text = "".join(corpus(400_000)) + "\N{SNOWMAN}\U0001f600\u00e9" * 200
     ids = np.array(tokenizer.encode(text).ids, np.int32)
     rng, steps = np.random.default_rng(0), []
@@ -107,7 +107,7 @@ def steps_of(tokenizer: Any, num_steps: int, requests: int = REQUESTS, k: int = 
 
 
 def ours(table: TokenTable, steps: list[Step]) -> Call:
-    """One lookup an id; every string, bytes object and text of the step is there afterwards."""
+    """Look each id up: afterwards every string, bytes object and text of the step exists."""
     turn = _turn(steps)
 
     def call() -> tuple[int, Strings]:
@@ -120,7 +120,7 @@ def ours(table: TokenTable, steps: list[Step]) -> Call:
 
 
 def entries(table: TokenTable, steps: list[Step]) -> Call:
-    """More than the others do: whole dictionaries of the chat format, with the logprobs."""
+    """Do more than the others: make the chat format's dictionaries, with the logprobs."""
     turn = _turn(steps)
 
     def call() -> tuple[int, list[Any]]:
@@ -131,7 +131,7 @@ def entries(table: TokenTable, steps: list[Step]) -> Call:
 
 
 def decode_each(tokenizer: Any, steps: list[Step]) -> Call:
-    """The usual way: `decode` a token, its bytes from that string, a stream for the text."""
+    """The usual way: `decode` each token, encode its string, and stream the text."""
     from tokenizers.decoders import DecodeStream
 
     turn = _turn(steps)
@@ -150,7 +150,7 @@ def decode_each(tokenizer: Any, steps: list[Step]) -> Call:
 
 
 def decode_batch(tokenizer: Any, steps: list[Step]) -> Call:
-    """The same with one `decode_batch` for all ids of the step, on all cores."""
+    """The same with one `decode_batch` for all ids of the step, which uses all cores."""
     from tokenizers.decoders import DecodeStream
 
     turn = _turn(steps)
@@ -171,7 +171,7 @@ def decode_batch(tokenizer: Any, steps: list[Step]) -> Call:
 
 
 def checker(table: TokenTable, steps: list[Step]) -> Callable[[str, Any, Any], None]:
-    """Whether a call's result is that of our table for the step that it was of."""
+    """A check that a call's result equals our table's for the same step."""
 
     def check(name: str, _: Any, actual: tuple[int, Any]) -> None:
         index, result = actual
@@ -182,13 +182,13 @@ def checker(table: TokenTable, steps: list[Step]) -> Callable[[str, Any, Any], N
 
 
 def run(quick: bool) -> list[Comparison]:
-    """One comparison; the tokenizer is trained first, which takes seconds."""
+    """Train a tokenizer, which takes seconds, and measure one comparison."""
     tokenizer = trained(VOCABULARY, 8_000_000 if quick else 30_000_000)
     return [measure(tokenizer, rounds=5 if quick else 15)]
 
 
 def measure(tokenizer: Any, rounds: int, requests: int = REQUESTS, k: int = K) -> Comparison:
-    """All contenders on the same steps, each step seen once before."""
+    """Measure all contenders on the same steps, after our table has seen each step once."""
     table, vocabulary = table_of(tokenizer), tokenizer.get_vocab_size()
     steps = steps_of(tokenizer, STEPS, requests, k)
     for warm in (ours(table, steps), entries(table, steps)):
@@ -213,17 +213,18 @@ def measure(tokenizer: Any, rounds: int, requests: int = REQUESTS, k: int = K) -
 
 
 def targets_of(found: Comparison) -> tuple[Target, ...]:
-    """What the project promises."""
+    """The project's promise for a step."""
     return (Target("strings and bytes of a step", 0.6, 1e3 * found[OURS].median, "ms"),)
 
 
 def _turn(steps: list[Step]) -> Iterator[tuple[int, Step]]:
-    """The steps again and again, with their numbers."""
+    """The steps with their indices, in an endless cycle."""
     while True:
         yield from enumerate(steps)
 
 
 def _records(index: int, token_ids: NDArray[np.int32], topk_ids: NDArray[np.int32]) -> Records:
+    """The records of a message with these ids and random logprobs."""
     rng, (requests, n, k) = np.random.default_rng(index), topk_ids.shape
     state, slots = ProcessorState.empty(requests), []
     params = SamplingParams(max_tokens=2**31 - 1, logprobs=k)
@@ -244,7 +245,7 @@ def _records(index: int, token_ids: NDArray[np.int32], topk_ids: NDArray[np.int3
 
 
 def _same_strings(expected: Strings, actual: Strings) -> None:
-    """Equal texts; equal strings and bytes of every token that is whole characters."""
+    """Raises AssertionError unless the texts agree, and every token of whole characters."""
     (ours_parts, ours_texts), (parts, texts) = expected, actual
     assert texts == ours_texts
     whole = 0
@@ -257,6 +258,7 @@ def _same_strings(expected: Strings, actual: Strings) -> None:
 
 
 def _same_entries(expected: Strings, actual: list[Any]) -> None:
+    """Raises AssertionError unless the chat entries have these strings and bytes."""
     for parts, logprobs in zip(expected[0], actual, strict=True):
         found = []
         for token in logprobs["content"]:

@@ -1,26 +1,25 @@
-"""Everything about the kernels that needs a GPU: are they right, and how fast are they?
+"""Every check of the kernels that needs a GPU: are they right, and how fast are they?
 
     python -m bench.gpu_check                     on a GPU of compute capability 9.0 or newer
-    python -m bench.gpu_check --minutes 8         as much as begins in 8 minutes; the same command
-                                                  again goes on where this one stopped
+    python -m bench.gpu_check --minutes 8         begin no piece after 8 minutes; the same command
+                                                  continues where this one stopped
     python -m bench.gpu_check --part first tune   only some parts
     python -m bench.gpu_check --rehearse          anywhere: the same steps, small and interpreted
 
-The parts, what tells most first, with an estimate of their minutes on an H100 (most is compiling):
+The parts, the most informative first, with estimated minutes on an H100 (mostly compiling):
 
   first       2   do both passes run, are they right, and how far are they from the floor?
   tests       2   the repository's kernel tests, with real kernels in place of interpreted ones
   shapes      7   every vocabulary, dtype and kind of K at real sizes: both paths against XLA on all
                   rows and the float64 oracle on a few; every edge of the contract; arbitrary values
   targets     8   the shapes with promised limits, against peers and the memory's speed
-  tune        8   other tilings than the chosen ones, see `gpu_tune`
+  tune        8   other tilings than the chosen ones: see `bench.gpu_tune`
   rest       15   all other shapes against peers
   end-to-end  2   the decoding loop on this device, with and without logprobs
 
-Each piece of the work is timed and announced. One that fails is reported at the end and does not
-stop the others. Results are in FOLDER/gpu-DATE.json after every piece, with device, driver and
-versions. Exits with 0 when all is done and right, 1 when something failed, 2 without such a GPU,
-and 3 when time ran out.
+Each piece of the work is timed and announced. A failure is reported at the end and does not stop
+the others. Results are in FOLDER/gpu-DATE.json after every piece, with device, driver and versions.
+Exit status: 0 if every piece passed, 1 if one failed, 2 without such a GPU, 3 if time ran out.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-# Before jax is imported: the tests' process and PyTorch need memory of the same GPU.
+# Set before jax is imported: the tests' process and PyTorch need memory of the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -57,15 +56,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin nothing after so many"
+        "--minutes", type=float, default=float("inf"), help="begin no piece after this many"
     )
     parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="FOLDER")
-    parser.add_argument("--afresh", action="store_true", help="forget what an earlier call found")
+    parser.add_argument("--afresh", action="store_true", help="forget an earlier call's results")
     parser.add_argument(
         "--clock",
         choices=("device", "host"),
         default="device",
-        help="host: where the profiler sees no kernels; launching is then in every time",
+        help="host: for a profiler that sees no kernels; times then include launching",
     )
     options = parser.parse_args(arguments)
     probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
@@ -81,28 +80,28 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.results / f"{kind}-{datetime.now(UTC):%Y-%m-%d}.json"
     journal = opened(path, environment() | device(), options.afresh)
     if journal.checks:
-        print(f"{path} has {len(journal.checks)} pieces that are not done again (--afresh does)")
+        print(f"{path} has {len(journal.checks)} finished pieces (--afresh repeats them)")
     pieces = [piece for part in options.part for piece in pieces_of(part, machine, journal)]
     left = journal.work(pieces, 60 * options.minutes)
     return conclude(journal, left, options.rehearse)
 
 
 def conclude(journal: Journal, left: int, rehearsed: bool) -> int:
-    """What a person reads last; the exit code."""
+    """Print the summary, and return the exit status."""
     for line in summary.lines(journal.comparisons):
         print(line)
     if rehearsed:
-        print("REHEARSED: the steps ran, nothing about a GPU was measured.")
+        print("REHEARSED: the steps ran, and nothing was measured on a GPU.")
     for failure in journal.failures:
         print(f"FAILED {failure.splitlines()[0]}")
     print(f"{len(journal.checks)} pieces done, {len(journal.failures)} failed: {journal.path}")
     if left:
-        print(f"OUT OF TIME: {left} pieces are left; the same command goes on with them")
+        print(f"OUT OF TIME: {left} pieces are left; the same command continues with them")
     return 1 if journal.failures else 3 if left else 0
 
 
 def device() -> dict[str, Any]:
-    """What the results belong to, besides `files.environment`."""
+    """The device and its software, beside `files.environment`."""
     return {
         "device": jax.devices()[0].device_kind,
         "compute capability": implementations.cuda_capability(),
@@ -112,7 +111,7 @@ def device() -> dict[str, Any]:
 
 
 def driver() -> str:
-    """The GPU's driver."""
+    """The GPU's name and the version of its driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,12 +1,12 @@
-"""The kernels at other tilings than `choose_tiling` takes: which split, step and group is fastest?
+"""The kernels at other tilings than `choose_tiling`'s: which split, step and group is fastest?
 
     python -m bench.gpu_tune --rows 64 1536 --k 20 --dtype bfloat16     on a GPU
     python -m bench.gpu_tune --rehearse                                 anywhere, small
 
-What can be tuned without other kernels: how many programs share a row (`splits`), how many blocks
-a program has in flight (`blocks_per_step`), and the width of groups, which trades pass 1's
-reductions against pass 2's reading. The first row of a table is the current choice, and the ratios
-are to it; results of all tilings are compared before anything is timed.
+Three numbers can change without another kernel: how many programs share a row (`splits`), how many
+blocks a program has in flight (`blocks_per_step`), and the width of groups, which trades pass 1's
+reductions for pass 2's reads. The first row of a table is the current choice, and ratios are to it.
+The results of all tilings are compared before anything is timed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ MULTIPROCESSORS = 132
 PROGRAMS_EACH = (1, 2, 3, 4, 6, 8)  # on a multiprocessor, at once or one after the other
 BLOCKS = (1, 2, 4)
 WIDTHS = (128, 256)
-# What decides: few rows and many, with and without a top K, half and full words.
+# Few rows and many, with and without a top K, half and full words.
 SHAPES = tuple(
     Shape(rows, 131_072, k, dtype)
     for k, dtype in ((20, "bfloat16"), (0, "bfloat16"), (20, "float32"))
@@ -80,12 +80,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json is not None:
             write_json(options.json, found)
     if options.rehearse:
-        print("REHEARSED: the steps ran, nothing about a GPU was measured.")
+        print("REHEARSED: the steps ran, and nothing was measured on a GPU.")
     return 0
 
 
 def tilings(shape: Shape) -> Iterator[Tiling]:
-    """The current choice first, then others; none twice."""
+    """The tilings to try, each once; the current choice is the first."""
     current = choose_tiling(shape.rows, shape.vocabulary, shape.k, shape.dtype)
     splits = {max(1, MULTIPROCESSORS * each // shape.rows) for each in PROGRAMS_EACH}
     if shape.rows > MULTIPROCESSORS:  # the rows fill the chip; split, its last programs end sooner
@@ -99,7 +99,7 @@ def tilings(shape: Shape) -> Iterator[Tiling]:
 
 
 def name_of(tiling: Tiling) -> str:
-    """For a person: the three knobs."""
+    """The three numbers of a tiling, in words."""
     return (
         f"groups of {tiling.group_width}, {tiling.blocks_per_step} blocks a step, "
         f"{tiling.splits} splits"
@@ -107,7 +107,7 @@ def name_of(tiling: Tiling) -> str:
 
 
 def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Comparison:
-    """Every tiling on the same arrays, equal results first; `at_most` so many of them."""
+    """Check every tiling on the same arrays, then measure; `at_most` limits their number."""
     buffers = [peers.random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = peers.random_ids(shape)
     plug = peers.jax_plug(machine.plug_bytes)
@@ -148,7 +148,7 @@ def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Compa
 
 
 def check_equal(contenders: dict[str, Contender]) -> None:
-    """Every tiling's answer against the current one's; also the warm-up."""
+    """Compare every tiling's answer with the current one's; this is also the warm-up."""
     expected = None
     for name, contender in contenders.items():
         actual = contender.result(contender.launch(0))

@@ -1,9 +1,9 @@
 """From message bytes to per-request outputs: columns against lists, objects, msgpack and pickle.
 
 Every contender starts from the bytes of one step and ends with each request's tokens, logprobs,
-ranks and top K, cut at the stop rules and counted in its statistics; the content is compared first.
-msgpack and pickle carry the same lists and are only decoded: what their users pay before any of
-that work. Each contender keeps what its own design keeps.
+ranks and top K, cut by the stop rules and counted in the request's statistics. The content is
+compared first. Messages of msgpack and pickle hold the same lists and are only decoded: their users
+pay that much before any of the work.
 """
 
 import gc
@@ -25,9 +25,9 @@ from jax_specdec.records.output_processor import ProcessorState, admit, step
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
 
-TOKENS = 3  # a step and request: two drafts, both accepted
+TOKENS = 3  # of a request in a step: two drafts, both accepted
 VOCABULARY = 131072
-STOP = VOCABULARY - 1  # its tokens come in no message, so every call does the same work
+STOP = VOCABULARY - 1  # no message has this token, so every call does the same work
 
 PROMISED = (256, 20)
 QUICK = ((8, 20), (64, 20), (256, 0), PROMISED, (512, 20))  # requests and K
@@ -43,7 +43,7 @@ LISTS, OBJECTS = "lists a token", "objects in dicts"
 
 @dataclass
 class Logprob:
-    """One candidate of one token, as vLLM's `vllm.logprobs.Logprob`."""
+    """One candidate of one token, as in vLLM's `vllm.logprobs.Logprob`."""
 
     logprob: float
     rank: int | None
@@ -52,7 +52,7 @@ class Logprob:
 
 @dataclass
 class RequestProgress:
-    """What the contenders without columns keep of a request."""
+    """State of one request, for the contenders without columns."""
 
     max_tokens: int
     stop_token_ids: frozenset[int]
@@ -64,6 +64,7 @@ class RequestProgress:
 
 
 def message_bytes(num_slots: int, k: int, seed: int = 0) -> bytes:
+    """A target message of random logprobs: `TOKENS` tokens and K columns for every slot."""
     rng = np.random.default_rng(seed)
     slots = []
     for _ in range(num_slots):
@@ -88,7 +89,7 @@ def message_bytes(num_slots: int, k: int, seed: int = 0) -> bytes:
 
 
 def columns(num_slots: int, k: int) -> Callable[[bytes], Records]:
-    """Ours: `step(state, decode(data))`, with the state of requests that have run before."""
+    """This project's way: `step(state, decode(data))`, for requests that have run before."""
     state = ProcessorState.empty(num_slots)
     params = SamplingParams(max_tokens=2**31 - 1, logprobs=k, stop_token_ids=(STOP,))
     for slot in range(num_slots):
@@ -107,7 +108,7 @@ Row = tuple[list[int], list[float], list[list[int]], list[list[float]], list[int
 
 
 def sections(data: bytes) -> tuple[list[list[int]], list[int], list[int], list[float], list[int]]:
-    """The message as flat lists, one `tolist` a section, nothing validated: a fast start."""
+    """Counts, ids, ranks, logprobs and top ids as flat lists: one `tolist` each, no validation."""
     words = np.frombuffer(data, np.uint32)
     begin = wire.HEADER_WORDS
     end = begin + int(words[3]) * wire.SLOT_WORDS
@@ -128,7 +129,7 @@ def sections(data: bytes) -> tuple[list[list[int]], list[int], list[int], list[f
 
 
 def account(progress: RequestProgress, ids: list[int], drafts: int) -> int:
-    """The stop rules and statistics of one request; tokens to keep."""
+    """Apply one request's stop rules, count its statistics; returns how many tokens to keep."""
     progress.steps += 1
     progress.drafts += drafts
     progress.accepted += len(ids) - 1
@@ -140,11 +141,12 @@ def account(progress: RequestProgress, ids: list[int], drafts: int) -> int:
 
 
 def new_progress(num_slots: int) -> list[RequestProgress]:
+    """Requests that no message of this benchmark ends."""
     return [RequestProgress(2**31 - 1, frozenset({STOP})) for _ in range(num_slots)]
 
 
 def lists(num_slots: int) -> Callable[[bytes], list[Row]]:
-    """The seed's way: slice to the real columns, `tolist` once a batch, then lists a token."""
+    """The seed system's way: slice to the columns that exist, `tolist` once, then lists a token."""
     progress = new_progress(num_slots)
 
     def call(data: bytes) -> list[Row]:
@@ -170,7 +172,7 @@ def lists(num_slots: int) -> Callable[[bytes], list[Row]]:
 
 
 def objects(num_slots: int) -> Callable[[bytes], list[list[dict[int, Logprob]]]]:
-    """One object a token and candidate, in a dictionary a token: vLLM's LogprobsProcessor."""
+    """vLLM's LogprobsProcessor in short: an object for each candidate, a dictionary a token."""
     progress = new_progress(num_slots)
 
     def call(data: bytes) -> list[list[dict[int, Logprob]]]:
@@ -199,7 +201,7 @@ def objects(num_slots: int) -> Callable[[bytes], list[list[dict[int, Logprob]]]]
 
 
 def touched(records: Records) -> list[tuple[Any, ...]]:
-    """Every request's arrays, as a caller gets them who leaves none out."""
+    """All arrays of every request that asked for logprobs."""
     return [
         (record.token_ids, rows[:, 0], record.topk_ids, rows, record.token_ranks)
         for record in records
@@ -208,7 +210,7 @@ def touched(records: Records) -> list[tuple[Any, ...]]:
 
 
 def as_lists(result: Any) -> list[Row]:
-    """What was delivered, in one form; for the comparison before any timing."""
+    """The delivered content in one form, for the comparison before any timing."""
     rows = touched(result) if isinstance(result, Records) else result
     return [
         tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in row)
@@ -217,6 +219,7 @@ def as_lists(result: Any) -> list[Row]:
 
 
 def same_content(name: str, expected: Any, actual: Any) -> None:
+    """Raises AssertionError unless both hold the same tokens, logprobs and ranks."""
     rows = as_lists(expected)
     if name != OBJECTS:
         assert as_lists(actual) == rows
@@ -229,7 +232,7 @@ def same_content(name: str, expected: Any, actual: Any) -> None:
 
 
 def contenders(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
-    """The designs that do the whole work, all from the same bytes."""
+    """The designs that do the whole work, from the same bytes."""
     data = message_bytes(num_slots, k)
     ours, by_list, by_object = columns(num_slots, k), lists(num_slots), objects(num_slots)
     return {
@@ -241,12 +244,12 @@ def contenders(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
 
 
 def transports(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
-    """What decoding the finished lists from other encodings costs by itself."""
+    """The finished lists in other encodings, which are decoded and nothing else."""
     rows = as_lists(lists(num_slots)(message_bytes(num_slots, k)))
     pickled = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
     found = {"pickle, decoding alone": lambda: pickle.loads(pickled)}
     if HAS_MSGPACK:
-        import msgpack  # only the benchmark needs it, its tests do not
+        import msgpack  # in the `bench` extra; the tests run without it
 
         packed = msgpack.packb(rows)
         found["msgpack, decoding alone"] = lambda: msgpack.unpackb(packed)
@@ -254,13 +257,13 @@ def transports(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
 
 
 def run(quick: bool) -> list[Comparison]:
-    """Batches of 8 to 512 requests, K from 0 to 20; `quick` takes the edges."""
+    """Measure batches of 8 to 512 requests with K from 0 to 20; `quick` takes the extremes."""
     sizes = QUICK if quick else FULL
     return [measure(num_slots, k, quick) for num_slots, k in sizes]
 
 
 def measure(num_slots: int, k: int, quick: bool) -> Comparison:
-    """All contenders on one message: time, and what each result costs the garbage collector."""
+    """Measure all contenders on one message: time, and each result's cost in garbage collection."""
     calls = contenders(num_slots, k) | transports(num_slots, k)
     found = compare(
         f"bytes to records: {num_slots} requests x {TOKENS} tokens, K = {k}",
@@ -288,7 +291,7 @@ def measure(num_slots: int, k: int, quick: bool) -> Comparison:
 
 
 def targets_of(found: Comparison) -> tuple[Target, ...]:
-    """What the project promises for 256 requests at K = 20."""
+    """The project's promises for 256 requests at K = 20."""
     return (
         Target("bytes to records", 0.3, 1e3 * found[OURS].median, "ms"),
         Target("speed over lists", 3, found.speedup(OURS, LISTS), "x", at_least=True),

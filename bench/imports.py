@@ -1,7 +1,7 @@
-"""What importing the engine side costs, beside NumPy's own import and beside jax's.
+"""The cost of importing the engine's side, beside NumPy's own import and beside jax's.
 
-Each import is made by a fresh process, which times it alone, in turn with the others. Bytecode is
-cached, as it is where a package was installed; the first processes fill the cache.
+A fresh process times each import alone, in turn with the others. Bytecode is cached, as in an
+installed package; the first processes fill the cache.
 """
 
 import os
@@ -15,16 +15,15 @@ from dataclasses import replace
 from bench.timing import Comparison, Target, from_samples, rotated
 
 NUMPY, OURS, JAX = "numpy", "numpy and the engine side", "numpy and jax"
-ENGINE_SIDE = ("engine", "output_processor", "decode", "openai", "records")
 STATEMENTS = {
     NUMPY: "import numpy",
-    OURS: "import numpy, " + ", ".join(f"jax_specdec.{name}" for name in ENGINE_SIDE),
+    OURS: "import numpy, jax_specdec.engine, jax_specdec.export",
     JAX: "import numpy, jax",
 }
 
 
 def seconds(statement: str, environment: Mapping[str, str]) -> float:
-    """How long `statement` takes in a process of its own."""
+    """The time of `statement` in a process of its own, without the process's start."""
     code = f"import time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
@@ -33,7 +32,7 @@ def seconds(statement: str, environment: Mapping[str, str]) -> float:
 
 
 def run(quick: bool) -> list[Comparison]:
-    """One comparison; the engine side's own cost is the median of the differences to NumPy."""
+    """Measure one comparison; the engine side's own cost is its median difference to NumPy."""
     with tempfile.TemporaryDirectory() as cache:
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         environment = {**kept, "PYTHONPYCACHEPREFIX": cache, "JAX_PLATFORMS": "cpu"}

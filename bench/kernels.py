@@ -1,7 +1,7 @@
-"""Benchmark of `topk_logprobs`: on a CPU against the plain way and a copy, on a GPU `gpu_kernels`.
+"""Benchmark of `topk_logprobs`: on a CPU here, on a GPU in `bench.gpu.kernels`.
 
-On a CPU, K, the batch and the vocabulary are changed one at a time: this is what it can do in a
-minute of the grid of shapes that a GPU measures.
+On a CPU the peers are the plain way and a copy. K, the batch and the vocabulary change one at a
+time: the whole grid of shapes, which a GPU measures, would take a CPU far longer than a minute.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ QUICK = (
     replace(CPU_SPEED, dtype="bfloat16"),
     *(replace(CPU_SPEED, k=k) for k in (0, 128)),  # three make a line against K
 )
-# Two vocabularies that hardly differ make one point of a plot.
+# Two vocabularies of nearly one size would be one point of a plot.
 APART = [size for name, size in VOCABULARIES.items() if name != "Llama 3"]
 SHAPES = tuple(
     dict.fromkeys(
@@ -39,7 +39,7 @@ SHAPES = tuple(
 
 
 def run(quick: bool) -> list[Comparison]:
-    """Every shape of this machine's table; `quick` takes a few of them."""
+    """Measure every shape of this machine's table; `quick` takes a few of them."""
     if implementations.cuda_capability() is not None:
         shapes = [s for s in GPU if not quick or (s.rows in (64, 1536) and s.k in (0, 20))]
         return kernels.run(shapes)
@@ -49,7 +49,7 @@ def run(quick: bool) -> list[Comparison]:
 
 
 def measure(shape: Shape, rounds: int = 7) -> Comparison:
-    """The plain way and the XLA implementation on the same arrays; equal results first."""
+    """Compare the plain way with the XLA implementation on the same arrays."""
     logits = contenders.random_logits(shape, seed=0)
     token_ids = contenders.random_ids(shape)
 
@@ -74,12 +74,12 @@ def measure(shape: Shape, rounds: int = 7) -> Comparison:
 
 
 def targets_of(found: Comparison) -> tuple[Target, ...]:
-    """What the project promises for `CPU_SPEED` on a CPU."""
+    """The project's promise for `CPU_SPEED` on a CPU."""
     return (Target(f"speed over {PLAIN}", 2, found.speedup("xla", PLAIN), "x", at_least=True),)
 
 
 def measure_copy() -> Comparison:
-    """The bandwidth of the memory: a copy of as many logits as the largest comparison has."""
+    """Measure the memory's bandwidth by a copy of the logits of `CPU_SPEED`."""
     x = contenders.random_logits(CPU_SPEED, seed=0)
     copy = jax.jit(lambda x: -x)
     found = compare(
@@ -93,7 +93,7 @@ def measure_copy() -> Comparison:
 
 
 def beside(one: Comparison, bandwidth: float) -> Comparison:
-    """The comparison with each contender's logits a second, beside the copy's GB/s."""
+    """The comparison with the GB/s of logits that each contender reads, and its share of a copy."""
     figures = {}
     for timing in one.timings:
         speed = one.settings["bytes"] / timing.median / 1e9

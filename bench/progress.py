@@ -1,4 +1,4 @@
-"""One line on the terminal that says how far a long measurement is; nothing when there is none."""
+"""One line on the terminal that shows the progress of a long measurement."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields a function to call once after each of `total` parts."""
+    """Yield a function to call after each of `total` parts; without a terminal it shows nothing."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # Redrawn by hand: a thread that redraws would take time from what is being measured.
+    # Redrawn by hand: a thread that redraws would take time from the measurement.
     with Progress(
         *columns,
         console=console,

@@ -1,4 +1,4 @@
-"""The plain way to logprobs, as frameworks do it today: what the kernels are measured against."""
+"""The plain way to logprobs, as frameworks do it today: the kernels are measured against it."""
 
 import inspect
 from typing import Any
@@ -13,10 +13,12 @@ from pallas_kernels import TopkLogprobs
 def topk_logprobs(
     logits: jax.Array, token_ids: jax.Array, k: int, is_stable: bool = True
 ) -> TopkLogprobs:
-    """log_softmax + lax.top_k + gather + count: logits [R, V], token_ids [R] -> K + 1 columns.
+    """Logprobs by log_softmax, lax.top_k, a gather and a count.
 
-    is_stable: whether equal logprobs keep the order of their ids; False may be faster, and only
-    some versions of jax have it (`has_unstable_top_k`).
+    Args:
+      logits: [R, V]. token_ids: [R] int32. k: columns beside the token's own.
+      is_stable: whether equal logprobs keep the order of their ids. False may be faster; jax has it
+        since 0.11 (`has_unstable_top_k`).
     """
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
     selected = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)

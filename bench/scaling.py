@@ -1,8 +1,8 @@
-"""Bytes that a step of tensor-parallel decoding moves, computed; `python -m bench.scaling`.
+"""Bytes that a step of tensor-parallel decoding moves: `python -m bench.scaling`.
 
-Formulas, not measurements: a test holds them against the collectives of compiled programs at small
-sizes. Axes: N devices that share a model, B slots, D drafts, S = D + 1 positions, R = B * S rows,
-V vocabulary, K top columns, C chosen ids, H hidden size, L layers.
+These are formulas. A test holds them against the collectives of compiled programs at small sizes.
+Axes: N devices that share a model, B slots, D drafts, S = D + 1 positions, R = B * S rows, V
+vocabulary, K top columns, C chosen ids, H hidden size, L layers.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ BITS_PER_TRIP = 4  # of the search among shards, see jax_specdec.device.sampling
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, what is asked of it, and the machines. Defaults: Llama 3 70B on H100 nodes."""
+    """A model, its requests and the machines. Defaults: Llama 3 70B on H100 nodes."""
 
     devices: int = 8  # N
     hidden: int = 8192  # H
@@ -37,39 +37,39 @@ class Setup:
 
 
 def all_reduce(num_bytes: float, devices: int) -> float:
-    """Bytes that a device sends for a ring all-reduce of so many bytes."""
+    """Bytes that a device sends for a ring all-reduce of `num_bytes`."""
     return 2 * (devices - 1) / devices * num_bytes
 
 
 def all_gather(num_bytes: float, devices: int) -> float:
-    """Bytes that a device sends for a ring all-gather whose result has so many bytes."""
+    """Bytes that a device sends for a ring all-gather whose result has `num_bytes`."""
     return (devices - 1) / devices * num_bytes
 
 
 def greedy_bytes(rows: int, drafts: int) -> int:
-    """All-reduced to verify `rows` and to draw `drafts` (B * D) of greedy requests."""
+    """Bytes all-reduced to verify `rows` and to draw `drafts` (B * D) for greedy requests."""
     return WORD * (3 * rows + 2 * drafts)
 
 
 def logprob_bytes(rows: int, top_k: int, chosen: int, devices: int) -> tuple[int, int]:
-    """All-reduced and all-gathered for the logprobs of `rows`."""
+    """Bytes all-reduced, and bytes all-gathered, for the logprobs of `rows`."""
     return WORD * rows * (1 + chosen), WORD * devices * rows * (3 + 2 * top_k)
 
 
 def num_digits(vocabulary: int) -> int:
-    """Words of an exact sum of probabilities, as in `jax_specdec.device.sampling.exact_sums`."""
+    """Words of an exact sum of probabilities: see `jax_specdec.device.sampling.exact_sums`."""
     log = (vocabulary - 1).bit_length()
     return -(-(log + 21) // (31 - max(1, log)))
 
 
 def search_trips(vocabulary: int, item_bytes: int) -> int:
-    """Of one search among shards: over the bits of a logit, then over those of an id."""
+    """Trips of one search among shards: over the bits of a logit, then over those of an id."""
     bits = 8 * item_bytes, (vocabulary - 1).bit_length()
     return sum(-(-count // BITS_PER_TRIP) for count in bits)
 
 
 def truncation_words(vocabulary: int, item_bytes: int) -> int:
-    """All-reduced words a row for top-k and top-p and min-p together, at worst."""
+    """Words all-reduced for a row with top-k, top-p and min-p together, at worst."""
     trips, digits = search_trips(vocabulary, item_bytes), num_digits(vocabulary)
     sums = (1 << BITS_PER_TRIP) - 1
     searches = sum(sums * words * trips + words + 1 for words in (1, digits))
@@ -77,58 +77,58 @@ def truncation_words(vocabulary: int, item_bytes: int) -> int:
 
 
 def sampled_bytes(setup: Setup) -> int:
-    """All-reduced, at worst, to verify and draw for requests with top-k, top-p and min-p."""
+    """Bytes all-reduced, at worst, to verify and draw for requests with top-k, top-p and min-p."""
     digits = num_digits(setup.vocabulary)
     cut = truncation_words(setup.vocabulary, setup.item_bytes)
     rows, drafts = setup.rows, setup.slots * setup.drafts
-    # The cut of a draft's distribution is carried from where it was drawn to where it is verified.
+    # A draft's truncation is carried from where the draft was drawn to where it is verified.
     verified = rows * (cut + 1 + digits) + drafts * (6 + digits) + 3 * setup.slots
     drawn = drafts * (cut + 3 + digits)
     return WORD * (verified + drawn)
 
 
 def sampled_collectives(setup: Setup) -> int:
-    """About how many collectives these are: they wait for each other."""
+    """The number of these collectives, about; each waits for the one before."""
     one_cut = 2 * (search_trips(setup.vocabulary, setup.item_bytes) + 2) + 9
     return (1 + setup.drafts) * one_cut
 
 
 def this_design(setup: Setup) -> float:
-    """Bytes that a device sends for a greedy step with the logprobs of every row."""
+    """Bytes that a device sends for a greedy step with logprobs of every row."""
     reduced, gathered = logprob_bytes(setup.rows, setup.top_k, setup.chosen, setup.devices)
     reduced += greedy_bytes(setup.rows, setup.slots * setup.drafts)
     return all_reduce(reduced, setup.devices) + all_gather(gathered, setup.devices)
 
 
 def gather_the_logits(setup: Setup) -> float:
-    """Bytes that a device sends where every device gets the target's and the drafts' logits."""
+    """Bytes that a device sends if every device gets all logits of target and drafts."""
     rows = setup.rows + setup.slots * setup.drafts
     return all_gather(rows * setup.vocabulary * setup.item_bytes, setup.devices)
 
 
 def model_sums(setup: Setup) -> float:
-    """Bytes that a device sends for the model itself: two sums a layer, and the embedding's."""
+    """Bytes that a device sends for the model itself: two sums a layer, and one to embed."""
     hidden = setup.rows * setup.hidden * setup.item_bytes
     return all_reduce((2 * setup.layers + 1) * hidden, setup.devices)
 
 
 def message_bytes(setup: Setup) -> int:
-    """Of a step's message where every row was accepted: over PCIe once, and into the ring."""
+    """Bytes of a step's message if every row was accepted: once over PCIe, then into the ring."""
     positions = setup.drafts + 1
     columns, chosen = [setup.top_k + 1] * setup.slots, [setup.chosen] * setup.slots
     return WORD * int(wire.words_bound([positions] * setup.slots, columns, chosen))
 
 
 def step_seconds(setup: Setup) -> float:
-    """Reading the weights once: what a step takes at least, and about what it takes."""
+    """The time to read the weights once: the least that a step takes, and about what it takes."""
     return setup.weights * setup.item_bytes / setup.devices / setup.memory_bandwidth
 
 
-CLUSTERS = ((8, 8), (64, 8), (64, 64), (1024, 8))  # GPUs, of which so many share a model
+CLUSTERS = ((8, 8), (64, 8), (64, 64), (1024, 8))  # GPUs, and how many share a model
 
 
 def table() -> list[str]:
-    """The page's tables, in Markdown."""
+    """The table of docs/scaling.md for greedy requests, in Markdown."""
     lines = [
         "| GPUs | share a model | NVLink, this design | share of step | NVLink, gathered logits | "
         "share of step | PCIe = ring write | host memory |",
@@ -150,7 +150,7 @@ def table() -> list[str]:
 
 
 def sampled_table() -> list[str]:
-    """The same for a batch in which every request samples with top-k, top-p and min-p."""
+    """The same if every request samples with top-k, top-p and min-p."""
     lines = [
         "| share a model | NVLink, all-reduced | sent by a GPU | collectives | share of step |",
         "|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Compare contenders fairly: equal results first, then interleaved rounds in one run, then ratios.
 
-A single time says little on a shared machine; a ratio of medians taken in turn, round by round,
-holds when the machine's speed drifts. So nothing here prints a time without its peers beside it.
+A single time says little on a shared machine. A ratio of medians taken in turn, round by round,
+holds while the machine's speed drifts, so no time is printed without its peers beside it.
 """
 
 import time
@@ -23,11 +23,11 @@ __all__ = [
 Call = Callable[[], Any]
 
 BORDER = 3  # characters that a table's column takes beside its text
-PART = "part: "  # how the name of a figure starts that is part of another one
+PART = "part: "  # the prefix of a figure that is part of another one
 
 
 class BenchError(AssertionError):
-    """Contenders that do not compute the same thing must not be compared."""
+    """Contenders compute different things, or one ended: there is nothing to compare."""
 
 
 def compare(
@@ -53,20 +53,8 @@ def compare(
     Raises:
       BenchError: a contender's result differs from the baseline's.
     """
+    repeats = _checked(title, contenders, check, min_seconds)
     names = list(contenders)
-    expected = contenders[names[0]]()
-    repeats: dict[str, int] = {}
-    for name in names:
-        actual = contenders[name]()  # also the warm-up
-        if check is not None:
-            try:
-                check(name, expected, actual)
-            except AssertionError as error:
-                raise BenchError(f"{title}: {name} differs from {names[0]}: {error}") from error
-        begin = time.perf_counter()
-        contenders[name]()
-        once = max(time.perf_counter() - begin, 1e-7)
-        repeats[name] = max(1, round(min_seconds / once))
     samples: dict[str, list[float]] = {name: [] for name in names}
     with progress.bar(title, rounds * len(names)) as advance:
         for index in range(rounds):
@@ -80,8 +68,32 @@ def compare(
     return from_samples(title, samples, settings=settings)
 
 
+def _checked(
+    title: str,
+    contenders: Mapping[str, Call],
+    check: Callable[[str, Any, Any], None] | None,
+    min_seconds: float,
+) -> dict[str, int]:
+    """Compare all results, and return how often each contender is called in a round."""
+    baseline = next(iter(contenders))
+    expected = contenders[baseline]()
+    repeats: dict[str, int] = {}
+    for name, call in contenders.items():
+        actual = call()  # also the warm-up
+        if check is not None:
+            try:
+                check(name, expected, actual)
+            except AssertionError as error:
+                raise BenchError(f"{title}: {name} differs from {baseline}: {error}") from error
+        begin = time.perf_counter()
+        call()
+        once = max(time.perf_counter() - begin, 1e-7)
+        repeats[name] = max(1, round(min_seconds / once))
+    return repeats
+
+
 def rotated(names: Sequence[str], index: int) -> list[str]:
-    """The names, starting with another one each round."""
+    """The names in turn: each round starts with another one."""
     start = index % len(names)
     return [*names[start:], *names[:start]]
 
@@ -90,7 +102,7 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
     """Median, spread and ratio of every contender, what was counted beside, notes and targets."""
     if console is None:
         console = Console()
-        if not console.is_terminal:  # nothing there to wrap lines for
+        if not console.is_terminal:  # a file or a pipe: lines need not be wrapped
             console = Console(width=max(console.width, 120))
     for comparison in comparisons:
         columns = {
@@ -110,7 +122,7 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
 
 
 def _counted(comparison: Comparison) -> dict[str, list[str]]:
-    """What was counted beside the time; the parts of a figure are for the JSON and the plots."""
+    """What was counted beside the time; parts of a figure go to the JSON and the plots only."""
     rows = list(comparison.figures.values())
     keys = dict.fromkeys(key for row in rows for key in row if not key.startswith(PART))
     return {key: [_number(row[key]) if key in row else "" for row in rows] for key in keys}
@@ -119,7 +131,7 @@ def _counted(comparison: Comparison) -> dict[str, list[str]]:
 def _tables(
     title: str, names: Sequence[str], columns: Mapping[str, Sequence[str]], width: int
 ) -> list[Table]:
-    """The columns, in as many tables as it takes to cut nothing off in lines of `width`."""
+    """The columns, in as many tables as lines of `width` need to show every word and figure."""
     left = max(map(len, ("contender", *names))) + BORDER + 1
     parts: list[list[str]] = []
     rest = 0
@@ -143,7 +155,7 @@ def _tables(
 
 
 def _width(header: str, cells: Sequence[str]) -> int:
-    """Characters of a column whose header may wrap between words."""
+    """The least width of a column, in characters; its header may wrap between words."""
     return max(map(len, (*header.split(), *cells)))
 
 
@@ -152,7 +164,7 @@ def _number(value: float) -> str:
 
 
 def readable(seconds: float) -> str:
-    """Seconds for a person: 12.3 us, 4.56 ms."""
+    """Seconds as people write them: 12.3 us, 4.56 ms."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if abs(seconds) * scale >= 1 or unit == "us":
             return f"{seconds * scale:.3g} {unit}"

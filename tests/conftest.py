@@ -1,11 +1,14 @@
-"""One strict JAX for every test: no silent promotion, several CPU devices, no hidden state."""
+"""One strict JAX for all tests: no silent promotion, several CPU devices, no hidden state."""
 
-import atexit
+import ctypes
 import gc
 import os
-import shutil
 import signal
-import tempfile
+from importlib import metadata
+
+from tests.support import compilation_cache
+from tests.support.paths import ROOT
+from tests.support.resources import memory
 
 # Before jax is imported: eight CPU devices, so that shard_map tests are real.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -13,27 +16,23 @@ _FLAG = "--xla_force_host_platform_device_count=8"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
 
-# Worker processes and tests compile the same programs again and again: once a run will do.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _CACHE = tempfile.mkdtemp(prefix="jax-specdec-tests-")
-    _OWNER = os.getpid()
-    atexit.register(lambda: os.getpid() == _OWNER and shutil.rmtree(_CACHE, ignore_errors=True))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Worker processes and tests compile the same programs: once is enough. CI begins without any, so
+# that its verdict does not depend on an earlier run.
+_KEPT = ROOT / ".pytest_cache" / f"jax-{metadata.version('jax')}"
+compilation_cache.begin(None if os.environ.get("CI") else _KEPT)
 
-# Another process may be writing the entry that is read, or have been killed while it wrote it. jax
-# warns and compiles: neither an error here nor an odd line among what a worker prints.
+# jax warns of an entry that another process is writing, or was killed while it wrote, and compiles:
+# that is no error, and no line that a worker should print.
 _CACHE_WARNING = "Error reading persistent compilation cache entry"
 os.environ["PYTHONWARNINGS"] = ",".join(
     filter(None, (os.environ.get("PYTHONWARNINGS"), f"ignore:{_CACHE_WARNING}"))
 )
 
-# Who runs the tests has settings that programs look at; those under test are asked for plain text.
+# Settings of the user's terminal would change what the programs under test print: plain text.
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PYTHON_COLORS", "TTY_COMPATIBLE"):
     os.environ.pop(_name, None)
 
-# A job that a script runs in the background ignores Ctrl-C, and so would every process of a test.
+# A background job of a script ignores Ctrl-C, and every process of a test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -49,11 +48,15 @@ shape_checks.install("pallas_kernels", "jax_specdec")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Compiling dominates the first example of a property: a deadline would only measure the machine.
+# The first example of a property compiles: a deadline would measure the machine.
 settings.register_profile(
     "repository", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.load_profile("repository")
+
+pytest_plugins = ["tests.support.cpu_report"]
+
+LARGE_MB = 1000  # beyond it, compiled programs are dropped at the end of a module
 
 
 def pytest_configure(config):
@@ -61,7 +64,13 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _earlier_programs_are_not_searched():
-    """Compiled programs are millions of objects, and stay: the collector need not visit them."""
-    gc.collect()
-    gc.freeze()
+def _programs_end_with_their_module():
+    """Drop compiled programs, which fill gigabytes, once a process is large.
+
+    Modules have few programs in common, and those are read from the compilation cache.
+    """
+    yield
+    if memory("VmRSS") > LARGE_MB:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system

@@ -1,6 +1,6 @@
-"""Who computes logprobs on a GPU in the benchmark: our kernels, their peers, and two bounds.
+"""The contenders of the GPU benchmark: our kernels, their peers, and two bounds.
 
-Every contender is one compiled program for one call, on the same arrays as all others.
+Every contender is one compiled program, on the same arrays as all others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ PLAIN = "log_softmax + top_k"
 UNSTABLE = "log_softmax + top_k, unstable"
 TORCH = ("torch eager", "torch compiled")
 OURS, FUSED, FLOOR, COPY = "mosaic_gpu", "mosaic_gpu, fused greedy", "max only", "copy"
-NO_ANSWER = (FLOOR, COPY)  # they bound the speed and compute nothing that could be compared
-OPTIONAL = (UNSTABLE, *TORCH)  # without them the others are still worth measuring
+NO_ANSWER = (FLOOR, COPY)  # bounds of the speed: they compute nothing to compare
+OPTIONAL = (UNSTABLE, *TORCH)  # the others are measured without them too
 NO_TIE_ORDER = (UNSTABLE, *TORCH)
 
 BUFFERS = 3
@@ -38,7 +38,7 @@ Clock = Callable[[Sequence[Work]], list[Span]]
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it runs: a GPU, or a CPU that goes through the same steps in a rehearsal."""
+    """The measuring machine: a GPU, or a CPU that rehearses the same steps."""
 
     clock: Clock = device_spans
     interpret: Any = None
@@ -49,27 +49,32 @@ class Machine:
 
 
 def rehearsal(interpret: Any) -> Machine:
-    """Everything small, kernels interpreted, and the host's clock: no figure of it is a result."""
+    """A machine with small arrays, interpreted kernels and the host's clock: it has no results."""
     return Machine(host_spans, interpret, 1 << 16, Shape(4, 4096, 0, "float32"), (2, 2), False)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A compiled program: `launch(i)` enqueues it on buffer i, `result` makes NumPy arrays."""
+    """A compiled program."""
 
-    launch: Callable[[int], Any]
-    plug: Callable[[], Any]
-    wait: Callable[[Any], Any]
-    result: Callable[[Any], Any]
-    temporaries: int | None = None  # bytes beyond inputs and outputs; None where nobody says
+    launch: Callable[[int], Any]  # enqueues it on buffer i
+    plug: Callable[[], Any]  # enqueues the kernel that runs before it
+    wait: Callable[[Any], Any]  # for what `launch` returned
+    result: Callable[[Any], Any]  # makes NumPy arrays of it
+    temporaries: int | None = None  # bytes beyond inputs and outputs; None: unknown
 
 
 def make_contenders(
     shape: Shape, machine: Machine, only: Sequence[str] = ()
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The plain way first: the baseline. And who is missing, with the reason.
+    """The contenders for a shape, and the reasons why others are missing.
 
-    only: these programs of jax's; all contenders if empty.
+    The plain way is the first, so it is the baseline.
+
+    Args:
+      shape: of the logits.
+      machine: where they run.
+      only: the names of jax programs to make; () makes all contenders.
     """
     buffers = [random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = random_ids(shape)
@@ -109,7 +114,7 @@ def jax_contender(
     token_ids: jax.Array,
     plug: Callable[[], Any],
 ) -> Contender:
-    """Compiled ahead of time, so that the compiler says how much memory it takes."""
+    """A contender compiled ahead of time, so that the compiler reports its memory."""
     compiled = jax.jit(program).lower(buffers[0], token_ids).compile()
     memory = compiled.memory_analysis()
     return Contender(
@@ -122,7 +127,7 @@ def jax_contender(
 
 
 def jax_plug(num_bytes: int) -> Callable[[], Any]:
-    """A kernel that reads and writes so many bytes."""
+    """A function that launches a kernel: it reads and writes `num_bytes`."""
     increment = jax.jit(lambda x: x + 1, donate_argnums=0)
     buffer = [jnp.zeros(num_bytes // 4, jnp.float32)]
 
@@ -136,7 +141,7 @@ def jax_plug(num_bytes: int) -> Callable[[], Any]:
 def torch_contenders(
     k: int, buffers: Sequence[jax.Array], token_ids: jax.Array, machine: Machine
 ) -> dict[str, Contender]:
-    """PyTorch's programs on the same memory."""
+    """Contenders for PyTorch's programs, on the same memory."""
     tensors = [torch_peers.share(x) for x in buffers]
     ids = torch_peers.share(token_ids).long()
     plug = torch_peers.plug(machine.plug_bytes, machine.on_gpu)
@@ -155,13 +160,13 @@ def torch_contenders(
 def check_equal(
     shape: Shape, contenders: Mapping[str, Contender]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Every answer against the plain way's, on every buffer; also the warm-up.
+    """Compare every answer with the plain way's, on every buffer; this is also the warm-up.
 
     Returns:
-      The contenders to measure, and which optional peers are not, with the reason.
+      The contenders to measure, and the reasons why optional peers are left out.
 
     Raises:
-      BenchError: one of the others has another answer.
+      BenchError: a contender that is not optional has a different answer.
     """
     failed: dict[str, str] = {}
     for i in range(BUFFERS):
@@ -187,8 +192,11 @@ def check_equal(
 
 
 def check(name: str, expected: Any, actual: Any) -> None:
-    """Equal ids and ranks, close logprobs, as far as this contender promises them."""
-    first = 1 if name == FUSED else 0  # the fused path answers for its own tokens
+    """Raises AssertionError unless ids and ranks are equal and logprobs close.
+
+    A contender that promises no order of ties may have other ids.
+    """
+    first = 1 if name == FUSED else 0  # the fused path chooses its own tokens
     np.testing.assert_allclose(
         actual.logprobs[:, first:], expected.logprobs[:, first:], rtol=1e-6, atol=3e-5
     )
@@ -199,16 +207,16 @@ def check(name: str, expected: Any, actual: Any) -> None:
 
 
 def random_logits(shape: Shape, seed: int) -> jax.Array:
-    """[R, V] in steps of 1/64, made on the device.
+    """[R, V] random logits in steps of 1/64, made on the device.
 
-    The plain way orders logprobs, and `log_softmax` rounds: logits closer than that would tie there
-    and not here. Logits that are equal tie in both.
+    The plain way orders logprobs, which `log_softmax` has rounded: logits that are closer would tie
+    there and not in our kernels. Equal logits tie in both.
     """
     normal = jax.random.normal(jax.random.key(seed), (shape.rows, shape.vocabulary))
     return (jnp.round(256 * normal) / 64).astype(shape.dtype)
 
 
 def random_ids(shape: Shape) -> jax.Array:
-    """[R] int32."""
+    """[R] int32 random token ids."""
     rng = np.random.default_rng(0)
     return jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)

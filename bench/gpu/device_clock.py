@@ -1,9 +1,9 @@
-"""Seconds on the device's own clock: neither Python nor the launching of kernels is in them.
+"""Seconds on the device's own clock, without the time of Python and of launching kernels.
 
-Each piece of work is enqueued behind a plug, a kernel that runs longer than launching takes: the
-work's kernels are all queued when it ends, and it has evicted the L2 cache. Afterwards the host
-waits, and pauses, so that the profiler's timeline falls into one cluster of kernels for each piece:
-the plug, then the work. Python's own launches are slower than most of what is measured here.
+Each piece of work is enqueued behind a plug: a kernel that runs longer than the launches take. When
+the plug ends, all kernels of the work are queued, and the L2 cache is evicted. Then the host waits
+and pauses, so that the profiler's timeline has a cluster of kernels for each piece: the plug, then
+the work. Launching from Python takes longer than most of the kernels that are measured here.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ PAUSE = 2e-3  # seconds of idle device between pieces; no gap inside a piece com
 
 
 class ClockError(RuntimeError):
-    """The timeline does not hold what was launched."""
+    """The timeline does not show the work that was launched."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Event:
-    """A kernel or a copy on the device, in seconds since any moment."""
+    """A kernel or a copy on the device, in seconds since a moment common to all."""
 
     start: float
     end: float
@@ -43,7 +43,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Span:
-    """What one piece of work took, in seconds.
+    """The time of one piece of work, in seconds.
 
     total: from the end of the plug to the end of the last kernel, gaps between kernels included.
     busy: the part of it in which a kernel ran.
@@ -57,7 +57,7 @@ def device_spans(pieces: Sequence[Work]) -> list[Span]:
     """Run the pieces in order on a GPU and read its timeline.
 
     Raises:
-      ClockError: the profiler saw another number of pieces than were launched.
+      ClockError: the profiler saw fewer or more pieces than were launched.
     """
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=_quiet()):
@@ -71,11 +71,11 @@ def device_spans(pieces: Sequence[Work]) -> list[Span]:
 
 
 def host_spans(pieces: Sequence[Work]) -> list[Span]:
-    """The same by the host's clock, where there is no device: for rehearsals, not for results."""
+    """Run the pieces in order by the host's clock, in a rehearsal without a device."""
     events = []
     begin = time.perf_counter()
     for index, work in enumerate(pieces):
-        pause = index * 2 * PAUSE  # made up: nothing has to separate stamps that are taken by hand
+        pause = index * 2 * PAUSE  # invented: stamps taken by hand need no pause to separate them
         work.wait(work.plug())
         plugged = time.perf_counter()
         work.wait(work.launch())
@@ -86,7 +86,11 @@ def host_spans(pieces: Sequence[Work]) -> list[Span]:
 
 
 def to_spans(events: Iterable[Event], num_pieces: int) -> list[Span]:
-    """Cut a timeline at its pauses; each cluster is a plug and then one piece's kernels."""
+    """Cut a timeline at its pauses; each cluster is a plug and then one piece's kernels.
+
+    Raises:
+      ClockError: the timeline does not have `num_pieces` clusters of at least two kernels.
+    """
     clusters: list[list[Event]] = []
     end = float("-inf")
     for event in sorted(events, key=lambda event: (event.start, event.end)):
@@ -113,10 +117,10 @@ def _span(cluster: Sequence[Event]) -> Span:
 
 
 def read_events(directory: Path, plane: str, line: str) -> list[Event]:
-    """What a profile holds on lines of planes whose names start so.
+    """The events of a profile on lines whose names, and planes' names, start like these.
 
     Raises:
-      ClockError: there is no such line, or it is empty; says what there is.
+      ClockError: there is no such line, or it is empty; the text names the lines that exist.
     """
     files = sorted(directory.rglob("*.xplane.pb"))
     planes = [p for file in files for p in ProfileData.from_file(str(file)).planes]
@@ -137,7 +141,7 @@ def read_events(directory: Path, plane: str, line: str) -> list[Event]:
 
 
 def _quiet() -> ProfileOptions:
-    """The device's timeline alone."""
+    """Options that record the device's timeline alone."""
     options: Any = ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0

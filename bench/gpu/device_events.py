@@ -1,4 +1,4 @@
-"""The device's own operations, from jax.profiler, on the clock of the rest of the timeline."""
+"""The device's own operations, from jax.profiler, on CLOCK_MONOTONIC."""
 
 import tempfile
 import time
@@ -12,7 +12,7 @@ import jax
 from bench.loop.spans import DeviceEvent
 
 ANCHOR = "jax-specdec clock anchor"
-# On a CPU, XLA's operations run on threads of these names; on a GPU they have a plane of their own.
+# On a CPU, XLA's operations run on threads with these names; a GPU's have a plane of their own.
 CPU_THREADS = ("tf_XLA",)
 NOT_WORK = ("ThreadpoolListener", "SlinkyThreadPool", "ThunkExecutor", "end: ")
 SHORTEST_NS = 1000
@@ -20,10 +20,10 @@ SHORTEST_NS = 1000
 
 @contextmanager
 def recorded() -> Iterator[list[DeviceEvent]]:
-    """What the device does inside; the list is filled at the end.
+    """Record the device's operations; the list is filled at the end.
 
     Raises:
-      RuntimeError: the profiler did not record the anchor that joins its clock with ours.
+      RuntimeError: the profiler did not record the anchor that relates its clock to ours.
     """
     found: list[DeviceEvent] = []
     options = jax.profiler.ProfileOptions()
@@ -48,7 +48,7 @@ def events_of(profile: Any, anchor: int) -> list[DeviceEvent]:
         if event.name == ANCHOR
     ]
     if not places:
-        raise RuntimeError("jax.profiler did not record the anchor: the clocks cannot be joined")
+        raise RuntimeError("jax.profiler did not record the anchor: the clocks cannot be related")
     shift = anchor - places[0]
     found = []
     for plane in profile.planes:

@@ -1,8 +1,8 @@
-"""What a session on a GPU has found so far: written after every piece, taken up by the next call.
+"""The results of a session on a GPU: written after every piece, continued by the next call.
 
-A loan of a GPU may end at any moment. So the work is cut into pieces of seconds to a minute, each
-is timed and announced, one that fails does not stop the others, and a call that finds the file of
-an earlier one only does what is left.
+A loan of a GPU may end at any moment. So the work is cut into pieces of seconds to a minute. Each
+is timed and announced, and a failure does not stop the others. A call that finds the file of an
+earlier one does only what is left.
 """
 
 import time
@@ -18,12 +18,12 @@ from bench.report.comparison import Comparison
 from bench.report.files import read_json, write_json
 from bench.timing import print_table
 
-CHECKS = "checks"  # the key in the file's environment: seconds by piece
+CHECKS = "checks"  # a key of the file's environment: seconds of each piece
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the work: `run` returns a comparison to keep, or None where it only checks."""
+    """A part of the work: `run` returns a comparison to keep, or None if it only checks."""
 
     name: str
     run: Callable[[], Comparison | None]
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass
 class Journal:
-    """The file, and what is in it. A piece that failed is not in it: the next call tries again."""
+    """The file and its content. A failed piece is not in it, so that the next call tries again."""
 
     path: Path
     environment: Mapping[str, Any]
@@ -40,9 +40,11 @@ class Journal:
     failures: list[str] = field(default_factory=list)
 
     def work(self, pieces: Iterable[Piece], seconds: float) -> int:
-        """Do what is not done yet, for so long at most; returns how many pieces are left.
+        """Do the pieces that are not done yet; returns how many are left.
 
-        A piece that has begun is finished, whatever the time.
+        Args:
+          pieces: in order.
+          seconds: no piece begins after this time; one that has begun is finished.
         """
         begin = time.perf_counter()
         todo = [piece for piece in pieces if piece.name not in self.checks]
@@ -54,7 +56,7 @@ class Journal:
             print(f"{announce} ...", flush=True)
             try:
                 found = piece.run()
-            except Exception as error:  # reported, and the others go on
+            except Exception as error:  # reported; the others continue
                 traceback.print_exc()
                 print(f"{announce}: FAILED", flush=True)
                 self.failures.append(f"{piece.name}: {type(error).__name__}: {error}")
@@ -69,14 +71,14 @@ class Journal:
         return 0
 
     def save(self) -> None:
-        """Write the file; whole or not at all, should the machine stop meanwhile."""
+        """Write the file, whole or not at all if the machine stops meanwhile."""
         new = self.path.with_suffix(".new")
         write_json(new, self.comparisons, {**self.environment, CHECKS: self.checks})
         new.replace(self.path)
 
 
 def opened(path: Path, environment: Mapping[str, Any], afresh: bool) -> Journal:
-    """The journal of this file, with what an earlier call found unless `afresh`.
+    """The journal of this file, with the results of an earlier call unless `afresh`.
 
     Raises:
       ValueError: the file comes from another device.
@@ -87,7 +89,7 @@ def opened(path: Path, environment: Mapping[str, Any], afresh: bool) -> Journal:
     if earlier.environment.get("device") != environment["device"]:
         raise ValueError(
             f"{path} was measured on {earlier.environment.get('device')}, and this is "
-            f"{environment['device']}: choose another folder, or begin afresh"
+            f"{environment['device']}: choose another folder with --results, or pass --afresh"
         )
     checks = dict(earlier.environment.get(CHECKS, {}))
     return Journal(path, earlier.environment, checks, list(earlier.comparisons))

@@ -1,8 +1,8 @@
 """The GPU kernels against their peers and against the memory's speed, on the device's own clock.
 
-A launch of a contender's program is one sample: behind a plug that empties the L2 cache, on the
-next of several buffers, timed by `device_clock`. Rounds are interleaved. Before that, all results
-are compared on the same arrays.
+One launch of a contender's program is one sample: behind a plug that evicts the L2 cache, on the
+next of several buffers, timed by `device_clock`. Rounds are interleaved. All results are compared
+on the same arrays before.
 """
 
 import itertools
@@ -27,7 +27,7 @@ SECONDS_PER_SHAPE = 4.0
 
 
 def run(shapes: Sequence[Shape], machine: Machine | None = None) -> list[Comparison]:
-    """A comparison of every shape, after one of a large copy, whose bandwidth is the ceiling."""
+    """Measure a large copy, whose bandwidth is the ceiling, and then every shape."""
     machine = machine or Machine()
     ceiling = measure_ceiling(machine)
     found = [ceiling]
@@ -37,7 +37,7 @@ def run(shapes: Sequence[Shape], machine: Machine | None = None) -> list[Compari
 
 
 def measure_ceiling(machine: Machine) -> Comparison:
-    """A copy so large that launching does not count."""
+    """Measure a copy so large that launching it does not count."""
     shape = machine.ceiling
     buffers = [peers.random_logits(shape, seed) for seed in range(BUFFERS)]
     copy = peers.jax_contender(
@@ -56,7 +56,7 @@ def measure_ceiling(machine: Machine) -> Comparison:
 
 
 def measure(shape: Shape, machine: Machine, ceiling: float) -> Comparison:
-    """All contenders on the same arrays, equal results first; `ceiling` in GB/s."""
+    """Check all contenders on the same arrays, then measure them; `ceiling` in GB/s."""
     contenders, missing = peers.make_contenders(shape, machine)
     contenders, failed = peers.check_equal(shape, contenders)
     missing |= failed
@@ -72,7 +72,7 @@ def measure(shape: Shape, machine: Machine, ceiling: float) -> Comparison:
 
 
 def glance(shape: Shape, machine: Machine, ceiling: float, only: Sequence[str]) -> Comparison:
-    """A few contenders, without comparing their results; the first is the baseline."""
+    """Measure a few contenders without comparing their results; the first is the baseline."""
     contenders, _ = peers.make_contenders(shape, machine, only)
     spans = interleave(contenders, machine)
     comparison = from_samples(
@@ -89,7 +89,7 @@ def with_figures(
     contenders: Mapping[str, Contender],
     spans: Mapping[str, Sequence[Span]],
 ) -> Comparison:
-    """What was counted beside the time."""
+    """The comparison with the figures beside the time."""
     figures = {}
     for name, contender in contenders.items():
         row = {
@@ -103,7 +103,7 @@ def with_figures(
 
 
 def settings(shape: Shape, machine: Machine) -> dict[str, Any]:
-    """What was measured."""
+    """The settings of a measurement."""
     return {
         "rows": shape.rows,
         "vocabulary": shape.vocabulary,
@@ -116,14 +116,14 @@ def settings(shape: Shape, machine: Machine) -> dict[str, Any]:
 
 
 def clock_name(machine: Machine) -> str:
-    """Only "device" makes a result that the README may show."""
+    """The clock's name; only "device" makes a result that the pages may show."""
     if not machine.on_gpu:
         return "host, a rehearsal"
     return "device" if machine.clock is device_spans else "host, launching included"
 
 
 def interleave(contenders: Mapping[str, Contender], machine: Machine) -> dict[str, list[Span]]:
-    """Samples of all contenders, a launch each in every round."""
+    """Sample all contenders: one launch each in every round."""
     names = list(contenders)
     once = 0.0
     for contender in contenders.values():
@@ -149,7 +149,7 @@ def interleave(contenders: Mapping[str, Contender], machine: Machine) -> dict[st
 def targets(
     shape: Shape, comparison: Comparison, ceiling: float, on_gpu: bool
 ) -> tuple[Target, ...]:
-    """The limits that this shape is held to; without a GPU they are named and not measured."""
+    """The limits for this shape; without a GPU they are named and not measured."""
     ours = comparison[OURS].median
 
     def found(value: float) -> float | None:
@@ -182,11 +182,12 @@ def targets(
 
 
 def logits_bytes(shape: Shape) -> int:
+    """The size of the logits."""
     return shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
 
 
 def bytes_moved(shape: Shape, name: str) -> int:
-    """What a contender has to read and write, at the least: the logits once, ids, outputs."""
+    """The least that a contender reads and writes: the logits once, ids and outputs."""
     size = logits_bytes(shape)
     if name == COPY:
         return 2 * size

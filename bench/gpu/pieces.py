@@ -1,4 +1,4 @@
-"""The pieces of work of `gpu_check`, part by part."""
+"""The pieces of work of `bench.gpu_check`, part by part."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ from pallas_kernels.shapes import GPU, Shape
 
 PARTS = ("first", "tests", "shapes", "targets", "tune", "rest", "end-to-end")
 
-# Every kernel, word size and path once, before anything else is tried.
+# Every kernel, word size and path once, before anything else.
 FIRST = (
     Shape(4, 131_072, 20, "bfloat16"),
     Shape(64, 131_072, 0, "float32"),
@@ -25,7 +25,7 @@ FIRST = (
     Shape(3, 50_257, 128, "float16"),
 )
 GLANCES = tuple(Shape(rows, 131_072, k, "bfloat16") for rows in (64, 1536) for k in (0, 20))
-# Test files and what to run of them; a race on a GPU proves nothing, and some are about CPUs.
+# Test files and the tests to run: a race on a GPU proves nothing, and some tests are about CPUs.
 TESTS = {
     "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "not race_detection",
     "tests/bench/test_floor.py": "reads",
@@ -46,7 +46,7 @@ REHEARSED_REST = (Shape(2, 2048, 0, "float32"), Shape(1, 2048, 5, "bfloat16"))
 
 
 def pieces_of(part: str, machine: Machine, journal: Journal) -> Iterator[Piece]:
-    """What there is to do, in order; `machine` says whether it is a rehearsal."""
+    """The pieces of one part, in order; `machine` says whether it is a rehearsal."""
     real = machine.on_gpu
     measured = functools.partial(measure, machine=machine, journal=journal)
     if part == "first":
@@ -81,7 +81,7 @@ def pieces_of(part: str, machine: Machine, journal: Journal) -> Iterator[Piece]:
 
 
 def has_targets(shape: Shape) -> bool:
-    """Whether more is promised of a shape than its use of memory."""
+    """Whether a shape has more limits than its use of memory."""
     return shape.rows in (64, 256, 1536) and shape.k in (0, 20)
 
 
@@ -98,7 +98,7 @@ def by_importance() -> list[Shape]:
 def measure(
     shape: Shape, only: tuple[str, ...] = (), *, machine: Machine, journal: Journal
 ) -> Comparison:
-    """With the copy's bandwidth beside it, measured before or now."""
+    """Measure a shape beside the copy's bandwidth, which is measured once."""
     copies = [one for one in journal.comparisons if COPY in one.figures and len(one.names) == 1]
     if not copies:
         copies = [kernels.measure_ceiling(machine)]
@@ -110,7 +110,7 @@ def measure(
 
 
 def run_tests(file: str, chosen: str, on_gpu: bool) -> None:
-    """In a process of their own: which device they run on is decided at its start."""
+    """Run tests in a process of their own, since jax chooses its device at the start."""
     variables = os.environ | {"JAX_PLATFORMS": "cuda" if on_gpu else "cpu"}
     command = [sys.executable, "-m", "pytest", "-v", "--durations=10", file, "-k", chosen]
     if subprocess.run(command, env=variables, check=False).returncode:
@@ -118,7 +118,7 @@ def run_tests(file: str, chosen: str, on_gpu: bool) -> None:
 
 
 def end_to_end(journal: Path) -> None:
-    """The benchmark of the whole loop; its results go beside the journal."""
+    """Run the benchmark of the whole loop; its results go beside the journal."""
     path = journal.with_name(f"{journal.stem}-end-to-end.json")
     command = [sys.executable, "-m", "bench", "end-to-end", "--quick", "--json", str(path)]
     if subprocess.run(command, check=False).returncode:

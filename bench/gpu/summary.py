@@ -1,4 +1,4 @@
-"""The few lines of a session on a GPU that a person reads first: who is how fast, what held."""
+"""The lines of a session on a GPU that a person reads first: speeds and verdicts."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from bench.report.comparison import Comparison
 
 
 def lines(comparisons: Iterable[Comparison]) -> list[str]:
-    """One a comparison, then the count of verdicts on targets."""
+    """A line for each comparison, then the number of verdicts on targets."""
     out: list[str] = []
     verdicts: dict[str, int] = {}
     for one in comparisons:

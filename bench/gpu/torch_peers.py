@@ -14,7 +14,7 @@ Program = Callable[[Any, Any], tuple[Any, Any, Any]]
 
 
 def obstacle(on_gpu: bool) -> str | None:
-    """Why PyTorch cannot be measured here; None if it can."""
+    """Why PyTorch cannot be measured on this machine; None if it can."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -25,7 +25,7 @@ def obstacle(on_gpu: bool) -> str | None:
 
 
 def version() -> str:
-    """PyTorch's version and the CUDA version that it was built for."""
+    """PyTorch's version and the CUDA version of its build."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -34,7 +34,7 @@ def version() -> str:
 
 
 def programs(k: int) -> dict[str, Program]:
-    """Name to program: logits [R, V], token ids [R] int64 -> ids, logprobs, token ranks."""
+    """Programs by name: logits [R, V], token ids [R] int64 -> ids, logprobs, token ranks."""
     torch = importlib.import_module("torch")
 
     def topk_logprobs(logits: Any, token_ids: Any) -> tuple[Any, Any, Any]:
@@ -55,26 +55,26 @@ def programs(k: int) -> dict[str, Program]:
 
 
 def share(array: jax.Array) -> Any:
-    """The same memory as a tensor."""
+    """A tensor on the same memory."""
     return importlib.import_module("torch").from_dlpack(jax.block_until_ready(array))  # type: ignore[no-untyped-call]
 
 
 def plug(num_bytes: int, on_gpu: bool) -> Callable[[], Any]:
-    """A kernel that adds 1 to so many bytes of float32."""
+    """A function that launches a kernel: it adds 1 to `num_bytes` of float32."""
     torch = importlib.import_module("torch")
     buffer = torch.zeros(num_bytes // 4, device="cuda" if on_gpu else "cpu")
     return lambda: buffer.add_(1)
 
 
 def wait(_: Any) -> None:
-    """For everything that PyTorch enqueued."""
+    """Wait for all work that PyTorch has enqueued."""
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def as_arrays(outputs: tuple[Any, Any, Any]) -> TopkLogprobs:
-    """What `TopkLogprobs` holds, as NumPy arrays."""
+    """The outputs as `TopkLogprobs` of NumPy arrays."""
     ids, logprobs, ranks = (tensor.cpu().numpy() for tensor in outputs)
     none: Any = np.zeros((len(ids), 0), np.float32)
     return TopkLogprobs(ids.astype(np.int32), logprobs, ranks.astype(np.int32), none)

@@ -1,8 +1,8 @@
 """The engine's side of the end-to-end benchmark: a process of its own that never imports jax.
 
-It receives the messages of every contender, one contender and one round at a time, and turns them
-into per-request results the way that contender does: in columns (`decode` and `output_processor`),
-or as lists or objects a token (`bench.host`).
+It receives the messages of one contender in one round at a time, and turns them into per-request
+results in that contender's way: in columns (`decode` and `output_processor`), or as lists or
+objects for each token (`bench.host`).
 """
 
 import gc
@@ -38,28 +38,28 @@ from jax_specdec.records.record import Records
 from jax_specdec.requests import Request
 
 PATIENCE_SECONDS = 60.0
-GENERATION = 1  # of every slot: its requests stay for the whole run
+GENERATION = 1  # of every slot: a slot keeps its request for the whole run
 
-# The columns of a round's table, a row a step.
+# The columns of a round's table, which has a row for each step.
 RECEIVED, DECODED, PROCESSED, CPU, BYTES, TOKENS, ACCEPTED, ROWS = range(8)
 
 
 @dataclass(frozen=True)
 class Round:
-    """What the consumer saw: `table` [steps, 8] int64, times in ns of CLOCK_MONOTONIC."""
+    """One round in the consumer's eyes; times in ns of CLOCK_MONOTONIC."""
 
-    table: np.ndarray
-    content: list[Step]  # empty unless it was asked for
+    table: np.ndarray  # [steps, 8] int64
+    content: list[Step]  # empty unless `Consumer.begin` had `keep`
 
 
 class Consumer:
-    """The process, its transports, and the commands to it."""
+    """The process, its transports, and its commands."""
 
     def __init__(self, transports: Sequence[str], num_slots: int) -> None:
-        """Start it with one receiver for each of `transports` (names of `ring_contenders`)."""
+        """Start it with a receiver for each of `transports` (names of `bench.ring.contenders`)."""
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
-        # A multiprocessing.Queue can only be handed over at the start.
+        # A multiprocessing.Queue reaches a process only at its start.
         queues = {name: QueueReceiver() for name in transports if "Queue" in name}
         self._process = context.Process(
             target=_main, args=(theirs, list(transports), queues, num_slots), daemon=True
@@ -78,6 +78,7 @@ class Consumer:
 
     @property
     def pid(self) -> int:
+        """The process's id."""
         assert self._process.pid is not None  # it was started
         return self._process.pid
 
@@ -89,26 +90,30 @@ class Consumer:
         keep: bool = False,
         rehearse: bool = False,
     ) -> None:
-        """Get ready for a round of these requests, one for each slot.
+        """Prepare a round of these requests, one for each slot.
 
         Args:
-          keep: the messages' content.
-          rehearse: as `EngineConfig.rehearse`; through the ring.
+          transport: the name of the transport that brings the messages.
+          design: a key of `DESIGNS`.
+          requests: in the order of the slots.
+          keep: whether the round's result has the messages' content.
+          rehearse: as `EngineConfig.rehearse`; it applies to our ring and our decoder.
         """
         self._control.send((transport, design, list(requests), keep, rehearse))
         self._answer()
 
     def end(self) -> Round:
-        """The round's findings, after its last message and `end_of_round` were sent."""
+        """The round's result; call it after `end_of_round`."""
         result: Round = self._answer()
         return result
 
     def close(self) -> None:
+        """End the process."""
         for sender in self.senders.values():
             sender.close()
         if self._process.is_alive():
             self._control.send(None)
-            self._process.join(5)  # it is idle, unless a round was broken off
+            self._process.join(5)  # it is idle, unless an error ended a round early
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -130,7 +135,7 @@ NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 def send(sender: Sender, words: np.ndarray) -> None:
-    """One message through any of the transports; through the ring as `Worker` sends it."""
+    """Send one message through any transport; through the ring as `Worker` does."""
     if isinstance(sender, RingSender):
         sender.writer.send(words)
         return
@@ -138,6 +143,7 @@ def send(sender: Sender, words: np.ndarray) -> None:
 
 
 def end_of_round(sender: Sender) -> None:
+    """Send the empty message that ends a round."""
     send(sender, np.zeros(0, np.uint32))
 
 
@@ -165,28 +171,28 @@ def _main(
             control.send(_round(_receiver_of(receivers[transport], rehearsal), take, keep))
     except EOFError:
         pass
-    except Exception as error:  # the other side says it and ends
+    except Exception as error:  # the measuring process reports it and ends
         control.send(error)
     finally:
         for receiver in receivers.values():
             receiver.close()
 
 
-Take = Callable[[Any], tuple[int, Any]]  # a message's bytes to (when decoded, results)
+Take = Callable[[Any], tuple[int, Any]]  # a message's bytes to (time of decoding, results)
 
 _NUM_WORDS = struct.Struct("<I")
 _NUM_WORDS_AT = wire.HEADER["num_words"].word * wire.WORD_BYTES
 
 
 def _round(receive: Callable[[], Any], take: Take, keep: bool) -> Round:
-    """Every message until an empty one; what only the table needs is done after the last clock."""
+    """Process every message until an empty one; work for the table alone follows the last clock."""
     table: list[tuple[int, ...]] = []
     content: list[Step] = []
     clock, cpu = time.monotonic_ns, time.process_time_ns
     while num_bytes := memoryview(data := receive()).nbytes:
         received = clock()
         message, size = data, _NUM_WORDS.unpack_from(data, _NUM_WORDS_AT)[0] * wire.WORD_BYTES
-        if size != num_bytes:  # a transport may send more than the message: a fixed size
+        if size != num_bytes:  # a message of fixed size is longer than its content
             message = memoryview(data).cast("B")[:size]
         decoded, results = take(message)
         processed, used = clock(), cpu()
@@ -200,14 +206,14 @@ def _round(receive: Callable[[], Any], take: Take, keep: bool) -> Round:
             table.append((last[0], spent, processed, used, last[BYTES] + num_bytes, *last[5:]))
         if keep and is_target:
             content.append(content_of(results))
-        elif keep:  # records that wait for their drafts' logprobs
+        elif keep:  # records that waited for the logprobs of their drafts
             content[-1] = {**content[-1], **content_of(results)}
         del data, words, message, results
     return Round(np.array(table, np.int64).reshape(-1, 8), content)
 
 
 def _receiver_of(receiver: Receiver, rehearse: Callable[[], object] | None) -> Callable[[], Any]:
-    """The next message's bytes, from any transport; from the ring as the engine receives them."""
+    """A function for the next message's bytes; from the ring it receives as the engine does."""
     if isinstance(receiver, RingReceiver):
         reader = receiver.reader
         return lambda: reader.receive(rehearse=rehearse).data
@@ -215,7 +221,7 @@ def _receiver_of(receiver: Receiver, rehearse: Callable[[], object] | None) -> C
 
 
 def _counts(words: np.ndarray) -> tuple[int, int, int]:
-    """Tokens, accepted drafts and rows with logprobs of a target message."""
+    """The numbers of tokens, accepted drafts and rows with logprobs in a target message."""
     begin = wire.HEADER_WORDS
     slots = words[begin : begin + int(words[3]) * wire.SLOT_WORDS].reshape(-1, wire.SLOT_WORDS)
     tokens = slots[:, 1] & 0xFFFF
@@ -224,10 +230,10 @@ def _counts(words: np.ndarray) -> tuple[int, int, int]:
 
 
 class TokenColumns:
-    """This project's way, as the engine's `Rank` does it."""
+    """This project's way: the engine's decoder and output processor."""
 
     def __init__(self, requests: Sequence[Request], num_slots: int) -> None:
-        # A round starts where the last one ended: any number may be its first step.
+        # A round continues where the last one ended: its first step may have any number.
         self.state = replace(ProcessorState.empty(num_slots), next_step=None)
         for slot, request in enumerate(requests):
             self.state = output_processor.admit(self.state, slot, GENERATION, request)
@@ -242,6 +248,7 @@ class TokenColumns:
         return decoded, (message, records)
 
     def rehearse(self) -> None:
+        """Process the last message again and drop the result, as the engine does while it waits."""
         if self.last is not None:
             state, data = self.last
             output_processor.step(state, decode(data))
@@ -250,7 +257,7 @@ class TokenColumns:
 def a_token(
     make: Callable[[int], Callable[[Any], Any]],
 ) -> Callable[[Sequence[Request], int], Take]:
-    """One of `bench.host`'s designs that make something for each token."""
+    """A design of `bench.host` that makes an object for each token; `make` takes the slot count."""
 
     def design(requests: Sequence[Request], num_slots: int) -> Take:
         call = make(num_slots)

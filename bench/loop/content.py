@@ -1,6 +1,6 @@
-"""What the contenders of the whole loop deliver, in one form, and whether it is what was asked for.
+"""The content that contenders of the loop deliver, in one form, and its comparison.
 
-The consumer's process makes it, so nothing here imports jax.
+The consumer's process uses it, so nothing here imports jax.
 """
 
 import math
@@ -17,17 +17,17 @@ ROUNDING = 1e-4  # of the naive kernel, which subtracts in another order
 class Part:
     """One request's part of one step: n tokens."""
 
-    ids: list[int] | None  # None: this design does not say which of a token's ids was emitted
-    logprobs: list[dict[int, float]]  # [n] by id: the emitted token's, the top K's; []: none asked
+    ids: list[int] | None  # None: this design does not say which id of a token was emitted
+    logprobs: list[dict[int, float]]  # [n] by id: the emitted token and the top K; []: not asked
     ranks: list[dict[int, int]]  # [n] by id: at least the emitted token's
-    drafts: int = 0  # that have logprobs
+    drafts: int = 0  # the number of drafts with logprobs
 
 
 Step = Mapping[int, Part]  # by slot
 
 
 def content_of(results: Any) -> dict[int, Part]:
-    """One step's, of what any design makes of a message."""
+    """One step's content, by slot, from the results of any design."""
     if isinstance(results, tuple):  # ours: a message and its records
         return {record.slot: _of_record(record) for record in results[1]}
     if results and isinstance(results[0], list):  # objects: a dictionary a token
@@ -61,7 +61,7 @@ def _of_lists(
     ranks: Sequence[int],
     drafts: int = 0,
 ) -> Part:
-    by_id = [  # a column whose id is -1 holds none: fewer than K tokens can be emitted there
+    by_id = [  # a column with id -1 is empty: the row has fewer than K possible tokens
         {**{i: p for i, p in zip(top, row[1:], strict=True) if i >= 0}, id: row[0]}
         for id, row, top in zip(ids, rows, tops, strict=True)
     ]
@@ -76,16 +76,19 @@ def check(
     like: Sequence[Step] | None = None,
     drafts: int = 0,
 ) -> None:
-    """Everybody's tokens must be the baseline's, and their logprobs what each request asked for.
+    """Check that tokens are the baseline's, and that each request got the logprobs it asked for.
 
     Args:
+      name: the contender, for the error.
+      steps: the delivered content.
+      baseline: the content of the loop without logprobs.
       asked: K of each slot's request; None: no logprobs.
-      like: steps whose requests all asked for at least as many; None: nobody did in this mode, and
-        only how many logprobs there are is compared.
+      like: steps whose requests all asked for at least as many logprobs, to compare values with;
+        None: there are none in this mode, and only the number of logprobs is checked.
       drafts: how many drafts of each step must have logprobs.
 
     Raises:
-      BenchError: they are not.
+      BenchError: a step differs; names the step, the request and the difference.
     """
     if len(steps) != len(baseline):
         raise BenchError(f"{name} took {len(steps)} steps, the baseline {len(baseline)}")
@@ -105,10 +108,10 @@ def check(
 
 
 def same_part(part: Part, ids: Sequence[int], k: int | None, like: Part | None) -> None:
-    """Raises AssertionError unless it has these tokens and each one's logprobs, as in `like`."""
+    """Raises AssertionError unless `part` has these tokens with logprobs as in `like`."""
     assert part.ids in (None, ids), f"tokens {part.ids}, not {ids}"
     if k is None:
-        assert not part.logprobs, f"logprobs {part.logprobs} that nobody asked for"
+        assert not part.logprobs, f"logprobs {part.logprobs} that the request did not ask for"
         return
     assert len(part.logprobs) == len(ids), f"logprobs of {len(part.logprobs)} of {len(ids)} tokens"
     for place, (id, row, ranks) in enumerate(zip(ids, part.logprobs, part.ranks, strict=True)):
@@ -122,18 +125,18 @@ def same_part(part: Part, ids: Sequence[int], k: int | None, like: Part | None) 
 
 
 def are_all(row: Mapping[int, float]) -> bool:
-    """Whether nothing else can be emitted: the row's probabilities sum to one."""
+    """Whether the row holds every possible token: its probabilities sum to one."""
     return abs(sum(map(math.exp, row.values())) - 1) <= ROUNDING
 
 
 def first(row: Mapping[int, float], k: int, emitted: int) -> dict[int, float]:
-    """The emitted token's and the top `k` of a row that has more."""
+    """The emitted token and the top `k` of a row that has more."""
     top = sorted(row, key=lambda id: (-row[id], id))[:k]
     return {id: row[id] for id in (*top, emitted)}
 
 
 def same_row(row: Mapping[int, float], wanted: Mapping[int, float]) -> bool:
-    """Equal within the rounding; of ids whose logprobs are that close, either may be the last."""
+    """Whether two rows are equal within `ROUNDING`; ids that close may take the last place."""
     last = min(wanted.values())
     return len(row) == len(wanted) and all(
         abs(row.get(id, last) - wanted.get(id, last)) <= ROUNDING for id in row.keys() | wanted

@@ -1,4 +1,4 @@
-"""What a call leaves to the garbage collector, and what that makes of a run of calls."""
+"""The cost of a call's result in garbage collection."""
 
 import gc
 import sys
@@ -10,16 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call leaves behind, and what garbage collection makes of a run of calls."""
+    """What one result holds, and how long collections take in a run of calls."""
 
-    blocks: int  # memory blocks that one result holds
-    tracked: int  # objects of it that the garbage collector visits
-    worst_pause: float  # seconds, the longest collection while the last results are alive
-    worst_call: float  # seconds
+    blocks: int  # memory blocks of one result
+    tracked: int  # objects of one result that the garbage collector visits
+    worst_pause: float  # seconds of the longest collection while the last results are alive
+    worst_call: float  # seconds of the longest call
 
 
 def cost(call: Callable[[], Any], calls: int, alive: int = 32) -> Cost:
-    """Run `calls` times with collection on, the newest `alive` results kept, as requests do."""
+    """Count one result, then call `calls` times, collecting, with the last `alive` results kept."""
     call()
     gc.collect()
     gc.disable()

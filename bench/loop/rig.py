@@ -1,7 +1,7 @@
 """The worker's side of the end-to-end benchmark: one contender's loop, measured round by round.
 
-The loop is the product's own `Worker`; a contender differs in what its requests ask for and, for
-the ablations, in one part that is replaced: the kernel, the message, the transport or the decoder.
+The loop is the product's own `Worker`. Contenders differ in what their requests ask for. An
+ablation also replaces one part: the kernel, the message, the transport or the decoder.
 """
 
 import copy
@@ -27,9 +27,9 @@ from jax_specdec.device.messages.step_messages import StepOutput, target_message
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.requests import Request, SamplingParams
 
-WARM_STEPS = 2  # after the prompts, before the clock
-SETTLE = 6  # at most: steps taken apart and not counted, while the ring learns when they come
-PAUSE = 0.001  # seconds after a step taken apart, for the engine: a GPU would compute meanwhile
+WARM_STEPS = 2  # after the prompts, before the clock starts
+SETTLE = 6  # at most: steps taken apart and not counted, in which the ring learns their rhythm
+PAUSE = 0.001  # seconds for the engine after a step taken apart: a GPU would compute meanwhile
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Contender:
     """One row of the comparison."""
 
     name: str
-    logprobs: int | None  # K of the requests that ask; None: nobody asks
+    logprobs: int | None  # K of the requests that ask for logprobs; None: no request asks
     askers: int | None = None  # how many requests ask; None: all
     draft_logprobs: bool = False
     mode: LogprobsMode = LogprobsMode.RAW
     temperature: float = 0.0
     top_p: float = 1.0
-    kernel: str = "ours"  # "separate": never fused with verification; "naive"
-    message_bytes: int | None = None  # None: as long as its content
+    kernel: str = "ours"  # "separate": never fused with verification; "naive": the plain way
+    message_bytes: int | None = None  # a fixed size; None: as long as the content
     transport: str = "ring"
     design: str = "columns"  # how the engine's side decodes
     rehearse: bool = True  # as `EngineConfig.rehearse`: with our transport and decoder
@@ -74,31 +74,31 @@ class Contender:
 class Steps:
     """One round of one contender. Times in seconds; medians are over the round's steps."""
 
-    step: float  # of the loop as it runs: step n + 1 is launched before step n is read
-    engine_cpu: float  # of the consumer's process, for each of those steps
-    output: float  # the worker's thread for output: launching the message, and publishing it
+    step: float  # a step as a server runs it: step n + 1 is launched before step n is read
+    engine_cpu: float  # CPU time of the consumer's process in such a step
+    output: float  # the worker thread's time for output: launching the message, and publishing it
     publish: float  # the part of `output` after the message is on the device
     host: float  # ready to processed: everything after the device array exists, device idle
-    copy: float  # the parts of `host`, one after the other: until it is sent, copied and checked,
-    ring: float  # until the consumer has its bytes,
+    copy: float  # the first part of `host`: until the message is copied and checked
+    ring: float  # then until the consumer has its bytes
     decode: float
     process: float
     busy: float  # sent to processed as the loop runs: the device computes the next step meanwhile
-    bytes: float  # of all messages of a step
+    bytes: float  # in all messages of a step
     tokens: float  # emitted by a step
-    rows: float  # of which logprobs were sent
-    spans: list[dict[str, int]]  # of every step that was taken apart: its moments in ns
+    rows: float  # whose logprobs were sent
+    spans: list[dict[str, int]]  # of every step taken apart: its moments in ns
 
 
 @dataclass
 class Meter:
-    """Stands between the worker and the transport, and around the functions that launch output."""
+    """A clock between the worker and the transport, and around the functions that launch output."""
 
     sender: Sender
     message_bytes: int | None
     keeps_messages: bool = False  # whether the transport reads a message after `send`
-    dispatch_ns: int = 0  # since it was set to 0
-    sent_ns: list[int] = field(default_factory=list)  # when each message was about to be sent
+    dispatch_ns: int = 0  # spent in launching functions since it was set to 0
+    sent_ns: list[int] = field(default_factory=list)  # the moment before each message was sent
     words: np.ndarray = field(default_factory=lambda: np.zeros(wire.HEADER_WORDS, np.uint32))
 
     def __post_init__(self) -> None:
@@ -106,16 +106,17 @@ class Meter:
             self.fixed = np.zeros(self.message_bytes // wire.WORD_BYTES, np.uint32)
 
     def send(self, data: np.ndarray, /) -> None:
+        """Note the moment, and send the message, at its fixed size if it has one."""
         self.sent_ns.append(time.monotonic_ns())
         self.words = data
         if self.message_bytes is not None:
             self.fixed[: data.size] = data
-            # A queue pickles later, in a thread of its own: what it got must not change.
+            # A queue pickles later, in a thread of its own: its array must not change.
             data = self.fixed.copy() if self.keeps_messages else self.fixed
         send(self.sender, data)
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with the time until it returns (not until it is done) added up."""
+        """`call`, whose time until it returns is added to `dispatch_ns`; its work may go on."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter_ns()
@@ -164,11 +165,14 @@ class Rig:
         )
 
     def run(self, steps: int, apart: int, *, keep: bool = False) -> tuple[Steps, Round]:
-        """`steps` steps as they run, then `apart` steps taken apart; the first time the prompts."""
+        """Run `steps` steps as a server does, then `apart` steps taken apart.
+
+        The first call runs the prompts before.
+        """
         try:
             return self._run(steps, apart, keep)
         except RingError:
-            self.consumer.end()  # the consumer has ended: raises with its reason
+            self.consumer.end()  # raises with the reason why the consumer ended
             raise
 
     def _run(self, steps: int, apart: int, keep: bool) -> tuple[Steps, Round]:
@@ -179,7 +183,7 @@ class Rig:
         self.consumer.begin(
             contender.transport, contender.design, self.requests, keep, contender.rehearse
         )
-        worker.state = jax.tree.map(jnp.copy, self.start)  # a step takes its state's memory
+        worker.state = jax.tree.map(jnp.copy, self.start)  # a step donates its state
         for _ in range(WARM_STEPS):
             worker.advance()
         number = worker.step_number
@@ -189,7 +193,7 @@ class Rig:
             worker.advance()
         elapsed = time.perf_counter() - begin
         if worker.step_number != number + steps or not meter.all_emit():
-            raise RuntimeError("a round must be steps only: its requests ended too early")
+            raise RuntimeError("a request ended before its round: give it more tokens")
         sent = np.array(meter.sent_ns, np.int64)
         worker.finish()
         with cores.engine_core(self.consumer.pid):
@@ -200,12 +204,12 @@ class Rig:
         end_of_round(meter.sender)
         found = self.consumer.end()
         start = len(found.table) - apart - settle - steps - 1
-        # The message of the step before came first; a draft message follows its target message.
+        # The first message is of the step before; a draft message follows its target message.
         sent = sent[:: len(sent) // steps]
         return _steps(elapsed, sent, found.table, start, spans), found
 
     def _prefilled(self) -> LoopState:
-        """The state after the prompts, in which every round starts."""
+        """The state after the prompts, where every round starts."""
         worker, meter = self.worker, self.meter
         self.consumer.begin(self.contender.transport, self.contender.design, self.requests)
         for slot, request in enumerate(self.requests):
@@ -220,11 +224,11 @@ class Rig:
         return worker.state
 
     def _apart(self) -> dict[str, int]:
-        """One step with nothing else under way, and the moments between its parts."""
+        """The moments between the parts of one step, which runs alone."""
         clock, meter = time.monotonic_ns, self.meter
         meter.dispatch_ns = 0
         moments = {"begin": clock()}
-        self.worker.advance()  # launches; there is nothing to publish
+        self.worker.advance()  # launches a step; no earlier one waits to be published
         moments["launched"] = clock()
         assert self.worker.launched is not None
         jax.block_until_ready(self.worker.launched.words)  # type: ignore[no-untyped-call]
@@ -232,14 +236,14 @@ class Rig:
         before = len(meter.sent_ns)
         self.worker.finish()
         moments["published"] = clock()
-        moments["sent"] = meter.sent_ns[before]  # a draft message comes after it
+        moments["sent"] = meter.sent_ns[before]  # the target message's; a draft message follows
         moments["dispatch"] = meter.dispatch_ns
         time.sleep(PAUSE)
         return moments
 
 
 def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Compiled:
-    """The loop's functions with the contender's replacements, and with timers around the output."""
+    """The loop's functions with the contender's part replaced, and timers around the output."""
     result = copy.copy(compiled)
     if contender.kernel == "naive":
         result.target_message = naive_message
@@ -252,7 +256,7 @@ def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Comp
 
 
 def _naive(output: StepOutput, *args: Any, widths: Widths, process_rank: int = 0) -> jax.Array:
-    """`target_message`, with logprobs of every row, accepted or not, in the plain way."""
+    """`target_message` with logprobs of every row, accepted or not, computed in the plain way."""
     if widths.k is not None:
         vocab = output.logits.shape[-1]
         ids = jnp.maximum(output.token_ids.reshape(-1), 0)
@@ -263,13 +267,21 @@ def _naive(output: StepOutput, *args: Any, widths: Widths, process_rank: int = 0
 
 naive_message = jax.jit(_naive, static_argnames=("widths", "process_rank"))
 
-# What the seed system sends for every step, whatever is in it.
+# The seed system sends a struct of this size for every step, whatever its content.
 FIXED_BYTES = SEED_BYTES - 24
 
 
 def _steps(
     elapsed: float, sent: np.ndarray, table: np.ndarray, start: int, spans: list[dict[str, int]]
 ) -> Steps:
+    """The medians of a round.
+
+    Args:
+      elapsed: seconds of the steps that ran as in a server.
+      sent: when the message of each of them was sent, in ns.
+      table: the consumer's table. start: the row of the first of them.
+      spans: the moments of each step taken apart; the consumer's are added.
+    """
     steps = len(sent)
     running = table[start : start + steps]
     apart = table[-len(spans) :]

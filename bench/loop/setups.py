@@ -21,8 +21,8 @@ PROMPT = 16  # tokens
 class Length(NamedTuple):
     """How long contenders are measured."""
 
-    steps: int  # of a round, as they run
-    apart: int  # more steps of a round, one at a time
+    steps: int  # in a round, as a server runs them
+    apart: int  # steps taken apart, after them
     rounds: int
 
 
@@ -31,22 +31,24 @@ class Setup:
     """One configuration of the loop, and how long it is measured."""
 
     name: str
-    load: Callable[[], tuple[Any, ModelConfig]]  # weights and their shape
+    load: Callable[[], tuple[Any, ModelConfig]]  # makes the weights and their configuration
     steps: int  # see `Length`
     apart: int
     rounds: int
-    targets: bool = False  # whether the targets of an H100 are meant for it
-    sampled: Length | None = None  # of sampled requests, where a step of theirs takes far longer
+    targets: bool = False  # whether the targets for an H100 apply
+    sampled: Length | None = None  # for sampled requests, if their steps take far longer
 
     def length(self, sampled: bool = False) -> Length:
+        """How long greedy or sampled requests are measured."""
         return (sampled and self.sampled) or Length(self.steps, self.apart, self.rounds)
 
     @property
     def max_length(self) -> int:
-        """Room for every step of a round to emit all that it can."""
+        """The positions that a request needs if every step emits as many tokens as it can."""
         return PROMPT + (DRAFTS + 1) * (self.steps + self.apart + 18)
 
     def loop_config(self, model: ModelConfig) -> LoopConfig:
+        """The loop's configuration for this model."""
         return LoopConfig(
             model=model,
             drafter=make_drafter("mtp", DRAFTS, model),
@@ -62,11 +64,12 @@ def shipped() -> tuple[Any, ModelConfig]:
 
 
 def random(config: ModelConfig) -> tuple[Any, ModelConfig]:
+    """Random weights."""
     return init_params(config, jax.random.key(0)), config
 
 
 def wide() -> tuple[Any, ModelConfig]:
-    """A model that is little more than its vocabulary: the GPU's setup in small."""
+    """A model whose vocabulary outweighs its layers: the GPU's setup in small."""
     return random(
         ModelConfig.tiny(
             vocab_size=16_384, hidden_size=64, head_dim=16, intermediate_size=128, num_mtp_layers=1
@@ -75,31 +78,31 @@ def wide() -> tuple[Any, ModelConfig]:
 
 
 def llama_1b() -> tuple[Any, ModelConfig]:
-    """Llama 3.2 1B's sizes with an MTP head: random weights, since only time is measured."""
+    """A model of Llama 3.2 1B's sizes with an MTP head; random weights, as only time counts."""
     return random(ModelConfig.llama_1b(num_mtp_layers=1))
 
 
 def setups(quick: bool) -> list[Setup]:
-    """What this machine measures."""
+    """The setups that this machine measures."""
     if jax.devices()[0].platform == "gpu":
         return [large(quick)]
     if quick:
         return [Setup("tiny model, V = 264", shipped, 8, 4, 3)]
     return [
         Setup("tiny model, V = 264", shipped, 30, 20, 7),
-        # A sampled step cuts 192 distributions: a third of a second on two cores.
+        # A sampled step truncates 192 distributions: a third of a second on two cores.
         Setup("random model, V = 16384", wide, 12, 6, 7, sampled=Length(4, 1, 7)),
     ]
 
 
 def large(quick: bool) -> Setup:
-    """What a GPU measures, and the promises are about."""
+    """The setup of a GPU, for which the promises are made."""
     steps, rounds = (20, 3) if quick else (50, 11)
     return Setup("1B-class model, V = 128256, bfloat16", llama_1b, steps, 20, rounds, targets=True)
 
 
 def prompts(config: ModelConfig) -> list[list[int]]:
-    """One for each request, random: what is decoded does not matter here."""
+    """Random prompts, one for each request: their meaning does not matter."""
     rng = np.random.default_rng(0)
     limit = min(config.vocab_size, 256)
     return [rng.integers(1, limit, PROMPT).tolist() for _ in range(REQUESTS)]

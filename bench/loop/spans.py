@@ -14,7 +14,7 @@ OPERATIONS = "device operations"  # the tracks of jax.profiler
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time; begin and end in ns of CLOCK_MONOTONIC."""
+    """One part of a step; begin and end in ns of CLOCK_MONOTONIC."""
 
     track: str  # one of TRACKS
     name: str
@@ -26,7 +26,7 @@ class Span:
 class DeviceEvent:
     """One operation of the device; begin and end in ns of CLOCK_MONOTONIC."""
 
-    line: str  # of the device: a stream, or a thread
+    line: str  # a stream of the device, or a thread
     name: str
     begin: int
     end: int
@@ -35,7 +35,7 @@ class DeviceEvent:
 def trace_events(
     spans: Sequence[Span], operations: Sequence[DeviceEvent], first: int
 ) -> Iterator[dict[str, Any]]:
-    """Complete events ("X") of a process for each track; times in us since `first`."""
+    """Complete events ("X"), with a process for each track; times in us since `first`."""
     for pid, track in enumerate((*TRACKS, OPERATIONS), start=1):
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": track}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0,
@@ -53,10 +53,10 @@ def trace_events(
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
-    """A thread for each span, 1 unless that one's last span is still under way.
+    """The thread of each span: the first whose last span has ended.
 
-    Perfetto nests the events of a thread: of two that overlap in part, as two messages in the ring
-    do, it drops one.
+    Perfetto nests the events of a thread. Of two that overlap in part, as two messages in the ring
+    do, it would drop one.
     """
     ends: list[int] = []
     found = []

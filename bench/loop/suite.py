@@ -1,24 +1,23 @@
-"""The whole decoding loop: what logprobs add to it, and which part of this project buys what.
+"""The whole decoding loop: the cost of logprobs, and the effect of each part of this project.
 
 Every contender is a `Worker` (bench/loop/rig.py) whose messages go to a consumer in another process
-(bench/loop/consumer.py). All decode the same prompts to the same tokens, and those that ask for
-the same logprobs deliver the same: that is checked first. Then they run in turn, round by round. A
-round decodes from the state after the prompts: first as a server runs, step n + 1 launched before
-step n is read, then some steps taken apart, each part waited for, the device idle and the engine on
-a core of its own.
+(bench/loop/consumer.py). All decode the same prompts to the same tokens, and contenders that ask
+for the same logprobs deliver the same ones: that is checked first. Then they run in turn, round by
+round. A round starts from the state after the prompts. First its steps run as in a server, where
+step n + 1 is launched before step n is read. Then some steps are taken apart: each part is waited
+for, the device is idle meanwhile, and the engine has a core of its own.
 
-Two latencies, both by the wall's clock. "host us", which the target is about: from the moment that
-the device's array exists until the records do, in the steps taken apart; beside a GPU the device
-takes no time of the engine's. The first of these steps are not counted: in them the ring learns
-when to expect the next. "busy us": from sending until the records, as the loop runs; where the CPU
-is the device, it computes the next step on the same cores meanwhile.
+There are two latencies, both by the wall clock. "host us", which has a limit, is from the moment
+that the device's array exists until the records exist, in the steps taken apart. The first of these
+are not counted: in them the ring learns when to expect the next. "busy us" is from sending until
+the records exist, as the loop runs; a CPU computes the next step on the same cores meanwhile.
 
-"no logprobs" is the baseline; the names after "K = 20, " say which one part is replaced.
+"no logprobs" is the baseline. A name after "K = 20, " says which one part is replaced.
 
-Our decoder behind our ring is rehearsed, as in the engine (`EngineConfig.rehearse`): "host us" has
-what that saves, "engine CPU us" what it costs, and "K = 20, not rehearsed" neither. A queue and
-ZeroMQ do not know when the next message comes, and lists and objects change what they keep, so with
-those nothing is rehearsed: their "host us" is to be set beside that row's.
+Our decoder behind our ring is rehearsed, as in the engine (`EngineConfig.rehearse`). "host us"
+includes what that saves, "engine CPU us" what it costs, and "K = 20, not rehearsed" neither. A
+queue and ZeroMQ do not know when the next message comes, and lists and objects change their state,
+so they are not rehearsed: compare their "host us" with that row's.
 """
 
 import statistics
@@ -37,6 +36,7 @@ from bench.loop.rig import FIXED_BYTES, Contender, Rig, Steps
 from bench.loop.setups import DRAFTS, REQUESTS, Length, Setup, prompts, setups
 from bench.timing import Comparison, Target, compare, from_samples, rotated
 from ipc.wire import LogprobsMode
+from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.worker.worker import runs_on_gpu
 from jax_specdec.requests import Request
@@ -78,7 +78,7 @@ SAMPLED = tuple(
 
 
 def run(quick: bool = False) -> list[Comparison]:
-    """Greedy requests on every setup of this machine; and sampled ones, unless `quick`."""
+    """Measure greedy requests on every setup of this machine, and sampled ones unless `quick`."""
     results = []
     for setup in setups(quick):
         params, model = setup.load()
@@ -100,36 +100,51 @@ def measure(
     setup: Setup,
     contenders: Sequence[Contender],
     params: Any,
-    model: Any,
+    model: ModelConfig,
     compiled: Compiled | None = None,
     length: Length | None = None,
 ) -> Comparison:
-    """All contenders on one setup; the first is the baseline.
+    """Measure all contenders on one setup; the first is the baseline.
 
     Args:
+      title: of the comparison.
+      setup: the model and the configuration of its loop.
+      contenders: which to measure; one whose transport is missing becomes a note.
+      params: the model's weights. model: its configuration.
       compiled: the loop's functions for this setup, to be shared; None: new ones.
-      length: None: the setup's.
+      length: how long to measure; None: as long as the setup says.
 
     Raises:
-      BenchError: one of them delivers other tokens or logprobs.
+      BenchError: a contender delivers other tokens or logprobs.
     """
     config, texts = setup.loop_config(model), prompts(model)
     length = length or setup.length()
-    notes: dict[str, Any] = {}
-    served = list(contenders)
-    consumer = Consumer(sorted({c.transport for c in served}), REQUESTS)
+    compiled = compiled or Compiled(config)
+    consumer = Consumer(sorted({one.transport for one in contenders}), REQUESTS)
     try:
-        for contender in list(served):
-            if contender.transport in consumer.missing:
-                served.remove(contender)
-                notes[f"NOT RUN {contender.name}"] = consumer.missing[contender.transport]
-        compiled = compiled or Compiled(config)
+        served = [one for one in contenders if one.transport not in consumer.missing]
         rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in served}
         rounds = run_rounds(title, rigs, length)
     finally:
         consumer.close()
-    samples = {name: [steps.step for steps in found] for name, found in rounds.items()}
-    settings = {
+    found = from_samples(
+        title,
+        {name: [steps.step for steps in found] for name, found in rounds.items()},
+        settings=_settings(model, length),
+        notes={
+            f"NOT RUN {one.name}": consumer.missing[one.transport]
+            for one in contenders
+            if one.transport in consumer.missing
+        },
+    )
+    baseline = rounds[served[0].name]
+    figures = {name: figures_of(steps, baseline) for name, steps in rounds.items()}
+    targets = targets_of(found, figures, params, setup) if K20 in figures else ()
+    return replace(found, figures=figures, targets=tuple(targets))
+
+
+def _settings(model: ModelConfig, length: Length) -> dict[str, Any]:
+    return {
         "requests": REQUESTS,
         "drafts": DRAFTS,
         "vocabulary": model.vocab_size,
@@ -139,14 +154,10 @@ def measure(
         "rounds": length.rounds,
         "device": jax.devices()[0].device_kind,
     }
-    plain = from_samples(title, samples, settings=settings, notes=notes)
-    figures = {name: figures_of(found, rounds[served[0].name]) for name, found in rounds.items()}
-    targets = targets_of(plain, figures, params, setup) if K20 in figures else ()
-    return replace(plain, figures=figures, targets=tuple(targets))
 
 
 def run_rounds(title: str, rigs: dict[str, Rig], length: Length) -> dict[str, list[Steps]]:
-    """Equal results first; then the rounds, each starting with another contender."""
+    """Check that all results are equal, then run the rounds; each starts with another contender."""
     names = list(rigs)
     rounds: dict[str, list[Steps]] = {name: [] for name in names}
     with progress.bar(title, len(names) * (length.rounds + 1)) as advance:
@@ -171,12 +182,12 @@ def check(
     seen: Mapping[str, Sequence[Step]],
     baseline: str,
 ) -> None:
-    """What it delivered: the baseline's tokens, and of greedy requests the logprobs of "K = 20".
+    """Compare delivered tokens with the baseline's, and greedy logprobs with those of "K = 20".
 
     Raises:
-      BenchError: it is something else.
+      BenchError: they differ.
     """
-    greedy = contender.temperature == 0  # sampled requests ask in modes of their own
+    greedy = contender.temperature == 0  # sampled requests ask in different modes
     content.check(
         title,
         seen[contender.name],
@@ -188,12 +199,12 @@ def check(
 
 
 def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, float]:
-    """What is counted beside the time; times in us a step, medians over the rounds."""
+    """The figures beside the time: in us a step, medians over the rounds."""
 
     def median(of: str) -> float:
         return float(statistics.median(getattr(steps, of) for steps in rounds))
 
-    # Pairs of one round: what drifts between rounds cancels.
+    # Differences within a round: drift between rounds cancels.
     added = [mine.step - base.step for mine, base in zip(rounds, baseline, strict=True)]
     kept = [base.step / mine.step for mine, base in zip(rounds, baseline, strict=True)]
     return {
@@ -217,7 +228,7 @@ def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, 
 def targets_of(
     found: Comparison, figures: dict[str, dict[str, float]], params: Any, setup: Setup
 ) -> list[Target]:
-    """The promises: the host's on every machine, the device's where it is the one they are for."""
+    """The promises: the host's on every machine, the device's on the machine they are made for."""
     targets = [
         Target("host part, 64 requests at K = 20", HOST_LIMIT, figures[K20]["host us"], "us")
     ]
@@ -237,7 +248,7 @@ def targets_of(
 
 
 def seconds_to_read(params: Any, size: int = 1 << 29) -> float:
-    """The weights' bytes over the bandwidth of a copy of `size` bytes (read plus written)."""
+    """The time to read the weights at the bandwidth of a copy of `size` bytes, read and written."""
     x = jnp.zeros(size // 2, jnp.bfloat16)
     copy = jax.jit(lambda x: -x)
     timed = compare(

@@ -1,9 +1,9 @@
 """One step's timeline: `python -m bench profile --out DIR`.
 
 Writes trace.json (Trace Event Format; open it at https://ui.perfetto.dev) and timeline.png. The
-loop is that of the end-to-end benchmark at K = 20: some steps as a server runs them, where step
-n + 1 is launched before step n is read, then some taken apart, each part waited for. The picture
-shows a typical one of those. The device's own operations come from jax.profiler.
+loop is the end-to-end benchmark's at K = 20. Some steps run as in a server, where step n + 1 is
+launched before step n is read. Then some are taken apart: each part is waited for. The picture
+shows a typical one of these. The device's own operations come from jax.profiler.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from jax_specdec.device.loop.programs import Compiled
 
 
 class ProfiledRig(Rig):
-    """A rig that writes down when everything began and ended."""
+    """A rig that records the begin and the end of every part."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.spans: list[Span] = []
-        self.steps: list[tuple[int, int]] = []  # begin and end of those taken apart
+        self.steps: list[tuple[int, int]] = []  # begin and end of each step taken apart
         self.is_apart = False
         compiled = self.worker.compiled
         for track, name in (("step", "model, verify, draft"), ("target_message", "logprobs, pack")):
@@ -40,7 +40,7 @@ class ProfiledRig(Rig):
         self.worker.advance = self._noted(self.worker.advance)  # type: ignore[method-assign]
 
     def _waited(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`call`, waited for while steps are taken apart: then it is the device's own time."""
+        """`call`, waited for while steps are taken apart: then its span is the device's time."""
 
         def waited(*args: Any, **kwargs: Any) -> Any:
             begin = time.monotonic_ns()
@@ -73,7 +73,7 @@ class ProfiledRig(Rig):
         jax.block_until_ready(words)  # type: ignore[no-untyped-call]
         ready = clock()
         for one in words:
-            np.asarray(one)  # the array keeps it for `finish`
+            np.asarray(one)  # the array keeps the copy for `finish`
         copied = clock()
         self.worker.finish()
         published = clock()
@@ -88,7 +88,7 @@ class ProfiledRig(Rig):
                 "begin": begin, "sent": self.meter.sent_ns[-1]}  # fmt: skip
 
     def profile(self, steps: int, apart: int) -> list[Span]:
-        """The spans of a round; `steps` are those as they run."""
+        """The spans of a round: `steps` as a server runs them, then `apart` taken apart."""
         found, round_ = self.run(steps, apart)
         for row in round_.table.tolist():
             self.spans.append(Span(ENGINE, "decode", row[RECEIVED], row[DECODED]))
@@ -100,6 +100,7 @@ class ProfiledRig(Rig):
 
 
 def main(arguments: list[str]) -> int:
+    """Write the trace and the picture; exit status 0."""
     parser = argparse.ArgumentParser(
         prog="python -m bench profile",
         description=__doc__,

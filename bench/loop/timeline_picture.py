@@ -19,7 +19,7 @@ COLORS = {
 
 
 def draw(spans: Sequence[Span], step: tuple[int, int], setup: str, path: Path) -> Path:
-    """All parts of the step from `step[0]` to `step[1]`: the whole, and what follows the device."""
+    """Draw the step from `step[0]` to `step[1]`: above the whole, below what follows the device."""
     begin, end = step
     inside = [s for s in spans if s.begin >= begin and s.end <= end and s.name in COLORS]
     done = max((s.end for s in inside if s.name == "logprobs, pack"), default=begin)

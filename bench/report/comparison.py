@@ -1,4 +1,4 @@
-"""What a run of contenders found: medians, spreads, ratios, and targets that held or not."""
+"""The result of a comparison: medians, spreads, ratios, and limits that were held or missed."""
 
 import re
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Contenders that stand for somebody else's way, in every suite; all others are this project's own.
+# Contenders of every suite that are another way than this project's; all others are its own.
 PEERS = frozenset(
     {
         "log_softmax + top_k",
@@ -53,16 +53,16 @@ class Timing:
     high: float
     ratio: float  # this median over the baseline's; above 1 is slower
     rounds: tuple[float, ...]
-    percentiles: Mapping[str, float] = field(default_factory=dict)  # of single events, seconds
+    percentiles: Mapping[str, float] = field(default_factory=dict)  # seconds of single events
 
 
 @dataclass(frozen=True)
 class Target:
-    """A promised limit and what was measured; None: not measured on this machine."""
+    """A promised limit and its measurement."""
 
     what: str
     limit: float
-    measured: float | None
+    measured: float | None  # None: not measured on this machine
     unit: str
     at_least: bool = False
 
@@ -82,14 +82,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one run of contenders found; the first one is the baseline of the ratios."""
+    """The result of one run of contenders; the first is the baseline of the ratios."""
 
     title: str
     settings: Mapping[str, Any]
     timings: tuple[Timing, ...]
     notes: Mapping[str, Any] = field(default_factory=dict)
     suite: str = ""
-    # By contender, then by what was counted: "bytes a step", "blocks", ...
+    # By contender, then by the name of what was counted: "bytes", "blocks", ...
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     targets: tuple[Target, ...] = ()
 
@@ -119,13 +119,13 @@ def from_samples(
     notes: Mapping[str, Any] | None = None,
     events: Mapping[str, Sequence[float]] | None = None,
 ) -> Comparison:
-    """A comparison of seconds that were measured elsewhere (between processes, on a device).
+    """A comparison of times that were measured elsewhere: between processes, or on a device.
 
     Args:
       title: what is compared.
-      samples: contender to its rounds; the first contender is the baseline.
+      samples: contender to the seconds of its rounds; the first contender is the baseline.
       settings: what was measured.
-      notes: what a reader of the table should know.
+      notes: remarks for the reader of the table.
       events: contender to the seconds of single events (messages), for their percentiles.
     """
     base = statistics.median(next(iter(samples.values())))
@@ -145,7 +145,7 @@ def middle_half(values: Sequence[float]) -> tuple[float, float]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """`PERCENTILES` of the values and the largest, as "p50" to seconds; empty of none."""
+    """`PERCENTILES` of the values and the largest, as "p50" to seconds; {} without values."""
     if not values:
         return {}
     ordered = sorted(values)

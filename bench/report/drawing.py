@@ -1,8 +1,8 @@
-"""How every plot looks: few colors that all can tell apart, units, and labels beside the lines.
+"""The look of every plot: few colors, units, and labels beside the lines.
 
-Colors are those of Okabe and Ito (https://jfly.uni-koeln.de/color/): this project in blue, the
-others in colors and markers that differ without color too. The files are the same, byte for byte,
-for the same figures and the same matplotlib.
+The colors are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which color-blind readers
+can tell apart. This project is blue; the others differ by marker as well. The same figures and the
+same matplotlib make the same files, byte for byte.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from bench.report.comparison import PEERS
 OURS = "#0072B2"
 OTHERS = ("#D55E00", "#666666", "#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#000000")
 MARKERS = ("s", "^", "D", "v", "P", "X", "*")
-NARROW = 100  # a range that whole decades do not divide finely enough
+NARROW = 100  # a range below this factor gets ticks between whole decades
 GRID = "#DDDDDD"
 STYLE: Any = {
     "font.size": 9,
@@ -43,12 +43,12 @@ Points = Sequence[tuple[float, float]]
 
 
 def style() -> AbstractContextManager[None]:
-    """Everything is drawn and saved inside of it."""
+    """The context in which plots are drawn and saved."""
     return mpl.rc_context(STYLE)
 
 
 def new(title: str, size: tuple[float, float] = (6.4, 3.4)) -> tuple[Figure, Any]:
-    """A figure with one pair of axes and a sentence above it."""
+    """A figure with one pair of axes and a title above them."""
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, loc="left", wrap=True)
@@ -62,14 +62,14 @@ def save(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if path.suffix == ".svg" else {}
     figure.savefig(path, metadata=metadata, dpi=110)
-    if path.suffix == ".svg":  # no blanks at the ends of lines: they are noise in a diff
+    if path.suffix == ".svg":  # blanks at the ends of lines would be noise in a diff
         lines = path.read_text().splitlines()
         path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
     return path
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Color, marker and width of each contender: ours stands out, wherever it is in the list."""
+    """Color, marker and width of each contender; this project's stand out."""
     found: dict[str, dict[str, Any]] = {}
     peers = [name for name in names if name in PEERS]
     mine = [name for name in names if name not in PEERS]
@@ -83,7 +83,7 @@ def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def lines(axes: Any, series: Mapping[str, Points], shown: Mapping[str, str] | None = None) -> None:
-    """A line for each contender, its name at its right end, names kept from overlapping."""
+    """Draw a line for each contender, with its name at the right end; names do not overlap."""
     styles = looks(list(series))
     ends = []
     for name, points in series.items():
@@ -98,16 +98,16 @@ def lines(axes: Any, series: Mapping[str, Points], shown: Mapping[str, str] | No
 
 
 def _labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Names at the right edge, each at its line's height or as near as there is room."""
+    """Write names at the right edge, each as near to its line's height as there is room."""
     transform, inverse = axes.transData.transform, axes.transAxes.inverted().transform
     heights = [inverse(transform((x, y)))[1] for y, x, _, _ in ends]
     order = sorted(range(len(ends)), key=lambda i: heights[i])
     gap = 12 / 72 / (axes.get_position().height * axes.figure.get_figheight())  # 12 points a line
     placed: dict[int, float] = {}
-    for i in order:  # from below: each at its height, or above the one before
+    for i in order:  # from below: at its own height, or above the name before
         placed[i] = max([heights[i], *(place + gap for place in placed.values())])
     room = 1.0
-    for i in reversed(order):  # from above: none beyond the top
+    for i in reversed(order):  # from above: not beyond the top
         placed[i] = min(placed[i], room)
         room = placed[i] - gap
     for i in order:
@@ -124,7 +124,7 @@ def _labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
 
 
 def names_at_left(axes: Any, names: Sequence[str]) -> None:
-    """Rows of a horizontal plot, the first on top, ours in blue."""
+    """Name the rows of a horizontal plot, the first on top, this project's in blue."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)

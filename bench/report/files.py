@@ -1,4 +1,4 @@
-"""Results as files: every figure with the machine, the versions and the settings it belongs to."""
+"""Results as files: every figure with its machine, versions and settings."""
 
 import json
 import math
@@ -19,7 +19,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "posix_ipc", "msgpack", "pyzmq", "iceoryx2
 
 
 class ResultsError(ValueError):
-    """A file that is not a results file; says what is wrong with it."""
+    """A file holds no results; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class Results:
 
     @property
     def date(self) -> str:
+        """When the run began, in ISO format."""
         return str(self.environment["date"])
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions that a result belongs to."""
+    """The machine, the versions and the command of this run."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -59,7 +60,7 @@ def environment() -> dict[str, Any]:
 def write_json(
     path: Path, comparisons: Sequence[Comparison], machine: Mapping[str, Any] | None = None
 ) -> None:
-    """Write all comparisons with the machine they were made on (`environment()` by default)."""
+    """Write all comparisons with their machine (`environment()` by default)."""
     content = {
         "environment": dict(machine or environment()),
         "comparisons": [asdict(c) for c in comparisons],
@@ -69,10 +70,10 @@ def write_json(
 
 
 def read_json(path: Path) -> Results:
-    """The inverse of `write_json`; files from before a field existed get its default.
+    """Read what `write_json` wrote; a field that an old file lacks gets its default.
 
     Raises:
-      ResultsError: the file does not hold results.
+      ResultsError: the file holds no results.
     """
     try:
         content = json.loads(path.read_text())
@@ -90,7 +91,7 @@ def read_json(path: Path) -> Results:
 def _comparison(fields: dict[str, Any]) -> Comparison:
     timings = [Timing(**{**t, "rounds": tuple(t["rounds"])}) for t in fields.pop("timings")]
     for timing in timings:
-        if not 0 < timing.median < math.inf:  # nothing is a ratio of it
+        if not 0 < timing.median < math.inf:  # no ratio to it would exist
             raise ValueError(f"{timing.name!r} took {timing.median!r} s in {fields['title']!r}")
     targets = tuple(Target(**target) for target in fields.pop("targets", ()))
     suite = fields.pop("suite", "") or _suite(fields["title"])
@@ -98,7 +99,7 @@ def _comparison(fields: dict[str, Any]) -> Comparison:
 
 
 def _suite(title: str) -> str:
-    """The suite of a comparison that does not say it, by how its suite titles them."""
+    """The suite of a comparison in an old file, by the words that its title begins with."""
     for start, suite in (("topk_logprobs", "kernels"), ("copy of", "kernels"),
                          ("bytes to records", "host"),
                          ("decoding", "end-to-end")):  # fmt: skip
@@ -108,7 +109,7 @@ def _suite(title: str) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to six digits: no clock here is better, and the files stay small."""
+    """The value with floats of six digits: no clock here is better, and files stay small."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):
@@ -119,7 +120,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _program() -> list[str]:
-    """The module that was run, without the folders of the machine that it ran on."""
+    """The name of the module that runs, without the folders of this machine."""
     path = Path(sys.argv[0])
     return [path.parent.name if path.name == "__main__.py" else path.stem]
 

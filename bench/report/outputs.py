@@ -1,6 +1,6 @@
-"""What a run needs beside the time: places to write to, and packages; asked for before measuring.
+"""Checks before a run: can its results be written, and are its packages installed?
 
-A run takes minutes. What would fail at its end is said at its beginning.
+A run takes minutes, so whatever would fail at its end fails at its beginning.
 """
 
 import importlib.util
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 class OutputError(ValueError):
-    """A place that cannot be written to, or a package that is not there; says the way out."""
+    """A place cannot be written to, or a package is missing; the text says the way out."""
 
 
 def check_file(path: Path) -> None:
-    """Make the file's folder; the file itself is neither made nor changed.
+    """Make the file's folder, and check that the file can be written; it is not changed.
 
     Raises:
       OutputError: a file cannot be written there.
@@ -29,7 +29,7 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Make the folder.
+    """Make the folder, and check that files can be written in it.
 
     Raises:
       OutputError: files cannot be written there.
@@ -45,7 +45,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_package(name: str, purpose: str, extra: str) -> None:
-    """Nothing is imported: what is measured next would run in a larger process.
+    """Check that a package is installed, without importing it into the measuring process.
 
     Raises:
       OutputError: the package is not installed.
@@ -57,6 +57,10 @@ def check_package(name: str, purpose: str, extra: str) -> None:
 
 
 def check_plots(folder: Path) -> None:
-    """Raises OutputError where plots cannot be drawn or written."""
+    """Check that plots can be drawn, and written to `folder`.
+
+    Raises:
+      OutputError: matplotlib is missing, or files cannot be written there.
+    """
     check_package("matplotlib", "drawing plots", "bench")
     check_folder(folder)

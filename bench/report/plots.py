@@ -15,7 +15,7 @@ from bench.ring.contenders import SEED_BYTES
 from bench.timing import readable
 
 AXES = {"k": "K, logprobs a token", "rows": "rows (tokens) of a step", "vocabulary": "vocabulary"}
-PREFIXES = {  # of the files, by suite
+PREFIXES = {  # of the files' names, by suite
     "kernels": ("kernels-",),
     "ring": ("ring-",),
     "host": ("host-", "message-"),
@@ -26,12 +26,17 @@ PART_COLORS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7")
 
 
 def draw(comparisons: Sequence[Comparison], directory: Path, suffix: str = ".svg") -> list[Path]:
-    """Every plot that these results have figures for; returns the files."""
+    """Draw every plot for which the results have figures, and return the files."""
     with drawing.style():
-        return _draw(comparisons, directory, suffix)
+        return [
+            drawing.save(figure, directory / f"{name}{suffix}")
+            for name, figure in _figures(comparisons).items()
+            if figure is not None
+        ]
 
 
-def _draw(comparisons: Sequence[Comparison], directory: Path, suffix: str) -> list[Path]:
+def _figures(comparisons: Sequence[Comparison]) -> dict[str, Figure | None]:
+    """The plots by name; None where the results have too few figures."""
     made: dict[str, Figure | None] = {}
     for axis in AXES:
         made[f"kernels-against-{axis}"] = kernels(comparisons, axis)
@@ -47,24 +52,21 @@ def _draw(comparisons: Sequence[Comparison], directory: Path, suffix: str) -> li
             name = slug(one.title.removeprefix("decoding "))
             made[f"loop-{name}"] = kept(one)
             made[f"loop-host-{name}"] = host_parts(one)
-    return [
-        drawing.save(figure, directory / f"{name}{suffix}")
-        for name, figure in made.items()
-        if figure is not None
-    ]
+    return made
 
 
 def of_suite(comparisons: Sequence[Comparison], suite: str) -> list[Comparison]:
+    """The comparisons of one suite."""
     return [one for one in comparisons if one.suite == suite]
 
 
 def slug(title: str) -> str:
-    """A file name of a title."""
+    """A file name for a title."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def kernels(comparisons: Sequence[Comparison], axis: str) -> Figure | None:
-    """Time of the logprobs against K, rows or vocabulary, the other two fixed."""
+    """The time of logprobs against K, rows or vocabulary, the other two fixed."""
     center = {"rows": 64, "vocabulary": 131_072, "k": 20, "dtype": "float32"}
     fixed = {name: value for name, value in center.items() if name != axis}
     chosen = [
@@ -97,7 +99,7 @@ def kernels(comparisons: Sequence[Comparison], axis: str) -> Figure | None:
 
 
 def host(comparisons: Sequence[Comparison], axis: str, fixed: dict[str, int]) -> Figure | None:
-    """Bytes to records: time of a step against the batch or against K."""
+    """The time from a step's bytes to its records, against the batch or against K."""
     series: dict[str, list[tuple[float, float]]] = {}
     for one in of_suite(comparisons, "host"):
         if fixed.items() <= one.settings.items():
@@ -121,7 +123,7 @@ def host(comparisons: Sequence[Comparison], axis: str, fixed: dict[str, int]) ->
 
 
 def garbage(comparisons: Sequence[Comparison]) -> Figure | None:
-    """Objects that the garbage collector visits, by design."""
+    """The objects that the garbage collector visits, by design."""
     chosen = [
         one
         for one in of_suite(comparisons, "host")
@@ -141,7 +143,7 @@ def garbage(comparisons: Sequence[Comparison]) -> Figure | None:
 
 
 def message_bytes(comparisons: Sequence[Comparison]) -> Figure | None:
-    """Bytes of a message against K, by batch, beside a struct of fixed size."""
+    """The bytes of a message against K, by batch, beside a struct of fixed size."""
     series: dict[str, list[tuple[float, float]]] = {}
     for one in of_suite(comparisons, "host"):
         size = one.notes.get("message bytes")
@@ -169,7 +171,7 @@ def message_bytes(comparisons: Sequence[Comparison]) -> Figure | None:
 
 
 def latencies(one: Comparison) -> Figure:
-    """Where the messages' latencies lie: p5 to p99, the middle half, the median."""
+    """The spread of the messages' latencies: p5 to p99, the middle half, the median."""
     timings = [timing for timing in one.timings if timing.percentiles]
     figure, axes = drawing.new(
         f"Latency of a message: {one.title}", (6.4, 0.8 + 0.3 * len(timings))
@@ -191,7 +193,7 @@ def latencies(one: Comparison) -> Figure:
 
 
 def kept(one: Comparison) -> Figure:
-    """Tokens a second beside the loop without logprobs, round by round: median and middle half."""
+    """Tokens a second as a share of the loop without logprobs: median and middle half of rounds."""
     base, *names = one.names
     halves = [
         (100 * low, 100 * high) for low, high in (middle_half(one.kept(name)) for name in names)
@@ -213,9 +215,9 @@ def kept(one: Comparison) -> Figure:
 
 
 def host_parts(one: Comparison) -> Figure:
-    """What happens after the device array exists, part by part.
+    """The time of a step after the device array exists, part by part.
 
-    Results from before "copy" was a part of its own have it in "ring".
+    In old results "copy" is not a part of its own, but in "ring".
     """
     names = list(one.figures)
     figure, axes = drawing.new(
@@ -226,7 +228,7 @@ def host_parts(one: Comparison) -> Figure:
     for part, color in zip(PARTS, PART_COLORS, strict=True):
         key = f"part: {part} us"
         if any(key not in one.figures[name] for name in names):
-            continue  # only of "copy", see above
+            continue  # only "copy", see above
         widths = [one.figures[name][key] / 1e3 for name in names]
         axes.barh(range(len(names)), widths, 0.62, left, color=color, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -246,7 +248,7 @@ def _bars(
     text: Callable[[float], str],
     halves: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """A bar for each name, its value behind it, and a line over the middle half where given."""
+    """Draw a bar for each name, its value behind it, and a line over the middle half if given."""
     colors = [drawing.OTHERS[1] if name in PEERS else OURS for name in names]
     axes.barh(range(len(names)), values, 0.62, color=colors)
     for row, (low, high) in enumerate(halves):
@@ -263,7 +265,7 @@ def _bars(
 
 
 def ticks(axes: Any, places: Sequence[float]) -> None:
-    """The measured places of the x axis, and no others; and plain numbers on the y axis."""
+    """Put ticks at the measured places of the x axis alone, and plain numbers on the y axis."""
     axes.set_xticks(places, [f"{place:,.0f}" for place in places])
     axes.xaxis.set_minor_locator(NullLocator())
     if len(places) > 6 or max(places) > 20_000:
@@ -272,11 +274,12 @@ def ticks(axes: Any, places: Sequence[float]) -> None:
 
 
 def plain(axis: Any) -> None:
-    """Numbers as people write them, at whole decades."""
+    """Write numbers as people do, at whole decades."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.set_minor_locator(NullLocator())
 
 
 def device(one: Comparison) -> str:
+    """The device's name for an axis label."""
     found = str(one.settings.get("device", "cpu"))
     return "CPU" if found.lower() == "cpu" else found

@@ -1,11 +1,11 @@
-"""What got slower between two runs, by ratios only: `python -m bench compare OLD NEW`.
+"""What became slower between two runs, by ratios only: `python -m bench compare OLD NEW`.
 
-Two runs happen on machines of different speed, or on one whose speed drifts. What can be compared
-is the ratio of this project's time to a peer's, measured in turn in one run. A contender is slower
-when the median of its ratios over its peers has grown by more than the tolerance.
+Two runs use machines of different speed, or one whose speed drifts. Comparable are ratios of this
+project's time to a peer's, measured in turn in one run. A contender is slower if the median of its
+ratios over its peers has grown by more than the tolerance.
 
-In the whole loop the only peer is the loop without logprobs. Its other rows replace one part each
-and share all the rest with this project: a slower rest would slow them too and hide itself.
+In the whole loop the only peer is the loop without logprobs. Each other row replaces one part and
+shares all the rest with this project: a slower rest would slow it too, and so hide itself.
 """
 
 import argparse
@@ -36,22 +36,22 @@ class Change:
 
 
 def key(one: Comparison) -> tuple[str, str]:
-    """What must be the same in both runs: the title, and the device where there is one.
+    """What must agree in both runs: the title, and the device if there is one.
 
-    The same ratio of another device, a GPU's instead of a CPU's, is another thing.
+    A GPU's ratio is not comparable with a CPU's.
     """
     return one.title, str(one.settings.get("device", ""))
 
 
 def peers_of(one: Comparison) -> tuple[str, ...]:
-    """The contenders that do not share what a slowdown would be in."""
+    """The contenders that a slowdown of this project would not slow."""
     if one.suite == "end-to-end":
         return one.names[:1]
     return tuple(name for name in one.names if name in PEERS)
 
 
 def changes(old: Sequence[Comparison], new: Sequence[Comparison]) -> list[Change]:
-    """Every contender of this project that both runs measured beside at least one common peer."""
+    """The change of every contender that both runs measured beside a common peer."""
     before = {key(one): one for one in old}
     found = []
     for now in new:
@@ -69,7 +69,7 @@ def changes(old: Sequence[Comparison], new: Sequence[Comparison]) -> list[Change
 
 
 def gone(old: Sequence[Comparison], new: Sequence[Comparison]) -> list[tuple[str, str]]:
-    """This project's contenders that the new run left out of a comparison that it made."""
+    """This project's contenders that the new run omits from a comparison of both runs."""
     after = {key(one): one.names for one in new}
     return [
         (one.title, name)
@@ -80,7 +80,7 @@ def gone(old: Sequence[Comparison], new: Sequence[Comparison]) -> list[tuple[str
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0: nothing slower; 1: something is; 2: the files cannot be compared."""
+    """Exit status 0: nothing is slower; 1: something is; 2: the files cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="python -m bench compare",
         description=__doc__,
@@ -89,8 +89,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("old", type=Path, metavar="OLD", help="results of an earlier run")
     parser.add_argument("new", type=Path, metavar="NEW", help="results of a later one")
     parser.add_argument(
-        "--tolerance", type=_tolerance, default=TOLERANCE, help=f"default {TOLERANCE}: 25 %% slower"
-    )
+        "--tolerance", type=_tolerance, default=TOLERANCE, metavar="SHARE",
+        help=f"how much slower is still equal; default {TOLERANCE}, which is 25 %%",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     try:
         old, new = read_json(options.old), read_json(options.new)
@@ -111,7 +112,7 @@ def main(arguments: list[str]) -> int:
 
 def _tolerance(text: str) -> float:
     value = float(text)
-    if not 0 <= value < math.inf:  # of nan, nothing would be slower
+    if not 0 <= value < math.inf:  # nan would find nothing slower
         raise argparse.ArgumentTypeError(f"{text} is no share of a time: 0.25 is 25 % slower")
     return value
 

@@ -1,8 +1,8 @@
 """The transports that bench/ring/suite.py compares, behind one small interface.
 
-Each moves one step: token ids, logprobs and token ranks as NumPy arrays, and the sender's clock.
+Each moves one step: token ids, logprobs and token ranks as NumPy arrays, and the time of sending.
 `Receiver()` sets the transport up and has an `address`; `Sender(address)` runs in the other
-process. A transport that cannot run here raises NotAvailable with the reason.
+process. A transport that cannot run on this machine raises NotAvailable with the reason.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ Step = tuple[int, np.ndarray, np.ndarray, np.ndarray]
 
 
 class NotAvailable(Exception):
-    """The reason why a contender does not run on this machine."""
+    """A contender does not run on this machine; the text says why."""
 
 
 class Receiver(Protocol):
@@ -48,7 +48,7 @@ class Sender(Protocol):
 
 
 def parts_of(time_ns: int, arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
-    """The step as buffers, nothing copied."""
+    """The step as buffers, without a copy."""
     return (HEADER.pack(time_ns, len(arrays[0]), len(arrays[2])), *arrays)
 
 
@@ -156,7 +156,7 @@ class SysVSender:
 
 
 class ZmqReceiver:
-    """ZeroMQ, one frame per array, copy=False on both sides."""
+    """ZeroMQ: one frame for each array, copy=False on both sides."""
 
     def __init__(self) -> None:
         zmq = _module("zmq")
@@ -198,7 +198,7 @@ class ZmqSender:
 
 
 class MsgpackReceiver(ZmqReceiver):
-    """ZeroMQ, one msgpack frame with the arrays' bytes."""
+    """ZeroMQ: one msgpack frame with the arrays' bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class QueueSender:
 
 
 class IceoryxReceiver:
-    """iceoryx2's Python package, spinning; told to block when full (by default it drops)."""
+    """iceoryx2's Python package, spinning. It blocks when full; its default drops messages."""
 
     def __init__(self) -> None:
         self.address = f"jax-specdec-bench-{id(self)}-{multiprocessing.current_process().pid}"

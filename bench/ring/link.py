@@ -1,7 +1,7 @@
 """One transport, set up: a receiver in this process and a sender in a process of its own.
 
-The producer sends what it is asked for, each message when the one before has arrived, so that none
-waits behind another.
+The producer sends each message when the one before has arrived, so that no message waits behind
+another.
 """
 
 import multiprocessing
@@ -31,11 +31,11 @@ class Link:
     receiver: Receiver
     process: Any
     control: Connection
-    arrived: Any  # shared counter: messages of this order that the receiver has
+    arrived: Any  # shared counter: messages of this order that have arrived
 
 
 def arrays_of(size: int, seed: int = 0) -> list[np.ndarray]:
-    """A step of about `size` bytes: ids [n] int32, logprobs [n] float32, token ranks int32."""
+    """A step of `size` bytes at most: ids [n] int32, logprobs [n] float32, token ranks int32."""
     rng = np.random.default_rng(seed)
     n = (size - 16) * 10 // 84
     ranks = (size - 16 - 8 * n) // 4
@@ -47,7 +47,7 @@ def arrays_of(size: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def produce(name: str, address: Any, core: int, control: Connection, arrived: Any) -> None:
-    """The producer process: sends what the measuring process asks for."""
+    """Run the producer process, which sends the messages that the measuring process orders."""
     os.sched_setaffinity(0, {core})
     sender = CONTENDERS[name][1](address)
     control.send("ready")
@@ -57,7 +57,7 @@ def produce(name: str, address: Any, core: int, control: Connection, arrived: An
             arrays = arrays_of(size, seed)
             for number in range(count):
                 while gap and arrived.value < number:
-                    time.sleep(20e-6)  # gives up the GIL: multiprocessing.Queue has a thread here
+                    time.sleep(20e-6)  # releases the GIL for the thread of multiprocessing.Queue
                 if gap >= 1e-3:
                     time.sleep(gap)
                 else:
@@ -69,13 +69,12 @@ def produce(name: str, address: Any, core: int, control: Connection, arrived: An
 
 
 def start_unattended(process: Any) -> None:
-    """Start it deaf to Ctrl-C.
+    """Start a process that ignores Ctrl-C.
 
-    The terminal sends that to every process of the run. This one here ends the others; they have
-    nothing to say about it.
+    The terminal sends it to every process of the run; this one ends the others.
     """
     resource_tracker.ensure_running()  # its own start would undo the next line
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits the mask
     try:
         process.start()
     finally:
@@ -84,7 +83,12 @@ def start_unattended(process: Any) -> None:
 
 @contextmanager
 def link(name: str, core: int) -> Iterator[Link]:
-    """Starts a contender; raises NotAvailable when this machine cannot run it."""
+    """Start a contender's two sides, and end them afterwards.
+
+    Raises:
+      NotAvailable: this machine cannot run it.
+      BenchError: its producer process did not start.
+    """
     receiver = CONTENDERS[name][0]()
     context = multiprocessing.get_context("spawn")
     control, theirs = context.Pipe()
@@ -102,7 +106,7 @@ def link(name: str, core: int) -> Iterator[Link]:
         except EOFError:
             raise BenchError(f"the producer process of {name} did not start") from None
         yield Link(name, receiver, process, control, arrived)
-        with suppress(BrokenPipeError):  # it has ended already
+        with suppress(BrokenPipeError):  # the producer may have ended already
             control.send(None)
         process.join(10)
     finally:
@@ -115,9 +119,9 @@ def link(name: str, core: int) -> Iterator[Link]:
 
 @contextmanager
 def attended(one: Link) -> Iterator[None]:
-    """Ends a wait for a producer that has ended: of these transports only the ring would notice.
+    """A wait for messages that ends when the producer does; only the ring would notice by itself.
 
-    The system says that a child has ended by SIGCHLD, which breaks off whatever receives.
+    The system sends SIGCHLD when a child ends, which interrupts any receiver.
     """
 
     def look(*_: object) -> None:
@@ -129,7 +133,7 @@ def attended(one: Link) -> Iterator[None]:
 
     before = signal.signal(signal.SIGCHLD, look)
     try:
-        look()  # it may have ended already
+        look()  # the producer may have ended already
         yield
     except RingError as error:
         look()
@@ -139,7 +143,11 @@ def attended(one: Link) -> Iterator[None]:
 
 
 def check_equal(one: Link, sizes: Iterable[int]) -> None:
-    """A random step of every size must arrive bit for bit."""
+    """Check that a random step of every size arrives bit for bit.
+
+    Raises:
+      BenchError: it does not.
+    """
     for seed, size in enumerate(sizes, start=1):
         one.control.send((size, 0.0, 1, seed))
         with attended(one):
@@ -150,8 +158,11 @@ def check_equal(one: Link, sizes: Iterable[int]) -> None:
 
 
 def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float, list[float]]:
-    """Returns seconds per message (median latency, or for gap 0 the mean), this side's CPU share
-    of a core, and each message's latency (for gap 0 none: there, messages wait in line).
+    """Measure `count` messages of `size` bytes, `gap` seconds apart.
+
+    Returns:
+      Seconds a message (median latency, or for gap 0 the mean), the share of a core that this side
+      used, and each message's latency (for gap 0 none, as messages wait in line there).
 
     Raises:
       BenchError: the producer has ended.
@@ -174,7 +185,7 @@ def _measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float
     for _ in range(count):
         step = receive()
         latencies.append(clock() - step[0])
-        del step  # a step is dealt with before the next: its memory can serve again, as in C
+        del step  # a step is done before the next: its memory serves again, as in C
         arrived.value += 1
     elapsed = (clock() - start) * 1e-9
     share = (time.process_time() - cpu) / elapsed

@@ -1,4 +1,4 @@
-/* The bound for bench/ring.py: one producer and one consumer process, each pinned to a core, that
+/* The bound for bench/ring/suite.py: one producer and one consumer process, each pinned to a core, that
  * spin on a shared sequence number. A message costs two memcpy: into the ring and out of it.
  * Usage: ring_bound CORE CORE BYTES COUNT GAP_NS; prints the median latency, or for GAP_NS = 0 the
  * mean time per message, in ns. */

@@ -1,12 +1,12 @@
 """One step from process to process: the ring against other transports, and against a bound in C.
 
-Latency runs from just before the sender encodes to NumPy arrays in the receiver's hands. Producer
-and consumer are pinned to two different cores (wake-ups on one core flatter semaphores). Every
-contender has a producer process; each round measures all of them in turn, in another order. Each
-first delivers a random step that must arrive equal.
+Latency is the time from just before the sender encodes until the receiver has NumPy arrays.
+Producer and consumer are pinned to two different cores, as wake-ups on one core flatter semaphores.
+Every contender has a producer process. Each round measures all of them in turn, in another order.
+Each first delivers a random step, which must arrive equal.
 
-hot: the next message 100-200 us after the last one arrived. idle: 5 ms after, a decode step. So no
-message waits behind another. throughput: back to back, as fast as the consumer takes them.
+hot: a message 100-200 us after the last one arrived. idle: 5 ms after, as between decode steps. So
+no message waits behind another. throughput: back to back, as fast as the consumer takes them.
 """
 
 import os
@@ -27,7 +27,7 @@ from bench.timing import BenchError, Comparison, Target, from_samples, rotated
 
 HOT, IDLE = 100e-6, 5e-3
 CASES = {
-    # title: bytes, seconds between messages, messages a round, is the bound measured too
+    # title: bytes, seconds between messages, messages a round, whether the bound is measured too
     "a step at K = 0 (64 requests x 4 tokens, 4,160 bytes), hot": (4_160, HOT, 600, True),
     "16 KB, hot": (16_384, HOT, 600, True),
     "530 KB, hot": (530_000, HOT, 300, True),
@@ -38,7 +38,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Promise:
-    """The ring must be at least `factor` times faster than `other` (below 1: may be slower)."""
+    """The ring is at least `factor` times as fast as `other`; below 1 it may be slower."""
 
     case: str
     other: str
@@ -59,11 +59,11 @@ CPU_LIMIT = 0.15  # of a core, for the consumer between messages 5 ms apart
 
 @dataclass
 class Samples:
-    """What was measured, by case and contender, and who could not run, with the reason."""
+    """The measurements by case and contender, and why contenders could not run."""
 
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     cpu: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # every message's
+    latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # of each message
     missing: dict[str, str] = field(default_factory=dict)
 
     def add(
@@ -76,7 +76,7 @@ class Samples:
 
 @contextmanager
 def bound_program() -> Iterator[Path | None]:
-    """Compiles ring_bound.c; None where no C compiler can."""
+    """The compiled ring_bound.c; None where no C compiler can compile it."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         yield None
@@ -86,20 +86,21 @@ def bound_program() -> Iterator[Path | None]:
         source = Path(__file__).with_name("ring_bound.c")
         command = [compiler, "-O2", "-o", str(program), str(source)]
         done = subprocess.run(command, check=False, capture_output=True)
-        yield program if done.returncode == 0 else None  # a compiler without its C library fails
+        yield program if done.returncode == 0 else None  # a compiler may lack its C library
 
 
 def measure_bound(program: Path, cores: Sequence[int], size: int, gap: float, count: int) -> float:
+    """Seconds a message in C: the bound of any transport that copies twice."""
     command = [program, *cores, size, count, int(gap * 1e9)]
     output = subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True)
     return float(output.stdout.split()[0]) * 1e-9
 
 
 def run(quick: bool = False) -> list[Comparison]:
-    """Measures everything; the first contender, the ring, is the baseline of the ratios.
+    """Measure every case; the first contender, the ring, is the baseline of the ratios.
 
-    The memory that a process happens to get makes its copies between cores up to twice as slow for
-    as long as it lives. So every start begins anew for everybody, and the median is over starts.
+    A process may get memory that makes its copies between cores up to twice as slow for as long as
+    it lives. So all processes are started several times, and the median is over the starts.
     """
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:

@@ -1,8 +1,5 @@
-"""The loop's benchmark: equal work for everybody, a wrong contender is caught, a trace is valid."""
+"""The loop's benchmark: all contenders do equal work, and a wrong one is caught."""
 
-import itertools
-import json
-import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -11,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import host
-from bench.loop import consumer, content, rig, setups, spans, suite, timeline
+from bench.loop import consumer, rig, setups, suite, timeline
 from bench.loop.suite import GREEDY, K0, K20, OFF, ONE
 from bench.report import plots
 from bench.timing import BenchError
@@ -20,12 +16,16 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import init_state
 from jax_specdec.device.model.params import init_params
-from jax_specdec.requests import Request, SamplingParams
+from tests.support.random_params import random_params
 
 MODEL = ModelConfig.tiny(vocab_size=64)
-PARAMS = init_params(MODEL, jax.random.key(0))
-SETUP = setups.Setup("a test's model", lambda: (PARAMS, MODEL), steps=3, apart=2, rounds=1)
+SETUP = setups.Setup("a test's model", lambda: (random_params(MODEL), MODEL), 3, 2, 1)
 ON_CPU = [one for one in GREEDY if one.kernel != "separate"]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def compiled():
 
 
 @pytest.fixture(scope="module")
-def found(compiled):
+def found(params, compiled):
     """One round of every contender."""
-    return suite.measure("a test", SETUP, ON_CPU, PARAMS, MODEL, compiled)
+    return suite.measure("a test", SETUP, ON_CPU, params, MODEL, compiled)
 
 
 def test_every_contender_is_measured_or_says_why_not(found):
@@ -90,16 +90,16 @@ def test_targets_of_a_gpu_are_not_measured_here(found):
     assert verdicts["host part, 64 requests at K = 20"] in ("held", "MISSED")
 
 
-def test_on_their_machine_the_targets_are_judged(found, monkeypatch):
-    assert suite.seconds_to_read(PARAMS, size=1 << 20) > 0
+def test_on_their_machine_the_targets_are_judged(found, params, monkeypatch):
+    assert suite.seconds_to_read(params, size=1 << 20) > 0
     monkeypatch.setattr(suite, "seconds_to_read", lambda params: found[OFF].median / 1.5)
     figures = {name: {"adds us": 21.0, "host us": 400.0} for name in (K0, K20, ONE)}
     setup = setups.Setup("1B", SETUP.load, 3, 2, 1, targets=True)
-    verdicts = [t.verdict for t in suite.targets_of(found, figures, PARAMS, setup)]
+    verdicts = [t.verdict for t in suite.targets_of(found, figures, params, setup)]
     assert verdicts == ["held", "held", "MISSED", "held", "held"]
 
 
-def test_a_contender_with_other_logprobs_is_caught_before_any_timing(compiled, monkeypatch):
+def test_a_contender_with_other_logprobs_is_caught_before_any_timing(params, compiled, monkeypatch):
     def wrong(output, *args, widths, process_rank=0):
         return rig.naive_message(
             output._replace(logits=output.logits * 1.01),
@@ -123,7 +123,7 @@ def test_a_contender_with_other_logprobs_is_caught_before_any_timing(compiled, m
     monkeypatch.setattr(rig, "instrumented", instrumented)
     monkeypatch.setattr(suite, "rotated", never)
     with pytest.raises(BenchError, match="naive kernel: step 0, request 0: token 0: logprobs"):
-        suite.measure("a test", SETUP, chosen, PARAMS, MODEL, compiled)
+        suite.measure("a test", SETUP, chosen, params, MODEL, compiled)
 
 
 def test_a_run_has_greedy_and_sampled_requests_each_with_a_baseline(compiled, monkeypatch):
@@ -148,7 +148,7 @@ def small_llama():
         vocab_size=512, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
         intermediate_size=32,
     )  # fmt: skip
-    return init_params(config, jax.random.key(0)), config
+    return random_params(config), config
 
 
 def test_what_a_gpu_will_measure_runs_here_in_small(monkeypatch):
@@ -188,100 +188,6 @@ def test_what_a_gpu_will_measure_fits_its_memory():
     assert weights + 2 * len(GREEDY) * state < 40e9
 
 
-def changed(part, **changes):
-    """One step of one request."""
-    return [{0: replace(part, **changes)}]
-
-
-# Two tokens, the second one not in its top 2.
-PART = content.Part(
-    [7, 9],
-    [{7: -0.5, 3: -1.0}, {5: -0.25, 3: -2.0, 9: -4.0}],
-    [{7: 1}, {9: 30}],
-    drafts=1,
-)
-PLAIN = content.Part([7, 9], [], [])
-WRONG = {
-    "other tokens": {"ids": [7, 8]},
-    "fewer tokens": {"ids": [7]},
-    "no logprobs": {"logprobs": [], "ranks": []},
-    "one row": {"logprobs": PART.logprobs[:1], "ranks": PART.ranks[:1]},
-    "another logprob": {"logprobs": [{7: -0.5, 3: -1.1}, PART.logprobs[1]]},
-    "another id": {"logprobs": [{7: -0.5, 4: -1.01}, PART.logprobs[1]]},
-    "the emitted token's is missing": {"logprobs": [PART.logprobs[0], {5: -0.25, 3: -2.0}]},
-    "fewer logprobs": {"logprobs": [{7: -0.5}, PART.logprobs[1]]},
-    "more logprobs": {"logprobs": [PART.logprobs[0] | {1: -1.0, 2: -1.0}, PART.logprobs[1]]},
-    "another rank": {"ranks": [{7: 1}, {9: 29}]},
-    "no drafts": {"drafts": 0},
-}
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("wrong", WRONG)
-def test_whatever_is_not_what_was_asked_for_is_caught(wrong):
-    right, plain = changed(PART), changed(PLAIN)
-    content.check("t", right, plain, [2], right, drafts=1)
-    with pytest.raises(BenchError, match="t: step 0, request 0: "):
-        content.check("t", changed(PART, **WRONG[wrong]), plain, [2], right, drafts=1)
-
-
-@pytest.mark.fast
-def test_fewer_logprobs_are_the_first_of_more_and_without_a_request_there_are_none():
-    right, plain = changed(PART), changed(PLAIN)
-    k0 = changed(PART, logprobs=[{7: -0.5}, {9: -4.0}], drafts=0)
-    content.check("t", k0, plain, [0], right)
-    k1 = changed(PART, logprobs=[{7: -0.5}, {5: -0.25, 9: -4.0}], drafts=0)
-    content.check("t", k1, plain, [1], right)
-    content.check("t", plain, plain, [None], right)
-    for steps, k in ((k1, 0), (k0, 1), (plain, 0), (k0, None), ([], 0), (2 * k0, 0), ([{}], 0)):
-        with pytest.raises(BenchError, match="t"):
-            content.check("t", steps, plain, [k], right)
-
-
-@pytest.mark.fast
-def test_a_distribution_that_was_cut_has_fewer_than_k():
-    """Processed logprobs: ids of the other columns are -1."""
-    half = math.log(0.5)
-    part = content._of_lists([7], [[half, half, half, -math.inf]], [[7, 3, -1]], [1])
-    assert part.logprobs == [{7: half, 3: half}]
-    plain = changed(content.Part([7], [], []))
-    content.check("t", changed(part), plain, [3])
-    for logprobs in ({7: half}, {7: half, 3: -1.0}):  # something is missing
-        with pytest.raises(BenchError, match=f"{len(logprobs)} logprobs, not 3 or 4"):
-            content.check("t", changed(part, logprobs=[logprobs]), plain, [3])
-
-
-@pytest.mark.fast
-def test_rounding_is_no_difference_and_changes_the_last_of_two_that_are_close():
-    wanted = {7: -0.5, 3: -1.0}
-    for row, same in (
-        ({7: -0.50005, 3: -1.00005}, True),
-        ({7: -0.5, 4: -1.00005}, True),
-        ({7: -0.5, 4: -1.01}, False),
-        ({8: -0.5, 3: -1.0}, False),
-    ):
-        assert content.same_row(row, wanted) is same
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("k", [0, 3])
-def test_all_designs_deliver_the_same_content(k):
-    data = host.message_bytes(4, k)
-    requests = [
-        Request(id=str(slot), prompt_token_ids=(1,), params=SamplingParams(logprobs=k))
-        for slot in range(4)
-    ]
-    found = {
-        name: content.content_of(design(requests, 4)(data)[1])
-        for name, design in consumer.DESIGNS.items()
-    }
-    ours = found["columns"]
-    assert [len(part.logprobs) for part in ours.values()] == [host.TOKENS] * 4
-    assert found["lists"] == ours
-    for name in ("columns", "lists", "objects"):
-        content.check(name, [found[name]], [ours], [k] * 4, [ours])
-
-
 def test_the_timeline_has_every_part_in_order(compiled):
     begin = time.monotonic_ns()
     recorded, step, operations = timeline.record(SETUP, compiled)
@@ -306,44 +212,6 @@ def test_the_timeline_has_every_part_in_order(compiled):
     work = by_name["model, verify, draft"][-1]
     assert any(work.begin <= o.begin and o.end <= work.end for o in operations)
     assert all(begin <= o.begin <= o.end <= end for o in operations)
-
-
-@pytest.mark.fast
-def test_a_trace_is_what_perfetto_opens():
-    some = [
-        spans.Span(spans.WORKER, "copy", 5_000, 9_500),
-        spans.Span(spans.RING, "ring", 9_000, 9_000),
-    ]
-    device = [spans.DeviceEvent("stream 7", "kernel", 1_000, 3_000)]
-    events = json.loads(json.dumps(list(spans.trace_events(some, device, first=1_000))))
-    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert list(named.values()) == [*spans.TRACKS, spans.OPERATIONS]
-    complete = [e for e in events if e["ph"] == "X"]
-    assert {e["ph"] for e in events} == {"M", "X"}
-    for event in complete:
-        assert {"name", "pid", "tid", "ts", "dur"} <= event.keys()
-        assert event["ts"] >= 0
-        assert event["dur"] >= 0
-        assert event["pid"] in named
-    assert [(e["name"], e["ts"], e["dur"]) for e in complete] == [
-        ("copy", 4.0, 4.5),
-        ("ring", 8.0, 0.0),
-        ("kernel", 0.0, 2.0),
-    ]
-    threads = [e for e in events if e["name"] == "thread_name"]
-    assert [e["args"]["name"] for e in threads] == ["stream 7"]
-
-
-@pytest.mark.fast
-def test_no_two_events_of_a_thread_overlap_in_part():
-    ring = [(0, 40), (10, 50), (20, 30), (50, 60), (40, 45)]
-    some = [spans.Span(spans.RING, "ring", *times) for times in ring]
-    events = [e for e in spans.trace_events(some, [], first=0) if e["ph"] == "X"]
-    assert len(events) == len(ring)
-    assert {e["tid"] for e in events} == {1, 2, 3}
-    for thread in (1, 2, 3):
-        times = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == thread)
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(times))
 
 
 @pytest.mark.fast

@@ -1,0 +1,102 @@
+"""What contenders of the loop delivered is compared: each kind of difference is caught."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from bench import host
+from bench.loop import consumer, content
+from bench.timing import BenchError
+from jax_specdec.requests import Request, SamplingParams
+
+pytestmark = pytest.mark.fast
+
+
+def changed(part, **changes):
+    """One step of one request."""
+    return [{0: replace(part, **changes)}]
+
+
+# Two tokens, the second one not in its top 2.
+PART = content.Part(
+    [7, 9],
+    [{7: -0.5, 3: -1.0}, {5: -0.25, 3: -2.0, 9: -4.0}],
+    [{7: 1}, {9: 30}],
+    drafts=1,
+)
+PLAIN = content.Part([7, 9], [], [])
+WRONG = {
+    "other tokens": {"ids": [7, 8]},
+    "fewer tokens": {"ids": [7]},
+    "no logprobs": {"logprobs": [], "ranks": []},
+    "one row": {"logprobs": PART.logprobs[:1], "ranks": PART.ranks[:1]},
+    "another logprob": {"logprobs": [{7: -0.5, 3: -1.1}, PART.logprobs[1]]},
+    "another id": {"logprobs": [{7: -0.5, 4: -1.01}, PART.logprobs[1]]},
+    "the emitted token's is missing": {"logprobs": [PART.logprobs[0], {5: -0.25, 3: -2.0}]},
+    "fewer logprobs": {"logprobs": [{7: -0.5}, PART.logprobs[1]]},
+    "more logprobs": {"logprobs": [PART.logprobs[0] | {1: -1.0, 2: -1.0}, PART.logprobs[1]]},
+    "another rank": {"ranks": [{7: 1}, {9: 29}]},
+    "no drafts": {"drafts": 0},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_difference_from_the_request_is_caught(wrong):
+    right, plain = changed(PART), changed(PLAIN)
+    content.check("t", right, plain, [2], right, drafts=1)
+    with pytest.raises(BenchError, match="t: step 0, request 0: "):
+        content.check("t", changed(PART, **WRONG[wrong]), plain, [2], right, drafts=1)
+
+
+def test_fewer_logprobs_are_the_first_of_more_and_without_a_request_there_are_none():
+    right, plain = changed(PART), changed(PLAIN)
+    k0 = changed(PART, logprobs=[{7: -0.5}, {9: -4.0}], drafts=0)
+    content.check("t", k0, plain, [0], right)
+    k1 = changed(PART, logprobs=[{7: -0.5}, {5: -0.25, 9: -4.0}], drafts=0)
+    content.check("t", k1, plain, [1], right)
+    content.check("t", plain, plain, [None], right)
+    for steps, k in ((k1, 0), (k0, 1), (plain, 0), (k0, None), ([], 0), (2 * k0, 0), ([{}], 0)):
+        with pytest.raises(BenchError, match="t"):
+            content.check("t", steps, plain, [k], right)
+
+
+def test_a_truncated_distribution_has_fewer_than_k():
+    """Processed logprobs: the ids of the other columns are -1."""
+    half = math.log(0.5)
+    part = content._of_lists([7], [[half, half, half, -math.inf]], [[7, 3, -1]], [1])
+    assert part.logprobs == [{7: half, 3: half}]
+    plain = changed(content.Part([7], [], []))
+    content.check("t", changed(part), plain, [3])
+    for logprobs in ({7: half}, {7: half, 3: -1.0}):  # something is missing
+        with pytest.raises(BenchError, match=f"{len(logprobs)} logprobs, not 3 or 4"):
+            content.check("t", changed(part, logprobs=[logprobs]), plain, [3])
+
+
+def test_rounding_is_no_difference_and_may_exchange_the_last_of_two_close_ids():
+    wanted = {7: -0.5, 3: -1.0}
+    for row, same in (
+        ({7: -0.50005, 3: -1.00005}, True),
+        ({7: -0.5, 4: -1.00005}, True),
+        ({7: -0.5, 4: -1.01}, False),
+        ({8: -0.5, 3: -1.0}, False),
+    ):
+        assert content.same_row(row, wanted) is same
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_all_designs_deliver_the_same_content(k):
+    data = host.message_bytes(4, k)
+    requests = [
+        Request(id=str(slot), prompt_token_ids=(1,), params=SamplingParams(logprobs=k))
+        for slot in range(4)
+    ]
+    found = {
+        name: content.content_of(design(requests, 4)(data)[1])
+        for name, design in consumer.DESIGNS.items()
+    }
+    ours = found["columns"]
+    assert [len(part.logprobs) for part in ours.values()] == [host.TOKENS] * 4
+    assert found["lists"] == ours
+    for name in ("columns", "lists", "objects"):
+        content.check(name, [found[name]], [ours], [k] * 4, [ours])
