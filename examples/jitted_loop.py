@@ -101,14 +101,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             [sys.executable, ENGINE, ring.name, str(options.die_after), str(options.close_after)]
         )
         ring.expect_peer(engine.pid)
+        ring.wait_attached(timeout=60)
         publisher.start(ring)
         done = jax.block_until_ready(run(trigram.load(), loop, asked, options.then == "go-on"))
         jax.effects_barrier()  # the last callback has returned
-        if isinstance(publisher.error, PeerDied | PeerClosed):
-            print(f"the engine is gone: {publisher.error}")
-        elif publisher.error is not None:
-            raise publisher.error  # the sender's own: a bug, a failed check, a ring too small
     engine.wait()
+    if isinstance(publisher.error, PeerDied | PeerClosed):
+        print(f"the engine is gone: {publisher.error}")
+    elif publisher.error is not None:
+        raise publisher.error  # the sender's own: a bug, a failed check, a ring too small
     print(f"{int(done.number)} steps, {publisher.sent} published")
     for request, ids, length in zip(story.REQUESTS, done.tokens, done.lengths, strict=True):
         print(f"{request.id:8}  {story.decode(ids[:length])}")

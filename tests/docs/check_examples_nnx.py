@@ -5,11 +5,11 @@ Named so that the ordinary test run does not collect it: flax brings a dozen pac
 
 import re
 
-from tests.docs.test_examples import run
+from tests.docs.test_examples import EXAMPLES, run
 
 
 def test_an_nnx_model_is_decoded_with_logprobs():
-    text = run("nnx_model.py")
+    text = run(EXAMPLES / "nnx_model.py")
     assert re.search(r"trained to 0\.\d\d and \d\.\d\d nats", text)
     # The window of 8 characters knows the text by heart; greedy decoding recites it.
     assert "Alice was beginning to get very tired of sitting by her sister on the" in text

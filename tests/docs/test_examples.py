@@ -4,45 +4,54 @@ The NNX example is not among them, because flax is no small dependency: `check_e
 """
 
 import ast
-import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 
 import pytest
 
+from tests.support import quick_compile
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 REQUESTS = ("greedy", "sampled", "ids only")
+BETWEEN = "---- the next run ----"
 
 
-@functools.cache
 def environment():
     """The user's own, but that compiling, which takes nearly all the time here, takes less."""
-    cache = tempfile.TemporaryDirectory(prefix="examples-")
-    return cache, os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": cache.name,
+    return os.environ | {
+        "XLA_FLAGS": quick_compile.FLAGS,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
 
-def run(script, *options, status=0):
-    """What an example prints. A warning in it is an error."""
+def run(*command, status=0):
+    """What a Python process prints; a script's path or `-c` first. A warning in it is an error."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / script, *options],
+        [sys.executable, "-W", "error", *command],
         capture_output=True,
         text=True,
         check=False,
         timeout=200,
-        env=environment()[1],
+        env=environment(),
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def run_mains(module, *runs, status=0):
+    """What each run of an example's `main` prints, all in one process, which compiles once."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\nimport {module}\n"
+        f"for options in {list(map(list, runs))}:\n"
+        f"    print({BETWEEN!r}, flush=True)\n    {module}.main(options)"
+    )
+    printed = run("-c", code, status=status).split(BETWEEN + "\n")[1:]
+    assert len(printed) == len(runs)
+    return printed
 
 
 def texts(printed):
@@ -55,7 +64,28 @@ def texts(printed):
 
 @pytest.fixture(scope="module")
 def own_loop():
-    return run("own_loop.py")
+    return run(EXAMPLES / "own_loop.py")
+
+
+@pytest.fixture(scope="module")
+def jitted_loop():
+    """The engine is killed and the loop goes on; it closes the ring; a message does not fit."""
+    return run_mains(
+        "jitted_loop",
+        ["--die-after", "3", "--then", "go-on"],
+        ["--close-after", "3"],
+        ["--slot-bytes", "100"],
+        status=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def reading_side(tmp_path_factory):
+    """The examples with a worker that runs no model."""
+    folder = tmp_path_factory.mktemp("reading") / "examples"
+    shutil.copytree(EXAMPLES, folder)
+    shutil.copy(ROOT / "tests/docs/story_worker.py", folder / "own_loop_worker.py")
+    return folder
 
 
 def test_a_loop_of_ones_own_delivers_what_each_request_asked_for(own_loop):
@@ -68,7 +98,7 @@ def test_a_loop_of_ones_own_delivers_what_each_request_asked_for(own_loop):
         assert re.search(rf"^{name} .*\((length|stop_token)\)$", own_loop, re.MULTILINE)
     assert "no logprobs asked" in own_loop
     # Drafts and their own logprobs are there, and some of them were accepted.
-    drafted = re.search(r"drafted '...', logprobs \[(.*)\]", own_loop)
+    drafted = re.search(r"drafted '..', logprobs \[(.*)\]", own_loop)
     assert all(float(logprob) <= 0 for logprob in drafted[1].split())
     assert 0 < int(re.search(r"accepted (\d+)% of the drafts", own_loop)[1]) < 100
     # The greedy request's token is the most likely one, twice with the same logprob.
@@ -77,19 +107,19 @@ def test_a_loop_of_ones_own_delivers_what_each_request_asked_for(own_loop):
     assert all((token, logprob) == (best, top) for token, logprob, best, top in rows)
 
 
-def test_a_jitted_loop_goes_on_without_its_engine(own_loop):
-    printed = run("jitted_loop.py", "--die-after", "3", "--then", "go-on")
+def test_a_jitted_loop_goes_on_without_its_engine(own_loop, jitted_loop):
+    printed = jitted_loop[0]
     assert "engine: 3 steps read, and killed" in printed
-    assert "nobody listens any more: the consumer (pid" in printed
+    assert "the engine is gone: the consumer (pid" in printed
     assert texts(printed) == texts(own_loop)  # the same model, to the end
     steps, published = map(int, re.search(r"(\d+) steps, (\d+) published", printed).groups())
     assert 2 <= published <= 4 < steps
 
 
-def test_a_jitted_loop_ends_where_nobody_listens(own_loop):
-    printed = run("jitted_loop.py", "--close-after", "3")
+def test_a_jitted_loop_ends_where_the_engine_is_gone(own_loop, jitted_loop):
+    printed = jitted_loop[1]
     assert "engine: 3 steps read, " in printed
-    assert "nobody listens any more: the consumer closed ring" in printed
+    assert "the engine is gone: the consumer closed ring" in printed
     steps, published = map(int, re.search(r"(\d+) steps, (\d+) published", printed).groups())
     # The step that could not be sent is the last one. Five messages were read, the third step's
     # second one perhaps never sent, and the ring holds four more.
@@ -101,25 +131,41 @@ def test_a_jitted_loop_ends_where_nobody_listens(own_loop):
         assert len(text) < len(whole[name])
 
 
-def test_an_exception_in_the_callback_is_not_lost():
-    printed = run("jitted_loop.py", "--slot-bytes", "100", status=1)
+def test_an_exception_in_the_callback_is_not_lost(jitted_loop):
+    printed = jitted_loop[2]
     assert "ipc.errors.MessageTooLarge" in printed
-    assert "nobody listens" not in printed
+    assert "the engine is gone" not in printed
     assert "engine: 0 steps read" in printed.replace("None", "0")
 
 
-def test_asyncio_reads_two_workers_and_does_other_things():
-    printed = run("asyncio_engine.py")
+def test_asyncio_reads_two_workers_and_does_other_things(reading_side):
+    printed = run(reading_side / "asyncio_engine.py")
     assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 3
     assert set(texts(printed)) == set(REQUESTS)
     assert int(re.search(r"did (\d+) other things", printed)[1]) > 10
 
 
-def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(tmp_path):
+@pytest.mark.slow
+def test_asyncio_reads_two_workers_that_run_a_model(own_loop):
+    """With the example's own workers; each compiles a program for its share of the requests."""
+    printed = run(EXAMPLES / "asyncio_engine.py")
+    assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 3
+    assert texts(printed) == texts(own_loop)
+    assert int(re.search(r"did (\d+) other things", printed)[1]) > 10
+
+
+def test_asyncio_loses_a_worker_and_serves_the_others_requests(reading_side):
+    printed = run(reading_side / "asyncio_engine.py", "--kill")
+    assert "a worker is lost: the producer (pid" in printed
+    assert re.search(r"^ids only  So she$\n +worker_lost after 1 record,", printed, re.MULTILINE)
+    assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 2
+
+
+def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(reading_side):
     """Its stream ends as that of one that is done: the engine's side must look who is left."""
-    shutil.copytree(EXAMPLES, tmp_path / "examples")
-    script = tmp_path / "examples" / "own_loop.py"
-    script.write_text(script.read_text().replace("slot_bytes=1 << 16", "slot_bytes=64"))
+    script = reading_side / "own_loop_with_a_small_ring.py"
+    source = (reading_side / "own_loop.py").read_text()
+    script.write_text(source.replace("slot_bytes=1 << 16", "slot_bytes=64"))
     printed = run(script, status=1)
     assert "does not fit a slot of 64 bytes" in printed
     assert printed.count("(worker_lost)") == 3
@@ -127,15 +173,13 @@ def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(tmp_path):
     assert "KeyError" not in printed
 
 
-def test_asyncio_loses_a_worker_and_serves_the_others_requests():
-    printed = run("asyncio_engine.py", "--kill")
-    assert "a worker is lost: the producer (pid" in printed
-    assert re.search(r"^ids only  So she$\n +worker_lost after 1 record,", printed, re.MULTILINE)
-    assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 2
+@pytest.fixture(scope="module")
+def rl_rollouts():
+    return run_mains("rl_rollouts", [], ["--mode", "raw"], status=1)
 
 
-def test_rollouts_scored_again_have_the_same_logprobs():
-    printed = run("rl_rollouts.py")
+def test_rollouts_scored_again_have_the_same_logprobs(rl_rollouts):
+    printed = rl_rollouts[0]
     found = re.findall(r"\|log ratio\| of (\d+) tokens: (\S+)", printed)
     assert [int(count) for count, _ in found] == [384, 384]
     assert all(float(largest) <= 1e-4 for _, largest in found)
@@ -148,21 +192,21 @@ def test_rollouts_scored_again_have_the_same_logprobs():
     assert len(ratios) == 4
 
 
-def test_logprobs_of_another_distribution_are_noticed():
+def test_logprobs_of_another_distribution_are_noticed(rl_rollouts):
     """The negative control: raw logprobs of tempered samples."""
-    printed = run("rl_rollouts.py", "--mode", "raw", status=1)
+    printed = rl_rollouts[1]
     assert float(re.search(r"of 384 tokens: (\S+)", printed)[1]) > 0.1
     assert "the rollouts are of another policy" in printed
 
 
+READERS = ("own_loop", "asyncio_engine", "jitted_loop_engine")
+
+
 @pytest.mark.fast
-@pytest.mark.parametrize("script", ["own_loop.py", "asyncio_engine.py", "jitted_loop_engine.py"])
-def test_the_reading_side_never_loads_jax(script):
-    code = (
-        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import {script.removesuffix('.py')};"
-        "sys.exit('jax' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_the_reading_side_never_loads_jax():
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import {', '.join(READERS)};"
+    assert run("-c", code + "print('jax' in sys.modules)") == "False\n"
+    assert run("-c", code + "import trigram; print('jax' in sys.modules)") == "True\n"
 
 
 @pytest.mark.fast

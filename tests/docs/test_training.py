@@ -1,7 +1,7 @@
 """The training script, at a size that takes seconds."""
 
 import argparse
-import dataclasses
+import functools
 import json
 
 import jax
@@ -9,25 +9,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.model import checkpoint
-from jax_specdec.device.model.params import init_params
-from jax_specdec.text import byte_tokens
-from tests.support import reference_model
+from jax_specdec.device.model import (
+    ModelConfig,
+    init_params,
+    load_checkpoint,
+    save_checkpoint,
+    tiny_weights_path,
+)
+from jax_specdec.device.model.params import named_arrays
+from jax_specdec.engine import byte_tokens
+from tests.support import quick_compile, reference_model
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
-CONFIG = ModelConfig.tiny(byte_tokens.VOCAB_SIZE, num_layers=1)
-STEPS, RATE = 50, 1e-2  # the same everywhere, so that one step function is compiled
+CONFIG = ModelConfig.tiny(byte_tokens.VOCAB_SIZE, num_layers=2)
+# The same sizes everywhere, so that each program is compiled once.
+STEPS, RATE, BATCH, SEQUENCE = 50, 1e-2, 4, 16
+PROMPTS = {"num_prompts": 2, "prompt_length": 8, "generated": 10}
 
 
 @pytest.fixture(scope="module")
 def script():
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            jax, "jit", functools.partial(jax.jit, compiler_options=quick_compile.OPTIONS)
+        )
         patch.syspath_prepend(EXAMPLES)
         import train_tiny_model
 
         patch.setattr(train_tiny_model, "CONFIG", CONFIG)
+        compiled = jax.jit(init_params, static_argnums=0)  # operation by operation takes seconds
+        patch.setattr(train_tiny_model, "init_params", compiled)
         yield train_tiny_model
 
 
@@ -37,8 +49,30 @@ def corpus(script):
 
 
 @pytest.fixture(scope="module")
-def params():
-    return jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0))
+def params(script):
+    return script.init_params(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def losses_and_gradient(script):
+    """(params, ids [BATCH, SEQUENCE + 3]) to the three losses and the gradient of the objective."""
+    weights = np.array([1.0, *script.DRAFT_WEIGHT], np.float32)
+
+    def objective(params, ids):
+        losses = script.tiny_evaluation.losses(params, CONFIG, ids)
+        return weights @ losses, losses
+
+    compiled = jax.jit(jax.value_and_grad(objective, has_aux=True))
+
+    def run(params, ids):
+        (_, losses), gradient = compiled(params, jnp.asarray(ids, jnp.int32))
+        return losses, gradient
+
+    return run
+
+
+def random_ids(seed):
+    return np.random.default_rng(seed).integers(0, 256, (BATCH, SEQUENCE + 3))
 
 
 def log_softmax(x):
@@ -46,56 +80,55 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(axis=1))[:, None]
 
 
-@pytest.mark.fast
-def test_losses_are_those_of_the_reference(script):
+def test_losses_are_those_of_the_reference(losses_and_gradient, params):
     """All three losses, the second draft by explicit recursion one position at a time."""
-    config = dataclasses.replace(CONFIG, num_layers=2)
-    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
-    s = 7
-    ids = np.random.default_rng(1).integers(0, 256, s + 3)
-    rows = jnp.asarray(ids[None], jnp.int32)
-    got = jax.jit(script.losses, static_argnums=1)(params, config, rows)
-    weights = {n: np.asarray(x, np.float64) for n, x in checkpoint.named_arrays(params).items()}
-    sizes, head = config.to_dict(), weights["embedding"].T
-    hidden = reference_model.hidden_states(weights, sizes, ids[:s])
-    first = reference_model.mtp_hidden(weights, sizes, hidden, ids[1 : s + 1])
-    second = [
-        reference_model.mtp_hidden(
-            weights, sizes, np.vstack([hidden[: i + 1], first[i]]), ids[1 : i + 3]
-        )[-1]
-        for i in range(s)
-    ]
-    for n, states in enumerate([hidden, first, np.stack(second)]):
-        logprobs = log_softmax(states @ head)
-        want = -logprobs[np.arange(s), ids[n + 1 : n + 1 + s]].mean()
-        np.testing.assert_allclose(got[n], want, atol=1e-4)
+    s, rows = SEQUENCE, random_ids(1)
+    got, _ = losses_and_gradient(params, rows)
+    weights = {n: np.asarray(x, np.float64) for n, x in named_arrays(params).items()}
+    sizes, head = CONFIG.to_dict(), weights["embedding"].T
+    want = []
+    for ids in rows:
+        hidden = reference_model.hidden_states(weights, sizes, ids[:s])
+        first = reference_model.mtp_hidden(weights, sizes, hidden, ids[1 : s + 1])
+        second = [
+            reference_model.mtp_hidden(
+                weights, sizes, np.vstack([hidden[: i + 1], first[i]]), ids[1 : i + 3]
+            )[-1]
+            for i in range(s)
+        ]
+        logprobs = [log_softmax(states @ head) for states in (hidden, first, np.stack(second))]
+        want.append(
+            [-x[np.arange(s), ids[n + 1 : n + 1 + s]].mean() for n, x in enumerate(logprobs)]
+        )
+    np.testing.assert_allclose(got, np.mean(want, axis=0), atol=1e-4)
 
 
-def test_training_learns_and_repeats_itself(script):
+def test_training_learns_and_repeats_itself(script, losses_and_gradient):
     ids = np.tile(byte_tokens.encode("the quick brown fox. "), 40)
-    args = argparse.Namespace(seed=1, steps=STEPS, rate=RATE, sequence=16, batch=4, report=1000)
+    args = argparse.Namespace(
+        seed=1, steps=STEPS, rate=RATE, sequence=SEQUENCE, batch=BATCH, report=1000
+    )
     one, two = (script.train(CONFIG, ids, args) for _ in range(2))  # each from scratch
     jax.tree.map(np.testing.assert_array_equal, one, two)
-    rows = jnp.asarray(ids[np.arange(4)[:, None] + np.arange(19)[None, :]])
-    each = jax.jit(script.losses, static_argnums=1)(one, CONFIG, rows)
-    assert (each < 1.5).all()  # ln 21 = 3.0 without learning anything but the letters
+    rows = ids[np.arange(BATCH)[:, None] + np.arange(SEQUENCE + 3)[None, :]]
+    assert (losses_and_gradient(one, rows)[0] < 1.5).all()  # ln 21 = 3.0 with the letters alone
     args.seed = 2
+    args.steps = 1  # another seed differs from the first step on
     other = script.train(CONFIG, ids, args)
     assert np.abs(one.embedding - other.embedding).max() > 0.01
 
 
-def test_the_first_step_is_that_of_adamw(script, params):
+def test_the_first_step_is_that_of_adamw(script, losses_and_gradient, params):
     """m / sqrt(v) is g / |g| after one step; norms do not decay; the gradient is clipped."""
-    ids = jnp.asarray(np.random.default_rng(3).integers(0, 256, (4, 19)), jnp.int32)
+    ids = random_ids(3)
     zeros = jax.device_get(jax.tree.map(jnp.zeros_like, params))
     state = (*jax.tree.map(jnp.asarray, (jax.device_get(params), zeros, zeros)), jnp.float32(0))
-    (new, *_), _ = script.make_step(CONFIG, STEPS, RATE)(state, ids)
-    weights = np.array([1.0, *script.DRAFT_WEIGHT], np.float32)
-    gradient = jax.jit(jax.grad(lambda p: weights @ script.losses(p, CONFIG, ids)))(params)
+    (new, *_), _ = script.make_step(CONFIG, STEPS, RATE)(state, jnp.asarray(ids, jnp.int32))
+    _, gradient = losses_and_gradient(params, ids)
     norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradient)))
     assert norm > 1  # so clipping is seen
-    before, after = (checkpoint.named_arrays(x) for x in (params, new))
-    for name, g in checkpoint.named_arrays(gradient).items():
+    before, after = (named_arrays(x) for x in (params, new))
+    for name, g in named_arrays(gradient).items():
         g, p = np.asarray(g, np.float64) / norm, np.asarray(before[name], np.float64)
         decay = 0.0 if name.endswith("norm") else 0.1
         want = p - RATE / 6 * (g / (np.abs(g) + 1e-8) + decay * p)  # a sixth: warming up
@@ -108,7 +141,7 @@ def test_the_first_step_is_that_of_adamw(script, params):
 def test_acceptance_is_that_of_speculative_decoding(script, params):
     """Counted once more the slow way: a draft, a check, a step of one or two tokens."""
     ids = np.random.default_rng(2).integers(0, 256, 40).astype(np.int32)
-    weights = {n: np.asarray(x) for n, x in checkpoint.named_arrays(params).items()}
+    weights = {n: np.asarray(x) for n, x in named_arrays(params).items()}
     sizes = CONFIG.to_dict()
     proposed = accepted = 0
     for start in (0, 32):
@@ -125,7 +158,7 @@ def test_acceptance_is_that_of_speculative_decoding(script, params):
             if draft == text[-1]:
                 accepted += 1
                 text.append(next_id(text))
-    got = script.acceptance(params, CONFIG, ids, num_prompts=2, prompt_length=8, generated=10)
+    got = script.tiny_evaluation.acceptance(params, CONFIG, ids, **PROMPTS)
     assert proposed > 4
     assert got == pytest.approx(accepted / proposed)
 
@@ -134,12 +167,14 @@ def test_acceptance_is_that_of_speculative_decoding(script, params):
 
 
 @pytest.fixture
-def library(tmp_path):
+def library(corpus, tmp_path, monkeypatch):
+    """Thirty small files to take, one that is too short, and one in a folder that is left out."""
+    monkeypatch.setattr(corpus, "SMALLEST_FILE", 100)
     root = tmp_path / "library"
     (root / "test").mkdir(parents=True)
     for number in range(30):
-        (root / f"module_{number}.py").write_text(f"x = {number}\n" * 200)
-    (root / "test" / "excluded.py").write_text("x = 1\n" * 400)
+        (root / f"module_{number}.py").write_text(f"x = {number}\n" * 20)
+    (root / "test" / "excluded.py").write_text("x = 1\n" * 40)
     (root / "short.py").write_text("x = 1\n")
     return root
 
@@ -150,7 +185,7 @@ def test_list_of_files(corpus, library, tmp_path):
     twin.mkdir()
     for file in library.glob("*.py"):
         (twin / file.name).write_bytes(file.read_bytes())
-    (twin / "module_3.py").write_text("y = 3\n" * 200)
+    (twin / "module_3.py").write_text("y = 3\n" * 20)
     (twin / "module_4.py").unlink()
     entries = corpus.make_list([library, twin])
     assert {e.path for e in entries} == {f"module_{n}.py" for n in range(30) if n not in (3, 4)}
@@ -187,7 +222,7 @@ def test_a_line_that_is_none_is_named(corpus, tmp_path):
 
 def test_shipped_weights_come_from_the_shipped_list(corpus):
     entries = corpus.read_list(EXAMPLES / "tiny_corpus.txt")
-    _, _, metadata = checkpoint.load_checkpoint(checkpoint.tiny_weights_path())
+    _, _, metadata = load_checkpoint(tiny_weights_path())
     assert metadata["corpus"] == corpus.digest(entries)
     assert {e.split for e in entries} == set(corpus.SPLITS)
     assert len({e.path for e in entries}) == len(entries)
@@ -196,21 +231,23 @@ def test_shipped_weights_come_from_the_shipped_list(corpus):
 # The commands ----------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
-def test_train_then_check(script, library, tmp_path, capsys):
+def test_train_then_check(script, library, tmp_path, capsys, monkeypatch):
+    small = functools.partial(script.tiny_evaluation.acceptance, **PROMPTS)
+    monkeypatch.setattr(script.tiny_evaluation, "acceptance", small)
     files = ["--corpus", str(tmp_path / "list"), "--library", str(library)]
     weights = tmp_path / "tiny.safetensors"
     assert script.main(["--write-corpus", *files]) == 0
-    size = ["--steps", "2", "--batch", "2", "--sequence", "16"]
+    size = ["--steps", str(STEPS), "--batch", str(BATCH), "--sequence", str(SEQUENCE)]
+    size += ["--rate", str(RATE)]
     assert script.main([*files, *size, "--output", str(weights)]) == 0
     assert "held-out mtp_acceptance" in capsys.readouterr().out
     check = ["--check", *files, "--weights", str(weights)]
     assert script.main(check) == 0
-    params, config, metadata = checkpoint.load_checkpoint(weights)
+    params, config, metadata = load_checkpoint(weights)
     kept = {k: v for k, v in metadata.items() if k not in ("format", "config")}
     recorded = json.loads(kept["held_out"])
     kept["held_out"] = json.dumps(recorded | {"decoder_loss": recorded["decoder_loss"] * 0.97})
-    checkpoint.save_checkpoint(weights, params, config, metadata=kept)
+    save_checkpoint(weights, params, config, metadata=kept)
     capsys.readouterr()
     assert script.main(check) == 1
     assert capsys.readouterr().out.count("DIFFERS") == 1
