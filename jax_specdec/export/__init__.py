@@ -1,7 +1,7 @@
 """The door to other formats of records: OpenAI, columns, Arrow, Prometheus. No jax.
 
-It stands above `jax_specdec.engine`, so that the engine knows no format. Libraries that a format
-needs are imported on its first use.
+It stands above `jax_specdec.engine`, so that the engine knows no format; the modules behind it may
+change. Libraries that a format needs are imported on its first use.
 """
 
 from jax_specdec.export import arrow, metrics, openai

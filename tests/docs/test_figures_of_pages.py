@@ -1,4 +1,4 @@
-"""The pages on integration and reference: their Python runs, their figures are the code's."""
+"""The bytes of docs/wire.md and the figures of docs/limits.md are the code's."""
 
 import ast
 import importlib
@@ -8,23 +8,13 @@ import numpy as np
 import pytest
 
 from ipc import wire
-from jax_specdec.device.messages.pack import bucket, k_bucket
-from jax_specdec.engine.config import EngineConfig
-from jax_specdec.records.decode import decode
-from jax_specdec.requests import RequestError, SamplingParams
+from jax_specdec.device.messages.buckets import k_bucket, words_bucket
+from jax_specdec.engine import EngineConfig, RequestError, SamplingParams, decode
+from tests.support.pages import DOCS, python_blocks
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.fast
 
-DOCS = ROOT / "docs"
-PAGES = sorted(
-    [*DOCS.glob("integration*.md"), *(DOCS / f"{n}.md" for n in ("wire", "limits", "security"))]
-)
-BLOCKS = [
-    pytest.param(page.name, code, id=f"{page.stem}-{n}")
-    for page in PAGES
-    for n, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
-]
 PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 
 
@@ -41,31 +31,6 @@ def value(cell):
 
 def limits():
     return (DOCS / "limits.md").read_text()
-
-
-@pytest.mark.parametrize(("page", "code"), BLOCKS)
-def test_a_block_runs(page, code):
-    exec(compile(code, page, "exec"), {"__name__": "__main__"})
-
-
-def test_there_are_blocks_and_a_wrong_one_fails():
-    assert len(BLOCKS) >= 7
-    with pytest.raises(AssertionError):
-        test_a_block_runs("a page", "assert 1 == 2")
-
-
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
-def test_a_link_leads_somewhere(page):
-    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (DOCS / link).exists(), link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_file_that_a_page_names_exists(page):
-    for path in re.findall(
-        r"(?<!/)\b(?:examples|tests|ipc|jax_specdec|pallas_kernels)(?:/\w+)+\.py", page.read_text()
-    ):
-        assert (ROOT / path).exists(), path
 
 
 # The message of wire.md, byte by byte.
@@ -92,9 +57,8 @@ def test_the_bytes_of_the_page_are_a_message():
     assert first.token_ranks.tolist() == [1, 2]
     np.testing.assert_array_equal(first.logprobs, np.float32([[-0.25, -0.25], [-1.5, -0.5]]))
     assert first.topk_ids.tolist() == [[11], [9]]
-    code = re.search(r"```python\n(.*?)```", (DOCS / "wire.md").read_text(), re.DOTALL)[1]
     scope = {}
-    exec(code, scope)
+    exec(python_blocks(DOCS / "wire.md")[0], scope)
     assert scope["data"] == data
 
 
@@ -154,7 +118,7 @@ def test_the_buckets_are_those_of_the_page():
     table = re.search(r"```text\n(words of .*?)```", limits(), re.DOTALL)[1]
     rows = [re.split(r" {3,}", line) for line in table.splitlines() if line]
     words, copied, asked, large, small = ([int(cell) for cell in row[1:]] for row in rows)
-    assert [bucket(number) for number in words] == copied
+    assert [words_bucket(number) for number in words] == copied
     assert [k_bucket(k, 50_000) for k in asked[:-1]] == large
     assert [k_bucket(asked[-1], 30)] == small
 
