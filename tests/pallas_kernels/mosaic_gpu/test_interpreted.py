@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import oracle
 from pallas_kernels.mosaic_gpu import compat, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling
-from tests.support.interpreted_kernels import interpret, races_found
+from tests.support.interpreted_kernels import run_without_races
 
 CASES = {
     # Rows start at vectors; several blocks a step; a ragged last block.
@@ -48,12 +48,11 @@ def test_separate_path(name):
         "temperatures": np.array([0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1], np.float32),
         "extra_token_ids": np.stack([token_ids[::-1], token_ids + 1], axis=1),
     }
-    arrays = {name: jnp.asarray(value) for name, value in options.items()}
-    actual = run.topk_logprobs(
-        jnp.asarray(x), jnp.asarray(token_ids), k, **arrays, tiling=tiling, interpret=interpret()
-    )
-    jax.block_until_ready(actual)
-    assert not races_found()
+
+    def call(x, token_ids, options, interpret):
+        return run.topk_logprobs(x, token_ids, k, **options, tiling=tiling, interpret=interpret)
+
+    actual = run_without_races(call, x, token_ids, options)
     oracle.assert_matches(actual, oracle.topk_logprobs(x, token_ids, k, **options))
 
 
@@ -64,17 +63,13 @@ def test_fused_path(k, rows):
     x = oracle.edge_rows(tiling.vocabulary, tiling.dtype, tiling.group_width)[np.array(rows)]
     extra = np.array([[0, tiling.vocabulary]] * len(x), np.int32)
     temperatures = np.linspace(0, 2, len(x), dtype=np.float32)
-    actual = run.greedy_topk_logprobs(
-        jnp.asarray(x),
-        k,
-        jnp.int32(len(x)),
-        jnp.asarray(temperatures),
-        jnp.asarray(extra),
-        tiling=tiling,
-        interpret=interpret(),
-    )
-    jax.block_until_ready(actual)
-    assert not races_found()
+
+    def call(x, num_rows, temperatures, extra, interpret):
+        return run.greedy_topk_logprobs(
+            x, k, num_rows, temperatures, extra, tiling=tiling, interpret=interpret
+        )
+
+    actual = run_without_races(call, x, np.int32(len(x)), temperatures, extra)
     token_ids = [oracle.greedy_token_id(row) for row in x]
     expected = oracle.topk_logprobs(
         x, token_ids, k, temperatures=temperatures, extra_token_ids=extra
@@ -87,19 +82,14 @@ def test_candidates_in_shared_memory():
     tiling = Tiling(2048, "float32", 128, 1, 1)
     k = 65
     x = np.round(np.random.default_rng(0).normal(size=(1, 2048)), 2).astype(np.float32)
-    actual = run.topk_logprobs(
-        jnp.asarray(x),
-        jnp.asarray([7], jnp.int32),
-        k,
-        None,
-        None,
-        None,
-        jnp.zeros((1, 0), jnp.int32),
-        tiling=tiling,
-        interpret=interpret(),
-    )
-    jax.block_until_ready(actual)
-    assert not races_found()
+
+    def call(x, token_ids, interpret):
+        nothing = jnp.zeros((1, 0), jnp.int32)
+        return run.topk_logprobs(
+            x, token_ids, k, None, None, None, nothing, tiling=tiling, interpret=interpret
+        )
+
+    actual = run_without_races(call, x, np.array([7], np.int32))
     oracle.assert_matches(actual, oracle.topk_logprobs(x, [7], k))
 
 
