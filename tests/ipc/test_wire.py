@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc import wire
@@ -95,6 +95,7 @@ def whole_range(fields):
     ("fields", "num_words"),
     [(wire.HEADER, wire.HEADER_WORDS), (wire.SLOT, wire.SLOT_WORDS)],
 )
+@settings(max_examples=50)
 @given(data=st.data())
 def test_every_field_keeps_its_value_over_its_whole_range(fields, num_words, data):
     values = data.draw(whole_range(fields))
@@ -184,6 +185,7 @@ def test_a_wrong_value_is_named(word, value, complaint):
         decode(words)
 
 
+@settings(max_examples=50)  # test_mutated_messages has 30,000
 @given(data=st.data())
 def test_mutated_bytes_are_decoded_equal_or_refused(data):
     slots = data.draw(st.lists(target_slots(max_k=4), min_size=1, max_size=4))
