@@ -56,7 +56,7 @@ settings.load_profile("repository")
 
 pytest_plugins = ["tests.support.cpu_report"]
 
-LARGE_MB = 1000  # beyond it, compiled programs are dropped at the end of a module
+LARGE_MB = 600  # beyond it, compiled programs are dropped at the end of a module
 
 
 def pytest_configure(config):
