@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from jax_specdec.records import output_processor
 from jax_specdec.records.decode import decode
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
+from tests.support.shards import QUICK
 
 VOCAB = 32
 
@@ -33,7 +35,9 @@ VOCAB = 32
 def random_model(vocab=VOCAB, scale=4.0, **changes):
     """Weights large enough that the model is decided, and repeats itself now and then."""
     config = ModelConfig.tiny(vocab_size=vocab, **changes)
-    params = init_params(config, jax.random.key(1))
+    # One quick program; called without jit, it would be a slow one for each shape.
+    init = jax.jit(init_params, static_argnums=0, compiler_options=QUICK)
+    params = init(config, jax.random.key(1))
     return jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, params), config
 
 
@@ -65,8 +69,9 @@ class Sent(list):
 
 @functools.cache
 def compiled(config):
-    """One compilation for all runs of a configuration."""
-    return Compiled(config)
+    """One compilation for all runs of a configuration, and a quick one."""
+    with mock.patch.object(jax, "jit", functools.partial(jax.jit, compiler_options=QUICK)):
+        return Compiled(config)
 
 
 def without_jit(config):

@@ -6,8 +6,13 @@ import numpy as np
 from pallas_kernels.sharding.vocab_shard import VocabShard
 
 P = jax.sharding.PartitionSpec
-# For programs that run once, or never: the machine code need not be good.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# For programs that run a few times, or never: the machine code need not be good. A third of the
+# compiler's time.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
 
 
 def mesh_of(shards):

@@ -7,7 +7,6 @@ requests asked for and from how far their prompts have come.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
 import numpy as np
 
 from ipc import wire
@@ -141,13 +140,13 @@ def admission(
     given = list(draft_token_ids[: min(most, max_length - len(prompt) - 1)])
     drafts[: len(given)] = given
     return Admission(
-        tokens=jnp.asarray(tokens),
-        length=jnp.int32(len(prompt)),
-        max_tokens=jnp.int32(params.max_tokens),
-        max_drafts=jnp.int32(most),
-        stop_ids=jnp.asarray(stop_ids),
+        tokens=tokens,
+        length=np.array(len(prompt), np.int32),
+        max_tokens=np.array(params.max_tokens, np.int32),
+        max_drafts=np.array(most, np.int32),
+        stop_ids=stop_ids,
         sampling=sampling_of([params]),
-        draft_token_ids=jnp.asarray(drafts),
+        draft_token_ids=drafts,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
@@ -16,6 +17,8 @@ from jax_specdec.device.model.params import KVCache, init_cache
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import AcceptRule, Drafts, accept_draft
+
+AnyArray = jax.Array | np.ndarray
 
 MAX_STOP_IDS = 8  # N: stop token ids of a request that the device watches for
 
@@ -61,15 +64,15 @@ class LoopState(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """One request, as arrays; `requests` holds the meaning of each value."""
+    """One request, as arrays of the host; `requests` holds the meaning of each value."""
 
-    tokens: Int32[Array, " T"]  # the prompt, padded
-    length: Int32[Array, ""]
-    max_tokens: Int32[Array, ""]
-    max_drafts: Int32[Array, ""]
-    stop_ids: Int32[Array, " N"]  # -1 where unused
+    tokens: Int32[AnyArray, " T"]  # the prompt, padded
+    length: Int32[AnyArray, ""]
+    max_tokens: Int32[AnyArray, ""]
+    max_drafts: Int32[AnyArray, ""]
+    stop_ids: Int32[AnyArray, " N"]  # -1 where unused
     sampling: Annotated[Sampling, "B = 1"]
-    draft_token_ids: Int32[Array, " D"]  # handed over, for the first step; then -1
+    draft_token_ids: Int32[AnyArray, " D"]  # handed over, for the first step; then -1
 
 
 def init_state(config: LoopConfig) -> LoopState:
@@ -135,7 +138,7 @@ def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopS
     Its prompt still has to be run.
     """
 
-    def put(whole: jax.Array, one: jax.Array) -> jax.Array:
+    def put(whole: jax.Array, one: AnyArray) -> jax.Array:
         return whole.at[slot].set(one)
 
     return state._replace(

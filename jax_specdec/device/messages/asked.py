@@ -4,10 +4,9 @@ Axes: B slots, C chosen token ids.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
@@ -74,40 +73,43 @@ def asked_of(
     Raises:
       ValueError: not as many generations or verdicts as requests.
     """
-    chosen_ids = np.zeros((len(params), widths.chosen), np.int32)
+    chosen_ids: Any = np.zeros((len(params), widths.chosen), np.int32)
     for row, one in zip(chosen_ids, params, strict=True):
         row[: len(one.extra_token_ids)] = one.extra_token_ids
-    return Asked(
+    asked = Asked(
         generation=_each("generations", generation, len(params), np.uint32),
         verdict=_each("verdicts", verdict, len(params), np.int32),
-        num_columns=_array([one.num_columns for one in params], np.int32),
-        mode=_array([one.logprobs_mode for one in params], np.int32),
-        num_chosen=_array([len(one.extra_token_ids) for one in params], np.int32),
-        chosen_ids=jnp.asarray(chosen_ids),
-        draft_logprobs=_array([one.draft_logprobs for one in params], np.bool_),
+        num_columns=_on_host([one.num_columns for one in params], np.int32),
+        mode=_on_host([one.logprobs_mode for one in params], np.int32),
+        num_chosen=_on_host([len(one.extra_token_ids) for one in params], np.int32),
+        chosen_ids=chosen_ids,
+        draft_logprobs=_on_host([one.draft_logprobs for one in params], np.bool_),
         sampling=sampling_of(params),
     )
+    on_device: Asked = jax.device_put(asked)
+    return on_device
 
 
-def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
-    """The sampling parameters of B requests, on the device."""
+def sampling_of(params: Sequence[SamplingParams]) -> Annotated[Sampling, "NumPy arrays"]:
+    """The sampling parameters of B requests, still on the host."""
     return Sampling(
-        temperature=_array([one.temperature for one in params], np.float32),
-        top_k=_array([one.top_k for one in params], np.int32),
-        top_p=_array([one.top_p for one in params], np.float32),
-        min_p=_array([one.min_p for one in params], np.float32),
-        seed=_array([one.seed for one in params], np.uint32),
+        temperature=_on_host([one.temperature for one in params], np.float32),
+        top_k=_on_host([one.top_k for one in params], np.int32),
+        top_p=_on_host([one.top_p for one in params], np.float32),
+        min_p=_on_host([one.min_p for one in params], np.float32),
+        seed=_on_host([one.seed for one in params], np.uint32),
     )
 
 
-def _each(what: str, values: int | Sequence[int], count: int, dtype: type[np.generic]) -> jax.Array:
+def _each(what: str, values: int | Sequence[int], count: int, dtype: type[np.generic]) -> Any:
     values = [values] * count if isinstance(values, int) else values
     if len(values) != count:
         raise ValueError(
             f"{len(values)} {what} for {counted(count, 'request')}: one for each, or one for all"
         )
-    return _array(values, dtype)
+    return _on_host(values, dtype)
 
 
-def _array(values: object, dtype: type[np.generic]) -> jax.Array:
-    return jnp.asarray(np.array(values, dtype))
+def _on_host(values: object, dtype: type[np.generic]) -> Any:
+    """A NumPy array, where a carrier says `Array`: all go to the device in one call."""
+    return np.array(values, dtype)

@@ -70,7 +70,7 @@ class Outgoing:
         scored: ScoredChunk,
         num_tokens: int,
         next_step: int,
-        index: jax.Array,
+        index: np.int32,
         scoring: Slot,
         host_slots: Sequence[Slot],
         widths: Widths,
@@ -82,7 +82,7 @@ class Outgoing:
           scored: the chunk's logprobs, on the device.
           num_tokens: how many tokens of it are the prompt's.
           next_step: the number of the step that it precedes.
-          index: [] int32.
+          index: of the slot whose prompt it is.
           scoring: the slot as far as its prompt's logprobs go.
           host_slots: [B] all slots.
           widths: of what `scoring` asks for.

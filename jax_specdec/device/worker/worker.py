@@ -168,7 +168,7 @@ class Worker:
             )
         self.state = self.compiled.admit(
             self.state,
-            jnp.int32(command.slot),
+            np.int32(command.slot),
             host_slots.admission(
                 request, self.config.max_length, drafter.num_drafts, command.draft_token_ids
             ),
@@ -190,7 +190,7 @@ class Worker:
     def _take_back(self, index: int, generation: int, verdict: int) -> None:
         slot = self.slots[index]
         if slot.generation == generation and (slot.occupied or slot.verdict):
-            self.state = self.compiled.release(self.state, jnp.int32(index))
+            self.state = self.compiled.release(self.state, np.int32(index))
             self._set(index, Slot(generation=generation, verdict=verdict))
 
     def _set(self, index: int, slot: Slot) -> None:
@@ -204,7 +204,7 @@ class Worker:
         """
         start = self._reuse(index, slot.prefill_at or 0)
         chunk = host_slots.chunk_size(slot, self.config, self.prefill_chunk)
-        places = jnp.int32(index), jnp.int32(start)
+        places = np.int32(index), np.int32(start)
         words: tuple[jax.Array, ...] = ()
         if slot.params.prompt_logprobs is None:
             self.state = self.compiled.prefill_chunk(self.params, self.state, *places, chunk=chunk)
@@ -225,12 +225,12 @@ class Worker:
         source, held = self.prefixes.longest(index)
         if held <= start:
             return start
-        self.state = self.compiled.copy_prefix(self.state, jnp.int32(source), jnp.int32(index))
+        self.state = self.compiled.copy_prefix(self.state, np.int32(source), np.int32(index))
         self.prefixes.hold(index, held, reused=True)
         return held
 
     def _score(
-        self, slot: Slot, places: tuple[jax.Array, jax.Array], chunk: int
+        self, slot: Slot, places: tuple[np.int32, np.int32], chunk: int
     ) -> tuple[jax.Array, ...]:
         scoring = host_slots.for_prompt(slot)
         widths = host_slots.widths_of_slots([scoring], self.config.model.vocab_size)

@@ -1,6 +1,5 @@
 """The MTP head inside the loop: its drafts after each step, against NumPy without any cache."""
 
-import dataclasses
 import sysconfig
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
             right[slot] = plain_continuation(known, D)
             right[slot, count:] = (right[slot, count:] + 1) % VOCAB
         drafts = state.drafts._replace(token_ids=jnp.asarray(right))
-        state, output = functions.step(params, dataclasses.replace(state, drafts=drafts))
+        state, output = functions.step(params, state._replace(drafts=drafts))
         if len(accepted_then) > 0:  # the first step has nothing to verify
             assert tuple(np.asarray(output.num_tokens[:2]) - 1) == wanted
         accepted_then |= set(np.asarray(output.num_tokens).tolist())

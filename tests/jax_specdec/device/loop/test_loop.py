@@ -204,6 +204,7 @@ def test_a_request_may_fill_its_slot_to_the_last_token():
         check_against_teacher_forcing(result, [full])
 
 
+@pytest.mark.slow
 def test_without_jit_every_value_is_the_same():
     """One call of each function: without jit, every conditional is compiled anew at each call."""
     params, model = random_model()
@@ -225,7 +226,7 @@ def test_without_jit_every_value_is_the_same():
             for message in (functions.target_message, functions.draft_message)
             for words in [
                 message(
-                    output, asked_of_slots(slots, widths), np.zeros(2, np.uint32), widths=widths
+                    output, asked_of_slots(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
                 )
             ]
         ]
@@ -266,7 +267,7 @@ def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
     state = init_state(config)
     for slot, item in enumerate([request("g", [1], max_tokens=9), sampled]):
         state = admit(state, jnp.int32(slot), admission(item, 16, 1))
-    decoding = dataclasses.replace(state, active=jnp.ones(2, bool))
+    decoding = state._replace(active=jnp.ones(2, bool))
 
     @jax.jit
     def seen(state):
@@ -276,7 +277,7 @@ def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
     # While it decodes it is sampled; before its first step and after its last it is nobody.
     for given, expected in [
         (decoding, 0.7),
-        (dataclasses.replace(decoding, active=jnp.array([True, False])), 0.0),
+        (decoding._replace(active=jnp.array([True, False])), 0.0),
         (release(decoding, jnp.int32(1)), 0.0),
     ]:
         for temperature in seen(given):
@@ -292,7 +293,7 @@ def test_one_token_is_a_whole_request():
 def test_long_prompts_are_prefilled_between_the_steps_of_others():
     short = request("short", [1, 2], max_tokens=30)
     long = request("long", np.arange(60) % VOCAB, max_tokens=5, logprobs=1)
-    result = run([short, long], "ngram", num_slots=2, chunk=8)
+    result = run([short, long], "ngram")
     states = [int(message.state[1]) for message in result.messages]
     assert SlotState.NOTHING in states
     assert states.index(SlotState.TOKENS) > states.index(SlotState.NOTHING)

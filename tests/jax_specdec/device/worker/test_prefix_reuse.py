@@ -152,7 +152,7 @@ def test_one_poisoned_entry_is_noticed(monkeypatch, part):
             cache = getattr(self.state, part)
             # The last one taken over, by more than rounding hides.
             cache = dataclasses.replace(cache, v=cache.v.at[:, index, held - 1].add(0.01))
-            self.state = dataclasses.replace(self.state, **{part: cache})
+            self.state = self.state._replace(**{part: cache})
         return held
 
     monkeypatch.setattr(Worker, "_reuse", poison)
@@ -221,7 +221,7 @@ def test_copying_changes_one_slot_with_and_without_jit():
     def filled(cache):
         return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), cache)
 
-    state = dataclasses.replace(state, cache=filled(state.cache), drafter=filled(state.drafter))
+    state = state._replace(cache=filled(state.cache), drafter=filled(state.drafter))
     before = jax.tree.map(np.asarray, state)
     plain = copy_prefix(state, jnp.int32(2), jnp.int32(0))
     jitted = jax.jit(copy_prefix)(state, jnp.int32(2), jnp.int32(0))
@@ -229,7 +229,7 @@ def test_copying_changes_one_slot_with_and_without_jit():
         for was, old in ((after.cache, before.cache), (after.drafter, before.drafter)):
             for x, y in zip(jax.tree.leaves(was), jax.tree.leaves(old), strict=True):
                 np.testing.assert_array_equal(x, y[:, [2, 1, 2]])
-        others = dataclasses.replace(after, cache=state.cache, drafter=state.drafter)
+        others = after._replace(cache=state.cache, drafter=state.drafter)
         assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), others, state))
 
 
