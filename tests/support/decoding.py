@@ -212,7 +212,9 @@ def request(id, prompt, **params):
     return Request(id=id, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))
 
 
-def mixed_requests(count=7, seed=0, temperature=0.0, max_tokens=(6, 30)):
+def mixed_requests(
+    count=7, seed=0, temperature=0.0, max_tokens=(6, 30), ks=(None, 0, 1, 5, 20, 3, 2)
+):
     """Prompts of many lengths (one token, chunk borders), K from none to 20."""
     random = np.random.default_rng(seed)
     lengths = [1, 2, 8, 9, 10, 17, 25, 5, 16, 3][:count]
@@ -224,7 +226,7 @@ def mixed_requests(count=7, seed=0, temperature=0.0, max_tokens=(6, 30)):
             temperature=temperature,
             top_p=0.9 if temperature else 1.0,
             seed=index,
-            logprobs=[None, 0, 1, 5, 20, 3, 2][index % 7],
+            logprobs=ks[index % len(ks)],
         )
         for index, length in enumerate(lengths)
     ]

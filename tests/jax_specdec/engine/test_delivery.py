@@ -37,7 +37,7 @@ class WorkerThread:
     finds no room is thrown away, as the seed system did.
     """
 
-    def __init__(self, *, patience=0, drops=False, drafting="ngram"):
+    def __init__(self, *, patience=0, drops=False, drafting="mtp"):
         params, model = decoding.random_model()
         settings = LoopConfig(
             model=model, drafter=decoding.drafter(drafting, model), num_slots=SLOTS, max_length=96
@@ -130,12 +130,12 @@ def prompt_rows(records):
 
 
 def requests():
-    return mixed_requests(5, max_tokens=(18, 24))
+    return mixed_requests(5, max_tokens=(18, 24), ks=(None, 5))  # of two programs
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return decoding.run(requests(), "ngram")
+    return decoding.run(requests(), "mtp")
 
 
 def check(records, expected, *, exact=True):
@@ -192,7 +192,7 @@ def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
     undisturbed = decoding.run(asked, "mtp")
     records = {item.id: [] for item in asked}
     preempted = 0
-    with engine_with(WorkerThread(drafting="mtp")) as engine:
+    with engine_with(WorkerThread()) as engine:
         for n, update in enumerate(engine.generate(asked)):
             for record in update.records:
                 records[record.request_id].append(record)

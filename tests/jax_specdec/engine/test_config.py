@@ -1,0 +1,54 @@
+"""What an engine can be told to run, and which requests it can serve: checked before it starts."""
+
+import pytest
+
+from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.requests import Request, RequestError, SamplingParams
+from tests.support.scripted_worker import VOCAB
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_drafts", 65), ("num_drafts", -1), ("num_slots", 0), ("max_length", 1),
+     ("ring_slots", 0), ("prefill_chunk", 0), ("vocab_size", 0)],
+)  # fmt: skip
+def test_sizes_are_checked_before_memory_is_taken(field, value):
+    with pytest.raises(ValueError, match=f"{field} = {value} must be from"):
+        EngineConfig(**{"vocab_size": VOCAB, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "known"),
+    [
+        ("drafter", "mtp, ngram, suffix, none$"),
+        ("dtype", "float32, bfloat16, float16; empty for that of the weights"),
+        ("on_worker_loss", "stop, continue, restart$"),
+    ],
+)
+def test_a_choice_that_is_not_known_is_refused_before_a_worker_starts(field, known):
+    for value in ("x", "MTP", "fp32"):
+        with pytest.raises(ValueError, match=f"^{field} = '{value}' must be one of {known}"):
+            EngineConfig(**{"vocab_size": VOCAB, field: value})
+
+
+def test_what_a_worker_can_be_told_is_not_refused():
+    for drafter in ("mtp", "ngram", "suffix", "none"):
+        for dtype in ("", "bfloat16", "float32", "float16"):
+            settings = EngineConfig(vocab_size=VOCAB, drafter=drafter, dtype=dtype)
+            assert (settings.drafter, settings.dtype) == (drafter, dtype)
+
+
+def test_requests_that_cannot_be_served_are_refused_before_anything_runs():
+    def refuse(match, *ids, **params):
+        asked = Request(id="r", prompt_token_ids=ids, params=SamplingParams(**params))
+        with pytest.raises(RequestError, match=match):
+            check(asked, EngineConfig(vocab_size=VOCAB, max_length=96))
+
+    refuse(r"token id 99 is outside the vocabulary \(0 to 31\)", 1, 99)
+    refuse("90 prompt tokens and max_tokens = 64 exceed the 96", *[1] * 90)
+    refuse("logprobs = 33, but the vocabulary has only 32", 1, logprobs=33)
+    chosen = {"logprobs": 0, "extra_token_ids": (1, 32)}
+    refuse("extra token id 32 is outside the vocabulary", 1, **chosen)
+    refuse("prompt_logprobs = 33, but the vocabulary has only 32", 1, prompt_logprobs=33)

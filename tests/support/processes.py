@@ -1,0 +1,28 @@
+"""Processes that a test starts: whether they are alive, and what they leave behind."""
+
+import os
+import time
+from pathlib import Path
+
+from ipc.doctor import find_ring_files
+
+CREATORS = {os.getpid()}  # processes of this test run that make rings
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended while it was read
+        return False
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def no_ring_is_left():
+    """Whether no ring of a process in `CREATORS` is in shared memory."""
+    return not [file for file in find_ring_files() if file.creator.pid in CREATORS]
