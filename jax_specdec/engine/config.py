@@ -1,4 +1,4 @@
-"""What an engine runs, and which requests it can serve. Never jax."""
+"""An engine's configuration, and the check of requests against it. Never jax."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -16,7 +16,7 @@ OnWorkerLoss = Literal["stop", "continue", "restart"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(WorkerConfig):
-    """What to run. Values are checked here, as far as that needs no file and no device.
+    """What to run. Values are checked here, except those that need a file or a device.
 
     Attributes, beside those of `WorkerConfig`, which all workers share:
       ring_slots: messages that may wait for the engine.

@@ -117,7 +117,7 @@ class WorkerProcess:
             f"the model worker of process rank {self._process_rank} (pid {self.pid}) "
             f"{'had to be ended' if running else _how_it_ended(code)} after "
             f"{counted(arrived, 'message')}, "
-            # The cause speaks of the ring's end; where the process ended, that is said already.
+            # The cause tells how the ring ended; where the process ended, that is said already.
             f"before its requests were done{'' if ends and not running else f': {cause}'}",
             f"its last words:\n{last}" if last else "it printed nothing",
             *([MEMORY] if number == signal.SIGKILL else ()),

@@ -23,7 +23,7 @@ from jax_specdec.records.statistics import Counters, Statistics
 
 
 class WorkerHandle(Protocol):
-    """What a session needs of its worker: `WorkerProcess`, or a test's own."""
+    """The worker of a session: `WorkerProcess`, or a test's own."""
 
     @property
     def ring(self) -> RingReader: ...
@@ -40,7 +40,7 @@ class WorkerHandle(Protocol):
 
 @dataclass(frozen=True)
 class Update:
-    """What one message brought, or what became of requests without a message.
+    """The outcome of one message, or of an event without a message, for the requests.
 
     Attributes:
       message: None for records that no message caused: an abort, a lost worker.

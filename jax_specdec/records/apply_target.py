@@ -1,4 +1,4 @@
-"""What one target message adds to each request: tokens before and after the stop rules. Never jax.
+"""Applying a target message: the tokens of each request before and after the stop rules. Never jax.
 
 Each function works on whole columns; only tokens that may end their request are examined alone.
 Axes: B slots, N slots taken from this message, T tokens, R rows, D drafts, M remembered tokens.
@@ -32,7 +32,7 @@ _RUNNING, _PREEMPTED = int(Phase.RUNNING), int(SlotState.PREEMPTED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Emitted:
-    """What verification emitted for N slots, before any stop; arrays [N]."""
+    """The tokens that verification emitted for N slots, before any stop; arrays [N]."""
 
     state: NDArray[np.int64]  # SlotState
     special: bool  # whether some slot has another state than TOKENS
@@ -42,7 +42,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StopCut:
-    """What is delivered of N slots' tokens, and which requests leave their slot; arrays [N]."""
+    """The tokens of N slots that are delivered, and the requests that leave; arrays [N]."""
 
     kept: NDArray[np.int64]  # tokens
     reason: NDArray[np.int8]  # FinishReason, 0 where the request goes on
@@ -57,7 +57,7 @@ def taken(
     """[N] the slots whose running request this message is about, and the counters with the others.
 
     Args:
-      speaks: [B] where the message says something about a request.
+      speaks: [B] where the message says something about a request of the slot.
 
     Raises:
       ProcessorError: a generation was never admitted.
@@ -72,7 +72,7 @@ def taken(
 
 
 def emitted(state: ProcessorState, message: Message, slots: NDArray[np.intp]) -> Emitted:
-    """What the message's `slots` emitted.
+    """The tokens that the message's `slots` emitted.
 
     Raises:
       ProcessorError: a first token that would come twice, or other rows than were asked for.

@@ -75,7 +75,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunks:
-    """What N records have of their prompts' logprobs.
+    """The logprobs of prompts that N records deliver.
 
     Attributes:
       message: of kind PROMPT.

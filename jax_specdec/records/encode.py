@@ -17,7 +17,7 @@ from jax_specdec.wording import counted
 
 @dataclass(frozen=True, kw_only=True)
 class SlotContents:
-    """What one slot sends: n tokens, r of them with logprobs.
+    """The values that one slot sends: n tokens, r of them with logprobs.
 
     Attributes, beside the fields of `ipc.wire.SLOT`:
       token_ids: [n].

@@ -27,7 +27,7 @@ class StepLost(ProcessorError):
 
 
 class Phase(IntEnum):
-    """What a slot's request is doing."""
+    """The phase of a slot's request."""
 
     FREE = 0
     RUNNING = 1
@@ -37,7 +37,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a request has delivered elsewhere: on a prefill node, or before it was preempted.
+    """The part of a request that was delivered before: on a prefill node, or before a preemption.
 
     Attributes:
       token_ids: all its emitted tokens so far; they count for the length limit and for stop

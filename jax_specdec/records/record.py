@@ -1,4 +1,4 @@
-"""What a step delivered, per request: columns first, objects only when touched. Never jax.
+"""Records: the columns of a step as objects, one a request, made only when touched. Never jax.
 
 A `RecordBatch` holds the columns of one step, a `Records` the batches that one call released. A
 `Record` is a light view of one request's row in them, and `TokenRows` a view of the tokens or the
@@ -20,7 +20,7 @@ from jax_specdec.requests import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """What one call released: a sequence of `Record`, made when touched.
+    """The records that one call released: a sequence of `Record`, made when touched.
 
     There is one batch for each step with something to deliver, oldest first: usually one, two
     when records that waited for a draft message leave with those of the next step.
@@ -69,7 +69,7 @@ class TokenRows:
     def __init__(
         self, message: Message | None, slot: int, count: int, params: SamplingParams
     ) -> None:
-        """View `count` tokens of `slot`, whose request asked for `params`; None: of no message."""
+        """View `count` tokens of `slot`, whose request asked for `params`; 0 without a message."""
         self._message, self._slot, self._count, self._params = message, slot, count, params
 
     @property
@@ -223,7 +223,7 @@ class Record:
 
     @property
     def prompt(self) -> PromptRows | None:
-        """A part of the prompt's logprobs; such a record has no tokens, all others have None here.
+        """A part of the prompt's logprobs, in a record without tokens; None in all others.
 
         The parts come in order, and before the first token.
         """
@@ -232,7 +232,7 @@ class Record:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of all tokens so far; NaN once a row was invalid, None if no logprobs were asked."""
+        """The sum over all tokens so far; NaN after an invalid row, None if none were asked."""
         if not self.request.params.num_columns:
             return None
         return float(self.batch.cumulative_logprob[self.index])
@@ -277,7 +277,7 @@ class Record:
 
     @property
     def statistics(self) -> Statistics | None:
-        """The request's so far, earlier stays included; None until the record that ends a stay."""
+        """The request's statistics, earlier stays included; None before the end of a stay."""
         if self.batch.totals is None or not (self.finish_reason or self.reschedule):
             return None
         return self.batch.totals.of(self.slot)

@@ -169,10 +169,10 @@ class Machine(RuleBasedStateMachine):
         assert marginals_of(self.state.statistics) == marginals(reference.statistics())
 
     def subject(self, rng, slot):
-        """Whom a slot of a message is about: usually its last generation, at times an older one."""
+        """The request that a slot of a message is about: its last one, or at times an older one."""
         generations = sorted(self.asked[slot])
         if not generations:
-            return Request(id="nobody", prompt_token_ids=(0,)), 0
+            return Request(id="none", prompt_token_ids=(0,)), 0
         generation = rng.choice(generations[-2:]) if rng.random() < 0.3 else generations[-1]
         return self.asked[slot][generation], generation
 

@@ -88,7 +88,7 @@ def perhaps_other_rows(rng, params):
 
 
 def random_prompt_slot(rng, params, generation, tokens):
-    """What a chunk's message says: `tokens` with the columns of the prompt's own K."""
+    """A chunk of a prompt: `tokens` with the columns of the prompt's own K."""
     asked = replace(params, logprobs=params.prompt_logprobs or 0)
     fields = {"state": SlotState.TOKENS, "generation": generation}
     if not tokens:

@@ -1,4 +1,4 @@
-"""The output processor again: slow, obvious, one token at a time, no code of the product.
+"""A second output processor: slow, obvious, one token at a time, without code of the product.
 
 Slots of a message are any objects with the attributes of a slot's contents (`state`, `generation`,
 `token_ids`, ...), as nested Python lists; states and reasons are compared by name. Records are
@@ -7,7 +7,7 @@ plain dictionaries.
 
 
 class Refused(Exception):
-    """The reference says that this message cannot be."""
+    """A message that the reference refuses."""
 
 
 def added(one, other):
@@ -18,7 +18,7 @@ def added(one, other):
 
 
 class Occupant:
-    """One request's stay in one slot; `earlier` are the statistics of its stays before."""
+    """One request's stay in one slot; `earlier` has the statistics of its stays before."""
 
     def __init__(self, request, slot, generation, prefill, token_ids, cumulative_logprob, earlier,
                  prompt_before):  # fmt: skip
@@ -62,7 +62,7 @@ class ReferenceProcessor:
     def __init__(self, num_slots, first_step=0):
         self.slots = [None] * num_slots
         self.last_generation = [-1] * num_slots
-        self.asked = {}  # (slot, generation) to the parameters of whoever was admitted there
+        self.asked = {}  # (slot, generation) to the parameters of the request admitted there
         self.next_step = first_step
         self.waiting = []  # records of step next_step - 1
         self.early_draft = None  # slots of the draft message of step next_step
@@ -111,7 +111,7 @@ class ReferenceProcessor:
         return released + ended
 
     def end(self, occupant, reason):
-        """One record that says so: the one that waits for a draft message, or an empty one."""
+        """The record with the reason: one that waits for a draft message, or an empty one."""
         if occupant.phase not in ("running", "preempted"):
             return []
         occupant.phase = "ended"
@@ -123,7 +123,7 @@ class ReferenceProcessor:
         self.waiting = [waiting for waiting in self.waiting if waiting is not record]
         record["reschedule"] = False
         record["finish_reason"] = reason
-        record["handover_draft_ids"] = None  # nobody will go on
+        record["handover_draft_ids"] = None  # no decode node goes on
         record["statistics"] = occupant.statistics()
         return [record]
 
@@ -177,7 +177,7 @@ class ReferenceProcessor:
             if self.is_about(contents, occupant):
                 first = 1 + occupant.prompt_came
                 if not occupant.prompt_due or occupant.token_ids:
-                    raise Refused("nobody asked for it")
+                    raise Refused("rows that were not asked for")
                 prompt = list(occupant.request.prompt_token_ids)
                 if prompt[first : first + len(contents.token_ids)] != contents.token_ids:
                     raise Refused("other tokens than the prompt's next ones")
@@ -361,7 +361,7 @@ class ReferenceProcessor:
         }
 
     def statistics(self):
-        """Of all stays, past and present; each counts once, where it was."""
+        """Statistics of all stays, past and present; each counts once, where it was."""
         total = {"steps": [], "num_tokens": 0}
         for past in self.past_statistics:
             total = added(total, past)

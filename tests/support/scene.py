@@ -39,8 +39,8 @@ def long_requests(count=6):
 class Scene:
     """An engine over scripted workers, and what it delivered.
 
-    `faults` maps a process rank to the messages that its workers send before they die, one number
-    for each worker that is started in that place.
+    `faults` maps a process rank to numbers of messages: its first worker dies after the first
+    number, the worker that replaces it after the second, and so on.
     """
 
     def __init__(self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, **config):
@@ -73,7 +73,7 @@ class Scene:
         self.records = {request.id: [] for request in requests}
         with self.engine:
             for n, update in enumerate(self.engine.generate(requests)):
-                assert n < 20_000, "it goes on for ever"
+                assert n < 20_000, "it does not end"
                 self.updates.append(update)
                 for record in update.records:
                     self.records[record.request_id].append(record)
@@ -88,7 +88,7 @@ class Scene:
 
 
 def check_prompt(request, records):
-    """Every row once, in order, before the first token; none where nobody asked."""
+    """Check that every asked row comes once, in order, before the first token; no other comes."""
     prompt = list(request.prompt_token_ids)
     places, logprobs = [], []
     for record in records:
@@ -105,7 +105,7 @@ def check_prompt(request, records):
 
 
 def check(scene, requests):
-    """Nothing is lost, doubled or changed; every request ends once."""
+    """Check that nothing is lost, doubled or changed, and every request ends once."""
     for request in requests:
         records = scene.records[request.id]
         tokens, logprobs = continuation(request)
@@ -135,5 +135,5 @@ def check(scene, requests):
         assert statistics.num_tokens == len(got)
         assert statistics.num_drafts == sum(record.num_drafts for record in records)
         assert statistics.steps == sum(record.num_tokens > 0 for record in records)
-    everywhere = sum(rank.state.statistics.num_tokens for rank in scene.engine.sessions)
+    everywhere = sum(each.state.statistics.num_tokens for each in scene.engine.sessions)
     assert everywhere == sum(len(scene.tokens(request.id)) for request in requests)

@@ -1,4 +1,4 @@
-"""A worker without a model or a process, for tests of the engine: what it emits can be foretold.
+"""A worker without a model or a process, for tests of the engine: its tokens are predictable.
 
 The next token is a function of the whole sequence so far, as in greedy decoding; how many tokens a
 step emits is drawn. Like the real worker, it launches a step before it publishes the one before.
@@ -23,7 +23,7 @@ def next_token(ids):
 
 
 def logprob(ids):
-    """Of the token after `ids`; a multiple of 1/64, so that sums are exact."""
+    """The logprob of the token after `ids`; a multiple of 1/64, so that sums are exact."""
     return -(zlib.crc32(repr(ids).encode() + b"p") % 512) / 64
 
 
@@ -40,12 +40,12 @@ def continuation(request):
 
 
 class ScriptedWorker:
-    """Its own ring: a step is made whenever the engine asks for a message.
+    """A worker that is its own ring: it makes a step whenever the engine asks for a message.
 
     Attributes:
-      commands: all that it was told.
+      commands: all commands that it got.
       admitted_drafts: the drafts of every admission that brought some.
-      dies_after: messages that it sends before it is killed; None for never.
+      dies_after: the number of messages after which it is killed; None for never.
     """
 
     pid = 0
@@ -95,10 +95,10 @@ class ScriptedWorker:
         )
 
     def receive(self, timeout, *, rehearse=None):
-        if rehearse is not None:  # more often than the ring would; nothing may come of it
+        if rehearse is not None:  # more often than a ring calls it; the outcome must not change
             rehearse()
         message = self.try_receive()
-        assert message is not None, "the engine would wait for ever"
+        assert message is not None, "the engine would wait without end"
         return message
 
     def try_receive(self):
@@ -174,14 +174,14 @@ class ScriptedWorker:
         follows = self.draft_messages and self.rng.random() < 0.7
         header = {"process_rank": self.process_rank}
         messages.append(encode(Kind.TARGET, self.step, contents, draft_follows=follows, **header))
-        # One that does not come costs only the drafts, as long as another step follows.
+        # A draft message that does not come costs only the drafts, as long as a step follows.
         if follows and not (any(self.slots) and self.rng.random() < 0.2):
             messages.append(encode(Kind.DRAFT, self.step, drafts, **header))
         self.step += 1
         return messages
 
     def score(self, index, slot):
-        """The message of the next chunk of a prompt's logprobs; all of them before a token."""
+        """The message of the next chunk of a prompt's logprobs; all chunks come before a token."""
         prompt = slot.prompt
         left = len(prompt) - slot.scored
         if slot.evicted is not None or left <= 0:
@@ -205,7 +205,7 @@ class ScriptedWorker:
         return [encode(Kind.PROMPT, self.step, said, process_rank=self.process_rank)]
 
     def slot_step(self, slot):
-        """What the slot says in this step, and the drafts that it verified."""
+        """The slot's contents in this step, and the drafts that it verified."""
         generation = slot.generation
         if slot.evicted is not None:
             slot.ended = True
@@ -246,7 +246,7 @@ class ScriptedWorker:
         return contents, drafts
 
     def propose(self, slot):
-        """Drafts for the next step: right ones up to a point that is drawn."""
+        """Drafts for the next step, right ones up to a random place."""
         num = min(self.rng.randint(0, self.max_drafts), max(slot.left - 1, 0))
         right, ids, drafts = self.rng.randint(0, num), list(slot.ids), []
         for place in range(num):

@@ -1,4 +1,4 @@
-"""What an engine can be told to run, and which requests it can serve: checked before it starts."""
+"""An engine's configuration and its requests are checked before a worker starts."""
 
 import pytest
 

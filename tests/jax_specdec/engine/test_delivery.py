@@ -37,10 +37,10 @@ class WorkerThread:
     finds no room is thrown away, as the seed system did.
     """
 
-    def __init__(self, *, patience=0, drops=False, drafting="mtp"):
+    def __init__(self, *, patience=0, drops=False):
         params, model = decoding.random_model()
         settings = LoopConfig(
-            model=model, drafter=decoding.drafter(drafting, model), num_slots=SLOTS, max_length=96
+            model=model, drafter=decoding.drafter("mtp", model), num_slots=SLOTS, max_length=96
         )
         self.reader = RingReader.create(1, 1 << 16)
         self.writer = RingWriter.attach(self.reader.name)
@@ -73,7 +73,7 @@ class WorkerThread:
 
     def receive(self, timeout, *, rehearse=None):
         if self.reads < self.patience:
-            # Each message finds a full ring: it waits once, so waits tell which one it is.
+            # Each message finds a full ring and waits once, so `waits` counts the messages.
             self.reads += 1
             deadline = time.monotonic() + 60
             while not (self.dropped if self.drops else self.writer.counters().waits >= self.reads):
@@ -98,7 +98,7 @@ class WorkerThread:
 
 
 def engine_with(worker, first_generation=0):
-    """An engine whose one worker is `worker`, its slots' generations counted from the given one."""
+    """An engine whose one worker is `worker`; its slots' generations count from the given one."""
     engine = Engine(
         EngineConfig(vocab_size=VOCAB, num_slots=SLOTS, max_length=96),
         start_worker=lambda config, **_: worker,
@@ -164,7 +164,7 @@ def test_a_full_ring_blocks_the_worker_and_loses_nothing(expected):
 
 
 def test_a_worker_that_drops_is_noticed():
-    """Negative control: what the seed system did when its queue was full is an error here."""
+    """Negative control: the seed system dropped messages when its queue was full."""
     worker = WorkerThread(patience=1, drops=True)
     with (
         engine_with(worker) as engine,

@@ -1,4 +1,4 @@
-"""Workers that are lost: who is told, what becomes of their requests, and who goes on."""
+"""Lost workers: how they are reported, what becomes of their requests, and which workers go on."""
 
 import time
 
@@ -78,7 +78,7 @@ def test_restarts_come_to_an_end():
     with pytest.raises(WorkerFailed, match="rank 0"):
         scene.run(long_requests())
     assert len(scene.workers) == 3
-    with pytest.raises(WorkerFailed):  # nobody is left
+    with pytest.raises(WorkerFailed):  # no worker is left
         list(scene.engine.generate(long_requests()))
 
 

@@ -54,8 +54,8 @@ def test_no_message_and_no_request_is_kept_once_all_have_ended():
     kept = []
 
     def look(scene, n):
-        (rank,) = scene.engine.sessions
-        kept.append((bool(rank.request_ids), rank._last is not None))
+        (session,) = scene.engine.sessions
+        kept.append((bool(session.request_ids), session._last is not None))
 
     scene.run(long_requests(), look)
     assert (True, True) in kept

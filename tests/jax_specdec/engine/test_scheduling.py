@@ -68,7 +68,7 @@ def test_whatever_happens_nothing_is_lost_or_doubled(
     )
     scene.run(requests, meddler(seed, aborts=aborts, preemptions=preemptions, stops=stops))
     check(scene, requests)
-    assert all(rank.num_free == 2 for rank in scene.engine.sessions)
+    assert all(session.num_free == 2 for session in scene.engine.sessions)
     if not scene.engine.config.resume_lost or not losses:
         return
     reasons = {scene.finish_reason(request.id) for request in requests}
@@ -149,7 +149,7 @@ def test_an_abort_ends_a_request_that_runs_or_waits(when):
     def meddle(scene, n):
         if n == when:
             answers.extend([scene.engine.abort("r0"), scene.engine.abort("r3")])
-            answers.extend([scene.engine.abort("r0"), scene.engine.abort("nobody")])
+            answers.extend([scene.engine.abort("r0"), scene.engine.abort("unknown")])
 
     scene = Scene(num_slots=2).run(requests, meddle)
     assert answers == [True, True, False, False]
@@ -184,7 +184,7 @@ def test_one_worker_prefills_and_others_decode():
         first, *others = [r for r in scene.records[request.id] if r.prompt is None]
         tokens, _ = continuation(request)
         assert first.token_ids.tolist() == tokens[:1]
-        if len(tokens) == 1:  # a stop, or max_tokens = 1: nobody goes on
+        if len(tokens) == 1:  # a stop, or max_tokens = 1: no worker goes on
             assert others == []
             assert first.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN)
         else:

@@ -41,7 +41,7 @@ def fake_worker(code):
 
 
 def failure_of(code, requests=None, on_worker_loss="stop"):
-    """What an engine says of a worker that runs `code`, and why its requests ended."""
+    """The report of an engine whose worker runs `code`, and its requests' finish reasons."""
     settings = EngineConfig(
         vocab_size=VOCAB, num_slots=3, max_length=96, on_worker_loss=on_worker_loss
     )
@@ -81,14 +81,14 @@ def test_what_a_worker_prints_last_is_shown_whatever_its_bytes_are():
         ("ring.close(); os._exit(0)", "exited with status 0", False, False),
     ],
 )
-def test_what_is_said_of_a_lost_worker_helps_who_never_saw_a_ring(code, how, memory, restart):
+def test_the_report_of_a_lost_worker_helps_a_user_who_never_saw_a_ring(code, how, memory, restart):
     text, _ = failure_of(code)
     assert f"{how}" in text
     assert "after 0 messages, before its requests were done\n" in text
     assert ("memory runs out" in text) == memory
     assert ('on_worker_loss="restart"' in text) == restart
     assert not re.search(r"\brings?\b|producer", text)
-    text, _ = failure_of(code, on_worker_loss="continue")  # who chose knows what there is
+    text, _ = failure_of(code, on_worker_loss="continue")  # its user knows the choices
     assert how in text
     assert 'on_worker_loss="restart"' not in text
 

@@ -166,7 +166,7 @@ ASKED = {"logprobs": 1, "extra_token_ids": (3, 4), "draft_logprobs": True}
     ],
 )
 def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint):
-    """Whichever message comes first, nothing changes: what was waiting can still go on."""
+    """Either message may come first; nothing changes, and the records that wait can go on."""
     before = admit(ProcessorState.empty(2), 0, 1, request("plain", draft_logprobs=True))
     before = admit(before, 1, 1, request("a", **ASKED))
     fields = {"columns": 2, "chosen": 2}
@@ -188,19 +188,19 @@ def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint
 
 
 def test_the_rows_of_drafts_are_those_of_their_own_request():
-    """A slot that was given away meanwhile: its new request's K says nothing about them."""
+    """Where a slot was given away meanwhile, the new request's K does not matter."""
     state = admit(ProcessorState.empty(1), 0, 1, request("old", max_tokens=1, **ASKED))
     fields = {"columns": 2, "chosen": 2}
     state, _ = step(state, target(0, tokens(5, **fields), draft_follows=True))
     state = admit(release(state, 0), 0, 2, request("new", logprobs=5))
     _, (record,) = step(state, draft(0, drafts(1, **fields)))
     assert record.draft.chosen_logprobs.shape == (1, 2)
-    _, (record,) = step(state, draft(0, drafts(1, generation=2, columns=3)))  # late: not looked at
+    _, (record,) = step(state, draft(0, drafts(1, generation=2, columns=3)))  # late, so not checked
     assert record.draft is None
 
 
 def test_drafts_are_whole_where_their_tokens_were_cut():
-    """The spec: all d of them, accepted or not; a stop cuts tokens, not what was verified."""
+    """All d of them, accepted or not: a stop cuts tokens, not verified drafts."""
     state = two_requests(max_tokens=1)
     _, released = feed(state, both(0, a=(5, 6, 7)), both_drafts(0))
     assert released[1] == [("a", 0, [1, 2]), ("b", 0, [3, 4])]

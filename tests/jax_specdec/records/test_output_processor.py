@@ -237,7 +237,7 @@ def test_abort_ends_a_request_once():
     assert record.cumulative_logprob == -0.25
     assert record.statistics.num_tokens == 1
     assert len(abort(state, "r")[1]) == 0
-    assert len(abort(state, "nobody")[1]) == 0
+    assert len(abort(state, "unknown")[1]) == 0
     state, (surplus,) = run(state, target(1, tokens(2, columns=1)))
     assert not surplus
 
@@ -260,7 +260,7 @@ def test_progress_with_nothing_left_is_refused():
             admitted(handed_over=progress, **params)
 
 
-def test_rows_that_nobody_asked_for_are_refused():
+def test_rows_that_were_not_asked_for_are_refused():
     with pytest.raises(
         ProcessorError, match=r"asked for 1 column .*the target message of step 0 has 2"
     ):

@@ -110,7 +110,7 @@ def test_the_first_token_does_not_come_before_the_last_row():
     assert records[0].token_ids.tolist() == [5]
 
 
-def test_who_did_not_ask_gets_none():
+def test_a_request_that_did_not_ask_gets_none():
     with pytest.raises(ProcessorError, match="which has none to come"):
         step(admitted(prompt_logprobs=None), chunk(4))
     state = admitted(prompt=(9,))  # a prompt of one token has no rows
@@ -152,7 +152,7 @@ def test_a_prompt_that_is_run_again_delivers_only_what_is_new():
     assert records[0].prompt.topk_ids.tolist() == [[2]]
     progress = Progress(num_prompt_rows=4)
     state = admit(ProcessorState.empty(2), 0, 1, asking(), handed_over=progress)
-    with pytest.raises(StepLost):  # they must all come again all the same
+    with pytest.raises(StepLost):  # all of them must come again
         step(state, target(0, tokens(5)))
 
 

@@ -113,7 +113,7 @@ def test_trap_4_a_finished_request_neither_drops_nor_shifts_the_drafts_of_others
     }
 
 
-def test_trap_4_an_aborted_request_shifts_nobody():
+def test_trap_4_an_aborted_request_shifts_no_other():
     state, _ = step(three_requests(), step_of_three(0, 5, 5, 6))
     state, aborted = abort(state, "c")  # the first of the list
     assert [r.finish_reason for r in aborted] == [FinishReason.ABORT]
