@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support import tiny_checkpoint
 from tests.support.fake_engine import FakeEngine
 
 
@@ -9,3 +10,9 @@ from tests.support.fake_engine import FakeEngine
 def during(monkeypatch):
     """Let a function run where the engine would run requests."""
     return lambda f: monkeypatch.setattr("jax_specdec.engine.engine.Engine", FakeEngine(f))
+
+
+@pytest.fixture(scope="package")
+def model(tmp_path_factory):
+    """The directory of a small checkpoint."""
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("hf") / "tiny-qwen")

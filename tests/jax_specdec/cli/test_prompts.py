@@ -1,4 +1,4 @@
-"""Files of prompts, and the file that an interrupted run goes on with."""
+"""Files of prompts, and the output file that an interrupted run continues."""
 
 import json
 import os
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.fast
 
 
 class Bytes:
-    """The simplest tokenizer."""
+    """A tokenizer whose ids are the bytes of a text."""
 
     def encode(self, text):
         return tuple(text.encode())
 
     def encode_chat(self, messages):
-        if messages[0]["role"] == "nobody":
-            raise ValueError("unknown role nobody")
+        if messages[0]["role"] == "critic":
+            raise ValueError("unknown role critic")
         return tuple(b"".join(one["content"].encode() for one in messages))
 
 
@@ -90,13 +90,13 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
     [
         ("{", "line 1: Expecting property name"),
         ("[1]", "line 1: a list, not an object such as"),
-        ("{}", "line 1: one of prompt, messages, prompt_token_ids is needed; there are none"),
-        ('{"prompt": "a", "messages": []}', r"there are \['prompt', 'messages'\]"),
+        ("{}", "line 1: a line has one of prompt, messages, prompt_token_ids; this one has none"),
+        ('{"prompt": "a", "messages": []}', r"this one has \['prompt', 'messages'\]"),
         ('{"prompt": 3}', "prompt = 3 must be of type str"),
         ('{"prompt": ""}', "request '1' has an empty prompt"),
         ('{"messages": []}', "messages must be a list of objects with a role"),
         ('{"messages": ["hi"]}', "messages must be a list of objects with a role"),
-        ('{"messages": [{"role": "nobody"}]}', "line 1: unknown role nobody"),
+        ('{"messages": [{"role": "critic"}]}', "line 1: unknown role critic"),
         ('{"prompt_token_ids": [1.5]}', r"prompt_token_ids must be a list of token ids, not \[1.5"),
         ('{"prompt": "a", "id": null}', "id = None must be a string or an integer"),
         ('{"prompt": "a", "stop": "x"}', "'stop' is not known; known are id, prompt, .*seed"),
@@ -113,23 +113,26 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"prompt": "a", "stop_sequences": [3]}', "stop_sequences = 3 must be of type list"),
         (r'{"prompt": "a\ud83d"}', r"line 1: \\ud83d is half of a surrogate pair"),
         (r'{"prompt": "a", "id": "\udc00"}', r"line 1: \\udc00 is half of a surrogate pair"),
-        ('{"prompt": "a"}\n{"prompt": "b", "id": 1}', "line 2: id '1' is that of line 1"),
+        (
+            '{"prompt": "a"}\n{"prompt": "b", "id": 1}',
+            "line 2: line 1 has the id .1. too",
+        ),
         ("\n\n", "holds no prompts"),
     ],
 )
-def test_lines_that_are_no_prompts_are_named(line, message, tmp_path):
+def test_lines_that_are_not_prompts_are_named(line, message, tmp_path):
     with pytest.raises(RequestError, match=message) as caught:
         read(tmp_path / "p.jsonl", line)
     assert str(tmp_path / "p.jsonl") in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path):
+def test_bytes_that_are_not_text_are_named(tmp_path):
     (tmp_path / "p.txt").write_bytes(b"ab\xffc")
     with pytest.raises(RequestError, match="is not UTF-8 text: byte 0xff at offset 2"):
         read_prompts(tmp_path / "p.txt", Bytes(), SamplingParams())
 
 
-def test_a_digest_tells_questions_apart(tmp_path):
+def test_a_digest_tells_requests_apart(tmp_path):
     def digest(text="a", *settings, **defaults):
         return read(tmp_path / "p.txt", text, **defaults)[0].digest(*settings)
 
@@ -181,7 +184,7 @@ def test_a_file_of_something_else_is_left_alone(content, tmp_path):
         write(path)  # a first record that was cut off
         assert path.read_text() == ""
         return
-    with pytest.raises(OutputError, match="line 1, is no record of this command"):
+    with pytest.raises(OutputError, match="line 1, is not a record of this command"):
         JsonlOutput(path)
     assert path.read_text() == content
 
@@ -193,7 +196,7 @@ def test_one_process_at_a_time(tmp_path):
     JsonlOutput(path).close()
 
 
-def test_what_is_no_file_is_only_written():
+def test_a_pipe_is_only_written():
     code = (
         "from pathlib import Path; from jax_specdec.cli.resumable_jsonl import JsonlOutput\n"
         "with JsonlOutput(Path('/dev/stdout')) as output: output.write('a', 'd', {'x': 1})\n"
@@ -202,6 +205,6 @@ def test_what_is_no_file_is_only_written():
     assert json.loads(done.stdout) == {"id": "a", "x": 1, "request_digest": "d"}
 
 
-def test_where_nothing_can_be_written(tmp_path):
+def test_a_directory_is_refused(tmp_path):
     with pytest.raises(OSError, match=re.escape(os.strerror(21))):
         JsonlOutput(tmp_path)
