@@ -1,0 +1,118 @@
+"""The documentation site: the guides as they are, and a page for each door, from its docstrings.
+
+    nox -s docs        or        sphinx-build -W --keep-going -b html docs build/site
+
+Warnings are errors: a link, an anchor or a reference that leads nowhere fails the build, and so
+does a name of a door's `__all__` that no page shows.
+"""
+
+import importlib
+import sys
+from enum import Enum
+from importlib.metadata import version as version_of
+from pathlib import Path
+from types import ModuleType
+
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import docstrings  # noqa: E402
+
+project = "jax-specdec"
+author = "the authors of jax-specdec"
+version = release = version_of("jax-specdec")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+exclude_patterns = ["plots"]
+html_theme = "furo"
+html_title = project
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True}
+python_use_unqualified_type_names = True
+nitpicky = True  # a link to a name that no page shows ...
+nitpick_ignore_regex = [("py:class", ".*")]  # ... but for types in signatures, which may be any
+
+DOORS = (
+    "jax_specdec.engine",
+    "jax_specdec.export",
+    "jax_specdec.device",
+    "jax_specdec.device.drafting",
+    "jax_specdec.device.model",
+    "pallas_kernels",
+    "ipc",
+)
+logger = logging.getLogger(__name__)
+
+
+def links() -> dict[str, str]:
+    """Where the names of doors, as docstrings write them, lead to."""
+    found = {door: door for door in DOORS}
+    for door in DOORS:
+        for name in importlib.import_module(door).__all__:
+            if not isinstance(getattr(importlib.import_module(door), name), ModuleType):
+                found.setdefault(name, f"{door}.{name}")
+    return found
+
+
+LINKS = links()
+
+
+def process(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    lines[:] = [*docstrings.to_rst("\n".join(lines), LINKS).splitlines(), ""]
+
+
+def shorten(
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Write array types as sources do."""
+    short = [part and part.replace("jaxlib._jax.Array", "Array") for part in (signature, returns)]
+    return short[0], short[1]
+
+
+def keep_enumerators(
+    app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
+) -> bool | None:
+    """Show the members of enumerations, which have no docstrings; leave the rest to Sphinx."""
+    return False if isinstance(obj, Enum) else None
+
+
+def unshown(app: Sphinx) -> list[str]:
+    """The names that a door lists and no page of the site shows."""
+    shown = {name for name, *_ in app.env.get_domain("py").get_objects()}
+    missing = []
+    for door in DOORS:
+        module = importlib.import_module(door)
+        for name in module.__all__:
+            value = getattr(module, name)
+            # A module has a page or a section under its own name.
+            full = value.__name__ if isinstance(value, ModuleType) else f"{door}.{name}"
+            missing += [full] if full not in shown else []
+    return missing
+
+
+def check(app: Sphinx, error: Exception | None) -> None:
+    if error is None and app.builder.format == "html":
+        for name in unshown(app):
+            logger.warning("no page shows %s, which its door lists", name)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", process)
+    app.connect("autodoc-process-signature", shorten)
+    app.connect("autodoc-skip-member", keep_enumerators)
+    app.connect("build-finished", check)
