@@ -1,29 +1,94 @@
-"""The README's Python runs as it stands, and its two commands are what they claim to be."""
+"""The README's Python prints what stands below it, and its two commands do all their set-up."""
 
+import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.support import quick_compile
 from tests.support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+NUMBER = re.compile(r"-?\d+\.\d*")
+
+# Runs the blocks that it reads in one namespace; writes what each printed, or how it failed.
+RUN = """
+import contextlib, io, json, sys, traceback
+printed, scope = [], {"__name__": "__main__"}
+for code in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            exec(code, scope)
+        except Exception as error:
+            print(*traceback.format_exception_only(error), sep="", end="")
+    printed.append(out.getvalue())
+print(json.dumps([printed, "jax" in sys.modules]))
+"""
 
 
-def test_there_are_blocks_to_run():
-    assert len(BLOCKS) == 2
+def sections(text):
+    """{heading: [(code, the output that stands below it)]} of the sections that have Python."""
+    found = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        pairs = re.findall(
+            r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", section, re.DOTALL | re.MULTILINE
+        )
+        if pairs:
+            found[section.partition("\n")[0]] = pairs
+    return found
 
 
-@pytest.mark.parametrize("index", range(len(BLOCKS)))
-def test_a_block_runs(index, tmp_path):
-    script = tmp_path / "block.py"
-    script.write_text(BLOCKS[index])
+def same(printed, shown):
+    """Equal but for numbers with a decimal point, which may differ by rounding."""
+    if NUMBER.sub("0.", printed).split() != NUMBER.sub("0.", shown).split():
+        return False
+    numbers = zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True)
+    return all(float(a) == pytest.approx(float(b), abs=0.02) for a, b in numbers)
+
+
+def run(codes):
+    """What each block prints, and whether the process has loaded jax."""
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, "-c", RUN],
+        input=json.dumps(codes),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env=os.environ | {"XLA_FLAGS": quick_compile.FLAGS},
     )
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+SECTIONS = sections(README)
+
+
+def test_each_door_is_shown_with_a_result_and_an_error():
+    assert [len(pairs) for pairs in SECTIONS.values()] == [2, 2]
+    assert README.count("```python") == 4
+    for (_, result), (_, error) in SECTIONS.values():
+        assert "Error: " in error
+        assert "Error: " not in result
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_a_block_prints_what_stands_below_it(heading):
+    codes, shown = zip(*SECTIONS[heading], strict=True)
+    printed, has_jax = run(codes)
+    for one, other in zip(printed, shown, strict=True):
+        assert same(one, other), one
+    assert has_jax == ("pallas_kernels" in codes[0])
+
+
+def test_another_output_is_noticed():
+    assert same("a  [0.25 0.5 ]\nb\n", "a [0.26 0.5 ]\nb")
+    assert not same("a 0.25", "a 0.35")
+    assert not same("a 0.25 1", "a 0.25 2")
+    assert not same("a", "b")
 
 
 def test_two_commands_do_all_their_own_set_up():
@@ -33,6 +98,7 @@ def test_two_commands_do_all_their_own_set_up():
     assert "pytest" in commands[1]
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
-def test_a_link_leads_somewhere(link):
-    assert (ROOT / link).exists()
+def test_the_table_is_short():
+    table = README.partition("<!-- measured: begin")[2].partition("<!-- measured: end")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    assert 0 < len(rows) <= 10
