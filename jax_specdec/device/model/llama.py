@@ -87,7 +87,7 @@ def check_step(
     cache: KVCache,
     num_layers: int,
 ) -> None:
-    """Refuse shapes that cannot belong together; called when traced."""
+    """Refuse tokens and positions [B, S] and a cache that cannot belong together; when traced."""
     if tokens.ndim != 2 or tokens.shape != positions.shape:
         raise ValueError(
             f"tokens and positions must both be [B, S]: {tokens.shape} and {positions.shape}"

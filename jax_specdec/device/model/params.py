@@ -86,7 +86,8 @@ Normal = Callable[..., jax.Array]  # (shape, fan_in, scale=1.0) -> random weight
 def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
     """Random weights in `config.dtype`: normal with variance 1/fan-in, norms 1 and biases 0.
 
-    The matrices that write into the residual stream are smaller by sqrt(2 L), as in GPT-2.
+    `key` is one key, shape []. The matrices that write into the residual stream are smaller by
+    sqrt(2 L), as in GPT-2.
     """
     dtype, size = jnp.dtype(config.dtype), config.hidden_size
     keys = iter(jax.random.split(key, 18))
