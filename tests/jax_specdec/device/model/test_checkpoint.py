@@ -20,8 +20,9 @@ from jax_specdec.device.model.checkpoint import (
 )
 from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.memory import InsufficientMemory
-from jax_specdec.device.model.params import init_params, named_arrays
-from tests.support import reference_model
+from jax_specdec.device.model.params import init_cache, named_arrays
+from tests.support import hf_files, reference_model
+from tests.support.shards import QUICK
 
 pytestmark = pytest.mark.fast
 
@@ -30,7 +31,7 @@ CONFIG = ModelConfig.tiny(32, tie_embeddings=False, norm_eps=3e-6)
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0))
+    return hf_files.random_params(CONFIG)
 
 
 @pytest.fixture
@@ -63,7 +64,8 @@ def test_stored_in_16_bits_computed_in_32(params, tmp_path, storage):
     save_checkpoint(path, params, CONFIG, storage_dtype=storage)
     assert path.stat().st_size < 2 * CONFIG.num_parameters + 4000
     loaded, _, _ = load_checkpoint(path)
-    rounded = jax.tree.map(lambda x: x.astype(storage).astype(jnp.float32), params)
+    dtype = jnp.dtype(storage)
+    rounded = jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype(np.float32), params)
     jax.tree.map(np.testing.assert_array_equal, loaded, rounded)
 
 
@@ -137,10 +139,13 @@ def test_shipped_weights():
     text = b"import os\nimport sys\n\ndef __init__(self, name=None):\n        self."
     ids = np.frombuffer(text, np.uint8).astype(np.int32)[None]
     positions = np.arange(ids.shape[1], dtype=np.int32)[None]
-    hidden, _ = jax.jit(llama.forward, static_argnums=1)(
-        params, config, ids, positions, llama.init_cache(config, 1, 96)
-    )
-    got = jax.nn.log_softmax(llama.logits(params, config, hidden[0]))
+
+    def logprobs(params, ids, positions):
+        cache = init_cache(config, 1, ids.shape[1])
+        hidden, _ = llama.forward(params, config, ids, positions, cache)
+        return jax.nn.log_softmax(llama.logits(params, config, hidden[0]))
+
+    got = np.asarray(jax.jit(logprobs, compiler_options=QUICK)(params, ids, positions))
     weights = {name: np.asarray(x) for name, x in named_arrays(params).items()}
     want = reference_model.logprobs(weights, config.to_dict(), ids[0])
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)

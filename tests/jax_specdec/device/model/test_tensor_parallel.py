@@ -1,4 +1,4 @@
-"""A whole decode step over several devices: its tokens, its messages, and what travels for them."""
+"""A whole decode step over several devices: its tokens, its messages, and its collectives."""
 
 import functools
 from dataclasses import replace
@@ -20,13 +20,12 @@ from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
 from jax_specdec.device.messages.step_messages import step_output, target_message
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import logits
-from jax_specdec.device.model.params import init_params
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import Drafts, verify
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import Request, SamplingParams
 from pallas_kernels.sharding.vocab_shard import VocabShard
-from tests.support import decoding
+from tests.support import decoding, hf_files
 from tests.support.collectives import collectives
 from tests.support.shards import QUICK, P, mesh_of
 
@@ -36,12 +35,12 @@ CONFIG = ModelConfig(
     intermediate_size=64, num_mtp_layers=1,
 )  # fmt: skip
 SLOTS, DRAFTS, LENGTH = 3, 2, 64
+COLUMNS = 512  # of the rows of logits that no model made
 
 
 @functools.cache
 def params():
-    drawn = init_params(CONFIG, jax.random.key(1))
-    return jax.tree.map(lambda x: x * 4.0 if x.ndim > 2 else x, drawn)
+    return hf_files.random_params(CONFIG, seed=1)
 
 
 def loop_config(shards, drafter="mtp"):
@@ -57,12 +56,12 @@ def loop_config(shards, drafter="mtp"):
 
 @functools.cache
 def rows(seed=0):
-    """Target logits [B, S, V] and drafts with logits [B, D, V]; greedy, cut and plain slots."""
+    """Target logits [B, S, V] and drafts with logits; greedy, cut and plain slots."""
     rng = np.random.default_rng(seed)
     batch = 24
-    target = rng.normal(0, 3, (batch, DRAFTS + 1, VOCAB)).astype(np.float32)
+    target = rng.normal(0, 3, (batch, DRAFTS + 1, COLUMNS)).astype(np.float32)
     target[3, 1, 5], target[4, 0] = np.nan, -np.inf
-    draft = (target[:, :DRAFTS] + rng.normal(0, 1, (batch, DRAFTS, VOCAB))).astype(np.float32)
+    draft = (target[:, :DRAFTS] + rng.normal(0, 1, (batch, DRAFTS, COLUMNS))).astype(np.float32)
     likely = np.where(np.isnan(target), 0, target)[:, :DRAFTS].argmax(-1)
     drafts = Drafts(
         jnp.asarray(np.where(rng.random(likely.shape) < 0.6, likely, draft.argmax(-1)), jnp.int32),
@@ -81,19 +80,17 @@ def rows(seed=0):
 
 @functools.cache
 def verified(shards, with_q):
-    """What `verify` makes of `rows()` on so many devices."""
+    """The result of `verify` of `rows()` on so many devices."""
     target, drafts, sampling, positions = rows()
     parallel = sharding.ONE_DEVICE if shards == 1 else sharding.Parallel(mesh_of(shards))
     if not with_q:
         drafts = drafts._replace(logits=None)
-    found = jax.jit(functools.partial(verify, parallel=parallel))(
-        target, drafts, sampling, positions
-    )
-    return found, parallel
+    run = jax.jit(functools.partial(verify, parallel=parallel), compiler_options=QUICK)
+    return run(target, drafts, sampling, positions), parallel
 
 
 @pytest.mark.parametrize(
-    ("shards", "with_q"), [(2, True), pytest.param(4, False, marks=pytest.mark.fast), (8, True)]
+    ("shards", "with_q"), [(2, True), (4, False), pytest.param(8, True, marks=pytest.mark.slow)]
 )
 def test_verification_on_shards_emits_what_one_device_emits(shards, with_q):
     """On the same logits, bit for bit, with random numbers of every purpose; the cuts too."""
@@ -108,25 +105,29 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
     values = zip(*(x.tolist() for x in sampling), strict=True)
     asks = [
         SamplingParams(
-            logprobs=5, logprobs_mode=LogprobsMode.PROCESSED, extra_token_ids=(7, VOCAB - 1),
+            logprobs=5, logprobs_mode=LogprobsMode.PROCESSED, extra_token_ids=(7, COLUMNS - 1),
             **dict(zip(sampling._fields, one, strict=True)),
         )
         for one in values
     ]  # fmt: skip
-    widths = widths_of(asks, VOCAB)
+    widths = widths_of(asks, COLUMNS)
 
-    def told(shards, turn=0):
-        """The message; its slots are told the cuts of those so many places before them."""
+    def told(shards, turns):
+        """The messages; in each, slots are told the cuts of those so many places before them."""
         found, parallel = verified(shards, True)
-        output = step_output(
-            target, drafts, found, active=positions > 0, running=jnp.bool_(True)
-        )._replace(cut=jax.tree.map(lambda x: jnp.roll(x, turn, axis=0), found.cut))
-        message = jax.jit(
-            functools.partial(target_message, widths=widths, parallel=parallel),
-            compiler_options=QUICK,
-        )
-        words = np.asarray(message(output, asked_of(asks, widths), np.zeros(2, np.uint32)))
-        return decode(words[: words[wire.HEADER["num_words"].word]].tobytes())
+        output = step_output(target, drafts, found, active=positions > 0, running=jnp.bool_(True))
+
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def message(output, asked, turn):
+            cut = jax.tree.map(lambda x: jnp.roll(x, turn, axis=0), output.cut)
+            number = jnp.zeros(2, jnp.uint32)
+            return target_message(
+                output._replace(cut=cut), asked, number, widths=widths, parallel=parallel
+            )
+
+        for turn in turns:
+            words = np.asarray(message(output, asked_of(asks, widths), turn))
+            yield decode(words[: words[wire.HEADER["num_words"].word]].tobytes())
 
     def same(a, b):
         exact = all(
@@ -135,11 +136,10 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
         )
         return exact and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5, equal_nan=True)
 
-    one, two = told(1), told(2)
+    (one,), (two, turned) = told(1, [0]), told(2, [0, 1])
     assert np.isneginf(one.logprobs).any()  # of tokens that are excluded
     assert same(two, one)
-    # The control: what it is told is used.
-    assert not same(told(2, turn=1), one)
+    assert not same(turned, one)  # the control: the cuts that a message is told are used
 
 
 REQUESTS = [
@@ -193,15 +193,23 @@ def test_requests_get_the_tokens_of_one_device(shards, drafter):
 
 
 def compiled_step(config, parallel):
-    """The step of a loop, compiled, and the shapes and places of what it returns."""
+    """The step of a loop, compiled, and the shapes and places of its output."""
+
+    def placed(values, specs):
+        places = parallel.shardings(specs(values, parallel.num_shards))
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), values, places
+        )
+
     functions = Compiled(config)
-    whole = init_state(replace(config, parallel=sharding.ONE_DEVICE))
-    state = parallel.place(whole, state_specs(whole, parallel.num_shards))
-    weights = parallel.place(params(), sharding.params_specs(params(), parallel.num_shards))
-    step = functions.step.lower(weights, state).compile(compiler_options=QUICK)
+    whole = jax.eval_shape(lambda: init_state(replace(config, parallel=sharding.ONE_DEVICE)))
+    traced = functions.step.trace(
+        placed(params(), sharding.params_specs), placed(whole, state_specs)
+    )
+    step = traced.lower().compile(compiler_options=QUICK)
     output = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        jax.eval_shape(functions.step, weights, state)[1],
+        traced.out_info[1],
         step.output_shardings[1],
     )
     return functions, step, output
@@ -230,7 +238,7 @@ def carried(program):
     return found, rest
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_collective_of_a_step_has_the_vocabularys_size(shards):
     row = 4 * VOCAB  # bytes of one row of logits
     for program in programs(shards):
@@ -241,7 +249,7 @@ def test_no_collective_of_a_step_has_the_vocabularys_size(shards):
 
 
 def test_gathered_logits_would_be_seen(monkeypatch):
-    """The same devices, but every one of them gets all logits, as elsewhere."""
+    """Negative control: the same devices, but each of them gets all logits."""
     config = loop_config(2, "ngram")
     parallel = config.parallel
     everywhere = jax.sharding.NamedSharding(parallel.mesh, P())
@@ -252,7 +260,7 @@ def test_gathered_logits_would_be_seen(monkeypatch):
     )
     _, step, _ = compiled_step(replace(config, parallel=sharding.ONE_DEVICE), parallel)
     found, rest = carried(step)
-    # It is cheaper here to gather the weights that make them: they are of V's size too.
+    # XLA gathers the weights that make them, which is cheaper here: they are of V's size too.
     assert max(c.num_bytes for c in found) >= 4 * SLOTS * (DRAFTS + 1) * VOCAB
     assert sum(c.num_bytes for c in rest) > 4 * VOCAB
 
