@@ -1,26 +1,95 @@
-"""The page of `jax-specdec view` in a real browser: hovering, keys, safety.
+"""The page of `jax-specdec view` in the system's Chromium: hovering, keys, safety.
 
-Not collected with the other tests, as it needs a browser: `pytest tests/browser/view_page.py`.
+Playwright (extra `browser-test`) drives the browser. The file's name keeps it out of the ordinary
+test run: `.ci/heavy browser` runs it.
 """
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from playwright.sync_api import sync_playwright
 
 from jax_specdec.export import html_page
 from jax_specdec.export.openai import completion
 from jax_specdec.records.output_processor import ProcessorState, admit, step
-from tests.browser.chromium import Browser, Page
 from tests.jax_specdec.export.test_html_page import HOSTILE, hostile_response
 from tests.jax_specdec.export.test_openai import MADE, TABLE, two_steps
 from tests.support.processor_messages import draft, drafts, request, target, tokens
 
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def chromium():
+    """The path of the system's browser, or None."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("profile")) as started:
+def browser():
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         yield started
+        started.close()
+
+
+@pytest.fixture
+def show(browser):
+    """Open a file in a window of its own."""
+    opened = []
+
+    def show(file, **options):
+        opened.append(Window(browser, file, **options))
+        return opened[-1]
+
+    yield show
+    for window in opened:
+        window.page.close()
+
+
+class Window:
+    """A page in the browser, with a real mouse and keyboard.
+
+    Attributes:
+      page: Playwright's page.
+      complaints: what the page logged or threw, refused scripts included.
+      requests: every URL that was asked for.
+    """
+
+    def __init__(self, browser, file, *, width=1280, scheme="light"):
+        viewport = {"width": width, "height": 900}
+        self.page = browser.new_page(viewport=viewport, color_scheme=scheme)
+        self.complaints, self.requests = [], []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri())
+
+    def js(self, expression):
+        return self.page.evaluate(expression)
+
+    def text(self, selector):
+        return self.page.locator(selector).first.inner_text()
+
+    def shown(self, selector):
+        return self.page.locator(selector).is_visible()
+
+    def hover(self, selector, at=0):
+        self.page.mouse.move(1, 1)  # the panel must not cover what is hovered over next
+        self.page.locator(selector).nth(at).hover()
+
+    def click(self, selector):
+        self.page.locator(selector).first.click()
+
+    def press(self, key):
+        self.page.keyboard.press(key)
+
+    def wait(self, condition):
+        self.page.wait_for_function(condition)
+
+    def screenshot(self, file):
+        self.page.screenshot(path=file)
 
 
 def written(tmp_path, *responses, title="t"):
@@ -56,8 +125,8 @@ def speculative():
     return completion(records[0].request, records, TABLE, **MADE)
 
 
-def test_hovering_shows_what_the_token_was(browser, tmp_path):
-    page = Page(browser).open(written(tmp_path, speculative()))
+def test_hovering_shows_what_the_token_was(show, tmp_path):
+    page = show(written(tmp_path, speculative()))
     assert not page.shown("#panel")
     page.hover(".t", 3)
     panel = page.text("#panel")
@@ -81,11 +150,11 @@ def test_hovering_shows_what_the_token_was(browser, tmp_path):
     assert "bonus token" in page.text("#panel")
     page.hover("h1")
     assert not page.shown("#panel")
-    assert page.complaints() == []
+    assert page.complaints == []
 
 
-def test_the_keyboard_reaches_every_token(browser, tmp_path):
-    page = Page(browser).open(written(tmp_path, speculative()))
+def test_the_keyboard_reaches_every_token(show, tmp_path):
+    page = show(written(tmp_path, speculative()))
     for _ in range(12):
         page.press("Tab")
         if page.js("document.activeElement.classList.contains('t')"):
@@ -104,15 +173,15 @@ def test_the_keyboard_reaches_every_token(browser, tmp_path):
     assert not page.shown("#panel")
 
 
-def test_statistics_of_all_of_a_request_and_of_its_steps(browser, tmp_path):
-    page = Page(browser).open(written(tmp_path, speculative(), two_steps_response()))
+def test_statistics_of_all_of_a_request_and_of_its_steps(show, tmp_path):
+    page = show(written(tmp_path, speculative(), two_steps_response()))
     summary = page.text("#summary")
     for said in ("2\nrequests", "10\ntokens", "2.00\ntokens a step", "83.3%",
                  "of 6 drafts accepted", "1: 100%", "3: 0%"):  # fmt: skip
         assert said in summary.replace("\n\n", "\n"), summary
     assert "4 / 5 drafts accepted" in page.text(".head")
     page.click("summary")
-    page.until("document.querySelectorAll('article tbody tr').length == 3")
+    page.wait("document.querySelectorAll('article tbody tr').length == 3")
     row = page.js(
         "[...document.querySelectorAll('article tbody tr')[1].cells].map(c => c.innerText)"
     )
@@ -126,28 +195,28 @@ def two_steps_response():
     return completion(records[0].request, records, TABLE, **MADE)
 
 
-def test_invalid_rows_and_parts_of_characters(browser, tmp_path):
-    page = Page(browser).open(written(tmp_path, two_steps_response()))
+def test_invalid_rows_and_parts_of_characters(show, tmp_path):
+    page = show(written(tmp_path, two_steps_response()))
     page.hover(".t", 2)
     for said in ("logprob invalid", "token rank none: invalid row", "bytes:\\xe2"):
         assert said in page.text("#panel")
     assert page.js("document.querySelectorAll('.t')[2].className").split()[:2] == ["t", "bytes"]
-    assert page.complaints() == []
+    assert page.complaints == []
 
 
-def test_a_response_without_tokens_and_one_without_logprobs(browser, tmp_path):
+def test_a_response_without_tokens_and_one_without_logprobs(show, tmp_path):
     empty = completion(request("none", logprobs=1), [], TABLE, **MADE)
     foreign = {"id": "x", "choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}]}
-    page = Page(browser).open(written(tmp_path, empty, foreign))
+    page = show(written(tmp_path, empty, foreign))
     assert page.js("document.querySelectorAll('article').length") == 2
     page.hover(".t")
     assert page.text("#panel .name") == "hello"
     assert "logprob" not in page.text("#panel")
-    assert page.complaints() == []
+    assert page.complaints == []
 
 
-def test_colors_and_themes(browser, tmp_path):
-    page = Page(browser).open(written(tmp_path, speculative()))
+def test_colors_and_themes(show, tmp_path):
+    page = show(written(tmp_path, speculative()))
     colors = "[...document.querySelectorAll('.t')].map(t => getComputedStyle(t).backgroundColor)"
     by_logprob = page.js(colors)
     assert by_logprob[1] == "rgba(0, 0, 0, 0)"  # all but certain
@@ -164,12 +233,12 @@ def test_colors_and_themes(browser, tmp_path):
     dark = page.js(back)
     assert light != dark
     assert page.text("#theme") == "Light"
-    assert Page(browser, scheme="dark").open(written(tmp_path, speculative())).js(back) == dark
+    assert show(written(tmp_path, speculative()), scheme="dark").js(back) == dark
 
 
-def test_whatever_tokens_say_it_stays_text(browser, tmp_path):
+def test_what_tokens_say_stays_text(show, tmp_path):
     file = written(tmp_path, hostile_response(), title=HOSTILE[0])
-    page = Page(browser).open(file)
+    page = show(file)
     assert page.js("document.querySelectorAll('.t').length") == len(HOSTILE)
     first = "document.querySelectorAll('.t')[0].textContent"
     assert page.js(first) == HOSTILE[0]
@@ -178,26 +247,26 @@ def test_whatever_tokens_say_it_stays_text(browser, tmp_path):
         page.hover(".t", at)
         assert page.shown("#panel")
     assert page.js("document.querySelectorAll('img, script:not([id]) ~ script').length") == 0
-    assert page.complaints() == []
-    assert page.requests() == [file.as_uri()]  # nothing else was asked for
+    assert page.complaints == []
+    assert page.requests == [file.as_uri()]  # nothing else was asked for
 
 
-def test_the_policy_stops_a_script_that_got_in(browser, tmp_path):
+def test_the_policy_stops_a_script_that_got_in(show, tmp_path):
     """Two locks: escaping keeps scripts out, and the policy would not run them."""
     file = written(tmp_path, two_steps_response())
     clean = file.read_text(encoding="utf-8")
     smuggled = clean.replace("</body>", "<script>window.ran = 1</script></body>")
     file.write_text(smuggled, encoding="utf-8")
-    page = Page(browser).open(file)
+    page = show(file)
     assert page.js("window.ran ?? 0") == 0
-    (complaint,) = page.complaints()
-    assert "Content Security Policy" in complaint["entry"]["text"]
+    (complaint,) = page.complaints
+    assert "Content Security Policy" in complaint
     # Without the policy it would have run: the check can fail.
     file.write_text(smuggled.replace("Content-Security-Policy", "x"), encoding="utf-8")
-    assert Page(browser).open(file).js("window.ran ?? 0") == 1
+    assert show(file).js("window.ran ?? 0") == 1
 
 
-def test_thousands_of_tokens(browser, tmp_path):
+def test_thousands_of_tokens(show, tmp_path):
     rng = np.random.default_rng(0)
     words = [f" w{n}" for n in range(500)]
     responses = []
@@ -215,7 +284,7 @@ def test_thousands_of_tokens(browser, tmp_path):
                 ],
             }}],
         })  # fmt: skip
-    page = Page(browser).open(written(tmp_path, *responses))
+    page = show(written(tmp_path, *responses))
     assert page.js("document.querySelectorAll('.t').length") == 20_000
     page.hover(".t", 19_999)
     assert page.text("#panel .name").strip() == "\N{MIDDLE DOT}" + words[names[-1, 0]][1:]
@@ -225,8 +294,8 @@ def test_thousands_of_tokens(browser, tmp_path):
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_nothing_is_cut_off_on_narrow_and_wide_windows(browser, tmp_path, width):
-    page = Page(browser, width=width).open(written(tmp_path, speculative(), two_steps_response()))
+def test_nothing_is_cut_off_on_narrow_and_wide_windows(show, tmp_path, width):
+    page = show(written(tmp_path, speculative(), two_steps_response()), width=width)
     assert page.js("document.documentElement.scrollWidth") <= width
     page.hover(".t", 6)
     assert page.js("document.getElementById('panel').getBoundingClientRect().right") <= width
