@@ -5,8 +5,10 @@ Production code is compiled with XLA's defaults, so a test of what rounding does
 
 from importlib.metadata import version
 
+# What XLA decides before it generates code is as ever: buffers, fusions, collectives.
+UNOPTIMIZED: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 # A third of the time that the defaults take, on a CPU. jaxlib 0.11 no longer knows the second.
-OPTIONS: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
+OPTIONS = dict(UNOPTIMIZED)
 if version("jaxlib").startswith("0.10."):
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from ipc.wire import SlotState
+from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import (
     Phase,
@@ -300,6 +300,29 @@ def test_drafts_are_joined_to_their_step():
     assert record.draft.token_ranks.tolist() == [3, 4]
     assert record.draft.topk_ids.shape == (2, 0)
     assert state.counters.late_drafts == 0
+
+
+def test_the_cumulative_logprob_is_in_the_requests_own_mode():
+    params = {"logprobs": 0, "logprobs_mode": LogprobsMode.SCALED}
+    state = admitted(**params)
+    scaled = tokens(1, 2, columns=1, mode=LogprobsMode.SCALED, logprobs=[[-0.25], [-0.5]])
+    _, (record,) = step(state, target(0, scaled))
+    assert record.cumulative_logprob == -0.75
+    raw = tokens(1, 2, columns=1, logprobs=[[-0.25], [-0.5]])
+    with pytest.raises(ProcessorError, match=r"mode SCALED; the target .* has 1, 0 and RAW"):
+        step(state, target(0, raw))
+
+
+def test_cumulative_logprobs_of_minus_infinity_and_nan():
+    state = admitted(logprobs=0)
+    totals = []
+    for n, value in enumerate([-0.5, -np.inf, -0.5, np.nan, -0.5]):
+        rank = 0 if np.isnan(value) else 1
+        slot = tokens(1, columns=1, logprobs=[[value]], ranks=[rank])
+        state, (record,) = step(state, target(n, slot))
+        totals.append(record.cumulative_logprob)
+    assert totals[:3] == [-0.5, -np.inf, -np.inf]
+    assert np.isnan(totals[3:]).all()
 
 
 def test_the_documented_example_runs():

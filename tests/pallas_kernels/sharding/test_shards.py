@@ -9,13 +9,22 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels import greedy_topk_logprobs, implementations, oracle, topk_logprobs, xla
-from pallas_kernels.mosaic_gpu import compat, run
+from pallas_kernels.mosaic_gpu import run
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 from pallas_kernels.sharding.vocab_shard import VocabShard
+from tests.support import quick_compile
 from tests.support.collectives import collectives
+from tests.support.interpreted_kernels import run_without_races
 from tests.support.shards import P, mesh_of, on_shards, padded
 
-EVERY = [1, 2, pytest.param(3, marks=pytest.mark.fast), 4, 8]
+# Every number of shards for one vocabulary; for the other, the rest is `.ci/heavy slow`.
+RAGGED, LONG = (301, "float32", 64), (5000, "bfloat16", 5)
+CASES = [
+    *((shards, *RAGGED) for shards in (1, 2, 4, 8)),
+    pytest.param(3, *RAGGED, marks=pytest.mark.fast),
+    (3, *LONG),
+    *(pytest.param(shards, *LONG, marks=pytest.mark.slow) for shards in (1, 2, 4, 8)),
+]
 
 
 def edge_rows(vocab, dtype):
@@ -67,11 +76,9 @@ def inputs(vocab, dtype):
     return x, arguments(vocab, len(x))
 
 
-@pytest.mark.parametrize("shards", EVERY)
-@pytest.mark.parametrize(("vocab", "dtype", "k"), [(301, "float32", 64), (5000, "bfloat16", 5)])
-def test_every_shard_count_gives_the_results_of_one_device(shards, vocab, dtype, k):
-    """With more columns wanted than a shard has, ragged last shards, and NaN as padding."""
-    x, (token_ids, row_ids, num_rows, temperatures, extra) = inputs(vocab, dtype)
+def sharded_call(vocab, dtype, k):
+    """call(columns of x, shard) with every option."""
+    _, (token_ids, row_ids, num_rows, temperatures, extra) = inputs(vocab, dtype)
 
     def call(x, shard):
         return topk_logprobs(
@@ -79,18 +86,30 @@ def test_every_shard_count_gives_the_results_of_one_device(shards, vocab, dtype,
             extra_token_ids=extra, axis_name=shard.axis_name, vocab_size=vocab,
         )  # fmt: skip
 
-    actual = on_shards(call, shards, x, vocab, P())
-    expected = oracle.topk_logprobs(
+    return call
+
+
+@functools.cache
+def expected_of(vocab, dtype, k):
+    """The results of one device, the oracle's, and which rows the oracle knows."""
+    x, (token_ids, row_ids, num_rows, temperatures, extra) = inputs(vocab, dtype)
+    whole = jax.jit(functools.partial(sharded_call(vocab, dtype, k), shard=VocabShard()))(x)
+    exact = oracle.topk_logprobs(
         x, token_ids, k, row_ids=row_ids, num_rows=int(num_rows),
         temperatures=np.where(temperatures < 0, np.nan, temperatures), extra_token_ids=extra,
     )  # fmt: skip
-    whole = jax.jit(functools.partial(call, shard=VocabShard()))(x)
-    assert_same(actual, whole)
     good = temperatures >= 0
-    oracle.assert_matches(
-        jax.tree.map(lambda a: np.asarray(a)[good], actual),
-        oracle.Expected(*(np.asarray(e)[good] for e in expected)),
-    )
+    return whole, oracle.Expected(*(np.asarray(part)[good] for part in exact)), good
+
+
+@pytest.mark.parametrize(("shards", "vocab", "dtype", "k"), CASES)
+def test_every_shard_count_gives_the_results_of_one_device(shards, vocab, dtype, k):
+    """With more columns wanted than a shard has, ragged last shards, and NaN as padding."""
+    whole, exact, good = expected_of(vocab, dtype, k)
+    x, _ = inputs(vocab, dtype)
+    actual = on_shards(sharded_call(vocab, dtype, k), shards, x, vocab, P())
+    assert_same(actual, whole)
+    oracle.assert_matches(jax.tree.map(lambda a: np.asarray(a)[good], actual), exact)
 
 
 @pytest.mark.fast
@@ -128,22 +147,24 @@ class TestOutside:
     def test_the_type_tells_under_jit(self):
         mesh, x = self.placed(AxisType.Explicit)
         with jax.set_mesh(mesh):
-            call = jax.jit(lambda x: topk_logprobs(x, self.token_ids, 7))
+            call = compiled(lambda x: topk_logprobs(x, self.token_ids, 7), x)
             assert_same(call(x), self.expected())
-            assert largest(call.lower(x).compile()) < 4 * 14 * 304 / 4
+            assert largest(call) < 4 * 14 * 304 / 4
 
     def test_the_caller_tells_under_jit(self):
         mesh, x = self.placed(AxisType.Auto)
-        call = jax.jit(lambda x: topk_logprobs(x, self.token_ids, 7, mesh=mesh, axis_name="model"))
+        call = compiled(
+            lambda x: topk_logprobs(x, self.token_ids, 7, mesh=mesh, axis_name="model"), x
+        )
         assert_same(call(x), self.expected())
-        assert largest(call.lower(x).compile()) < 4 * 14 * 304 / 4
+        assert largest(call) < 4 * 14 * 304 / 4
 
     def test_who_does_not_tell_pays_for_it(self):
         """The control of the two tests above: gathered logits are seen, and still right."""
         _, x = self.placed(AxisType.Auto)
-        call = jax.jit(lambda x: topk_logprobs(x, self.token_ids, 7))
+        call = compiled(lambda x: topk_logprobs(x, self.token_ids, 7), x)
         assert_same(call(x), self.expected())
-        assert largest(call.lower(x).compile()) >= 4 * 14 * 304 / 4
+        assert largest(call) >= 4 * 14 * 304 / 4
 
     def test_padding(self):
         mesh = mesh_of(4)
@@ -173,9 +194,14 @@ class TestOutside:
             topk_logprobs(self.x[:, :8], self.token_ids, 8, vocab_size=7)
 
 
-def largest(compiled):
+def compiled(function, *arguments):
+    """The function as a program for these arguments; its text has the collectives."""
+    return jax.jit(function).lower(*arguments).compile(quick_compile.UNOPTIMIZED)
+
+
+def largest(program):
     """Bytes of the largest collective."""
-    return max((c.num_bytes for c in collectives(compiled)), default=0)
+    return max((c.num_bytes for c in collectives(program)), default=0)
 
 
 @pytest.mark.fast
@@ -202,9 +228,11 @@ def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
     traced = jax.jit(function).trace(x, ids, extra)
     on_cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert on_cuda.count("custom_call @mosaic_gpu") == 4
-    assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
-    for actual, expected in zip(jax.jit(function)(x, ids, extra), call(x, ids, extra), strict=True):
-        assert_same(actual, expected)
+    on_cpu = traced.lower(lowering_platforms=("cpu",))
+    assert "mosaic_gpu" not in on_cpu.as_text()
+    actual = on_cpu.compile(quick_compile.UNOPTIMIZED)(x, ids, extra)
+    for one, expected in zip(actual, call(x, ids, extra), strict=True):
+        assert_same(one, expected)
 
 
 @pytest.mark.fast
@@ -214,7 +242,7 @@ def test_what_travels_is_compact(shards):
     rows, k, extra = 24, 20, 2
     for vocab in (4096, 32_768):
         mesh = mesh_of(shards)
-        mapped = jax.jit(
+        program = compiled(
             jax.shard_map(
                 lambda x, ids, more: topk_logprobs(
                     x, ids, k, extra_token_ids=more, axis_name="model"
@@ -222,14 +250,12 @@ def test_what_travels_is_compact(shards):
                 mesh=mesh,
                 in_specs=(P(None, "model"), P(), P()),
                 out_specs=P(),
-            )
-        )
-        compiled = mapped.lower(
+            ),
             jax.ShapeDtypeStruct((rows, vocab), jnp.bfloat16),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
             jax.ShapeDtypeStruct((rows, extra), jnp.int32),
-        ).compile()
-        found = {c.kind: c.num_bytes for c in collectives(compiled)}
+        )
+        found = {c.kind: c.num_bytes for c in collectives(program)}
         assert found == {
             "all-reduce": 4 * rows * (1 + extra),
             "all-gather": 4 * shards * rows * (3 + 2 * k),
@@ -243,12 +269,13 @@ def test_the_gpu_kernels_parts_are_those_of_xla(k):
     x = jnp.asarray(edge_rows(4352, "bfloat16"))
     row_ids = jnp.array([1, 0, 2, 3, -1, 6, 5, 8, 0], jnp.int32)
     selected = jnp.array([0.0, 1.5, -3.0, 0, 0, 0, -jnp.inf, 9.0, 30.0], jnp.float32)
-    rest = (selected, k, row_ids, jnp.int32(8), jnp.full(9, 0.7, jnp.float32))
-    got = run.row_parts(
-        x, *rest, tiling=tiling, interpret=compat.interpret_params(detect_races=True)
-    )
-    assert not compat.races_found()
-    expected = xla.row_parts(x, *rest)
+    rest = (jnp.int32(8), jnp.full(9, 0.7, jnp.float32))
+
+    def call(x, selected, row_ids, *rest, interpret):
+        return run.row_parts(x, selected, k, row_ids, *rest, tiling=tiling, interpret=interpret)
+
+    got = run_without_races(call, x, selected, row_ids, *rest)
+    expected = xla.row_parts(x, selected, k, row_ids, *rest)
     done = np.array([0, 1, 2, 6, 7])  # neither skipped nor with a NaN
     for name in ("maximum", "num_larger", "top_logits"):
         np.testing.assert_array_equal(getattr(got, name)[done], getattr(expected, name)[done])

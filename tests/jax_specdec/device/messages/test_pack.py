@@ -18,7 +18,10 @@ from jax_specdec.device.worker import device_checks
 from jax_specdec.device.worker.device_checks import DeviceCheckError
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
-from pallas_kernels import TopkLogprobs
+from jax_specdec.records.output_processor import ProcessorState, admit
+from jax_specdec.records.output_processor import step as process
+from pallas_kernels import TopkLogprobs, oracle, topk_logprobs
+from tests.support.processor_messages import request
 
 pytestmark = pytest.mark.fast
 
@@ -337,3 +340,33 @@ def test_buckets_are_few():
     assert k_bucket(4, 4) == 4
     with pytest.raises(wire.WireError, match="129"):
         k_bucket(129, 1000)
+
+
+def test_chosen_ids_follow_the_top_k_in_the_order_of_the_request():
+    """From the kernel through packer, bytes and processor; repeats and disorder stay as asked."""
+    chosen = (7, 2, 7, 0)
+    x = jax.random.normal(jax.random.key(2), (2, 9))
+    token_ids = jnp.array([[4, 8]], jnp.int32)
+    found = topk_logprobs(x, token_ids[0], 3, extra_token_ids=jnp.array([chosen] * 2, jnp.int32))
+    one = jnp.ones(1, jnp.int32)
+    slots = SlotFields(
+        state=0 * one, mode=0 * one, columns=4 * one, num_tokens=2 * one, num_rows=2 * one,
+        num_drafts=one, num_chosen=4 * one, generation=jnp.ones(1, jnp.uint32),
+    )  # fmt: skip
+
+    @jax.jit
+    def packed(slots, token_ids, found):
+        rows, step = select_rows(slots.num_rows, 2), jnp.zeros(2, jnp.uint32)
+        return pack(slots, token_ids, rows, found, kind=Kind.TARGET, step=step, running=True,
+                    draft_follows=False, process_rank=0, vocab_size=9, num_words=64)  # fmt: skip
+
+    words = np.asarray(packed(slots, token_ids, found))
+    message = decode(words[: int(wire.HEADER["num_words"].get(words))])
+    state = admit(ProcessorState.empty(1), 0, 1, request(logprobs=3, extra_token_ids=chosen))
+    _, (record,) = process(state, message)
+    expected = np.array([oracle.log_softmax(row) for row in np.asarray(x)])
+    assert record.token_ids.tolist() == [4, 8]
+    np.testing.assert_allclose(record.logprobs[:, 0], expected[[0, 1], [4, 8]], atol=1e-5)
+    np.testing.assert_allclose(record.chosen_logprobs, expected[:, chosen], atol=1e-5)
+    best = np.sort(expected, axis=1)[:, ::-1][:, :3]
+    np.testing.assert_allclose(record.logprobs[:, 1:], best, atol=1e-5)

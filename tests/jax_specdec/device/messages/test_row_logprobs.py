@@ -14,19 +14,25 @@ from scipy import stats
 
 from ipc.wire import Kind, LogprobsMode, SlotState, WireError
 from jax_specdec.device.drafting.drafters import MtpDrafter, no_drafts
-from jax_specdec.device.loop.host_slots import Slot, wants_one_read
+from jax_specdec.device.loop.host_slots import Slot, asked_of_slots, wants_one_read, widths_of_slots
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.asked import asked_of, widths_of
 from jax_specdec.device.messages.buckets import chosen_bucket
 from jax_specdec.device.messages.pack import select_rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
-from jax_specdec.device.messages.step_messages import draft_message, step_output, target_message
+from jax_specdec.device.messages.step_messages import (
+    StepOutput,
+    draft_message,
+    step_output,
+    target_message,
+)
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import init_cache, named_arrays
 from jax_specdec.device.sampling.distribution import truncation
 from jax_specdec.device.sampling.verify import Verified, verify
 from jax_specdec.requests import SamplingParams
+from pallas_kernels.finish import skipped_rows
 from tests.support import in_mode, reference_model
 from tests.support.decoding import VOCAB, random_model, request, run
 
@@ -460,3 +466,43 @@ def test_one_read_serves_scaled_greedy_requests_and_draft_messages_too():
     seen, drafts_seen = in_mode.check_records(result, requests)
     assert seen == 24
     assert drafts_seen > 0
+
+
+@pytest.mark.fast
+def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
+    """Neither those of slots without logprobs nor those of rejected drafts."""
+    output = StepOutput(
+        logits=jnp.zeros((3, 2, 11)),
+        token_ids=jnp.array([[1, 2], [3, -1], [4, 5]], jnp.int32),
+        num_tokens=jnp.array([2, 1, 2], jnp.int32),
+        num_rows=jnp.array([2, 1, 2], jnp.int32),
+        num_drafts=jnp.ones(3, jnp.int32),
+        drafts=no_drafts(3, 1),
+        state=jnp.zeros(3, jnp.int32),
+        running=jnp.bool_(True),
+        greedy_rows=None,
+    )
+    calls = []
+
+    def watched(logits, token_ids, k, *, row_ids, num_rows, **others):
+        assert set(others.values()) == {None}  # raw, no chosen ids, one device
+        count = int(num_rows)
+        calls.append((k, row_ids[:count].tolist(), token_ids[:count].tolist()))
+        return skipped_rows(len(row_ids), k, 0)
+
+    messages = "jax_specdec.device.messages"
+    monkeypatch.setattr(f"{messages}.row_logprobs.topk_logprobs", watched)
+    # What is sent of it has tests of its own.
+    monkeypatch.setattr(f"{messages}.step_messages.pack", lambda *_, **__: jnp.zeros(0, jnp.uint32))
+
+    def message(*asked):
+        slots = [Slot(params=SamplingParams(logprobs=k), most_tokens=2) for k in asked]
+        widths = widths_of_slots(slots, 11)
+        target_message(
+            output, asked_of_slots(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
+        )
+
+    message(None, None, None)
+    assert calls == []
+    message(None, 2, 0)  # slot 1's only row and both of slot 2; nothing of slot 0
+    assert calls == [(5, [2, 4, 5], [3, 4, 5])]

@@ -1,0 +1,69 @@
+"""What `topk_logprobs` refuses, and with which words."""
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import topk_logprobs
+from tests.support import shape_checks
+
+pytestmark = pytest.mark.fast
+
+GOOD = {
+    "logits": np.zeros((3, 10), np.float32),
+    "token_ids": np.zeros(3, np.int32),
+    "k": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"logits": np.zeros((3, 10), np.float64)}, TypeError, "64-bit"),
+        ({"logits": np.zeros((3, 10), np.int32)}, TypeError, "int32"),
+        ({"logits": np.zeros((10,), np.float32)}, ValueError, r"\[N, V\]"),
+        ({"logits": np.zeros((3, 0), np.float32)}, ValueError, "empty vocabulary"),
+        ({"logits": [[1.0]]}, TypeError, "list"),
+        ({"token_ids": np.zeros(3, np.int64)}, TypeError, "64-bit"),
+        ({"token_ids": np.zeros(3, np.int16)}, TypeError, "int16"),
+        ({"token_ids": np.zeros((3, 1), np.int32)}, ValueError, "token_ids has shape"),
+        ({"token_ids": np.zeros(4, np.int32)}, ValueError, "pass row_ids"),
+        ({"k": -1}, ValueError, "k = -1"),
+        ({"k": 11}, ValueError, "outside 0 .. 10"),
+        ({"k": 129, "logits": np.zeros((3, 200), np.float32)}, ValueError, "outside 0 .. 128"),
+        ({"k": 1.0}, TypeError, "Python int"),
+        ({"k": True}, TypeError, "Python int"),
+        ({"row_ids": np.zeros(4, np.int32)}, ValueError, "row_ids has shape"),
+        ({"num_rows": -1}, ValueError, "num_rows = -1 is outside 0 .. 2147483647"),
+        ({"num_rows": 2**31}, ValueError, "num_rows = 2147483648 is outside"),
+        ({"num_rows": np.zeros(1, np.int32)}, ValueError, "num_rows has shape"),
+        ({"temperatures": np.zeros(2, np.float32)}, ValueError, "temperatures has shape"),
+        ({"temperatures": np.zeros(3, np.float16)}, TypeError, "float16"),
+        ({"extra_token_ids": np.zeros(3, np.int32)}, ValueError, "extra_token_ids has shape"),
+        ({"extra_token_ids": np.zeros((3, 129), np.int32)}, ValueError, "limit is 128"),
+        ({"implementation": "triton"}, ValueError, "'triton' is not known"),
+    ],
+)
+def test_refused(change, error, words):
+    call = shape_checks.as_users_run(topk_logprobs)
+    call(**GOOD)
+    with pytest.raises(error, match=words):
+        call(**(GOOD | change))
+
+
+def test_a_vocabulary_whose_ranks_float32_cannot_count_is_refused():
+    """Only traced: nobody has the memory for it."""
+    tokens = jax.ShapeDtypeStruct((1,), np.int32)
+
+    def shape(vocabulary):
+        logits = jax.ShapeDtypeStruct((1, vocabulary), np.float32)
+        return jax.eval_shape(lambda x, t: topk_logprobs(x, t, 1).token_ranks, logits, tokens).shape
+
+    assert shape(2**24) == (1,)
+    with pytest.raises(ValueError, match="16777217 columns; the limit is 16777216 on a device"):
+        shape(2**24 + 1)
+
+
+def test_k_must_be_static():
+    with pytest.raises(TypeError, match="Python int"):
+        jax.jit(lambda k: topk_logprobs(GOOD["logits"], GOOD["token_ids"], k))(2)

@@ -1,0 +1,72 @@
+"""Memory beside logits and outputs: at most a quarter of the logits' bytes (XLA, on a CPU)."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import greedy, shapes, topk_logprobs
+from tests.support import quick_compile
+
+SHARE = 0.25
+# Every shape once; the rest of the table is `.ci/heavy slow`.
+USUAL = {
+    (24, 32_000, "bfloat16", True),
+    (64, 131_072, "float32", False),
+    (64, 50_257, "bfloat16", True),
+    (1536, 151_936, "float32", True),
+    (1536, 151_936, "bfloat16", False),
+}
+
+
+def cases():
+    for shape in shapes.MEMORY:
+        for dynamic in (False, True):
+            usual = (shape.rows, shape.vocabulary, shape.dtype, dynamic) in USUAL
+            marks = () if usual else pytest.mark.slow
+            yield pytest.param(shape, dynamic, marks=marks, id=f"{shape}-{dynamic}")
+
+
+def temporaries(call, *arguments):
+    """Bytes; the compiler assigns buffers before it generates code."""
+    compiled = jax.jit(call).lower(*arguments).compile(quick_compile.UNOPTIMIZED)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("shape", "dynamic"), list(cases()))
+def test_temporaries_are_a_share_of_the_logits(shape, dynamic):
+    """With row_ids and a dynamic row count too."""
+    logits = jax.ShapeDtypeStruct((shape.rows, shape.vocabulary), shape.dtype)
+    ids = jax.ShapeDtypeStruct((shape.rows,), jnp.int32)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def call(logits, token_ids, row_ids, num_rows):
+        if not dynamic:
+            return topk_logprobs(logits, token_ids, shape.k, implementation="xla")
+        return topk_logprobs(
+            logits,
+            token_ids,
+            shape.k,
+            row_ids=row_ids,
+            num_rows=num_rows,
+            extra_token_ids=row_ids[:, None],
+            implementation="xla",
+        )
+
+    size = logits.size * logits.dtype.itemsize
+    assert temporaries(call, logits, ids, ids, count) <= SHARE * size
+
+
+@pytest.mark.parametrize("shape", shapes.MEMORY[:4], ids=str)
+def test_greedy_temporaries(shape):
+    logits = jax.ShapeDtypeStruct((shape.rows, shape.vocabulary), shape.dtype)
+    assert temporaries(greedy, logits) <= SHARE * logits.size * logits.dtype.itemsize
+
+
+def test_memory_check_can_fail():
+    """Negative control: log_softmax of all rows does show up as temporaries."""
+    logits = jax.ShapeDtypeStruct((64, 32_000), jnp.bfloat16)
+
+    def materialize(x):
+        return jax.lax.top_k(jax.nn.log_softmax(x.astype(jnp.float32)), 20)
+
+    assert temporaries(materialize, logits) > SHARE * logits.size * 2
