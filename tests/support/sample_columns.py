@@ -1,4 +1,4 @@
-"""Columns for the tests of the export, from messages that come out of the encoder."""
+"""Columns for the tests of the export, delivered from encoded messages."""
 
 import numpy as np
 from hypothesis import strategies as st

@@ -57,7 +57,7 @@ def test_only_a_line_feed_ends_a_prompt(tmp_path):
     assert prompts == ["a\fb", "\u2028c\x85\u2029d", "\n\t\\\re"]
 
 
-def test_records_that_do_not_fit_the_disk_are_said_with_the_files_name():
+def test_a_full_disk_is_reported_with_the_files_name():
     """The file is closed at once: left open, it would fail again where no code catches it."""
     collector = demo_requests.Collector.of(demo_requests.default_requests())
     with (

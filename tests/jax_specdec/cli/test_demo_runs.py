@@ -1,7 +1,7 @@
 """Whole runs of `jax-specdec demo`: what they show and what they write.
 
-One real run is looked at by several tests; what does not depend on a model runs over scripted
-workers. The marker `slow` has the same over real processes.
+Several tests look at one real run; tests that need no model run over scripted workers. Under the
+marker `slow`, the same checks look at real processes.
 """
 
 import json
@@ -24,7 +24,7 @@ EVERYTHING = ["--k", "1", "--max-tokens", "12", "--drafts", "2", "--slots", "2",
 
 
 def demo(folder, options, **environment):
-    """Standard output and the records of a run with real workers."""
+    """Run the demo with real workers; returns its standard output and its records."""
     prompts, path = folder / "prompts.txt", folder / "out.jsonl"
     prompts.write_text("def f(\n\nimport os\\nimport \nwhile True:\n", encoding="utf-8")
     done = subprocess.run(
@@ -39,7 +39,7 @@ def demo(folder, options, **environment):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """A run with MTP drafts, logprobs of tokens and drafts, and preemption: one for all tests."""
+    """One run for several tests, with MTP drafts, logprobs of tokens and drafts, and preemption."""
     options = ["--k", "2", "--max-tokens", "12", "--drafts", "2", "--slots", "2",
                "--draft-logprobs", "--chunked-prefill", "4", "--preempt-every", "3",
                "--adaptive-drafts"]  # fmt: skip
@@ -50,7 +50,7 @@ def shown(tmp_path_factory):
 
 @pytest.fixture
 def scripted(monkeypatch, tmp_path, capsys):
-    """Run the demo over scripted workers: its standard output and its records."""
+    """Runs the demo over scripted workers; returns its standard output and its records."""
 
     def run(*options):
         monkeypatch.setattr("jax_specdec.engine.engine.Engine", scripted_engine())
@@ -65,7 +65,7 @@ def scripted(monkeypatch, tmp_path, capsys):
 
 
 def check_records(out, records, most_tokens):
-    """Three OpenAI-style records with K = 2, in the order of the prompts."""
+    """Check three OpenAI-style records with K = 2, in the order of the prompts."""
     for said in ("00", "tokens", "a step", "drafts accepted", "logprob", "are ids, logprobs",
                  "transport latency", "wrote 3 records"):  # fmt: skip
         assert said in out
@@ -86,7 +86,7 @@ def check_records(out, records, most_tokens):
 
 
 def check_nothing_asked(records):
-    """Records without logprobs and without drafts, at temperature 0.8."""
+    """Check records without logprobs and without drafts, at temperature 0.8."""
     for record in records:
         assert record["choices"][0]["logprobs"] is None
         assert record["speculation"]["cumulative_logprob"] is None
@@ -95,7 +95,7 @@ def check_nothing_asked(records):
 
 
 def check_draft_logprobs(steps):
-    """Every step that verified drafts has their logprobs; there is one."""
+    """Check that every step that verified drafts has their logprobs, and that there is one."""
     drafted = [step for step in steps if step["num_drafts"]]
     assert drafted
     for step in drafted:
@@ -104,13 +104,13 @@ def check_draft_logprobs(steps):
 
 
 def workers_of(out):
-    """The rows of the table of workers: rank to (role, messages, bytes, tokens, ...)."""
+    """The rows of the table of workers: rank to [role, messages, bytes, tokens, ...]."""
     rows = [re.findall(r"[\w,]+", line) for line in out.partition("Workers")[2].splitlines()]
     return {row[0]: row[1:] for row in rows if len(row) == 7}
 
 
 def check_handed_over(out, records, most_tokens):
-    """A prefill worker ran the prompts, and a decode worker the rest, with preemption."""
+    """Check that one worker ran the prompts and another the rest, with preemption."""
     rows = workers_of(out)
     decode, prefill = rows["0"], rows["1"]
     assert (decode[0], prefill[0]) == ("decode", "prefill")
@@ -155,6 +155,15 @@ def test_without_drafts_and_without_logprobs(scripted):
 @pytest.mark.fast
 def test_a_prefill_worker_hands_its_requests_over(scripted):
     check_handed_over(*scripted(*EVERYTHING), 12)
+
+
+def test_bad_weights_say_only_the_cause(tmp_path, capsys):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(b"no weights")
+    assert main(["demo", "--weights", str(path), "--max-tokens", "1"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "starting the model worker: it imports jax and compiles ...\n"
+    assert "exited with status" in captured.err
 
 
 @pytest.mark.slow

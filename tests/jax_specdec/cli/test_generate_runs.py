@@ -23,7 +23,7 @@ from tests.support.tiny_checkpoint import CONFIG, make_tokenizer
 
 
 def start(worker, *options, hold=-1, **pipes):
-    """Start the command over "real" or "scripted" workers; only the latter can be held."""
+    """Start the command over "real" or "scripted" workers; `hold` is for scripted ones."""
     if worker == "scripted":
         return start_command("generate", *options, hold=hold, **pipes)
     command = [sys.executable, "-m", "jax_specdec.cli", "generate", *map(str, options)]
@@ -31,7 +31,7 @@ def start(worker, *options, hold=-1, **pipes):
 
 
 def run(worker, *options):
-    """Standard output and standard error of a run that succeeds."""
+    """Run the command to its end; returns its standard output and standard error."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with start(worker, *options, **pipes) as process:
         out, err = process.communicate(timeout=250)
@@ -40,16 +40,12 @@ def run(worker, *options):
 
 
 either_worker = pytest.mark.parametrize(
-    "worker",
-    [
-        pytest.param("scripted", marks=pytest.mark.fast),
-        pytest.param("real", marks=pytest.mark.slow),
-    ],
+    "worker", ["scripted", pytest.param("real", marks=pytest.mark.slow)]
 )
 
 
 def without_times(path):
-    """The records of a file by id, without times and numbers of steps."""
+    """The records of a file by id, without times and without the numbers of steps."""
     records = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
@@ -71,7 +67,7 @@ def cheap_compilation(monkeypatch):
 
 
 def test_records_are_those_of_the_loop(model, tmp_path, cheap_compilation):
-    """Another process, files and a tokenizer between: the same ids and logprobs, bit for bit."""
+    """Files, a tokenizer and another process change no id and no bit of a logprob."""
     file = tmp_path / "p.jsonl"
     lines = [
         {"id": "a", "prompt": "import json, import json, import", "logprobs": 3},

@@ -1,4 +1,4 @@
-"""The page of a file of responses: what is read, what is refused, and that data stays data."""
+"""The page of a file of responses: what it reads and refuses, and that data stays data."""
 
 import base64
 import hashlib
@@ -49,7 +49,7 @@ def hostile_response():
 
 
 class Elements(HTMLParser):
-    """Every element of a document, and what stands in its scripts and styles."""
+    """Every element of a document, and the content of its scripts and styles."""
 
     def __init__(self, document):
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_response_of_another_server_is_shown_without_what_it_lacks():
         (lambda r: r["choices"][0]["logprobs"].update(token_logprobs=["x"] * 3), "'x'"),
     ],
 )
-def test_what_is_no_response_is_refused_with_its_line(change, said):
+def test_a_line_that_is_not_a_response_is_refused_by_its_number(change, said):
     response = json.loads(line(two_steps()))
     if said.startswith("'text'"):
         response["choices"][0]["logprobs"] = None
@@ -142,7 +142,7 @@ def test_what_is_no_response_is_refused_with_its_line(change, said):
 
 
 @pytest.mark.parametrize("text", ["{", "3", "null", "[1]", '"choices"'])
-def test_what_is_no_json_object_is_refused(text):
+def test_a_line_that_is_not_a_json_object_is_refused(text):
     with pytest.raises(html_page.ViewError, match="line 1 is no"):
         html_page.read([text])
 
@@ -156,7 +156,7 @@ def test_nothing_that_a_token_says_becomes_markup():
     document = html_page.page(html_page.read([json.dumps(hostile_response())]), title=HOSTILE[0])
     harmless = html_page.page(html_page.read([line(two_steps())]), title="x")
     assert Elements(document).names == Elements(harmless).names
-    # A browser ends a script at more than Python's parser does, but nowhere without a "<".
+    # A browser ends a script in more places than Python's parser, but only at a "<".
     rest = document.partition('type="application/json">')[2]
     data = json.loads(rest.partition("<")[0])
     assert data["requests"][0]["prompt"] == HOSTILE[0]  # and nothing of it is lost
@@ -223,7 +223,7 @@ def test_a_file_that_is_not_there(tmp_path, capsys):
     assert "none.jsonl" in capsys.readouterr().err
 
 
-def test_a_file_name_that_is_no_text(tmp_path):
+def test_a_file_name_that_is_not_text(tmp_path):
     source = tmp_path / os.fsdecode(b"run\xff.jsonl")
     source.write_text(line(snowman()), encoding="utf-8")
     assert main(["view", str(source)]) == 0

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fast
 
 
 def samples_of(text):
-    """Name and labels, without the process rank, to the values of the process ranks."""
+    """A map from name and labels, without the process rank, to {process rank: value}."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -88,7 +88,7 @@ def test_every_rank_has_its_numbers():
 
 
 def test_names_and_labels_are_those_that_dashboards_use():
-    """A name that changes breaks what people have built on it."""
+    """A changed name would break dashboards and alerts."""
     scene = Scene().run(long_requests(1))
     families = text_string_to_metric_families(status_text(scene.engine.status))
     named = {family.name: (family.type, {*family.samples[0].labels}) for family in families}

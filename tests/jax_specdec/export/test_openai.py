@@ -65,7 +65,7 @@ def test_completions_format():
     assert completion_logprobs(two_steps(), TABLE) == {
         "tokens": [" a", "b", r"bytes:\xe2"],
         "token_logprobs": [-0.5, -2.0, None],
-        # The emitted token follows the top K where it is not among them: up to K + 1 of them.
+        # An emitted token outside the top K follows them: there are up to K + 1 entries.
         "top_logprobs": [{" a": -0.5, r"bytes:\xe2": -1.5}, {r"bytes:\x98": -0.25, "b": -2.0}, {}],
         "text_offset": [0, 2, 3],
     }
@@ -96,7 +96,7 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text():
     raw = b"".join(bytes(token["bytes"]) for token in content if token["bytes"] is not None)
     assert raw == choice["message"]["content"].encode() == b" a" + SNOWMAN + b" a"
     assert (content[-1]["token"], content[-1]["bytes"]) == ("</s>", None)
-    # The strings alone could not tell.
+    # The strings alone do not join to the text.
     assert "".join(token["token"] for token in content) != " a\N{SNOWMAN} a</s>"
 
 

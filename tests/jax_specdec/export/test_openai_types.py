@@ -28,7 +28,7 @@ from tests.support.processor_messages import target, tokens
 
 
 def plain():
-    """No logprobs asked."""
+    """Records of a request without logprobs."""
     return records_of(target(0, tokens(3)), target(1, tokens(3, 4)), max_tokens=3)
 
 
@@ -39,12 +39,12 @@ def with_top():
 
 
 def strict(model, value):
-    """Validated as JSON, nothing converted: an int is no float, a list no string."""
+    """Validate a value as JSON without conversions, such as int to float."""
     return model.model_validate_json(json.dumps(value, allow_nan=False), strict=True)
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A server that gives every request its `body`."""
+    """Handles every request of a server by sending the server's `body`."""
 
     def do_POST(self):
         self.rfile.read(int(self.headers["content-length"]))
@@ -60,12 +60,12 @@ class Answers(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def client_of(body, kind="application/json"):
-    """A client of the openai package, on a server that answers `body`."""
+    """Yield a client of the openai package, connected to a server that answers `body`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         server.body, server.kind = body, kind
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        http = openai.DefaultHttpxClient(trust_env=False)  # whatever proxy is set here
+        http = openai.DefaultHttpxClient(trust_env=False)  # past any proxy
         url = f"http://127.0.0.1:{server.server_port}/v1"
         try:
             with openai.OpenAI(api_key="none", base_url=url, http_client=http) as client:
@@ -95,7 +95,7 @@ def test_chunks_are_of_the_types(make):
         strict(ChatCompletionChunk, chunk)
     live = CompletionStream(records[0].request, TABLE, **MADE)
     chunks = [*map(live.chunk, records), live.usage()]
-    for chunk in chunks[-2:]:  # the type has no null reason, which the API sends all the same
+    for chunk in chunks[-2:]:  # the type lacks the null reason that the API sends
         strict(Completion, chunk)
 
 
@@ -131,7 +131,7 @@ def test_the_types_refuse_what_is_wrong():
 
 
 def test_an_invalid_row_is_null_which_only_the_client_takes():
-    """JSON has no NaN and the types know no null: the contract chose null, the client reads it."""
+    """JSON has no NaN, and the types have no null: the client reads the null of the contract."""
     records = two_steps(max_tokens=3)
     response = chat_completion(records[0].request, records, TABLE, **MADE)
     with pytest.raises(ValidationError, match="logprob"):

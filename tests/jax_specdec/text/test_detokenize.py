@@ -1,8 +1,9 @@
-"""Strings and bytes of tokens: exact bytes, incremental text, offsets; each made once."""
+"""Strings and bytes of tokens: exact bytes, text as it streams, offsets; each is made once."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from jax_specdec.text.detokenize import TextStream, TokenTable, byte_level_bytes
 
@@ -15,7 +16,7 @@ def test_the_three_writings_of_a_token():
     table = TokenTable([b" a", b" \xe2\x98", b"\\xe2", SNOWMAN, b""], special={7: "<|end|>"})
     assert [table.text[id] for id in range(4)] == [" a", r" \xe2\x98", r"\xe2", "\N{SNOWMAN}"]
     assert table.completion_text[1] == r"bytes: \xe2\x98"
-    assert table.completion_text[2] == r"\xe2"  # four characters of text: no bytes are meant
+    assert table.completion_text[2] == r"\xe2"  # these four characters are the text itself
     assert table.chat[1] == (r" \xe2\x98", (0x20, 0xE2, 0x98))
     assert table.chat[4] == ("", ())
     assert table.chat[7] == ("<|end|>", None)
@@ -57,7 +58,7 @@ def test_text_appears_with_the_last_byte_of_a_character():
         "",
         "\N{SNOWMAN}",
         "\N{SNOWMAN}",
-        "\ufffda",  # what came was no character
+        "\ufffda",  # the first two bytes were no character
     ]
     assert stream.push([0]) == ""
     assert stream.finish() == "\ufffd"
@@ -76,7 +77,7 @@ PIECES = [b"a", b"bc", *(SNOWMAN[n : n + 1] for n in range(3)), SNOWMAN, b"\xff"
 
 
 def text_begins(raw, at):
-    """The character that byte `at` is of: the last one of the text that ends with this byte."""
+    """The offset of byte `at`'s character: the last one of the text that ends with this byte."""
     return len(raw[: at + 1].decode(errors="replace")) - 1
 
 
@@ -101,3 +102,16 @@ def test_byte_level_vocabularies():
     assert byte_level_bytes("âĺĥ") == SNOWMAN
     with pytest.raises(ValueError, match="stands for no byte"):
         byte_level_bytes("<|end\N{SNOWMAN}|>")
+
+
+def test_byte_level_bytes_are_those_of_the_tokenizers_library():
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    every_byte = "".join(map(chr, range(128))) + "\u00ff\u0100\N{SNOWMAN}\U0001f600"
+    for text in (*every_byte, every_byte):
+        ((token, _),) = split.pre_tokenize_str(text)
+        assert byte_level_bytes(token) == text.encode()
+
+
+def test_the_alphabet_of_a_byte_level_vocabulary_has_256_bytes():
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    assert sorted(map(byte_level_bytes, alphabet)) == [bytes([n]) for n in range(256)]

@@ -47,7 +47,7 @@ def byte_level():
 
 
 def sentencepiece_style():
-    """As Llama 2's: spaces as U+2581, one put before a text, and bytes for what is unknown."""
+    """A tokenizer like Llama 2's: a space is U+2581, one precedes a text; bytes cover the rest."""
     letters = sorted({c for text in CORPUS[:1] for c in text.replace(" ", "▁")} | {"▁"})
     pieces = SPECIAL + ["<unk>"] + [f"<0x{byte:02X}>" for byte in range(256)] + letters
     merges = [("▁", "q"), ("t", "h"), ("th", "e"), ("▁", "the"), ("o", "x")]
@@ -110,7 +110,7 @@ def test_bytes_of_a_text_are_the_texts(pair, text):
     assert list(ids) == library.encode(text).ids
     assert ours.special[ids[0]] == "<s>"
     raw = b"".join(ours.token_bytes[id] for id in ids)
-    if "<" not in text and "▁" not in text:  # special tokens; and U+2581 is a space there
+    if "<" not in text and "▁" not in text:  # "<" may begin a special token, and U+2581 is a space
         assert raw in (text.encode(), b" " + text.encode())
 
 
@@ -237,7 +237,7 @@ def test_a_conversation_becomes_ids(tmp_path):
     assert read_template(tmp_path).render(MESSAGES) == text
     ids = ours.encode_chat(MESSAGES)
     assert list(ids) == library.encode(text, add_special_tokens=False).ids
-    assert ids.count(library.token_to_id("<s>")) == 2  # written once by the template, no other put
+    assert ids.count(library.token_to_id("<s>")) == 2  # by the template and the user; none is added
 
 
 def test_where_the_template_stands(tmp_path):
