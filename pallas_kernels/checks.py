@@ -4,7 +4,7 @@ import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 MAX_K = 128
 MAX_EXTRA = 128
@@ -65,7 +65,8 @@ def check_num_rows(num_rows: Any) -> jax.Array:
             raise ValueError(
                 f"num_rows = {num_rows} is outside 0 .. {2**31 - 1}; 0 skips every row"
             )
-        return jnp.asarray(num_rows, jnp.int32)
+        count: jax.Array = jax.device_put(np.int32(num_rows))
+        return count
     return _check("num_rows", num_rows, "int32", ())
 
 
@@ -82,15 +83,15 @@ def check_extra_token_ids(ids: Any, num_targets: int) -> jax.Array:
 
 def check_options(
     num_rows: Any, temperatures: Any, extra_token_ids: Any, num_targets: int
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """What R target rows may have besides; [R, 0] extra token ids where none are named."""
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """What R target rows may have besides."""
     if num_rows is not None:
         num_rows = check_num_rows(num_rows)
     if temperatures is not None:
         temperatures = check_temperatures(temperatures, num_targets)
-    if extra_token_ids is None:
-        return num_rows, temperatures, jnp.zeros((num_targets, 0), jnp.int32)
-    return num_rows, temperatures, check_extra_token_ids(extra_token_ids, num_targets)
+    if extra_token_ids is not None:
+        extra_token_ids = check_extra_token_ids(extra_token_ids, num_targets)
+    return num_rows, temperatures, extra_token_ids
 
 
 def check_num_targets(num_targets: int, num_logits_rows: int) -> None:
@@ -122,4 +123,5 @@ def _array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a jax or NumPy array")
     if str(value.dtype) in ("int64", "uint64", "float64"):
         raise TypeError(f"{name} has the 64-bit dtype {value.dtype}; convert it to 32 bits first")
-    return jnp.asarray(value)
+    # An explicit transfer: `jax.transfer_guard("disallow")` lets it pass.
+    return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))

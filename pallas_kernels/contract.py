@@ -1,5 +1,8 @@
 """Top K, logprobs and token ranks of chosen rows of logits: the contract, and who computes it."""
 
+import functools
+from typing import Any
+
 import jax
 import numpy as np
 from jaxtyping import Float, Float32, Int32
@@ -7,7 +10,8 @@ from jaxtyping import Float, Float32, Int32
 from pallas_kernels import checks
 from pallas_kernels.finish import skipped_rows
 from pallas_kernels.implementations import Implementation, choose_implementation
-from pallas_kernels.sharding import placement
+from pallas_kernels.sharding import partitioned, placement, shards
+from pallas_kernels.transformations import transformable
 from pallas_kernels.types import AnyArray, TopkLogprobs
 
 
@@ -86,18 +90,11 @@ def topk_logprobs(
     num_rows, temperatures, extra_token_ids = checks.check_options(
         num_rows, temperatures, extra_token_ids, num_targets
     )
+    num_extra = 0 if extra_token_ids is None else extra_token_ids.shape[1]
     if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
-        return skipped_rows(num_targets, k, extra_token_ids.shape[1])
-    if place.axis_name is not None:
-        return placement.run(
-            place,
-            implementation,
-            k,
-            (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids),
-        )
-    run = choose_implementation(implementation, logits)
-    logits = place.shard.masked(logits)
-    return run.topk(logits, token_ids, k, row_ids, num_rows, temperatures, extra_token_ids)
+        return skipped_rows(num_targets, k, num_extra)
+    arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
+    return _run(place, implementation, k, arguments)
 
 
 def greedy_topk_logprobs(
@@ -129,15 +126,27 @@ def greedy_topk_logprobs(
     num_rows, temperatures, extra_token_ids = checks.check_options(
         num_rows, temperatures, extra_token_ids, num_targets
     )
+    num_extra = 0 if extra_token_ids is None else extra_token_ids.shape[1]
     if num_targets == 0:
-        return skipped_rows(num_targets, k, extra_token_ids.shape[1])
-    if place.axis_name is not None:
-        return placement.run(
-            place,
-            implementation,
-            k,
-            (logits, None, None, num_rows, temperatures, extra_token_ids),
-        )
-    run = choose_implementation(implementation, logits)
-    logits = place.shard.masked(logits)
-    return run.greedy_topk(logits, k, num_rows, temperatures, extra_token_ids)
+        return skipped_rows(num_targets, k, num_extra)
+    arguments = (logits, None, None, num_rows, temperatures, extra_token_ids)
+    return _run(place, implementation, k, arguments)
+
+
+def _run(
+    place: placement.Place,
+    implementation: Implementation | None,
+    k: int,
+    arguments: Any,
+) -> TopkLogprobs:
+    """The call where its logits are; without token ids: of the greedy choice."""
+    call = shards.call_of(implementation, k)
+    if place.mesh is not None:
+        return placement.run(place, call, arguments)
+    if place.layout.vocabulary:  # inside `shard_map`
+        return call(place.shard, *arguments)
+    runner = choose_implementation(implementation, arguments[0])  # an error comes before any work
+    if place.unknown:
+        split = functools.partial(partitioned.run, call, place.shard)
+        return transformable(lambda *arguments: split(arguments), place.shard)(*arguments)
+    return shards.whole(runner, place.shard, k, *arguments)

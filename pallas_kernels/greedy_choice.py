@@ -1,5 +1,9 @@
 """The greedy choice of each row, by the same rules for ties and NaN as `topk_logprobs`."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,31 +11,68 @@ from jaxtyping import Float, Int32
 
 from pallas_kernels.blocks import block_rows, map_blocks, tied
 from pallas_kernels.checks import check_logits
-from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels.sharding import partitioned, placement
+from pallas_kernels.sharding.vocab_shard import AxisName, VocabShard
 from pallas_kernels.types import AnyArray, Greedy
 
 
 def greedy(
-    logits: Float[AnyArray, "N V"], *, axis_name: str | None = None, vocab_size: int | None = None
+    logits: Float[AnyArray, "N V"],
+    *,
+    axis_name: AxisName | None = None,
+    vocab_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Greedy:
     """The greedy choice of every row and whether the row is valid.
 
     Args:
       logits: [N, V] bfloat16, float16 or float32; with `axis_name`, this device's columns of them.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is sharded.
+      axis_name: the mesh axis over which the vocabulary is sharded.
       vocab_size: V, where columns of padding follow.
+      mesh: outside `shard_map`, the mesh of `axis_name`, if the logits do not tell.
 
     Returns:
       `Greedy(token_ids [N] int32, valid [N] bool)`. The token is the lowest id among the row's
       largest non-NaN logits, with -0.0 equal to 0.0; 0 if all are NaN. A row is valid when it has
       no NaN, no +inf and at least one finite logit.
     """
-    logits = check_logits(logits)
+    logits = lax.stop_gradient(check_logits(logits))  # ids have no derivative
     if logits.shape[0] == 0:
         return Greedy(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool))
-    shard = VocabShard(axis_name, vocab_size)
+    return _of_rows(axis_name, vocab_size, mesh)(logits)
+
+
+@functools.cache
+def _of_rows(
+    axis_name: AxisName | None, vocab_size: int | None, mesh: jax.sharding.Mesh | None
+) -> Callable[[jax.Array], Greedy]:
+    """`greedy` of checked logits, wherever they are; `vmap` folds a batch into rows."""
+
+    @jax.custom_batching.custom_vmap
+    def choose(logits: jax.Array) -> Greedy:
+        place = placement.placed(logits, axis_name, mesh, vocab_size)
+        arguments = (logits, *[None] * 5)
+        if place.mesh is not None:
+            return placement.run(place, _part, arguments)
+        if place.unknown:
+            return partitioned.run(_part, place.shard, arguments)
+        return _part(place.shard, *arguments)
+
+    @choose.def_vmap
+    def _folded(size: int, _: Any, logits: jax.Array) -> Any:
+        found = choose(logits.reshape(-1, logits.shape[-1]))
+        outputs = jax.tree.map(lambda x: x.reshape(size, -1), found)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return jax.jit(choose)
+
+
+def _part(shard: VocabShard, *arguments: jax.Array | None) -> Greedy:
+    """`greedy` of the rows of which this device holds the columns of `shard`."""
+    logits = arguments[0]
+    assert logits is not None
     logits = shard.masked(logits)
-    if axis_name is not None:
+    if shard.axis_name is not None:
         return _across_shards(logits, shard)
     # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them.
     choice: Greedy = lax.platform_dependent(logits, cpu=greedy_in_blocks, default=greedy_block)

@@ -10,6 +10,7 @@ from jax import lax
 from pallas_kernels import xla
 from pallas_kernels.blocks import vary_like
 from pallas_kernels.greedy_choice import greedy_token_ids
+from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
 
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -119,7 +120,25 @@ def by_platform(
 
 def compiled(topk: Callable[..., TopkLogprobs], greedy: Callable[..., TopkLogprobs]) -> Runner:
     """Compiled here too, so that a call outside jit runs one program and not one per operation."""
-    return Runner(jax.jit(topk, static_argnums=2), jax.jit(greedy, static_argnums=1))
+
+    def transformable_topk(
+        logits: jax.Array, token_ids: jax.Array, k: int, *rest: Any
+    ) -> TopkLogprobs:
+        def call(logits: jax.Array, token_ids: jax.Array, *rest: Any) -> TopkLogprobs:
+            return topk(logits, token_ids, k, *rest)
+
+        return transformable(call)(logits, token_ids, *rest)
+
+    def transformable_greedy(logits: jax.Array, k: int, *rest: Any) -> TopkLogprobs:
+        def call(logits: jax.Array, _: None, __: None, *rest: Any) -> TopkLogprobs:
+            return greedy(logits, k, *rest)
+
+        return transformable(call)(logits, None, None, *rest)
+
+    return Runner(
+        jax.jit(transformable_topk, static_argnums=2),
+        jax.jit(transformable_greedy, static_argnums=1),
+    )
 
 
 XLA = compiled(xla.topk_logprobs, xla_greedy_topk_logprobs)

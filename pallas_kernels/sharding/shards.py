@@ -5,18 +5,66 @@ one sum, then each shard's maximum, sum, count and K candidates in one gather. F
 extra ids that is R * (1 + C) words summed and R * (3 + 2 K) words gathered from every shard.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import finish, xla
-from pallas_kernels.implementations import XLA, Implementation, by_platform, choose_implementation
+from pallas_kernels.greedy_choice import greedy
+from pallas_kernels.implementations import (
+    XLA,
+    Implementation,
+    Runner,
+    by_platform,
+    choose_implementation,
+)
 from pallas_kernels.sharding.vocab_shard import VocabShard, named_logits
+from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
 
 PartsOf = Callable[..., finish.RowParts]
+
+
+@functools.cache
+def call_of(implementation: Implementation | None, k: int) -> Callable[..., TopkLogprobs]:
+    """A function of (shard, *arguments): one device's part of a call, always the same object."""
+
+    def call(shard: VocabShard, *arguments: jax.Array | None) -> TopkLogprobs:
+        return transformable(functools.partial(part, shard), shard)(*arguments)
+
+    def part(
+        shard: VocabShard, logits: jax.Array, token_ids: jax.Array | None, *rest: Any
+    ) -> TopkLogprobs:
+        if shard.axis_name is None:
+            runner = choose_implementation(implementation, logits)
+            return whole(runner, shard, k, logits, token_ids, *rest)
+        if token_ids is None:
+            token_ids = greedy(
+                logits, axis_name=shard.axis_name, vocab_size=shard.vocab_size
+            ).token_ids
+        return topk_logprobs(shard, implementation, logits, token_ids, k, *rest)
+
+    return call
+
+
+def whole(
+    runner: Runner,
+    shard: VocabShard,
+    k: int,
+    logits: jax.Array,
+    token_ids: jax.Array | None,
+    row_ids: jax.Array | None,
+    *rest: Any,
+) -> TopkLogprobs:
+    """The call on logits of which this device has all columns."""
+    logits = shard.masked(logits)
+    if token_ids is None:
+        return runner.greedy_topk(logits, k, *rest)
+    return runner.topk(logits, token_ids, k, row_ids, *rest)
 
 
 def topk_logprobs(

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+AxisName = str | tuple[str, ...]  # one mesh axis, or several that split one dimension together
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -20,7 +22,7 @@ class VocabShard:
     of them. Their collectives carry one value a row.
     """
 
-    axis_name: str | None = None  # None: this device holds all columns
+    axis_name: AxisName | None = None  # None: this device holds all columns
     vocab_size: int | None = None  # V; None: there are no padding columns
 
     def size(self, width: int) -> int:
@@ -106,7 +108,11 @@ class VocabShard:
         """The shards' values [...] in their order: [shards, ...]."""
         if self.axis_name is None:
             return local[None]
-        every: jax.Array = lax.all_gather(local, self.axis_name, to="invarying")
+        names = {self.axis_name} if isinstance(self.axis_name, str) else {*self.axis_name}
+        # Only `shard_map` keeps track of what varies; what the compiler splits itself does not.
+        tracked = names <= {*jax.sharding.get_abstract_mesh().manual_axes}
+        to = {"to": "invarying"} if tracked else {}
+        every: jax.Array = lax.all_gather(local, self.axis_name, **to)
         return every
 
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:

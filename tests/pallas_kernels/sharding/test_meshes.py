@@ -1,0 +1,123 @@
+"""Logits on meshes as users have them: the results of one device, and only compact parts travel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
+from tests.support.collectives import collectives
+from tests.support.shards import QUICK, P
+
+N, V, K = 8, 512, 5
+SPLITS = {
+    "neither": P(),
+    "rows": P("data", None),
+    "vocabulary": P(None, "model"),
+    "both": P("data", "model"),
+    "rows over both axes": P(("data", "model"), None),
+}
+KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
+
+
+@functools.cache
+def logits():
+    x = np.round(np.random.default_rng(0).normal(0, 3, (N, V)), 1).astype(np.float32)  # ties
+    x[3, 100] = np.nan
+    x[5] = -np.inf
+    return jnp.asarray(x)
+
+
+def some_rows(x):
+    """Targets in another order than the rows, repeated and skipped, with all options."""
+    return topk_logprobs(
+        x,
+        jnp.array([4, 511, 0, 9, 77], jnp.int32),
+        K,
+        row_ids=jnp.array([7, 0, -1, 3, 7], jnp.int32),
+        num_rows=jnp.int32(4),
+        temperatures=jnp.array([1, 0.5, 1, 1, 2], jnp.float32),
+        extra_token_ids=jnp.array([[1, 2]] * 5, jnp.int32),
+    )
+
+
+CALLS = {
+    "every row": lambda x: topk_logprobs(x, jnp.arange(N, dtype=jnp.int32), K, num_rows=6),
+    "some rows": some_rows,
+    "fused": lambda x: greedy_topk_logprobs(x, K, temperatures=jnp.full(N, 2.0)),
+    "greedy": greedy,
+}
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
+
+
+def placed(kind, split):
+    return jax.device_put(logits(), NamedSharding(mesh_of(kind), SPLITS[split]))
+
+
+def assert_close(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        if a.dtype == jnp.float32:
+            np.testing.assert_allclose(a, b, rtol=4e-7, atol=2e-5)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_jitted_calls_give_the_results_of_one_device(kind, split, call):
+    """No collective carries a row of logits; the results are split as the rows are."""
+    x = placed(kind, split)
+    with jax.set_mesh(mesh_of(kind)):
+        program = jax.jit(CALLS[call]).lower(x).compile(QUICK)
+    found = program(x)
+    assert_close(found, CALLS[call](logits()))
+    assert all(length < V // 4 for length in longest_axes(program))
+    rows = SPLITS[split][0] if SPLITS[split] else None
+    if rows is not None and call != "some rows":
+        assert all(part.sharding.spec[0] == rows for part in found if part.size)
+
+
+def longest_axes(program):
+    """The longest axis of what each collective carries; a part of a row has V / 4 at least."""
+    shapes = [shape for one in collectives(program) for _, shape in one.shapes]
+    return [max(shape, default=1) for shape in shapes]
+
+
+@pytest.mark.parametrize("call", ["some rows", "greedy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_outside_of_jit(kind, call):
+    x = placed(kind, "both")
+    with jax.set_mesh(mesh_of(kind)):
+        assert_close(CALLS[call](x), CALLS[call](logits()))
+
+
+def test_a_gather_of_the_logits_would_be_seen():
+    """Negative control: the plain way to logprobs with automatic axes."""
+    x = placed("automatic", "both")
+
+    def plain(x):
+        return jax.lax.top_k(jax.nn.log_softmax(x), K)
+
+    program = jax.jit(plain).lower(x).compile(QUICK)
+    assert any(length >= V // 4 for length in longest_axes(program))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_on_a_mesh(kind):
+    """The gradient is split as the logits are, and equal to one device's."""
+    given = jnp.asarray(np.random.default_rng(2).normal(size=(N, V)), jnp.float32)
+
+    def loss(x):
+        return jnp.square(topk_logprobs(x, jnp.arange(N, dtype=jnp.int32), K).logprobs).sum()
+
+    with jax.set_mesh(mesh_of(kind)):
+        x = jax.device_put(given, NamedSharding(mesh_of(kind), SPLITS["both"]))
+        found = jax.jit(jax.grad(loss))(x)
+    np.testing.assert_allclose(found, jax.grad(loss)(given), atol=2e-5)
