@@ -45,13 +45,18 @@ def topk_logprobs(
       -1, logprobs NaN, token rank 0.
       A token id outside [0, V): NaN for that token, token rank 0; the row's top K stand.
 
-    Vocabulary shards: inside `jax.shard_map`, give each device its columns of the logits, equally
-    many and in order, all other arguments whole, and the mesh axis as `axis_name`. Outside, give
-    logits that are sharded over their second axis; under `jax.jit`, where arrays of a mesh with
-    automatic axes do not show how they are sharded, name `mesh` and `axis_name`. Where V does not
-    divide evenly, pad the last columns with anything and give `vocab_size`. Every device gets the
-    whole result: ids, token ranks and order as from one device, and R * (4 + C + 2 K) words a shard
-    travel, never logits.
+    Meshes: logits may be split by rows, by the vocabulary, or by both. Outside of `jax.shard_map`
+    nothing need be named: explicit axes and existing arrays tell, and the compiler does for
+    automatic axes. Each device reads its own part. Without `row_ids` the results are split as the
+    rows are; otherwise every device gets them whole. Ids, token ranks and order are those of one
+    device. Where the vocabulary is split, R * (4 + C + 2 K) words a shard travel; where rows
+    are and `row_ids` name them, the results do; logits never do. Inside `shard_map`, give each
+    device its columns, equally many and in order, and the mesh axis as `axis_name`. Where V does
+    not divide evenly, pad the last columns with anything and give `vocab_size`.
+
+    Transformations: `vmap` folds a batch into rows. `jvp` and `grad` differentiate the logprobs of
+    all kinds by logits and temperatures; ids and token ranks have no derivative, nor have rows and
+    tokens without an answer.
 
     Args:
       logits: [N, V] bfloat16, float16 or float32; with `axis_name` inside `shard_map`, the
