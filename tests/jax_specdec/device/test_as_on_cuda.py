@@ -20,7 +20,7 @@ from jax_specdec.device.messages import step_messages
 from jax_specdec.device.model import hf_weights
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import verify
-from pallas_kernels import greedy_topk_logprobs, implementations, topk_logprobs
+from pallas_kernels import greedy, greedy_topk_logprobs, implementations, topk_logprobs
 from pallas_kernels.mosaic_gpu import run
 from pallas_kernels.sharding import placement
 from tests.support.device_programs import (
@@ -127,6 +127,10 @@ def test_xla_where_it_is_asked_for(split):
     assert "mosaic_gpu" not in lowered(both_functions(split, "xla"), ROWS, IDS)
 
 
+def test_the_greedy_choice_is_left_to_xla():
+    assert custom_calls(lowered(jax.jit(greedy), ROWS)) == 0
+
+
 def test_programs_of_another_host_have_no_kernels(monkeypatch):
     """The control of every count above: they depend on the host, not on the lowering alone."""
     monkeypatch.setattr(implementations, "cuda_capability", lambda: None)
@@ -231,6 +235,7 @@ JIT = {"jit", "pjit", "pmap"}
 # Not of `Compiled`, whose programs are those that CASES name, and the tests that lower them.
 OTHERS = {
     "jax_specdec/device/model/hf_weights.py: _place": test_weights_are_placed,
+    "pallas_kernels/greedy_choice.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
     "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,
     "pallas_kernels/sharding/placement.py: mapped": test_xla_where_it_is_asked_for,
 }
