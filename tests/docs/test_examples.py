@@ -204,9 +204,8 @@ READERS = ("own_loop", "asyncio_engine", "jitted_loop_engine")
 
 @pytest.mark.fast
 def test_the_reading_side_never_loads_jax():
-    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import {', '.join(READERS)};"
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import {', '.join(READERS)}\n"
     assert run("-c", code + "print('jax' in sys.modules)") == "False\n"
-    assert run("-c", code + "import trigram; print('jax' in sys.modules)") == "True\n"
 
 
 @pytest.mark.fast

@@ -31,9 +31,7 @@ PROMPTS = {"num_prompts": 2, "prompt_length": 8, "generated": 10}
 @pytest.fixture(scope="module")
 def script():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            jax, "jit", functools.partial(jax.jit, compiler_options=quick_compile.OPTIONS)
-        )
+        patch.setattr(jax, "jit", quick_compile.jit)
         patch.syspath_prepend(EXAMPLES)
         import train_tiny_model
 
@@ -65,8 +63,8 @@ def losses_and_gradient(script):
     compiled = jax.jit(jax.value_and_grad(objective, has_aux=True))
 
     def run(params, ids):
-        (_, losses), gradient = compiled(params, jnp.asarray(ids, jnp.int32))
-        return losses, gradient
+        (_, losses), gradient = compiled(params, np.asarray(ids, np.int32))
+        return jax.device_get((losses, gradient))
 
     return run
 
@@ -121,9 +119,12 @@ def test_training_learns_and_repeats_itself(script, losses_and_gradient):
 def test_the_first_step_is_that_of_adamw(script, losses_and_gradient, params):
     """m / sqrt(v) is g / |g| after one step; norms do not decay; the gradient is clipped."""
     ids = random_ids(3)
-    zeros = jax.device_get(jax.tree.map(jnp.zeros_like, params))
-    state = (*jax.tree.map(jnp.asarray, (jax.device_get(params), zeros, zeros)), jnp.float32(0))
-    (new, *_), _ = script.make_step(CONFIG, STEPS, RATE)(state, jnp.asarray(ids, jnp.int32))
+    params = jax.device_get(params)
+    zeros = jax.tree.map(np.zeros_like, params)
+    state = jax.tree.map(jnp.array, (params, zeros, zeros, np.float32(0)))  # is donated
+    (new, *_), _ = jax.device_get(
+        script.make_step(CONFIG, STEPS, RATE)(state, np.asarray(ids, np.int32))
+    )
     _, gradient = losses_and_gradient(params, ids)
     norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradient)))
     assert norm > 1  # so clipping is seen
