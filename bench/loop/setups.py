@@ -37,6 +37,7 @@ class Setup:
     rounds: int
     targets: bool = False  # whether the targets for an H100 apply
     sampled: Length | None = None  # for sampled requests, if their steps take far longer
+    requests: int = REQUESTS  # at once, a slot each
 
     def length(self, sampled: bool = False) -> Length:
         """How long greedy or sampled requests are measured."""
@@ -52,9 +53,15 @@ class Setup:
         return LoopConfig(
             model=model,
             drafter=make_drafter("mtp", DRAFTS, model),
-            num_slots=REQUESTS,
+            num_slots=self.requests,
             max_length=self.max_length,
         )
+
+    def prompts(self, model: ModelConfig) -> list[list[int]]:
+        """Random prompts, one for each request: their meaning does not matter."""
+        rng = np.random.default_rng(0)
+        limit = min(model.vocab_size, 256)
+        return [rng.integers(1, limit, PROMPT).tolist() for _ in range(self.requests)]
 
 
 def shipped() -> tuple[Any, ModelConfig]:
@@ -99,10 +106,3 @@ def large(quick: bool) -> Setup:
     """The setup of a GPU, for which the promises are made."""
     steps, rounds = (20, 3) if quick else (50, 11)
     return Setup("1B-class model, V = 128256, bfloat16", llama_1b, steps, 20, rounds, targets=True)
-
-
-def prompts(config: ModelConfig) -> list[list[int]]:
-    """Random prompts, one for each request: their meaning does not matter."""
-    rng = np.random.default_rng(0)
-    limit = min(config.vocab_size, 256)
-    return [rng.integers(1, limit, PROMPT).tolist() for _ in range(REQUESTS)]

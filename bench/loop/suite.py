@@ -33,7 +33,7 @@ from bench.loop import content
 from bench.loop.consumer import Consumer
 from bench.loop.content import Step
 from bench.loop.rig import FIXED_BYTES, Contender, Rig, Steps
-from bench.loop.setups import DRAFTS, REQUESTS, Length, Setup, prompts, setups
+from bench.loop.setups import DRAFTS, REQUESTS, Length, Setup, setups
 from bench.timing import Comparison, Target, compare, from_samples, rotated
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
@@ -89,7 +89,7 @@ def run(quick: bool = False) -> list[Comparison]:
         chosen = [c for c in greedy if not (quick and c.name in NOT_QUICK)]
         groups = {"greedy": chosen} if quick else {"greedy": chosen, "sampled": list(SAMPLED)}
         for kind, contenders in groups.items():
-            title = f"decoding {REQUESTS} {kind} requests, {DRAFTS} drafts, {setup.name}"
+            title = f"decoding {setup.requests} {kind} requests, {DRAFTS} drafts, {setup.name}"
             length = setup.length(sampled=kind == "sampled")
             results.append(measure(title, setup, contenders, params, model, compiled, length))
     return results
@@ -117,10 +117,10 @@ def measure(
     Raises:
       BenchError: a contender delivers other tokens or logprobs.
     """
-    config, texts = setup.loop_config(model), prompts(model)
+    config, texts = setup.loop_config(model), setup.prompts(model)
     length = length or setup.length()
     compiled = compiled or Compiled(config)
-    consumer = Consumer(sorted({one.transport for one in contenders}), REQUESTS)
+    consumer = Consumer(sorted({one.transport for one in contenders}), setup.requests)
     try:
         served = [one for one in contenders if one.transport not in consumer.missing]
         rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in served}
@@ -130,7 +130,7 @@ def measure(
     found = from_samples(
         title,
         {name: [steps.step for steps in found] for name, found in rounds.items()},
-        settings=_settings(model, length),
+        settings=_settings(setup, model, length),
         notes={
             f"NOT RUN {one.name}": consumer.missing[one.transport]
             for one in contenders
@@ -143,9 +143,9 @@ def measure(
     return replace(found, figures=figures, targets=tuple(targets))
 
 
-def _settings(model: ModelConfig, length: Length) -> dict[str, Any]:
+def _settings(setup: Setup, model: ModelConfig, length: Length) -> dict[str, Any]:
     return {
-        "requests": REQUESTS,
+        "requests": setup.requests,
         "drafts": DRAFTS,
         "vocabulary": model.vocab_size,
         "dtype": model.dtype,

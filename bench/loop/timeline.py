@@ -19,7 +19,7 @@ import numpy as np
 from bench.gpu.device_events import recorded
 from bench.loop.consumer import DECODED, PROCESSED, RECEIVED, Consumer
 from bench.loop.rig import Rig
-from bench.loop.setups import REQUESTS, Setup, prompts, setups
+from bench.loop.setups import Setup, setups
 from bench.loop.spans import DEVICE, ENGINE, RING, WORKER, DeviceEvent, Span, trace_events
 from bench.loop.suite import GREEDY, K20
 from bench.report import files, outputs
@@ -117,13 +117,14 @@ def main(arguments: list[str]) -> int:
     content = {
         "traceEvents": list(trace_events(spans, operations, first)),
         "displayTimeUnit": "ms",
-        "otherData": machine | {"setup": setup.name, "requests": REQUESTS},
+        "otherData": machine | {"setup": setup.name, "requests": setup.requests},
     }
     trace.write_text(json.dumps(content) + "\n")
     from bench.loop import timeline_picture  # matplotlib: only for the picture
 
     picture = options.out / "timeline.png"
-    timeline_picture.draw(spans, step, f"{REQUESTS} requests at K = 20, {setup.name}", picture)
+    title = f"{setup.requests} requests at K = 20, {setup.name}"
+    timeline_picture.draw(spans, step, title, picture)
     print(f"wrote {trace}: open it at https://ui.perfetto.dev\nwrote {picture}")
     return 0
 
@@ -135,10 +136,10 @@ def record(
     params, model = setup.load()
     config = setup.loop_config(model)
     contender = next(one for one in GREEDY if one.name == K20)
-    consumer = Consumer([contender.transport], REQUESTS)
+    consumer = Consumer([contender.transport], setup.requests)
     try:
         rig = ProfiledRig(
-            contender, config, params, compiled or Compiled(config), consumer, prompts(model)
+            contender, config, params, compiled or Compiled(config), consumer, setup.prompts(model)
         )
         rig.run(2, 2)  # compiles
         rig.spans.clear()

@@ -9,21 +9,23 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import draw
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import forward
-from jax_specdec.device.model.params import init_cache, init_params
+from jax_specdec.device.model.params import init_cache
 from jax_specdec.device.sampling import exact_sums, threshold_search
 from jax_specdec.device.sampling.distribution import Sampling, Truncation, truncation
 from jax_specdec.device.sampling.verify import Drafts, verify
 from pallas_kernels import topk_logprobs
+from tests.support import quick_compile
 from tests.support.collectives import bytes_of_a_run
 from tests.support.paths import ROOT
-from tests.support.shards import QUICK, mesh_of
+from tests.support.random_params import random_params
+from tests.support.shards import mesh_of
 
 PAGE = ROOT / "docs" / "scaling.md"
 
 
 def counted(function, *shapes, branch=max):
     """Bytes that the collectives of a call carry."""
-    compiled = jax.jit(function).lower(*shapes).compile(compiler_options=QUICK)
+    compiled = jax.jit(function).lower(*shapes).compile(compiler_options=quick_compile.OPTIONS)
     return bytes_of_a_run(compiled, branch=branch)
 
 
@@ -109,7 +111,7 @@ def test_the_models_own_sums():
         intermediate_size=64,
     )  # fmt: skip
     parallel = sharding.Parallel(mesh_of(2))
-    params = init_params(config, jax.random.key(0))
+    params = random_params(config)
     params = parallel.place(params, sharding.params_specs(params, 2))
     cache = init_cache(config, 3, 16)
     place = sharding.split(cache.k.shape, -2, 2)

@@ -26,7 +26,7 @@ from jax_specdec.records import output_processor
 from jax_specdec.records.decode import decode
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
-from tests.support.shards import QUICK
+from tests.support.quick_compile import OPTIONS as QUICK
 
 VOCAB = 32
 

@@ -3,19 +3,32 @@
 Production code is compiled with XLA's defaults, so a test of what rounding does keeps to those.
 """
 
-import functools
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
+from unittest import mock
 
 import jax
 
 # What XLA decides before it generates code is as ever: buffers, fusions, collectives.
-UNOPTIMIZED: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
-# A third of the time that the defaults take, on a CPU. jaxlib 0.11 no longer knows the second.
+UNOPTIMIZED: dict[str, int | bool] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+# A fifth of the time that the defaults take, on a CPU. jaxlib 0.11 no longer knows the last one.
 OPTIONS = dict(UNOPTIMIZED)
 if version("jaxlib").startswith("0.10."):
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
-jit = functools.partial(jax.jit, compiler_options=OPTIONS)  # in place of `jax.jit`
+jit = partial(jax.jit, compiler_options=OPTIONS)  # in place of `jax.jit`
 
 # The same as a value of XLA_FLAGS, for processes.
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
+
+
+@contextmanager
+def everything():
+    """Functions that are given to `jax.jit` in here are compiled so."""
+    with mock.patch.object(jax, "jit", partial(jax.jit, compiler_options=OPTIONS)):
+        yield

@@ -4,15 +4,9 @@ import jax
 import numpy as np
 
 from pallas_kernels.sharding.vocab_shard import VocabShard
+from tests.support import quick_compile
 
 P = jax.sharding.PartitionSpec
-# For programs that run a few times, or never: the machine code need not be good. A third of the
-# compiler's time.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
 
 
 def mesh_of(shards):
@@ -42,4 +36,4 @@ def on_shards(call, shards, x, vocab, out_specs):
         in_specs=in_spec,
         out_specs=out_specs,
     )
-    return jax.jit(mapped, compiler_options=QUICK)(padded(np.asarray(x), shards))
+    return jax.jit(mapped, compiler_options=quick_compile.OPTIONS)(padded(np.asarray(x), shards))

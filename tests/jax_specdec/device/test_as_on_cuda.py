@@ -23,6 +23,7 @@ from jax_specdec.device.sampling.verify import verify
 from pallas_kernels import greedy, greedy_topk_logprobs, implementations, topk_logprobs
 from pallas_kernels.mosaic_gpu import run
 from pallas_kernels.sharding import placement
+from tests.support import quick_compile
 from tests.support.device_programs import (
     CASES,
     DRAFTS,
@@ -39,7 +40,7 @@ from tests.support.device_programs import (
     target_message,
 )
 from tests.support.paths import ROOT
-from tests.support.shards import QUICK, P, mesh_of
+from tests.support.shards import P, mesh_of
 
 KERNELS = 2  # custom calls that one call of a function of `mosaic_gpu` makes
 
@@ -157,7 +158,7 @@ def by_slots(function):
     """`function` in a `shard_map` over slots: each of two devices has its own part of a batch."""
     return jax.jit(
         jax.shard_map(function, mesh=mesh_of(2), in_specs=P("model"), out_specs=P("model")),
-        compiler_options=QUICK,
+        compiler_options=quick_compile.OPTIONS,
     )
 
 
@@ -225,7 +226,7 @@ def test_verification_with_slots_on_shards():
         return verify(target, joined(first, lengths), sampling, lengths)
 
     arguments = target, given, sampling, jnp.full(batch, DRAFTS, jnp.int32)
-    expected = jax.jit(found, compiler_options=QUICK)(*arguments)
+    expected = jax.jit(found, compiler_options=quick_compile.OPTIONS)(*arguments)
     assert len(set(expected.num_tokens.tolist())) > 1
     assert jnp.unique(expected.cut.cut_id).size > 2
     jax.tree.map(np.testing.assert_array_equal, by_slots(found)(*arguments), expected)

@@ -22,7 +22,7 @@ from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.memory import InsufficientMemory
 from jax_specdec.device.model.params import init_cache, named_arrays
 from tests.support import hf_files, reference_model
-from tests.support.shards import QUICK
+from tests.support.quick_compile import OPTIONS as QUICK
 
 pytestmark = pytest.mark.fast
 

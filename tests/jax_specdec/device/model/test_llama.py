@@ -21,8 +21,8 @@ from jax_specdec.device.model.params import (
     named_arrays,
 )
 from tests.support import reference_model
+from tests.support.quick_compile import OPTIONS as QUICK
 from tests.support.shape_checks import as_users_run
-from tests.support.shards import QUICK
 
 TOLERANCE = 1e-4
 B, T, V = 3, 24, 32

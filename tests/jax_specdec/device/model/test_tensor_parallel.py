@@ -25,9 +25,9 @@ from jax_specdec.device.sampling.verify import Drafts, verify
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import Request, SamplingParams
 from pallas_kernels.sharding.vocab_shard import VocabShard
-from tests.support import decoding, hf_files
+from tests.support import decoding, hf_files, quick_compile
 from tests.support.collectives import collectives
-from tests.support.shards import QUICK, P, mesh_of
+from tests.support.shards import P, mesh_of
 
 VOCAB = 4096
 CONFIG = ModelConfig(
@@ -85,7 +85,9 @@ def verified(shards, with_q):
     parallel = sharding.ONE_DEVICE if shards == 1 else sharding.Parallel(mesh_of(shards))
     if not with_q:
         drafts = drafts._replace(logits=None)
-    run = jax.jit(functools.partial(verify, parallel=parallel), compiler_options=QUICK)
+    run = jax.jit(
+        functools.partial(verify, parallel=parallel), compiler_options=quick_compile.OPTIONS
+    )
     return run(target, drafts, sampling, positions), parallel
 
 
@@ -117,7 +119,7 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
         found, parallel = verified(shards, True)
         output = step_output(target, drafts, found, active=positions > 0, running=jnp.bool_(True))
 
-        @functools.partial(jax.jit, compiler_options=QUICK)
+        @functools.partial(jax.jit, compiler_options=quick_compile.OPTIONS)
         def message(output, asked, turn):
             cut = jax.tree.map(lambda x: jnp.roll(x, turn, axis=0), output.cut)
             number = jnp.zeros(2, jnp.uint32)
@@ -206,7 +208,7 @@ def compiled_step(config, parallel):
     traced = functions.step.trace(
         placed(params(), sharding.params_specs), placed(whole, state_specs)
     )
-    step = traced.lower().compile(compiler_options=QUICK)
+    step = traced.lower().compile(compiler_options=quick_compile.OPTIONS)
     output = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         traced.out_info[1],
@@ -227,7 +229,7 @@ def programs(shards):
     number = np.zeros(2, np.uint32)
     target = functions.target_message.lower(output, asked, number, np.bool_(True), widths=widths)
     draft = functions.draft_message.lower(output, asked, number, widths=widths)
-    return step, *(x.compile(compiler_options=QUICK) for x in (target, draft))
+    return step, *(x.compile(compiler_options=quick_compile.OPTIONS) for x in (target, draft))
 
 
 def carried(program):
