@@ -3,7 +3,6 @@
 import functools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import numpy as np
@@ -26,7 +25,7 @@ from jax_specdec.records import output_processor
 from jax_specdec.records.decode import decode
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
-from tests.support.quick_compile import OPTIONS as QUICK
+from tests.support import quick_compile
 
 VOCAB = 32
 
@@ -36,7 +35,7 @@ def random_model(vocab=VOCAB, scale=4.0, **changes):
     """Weights large enough that the model is decided, and repeats itself now and then."""
     config = ModelConfig.tiny(vocab_size=vocab, **changes)
     # One quick program; called without jit, it would be a slow one for each shape.
-    init = jax.jit(init_params, static_argnums=0, compiler_options=QUICK)
+    init = quick_compile.jit(init_params, static_argnums=0)
     params = init(config, jax.random.key(1))
     return jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, params), config
 
@@ -70,7 +69,7 @@ class Sent(list):
 @functools.cache
 def compiled(config):
     """One compilation for all runs of a configuration, and a quick one."""
-    with mock.patch.object(jax, "jit", functools.partial(jax.jit, compiler_options=QUICK)):
+    with quick_compile.everything():
         return Compiled(config)
 
 

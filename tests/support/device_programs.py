@@ -169,6 +169,7 @@ class Case(NamedTuple):
     kernels: int = 0  # calls
     drafter: str = "mtp"
     prefill_only: bool = False
+    devices: tuple[int, ...] = (1,)  # of every run of the tests; on other numbers it is a slow one
     fast: bool = False
 
 
@@ -181,69 +182,76 @@ def step_case(drafter, fused_k=None, **options):
 
 
 STEPS = [
-    step_case("none"),
+    step_case("none", devices=()),
     step_case("none", 5, fast=True),
-    step_case("mtp"),
-    step_case("mtp", 5),
-    step_case("ngram"),
-    step_case("ngram", 0),
-    step_case("suffix"),
+    step_case("mtp", devices=(1, 2)),
+    step_case("mtp", 5, devices=(1, 2)),
+    step_case("ngram", devices=()),
+    step_case("ngram", 0, devices=()),
+    step_case("suffix", devices=()),
     step_case("suffix with corpus", 5),
     step_case("callable"),
-    step_case("callable with logits", 5),
-    step_case("adaptive mtp"),
+    step_case("callable with logits", 5, devices=()),
+    step_case("adaptive mtp", devices=()),
     step_case("adaptive ngram", 5),
     step_case("mtp", prefill_only=True)._replace(variant="mtp, prefill only"),
 ]
 PROMPTS = [
-    Case("admit", "mtp", lambda of: ((of.state, NUMBER, admission(of)), {})),
-    Case("release", "mtp", lambda of: ((of.state, NUMBER), {})),
+    Case("admit", "mtp", lambda of: ((of.state, NUMBER, admission(of)), {}), devices=(1, 2)),
+    Case("release", "mtp", lambda of: ((of.state, NUMBER), {}), devices=(1, 2)),
     *(
         Case(
             "prefill_chunk", drafter,
             lambda of: ((of.params, of.state, NUMBER, NUMBER), {"chunk": CHUNK}), drafter=drafter,
+            devices=(1, 2) if drafter == "mtp" else (1,),
         )
         for drafter in ("none", "mtp", "adaptive mtp")
     ),
     *(
-        Case("copy_prefix", drafter, lambda of: ((of.state, NUMBER, NUMBER), {}), drafter=drafter)
+        Case("copy_prefix", drafter, lambda of: ((of.state, NUMBER, NUMBER), {}), drafter=drafter,
+             devices=(1, 2))
         for drafter in ("ngram", "mtp", "adaptive mtp")
     ),
     *(
         Case(
             "score_chunk", widths.mode.name, functools.partial(score_chunk, widths=widths),
-            kernels=1, fast=widths is SCALED,
+            kernels=1, devices=devices, fast=widths is SCALED,
         )
-        for widths in (RAW, SCALED, PROCESSED)
+        for widths, devices in ((RAW, ()), (SCALED, (1,)), (PROCESSED, (1, 2)))
     ),
     *(
-        Case("prompt_message", widths.mode.name, functools.partial(prompt_message, widths=widths))
+        Case("prompt_message", widths.mode.name, functools.partial(prompt_message, widths=widths),
+             devices=(1, 2))
         for widths in (RAW, PROCESSED)
     ),
 ]  # fmt: skip
 MESSAGES = [
-    Case("target_message", "no logprobs", functools.partial(target_message, widths=Widths())),
+    Case("target_message", "no logprobs", functools.partial(target_message, widths=Widths()),
+         devices=(1, 2)),
     Case(
         "target_message", "of the fused path",
-        functools.partial(target_message, widths=RAW, fused_k=5),
+        functools.partial(target_message, widths=RAW, fused_k=5), devices=(1, 2),
     ),
-    Case("leading", "bucket", functools.partial(leading, count=256)),
-    Case("draft_message", "no logprobs", functools.partial(draft_message, widths=Widths())),
+    Case("leading", "bucket", functools.partial(leading, count=256), devices=(1, 2)),
+    Case("draft_message", "no logprobs", functools.partial(draft_message, widths=Widths()),
+         devices=(1, 2)),
     *(
         Case(
             "target_message", widths.mode.name,
-            functools.partial(target_message, widths=widths), kernels=1,
+            functools.partial(target_message, widths=widths), kernels=1, devices=devices,
             fast=widths is PROCESSED,
         )
-        for widths in (RAW, SCALED, PROCESSED)
+        for widths, devices in ((RAW, (1,)), (SCALED, ()), (PROCESSED, (1, 2)))
     ),
     *(
         Case(
             "draft_message", f"{drafter}, {widths.mode.name}",
             functools.partial(draft_message, widths=widths), kernels=1, drafter=drafter,
+            devices=devices,
         )
-        for drafter, widths in (
-            ("mtp", RAW), ("mtp", SCALED), ("mtp", PROCESSED), ("callable with logits", RAW)
+        for drafter, widths, devices in (
+            ("mtp", RAW, (1,)), ("mtp", SCALED, ()), ("mtp", PROCESSED, (1, 2)),
+            ("callable with logits", RAW, ()),
         )
     ),
 ]  # fmt: skip

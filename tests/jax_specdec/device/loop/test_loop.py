@@ -1,32 +1,20 @@
 """The decoding loop through the worker's own code: equal to plain decoding, every value twice."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ipc.wire import SlotState
-from jax_specdec.device.drafting.drafters import MtpDrafter, NoDrafter
-from jax_specdec.device.loop import step as step_module
-from jax_specdec.device.loop.host_slots import Slot, admission, asked_of_slots, widths_of_slots
-from jax_specdec.device.loop.state import LoopConfig, admit, init_state, release
-from jax_specdec.device.loop.step import step
 from jax_specdec.device.model.params import named_arrays
-from jax_specdec.device.sampling.verify import verify
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.decode import decode
 from pallas_kernels import oracle
 from tests.support import reference_model
 from tests.support.decoding import (
     VOCAB,
-    compiled,
     mixed_requests,
     random_model,
     request,
     run,
-    without_jit,
 )
 
 DRAFTERS = ("mtp", "ngram", "none")
@@ -202,87 +190,6 @@ def test_a_request_may_fill_its_slot_to_the_last_token():
         assert result.records["full"][-1].finish_reason is FinishReason.LENGTH
         check_against_captured_logits(result, [full])
         check_against_teacher_forcing(result, [full])
-
-
-@pytest.mark.slow
-def test_without_jit_every_value_is_the_same():
-    """One call of each function: without jit, every conditional is compiled anew at each call."""
-    params, model = random_model()
-    config = LoopConfig(model, MtpDrafter(model, 1), num_slots=1, max_length=96)
-    item = request("r", [1, 2, 3], max_tokens=9, temperature=0.7, top_p=0.9, logprobs=3,
-                   draft_logprobs=True)  # fmt: skip
-    slot, start = jnp.int32(0), jnp.int32(0)
-    sent = {}
-    for functions in (compiled(config), without_jit(config)):
-        state = functions.admit(init_state(config), slot, admission(item, 96, 1))
-        state = functions.prefill_chunk(params, state, slot, start, chunk=8)
-        state, _ = compiled(config).step(params, state)  # so that there is a draft to verify
-        _, output = functions.step(params, state)
-        assert output.num_drafts[0] == 1
-        slots = [Slot(params=item.params, most_tokens=2)]
-        widths = widths_of_slots(slots, VOCAB)
-        sent[type(functions)] = [
-            decode(np.asarray(words[: words[4]]).tobytes())
-            for message in (functions.target_message, functions.draft_message)
-            for words in [
-                message(
-                    output, asked_of_slots(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
-                )
-            ]
-        ]
-    for jitted, plain in zip(*sent.values(), strict=True):
-        assert len(plain.token_ranks) > 0
-        np.testing.assert_array_equal(jitted.token_ids, plain.token_ids)
-        np.testing.assert_array_equal(jitted.topk_ids, plain.topk_ids)
-        np.testing.assert_array_equal(jitted.token_ranks, plain.token_ranks)
-        np.testing.assert_allclose(jitted.logprobs, plain.logprobs, atol=1e-5)
-
-
-@dataclasses.dataclass(frozen=True)
-class Watching(NoDrafter):
-    """Proposes nothing, and keeps the temperatures that it was shown as its state."""
-
-    def init(self, num_slots, length):
-        return super().init(num_slots, length)[0], jnp.zeros(num_slots)
-
-    def prefill(self, params, state, *_):
-        return state
-
-    def propose(self, params, state, context):
-        return super().propose(params, state, context)[0], context.sampling.temperature
-
-
-def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
-    """Whoever left a slot, verification and the drafter see only what is decoding now."""
-    params, model = random_model()
-    verified = []
-
-    def spy(logits, drafts, sampling, *args, **options):
-        verified.append(sampling.temperature)
-        return verify(logits, drafts, sampling, *args, **options)
-
-    monkeypatch.setattr(step_module, "verify", spy)
-    config = LoopConfig(model, Watching(1), num_slots=2, max_length=16)
-    sampled = request("s", [1], max_tokens=9, temperature=0.7, top_p=0.9)
-    state = init_state(config)
-    for slot, item in enumerate([request("g", [1], max_tokens=9), sampled]):
-        state = admit(state, jnp.int32(slot), admission(item, 16, 1))
-    decoding = state._replace(active=jnp.ones(2, bool))
-
-    @jax.jit
-    def seen(state):
-        state, _ = step(config, params, state)
-        return verified.pop(), state.drafter
-
-    # While it decodes it is sampled; before its first step and after its last it is nobody.
-    for given, expected in [
-        (decoding, 0.7),
-        (decoding._replace(active=jnp.array([True, False])), 0.0),
-        (release(decoding, jnp.int32(1)), 0.0),
-    ]:
-        for temperature in seen(given):
-            np.testing.assert_allclose(temperature, [0.0, expected])
-        assert given.sampling.temperature[1] > 0
 
 
 def test_one_token_is_a_whole_request():

@@ -11,6 +11,7 @@ from jax_specdec.device.drafting import drafters
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER
 from jax_specdec.device.sampling.verify import Drafts, accept_draft, verify
+from tests.support import quick_compile
 
 pytestmark = pytest.mark.fast
 
@@ -195,3 +196,33 @@ def test_greedy_and_sampled_requests_share_a_batch():
         got.num_tokens[::2], 1 + (drafts[::2, 0] == 0) + ((drafts[::2] == [0, 2]).all(1))
     )
     assert p_value(ids[1::2, 0], P[0]) > 1e-3
+
+
+VERIFY = quick_compile.jit(verify)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "nothing"])
+def test_a_sampled_slot_stops_at_an_invalid_row_with_its_greedy_token(bad):
+    """For every seed: an invalid row has no distribution to draw from."""
+    count, vocab = 64, 5
+    logits = np.full((count, 3, vocab), -np.inf, np.float32)
+    logits[:, 0, 4] = logits[:, 2, 4] = 0  # only token 4 is possible
+    logits[:, 1] = [-1, 2, 0, 2, 1]
+    logits[:, 1] = {"nan": np.where(np.arange(vocab) == 4, np.nan, logits[:, 1]),
+                    "inf": np.where(np.arange(vocab) == 1, np.inf, logits[:, 1]),
+                    "nothing": -np.inf}[bad]  # fmt: skip
+    greedy_id = 0 if bad == "nothing" else 1
+    # Half of the drafts at the invalid row are its greedy id: they are not accepted either.
+    drafts = np.full((count, 2), 4, np.int32)
+    drafts[::2, 1] = greedy_id
+    greedy_sampling = Sampling.greedy(count)
+    got = VERIFY(
+        jnp.asarray(logits),
+        Drafts(jnp.asarray(drafts), jnp.full(count, 2, jnp.int32), None),
+        greedy_sampling._replace(
+            temperature=jnp.ones(count), seed=jnp.arange(count, dtype=jnp.uint32)
+        ),
+        jnp.zeros(count, jnp.int32),
+    )
+    assert (np.asarray(got.num_tokens) == 2).all()
+    np.testing.assert_array_equal(got.token_ids, np.tile([4, greedy_id, -1], (count, 1)))

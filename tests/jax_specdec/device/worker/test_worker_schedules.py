@@ -18,9 +18,9 @@ from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams
-from tests.jax_specdec.device.loop.test_pin_rows import NEAR_TIE, margins
 from tests.support import in_mode
 from tests.support.decoding import VOCAB, Local, request, run
+from tests.support.near_ties import NEAR_TIE, margins
 
 
 def requests():

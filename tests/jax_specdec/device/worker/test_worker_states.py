@@ -9,10 +9,8 @@ import pytest
 
 from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Evict, Release
-from jax_specdec.device.drafting.drafters import NoDrafter, no_drafts
 from jax_specdec.device.loop.host_slots import admission
-from jax_specdec.device.loop.state import LoopConfig, admit, init_state
-from jax_specdec.device.loop.step import step
+from jax_specdec.device.loop.state import admit
 from jax_specdec.device.sampling.distribution import processed_probs
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
@@ -222,30 +220,6 @@ def test_no_more_drafts_are_taken_over_than_the_first_step_can_verify():
     with pytest.raises(ValueError, match=rf"draft token id {VOCAB} is outside .*0 to {VOCAB - 1}"):
         local.worker.apply(wrong)
     assert not local.worker.busy
-
-
-@dataclasses.dataclass(frozen=True)
-class TooWide(NoDrafter):
-    def propose(self, params, state, context):
-        return no_drafts(context.limit.shape[0], self.num_drafts + 1), state
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("prefill_only", [False, True])
-def test_proposals_wider_than_a_slot_are_refused_where_they_are_made(prefill_only):
-    params, model = random_model()
-    for made, refused in ((NoDrafter(2), False), (TooWide(2), True)):
-        config = LoopConfig(model, made, num_slots=2, max_length=16, prefill_only=prefill_only)
-        state = init_state(config)
-
-        def output(state, config=config):
-            return step(config, params, state)[1]
-
-        if refused:
-            with pytest.raises(ValueError, match=r"proposed \(2, 3\) drafts, but .* is \(2, 2\)"):
-                jax.eval_shape(output, state)
-        else:
-            assert jax.eval_shape(output, state).token_ids.shape == (2, 3)
 
 
 @pytest.mark.parametrize("prefill_only", [False, True])

@@ -1,29 +1,19 @@
-"""Messages and drafts, where no other test pins a line of docs/semantics.md."""
+"""The layout of a message as numbers, which only another version of it may change."""
 
 import struct
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
-from jax_specdec.control import Admit, Release
-from jax_specdec.device.drafting.drafters import no_drafts
-from jax_specdec.device.loop.host_slots import Slot, asked_of_slots, widths_of_slots
-from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.messages import step_messages
-from jax_specdec.device.worker.worker import Worker
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
-from jax_specdec.requests import SamplingParams
-from tests.support import decoding
-from tests.support.decoding import mixed_requests, request, run
 from tests.support.processor_messages import drafts
 
+pytestmark = pytest.mark.fast
 
-@pytest.mark.fast
+
 def test_one_message_byte_by_byte():
     """The layout as numbers: whoever changes it has to change the version too."""
     slots = [
@@ -50,7 +40,6 @@ def test_one_message_byte_by_byte():
     decode(data)
 
 
-@pytest.mark.fast
 def test_header_and_slots_are_as_small_as_promised():
     empty = encode(Kind.TARGET, 0, [])
     assert len(empty) <= 64
@@ -61,7 +50,6 @@ def test_header_and_slots_are_as_small_as_promised():
     assert kind.word == k.word  # they share one word
 
 
-@pytest.mark.fast
 def test_kinds_states_and_modes_have_their_numbers():
     assert {kind.name: int(kind) for kind in Kind} == {"TARGET": 3, "DRAFT": 4, "PROMPT": 5}
     assert [mode.name for mode in sorted(LogprobsMode)] == ["RAW", "SCALED", "PROCESSED"]
@@ -70,7 +58,6 @@ def test_kinds_states_and_modes_have_their_numbers():
     ]  # fmt: skip
 
 
-@pytest.mark.fast
 def test_every_other_kind_and_version_is_refused():
     good = encode(Kind.TARGET, 0, [SlotContents(state=SlotState.STOPPED)])
     words = np.frombuffer(good, np.uint32).copy()
@@ -88,7 +75,6 @@ def test_every_other_kind_and_version_is_refused():
             decode(words.tobytes())
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("field", "value"),
     [("num_drafts", 65536), ("num_chosen", 65536), ("columns", 65536), ("generation", 2**32),
@@ -102,7 +88,6 @@ def test_a_slot_value_that_does_not_fit_is_refused_where_it_is_made(field, value
                max_num_logprobs=0)  # fmt: skip
 
 
-@pytest.mark.fast
 def test_a_draft_message_has_all_the_drafts_of_its_step_or_none():
     whole = drafts(7, 8, 9, columns=2)
     assert decode(encode(Kind.DRAFT, 4, [whole])).num_tokens.tolist() == [3]
@@ -110,69 +95,3 @@ def test_a_draft_message_has_all_the_drafts_of_its_step_or_none():
     for ids in ((7, 8), (7, 8, 9, 10)):
         with pytest.raises(MessageError, match=f"num_tokens = {len(ids)}"):
             decode(encode(Kind.DRAFT, 4, [SlotContents(num_drafts=3, token_ids=ids)]))
-
-
-@pytest.mark.parametrize("name", ["mtp", "ngram"])
-def test_a_step_sends_one_target_message_with_every_slot(name):
-    """Steps are numbered one by one, `running` falls with the last request, no draft follows."""
-    result = run(mixed_requests(5, max_tokens=(6, 12)), name)
-    messages = result.messages
-    assert [message.step for message in messages] == list(range(len(messages)))
-    assert {message.kind for message in messages} == {Kind.TARGET}
-    assert {message.num_slots for message in messages} == {3}
-    assert not any(message.draft_follows for message in messages)
-    ends = [records[-1].step for records in result.records.values()]
-    assert messages[-1].step >= max(ends)
-    alone = run([request("alone", [1, 2, 3], max_tokens=9)], name)
-    end = alone.records["alone"][-1].step
-    assert [message.running for message in alone.messages] == [
-        message.step < end for message in alone.messages
-    ]
-
-
-def test_a_message_carries_the_generation_of_its_launch():
-    """A slot that is given away while its step is under way: that step is still of the old one."""
-    params, config = decoding.random_model()
-    settings = LoopConfig(
-        model=config, drafter=decoding.drafter("ngram", config), num_slots=3, max_length=96
-    )
-    sent = decoding.Sent()
-    worker = Worker(settings, params, sent, compiled=decoding.compiled(settings), fused=False)
-    for generation, name in ((41, "old"), (42, "new")):
-        item = request(name, [1, 2, 3], max_tokens=20)
-        worker.apply(Admit(slot=1, generation=generation, request=item))
-        worker.advance()
-        worker.apply(Release(slot=1, generation=generation))
-    worker.finish()
-    messages = [decode(words.tobytes()) for words in sent]
-    assert [message.generation.tolist() for message in messages] == [[0, 41, 0], [0, 42, 0]]
-    assert all(message.state[1] == SlotState.TOKENS for message in messages)
-
-
-@pytest.mark.fast
-def test_only_columns_that_a_slot_asked_for_reach_its_message():
-    """K of the batch is 20 here, and the slot that asked for 2 sends 3 columns."""
-    output = step_messages.StepOutput(
-        logits=jnp.arange(2 * 30, dtype=jnp.float32).reshape(2, 1, 30) % 7,
-        token_ids=jnp.array([[3], [4]], jnp.int32),
-        num_tokens=jnp.ones(2, jnp.int32),
-        num_rows=jnp.ones(2, jnp.int32),
-        num_drafts=jnp.zeros(2, jnp.int32),
-        drafts=no_drafts(2, 0),
-        state=jnp.zeros(2, jnp.int32),
-        running=jnp.bool_(True),
-        greedy_rows=None,
-    )
-    slots = [Slot(params=SamplingParams(logprobs=k), most_tokens=1) for k in (2, 20)]
-    widths = widths_of_slots(slots, 30)
-    words = np.asarray(
-        jax.jit(step_messages.target_message, static_argnames="widths")(
-            output, asked_of_slots(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
-        )
-    )
-    message = decode(words[: int(wire.HEADER["num_words"].get(words))])
-    assert message.max_num_logprobs == 20
-    assert [message.slot(b).logprobs.shape for b in range(2)] == [(1, 3), (1, 21)]
-    assert [message.slot(b).topk_ids.shape for b in range(2)] == [(1, 2), (1, 20)]
-    fixed = wire.HEADER_WORDS + 2 * wire.SLOT_WORDS
-    assert message.num_bytes == 4 * (fixed + 2 + 2 + (3 + 21) + (2 + 20))

@@ -1,0 +1,58 @@
+"""What a batch asks for: its static limits, the buckets that they come from, and its arrays."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc.wire import LogprobsMode, WireError
+from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.device.messages.buckets import chosen_bucket, k_bucket, words_bucket
+from jax_specdec.requests import SamplingParams
+
+pytestmark = pytest.mark.fast
+
+RAW, SCALED, PROCESSED = LogprobsMode.RAW, LogprobsMode.SCALED, LogprobsMode.PROCESSED
+V = 7
+
+
+def test_only_what_the_batch_asks_for_is_compiled():
+    def widths(**params):
+        return widths_of([SamplingParams(), SamplingParams(**params)], V)
+
+    assert widths() == (None, 0, RAW)
+    assert widths(logprobs=0) == (0, 0, RAW)
+    # Without logprobs there is no mode to compute in.
+    assert widths(logprobs_mode=PROCESSED) == (None, 0, RAW)
+    assert widths(logprobs=3, logprobs_mode=SCALED, extra_token_ids=(1, 2)) == (5, 16, SCALED)
+    buckets = {count: chosen_bucket(count) for count in (0, 1, 16, 17, 128)}
+    assert buckets == {0: 0, 1: 16, 16: 16, 17: 128, 128: 128}
+    with pytest.raises(WireError, match="129 chosen token ids"):
+        chosen_bucket(129)
+
+
+def test_what_a_batch_asks_for_has_a_row_for_each_request():
+    params = [SamplingParams(logprobs=3, extra_token_ids=(4, 2)), SamplingParams(temperature=0.5)]
+    widths = widths_of(params, V)
+    asked = asked_of(params, widths)
+    assert asked.chosen_ids.shape == (2, widths.chosen)
+    assert asked.chosen_ids[0, :2].tolist() == [4, 2]
+    said = [asked.num_columns, asked.num_chosen, asked.generation, asked.verdict]
+    assert [x.tolist() for x in said] == [[4, 0], [2, 0], [1, 1], [0, 0]]
+    assert asked.sampling.temperature.tolist() == [0, 0.5]
+    assert asked_of(params, widths, generation=[7, 9]).generation.tolist() == [7, 9]
+    with pytest.raises(ValueError, match="3 generations for 2 requests"):
+        asked_of(params, widths, generation=[7, 8, 9])
+
+
+@given(st.integers(1, 10**7))
+def test_buckets_hold_what_they_must_and_at_most_half_again(num_words):
+    assert num_words <= words_bucket(num_words) <= 1.5 * num_words
+
+
+def test_buckets_are_few():
+    assert len({words_bucket(n) for n in range(50, 20_000)}) < 20
+    sizes = {k: k_bucket(k, 1000) for k in (0, 1, 5, 6, 20, 21, 128)}
+    assert sizes == {0: 0, 1: 5, 5: 5, 6: 20, 20: 20, 21: 64, 128: 128}
+    assert k_bucket(4, 4) == 4
+    with pytest.raises(WireError, match="129"):
+        k_bucket(129, 1000)
