@@ -25,10 +25,8 @@ from tests.support.decoding import VOCAB, Local, Sent, compiled, random_model, r
 
 CHUNK = 8
 SHARED = np.random.default_rng(4).integers(0, VOCAB, 60).tolist()
-FIELDS = (
-    "token_ids", "logprobs", "token_ranks", "topk_ids", "chosen_logprobs", "cumulative_logprob",
-    "num_drafts", "num_accepted", "draft_token_ids", "draft_logprobs", "finish_reason",
-)  # fmt: skip
+ROWS = ("token_ids", "logprobs", "token_ranks", "topk_ids", "chosen_logprobs")
+COUNTS = ("cumulative_logprob", "num_drafts", "num_accepted", "finish_reason")
 
 
 def requests(plain=False):
@@ -62,10 +60,12 @@ def delivered(result, name):
     """All values of a request, as comparable bytes; those of its steps, then its prompt's."""
     records = result.records[name]
     steps = [
-        {field: np.asarray(getattr(record, field)).tobytes() for field in FIELDS}
+        {field: np.asarray(getattr(record, field)).tobytes() for field in (*ROWS, *COUNTS)}
+        | {f"draft {field}": np.asarray(getattr(record.draft, field, None)).tobytes()
+           for field in ROWS}
         for record in records
         if record.num_tokens
-    ]
+    ]  # fmt: skip
     prompts = [record.prompt for record in records if record.prompt is not None]
     return steps, [
         np.asarray(getattr(rows, field)).tobytes()
