@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import blocks, greedy, greedy_token_ids, oracle, shapes, topk_logprobs
+from tests.support import quick_compile
 
 DTYPES = ("float32", "bfloat16", "float16")
 INF, NAN = np.inf, np.nan
+choices = jax.jit(greedy)  # outside of jit, every call compiles
+quickly = functools.partial(jax.jit, compiler_options=quick_compile.OPTIONS)
 
 
 def random_logits(rng, rows, vocabulary, dtype="float32", levels=None):
@@ -191,7 +194,7 @@ def test_any_values_of_every_program(case):
 def check_case(case):
     actual = topk_logprobs(**case)
     oracle.assert_matches(actual, oracle.topk_logprobs(**case))
-    choice = greedy(case["logits"])
+    choice = choices(case["logits"])
     expected = [oracle.greedy_token_id(row) for row in case["logits"]]
     np.testing.assert_array_equal(choice.token_ids, expected)
 
@@ -205,7 +208,7 @@ def test_blocks_follow_num_rows(num_rows):
     assert 1 < blocks.block_rows(jnp.asarray(x), 37) < 37
     row_ids = rng.integers(0, 40, 37).astype(np.int32)
     both(x, rng.integers(0, 4096, 37), 3, row_ids=row_ids, num_rows=np.int32(num_rows))
-    choice = greedy(jnp.asarray(x))
+    choice = choices(x)
     np.testing.assert_array_equal(choice.token_ids, x.argmax(axis=1))
     assert choice.valid.all()
 
@@ -225,7 +228,7 @@ def test_inside_while_loop():
     x = random_logits(rng, 40, 4096)
     token_ids = rng.integers(0, 4096, 40).astype(np.int32)
 
-    @jax.jit
+    @quickly
     def loop(x, token_ids):
         def turn(carry):
             turns, total = carry
@@ -253,12 +256,12 @@ def test_under_shard_map(rows):
     )
     spec = jax.sharding.PartitionSpec("data")
 
-    @jax.jit
+    @quickly
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
     def sharded(x, token_ids, row_ids, num_rows):
         return topk_logprobs(x, token_ids, 5, row_ids=row_ids, num_rows=num_rows[0])
 
-    choice = jax.jit(jax.shard_map(greedy, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    choice = quickly(jax.shard_map(greedy, mesh=mesh, in_specs=spec, out_specs=spec))(x)
     np.testing.assert_array_equal(choice.token_ids, [oracle.greedy_token_id(row) for row in x])
     actual = sharded(x, token_ids, row_ids, num_rows)
     for shard in range(4):
