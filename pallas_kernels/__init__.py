@@ -20,7 +20,7 @@ __all__ = [
     "Greedy",
     "Implementation",
     "gpu_obstacle",
-    # For code of one's own inside `jax.shard_map`.
+    # For your own code inside `jax.shard_map`.
     "VocabShard",
     "WHOLE",
     "named_logits",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 # A block's float32 copy takes at most 1/16 of the logits' bytes (XLA keeps up to three temporaries
-# of that size) and stays within a CPU's cache; but for a tiny vocabulary 64 KiB are always allowed.
+# of that size) and stays within a CPU's cache. 64 KiB are always allowed, for tiny vocabularies.
 BLOCK_SHARE = 16
 BLOCK_BYTES = 1 << 21
 SMALL_BLOCK_BYTES = 1 << 16
@@ -18,7 +18,7 @@ Values = TypeVar("Values")  # a tree of arrays
 
 
 def block_rows(logits: jax.Array, num_targets: int) -> int:
-    """How many rows to work on at a time."""
+    """The number of rows to work on at a time."""
     bytes_per_row = 4 * logits.shape[1]
     by_memory = logits.size * logits.dtype.itemsize // BLOCK_SHARE // bytes_per_row
     rows = min(by_memory, BLOCK_BYTES // bytes_per_row)
@@ -32,7 +32,7 @@ def map_blocks(
     initial: Outputs,
     inputs: tuple[jax.Array | None, ...],
 ) -> Outputs:
-    """work(start) for each block of rows, put together.
+    """Call work(start) for each block of rows and put the outputs together.
 
     Args:
       work: returns the outputs [block, ...] of rows start .. start + block - 1.
@@ -62,7 +62,7 @@ def map_blocks(
 
 
 def tied(logits: jax.Array, start: jax.Array) -> jax.Array:
-    """The logits, as a value of this block: lest XLA widen all of them once, before the loop."""
+    """The logits as a value of this block: else XLA would widen all of them before the loop."""
     same: jax.Array = barrier((logits, start))[0]
     return same
 
@@ -73,10 +73,10 @@ def barrier(values: Any) -> Any:
 
 
 def vary_like(values: Values, inputs: Any) -> Values:
-    """The values, under `shard_map` varying over every mesh axis that some array of inputs does.
+    """The values, varying over every mesh axis of `shard_map` over which an input varies.
 
-    A loop's first carry must vary as its inputs do, and so must what a GPU kernel makes of them,
-    of which JAX knows only shapes.
+    A loop's first carry must vary as its inputs do. So must the outputs of a GPU kernel, of which
+    JAX knows only shapes.
     """
     axes = frozenset[str]().union(*(_varying(x) for x in jax.tree.leaves(inputs)))
 
@@ -89,6 +89,6 @@ def vary_like(values: Values, inputs: Any) -> Values:
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes of the `shard_map` around over which x may differ."""
+    """The mesh axes of the surrounding `shard_map` over which x may differ."""
     axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
     return axes

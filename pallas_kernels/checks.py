@@ -1,4 +1,4 @@
-"""What can be refused when a call is traced, with errors that name the value and the way out."""
+"""Checks of a call's arguments when it is traced: errors name the value and the way out."""
 
 import operator
 from typing import Any
@@ -26,7 +26,7 @@ def check_logits(logits: Any) -> jax.Array:
     if array.shape[1] > MAX_VOCABULARY:
         raise ValueError(
             f"logits has {array.shape[1]} columns; the limit is {MAX_VOCABULARY} on a device: "
-            "split the vocabulary over several"
+            "split the vocabulary over several devices"
         )
     return array
 
@@ -54,7 +54,7 @@ def check_ids(name: str, ids: Any, shape: tuple[int | str, ...]) -> jax.Array:
 
 
 def check_temperatures(temperatures: Any, num_targets: int) -> jax.Array:
-    """[R] float32."""
+    """temperatures as a [R] float32 array."""
     return _check("temperatures", temperatures, "float32", (num_targets,))
 
 
@@ -71,7 +71,7 @@ def check_num_rows(num_rows: Any) -> jax.Array:
 
 
 def check_extra_token_ids(ids: Any, num_targets: int) -> jax.Array:
-    """[R, C] int32 with C up to MAX_EXTRA."""
+    """ids as a [R, C] int32 array, C up to MAX_EXTRA."""
     array = check_ids("extra_token_ids", ids, (num_targets, "C"))
     if array.shape[1] > MAX_EXTRA:
         raise ValueError(
@@ -84,7 +84,7 @@ def check_extra_token_ids(ids: Any, num_targets: int) -> jax.Array:
 def check_options(
     num_rows: Any, temperatures: Any, extra_token_ids: Any, num_targets: int
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """What R target rows may have besides."""
+    """The optional arguments of R target rows, checked."""
     if num_rows is not None:
         num_rows = check_num_rows(num_rows)
     if temperatures is not None:
@@ -95,7 +95,7 @@ def check_options(
 
 
 def check_num_targets(num_targets: int, num_logits_rows: int) -> None:
-    """Without row_ids, target row i reads logits row i."""
+    """Raise unless R = N: without row_ids, target row i reads logits row i."""
     if num_targets != num_logits_rows:
         raise ValueError(
             f"token_ids has {num_targets} entries but logits has {num_logits_rows} rows; pass "
@@ -118,7 +118,7 @@ def _check(name: str, value: Any, dtype: str, shape: tuple[int | str, ...]) -> j
 
 
 def _array(name: str, value: Any) -> jax.Array:
-    # Looked at before jnp.asarray, which would turn 64-bit values into 32-bit ones silently.
+    # Checked before jnp.asarray, which silently turns 64-bit values into 32-bit ones.
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a jax or NumPy array")
     if str(value.dtype) in ("int64", "uint64", "float64"):

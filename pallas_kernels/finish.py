@@ -1,7 +1,7 @@
-"""From a row's compact results to its answers: what all implementations have in common.
+"""The last step, from a row's compact results to its answers: all implementations share it.
 
 One read of a row yields `RowStatistics` and candidates for its top K; shards of a row combine
-theirs first. `finish` makes of them logprobs, token ranks and the answers for invalid and skipped
+theirs first. `finish` turns them into logprobs, token ranks and the answers for invalid and skipped
 rows. The GPU kernels do the same in their pass 2.
 """
 
@@ -14,7 +14,7 @@ from pallas_kernels.types import TopkLogprobs
 
 
 class RowStatistics(NamedTuple):
-    """What one read of a block of rows yields. Shards of a row combine by `maximum` and rescaling.
+    """Results of one read of a block of rows. Shards of a row combine by `maximum` and rescaling.
 
     maximum: [B] float32; anything where the row has a NaN: not every backend's maximum keeps it.
     sum_exp: [B] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN, 0
@@ -28,7 +28,7 @@ class RowStatistics(NamedTuple):
 
 
 class RowParts(NamedTuple):
-    """What R rows of a part of the vocabulary yield: `RowStatistics` and candidates."""
+    """Results of R rows of a part of the vocabulary: `RowStatistics` and candidates."""
 
     maximum: jax.Array  # [R] float32
     sum_exp: jax.Array  # [R] float32
@@ -38,7 +38,7 @@ class RowParts(NamedTuple):
 
 
 def usable_temperatures(temperatures: jax.Array) -> jax.Array:
-    """0 means greedy, whose scaled logprobs use 1; negative or not finite gives NaN logprobs."""
+    """Temperatures to divide by: 0 (greedy) becomes 1; NaN where negative or not finite."""
     t = jnp.where(temperatures == 0, jnp.float32(1), temperatures)
     return jnp.where((t > 0) & jnp.isfinite(t), t, jnp.float32(jnp.nan))
 

@@ -17,7 +17,7 @@ Implementation = Literal["xla", "mosaic_gpu"]
 Result = TypeVar("Result")
 
 MIN_CAPABILITY = 9.0
-MIN_VOCABULARY = 2048  # one block of the narrowest groups, see mosaic_tiling
+MIN_VOCABULARY = 2048  # one block of the narrowest groups, see mosaic_gpu/tiling
 MAX_LOGITS = 2**31 - 1
 
 

@@ -162,7 +162,7 @@ def row_statistics(
     """Step 1 for x [B, V] float32 and each row's given token's logit, selected [B]."""
     with jax.named_scope("row_statistics"):
         maximum = jnp.max(x, axis=1)
-        # -inf alone, in a row or in one shard of it: sums of 0, where -inf - -inf would be NaN.
+        # A row, or a shard of it, that has -inf alone gives a sum of 0; -inf - -inf would be NaN.
         scaled = x - jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)[:, None]
         if temperatures is not None:
             # A product is enough inside a sum of exponentials; finish divides.

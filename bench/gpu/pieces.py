@@ -29,15 +29,13 @@ GLANCES = tuple(Shape(rows, 131_072, k, "bfloat16") for rows in (64, 1536) for k
 TESTS = {
     "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "not race_detection",
     "tests/bench/test_floor.py": "reads",
-    "tests/pallas_kernels/test_topk_logprobs.py": (
-        "small_shapes or every_argument or by_hand or edges or any_values or num_rows or "
-        "equal_terms or any_size or while_loop or temperatures or (greedy and not temporaries)"
-    ),
+    "tests/pallas_kernels/test_small_rows.py": "not no_rows",
+    "tests/pallas_kernels/test_topk_logprobs.py": "not shard_map",
 }
 # Interpreted kernels take a second a row: few rows in every part.
 REHEARSED_TESTS = {
     "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "not race_detection and float16",
-    "tests/pallas_kernels/test_topk_logprobs.py": "by_hand",
+    "tests/pallas_kernels/test_small_rows.py": "by_hand",
 }
 REHEARSED_FIRST = (Shape(2, 2050, 2, "bfloat16"),)
 REHEARSED_GLANCES = (Shape(1, 2048, 1, "bfloat16"),)

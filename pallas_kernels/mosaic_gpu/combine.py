@@ -1,4 +1,4 @@
-"""Step 1 of pass 2: one row's numbers from those of the programs that read the row."""
+"""Step 1 of pass 2: combine the results of the programs that read a row."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 
 def is_valid(maximum: jax.Array, total: jax.Array) -> jax.Array:
-    """Whether a row has neither a NaN nor a +inf, and something finite; its sum is 1 or more."""
+    """Whether a row has a finite logit and neither a NaN nor a +inf; its sum is then at least 1."""
     return (maximum > -jnp.inf) & (maximum < jnp.inf) & (total > 0)
 
 
@@ -27,7 +27,7 @@ def combine(
     """A row's maximum and sum of exponentials, float32, and its count of larger logits, int32."""
 
     def load(part: int) -> list[tuple[jax.Array, jax.Array]]:
-        """The numbers of all programs, a warpgroup's at a time, and which of them are these."""
+        """The numbers of all programs, a warpgroup at a time, and which of its threads have one."""
         begin = (part * num_targets + target) * tiling.programs
         found = []
         for offset in range(0, tiling.programs, WARPGROUP):

@@ -26,7 +26,7 @@ def interpret_params(detect_races: bool) -> Any:
 
 
 def asarray(value: Any) -> jax.Array:
-    """A value traced in a kernel, typed; nothing else."""
+    """The same value, typed: what is traced in a kernel has no type of its own."""
     array: jax.Array = value
     return array
 

@@ -75,7 +75,7 @@ def read_rows(
 
 
 def partials_size(tiling: Tiling, num_targets: int) -> int:
-    """Numbers in the partial results: pass 2 loads one a thread, also beyond the last."""
+    """The length of the partial results: pass 2 loads one a thread, also beyond the last."""
     return PARTS * num_targets * tiling.programs + WARPGROUP - 1
 
 
@@ -267,11 +267,11 @@ def read_edge(
     vector: int,
     interpreted: bool,
 ) -> list[jax.Array]:
-    """The same of an edge of the row that starts at `first`; what is not the block's is -inf."""
+    """Pieces of an edge block of the row that starts at `first`; -inf outside the block."""
     start, begin, end = tiling.block_ids(block, skew)
     pieces = read_block(logits_ref, first + start, tiling, vector, interpreted)
     if tiling.aligned and (block + 1) * tiling.block <= tiling.vocabulary:
-        return pieces  # whole, only in no step
+        return pieces  # a whole block that is in no step
     shape, layout = pieces[0].shape, tiling.layout(vector)
     group = compat.iota(shape, 0, layout) * tiling.group_width + start
     column = compat.iota(shape, 1, layout)

@@ -1,11 +1,11 @@
 """Pass 2 on a GPU: from pass 1's partial results to the outputs, one program (a warpgroup) a row.
 
 1. Combine the partial results of the programs that read the row.
-2. Select its top K (`mosaic_select`), unless K = 0 or the row is invalid.
+2. Select its top K (`select`), unless K = 0 or the row is invalid.
 3. Write the outputs, also of invalid and skipped rows.
 
-It does all that in one kernel: what is left to XLA costs a launch for every few numbers a row, and
-launches are what bounds calls of few rows.
+One kernel does all of it. XLA would launch a kernel for every few numbers a row, and launches bound
+calls of few rows.
 """
 
 import functools
@@ -32,14 +32,14 @@ from pallas_kernels.mosaic_gpu.select import (
 from pallas_kernels.mosaic_gpu.targets import Targets, over_temperature
 from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
-# Column 0 is the given token's, or the greedy choice's; or there is none, and logits are left as
-# they are: parts of longer rows.
+# What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
+# and their top K stay logits.
 Mode = Literal["given", "greedy", "parts"]
 Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
 
 
 class RowOutputs(NamedTuple):
-    """Of R rows; K1 is K + 1, or K for "parts". Skipped rows of "parts" are not initialized."""
+    """Outputs of R rows; K1 is K + 1, or K for "parts", whose skipped rows are not initialized."""
 
     ids: Any  # [R * K1] i32
     values: Any  # [R * K1] f32: logprobs; logits for "parts"
@@ -48,7 +48,7 @@ class RowOutputs(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """References in the kernel."""
+    """Inputs of pass 2: arrays outside the kernel, references inside."""
 
     logits: Any  # [N * V]
     token_ids: Any  # [R] i32 for "given", else None
@@ -81,7 +81,7 @@ def finish_rows(
             num_targets=num_targets,
             interpreted=interpret is not None,
         ),
-        # Without any column, one number that nobody reads.
+        # Without any column, one number that is not read.
         out_type=[
             compat.shape((max(num_targets * columns, 1),), jnp.int32),
             compat.shape((max(num_targets * columns, 1),), jnp.float32),
@@ -99,7 +99,7 @@ def finish_rows(
 
 
 def num_selected(k: int, mode: Mode) -> int:
-    """How many tokens of a row are selected: the greedy choice is the first."""
+    """The number of tokens of a row to select: the greedy choice is the first."""
     return max(k, 1) if mode == "greedy" else k
 
 

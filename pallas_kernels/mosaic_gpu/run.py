@@ -1,8 +1,8 @@
 """`topk_logprobs` in two Pallas Mosaic GPU kernels that read the logits once.
 
-Pass 1 (`mosaic_rows`) reads each wanted row once, straight from the logits; pass 2
-(`mosaic_finish`) combines what its programs found, re-reads K of the row's groups and writes the
-outputs. Only `extra_token_ids` leave something to XLA: a gather of their logits.
+Pass 1 (`pass1_rows`) reads each wanted row once, straight from the logits. Pass 2 (`pass2_finish`)
+combines the results of pass 1's programs, re-reads K of the row's groups and writes the outputs.
+XLA does one thing: it gathers the logits of `extra_token_ids`.
 """
 
 from typing import Any
@@ -68,7 +68,7 @@ def row_parts(
     tiling: Tiling | None = None,
     interpret: Any = None,
 ) -> RowParts:
-    """`xla.row_parts`, of which this is the same on a GPU: one vocabulary shard's part of rows."""
+    """`xla.row_parts` on a GPU: one vocabulary shard's part of rows."""
     num_targets = selected.shape[0]
     targets = make_targets(row_ids, num_rows, temperatures)
     tiling = tiling or choose_tiling(num_targets, logits.shape[1], k, logits.dtype.name)
@@ -92,7 +92,7 @@ def run(
     targets: Targets,
     interpret: Any,
 ) -> RowOutputs:
-    """Both passes; chosen [R] is what `pass1_rows.read_rows` counts by."""
+    """Run both passes; chosen [R] is what `pass1_rows.read_rows` counts by."""
     with_groups = pass2_finish.num_selected(k, mode) > 0
     partials, groups = pass1_rows.read_rows(
         tiling, logits, num_targets, chosen, targets, with_groups, interpret
@@ -110,7 +110,7 @@ def answers(
     targets: Targets,
     extra_token_ids: jax.Array,
 ) -> TopkLogprobs:
-    """What pass 2 wrote, and the logprobs of the extra ids [R, C]."""
+    """The outputs of pass 2, and the logprobs of the extra ids [R, C]."""
     num_targets, num_extra = extra_token_ids.shape
     return TopkLogprobs(
         token_ids=out.ids.reshape(num_targets, k + 1),

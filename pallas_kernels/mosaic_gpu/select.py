@@ -1,6 +1,6 @@
 """Selection in pass 2 on a GPU: the exact top K of a row from its group maxima and K of its groups.
 
-By the warpgroup that serves the row:
+The warpgroup that serves the row does this:
 
 1. Take the K groups with the largest maxima, ties lowest group. They contain the top K, and since
    groups are contiguous and in index order, the lowest ids among equal logits too.
@@ -49,7 +49,7 @@ class RowOfLogits(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory."""
+    """References to shared memory."""
 
     taken: Any  # [k] i32: the groups taken
     keys: Any  # [num_candidates] i32: candidates as ordered integers
@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_types(tiling: Tiling, k: int) -> list[Any]:
-    """Of `Scratch`; k >= 1."""
+    """The types of `Scratch`, for k >= 1."""
     candidates = num_candidates(tiling, k)
     return [
         GPU.SMEM((k,), jnp.int32),
@@ -77,8 +77,8 @@ def select_top_k(
 ) -> None:
     """Call write(i, ordered key, token id) for i from 0 to k - 1, descending, ties lowest id.
 
-    For a valid row; where fewer than k logits are above -inf, what is missing comes as -inf with
-    any id. groups_ref holds the row's group maxima from groups_start on.
+    The row is valid. Where fewer than k of its logits are above -inf, the missing ones come as -inf
+    with any id. groups_ref holds the row's group maxima from groups_start on.
     """
     width = tiling.group_width
     candidates = num_candidates(tiling, k)
@@ -182,7 +182,7 @@ def first_largest(tiling: Tiling, row: RowOfLogits) -> jax.Array:
 
 
 def num_candidates(tiling: Tiling, k: int) -> int:
-    """Logits in the K groups; where they are read in parts, of whole parts."""
+    """The number of logits in the K groups; where they are read in parts, rounded up to parts."""
     size = k * tiling.group_width
     part = MAX_IN_REGISTERS // 2
     return size if size <= MAX_IN_REGISTERS else -(-size // part) * part
@@ -191,7 +191,7 @@ def num_candidates(tiling: Tiling, k: int) -> int:
 def _better(
     a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Element by element the larger key with its id, of equal keys the lower id."""
+    """Element by element, the larger key with its id; of equal keys, the lower id."""
     take_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
     return jnp.where(take_b, b[0], a[0]), jnp.where(take_b, b[1], a[1])
 

@@ -1,4 +1,4 @@
-"""Which row a program of the GPU kernels serves, and at which temperature; in both passes alike."""
+"""Which row a program of the GPU kernels serves, and at which temperature, in both passes."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ LOG2_E = 1.4426950408889634
 class Targets(NamedTuple):
     """R target rows: arrays outside a kernel, references to them inside.
 
-    What is None takes its default in the kernel: as an array XLA would have to fill it first, in a
-    kernel of its own.
+    None takes its default in the kernel: XLA would have to fill an array first, in a kernel of its
+    own.
     """
 
     row_ids: Any  # [R] int32, a row of logits each; outside [0, N) the target row is skipped
@@ -31,7 +31,7 @@ class Targets(NamedTuple):
         return inside if self.num_rows is None else inside & (target < self.num_rows[0])
 
     def temperature(self, target: Any) -> jax.Array | None:
-        """In a kernel; NaN for one that gives NaN logprobs, None without temperatures."""
+        """The temperature, in a kernel: NaN if it gives NaN logprobs; None without temperatures."""
         if self.temperatures is None:
             return None
         t = asarray(self.temperatures[target])
@@ -39,7 +39,7 @@ class Targets(NamedTuple):
         return asarray(jnp.where((t > 0) & (t < jnp.inf), t, jnp.float32(jnp.nan)))
 
     def scale(self, target: Any) -> jax.Array:
-        """By what differences of logits are multiplied in exponents of 2, in a kernel."""
+        """The factor of logit differences in exponents of 2, in a kernel."""
         temperature = self.temperature(target)
         if temperature is None:
             return asarray(jnp.float32(LOG2_E))
@@ -51,7 +51,7 @@ def over_temperature(x: jax.Array, temperature: jax.Array) -> jax.Array:
     """x / temperature, in a kernel or not; nearly rounded once.
 
     Compiled for a GPU, a division is `div.full.f32`, wrong by up to 2 units in the last place: more
-    than the contract allows of a large logprob. What it leaves of x is divided once more.
+    than the contract allows of a large logprob. So the remainder is divided once more.
     """
     quotient = x / temperature
     better = quotient + (x - quotient * temperature) / temperature
@@ -62,5 +62,5 @@ def over_temperature(x: jax.Array, temperature: jax.Array) -> jax.Array:
 def make_targets(
     row_ids: jax.Array | None, num_rows: jax.Array | None, temperatures: jax.Array | None
 ) -> Targets:
-    """Of checked arguments of `pallas_kernels.topk_logprobs`."""
+    """The targets of a call of `pallas_kernels.topk_logprobs`, whose arguments were checked."""
     return Targets(row_ids, None if num_rows is None else num_rows.reshape(1), temperatures)

@@ -68,7 +68,7 @@ class Tiling:
 
     @property
     def num_blocks(self) -> int:
-        """Enough for a row with the largest skew."""
+        """The number of blocks that cover a row with the largest skew."""
         skew = 0 if self.aligned else self.vector - 1
         return -(-(self.vocabulary + skew) // self.block)
 
@@ -83,12 +83,12 @@ class Tiling:
 
     @property
     def first_block(self) -> int:
-        """Of the first step."""
+        """The first block of the first step."""
         return 0 if self.aligned else 1
 
     @property
     def num_steps(self) -> int:
-        """Whole steps of blocks that lie within the row, whatever its skew."""
+        """The number of steps whose blocks lie within the row, whatever its skew."""
         return (self.vocabulary // self.block - self.first_block) // self.blocks_per_step
 
     @property
@@ -99,11 +99,11 @@ class Tiling:
 
     @property
     def programs(self) -> int:
-        """That read a row."""
+        """The number of programs that read a row."""
         return self.splits + (1 if self.edges else 0)
 
     def skew(self, row: Any) -> Any:
-        """By how many logits blocks of this row of the array start earlier than in row 0."""
+        """The number of logits by which this row's blocks start earlier than those of row 0."""
         return row * (self.vocabulary % self.vector) % self.vector
 
     def block_ids(self, block: Any, skew: Any) -> tuple[Any, Any, Any]:
@@ -124,7 +124,7 @@ class Tiling:
 
 
 def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tiling:
-    """Narrow groups for a large K (pass 2 reads K of them) and for few rows (more splits)."""
+    """Choose narrow groups for a large K, of which pass 2 reads K, and many splits for few rows."""
     group_width = 256 if k <= 32 and vocabulary >= BLOCK else MIN_GROUP_WIDTH
     blocks_per_step = 2
     if dtype == "float32":

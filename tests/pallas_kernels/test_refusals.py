@@ -52,7 +52,7 @@ def test_refused(change, error, words):
 
 
 def test_a_vocabulary_whose_ranks_float32_cannot_count_is_refused():
-    """Only traced: nobody has the memory for it."""
+    """Only traced: it needs no memory."""
     tokens = jax.ShapeDtypeStruct((1,), np.int32)
 
     def shape(vocabulary):

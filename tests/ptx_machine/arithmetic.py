@@ -154,7 +154,7 @@ def to_signed(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 
 def shift(name: str, kind: str) -> Callable[..., np.ndarray]:
-    """By the width or more: all zeros, or all signs."""
+    """The result of a shift by the width or more: all zeros, or all signs."""
     width = int(kind[1:])
 
     def run(x: np.ndarray, by: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ class HostCode:
 
 
 def read(text: str) -> HostCode:
-    """From the LLVM of a module; an error if it is not as Mosaic GPU 0.10.2 writes it."""
+    """Read a module's LLVM; an error if it is not as Mosaic GPU 0.10.2 writes it."""
     name = FUNCTION.search(text)
     if name is None:
         raise PtxError("there is no host function with a launch")

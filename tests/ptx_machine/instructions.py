@@ -29,7 +29,7 @@ FENCES = ("fence.proxy.async.shared::cta", "fence.mbarrier_init.release.cluster"
 
 
 def bind(threads: Threads, instruction: Instruction) -> Callable[[], None] | None:
-    """What executes an instruction; None for those that the scheduler does."""
+    """The function that executes an instruction; None if the scheduler does."""
     if instruction.opcode in ("bra", "bra.uni", "ret", "bar.sync"):
         return None
     try:

@@ -17,7 +17,7 @@ from tests.ptx_machine.threads import Hardware, Launch, Threads
 
 @dataclass
 class Counts:
-    """What a run did, summed over its batches."""
+    """Counts of a run, summed over its batches."""
 
     instructions: int = 0  # issued, for all threads at once
     barriers: int = 0  # passed by the CTA that passed most
@@ -87,7 +87,7 @@ class Machine:
             threads.mask = mask
 
     def _guarded(self, instruction: Instruction) -> np.ndarray:
-        """Of the threads that run, those whose guard holds."""
+        """The running threads whose guard holds."""
         threads = self.threads
         assert instruction.guard is not None
         chosen = threads.read(instruction.guard)
@@ -153,7 +153,7 @@ class Machine:
 def run(
     program: Program, launch: Launch, batches: Sequence[Sequence[int]], hardware: Hardware
 ) -> Counts:
-    """All CTAs of a launch, a batch after the other, those of a batch in step."""
+    """Run all CTAs of a launch: batch after batch, the CTAs of a batch in step."""
     total = Counts()
     machine = Machine(program, launch, hardware)
     for batch in batches:

@@ -136,7 +136,7 @@ class _Accesses:
     def __init__(self, granules: int, at: Callable[[np.ndarray, int], str]) -> None:
         self.stored = np.full(granules, NOBODY)
         self.loaded = np.full(granules, NOBODY)
-        self.at = at  # what a lane's offset is called
+        self.at = at  # the name of a lane's offset
 
     def load(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> None:
         mine = stamps[:, None]

@@ -1,6 +1,6 @@
-"""A PTX module as text -> its instructions. What is not understood is an error that names the line.
+"""A PTX module as text -> its instructions. Anything else is an error that names the line.
 
-Only one kernel a module, without functions, scopes or initialized data: so Mosaic GPU emits them.
+A module has one kernel and no functions, scopes or initialized data, as Mosaic GPU emits it.
 """
 
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class PtxError(Exception):
-    """The program is not understood, or does what it must not do."""
+    """The program has something unknown, or does something that is not allowed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Sink:
-    """_: a result that nobody wants."""
+    """_: a result that is not used."""
 
 
 Operand = Register | Immediate | Address | Vector | Symbol | Sink

@@ -1,4 +1,4 @@
-"""The arithmetic of the machine that executes PTX (tests/ptx): what the ISA says, bit for bit."""
+"""The arithmetic of the machine that executes PTX is the ISA's, bit for bit."""
 
 import math
 from fractions import Fraction

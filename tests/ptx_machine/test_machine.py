@@ -76,7 +76,7 @@ $NEGATIVE:
 
 
 def run(body, values=None, *, grid=1, shared=64, batches=None, **hardware):
-    """`body` with `values` [128] as words; what it writes, a word a thread, NumPy uint32."""
+    """Run `body` with `values` [128] as words; returns a word of output a thread, NumPy uint32."""
     values = np.zeros(THREADS * grid, np.uint32) if values is None else np.asarray(values)
     out = np.zeros(THREADS * grid, np.uint32)
     buffers = (
@@ -114,7 +114,7 @@ MUTANTS = {
     "_0+16]": ("_0+20]", "not aligned to 16 bytes"),
     "[%rd4]": ("[%rd4+4]", "in .* 512 is outside its 512 bytes"),
     "[%rd5], %r5": ("[%rd5+4], %r5", "out .* 512 is outside its 512 bytes"),
-    "[%rd6+16], %r2": ("[%rd6+20], %r2", "depends on .* nobody wrote"),
+    "[%rd6+16], %r2": ("[%rd6+20], %r2", "depends on .* a value that was never written"),
     # An input is not an output; a result of another width; what is not there.
     "st.global.b32 	[%rd5], %r5": (
         "st.global.b32 	[%rd4], %r5",
@@ -214,7 +214,7 @@ def test_one_place_and_many_threads():
             run(all_to_one.format(7), grid=2, batches=batches)
 
 
-def test_what_nobody_wrote_may_be_loaded_but_not_used():
+def test_values_never_written_may_be_loaded_but_not_used():
     load = "	ld.shared.b32 	%r2, [__dynamic_shmem__0];\n	mov.b32 	%r3, 5;\n"
     choose = "	setp.lt.u32 	%p1, %r1, 0;\n	selp.b32 	%r3, %r2, %r3, %p1;\n"
     store = "	st.global.b32 	[%rd5], %r3;\n	ret;"
@@ -229,7 +229,7 @@ def test_what_nobody_wrote_may_be_loaded_but_not_used():
         "	ld.shared.b32 	%r3, [__dynamic_shmem__0+4];\n" + store,
         "	redux.sync.max.s32 	%r3, %r2, -1;\n" + store,
     ):
-        with pytest.raises(PtxError, match="nobody wrote"):
+        with pytest.raises(PtxError, match="a value that was never written"):
             run(load + use)
 
 

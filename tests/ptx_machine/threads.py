@@ -1,4 +1,4 @@
-"""The threads of some CTAs of a launch: their registers, shared memory and who of them runs."""
+"""The threads of some CTAs of a launch: their registers, shared memory, and which of them run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tests.ptx_machine.parser import (
 )
 
 WARP = 32
-SHARED_BASE = 1024  # where dynamic shared memory starts; the driver has what lies before
+SHARED_BASE = 1024  # where dynamic shared memory starts; the driver has the memory before it
 SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z")
 
 Get = Callable[[], np.ndarray]  # raw bits, [lanes] or one for all
@@ -28,7 +28,7 @@ Get = Callable[[], np.ndarray]  # raw bits, [lanes] or one for all
 
 @dataclass(frozen=True)
 class Launch:
-    """What the host says, beside the program."""
+    """The host's part of a launch."""
 
     grid: tuple[int, int, int]
     shared_bytes: int
@@ -37,12 +37,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the PTX ISA leaves open."""
+    """Choices that the PTX ISA leaves open."""
 
     leader: int = 0  # of the lanes that elect.sync may choose: this one, counted from the first
-    garbage: int = 0  # the byte in registers and shared memory that nobody wrote
+    garbage: int = 0  # the byte in registers and shared memory before they are written
     errors: Errors = field(default_factory=Errors)
-    max_instructions: int = 20_000_000  # of one batch, lest a spoiled program run for ever
+    max_instructions: int = 20_000_000  # of one batch: a spoiled program may not end
 
 
 class Threads:
@@ -103,15 +103,15 @@ class Threads:
             raise PtxError(f"{name} was never written") from None
 
     def must_be_defined(self, name: str, use: str) -> None:
-        """In the threads that run."""
+        """Raise where a running thread's register is undefined; `use` says what depends on it."""
         bits = self.undefined.get(name)
         if bits is not None and (bits[self.active()] != 0).any():
-            raise PtxError(f"{use} depends on {name}, which holds what nobody wrote")
+            raise PtxError(f"{use} depends on {name}, which holds a value that was never written")
 
     def write(
         self, operand: Operand, value: np.ndarray, letter: str, bits: np.ndarray | None = None
     ) -> None:
-        """In the threads that run; bits: those that are undefined, None if none is."""
+        """Write in the running threads; bits: the undefined ones, None if all are defined."""
         if isinstance(operand, Sink):
             return
         assert isinstance(operand, Register)

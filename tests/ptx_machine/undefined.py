@@ -1,4 +1,4 @@
-"""What becomes of values that nobody wrote: memory that was not stored to, LLVM's undefined values.
+"""Values that were never written: memory without a store, and LLVM's undefined values.
 
 They may be loaded, moved and computed with, as long as nothing depends on them: no branch, no
 address, no global memory. Each register has a mask of its undefined bits, as Valgrind's memcheck
@@ -35,7 +35,7 @@ def rule(opcode: str, letter: str) -> Rule:
         return mask.astype(dtype)
 
     def selected(lanes: int, values: Sequence[np.ndarray], masks: Masks) -> np.ndarray:
-        """That of the chosen source; undefined as a whole where the choice is."""
+        """The mask of the chosen source; all undefined where the choice is."""
         a, b, p = masks
         zero = dtype(0)
         chosen = np.where(values[2], zero if a is None else a, zero if b is None else b)
@@ -61,7 +61,7 @@ def all_bits(lanes: int, dtype: type) -> np.ndarray:
 
 
 def never_written(program: Program) -> list[str]:
-    """Registers that are read and written nowhere: what LLVM knows to be undefined."""
+    """Registers that are read and never written: LLVM knows that they are undefined."""
     sources: set[str] = set()
     results: set[str] = set()
     for instruction in program.instructions:

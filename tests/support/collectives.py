@@ -25,7 +25,7 @@ class Collective(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of its results, on one device, each time that it runs."""
+        """The bytes of its results on one device, each time that it runs."""
         return sum(BYTES[dtype] * int(np.prod(dims, dtype=int)) for dtype, dims in self.shapes)
 
 
@@ -48,7 +48,7 @@ def collective(line):
 
 
 def bytes_of_a_run(compiled, branch=max):
-    """What the collectives of one run carry, with loops as often as they go round.
+    """The bytes that the collectives of one run carry; a loop counts as often as it goes round.
 
     Of every two branches, `branch` picks one by its bytes.
 

@@ -113,7 +113,7 @@ def test_race_detection_can_fail():
 
 
 def has_race(kernel) -> bool:
-    """jax 0.12 raises where a race is found, older versions take a note."""
+    """Whether a race was found: jax 0.12 raises, older versions take a note."""
     try:
         jax.block_until_ready(kernel(jnp.zeros(128, jnp.float32)))
     except jax.errors.JaxRuntimeError as error:

@@ -167,7 +167,7 @@ class TestOutside:
         assert largest(call) < 4 * 14 * 304 / 4
 
     def test_gathered_logits_would_be_seen(self):
-        """The control of the tests above: XLA's own top K gathers them."""
+        """Negative control of the tests above: XLA's own top K gathers them."""
         _, x = self.placed(AxisType.Auto)
         assert largest(compiled(lambda x: jax.lax.top_k(x, 7), x)) >= 4 * 14 * 304 / 4
 

@@ -1,4 +1,4 @@
-"""Which calls are executed as PTX, and what they must give: every path of the kernels, small.
+"""The calls that are executed as PTX, and their results: every path of the kernels, small.
 
 Logits hold every edge of the contract: ties within a thread, across threads, warps, groups, blocks
 and programs; NaN of both signs, infinities, few finite logits, subnormal and huge ones.
@@ -77,7 +77,7 @@ def edge_rows(tiling: Tiling) -> np.ndarray:
 def separate(
     name: str, tiling: Tiling, k: int, options: bool = True, rows: int | None = None
 ) -> Case:
-    """options: rows by row_ids, some skipped, temperatures, extra ids; or none of them."""
+    """A call with all options (row_ids, skipped rows, temperatures, extra ids) or with none."""
     x = edge_rows(tiling)[:rows]
     vocabulary = tiling.vocabulary
     rng = np.random.default_rng(k)
@@ -153,7 +153,7 @@ def parts(name: str, tiling: Tiling, k: int) -> Case:
     inputs = (jnp.asarray(x), jnp.asarray(selected), k, *map(jnp.asarray, arrays))
 
     def call() -> list[np.ndarray]:
-        """Zeros for what is not promised."""
+        """Results of the kernels, with zeros where `RowParts` promises nothing."""
         out = run.row_parts(*inputs, tiling=tiling)
         maximum, sum_exp, num_larger, top_ids, top_logits = map(np.array, out)
         for target, row in enumerate(row_ids):
@@ -217,12 +217,12 @@ def chosen(rows: int, vocabulary: int, k: int, dtype: str) -> Tiling:
 
 
 def mutant_case() -> Case:
-    """A quick one, whose kernels are spoiled: several programs, blocks and kinds of rows."""
+    """A quick case for spoiled kernels: several programs, blocks and kinds of rows."""
     return separate("mutants", Tiling(8452, "bfloat16", 128, 1, 1), 3)
 
 
 def all_cases() -> list[Callable[[], Case]]:
-    """Made one by one: their logits and expectations take memory and time."""
+    """Functions that make the cases, one by one: logits and expectations take memory and time."""
     bf16, f16, f32 = "bfloat16", "float16", "float32"
     few = 8  # of the edge rows, where K is large
     return [

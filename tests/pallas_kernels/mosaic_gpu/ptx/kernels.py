@@ -19,7 +19,7 @@ from tests.ptx_machine import host, machine, threads
 from tests.ptx_machine.memory import Buffer
 from tests.ptx_machine.parser import Program, PtxError, parse
 
-BASE = 4096  # of every buffer's addresses: what lies before is nobody's
+BASE = 4096  # of every buffer's addresses: no buffer lies before it
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the hardware, the driver and the allocator may choose."""
+    """Choices of the hardware, the driver and the allocator."""
 
     name: str
     batches: Callable[[int], list[list[int]]]  # number of CTAs -> which run together, in order
@@ -52,7 +52,7 @@ class Run:
 
 
 class Stand:
-    """In the place of `compat.GPU`: the same, but that its kernels run as PTX."""
+    """A stand-in for `compat.GPU` whose kernels run as PTX."""
 
     def __init__(self, schedule: Schedule, compile_kernel: Callable[..., Compiled]) -> None:
         self.schedule, self.compile = schedule, compile_kernel
@@ -71,7 +71,7 @@ class Stand:
             shapes = tuple(f"{x.dtype}{list(x.shape)}" for x in inputs)
             self.runs.append(Run(compiled, counts, shapes))
             arrays = [jax.numpy.asarray(out.array) for out in outputs]
-            # With the array itself, lest another one gets its id.
+            # The array is kept too: otherwise another one may get its id.
             for array, out in zip(arrays, outputs, strict=True):
                 self.defined[id(array)] = array, out.defined
             return arrays
@@ -81,7 +81,7 @@ class Stand:
 
 @contextlib.contextmanager
 def executed(stand: Stand, modules: tuple[Any, ...] = (pass1_rows, pass2_finish)) -> Iterator[None]:
-    """Within it, the kernels that these modules make run as PTX."""
+    """Run the kernels that these modules make as PTX, within the context."""
     before = [module.GPU for module in modules]
     for module in modules:
         module.GPU = stand
@@ -149,7 +149,7 @@ def others_in_program(compiler: Compiler) -> list[str]:
 
 @dataclass(frozen=True)
 class Output:
-    """What a launch left: an array, and which of its granules were written."""
+    """An output of a launch: an array, and which of its granules were written."""
 
     array: np.ndarray
     defined: np.ndarray
@@ -162,7 +162,7 @@ def execute(
     out_types: Any,
     schedule: Schedule,
 ) -> tuple[list[Output], machine.Counts]:
-    """One launch; what it does not write holds the schedule's fill byte.
+    """Execute one launch; bytes that it does not write hold the schedule's fill byte.
 
     defined: for each input which of its granules are, None for all of them.
     """

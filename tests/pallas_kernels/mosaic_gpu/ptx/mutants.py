@@ -49,7 +49,7 @@ def _barrier(line: str) -> str | None:
 
 
 def _shuffle(line: str) -> str | None:
-    """By the distance of the one before, so that a lane misses half of its warp."""
+    """Shuffle by the distance of the one before, so that a lane misses half of its warp."""
 
     def other(found: re.Match[str]) -> str:
         return f"{found[1]}{int(found[2]) // 2 or 2}{found[3]}"
@@ -60,7 +60,7 @@ def _shuffle(line: str) -> str | None:
 
 
 def _address(line: str) -> str | None:
-    """Four bytes on."""
+    """Access memory four bytes further on."""
     if re.match(r"\s*(@!?%p\d+\s+)?(ld|st)\.(?!param)", line) is None:
         return None
 
@@ -77,7 +77,7 @@ def _comparison(line: str) -> str | None:
 
 
 def _branch(line: str) -> str | None:
-    """The other way."""
+    """Branch the other way."""
     if "bra" not in line or "@" not in line:
         return None
     return line.replace("@!", "@~").replace("@%", "@!%").replace("@~", "@")

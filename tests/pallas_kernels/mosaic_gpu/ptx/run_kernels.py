@@ -32,7 +32,7 @@ def together(ctas: int) -> list[list[int]]:
 
 
 def backward(ctas: int) -> list[list[int]]:
-    """In two groups, the last first."""
+    """Two groups, the last CTAs first."""
     return [list(part)[::-1] for part in np.array_split(np.arange(ctas), min(2, ctas))][::-1]
 
 
@@ -59,7 +59,7 @@ INEXACT = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case, all schedules."""
+    """The result of one case under all schedules."""
 
     runs: tuple[kernels.Run, ...]  # of the first schedule
     seconds: float
@@ -67,12 +67,12 @@ class Outcome:
 
 
 def schedules(case: Case) -> tuple[kernels.Schedule, ...]:
-    """All; the selection of more than 64 takes long, and does with fewer."""
+    """All schedules; fewer for K above 64, whose selection takes long."""
     return (*EXACT, *INEXACT) if case.k <= 64 else (*EXACT[:2], INEXACT[-1])
 
 
 def judge(case: Case, compiler: kernels.Compiler) -> Outcome:
-    """Under every schedule the oracle's result; under exact ones the same bits."""
+    """Run a case: every schedule must give the oracle's result, exact ones the same bits."""
     begin = time.monotonic()
     first, runs = None, ()
     try:
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mutants", type=int, default=200, help="how many are tried")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     options = parser.parse_args(arguments)
-    gc.freeze()  # what jax has made so far is much, and stays
+    gc.freeze()  # jax has made many objects, and they stay
     compiler, console = kernels.Compiler(), Console(width=130)
     wrong = execute_all(all_cases(), options.only, compiler, console)
     other = kernels.others_in_program(compiler)
