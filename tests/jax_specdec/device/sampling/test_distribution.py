@@ -1,8 +1,8 @@
 """The processed distribution against a plain float64 statement of it, and the draws from it."""
 
+import functools
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,7 @@ from scipy import stats
 from jax_specdec.device.sampling.distribution import Sampling, processed_probs
 from jax_specdec.device.sampling.random_draws import ACCEPT, DRAFT, categorical, keys, uniform
 from jax_specdec.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, RequestError, SamplingParams
+from tests.support.quick_compile import OPTIONS as QUICK
 
 pytestmark = pytest.mark.fast
 
@@ -66,8 +67,7 @@ odd_logit = logit | st.sampled_from([np.nan, np.inf])
     min_p=st.sampled_from([0.0, 0.07, 0.33]),
 )
 def test_every_filter_as_the_contract_says(row, temperature, top_k, top_p, min_p):
-    # One shape, so that one program serves all; -inf is a legal, masked token.
-    row = np.array(row + [-np.inf] * (9 - len(row)), np.float32)
+    row = widened(row)
     expected = expected_probs(row, temperature, top_k, top_p, min_p)
     got = PROBS(row[None, None], sampling_of(temperature, top_k, top_p, min_p))[0, 0]
     # Sums at a boundary may round to either side: then one token more or less is as right.
@@ -77,7 +77,12 @@ def test_every_filter_as_the_contract_says(row, temperature, top_k, top_p, min_p
     np.testing.assert_allclose(np.sum(got), 1.0, atol=1e-6)
 
 
-PROBS = jax.jit(processed_probs)
+PROBS = jax.jit(processed_probs, compiler_options=QUICK)
+
+
+def widened(row):
+    """A row of 9 tokens [9], so that one program serves all; -inf is a legal, masked token."""
+    return np.array([*row, *[-np.inf] * (9 - len(row))], np.float32)
 
 
 def near_boundary(row, temperature, top_k, top_p, min_p):
@@ -92,19 +97,21 @@ def near_boundary(row, temperature, top_k, top_p, min_p):
 
 
 def test_ties_at_a_boundary_keep_the_lowest_ids():
-    row = jnp.array([[[1.0, 3.0, 3.0, 3.0, -0.0, 0.0]]])
-    probs = processed_probs(row, sampling_of(1.0, top_k=2))[0, 0]
-    np.testing.assert_array_equal(np.flatnonzero(probs), [1, 2])
-    probs = processed_probs(row[..., 4:], sampling_of(1.0, top_k=1))[0, 0]
-    np.testing.assert_array_equal(probs, [1, 0])  # -0.0 equals 0.0
-    probs = processed_probs(row[..., 1:4], sampling_of(1.0, top_p=0.34))[0, 0]
-    np.testing.assert_array_equal(np.flatnonzero(probs), [0, 1])
+    row = [1.0, 3.0, 3.0, 3.0, -0.0, 0.0]
+    for part, filters, kept in [
+        (row, {"top_k": 2}, [1, 2]),
+        (row[4:], {"top_k": 1}, [0]),  # -0.0 equals 0.0
+        (row[1:4], {"top_p": 0.34}, [0, 1]),
+    ]:
+        probs = np.asarray(PROBS(widened(part)[None, None], sampling_of(1.0, **filters)))[0, 0]
+        np.testing.assert_array_equal(np.flatnonzero(probs), kept)
+        np.testing.assert_array_equal(probs[kept], np.float32(1 / len(kept)))
 
 
 def test_rows_do_not_disturb_each_other():
     rows = jnp.array([[[0.0, 1.0, 2.0], [jnp.nan, 5.0, jnp.inf]], [[2.0, 2.0, 1.0], [0, 0, 0.0]]])
     mixed = sampling_of(1.0, batch=2)._replace(temperature=jnp.array([1.0, 0.0]))
-    probs = np.asarray(processed_probs(rows, mixed))
+    probs = np.asarray(PROBS(rows, mixed))
     np.testing.assert_allclose(probs[0, 0], np.exp([0, 1, 2]) / np.exp([0, 1, 2]).sum(), rtol=1e-6)
     np.testing.assert_array_equal(probs[0, 1], [0, 0, 1])  # invalid: its greedy token
     np.testing.assert_array_equal(probs[1], [[1, 0, 0], [1, 0, 0]])
@@ -112,10 +119,10 @@ def test_rows_do_not_disturb_each_other():
 
 @pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, 1.0, MAX_TEMPERATURE, 3e38])
 def test_a_masked_token_has_no_probability_at_any_temperature(temperature):
-    row = jnp.array([[[1.0, 2.0, -jnp.inf, 0.0]]])
+    row = widened([1.0, 2.0, -np.inf, 0.0])
     for top_p in (1.0, 0.99):
-        probs = np.asarray(PROBS(row, sampling_of(temperature, top_p=top_p)))[0, 0]
-        expected = expected_probs(np.asarray(row)[0, 0], temperature, 0, top_p, 0.0)
+        probs = np.asarray(PROBS(row[None, None], sampling_of(temperature, top_p=top_p)))[0, 0]
+        expected = expected_probs(row, temperature, 0, top_p, 0.0)
         assert probs[2] == 0
         np.testing.assert_allclose(probs, expected, atol=1e-6)
 
@@ -131,33 +138,34 @@ def test_temperatures_that_are_refused(wrong):
         SamplingParams(temperature=wrong)
 
 
-class Draws(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_random_numbers_depend_on_seed_position_and_purpose_alone(self):
-        draw = self.variant(lambda s, p: (uniform(keys(s, p, ACCEPT)), uniform(keys(s, p, DRAFT))))
-        seeds = jnp.array([[3, 3, 4], [3, 3, 4]], jnp.uint32)
-        positions = jnp.array([[7, 8, 7], [7, 8, 7]], jnp.int32)
-        accept, draft = draw(seeds, positions)
-        np.testing.assert_array_equal(accept[0], accept[1])
-        numbers = np.concatenate([accept[0], draft[0]])
-        assert len(set(numbers.tolist())) == 6
-        alone, _ = draw(seeds[:1, 2:], positions[:1, 2:])
-        np.testing.assert_array_equal(alone[0, 0], accept[0, 2])
+def test_random_numbers_depend_on_seed_position_and_purpose_alone():
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def draw(s, p):
+        return uniform(keys(s, p, ACCEPT)), uniform(keys(s, p, DRAFT))
 
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_draws_follow_the_weights(self):
-        weights = jnp.array([0.5, 0.0, 0.3, 0.15, 0.05])
-        count = 20_000
-        draw = self.variant(
-            lambda p: categorical(
-                keys(jnp.zeros(count, jnp.uint32), p, DRAFT),
-                jnp.broadcast_to(weights, (count, 5)),
-            )
-        )
-        ids = np.asarray(draw(jnp.arange(count, dtype=jnp.int32)))
-        observed = np.bincount(ids, minlength=5)
-        assert observed[1] == 0
-        kept = np.array([0, 2, 3, 4])
-        expected = count * np.array([0.5, 0.3, 0.15, 0.05])
-        test = stats.chisquare(observed[kept], expected)
-        assert test.pvalue > 1e-3
+    seeds = np.array([[3, 3, 4], [3, 3, 4]], np.uint32)
+    positions = np.array([[7, 8, 7], [7, 8, 7]], np.int32)
+    accept, draft = jax.device_get(draw(seeds, positions))
+    np.testing.assert_array_equal(accept[0], accept[1])
+    numbers = np.concatenate([accept[0], draft[0]])
+    assert len(set(numbers.tolist())) == 6
+    alone = uniform(keys(*map(jnp.asarray, (seeds[:1, 2:], positions[:1, 2:])), ACCEPT))
+    np.testing.assert_array_equal(alone, accept[:1, 2:])  # without jit, too
+
+
+def test_draws_follow_the_weights():
+    weights = jnp.array([0.5, 0.0, 0.3, 0.15, 0.05])
+    count = 20_000
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def draw(p):
+        row_keys = keys(jnp.zeros(count, jnp.uint32), p, DRAFT)
+        return categorical(row_keys, jnp.broadcast_to(weights, (count, 5)))
+
+    ids = np.asarray(draw(jnp.arange(count, dtype=jnp.int32)))
+    observed = np.bincount(ids, minlength=5)
+    assert observed[1] == 0
+    kept = np.array([0, 2, 3, 4])
+    expected = count * np.array([0.5, 0.3, 0.15, 0.05])
+    test = stats.chisquare(observed[kept], expected)
+    assert test.pvalue > 1e-3

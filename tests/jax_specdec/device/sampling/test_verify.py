@@ -1,6 +1,8 @@
 """Verification: hand-made cases, and the emitted distribution."""
 
-import chex
+import functools
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER
 from jax_specdec.device.sampling.verify import Drafts, accept_draft, verify
 from tests.support import quick_compile
+from tests.support.quick_compile import OPTIONS as QUICK
 
 pytestmark = pytest.mark.fast
 
@@ -21,55 +24,72 @@ def rows_choosing(ids, vocab=5):
     return jax.nn.one_hot(jnp.asarray(ids), vocab) * 3.0
 
 
-class Greedy(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_ragged_acceptance(self):
-        target = [[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
-        drafts = [[1, 2], [1, 4], [4, 2], [1, 2], [1, 2]]
-        proposed = [2, 2, 2, 1, 0]
-        got = self.variant(verify)(
-            rows_choosing(target),
-            Drafts(jnp.array(drafts), jnp.array(proposed), None),
-            Sampling.greedy(5),
-            jnp.zeros(5, jnp.int32),
-        )
-        # all accepted and the bonus; one and the recovered; none; one of one; nothing proposed
-        np.testing.assert_array_equal(got.num_tokens, [3, 2, 1, 2, 1])
-        np.testing.assert_array_equal(
-            got.token_ids, [[1, 2, 3], [1, 2, -1], [1, -1, -1], [1, 2, -1], [1, -1, -1]]
-        )
+VERIFY = jax.jit(verify, compiler_options=QUICK)
 
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_verification_stops_at_an_invalid_row(self):
-        logits = np.array(rows_choosing([[1, 2, 3]] * 4))
-        logits[0, 1] = [np.nan, -1, 2, 2, 0]  # lowest id among the largest that are not NaN
-        logits[1, 0, 4] = np.inf
-        logits[2, 1] = -np.inf
-        logits[3, 1] = np.nan
-        got = self.variant(verify)(
-            jnp.asarray(logits),
-            Drafts(jnp.array([[1, 2]] * 4), jnp.full(4, 2), None),
-            Sampling.greedy(4),
-            jnp.zeros(4, jnp.int32),
-        )
-        np.testing.assert_array_equal(got.num_tokens, [2, 1, 2, 2])
-        np.testing.assert_array_equal(
-            got.token_ids, [[1, 2, -1], [4, -1, -1], [1, 0, -1], [1, 0, -1]]
-        )
+# Target ids, drafts, how many of them are proposed. All accepted and the bonus; one and the
+# recovered; none; one of one; nothing proposed.
+RAGGED = [
+    ([1, 2, 3], [1, 2], 2),
+    ([1, 2, 3], [1, 4], 2),
+    ([1, 2, 3], [4, 2], 2),
+    ([1, 2, 3], [1, 2], 1),
+    ([1, 2, 3], [1, 2], 0),
+]
+INVALID = [([1, 2, 3], [1, 2], 2)] * 4
 
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_no_drafts_is_a_normal_case(self):
-        got = self.variant(verify)(
-            rows_choosing([[1], [2]]),
-            Drafts(jnp.zeros((2, 0), jnp.int32), jnp.zeros(2, jnp.int32), None),
-            Sampling.greedy(2),
-            jnp.zeros(2, jnp.int32),
-        )
-        np.testing.assert_array_equal(got.token_ids, [[1], [2]])
+
+@functools.cache
+def greedily(with_jit):
+    """Ids and counts of the ragged and the invalid slots, in one batch."""
+    target, drafts, proposed = map(np.array, zip(*RAGGED, *INVALID, strict=True))
+    logits = np.array(rows_choosing(target))
+    invalid = logits[len(RAGGED) :]
+    invalid[0, 1] = [np.nan, -1, 2, 2, 0]  # lowest id among the largest that are not NaN
+    invalid[1, 0, 4] = np.inf
+    invalid[2, 1] = -np.inf
+    invalid[3, 1] = np.nan
+    batch = len(logits)
+    got = (VERIFY if with_jit else verify)(
+        jnp.asarray(logits),
+        Drafts(jnp.asarray(drafts, jnp.int32), jnp.asarray(proposed, jnp.int32), None),
+        Sampling.greedy(batch),
+        jnp.zeros(batch, jnp.int32),
+    )
+    return np.asarray(got.token_ids), np.asarray(got.num_tokens)
+
+
+both = pytest.mark.parametrize("with_jit", [True, pytest.param(False, marks=pytest.mark.slow)])
+
+
+@both
+def test_ragged_acceptance(with_jit):
+    ids, num = (x[: len(RAGGED)] for x in greedily(with_jit))
+    np.testing.assert_array_equal(num, [3, 2, 1, 2, 1])
+    np.testing.assert_array_equal(
+        ids, [[1, 2, 3], [1, 2, -1], [1, -1, -1], [1, 2, -1], [1, -1, -1]]
+    )
+
+
+@both
+def test_verification_stops_at_an_invalid_row(with_jit):
+    ids, num = (x[len(RAGGED) :] for x in greedily(with_jit))
+    np.testing.assert_array_equal(num, [2, 1, 2, 2])
+    np.testing.assert_array_equal(ids, [[1, 2, -1], [4, -1, -1], [1, 0, -1], [1, 0, -1]])
+
+
+def test_no_drafts_is_a_normal_case():
+    got = VERIFY(
+        rows_choosing([[1], [2]]),
+        Drafts(jnp.zeros((2, 0), jnp.int32), jnp.zeros(2, jnp.int32), None),
+        Sampling.greedy(2),
+        jnp.zeros(2, jnp.int32),
+    )
+    np.testing.assert_array_equal(got.token_ids, [[1], [2]])
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="for 3 rows a slot there are 2 drafts to verify"):
+    message = r"drafts \(1, 3\) do not go .* \(1, 3, 4\): B slots of S rows verify .* = \(1, 2\) dr"
+    with pytest.raises(ValueError, match=message):
         verify(
             jnp.zeros((1, 3, 4)),
             Drafts(jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32), None),
@@ -90,18 +110,29 @@ Q = np.array([[0.1, 0.2, 0.3, 0.15, 0.25], [0.05, 0.6, 0.15, 0.1, 0.1]])
 ROWS = 30_000
 
 
-def emitted(drafts, draft_logits, accept=accept_draft, seed=1):
+@functools.partial(jax.jit, compiler_options=QUICK)
+def verify_by_a_rule(logits, drafts, sampling, positions, broken):
+    """Where it is `broken`, q plays no part in the rule."""
+
+    def accept(u, p, q):
+        return jnp.where(broken, p > 0, accept_draft(u, p, q))
+
+    return verify(logits, drafts, sampling, positions, accept=accept)
+
+
+def emitted(drafts, draft_logits, temperature=1.0, broken=False):
     """Tokens [N, 3] and counts [N] of N independent slots with the same rows."""
     sampling = Sampling.greedy(ROWS)._replace(
-        temperature=jnp.ones(ROWS), seed=jnp.arange(ROWS, dtype=jnp.uint32) + np.uint32(seed * ROWS)
+        temperature=jnp.asarray(np.broadcast_to(np.float32(temperature), ROWS)),
+        seed=jnp.arange(ROWS, dtype=jnp.uint32),
     )
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (ROWS, 3, 5))
-    got = jax.jit(verify, static_argnames="accept")(
-        logits,
-        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2), draft_logits),
+    logits = np.broadcast_to(np.log(P, where=P > 0, out=np.full_like(P, -np.inf)), (ROWS, 3, 5))
+    got = verify_by_a_rule(
+        jnp.asarray(logits, jnp.float32),
+        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2, jnp.int32), draft_logits),
         sampling,
         jnp.zeros(ROWS, jnp.int32),
-        accept=accept,
+        broken,
     )
     return np.asarray(got.token_ids), np.asarray(got.num_tokens)
 
@@ -117,7 +148,7 @@ def p_value(ids, probs):
 def sampled_drafts():
     random = np.random.default_rng(0)
     drafts = np.stack([random.choice(5, ROWS, p=q) for q in Q], axis=1).astype(np.int32)
-    return drafts, jnp.broadcast_to(jnp.log(jnp.asarray(Q, jnp.float32)), (ROWS, 2, 5))
+    return drafts, jnp.asarray(np.broadcast_to(np.log(Q), (ROWS, 2, 5)), jnp.float32)
 
 
 def test_emitted_tokens_follow_the_target_whatever_was_drafted():
@@ -142,58 +173,46 @@ def test_a_draft_that_is_no_token_is_never_emitted(no_token, certain):
 
 
 def test_a_broken_acceptance_rule_is_noticed():
-    drafts, draft_logits = sampled_drafts()
-    ids, _ = emitted(drafts, draft_logits, accept=lambda u, p, q: p > 0)
+    ids, _ = emitted(*sampled_drafts(), broken=True)
     assert p_value(ids[:, 0], P[0]) < 1e-9
 
 
 MANY = 200_000
 
 
-def product_keys_p_value():
-    """Of the first tokens, where drafts and verification draw with the keys that the loop uses."""
+@functools.cache
+def first_tokens():
+    """The first tokens of many slots, where drafts are drawn with the keys of a given purpose."""
 
-    @jax.jit
-    def first_tokens():
+    def call(purpose):
         seeds, position = jnp.arange(MANY, dtype=jnp.uint32), jnp.full(MANY, 7, jnp.int32)
         sampling = Sampling.greedy(MANY)._replace(temperature=jnp.ones(MANY), seed=seeds)
         target, draft = (
             jnp.broadcast_to(jnp.log(jnp.asarray(rows, jnp.float32)), (MANY, *rows.shape))
             for rows in (P[:2], Q[:1])
         )
-        drafts = drafters.draw(draft, sampling, position)
+        with mock.patch.object(drafters, "DRAFT", purpose):
+            drafts = drafters.draw(draft, sampling, position)
         return verify(target, drafts, sampling, position).token_ids[:, 0]
 
-    return p_value(np.asarray(first_tokens()), P[0])
+    return jax.jit(call, compiler_options=QUICK)
 
 
 def test_drafting_accepting_and_recovering_draw_independently():
-    assert product_keys_p_value() > 1e-3
+    assert p_value(np.asarray(first_tokens()(drafters.DRAFT)), P[0]) > 1e-3
 
 
 @pytest.mark.parametrize("purpose", [ACCEPT, RECOVER])
-def test_drafts_drawn_with_the_keys_of_verification_are_noticed(monkeypatch, purpose):
-    monkeypatch.setattr(drafters, "DRAFT", purpose)
-    assert product_keys_p_value() < 1e-9
+def test_drafts_drawn_with_the_keys_of_verification_are_noticed(purpose):
+    assert p_value(np.asarray(first_tokens()(purpose)), P[0]) < 1e-9
 
 
 def test_greedy_and_sampled_requests_share_a_batch():
     drafts, draft_logits = sampled_drafts()
-    temperature = (jnp.arange(ROWS) % 2).astype(jnp.float32)
-    sampling = Sampling.greedy(ROWS)._replace(
-        temperature=temperature, seed=jnp.arange(ROWS, dtype=jnp.uint32)
-    )
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (ROWS, 3, 5))
-    got = verify(
-        logits,
-        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2), draft_logits),
-        sampling,
-        jnp.zeros(ROWS, jnp.int32),
-    )
-    ids = np.asarray(got.token_ids)
+    ids, num = emitted(drafts, draft_logits, temperature=np.arange(ROWS) % 2)
     assert (ids[::2, 0] == 0).all()  # greedy slots
     np.testing.assert_array_equal(
-        got.num_tokens[::2], 1 + (drafts[::2, 0] == 0) + ((drafts[::2] == [0, 2]).all(1))
+        num[::2], 1 + (drafts[::2, 0] == 0) + ((drafts[::2] == [0, 2]).all(1))
     )
     assert p_value(ids[1::2, 0], P[0]) > 1e-3
 
