@@ -1,6 +1,8 @@
-"""Drafters one by one; what the loop makes of their proposals is tested in test_loop."""
+"""Drafters one by one; the loop's tests have their proposals verified."""
 
-import chex
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,14 +13,17 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import Context, MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import Verified
+from tests.support.quick_compile import OPTIONS as QUICK
 
 pytestmark = pytest.mark.fast
+NGRAM = NgramDrafter(3)
+both = pytest.mark.parametrize("with_jit", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
 def context(texts, limit=None, length=12):
     """What a drafter sees of slots that hold `texts`."""
     batch = len(texts)
-    tokens = np.full((batch, length), 9, np.int32)  # rubbish behind the known tokens
+    tokens = np.full((batch, length), 9, np.int32)  # stale ids behind the known tokens
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
     return Context(
@@ -33,32 +38,37 @@ def context(texts, limit=None, length=12):
     )
 
 
-def propose(drafter, seen, variant=lambda f: f):
-    drafts, _ = variant(lambda c: drafter.propose(None, (), c))(seen)
-    return [
-        row[:n].tolist() for row, n in zip(np.asarray(drafts.token_ids), drafts.num, strict=True)
+@functools.cache
+def compiled(drafter):
+    return jax.jit(lambda *args: drafter.propose(None, *args), compiler_options=QUICK)
+
+
+def propose(drafter, seen, with_jit=True):
+    call = compiled(drafter) if with_jit else functools.partial(drafter.propose, None)
+    drafts, _ = call((), seen)
+    ids, nums = np.asarray(drafts.token_ids), np.asarray(drafts.num)
+    return [row[:n].tolist() for row, n in zip(ids, nums, strict=True)]
+
+
+@both
+def test_ngrams_continue_as_the_latest_longest_match_did(with_jit):
+    texts = [
+        [1, 2, 3, 4, 5, 1, 2, 3],  # the trigram 1 2 3 went on 4 5 1
+        [7, 5, 8, 5, 6, 5],  # 5 alone: the latest one went on with 6 5, then repeats
+        [2, 3, 9, 1, 3, 4, 2, 3],  # the bigram 2 3 beats the later 3
+        [1, 2, 3, 4],  # nothing repeats
+        [4],  # too short for anything
+        [6, 6],  # a repetition repeats
     ]
+    got = propose(NGRAM, context(texts), with_jit)
+    assert got == [[4, 5, 1], [6, 5, 6], [9, 1, 3], [], [], [6, 6, 6]]
 
 
-class Ngram(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_continues_as_the_latest_longest_match_did(self):
-        texts = [
-            [1, 2, 3, 4, 5, 1, 2, 3],  # the trigram 1 2 3 went on 4 5 1
-            [7, 5, 8, 5, 6, 5],  # 5 alone: the latest one went on with 6 5, then repeats
-            [2, 3, 9, 1, 3, 4, 2, 3],  # the bigram 2 3 beats the later 3
-            [1, 2, 3, 4],  # nothing repeats
-            [4],  # too short for anything
-            [6, 6],  # a repetition repeats
-        ]
-        got = propose(NgramDrafter(3), context(texts), self.variant)
-        assert got == [[4, 5, 1], [6, 5, 6], [9, 1, 3], [], [], [6, 6, 6]]
-
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_the_limit_holds_per_slot(self):
-        texts = [[1, 2, 3, 1, 2, 3]] * 4
-        got = propose(NgramDrafter(3), context(texts, [0, 1, 2, 3]), self.variant)
-        assert got == [[], [1], [1, 2], [1, 2, 3]]
+@both
+def test_the_limit_holds_per_slot(with_jit):
+    texts = [[1, 2, 3, 1, 2, 3]] * 4
+    got = propose(NGRAM, context(texts, [0, 1, 2, 3]), with_jit)
+    assert got == [[], [1], [1, 2], [1, 2, 3]]
 
 
 def plain_ngram(text, num_drafts, max_ngram=3):
@@ -74,10 +84,10 @@ def plain_ngram(text, num_drafts, max_ngram=3):
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=4, max_size=4))
 def test_ngram_against_plain_python(texts):
     expected = [plain_ngram(text, 3) for text in texts]
-    assert propose(NgramDrafter(3), context(texts)) == expected
+    assert propose(NGRAM, context(texts)) == expected
 
 
-def test_nobody_drafts_as_a_normal_case():
+def test_no_drafter_is_a_normal_case():
     assert propose(NoDrafter(), context([[1, 1, 1]])) == [[]]
     assert propose(NoDrafter(3), context([[1, 1, 1]])) == [[]]
     drafts, _ = NoDrafter(2).init(4, 8)

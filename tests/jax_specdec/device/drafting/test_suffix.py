@@ -2,9 +2,7 @@
 
 import functools
 from collections import Counter
-from functools import partial
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,28 +12,26 @@ from hypothesis import strategies as st
 
 from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from tests.jax_specdec.device.drafting.test_drafters import context
+from tests.jax_specdec.device.drafting.test_drafters import compiled, context
 
 pytestmark = pytest.mark.fast
+SLOTS = 6  # of a batch: with fewer texts, the last slots hold one token
 
 
-@functools.cache
-def jitted(drafter):
-    return jax.jit(lambda state, seen: drafter.propose(None, state, seen))
-
-
-def propose(drafter, texts, limit=None, variant=None, length=16):
+def propose(drafter, texts, limit=None, *, with_jit=True, length=16):
     """The drafts of slots that hold `texts`, as lists."""
-    seen = context(texts, limit or [drafter.num_drafts] * len(texts), length)
-    empty, state = drafter.init(len(texts), length)
-    function = variant(partial(drafter.propose, None)) if variant else jitted(drafter)
-    drafts, _ = function(state, seen)
+    num = max(len(texts), SLOTS)
+    limit = list(limit or [drafter.num_drafts] * len(texts)) + [0] * (num - len(texts))
+    seen = context([*texts, *[[8]] * (num - len(texts))], limit, length)
+    empty, state = drafter.init(num, length)
+    call = compiled(drafter) if with_jit else functools.partial(drafter.propose, None)
+    drafts, _ = call(state, seen)
     assert drafts.logits is None
     assert (drafts.token_ids.shape, drafts.num.shape) == (empty.token_ids.shape, empty.num.shape)
     assert (drafts.token_ids.dtype, drafts.num.dtype) == (jnp.int32, jnp.int32)
     ids, nums = np.asarray(drafts.token_ids), np.asarray(drafts.num)
     assert (ids[np.arange(ids.shape[1]) >= nums[:, None]] == 0).all()
-    return [row[:n].tolist() for row, n in zip(ids, nums, strict=True)]
+    return [row[:n].tolist() for row, n in zip(ids, nums, strict=True)][: len(texts)]
 
 
 def common_ending(one, other, most):
@@ -47,7 +43,7 @@ def common_ending(one, other, most):
 
 def plain_suffix(text, documents, drafter, limit):
     """The definition, one place after the other."""
-    # (match, continuation) in the order in which places are looked at.
+    # (match, place) in the order in which places are looked at.
     own = [(common_ending(text[:i], text, drafter.max_match), i) for i in range(1, len(text))]
     longest = max([match for match, _ in own], default=0)
     places = [text[i:] for match, i in reversed(own) if match == longest > 0]
@@ -140,60 +136,65 @@ def test_many_texts_against_plain_python(size):
     assert {1, 2, 3, 4, 5} <= drafted.keys()
 
 
-class Drafting(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_the_longest_match_decides_and_drafts_more(self):
-        texts = [
-            [1, 2, 3, 4, 5, 1, 2, 3],  # 3 tokens match: 3 drafts
-            [7, 5, 8, 6, 5],  # one matches: one draft
-            [2, 3, 9, 1, 4, 3, 7, 2, 3],  # 2 3 went on with 9; the later 3 alone with 7
-            [1, 2, 3, 4],  # nothing repeats
-            [4],
-            [6, 6, 6, 6],  # a repetition repeats, also in what is drafted
-        ]
-        got = propose(SuffixDrafter(3, max_match=4), texts, variant=self.variant)
-        assert got == [[4, 5, 1], [8], [9, 1], [], [], [6, 6, 6]]
+SHORT = SuffixDrafter(3, max_match=4)
+both = pytest.mark.parametrize("with_jit", [True, pytest.param(False, marks=pytest.mark.slow)])
 
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_a_corpus_is_asked_where_it_matches_longer(self):
-        corpus = Corpus.of([np.array([1, 2, 3, 4, 5]), np.array([9, 3, 8, 7])], max_context=4)
-        texts = [
-            [1, 2, 3],  # 1 2 3 in the first document
-            [4, 9, 3],  # 9 3 in the second, up to its end
-            [3, 6, 3],  # 3 in the own text as well: that goes first
-            [7],  # the end of a document has no continuation
-        ]
-        got = propose(SuffixDrafter(4, corpus, max_match=4), texts, variant=self.variant)
-        assert got == [[4, 5], [8, 7], [6], []]
+
+@both
+def test_the_longest_match_decides_and_drafts_more(with_jit):
+    texts = [
+        [1, 2, 3, 4, 5, 1, 2, 3],  # 3 tokens match: 3 drafts
+        [7, 5, 8, 6, 5],  # one matches: one draft
+        [2, 3, 9, 1, 4, 3, 7, 2, 3],  # 2 3 went on with 9; the later 3 alone with 7
+        [1, 2, 3, 4],  # nothing repeats
+        [4],
+        [6, 6, 6, 6],  # a repetition repeats, also in what is drafted
+    ]
+    got = propose(SHORT, texts, with_jit=with_jit)
+    assert got == [[4, 5, 1], [8], [9, 1], [], [], [6, 6, 6]]
+
+
+@both
+def test_a_corpus_is_asked_where_it_matches_longer(with_jit):
+    corpus = Corpus.of([np.array([1, 2, 3, 4, 5]), np.array([9, 3, 8, 7])], max_context=4)
+    texts = [
+        [1, 2, 3],  # 1 2 3 in the first document
+        [4, 9, 3],  # 9 3 in the second, up to its end
+        [3, 6, 3],  # 3 in the own text as well: that goes first
+        [7],  # the end of a document has no continuation
+    ]
+    got = propose(SuffixDrafter(4, corpus, max_match=4), texts, with_jit=with_jit)
+    assert got == [[4, 5], [8, 7], [6], []]
 
 
 def test_most_occurrences_win_and_of_as_many_the_latest():
     texts = [[5, 1, 5, 1, 6, 5, 2, 7, 5], [5, 1, 5, 2, 5], [5, 1, 5, 2, 5, 3, 5]]
-    assert propose(SuffixDrafter(1), texts) == [[1], [2], [3]]
+    assert propose(SHORT, texts) == [[1], [2], [3]]
 
 
 def test_the_limit_holds_per_slot():
     texts = [[1, 2, 3, 1, 2, 3]] * 4
-    assert propose(SuffixDrafter(3), texts, [0, 1, 2, 3]) == [[], [1], [1, 2], [1, 2, 3]]
+    assert propose(SHORT, texts, [0, 1, 2, 3]) == [[], [1], [1, 2], [1, 2, 3]]
 
 
 def test_drafting_ends_where_too_few_agree():
     text = [5, 1, 2, 5, 1, 3, 5, 1, 4, 5]
-    more = {"drafts_per_match": 9.0}
+    more = {"drafts_per_match": 9.0, "max_match": 4}
     assert propose(SuffixDrafter(3, min_share=0.5, **more), [text]) == [[1]]
     assert propose(SuffixDrafter(3, min_share=0.3, **more), [text]) == [[1, 4, 5]]
 
 
 def test_a_match_beside_a_separator_stays_in_its_document():
-    """Three documents that would match across their borders if there were none."""
+    """Three documents that would match across their borders without separators."""
     corpus = Corpus.of([np.array([1, 2]), np.array([3, 4]), np.array([5])])
-    assert propose(SuffixDrafter(2, corpus), [[1, 2], [2, 3], [4], [3]]) == [[], [4], [], [4]]
+    drafter = SuffixDrafter(2, corpus, max_match=4)
+    assert propose(drafter, [[1, 2], [2, 3], [4], [3]]) == [[], [4], [], [4]]
 
 
 def test_an_empty_corpus_is_none():
     for documents in ([], [[]], [[7]]):
         corpus = Corpus.of([np.array(d, np.int32) for d in documents])
-        assert propose(SuffixDrafter(2, corpus), [[7, 7], [1]]) == [[7], []]
+        assert propose(SuffixDrafter(2, corpus, max_match=4), [[7, 7], [1]]) == [[7], []]
 
 
 def test_a_drafter_is_static_and_equal_content_is_equal():
