@@ -131,7 +131,7 @@ def test_these_checks_can_fail():
     existing = existing_tests()
     assert "test_semantics_index::test_these_checks_can_fail" in existing
     assert "test_state_machine::TestMachine" in existing
-    assert "test_verify::Greedy::test_ragged_acceptance" in existing
+    assert "test_verify::test_ragged_acceptance" in existing
     text = """
 - A line with its test.
   [test_verify::test_shapes_that_do_not_fit_are_refused]

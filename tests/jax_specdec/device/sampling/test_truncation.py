@@ -22,7 +22,8 @@ from jax_specdec.device.sampling.distribution import (
 from jax_specdec.device.sampling.random_draws import categorical, gumbel
 from pallas_kernels import oracle
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
-from tests.support.shards import QUICK, on_shards
+from tests.support.quick_compile import OPTIONS as QUICK
+from tests.support.shards import on_shards
 
 P = jax.sharding.PartitionSpec
 BOUNDARY = 4e-6  # relative: closer than this, a sum may round to either side
