@@ -48,7 +48,7 @@ class _Counts(NamedTuple):
     chosen: Int32[Array, " B"]
 
 
-def select_rows(num_rows: Int32[Array, " B"], num_positions: int) -> Rows:
+def select_rows(num_rows: jax.Array, num_positions: int) -> Rows:
     """The first `num_rows[b]` positions of each slot b, compacted in message order.
 
     Args:

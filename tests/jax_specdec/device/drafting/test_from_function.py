@@ -80,7 +80,7 @@ def test_promised_logits_must_come():
     with pytest.raises(ValueError, match=r"logits = None; expected bfloat16\[4, 2, 32\]"):
         drafter.propose(None, (), context([[1]] * 4))
     loose = CallableDrafter(returning(logits=jnp.zeros((4, 2, VOCAB))), 2, VOCAB, "float32")
-    with pytest.raises(ValueError, match=r"cut = None; expected .*: `drafters.draw` makes it"):
+    with pytest.raises(ValueError, match=r"cut = None; expected .*: `drafting.draw` makes it"):
         loose.propose(None, (), context([[1]] * 4))
 
 
