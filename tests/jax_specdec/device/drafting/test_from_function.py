@@ -87,7 +87,7 @@ def test_promised_logits_must_come():
 def test_what_is_no_function_of_that_kind_is_refused():
     with pytest.raises(TypeError, match="returned a tuple; expected a"):
         CallableDrafter(lambda p, c: (1, 2), 2, VOCAB).propose(None, (), context([[1]]))
-    with pytest.raises(TypeError, match="None is no function"):
+    with pytest.raises(TypeError, match="None is not a function"):
         CallableDrafter(None, 2, VOCAB)
     with pytest.raises(ValueError, match="num_drafts = 0 must be positive"):
         CallableDrafter(returning(), 0, VOCAB)
