@@ -1,11 +1,13 @@
 """Engine and workers as real processes: from prompts to records, and when a worker dies.
 
 Every start of a worker takes seconds, so the tests share two engines. The last test of each kills a
-worker: the first engine ends by it, the second starts another.
+worker: the first engine ends by it, the second starts another. Workers compile as `decoding` does,
+so that values can be compared bit by bit.
 """
 
 import os
 import signal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,9 +17,15 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
-from tests.support import decoding
+from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, mixed_requests, random_model, request
 from tests.support.processes import no_ring_is_left, wait_for
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_compile_quickly():
+    with mock.patch.dict(os.environ, XLA_FLAGS=quick_compile.FLAGS):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import quick_compile
 from tests.support.processes import CREATORS, is_alive, no_ring_is_left, wait_for
 
 # As little as a worker can compile: when processes end does not depend on what they compute.
@@ -23,9 +24,9 @@ def nothing_left_in_shared_memory():
 
 def demo(*options, **kwargs):
     command = [sys.executable, "-u", "-m", "jax_specdec.cli.main", "demo", *SMALL, *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
-    )
+    environment = os.environ | {"XLA_FLAGS": quick_compile.FLAGS}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, **pipes, **kwargs)
     CREATORS.add(process.pid)
     return process
 
