@@ -38,20 +38,20 @@ def meddler(seed, *, aborts=0.0, preemptions=0.0, stops=0.0):
     return meddle
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 2**16),
-    count=st.integers(1, 9),
-    ranks=st.integers(1, 3),
-    prefill_ranks=st.integers(0, 2),
-    aborts=st.sampled_from((0.0, 0.0, 0.05)),
-    preemptions=st.sampled_from((0.0, 0.1, 0.3)),
-    stops=st.sampled_from((0.0, 0.0, 0.05)),
-    losses=st.booleans(),
-)
-def test_whatever_happens_nothing_is_lost_or_doubled(
-    seed, count, ranks, prefill_ranks, aborts, preemptions, stops, losses
-):
+EVENTS = {
+    "seed": st.integers(0, 2**16),
+    "count": st.integers(1, 9),
+    "ranks": st.integers(1, 3),
+    "prefill_ranks": st.integers(0, 2),
+    "aborts": st.sampled_from((0.0, 0.0, 0.05)),
+    "preemptions": st.sampled_from((0.0, 0.1, 0.3)),
+    "stops": st.sampled_from((0.0, 0.0, 0.05)),
+    "losses": st.booleans(),
+}
+
+
+def run_through(*, seed, count, ranks, prefill_ranks, aborts, preemptions, stops, losses):
+    """Run requests while all of this happens, and check what was delivered."""
     requests = make_requests(count, seed)
     rng = random.Random(seed)
     faults = {}
@@ -73,6 +73,12 @@ def test_whatever_happens_nothing_is_lost_or_doubled(
         return
     reasons = {scene.finish_reason(request.id) for request in requests}
     assert FinishReason.WORKER_LOST not in reasons
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**EVENTS)
+def test_whatever_happens_nothing_is_lost_or_doubled(**events):
+    run_through(**events)
 
 
 def test_that_comparison_can_fail():
