@@ -1,6 +1,6 @@
 """The control channel: what the engine tells its model worker, one JSON object a line. Never jax.
 
-Only the way to the worker; everything that comes back travels through shared memory. The end of
+It leads to the worker only; everything that comes back travels through shared memory. The end of
 the channel means that the engine is gone, so a worker never outlives it.
 """
 
@@ -14,11 +14,11 @@ from ipc.wire import LogprobsMode
 from jax_specdec.requests import Request, SamplingParams
 
 # A lead whose follower was killed by a signal exits with this plus the signal's number, as a shell
-# says it of a command.
+# does for a command.
 GROUP_KILLED = 128
 
 
-DRAFTERS = ("mtp", "ngram", "suffix", "none")  # by which a worker may be told to draft
+DRAFTERS = ("mtp", "ngram", "suffix", "none")  # the values of `WorkerConfig.drafter`
 
 
 class ControlError(ValueError):

@@ -13,11 +13,13 @@ import numpy as np
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import Admit, Evict
 from jax_specdec.device.drafting.drafters import NgramDrafter
+from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.params import init_params
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.requests import Request, SamplingParams
+from tests.support import quick_compile
 
 CONFIG = ModelConfig.tiny(vocab_size=32)
 REQUESTS = (
@@ -29,7 +31,7 @@ REQUESTS = (
 
 def run(parallel, *, publish):
     """Messages (lists of words) and slots after decoding REQUESTS, the last of which is evicted."""
-    params = init_params(CONFIG, jax.random.key(1))
+    params = quick_compile.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(1))
     sent = []
 
     class Sender:
@@ -39,7 +41,10 @@ def run(parallel, *, publish):
     config = LoopConfig(
         model=CONFIG, drafter=NgramDrafter(2), num_slots=3, max_length=64, parallel=parallel
     )
-    worker = Worker(config, params, Sender(), prefill_chunk=4, publish=publish, fused=False)
+    with quick_compile.everything():
+        programs = Compiled(config)
+    worker = Worker(config, params, Sender(), prefill_chunk=4, publish=publish, compiled=programs,
+                    fused=False)  # fmt: skip
     for slot, request in enumerate(REQUESTS):
         prompt = tuple(range(1, 5 + slot)) * 2
         request = Request(id=str(slot), prompt_token_ids=prompt, params=request)

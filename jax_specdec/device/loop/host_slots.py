@@ -1,4 +1,4 @@
-"""What the host knows of the slots: enough to launch a step and to bound its messages.
+"""What the host knows about the slots: enough to launch a step and to bound its messages.
 
 The host never waits for a step to launch the next one, so everything here is decided from what
 requests asked for and from how far their prompts have come.
@@ -15,7 +15,7 @@ from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
 from jax_specdec.device.messages.asked import Asked, Widths, asked_of, sampling_of, widths_of
 from jax_specdec.requests import Request, SamplingParams
 
-NOBODY = SamplingParams()  # of an empty slot
+NOTHING_ASKED = SamplingParams()  # by an empty slot
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Slot:
     """One slot, empty unless `most_tokens` is positive."""
 
     generation: int = 0
-    params: SamplingParams = NOBODY
+    params: SamplingParams = NOTHING_ASKED
     most_tokens: int = 0  # a step; 0 while nothing can be emitted
     prefill_at: int | None = None  # next prompt token to run; None when none is left
     prompt_length: int = 0
@@ -35,7 +35,7 @@ class Slot:
 
     @property
     def decoding(self) -> bool:
-        """Whether the next step may emit tokens of it."""
+        """Whether the next step may emit tokens for it."""
         return self.occupied and self.prefill_at is None
 
 
@@ -45,7 +45,7 @@ def widths_of_slots(slots: Sequence[Slot], vocab_size: int) -> Widths:
 
 
 def asked_of_slots(slots: Sequence[Slot], widths: Widths) -> Asked:
-    """What is known of these slots, on the device."""
+    """What these slots ask for, on the device."""
     return asked_of(
         [slot.params for slot in slots],
         widths,
@@ -70,22 +70,22 @@ def draft_bound(slots: Sequence[Slot]) -> int:
 
 
 def prompt_bound(slots: Sequence[Slot], scoring: Slot, num_tokens: int) -> int:
-    """The words of a prompt message of so many tokens of one of these slots."""
+    """The words of a prompt message with `num_tokens` tokens of one of these slots."""
     empty = _bound(slots[1:], [0] * (len(slots) - 1))
     return empty - wire.HEADER_WORDS + _bound([scoring], [num_tokens])
 
 
 def for_prompt(slot: Slot) -> Slot:
-    """The slot as far as its prompt's logprobs go: their K stands in the place of the tokens'."""
+    """The slot with the K of its prompt's logprobs in place of its tokens'."""
     params = replace(slot.params, logprobs=slot.params.prompt_logprobs)
     return replace(slot, params=params)
 
 
 def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
-    """How many prompt tokens of the slot are run between two steps.
+    """Prompt tokens of the slot that run between two steps.
 
-    A chunk with logprobs has no more of them than a step can have tokens: so its message never
-    needs more room in the ring than a step's.
+    A chunk with logprobs has at most as many as a step can have tokens, so its message never needs
+    more room in the ring than a step's.
     """
     if slot.params.prompt_logprobs is None:
         return prefill_chunk
@@ -104,8 +104,8 @@ def wants_one_read(slots: Sequence[Slot]) -> bool:
     """Whether one read of every row is cheaper than an argmax and the accepted rows again.
 
     Every slot must be greedy, and ask for nothing but the top K of the raw logits (for a greedy
-    request scaled is the same); and the fused read selects K of rejected rows and of rows that
-    nobody asked about too, so half of the slots at least must want logprobs.
+    request scaled is the same). The fused read also selects K of rejected rows and of rows that no
+    request asks about, so half of the slots at least must want logprobs.
     """
     taken = [slot.params for slot in slots if slot.occupied]
     asked = sum(params.num_columns > 0 for params in taken)
@@ -121,13 +121,14 @@ def wants_one_read(slots: Sequence[Slot]) -> bool:
 def admission(
     request: Request, max_length: int, num_drafts: int, draft_token_ids: Sequence[int] = ()
 ) -> Admission:
-    """The device's view of a request; stop ids beyond `MAX_STOP_IDS` are the engine's to see.
+    """The device's view of a request; the engine looks for stop ids beyond `MAX_STOP_IDS`.
 
     Args:
+      request: the request.
       max_length: T.
       num_drafts: D.
-      draft_token_ids: handed over by a prefill node. What the slot cannot verify in its first
-        step is left out: drafts only ever save steps.
+      draft_token_ids: handed over by a prefill node. Those that the slot cannot verify in its first
+        step are left out: drafts only save steps.
     """
     params, prompt = request.params, request.prompt_token_ids
     tokens = np.zeros(max_length, np.int32)

@@ -1,4 +1,4 @@
-"""The state of the decoding loop on the device, and who is in its slots.
+"""The state of the decoding loop on the device: admission, release, copies of a prefix.
 
 Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, N stop ids, V vocabulary.
 """

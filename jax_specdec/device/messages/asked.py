@@ -20,7 +20,7 @@ from jax_specdec.wording import counted
 class Widths(NamedTuple):
     """The most that the slots of a batch ask for; a program is compiled for each."""
 
-    k: int | None = None  # the static K, at least every slot's; None: nobody asks for logprobs
+    k: int | None = None  # the static K, at least every slot's; None: no slot asks for logprobs
     chosen: int = 0  # C: columns of the table of chosen token ids
     mode: LogprobsMode = LogprobsMode.RAW  # the costliest of the slots' modes
 

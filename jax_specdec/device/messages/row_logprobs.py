@@ -76,7 +76,7 @@ def row_logprobs(
 
 
 def _cut(logits: Float[Array, "B S V"], asked: Asked, parallel: Parallel) -> Truncation:
-    """The truncation of the slots in processed mode; of the others, what costs nothing."""
+    """The truncation of the slots in processed mode; the others are taken for greedy: no search."""
     in_mode = asked.mode == LogprobsMode.PROCESSED
     none = Sampling.greedy(len(in_mode))
     return parallel.over_vocabulary(

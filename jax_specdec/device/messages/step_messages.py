@@ -87,7 +87,7 @@ def target_message(
       asked: by slot, as when the step was launched. Where it has a verdict, the slot is free.
       step_number: low and high half.
       draft_follows: whether the step's draft message is sent after this one.
-      widths: the static limits of `asked`. Where nobody asked for logprobs, no kernel runs.
+      widths: the static limits of `asked`. Where no slot asks for logprobs, no kernel runs.
       process_rank: which process rank sends.
       parallel: the devices among which the logits' vocabulary is split.
 
@@ -137,7 +137,7 @@ def draft_message(
     It has all drafts that the step verified, accepted or not, of the slots that asked for them,
     in their own columns and mode. A draft that was not drawn from logits has none.
 
-    Args, Returns: as `target_message`, with D drafts instead of S positions.
+    Arguments and result are those of `target_message`, with D drafts instead of S positions.
 
     Raises:
       ValueError: the drafter has no logits.

@@ -1,4 +1,4 @@
-"""What the host looks at before a packed message is sent. Never jax."""
+"""The host's check of a packed message, before it is sent. Never jax."""
 
 import numpy as np
 
@@ -6,16 +6,16 @@ from ipc import wire
 
 
 class DeviceCheckError(RuntimeError):
-    """A check on the device failed while a message was packed: the message is not sent."""
+    """A message that failed a check on the device while it was packed; it is not sent."""
 
 
 def check(words: np.ndarray) -> np.ndarray:
     """The message in a bucket of words, if the checks on the device passed.
 
     Raises:
-      DeviceCheckError: they did not.
+      DeviceCheckError: a check failed; names the step and the checks.
     """
-    # As Python's integers: three reads through NumPy would take ten times as long.
+    # Python's integers: three reads through NumPy would take ten times as long.
     header = words[: wire.HEADER_WORDS].tolist()
     num_words = _of(header, "num_words")
     if num_words > words.size:

@@ -1,4 +1,4 @@
-"""A process of a group that computes one model, and does as its lead does; it sends nothing."""
+"""A follower's process: it computes a model together with its lead, and sends nothing."""
 
 import sys
 
@@ -8,15 +8,15 @@ from jax_specdec.device.worker.worker_process import make_worker
 
 
 class Silent:
-    """Where the messages of a process go that publishes none."""
+    """The sender of a process that publishes nothing."""
 
     def send(self, data: object, /) -> None:
-        """Refuse it: two processes would publish the same."""
-        raise RuntimeError("a follower publishes nothing")
+        """Refuse a message: two processes would publish the same one."""
+        raise RuntimeError("a follower publishes nothing: its lead does")
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point: the lead's commands come on stdin, the first is its own `Start`.
+    """Entry point: the lead's commands come on stdin, and the first is the lead's `Start`.
 
     Args:
       arguments: this process's index in its group, the coordinator's address, the lead's pid.

@@ -1,7 +1,7 @@
 """A worker's messages on their way from the device to the host.
 
-Each is packed on the device, cut to what the host knows to be the most that it can have, and copied
-while the device goes on. Axes: B slots.
+Each is packed on the device, cut to the most words that it can have by what the host knows, and
+copied while the device goes on. Axes: B slots.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class Outgoing:
 
     Attributes:
       compiled: the programs that pack.
-      process_rank: the one that headers name.
-      sends_drafts: whether there are draft messages; without logits of the drafts there are none,
-        and a prefill node hands its drafts over instead.
+      process_rank: the number in the headers.
+      sends_drafts: whether there are draft messages. There are none where drafts have no logits, or
+        where a prefill node hands them over.
     """
 
     compiled: Compiled
@@ -41,14 +41,14 @@ class Outgoing:
         widths: Widths,
         asked: Asked,
     ) -> tuple[jax.Array, ...]:
-        """A step's target message and, where somebody asked, its draft message.
+        """A step's target message and, where a request asks for it, its draft message.
 
         Args:
           output: the step's, on the device.
           step: its number.
           host_slots: [B] as they were when it was launched.
-          widths: of what these ask for.
-          asked: what these ask for, on the device.
+          widths: the static limits of what they ask for.
+          asked: what they ask for, on the device.
 
         Returns:
           [words] uint32 each.
@@ -80,12 +80,12 @@ class Outgoing:
 
         Args:
           scored: the chunk's logprobs, on the device.
-          num_tokens: how many tokens of it are the prompt's.
+          num_tokens: tokens of it that are the prompt's; the rest is padding.
           next_step: the number of the step that it precedes.
           index: of the slot whose prompt it is.
-          scoring: the slot as far as its prompt's logprobs go.
+          scoring: the slot, as `for_prompt` makes it.
           host_slots: [B] all slots.
-          widths: of what `scoring` asks for.
+          widths: the static limits of what `scoring` asks for.
           asked: what it asks for, on the device.
         """
         words = self.compiled.prompt_message(
@@ -109,5 +109,5 @@ class Outgoing:
 
 
 def _halves(step: int) -> np.ndarray:
-    """[2] uint32 of a step's number, the low word first."""
+    """A step's number as [2] uint32, the low word first."""
     return np.array([step & 0xFFFFFFFF, step >> 32], np.uint32)

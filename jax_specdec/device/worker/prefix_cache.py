@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclass
 class _Prompt:
-    """What was put into a slot last."""
+    """The prompt that was put into a slot last."""
 
     keys: tuple[bytes, ...] = ()  # one a chunk, equal where the prompts are equal up to its end
     most: int = 0  # chunks that may be taken over
@@ -28,7 +28,7 @@ class _Prompt:
 class PrefixCache:
     """What the caches of B slots hold, in chunks of one size; decides, and copies nothing.
 
-    It follows from what it is told alone, so processes of one model decide the same.
+    Its decisions follow from its calls alone, so processes that share a model decide the same.
     """
 
     def __init__(self, num_slots: int, chunk: int) -> None:
@@ -41,10 +41,11 @@ class PrefixCache:
         """Put a prompt into `slot`, in place of what was there.
 
         Args:
-          token_ids: of the prompt; empty for one that neither takes nor gives.
+          slot: its number.
+          token_ids: of the prompt; empty for one that neither takes entries over nor offers any.
 
         Returns:
-          How many of its tokens need not be run, as the last prompt of the slot began like it.
+          How many of its tokens need not run, because the slot's last prompt began with them.
         """
         before = self._prompts[slot]
         prompt = _Prompt(_keys(token_ids, self._chunk), max(len(token_ids) - 2, 0) // self._chunk)
@@ -63,12 +64,12 @@ class PrefixCache:
         return common * self._chunk
 
     def longest(self, slot: int) -> tuple[int, int]:
-        """Whose caches hold most of the prompt in `slot`.
+        """The slot whose caches hold most of the prompt in `slot`.
 
         Returns:
           A slot (`slot` itself where no other one holds more), and how many tokens of the prompt
-          its caches hold: whole chunks, and not the last one that is to be run, as that one starts
-          the decoding.
+          its caches hold: whole chunks, and not the last one, which has to run as it starts the
+          decoding.
         """
         prompt = self._prompts[slot]
         for count in range(prompt.most, prompt.held, -1):
@@ -78,11 +79,12 @@ class PrefixCache:
         return slot, prompt.held * self._chunk
 
     def hold(self, slot: int, num_tokens: int, *, reused: bool = False) -> None:
-        """The caches of `slot` now hold the first `num_tokens` positions of its prompt.
+        """Note that the caches of `slot` hold the first `num_tokens` positions of its prompt.
 
         Args:
+          slot: its number.
           num_tokens: may be beyond the end of the prompt, as a chunk is.
-          reused: they were copied.
+          reused: they were copied from another slot.
         """
         prompt = self._prompts[slot]
         held = min(num_tokens // self._chunk, len(prompt.keys))
@@ -94,9 +96,10 @@ class PrefixCache:
 
 
 def _keys(token_ids: Sequence[int], chunk: int) -> tuple[bytes, ...]:
-    """A key for each chunk of a prompt that is run: of all tokens up to the one after the chunk.
+    """A key for each chunk of a prompt: of all tokens up to the one after the chunk.
 
-    256 bits of BLAKE2, which nobody can make collide: who sends prompts must not get at another's.
+    256 bits of BLAKE2: no known attack makes two of them collide, so a sender of prompts cannot
+    reach the entries of another's.
     """
     ids = np.asarray(token_ids, np.int32)
     digest, keys, done = hashlib.blake2b(digest_size=32), [], 0

@@ -2,10 +2,10 @@
 
 JAX's own runtime connects them (`jax.distributed`), and each has one device of the model's mesh.
 The lead sends its followers every command that it carries out, `Advance` among them, so that all
-run the same programs in the same order; it alone publishes.
+run the same programs in the same order. The lead alone publishes.
 
 They end together. The kernel kills a follower whose lead has ended, and a thread of the lead waits
-for each follower: neither needs a main thread that does not hang in a collective.
+for each follower: neither depends on a main thread, which may hang in a collective.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ from jax_specdec.control import GROUP_KILLED, Command, Shutdown, Start, to_line
 # -P: a file in the current directory must not stand in for a module of the follower.
 FOLLOWER = (sys.executable, "-P", "-m", "jax_specdec.device.worker.follower_process")
 HOST = "127.0.0.1"  # one host: the engine reads shared memory
-GRACE_SECONDS = 1.0  # for what was computed to be published, once a follower is lost
+GRACE_SECONDS = 1.0  # to publish what was computed, once a follower is lost
 PATIENCE_SECONDS = 5.0  # for followers that were told to stop
 PR_SET_PDEATHSIG = 1  # man 2 prctl
 
 
 class Lead:
-    """The lead's side of its group; a context, whose error ends the process at once."""
+    """The lead's side of its group: a context, and an error inside it ends the process at once."""
 
     def __init__(self, start: Start, ring: RingWriter) -> None:
-        """Start the followers and connect to them; without any there is nothing to do.
+        """Start the followers and connect to them. A group of one has none.
 
         Args:
-          start: of the worker; its `config` says how many processes there are.
+          start: the worker's first command; its `config` says how many processes there are.
           ring: where the lead's messages go.
         """
         self._ring = ring
@@ -50,7 +50,7 @@ class Lead:
         self._followers: list[subprocess.Popen[str]] = []
         self._sending = threading.Lock()  # held while a message is written, and to end for good
         self._closing = False
-        self._lost = ("", 1)  # which follower and how it ended, and the lead's status; of the first
+        self._lost = ("", 1)  # how the first lost follower ended, and the lead's exit status
         self._is_lost = threading.Event()
         if self._size == 1:
             return
@@ -74,7 +74,7 @@ class Lead:
                     follower.wait(PATIENCE_SECONDS)
         elif isinstance(error, SystemExit):
             self._end("")
-        elif self._is_lost.wait(GRACE_SECONDS):  # a collective's error is what came of it
+        elif self._is_lost.wait(GRACE_SECONDS):  # an error of a collective is its consequence
             self._end(*self._lost)
         else:
             self._end("".join(traceback.format_exception(error)))
@@ -85,7 +85,7 @@ class Lead:
             self._ring.send(data)
 
     def tell(self, command: Command) -> None:
-        """Send a command to all followers, who carry it out as the lead does."""
+        """Send a command to all followers, which carry it out as the lead does."""
         self._closing |= isinstance(command, Shutdown)
         for follower in self._followers:
             assert follower.stdin is not None
@@ -126,27 +126,27 @@ class Lead:
 
 
 def join(index: int, size: int, coordinator: str) -> None:
-    """Make this process number `index` of `size`, with one device; before JAX looks for any."""
+    """Make this process number `index` of `size`, with one device; before JAX has devices."""
     jax.config.update("jax_num_cpu_devices", 1)  # type: ignore[no-untyped-call]
     jax.distributed.initialize(
         coordinator,
         size,
         index,
-        local_device_ids=index,  # of several accelerators, its own
+        local_device_ids=index,  # its own of several accelerators
         coordinator_bind_address=coordinator,  # by default it would listen to every network
     )
 
 
 def leave() -> None:
-    """End this process's part in its group; waits until all others do so too."""
+    """End this process's part in its group; waits until all the others do so too."""
     jax.distributed.shutdown()  # type: ignore[no-untyped-call]
 
 
 def end_with(pid: int) -> None:
-    """Have the kernel kill this process when its parent `pid` ends, however and wherever it is."""
+    """Have the kernel kill this process when its parent `pid` ends, whatever this one does then."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl cannot tie this process to its parent")
-    if os.getppid() != pid:  # it has ended before
+    if os.getppid() != pid:  # the parent had ended before
         os._exit(1)
 
 

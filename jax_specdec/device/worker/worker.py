@@ -1,4 +1,4 @@
-"""The model worker: it keeps the slots decoding and publishes one message a step.
+"""The model worker: it keeps the slots decoding and publishes each step's messages.
 
 It launches step n + 1 before it reads step n, so the device never waits for the host: while the
 device computes, the host takes commands, waits for the copy of the last step's words and sends
@@ -37,18 +37,20 @@ from pallas_kernels import gpu_obstacle
 
 
 class Sender(Protocol):
-    """Where messages go; the ring, or a list in a test."""
+    """Takes messages: the ring, or a list in a test."""
 
-    def send(self, data: np.ndarray, /) -> object: ...
+    def send(self, data: np.ndarray, /) -> object:
+        """Send the words of one message."""
+        ...
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that is under way."""
+    """A step that is under way, or prompts alone."""
 
     generations: list[int]  # of the slots when it was launched
-    prompts: tuple[jax.Array, ...]  # messages, which go first
-    words: tuple[jax.Array, ...]  # the step's target and draft message; none: prompts alone
+    prompts: tuple[jax.Array, ...]  # their messages, which go first
+    words: tuple[jax.Array, ...]  # the step's target and draft message; empty without a step
 
 
 class Worker:
@@ -70,11 +72,16 @@ class Worker:
         """Start with empty slots.
 
         Args:
+          config: the loop.
+          params: the model's weights.
+          sender: takes the messages.
+          prefill_chunk: prompt tokens that run between two steps.
           prefix_reuse: run what prompts have in common once, where it is still in a slot's caches;
             no value depends on it. Prompts whose logprobs are wanted are run whole.
-          publish: send messages. A process that does not makes and reads the same ones, as what
-            makes them has collectives, and clears the same slots.
-          compiled: share it among workers of one configuration.
+          process_rank: the number in the messages.
+          publish: send messages. A process that sends none makes and reads them all the same, as
+            the programs that make them have collectives, and clears the same slots.
+          compiled: the loop's programs, where workers of one configuration share them.
           fused: let greedy verification and logprobs share one read where that pays; None: where
             the GPU kernels run.
         """
@@ -108,8 +115,8 @@ class Worker:
         """Carry out one command between two steps; False after the last one.
 
         A `Release` or an `Evict` of a request that has ended here changes nothing: its last tokens
-        have been published or are on their way. Processes of one model that carry out the same
-        commands, `Advance` among them, run the same programs in the same order.
+        have been published or are on their way. Processes that share a model and carry out the
+        same commands, `Advance` among them, run the same programs in the same order.
 
         Raises:
           ValueError: a slot is given away before its eviction was published, or a draft that was
@@ -138,7 +145,7 @@ class Worker:
             if slot.occupied and slot.prefill_at is not None
             for words in self._prefill(index, slot)
         ]
-        # An eviction has to be heard of, even where nothing decodes.
+        # An eviction is reported even where no slot decodes.
         due = any(slot.decoding or slot.verdict for slot in self.slots)
         following = None
         if due or prompts:
@@ -159,7 +166,7 @@ class Worker:
         if self.slots[command.slot].verdict:
             raise ValueError(
                 f"slot {command.slot} was evicted and no message has said so yet: "
-                "give it away once its request was heard of, or release it first"
+                "admit a request after that message, or release the slot first"
             )
         if wrong := [i for i in command.draft_token_ids if not 0 <= i < vocab]:
             raise ValueError(
@@ -173,7 +180,7 @@ class Worker:
                 request, self.config.max_length, drafter.num_drafts, command.draft_token_ids
             ),
         )
-        # Every row of a prompt's logprobs needs its hidden state, which no cache has.
+        # Every row of a prompt's logprobs needs its hidden state, which is in no cache.
         shared = self.prefix_reuse and request.params.prompt_logprobs is None
         prompt = request.prompt_token_ids if shared else ()
         self._set(
@@ -188,6 +195,7 @@ class Worker:
         )
 
     def _take_back(self, index: int, generation: int, verdict: int) -> None:
+        """Free a slot if it is still of this generation; the next message tells the verdict."""
         slot = self.slots[index]
         if slot.generation == generation and (slot.occupied or slot.verdict):
             self.state = self.compiled.release(self.state, np.int32(index))
@@ -198,7 +206,7 @@ class Worker:
         self.asked = None
 
     def _prefill(self, index: int, slot: Slot) -> tuple[jax.Array, ...]:
-        """Run one chunk of a prompt: a long one does not hold up the other slots' tokens.
+        """Run one chunk of a prompt: a long prompt does not hold up the other slots' tokens.
 
         Returns the words of the chunk's own message, where its logprobs are wanted.
         """
@@ -218,9 +226,9 @@ class Worker:
     def _reuse(self, index: int, start: int) -> int:
         """Take over what another slot holds of a prompt by now; returns where to go on.
 
-        Asked at each chunk: of equal prompts that came together, each runs other chunks. What the
-        source is doing meanwhile does not matter: a copy takes the state that the last program
-        leaves, and no step writes where a prompt was run.
+        Every chunk asks: equal prompts that came together each run other chunks. What the source is
+        doing meanwhile does not matter: a copy takes the state that the last program leaves, and no
+        step writes where a prompt was run.
         """
         source, held = self.prefixes.longest(index)
         if held <= start:
@@ -232,6 +240,7 @@ class Worker:
     def _score(
         self, slot: Slot, places: tuple[np.int32, np.int32], chunk: int
     ) -> tuple[jax.Array, ...]:
+        """Run one chunk of a prompt and its logprobs; the words of its message, if it has any."""
         scoring = host_slots.for_prompt(slot)
         widths = host_slots.widths_of_slots([scoring], self.config.model.vocab_size)
         asked = host_slots.asked_of_slots([scoring], widths)
@@ -256,14 +265,15 @@ class Worker:
         self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)
         words = self.outgoing.of_step(output, self.step_number, self.slots, widths, asked)
         self.step_number += 1
-        # On every process alike, whether it publishes or not: what is left of an eviction, or of
-        # a request that was handed over, would speak of the slot's next request.
+        # On every process, whether it publishes or not: a verdict or a request that was handed
+        # over is told once, and must not be told of the slot's next request.
         for index, slot in enumerate(self.slots):
             if slot.verdict or (self.config.prefill_only and slot.decoding):
                 self._set(index, Slot(generation=slot.generation))
         return words
 
     def _publish(self, launched: Launched) -> None:
+        """Send a step's messages once they are on the host; free the slots that have stopped."""
         for words in launched.prompts:
             self._send(check(np.asarray(words)))
         messages = [check(np.asarray(words)) for words in launched.words]

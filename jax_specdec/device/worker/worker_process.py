@@ -12,6 +12,7 @@ from jax_specdec.control import Advance, Command, Shutdown, Start, from_line
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
+from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import tensor_parallel
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
@@ -26,7 +27,9 @@ def serve(
     """Decode until told to stop: take the commands that wait, advance, block only when idle.
 
     Args:
-      tell: gets every command just before it is carried out.
+      worker: carries the commands out.
+      commands: from the engine.
+      tell: gets every command just before the worker does.
     """
     while True:
         waits = not (commands.empty() and worker.busy)
@@ -37,7 +40,7 @@ def serve(
 
 
 def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") -> None:
-    """Parse lines until they end; their end means that the engine is gone."""
+    """Parse lines until they end, which means that the engine is gone: then shut down."""
     try:
         for line in lines:
             commands.put(from_line(line))
@@ -48,50 +51,57 @@ def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") 
 def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker:
     """Load the model and make its worker, with empty slots.
 
-    What the user can mend ends the process, with the reason on stderr: the engine shows it.
+    An error that the user can mend ends the process, with the reason on stderr: the engine shows
+    it.
     """
-    config = start.config
     try:
-        params, model = load_model(
-            config.weights,
-            dtype=config.dtype,
-            num_slots=config.num_slots,
-            max_length=config.max_length,
-        )
-        if config.vocab_size > model.vocab_size:
-            raise ValueError(
-                f"EngineConfig.vocab_size = {config.vocab_size}, but the model has "
-                f"{model.vocab_size} tokens: set it to {model.vocab_size} or less, or prompts "
-                "may hold ids that the model does not know"
-            )
-        parallel = tensor_parallel(model, config.tensor_parallel)
-        drafter = make_drafter(
-            config.drafter,
-            config.num_drafts,
-            model,
-            corpus=config.corpus,
-            adaptive=config.adaptive,
-            encode=text_encoder(config.weights, model.vocab_size) if config.corpus else None,
-            parallel=parallel,
-        )
+        params, loop = _load(start)
     except (OSError, ValueError, MemoryError) as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(1) from error
     return Worker(
-        LoopConfig(
-            model=model,
-            drafter=drafter,
-            num_slots=config.num_slots,
-            max_length=config.max_length,
-            prefill_only=start.prefill_only,
-            parallel=parallel,
-        ),
+        loop,
         params,
         sender,
-        prefill_chunk=config.prefill_chunk,
-        prefix_reuse=config.prefix_reuse,
+        prefill_chunk=start.config.prefill_chunk,
+        prefix_reuse=start.config.prefix_reuse,
         process_rank=start.process_rank,
         publish=publish,
+    )
+
+
+def _load(start: Start) -> tuple[ModelParams, LoopConfig]:
+    """The weights and the loop that a worker was told to run."""
+    config = start.config
+    params, model = load_model(
+        config.weights,
+        dtype=config.dtype,
+        num_slots=config.num_slots,
+        max_length=config.max_length,
+    )
+    if config.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"EngineConfig.vocab_size = {config.vocab_size}, but the model has "
+            f"{model.vocab_size} tokens: set it to {model.vocab_size} or less, or prompts "
+            "may hold ids that the model does not know"
+        )
+    parallel = tensor_parallel(model, config.tensor_parallel)
+    drafter = make_drafter(
+        config.drafter,
+        config.num_drafts,
+        model,
+        corpus=config.corpus,
+        adaptive=config.adaptive,
+        encode=text_encoder(config.weights, model.vocab_size) if config.corpus else None,
+        parallel=parallel,
+    )
+    return params, LoopConfig(
+        model=model,
+        drafter=drafter,
+        num_slots=config.num_slots,
+        max_length=config.max_length,
+        prefill_only=start.prefill_only,
+        parallel=parallel,
     )
 
 
@@ -99,11 +109,11 @@ def main() -> int:
     """Entry point of the worker process: commands on stdin, messages into the ring."""
     start = from_line(sys.stdin.readline())
     if not isinstance(start, Start):
-        print("the first command must be start", file=sys.stderr)
+        print(f"the first command must be Start, not {type(start).__name__}", file=sys.stderr)
         return 2
     devices = start.config.tensor_parallel
     if start.config.num_processes == 1 and devices > 1:
-        # Before JAX looks for devices; of accelerators there are as many as there are.
+        # Before JAX looks for devices. The number of accelerators is given.
         jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
     with RingWriter.attach(start.ring) as ring, Lead(start, ring) as lead:
         worker = make_worker(start, lead)

@@ -15,10 +15,10 @@ def test_a_failed_check_on_the_device_raises_in_the_worker_and_nothing_is_sent()
         return output._replace(token_ids=output.token_ids.at[0, 0].set(VOCAB))
 
     with pytest.raises(DeviceCheckError, match=DeviceCheck.TOKEN_ID.name):
-        decoding.run([item], "mtp", distort=distort)
+        decoding.run([item], "none", distort=distort)
 
     def too_many(output):
         return output._replace(num_tokens=output.num_tokens + 9)
 
     with pytest.raises(DeviceCheckError, match=DeviceCheck.SLOT_COUNTS.name):
-        decoding.run([item], "mtp", distort=too_many)
+        decoding.run([item], "none", distort=too_many)

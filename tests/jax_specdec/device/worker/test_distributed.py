@@ -1,4 +1,4 @@
-"""Real processes under jax.distributed that share a model: one publishes, all do the same."""
+"""Processes under jax.distributed that share a model: one publishes, all do the same."""
 
 import json
 import os
@@ -10,21 +10,21 @@ import numpy as np
 
 from jax_specdec.device.model import sharding
 from jax_specdec.records.decode import decode
-from tests.support import distributed_worker
+from tests.support import distributed_worker, quick_compile
 
 TIMEOUT = 240
 
 
 def run_processes(count):
     """What each of `count` processes printed."""
-    with socket.socket() as held:  # until they have ended: nobody else gets the port
+    with socket.socket() as held:  # until they have ended: no other program gets the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # but their coordinator
         held.bind(("127.0.0.1", 0))
         return outputs_of(count, held.getsockname()[1])
 
 
 def outputs_of(count, port):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": quick_compile.FLAGS}  # one device each
     processes = [
         subprocess.Popen(
             [
@@ -68,7 +68,7 @@ def test_one_of_two_processes_publishes_and_both_do_the_same():
     assert second["messages"] == []
     assert first["slots"] == second["slots"]
     assert first["steps"] == second["steps"] == len(first["messages"])
-    # Both took the same entries from another slot: the last two prompts begin alike.
+    # Both took over the same entries of another slot: the last two prompts begin alike.
     assert first["reused"] == second["reused"] == 4
     alone = distributed_worker.run(sharding.ONE_DEVICE, publish=True)
     assert first["slots"] == alone["slots"]

@@ -216,10 +216,10 @@ def test_copying_changes_one_slot_with_and_without_jit():
     _, config = random_model()
     settings = LoopConfig(config, MtpDrafter(config, 1), num_slots=3, max_length=16)
     state = init_state(settings)
-    keys = iter(jax.random.split(jax.random.key(0), 4))
+    random = np.random.default_rng(0)
 
     def filled(cache):
-        return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), cache)
+        return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), cache)
 
     state = state._replace(cache=filled(state.cache), drafter=filled(state.drafter))
     before = jax.tree.map(np.asarray, state)

@@ -19,7 +19,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
-from tests.support import decoding
+from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, random_model, request
 
 SECONDS = 10  # for a group to end: a second for its lead, the rest for a busy machine
@@ -35,8 +35,7 @@ def weights(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick_compiling(monkeypatch):
     """Every process compiles everything: no time is spent on good machine code."""
-    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("XLA_FLAGS", quick_compile.FLAGS)
 
 
 @pytest.fixture(autouse=True)
