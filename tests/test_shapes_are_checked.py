@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,15 @@ def test_carriers_are_looked_into_when_they_are_returned(value):
     returned(IDS, None)
     with pytest.raises(TypeCheckError, match="return value"):
         returned(IDS, value)
+
+
+@jaxtyped(typechecker=shape_checks.checked)
+def received_apart(choice: Annotated[Greedy, "N = 1"], x: Float32[Array, "N V"]) -> None:
+    pass
+
+
+def test_a_carriers_letters_may_be_its_own():
+    received_apart(Greedy(jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)), jnp.asarray(X))
 
 
 def test_a_carriers_letters_are_those_of_its_function():

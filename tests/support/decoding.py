@@ -48,7 +48,7 @@ def drafter(name, config, num_drafts=3):
 
 @dataclass
 class Run:
-    """What came of some requests."""
+    """The outcome of some requests."""
 
     messages: list = field(default_factory=list)
     outputs: list = field(default_factory=list)  # StepOutput as numpy, by step
@@ -153,7 +153,7 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
 
 
 class Local:
-    """A worker in this process and what an engine knows of it; both sides are in a test's hands."""
+    """A worker in this process and the engine's session of it; a test drives both sides."""
 
     def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
                  prefill_only=False, **options):  # fmt: skip
@@ -198,7 +198,7 @@ class Local:
         return records
 
     def drain(self, most=200):
-        """Until nothing is under way; nobody leaves a slot."""
+        """Advance until nothing is under way; requests keep their slots."""
         records = []
         for _ in range(most):
             if not self.worker.busy:

@@ -23,7 +23,7 @@ def logprobs(row, params):
 
 
 def check_rows(rows, params, token_ids, got, ids, ranks, chosen=None):
-    """Delivered rows against their logits [n, V]: ids and ranks equal, logprobs in the bound.
+    """Delivered rows against their logits [n, V]: ids and ranks equal, logprobs within the bound.
 
     Args:
       token_ids: [n]. got: [n, K + 1]. ids: [n, K]. ranks: [n]. chosen: [n, C] or None.

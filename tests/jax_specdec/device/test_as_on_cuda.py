@@ -145,7 +145,7 @@ def test_programs_of_another_host_have_no_kernels(monkeypatch):
 
 @pytest.mark.fast
 def test_branches_that_vary_differently_would_be_seen(monkeypatch):
-    """The defect that these tests were written after."""
+    """The defect that led to these tests."""
     for module in (implementations, run):
         monkeypatch.setattr(module, "vary_like", lambda values, inputs: values)
     _forget()
@@ -249,7 +249,7 @@ OTHERS = {
 
 
 def jitted(source):
-    """What a module calls each program that it jits: a variable, an attribute or a function."""
+    """The names of the programs that a module jits: variables, attributes or functions."""
 
     def visit(node, name):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -280,7 +280,7 @@ def test_every_program_is_known():
 
 
 def test_new_programs_would_be_seen():
-    """As a decorator, a variable, an attribute, and by its bare name."""
+    """A `jit` as a decorator, in a variable, in an attribute, and under another name."""
     source = "@partial(jax.jit, donate_argnums=0)\ndef a():\n    b: C = jax.jit(f)\n"
     source += "def d():\n    self.e = jax.jit(g)\n    return jax.pmap(h)\nx = f(1)\n"
     assert jitted(source) == {"a", "b", "self.e", "d"}

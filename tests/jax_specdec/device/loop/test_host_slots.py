@@ -1,4 +1,4 @@
-"""What the host decides from what it knows of the slots."""
+"""Decisions of the host from what it knows about the slots."""
 
 import pytest
 

@@ -24,7 +24,7 @@ PROMPT = (4,) * 8  # this model goes on with 4 two times out of three: n-grams a
 
 
 def always(u, p, q):
-    """A broken rule: whatever is possible is accepted."""
+    """A broken rule: every draft of positive probability is accepted."""
     return p > 0
 
 

@@ -1,4 +1,4 @@
-"""Logprobs of prompt tokens: chunk by chunk, the same whatever the chunks, in little memory."""
+"""Logprobs of prompt tokens: chunk by chunk, the same for all chunk sizes, in little memory."""
 
 import functools
 
@@ -192,7 +192,7 @@ def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(by_chunk):
 @pytest.mark.fast
 @pytest.mark.parametrize(("num_slots", "num_drafts"), [(1, 0), (1, 3), (3, 3), (64, 3)])
 def test_a_prompt_message_is_no_longer_than_a_steps(num_slots, num_drafts):
-    """So that a ring made for the steps holds it."""
+    """A ring that was made for the steps holds it."""
     model = ModelConfig.tiny(vocab_size=VOCAB)
     config = LoopConfig(model, NoDrafter(num_drafts), num_slots=num_slots, max_length=LENGTH)
     settings = EngineConfig(vocab_size=200, num_slots=num_slots, num_drafts=num_drafts)

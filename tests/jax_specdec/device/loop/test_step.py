@@ -1,4 +1,4 @@
-"""One step by itself: with and without jit, what it shows the drafter and what it takes of it."""
+"""One step by itself: with and without jit, and what it exchanges with its drafter."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from tests.support.decoding import VOCAB, compiled, random_model, request, witho
 
 @pytest.mark.slow
 def test_without_jit_every_value_is_the_same():
-    """One call of each function: without jit, every conditional is compiled anew at each call."""
+    """One call of each function: without jit, each call compiles every conditional again."""
     params, model = random_model()
     config = LoopConfig(model, MtpDrafter(model, 1), num_slots=1, max_length=96)
     item = request("r", [1, 2, 3], max_tokens=9, temperature=0.7, top_p=0.9, logprobs=3,
@@ -66,7 +66,7 @@ class Watching(NoDrafter):
 
 
 def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
-    """Whoever left a slot, verification and the drafter see only what is decoding now."""
+    """Verification and the drafter see only slots that are decoding now."""
     params, model = random_model()
     verified = []
 
@@ -87,7 +87,7 @@ def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
         state, _ = step(config, params, state)
         return verified.pop(), state.drafter
 
-    # While it decodes it is sampled; before its first step and after its last it is nobody.
+    # While the request decodes it is sampled; before its first step and after its last, it is not.
     for given, expected in [
         (decoding, 0.7),
         (decoding._replace(active=jnp.array([True, False])), 0.0),

@@ -1,4 +1,4 @@
-"""What a batch asks for: its static limits, the buckets that they come from, and its arrays."""
+"""The static limits of what a batch asks for, their buckets, and its arrays."""
 
 import pytest
 from hypothesis import given

@@ -153,7 +153,7 @@ def scored_again(item, emitted, score):
 
 
 def test_scoring_sequences_again_gives_the_same_logprobs(mixed):
-    """What RL training needs: |log ratio| <= 1e-4 in float32, in the request's own mode.
+    """|log ratio| <= 1e-4 in float32, in the request's own mode: RL training needs it.
 
     Once with a second implementation in float64, once with the model's own forward pass in float32,
     of another batch shape.

@@ -113,7 +113,7 @@ def searches(function, *arguments):
 
 @pytest.mark.fast
 def test_each_distribution_is_cut_once():
-    """A row's where it is verified, a draft's where it is drawn; logprobs of both come after."""
+    """Verification cuts a row and drawing cuts a draft; the logprobs of both come after."""
     params, model = random_model()
     config = LoopConfig(model, MtpDrafter(model, 2), num_slots=2, max_length=16)
     asks = SamplingParams(temperature=1.0, top_p=0.9, logprobs=3, logprobs_mode=PROCESSED,
@@ -144,7 +144,7 @@ def test_each_distribution_is_cut_once():
 
 @pytest.mark.fast
 def test_no_rounding_gives_a_probability_above_one():
-    """Where top-k leaves one token, its logprob and the log of its share are rounded apart."""
+    """With one token left by top-k, its logprob and the log of its share are rounded apart."""
     random = np.random.default_rng(0)
     x = random.normal(0, 3, (1, 64, 61)).astype(np.float32)
     token_ids, count = x.argmax(axis=-1).astype(np.int32), np.array([64], np.int32)
@@ -228,7 +228,7 @@ def test_logprobs_are_the_same_where_the_cut_is_not_told():
 
 @pytest.mark.fast
 def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
-    """Neither those of slots without logprobs nor those of rejected drafts."""
+    """Rows of slots without logprobs and rows of rejected drafts are left out."""
     output = StepOutput(
         logits=jnp.zeros((3, 2, 11)),
         token_ids=jnp.array([[1, 2], [3, -1], [4, 5]], jnp.int32),

@@ -1,15 +1,19 @@
 """The messages of a step: one with every slot, as the slots were when the step was launched."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import TypeCheckError
 
 from ipc import wire
 from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import no_drafts
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
 from jax_specdec.device.messages.step_messages import StepOutput, step_output, target_message
 from jax_specdec.device.sampling.verify import Verified
 from jax_specdec.device.worker.worker import Worker
@@ -31,10 +35,9 @@ def test_slots_that_do_not_decode_emit_nothing():
                                           [SlotState.TOKENS, SlotState.STOPPED]]  # fmt: skip
 
 
-@pytest.mark.fast
-def test_only_columns_that_a_slot_asked_for_reach_its_message():
-    """K of the batch is 20 here, and the slot that asked for 2 sends 3 columns."""
-    output = StepOutput(
+def two_slots():
+    """A step without drafts in which each of two slots emitted one token."""
+    return StepOutput(
         logits=jnp.arange(2 * 30, dtype=jnp.float32).reshape(2, 1, 30) % 7,
         token_ids=jnp.array([[3], [4]], jnp.int32),
         num_tokens=jnp.ones(2, jnp.int32),
@@ -44,10 +47,30 @@ def test_only_columns_that_a_slot_asked_for_reach_its_message():
         state=jnp.zeros(2, jnp.int32),
         running=jnp.bool_(True),
     )
+
+
+@pytest.mark.fast
+def test_shapes_that_do_not_go_together_are_noticed():
+    params = [SamplingParams()] * 2
+    arguments = asked_of(params, Widths()), jnp.zeros(2, jnp.uint32)
+    good = two_slots()
+    assert jax.eval_shape(partial(target_message, widths=Widths()), good, *arguments).ndim == 1
+    for wrong in (
+        good._replace(num_rows=jnp.ones(3, jnp.int32)),
+        good._replace(state=jnp.zeros(2, jnp.float32)),
+        good._replace(drafts=no_drafts(3, 0)),
+    ):
+        with pytest.raises(TypeCheckError, match="output"):
+            target_message(wrong, *arguments, widths=Widths())
+
+
+@pytest.mark.fast
+def test_only_columns_that_a_slot_asked_for_reach_its_message():
+    """K of the batch is 20 here, and the slot that asked for 2 sends 3 columns."""
     params = [SamplingParams(logprobs=k) for k in (2, 20)]
     widths = widths_of(params, 30)
     packed = quick_compile.jit(target_message, static_argnames="widths")
-    words = packed(output, asked_of(params, widths), jnp.zeros(2, jnp.uint32), widths=widths)
+    words = packed(two_slots(), asked_of(params, widths), jnp.zeros(2, jnp.uint32), widths=widths)
     message = decode(np.asarray(words[: int(wire.HEADER["num_words"].get(words))]))
     assert message.max_num_logprobs == 20
     assert [message.slot(b).logprobs.shape for b in range(2)] == [(1, 3), (1, 21)]

@@ -16,7 +16,7 @@ TIMEOUT = 240
 
 
 def run_processes(count):
-    """What each of `count` processes printed."""
+    """The outputs of `count` processes."""
     with socket.socket() as held:  # until they have ended: no other program gets the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # but their coordinator
         held.bind(("127.0.0.1", 0))

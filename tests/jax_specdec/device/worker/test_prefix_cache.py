@@ -1,4 +1,4 @@
-"""Who holds what a prompt needs: all that is held, and never a position with something else."""
+"""The cache finds all chunks that a slot holds of a prompt, and never one with other entries."""
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ ACTIONS = st.lists(
 
 
 class Model:
-    """Caches whose entries are what they were made of, and a worker's way with them."""
+    """Caches whose entries name what they were made of, used as a worker uses them."""
 
     def __init__(self, chunk):
         self.chunk, self.cache = chunk, PrefixCache(SLOTS, chunk)
@@ -118,7 +118,7 @@ def test_a_key_without_the_token_after_its_chunk_is_noticed(monkeypatch):
 
 
 def test_what_was_decoded_is_not_held(monkeypatch):
-    """Nor would a cache go unnoticed that said so of a prompt's last token."""
+    """A cache that counts a prompt's last token as held is noticed."""
     actions = [("admit", 0, (0, 1, 1, 1), True), ("chunk", 0), ("chunk", 0), ("step",),
                ("admit", 1, (0, 1, 1, 1, 0, 0), True), ("chunk", 1)]  # fmt: skip
     assert follow(actions, 2).reused == 2

@@ -1,4 +1,4 @@
-"""Prompts that begin alike are run once: fewer chunks, and not a bit of any value is another."""
+"""Prompts that begin alike are run once: fewer chunks, and every bit of every value is the same."""
 
 import dataclasses
 import functools
@@ -126,7 +126,7 @@ def test_every_value_has_the_bits_that_it_has_without(name, dtype, shards):
 
 
 def test_entries_are_taken_from_slots_that_are_live(monkeypatch):
-    """Nobody is waited for: a source may have a step under way, or its prompt half through."""
+    """No slot waits: a source may have a step under way, or its prompt half through."""
     sources, reuse = set(), Worker._reuse
 
     def watched(self, index, start):
@@ -163,7 +163,7 @@ def test_one_poisoned_entry_is_noticed(monkeypatch, part):
 
 
 def test_a_drafters_entry_of_another_next_token_is_noticed(monkeypatch):
-    """Two prompts that part right behind a chunk have not got that chunk in common."""
+    """Two prompts that part right behind a chunk do not share that chunk."""
     keys = prefix_cache._keys
     monkeypatch.setattr(prefix_cache, "_keys", lambda ids, chunk: keys((0, *ids[:-1]), chunk))
     bad = ran.__wrapped__(tuple(requests()), "mtp", True)
@@ -202,7 +202,7 @@ def preempted_thrice(reuse):
 
 
 def test_a_preempted_request_finds_its_prompt_again():
-    """What it has emitted is run again, and its prompt's last chunk."""
+    """Its emitted tokens run again, and its prompt's last chunk."""
     chunks, values = preempted_thrice(reuse=True)
     all_chunks, expected = preempted_thrice(reuse=False)
     assert values == expected
@@ -247,7 +247,7 @@ def test_a_copy_stays_on_its_device():
 
 
 def test_the_setting_reaches_the_worker(tmp_path, capfd):
-    """From the engine's configuration into the first command, and from it into a worker."""
+    """The engine's configuration is in the first command, and a worker takes it from there."""
     told = tmp_path / "told"
     program = (sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(input())", str(told))
     for reuse in (True, False):

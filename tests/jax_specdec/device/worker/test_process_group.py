@@ -40,7 +40,7 @@ def quick_compiling(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
-    """Neither in shared memory nor among the processes, whoever their parent is by then."""
+    """No ring stays in shared memory and no process runs on, not even an orphan."""
     name, value = "PROCESS_GROUP_TEST", uuid.uuid4().hex
     monkeypatch.setenv(name, value)
     yield
@@ -109,7 +109,7 @@ def wait_for(condition, seconds=SECONDS):
 
 
 def requests(max_tokens):
-    """One greedy, one sampled; few programs have to be compiled for them, in every process."""
+    """One greedy and one sampled request, for which each process compiles few programs."""
     return [
         request("greedy", [3, 1, 4, 1, 5], max_tokens=max_tokens, logprobs=2),
         request("sampled", [2, 7], max_tokens=max_tokens, logprobs=2, temperature=0.8, seed=5),
@@ -139,7 +139,7 @@ def mapped_rings(pid, engine):
 
 
 def assert_same(records, items):
-    """Ids of one process on one device, and logprobs but for sums in another order."""
+    """The ids are those of one process on one device, the logprobs too but for rounding."""
     expected = decoding.run(items, "ngram")
     near_ties = 0
     for item in items:
@@ -155,7 +155,7 @@ def assert_same(records, items):
 
 
 def fails_after(engine, pid, number, max_silence=None):
-    """What the engine says when `pid` gets a signal while requests run; and after how long."""
+    """The engine's error when `pid` gets a signal while requests run, and how long it took."""
     stream = engine.generate(requests(60))
     next(stream)
     os.kill(pid, number)
@@ -255,7 +255,7 @@ def test_a_follower_cannot_publish():
 
 @pytest.mark.fast
 def test_a_process_may_be_tied_to_its_parent_alone():
-    """Whoever ties itself to one that has ended, or to another's parent, ends at once."""
+    """A process that names another one, or one that has ended, ends at once."""
     code = (
         "import os; from jax_specdec.device.worker.process_group import end_with; "
         "end_with({}); print('lives')"

@@ -27,7 +27,7 @@ COMPILED = (
 
 @dataclass(frozen=True)
 class Eager(NoDrafter):
-    """Drafts as many tokens as there is room for, limit or no limit."""
+    """Drafts as many tokens as there is room for, beyond any limit."""
 
     def propose(self, params, state, context):
         drafts, state = super().propose(params, state, context)

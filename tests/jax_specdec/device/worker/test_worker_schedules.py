@@ -1,4 +1,4 @@
-"""Overlap: a step is launched before the last one's results are known, whatever the host decides.
+"""Overlap: every step is launched before the last one's results are known.
 
 Random admissions, aborts and evictions meet requests that end where only the host can see it. What
 is delivered of each request is what it gives alone, up to where it was given up.
@@ -24,7 +24,7 @@ from tests.support.near_ties import NEAR_TIE, margins
 
 
 def requests():
-    """Greedy, so that they can be known beforehand; stop sequences are the host's alone to see."""
+    """Greedy, so that their tokens are known beforehand; only the host sees stop sequences."""
     random = np.random.default_rng(11)
     prompts = [random.integers(0, VOCAB, length).tolist() for length in (1, 4, 9, 20, 33, 6)]
     plain = [request(f"p{i}", ids, max_tokens=18) for i, ids in enumerate(prompts)]
@@ -52,7 +52,7 @@ def requests():
 
 @functools.cache
 def run_alone(item):
-    """(ids, finish reason, a place before the end of a step) of a request that nobody disturbs."""
+    """(ids, finish reason, a place before the end of a step) of a request without any company."""
     result = run([item], "mtp")
     assert min(margins(result, item.id)) > NEAR_TIE  # so that other batch shapes give its ids too
     records, done, within = result.records[item.id], 0, 1

@@ -1,4 +1,4 @@
-"""What becomes of a slot besides tokens: evicted, handed over, freed where nothing is published."""
+"""Slots that are evicted, handed over, or freed on a process that publishes nothing."""
 
 import dataclasses
 
@@ -111,7 +111,7 @@ def test_a_slot_is_not_given_away_before_its_eviction_was_told():
     following = Admit(slot=0, generation=2, request=request("next", [1], max_tokens=2))
     with pytest.raises(ValueError, match="slot 0 was evicted and no message has said so yet"):
         local.worker.apply(following)
-    # Whoever gives the request up does not wait for the answer.
+    # An engine that gives the request up does not wait for the answer.
     local.worker.apply(Release(slot=0, generation=1))
     local.worker.apply(following)
     local.worker.advance()
