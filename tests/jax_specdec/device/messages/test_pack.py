@@ -280,32 +280,35 @@ def test_a_shape_or_a_rank_beyond_its_field_is_refused():
     assert wire.HEADER["process_rank"].get(one_slot(rank=2**32 - 1)) == 2**32 - 1
 
 
-class Guards(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_kind_and_k_are_refused_when_traced(self):
-        def with_k(k, kind):
-            def traced(step):
-                found = TopkLogprobs(
-                    jnp.zeros((1, k + 1), jnp.int32),
-                    jnp.zeros((1, k + 1)),
-                    jnp.ones(1, jnp.int32),
-                    jnp.zeros((1, 0)),
-                )
-                one = jnp.ones(1, jnp.int32)
-                slots = SlotFields(0 * one, 0 * one, one, one, one, 0 * one, 0 * one,
-                                   jnp.ones(1, jnp.uint32))  # fmt: skip
-                return pack(slots, one[:, None], select_rows(one, 1), found, kind=kind, step=step,
-                            running=True, draft_follows=False, process_rank=0, vocab_size=V,
-                            num_words=32)  # fmt: skip
+@pytest.mark.parametrize(
+    "jit",
+    [quick_compile.jit, pytest.param(lambda function: function, marks=pytest.mark.slow)],
+    ids=["with jit", "without jit"],
+)
+def test_kind_and_k_are_refused_when_traced(jit):
+    def with_k(k, kind):
+        def traced(step):
+            found = TopkLogprobs(
+                jnp.zeros((1, k + 1), jnp.int32),
+                jnp.zeros((1, k + 1)),
+                jnp.ones(1, jnp.int32),
+                jnp.zeros((1, 0)),
+            )
+            one = jnp.ones(1, jnp.int32)
+            slots = SlotFields(0 * one, 0 * one, one, one, one, 0 * one, 0 * one,
+                               jnp.ones(1, jnp.uint32))  # fmt: skip
+            return pack(slots, one[:, None], select_rows(one, 1), found, kind=kind, step=step,
+                        running=True, draft_follows=False, process_rank=0, vocab_size=V,
+                        num_words=32)  # fmt: skip
 
-            return self.variant(traced)(jnp.zeros(2, jnp.uint32))
+        return jit(traced)(jnp.zeros(2, jnp.uint32))
 
-        words = np.asarray(with_k(65535, 255))
-        assert wire.HEADER["kind"].get(words) == 255
-        with pytest.raises(wire.WireError, match="kind = 256"):
-            with_k(0, 256)
-        with pytest.raises(wire.WireError, match="max_num_logprobs = 65536"):
-            with_k(65536, 3)
+    words = np.asarray(with_k(65535, 255))
+    assert wire.HEADER["kind"].get(words) == 255
+    with pytest.raises(wire.WireError, match="kind = 256"):
+        with_k(0, 256)
+    with pytest.raises(wire.WireError, match="max_num_logprobs = 65536"):
+        with_k(65536, 3)
 
 
 def test_a_bucket_that_cannot_hold_the_slots_is_refused():

@@ -46,21 +46,21 @@ def asked_by(*params):
 
 def check_found(found, x, token_ids, num_rows, params):
     """Every row of `found` against float64, in message order."""
-    row = 0
+    row, found = 0, jax.tree.map(np.asarray, found)
     for b, one in enumerate(params):
         count, k, c = int(num_rows[b]), one.num_columns - 1, len(one.extra_token_ids)
         part = slice(row, row + count)
         in_mode.check_rows(
-            np.asarray(x[b, :count]),
+            x[b, :count],
             one,
-            np.asarray(token_ids[b, :count]),
-            np.asarray(found.logprobs[part, : k + 1]),
-            np.asarray(found.token_ids[part, 1 : k + 1]),
-            np.asarray(found.token_ranks[part]),
-            np.asarray(found.extra_logprobs[part, :c]),
+            token_ids[b, :count],
+            found.logprobs[part, : k + 1],
+            found.token_ids[part, 1 : k + 1],
+            found.token_ranks[part],
+            found.extra_logprobs[part, :c],
         )
         row += count
-    assert (np.asarray(found.token_ids[row:]) == -1).all()  # skipped
+    assert (found.token_ids[row:] == -1).all()  # skipped
 
 
 ties = st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.0, -1.5, -np.inf])

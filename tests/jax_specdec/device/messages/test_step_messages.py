@@ -71,7 +71,8 @@ def test_only_columns_that_a_slot_asked_for_reach_its_message():
     widths = widths_of(params, 30)
     packed = quick_compile.jit(target_message, static_argnames="widths")
     words = packed(two_slots(), asked_of(params, widths), jnp.zeros(2, jnp.uint32), widths=widths)
-    message = decode(np.asarray(words[: int(wire.HEADER["num_words"].get(words))]))
+    words = np.asarray(words)
+    message = decode(words[: int(wire.HEADER["num_words"].get(words))])
     assert message.max_num_logprobs == 20
     assert [message.slot(b).logprobs.shape for b in range(2)] == [(1, 3), (1, 21)]
     assert [message.slot(b).topk_ids.shape for b in range(2)] == [(1, 2), (1, 20)]
