@@ -2,11 +2,9 @@
 
 import re
 
-import jax
 import pytest
 
 from tests.docs.test_semantics_index import existing_tests
-from tests.support import quick_compile
 from tests.support.pages import DOCS, PAGES, blocks, python_blocks
 from tests.support.paths import ROOT
 
@@ -23,21 +21,20 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(page, monkeypatch, capsys):
+def test_the_code_of_a_page_runs(page, capsys):
     """In the order of the page, each block after those above it."""
-    monkeypatch.setattr(jax, "jit", quick_compile.jit)
     scope = {"__name__": "__main__"}
     for code in python_blocks(page):
         exec(compile(code, page.name, "exec"), scope)
 
 
-def test_there_are_blocks_to_run_and_a_wrong_one_fails(tmp_path, monkeypatch, capsys):
+def test_there_are_blocks_to_run_and_a_wrong_one_fails(tmp_path, capsys):
     assert len(RUN_HERE) >= 7
     assert set(RUN_ELSEWHERE.values()) <= existing_tests()
     wrong = tmp_path / "wrong.md"
     wrong.write_text("```python\nfound = 1\n```\n\n```python\nassert found == 2\n```\n")
     with pytest.raises(AssertionError):
-        test_the_code_of_a_page_runs(wrong, monkeypatch, capsys)
+        test_the_code_of_a_page_runs(wrong, capsys)
 
 
 def anchors(text):
