@@ -138,7 +138,6 @@ def test_the_first_step_is_that_of_adamw(script, losses_and_gradient, params):
         np.testing.assert_allclose(after[name][sure], want[sure], atol=1e-5, err_msg=name)
 
 
-@pytest.mark.fast
 def test_acceptance_is_that_of_speculative_decoding(script, params):
     """Counted once more the slow way: a draft, a check, a step of one or two tokens."""
     ids = np.random.default_rng(2).integers(0, 256, 40).astype(np.int32)
