@@ -50,6 +50,7 @@ def checked(function):
     return beartype(function)
 
 
+@functools.cache
 def with_shapes(hint):
     """The hint with its carriers looked into; None if it states no shape.
 
@@ -60,12 +61,19 @@ def with_shapes(hint):
     if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
         return hint
     if fields := shaped_fields(hint):
-        return Annotated[hint, Is[lambda carrier: fits(carrier, fields)]]
+
+        def has_its_shapes(carrier):  # a lambda's source beartype would look up in its file
+            return fits(carrier, fields)
+
+        return Annotated[hint, Is[has_its_shapes]]
     origin, parts = get_origin(hint), get_args(hint)
     if origin is list or (origin is tuple and ... in parts):
         item = with_shapes(parts[0])
-        # beartype itself looks at one item, taken at random.
-        return item and Annotated[hint, Is[lambda items: all(is_bearable(x, item) for x in items)]]
+
+        def all_have_their_shapes(items):  # beartype itself looks at one item, taken at random
+            return all(is_bearable(x, item) for x in items)
+
+        return item and Annotated[hint, Is[all_have_their_shapes]]
     if origin in (Union, types.UnionType, tuple):
         found = [with_shapes(part) for part in parts]
         whole = tuple(new or old for new, old in zip(found, parts, strict=True))

@@ -1,6 +1,9 @@
-"""Adaptive draft length: the rule, the statistics, and whom they limit."""
+"""Adaptive draft length: the rule, the statistics, and the drafters that they limit."""
+
+import functools
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.sampling.verify import Drafts
 from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support.decoding import VOCAB
+from tests.support.shards import QUICK
 
 pytestmark = pytest.mark.fast
 
@@ -27,6 +31,7 @@ def plain_average(acceptance, steps, weight):
     return acceptance
 
 
+UPDATED = jax.jit(updated, static_argnums=3, compiler_options=QUICK)
 STEPS = st.lists(st.tuples(st.integers(0, D), st.integers(0, D)).map(sorted), max_size=30)
 
 
@@ -52,13 +57,18 @@ class Rule(chex.TestCase):
 
 @given(st.lists(STEPS, min_size=3, max_size=3), st.sampled_from([0.05, 0.3]))
 def test_the_average_against_plain_python(slots, weight):
-    got = jnp.ones(3)
+    got = np.ones(3, np.float32)
     for step in range(max(map(len, slots))):
         now = [steps[step] if step < len(steps) else (0, 0) for steps in slots]
-        accepted, proposed = jnp.array(now, jnp.int32).T
-        got = updated(got, accepted, proposed, weight)
+        accepted, proposed = np.array(now, np.int32).T
+        got = UPDATED(got, accepted, proposed, weight)
     expected = [plain_average(1.0, steps, weight) for steps in slots]
     np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@functools.cache
+def proposing(adaptive):
+    return jax.jit(lambda *args: adaptive.propose(None, *args), compiler_options=QUICK)
 
 
 def test_the_inner_drafter_gets_the_length_as_its_limit():
@@ -66,12 +76,12 @@ def test_the_inner_drafter_gets_the_length_as_its_limit():
     _, state = adaptive.init(3, 12)
     state = state._replace(acceptance=jnp.array([1.0, 0.5, 0.0]))
     seen = context([[6] * 8] * 3)
-    drafts, after = adaptive.propose(None, state, seen)
+    drafts, after = proposing(adaptive)(state, seen)
     expected = [3, int(best_length(jnp.array([0.5]), 3, 0.2)[0]), 1]
     assert expected == [3, 1, 1]
     np.testing.assert_array_equal(drafts.num, expected)
     np.testing.assert_array_equal(after.acceptance, state.acceptance)  # nothing was verified
-    drafts, _ = adaptive.propose(None, state, seen._replace(limit=jnp.array([2, 0, 0])))
+    drafts, _ = proposing(adaptive)(state, seen._replace(limit=jnp.array([2, 0, 0])))
     np.testing.assert_array_equal(drafts.num, [2, 0, 0])
 
 
@@ -80,24 +90,25 @@ def test_a_prompt_resets_its_slot_wherever_it_starts():
     adaptive = Adaptive(NgramDrafter(3))
     _, state = adaptive.init(3, 12)
     state = state._replace(acceptance=jnp.array([0.25, 0.5, 0.75]))
+    hidden, next_tokens = jnp.zeros((8, 4)), jnp.zeros(8, jnp.int32)
     for start in (0, 8):
         after = adaptive.prefill(
-            None, state, None, None, jnp.int32(start), jnp.int32(4), jnp.int32(1)
+            None, state, hidden, next_tokens, jnp.int32(start), jnp.int32(4), jnp.int32(1)
         )
         np.testing.assert_array_equal(after.acceptance, [0.25, 1.0, 0.75])
 
 
 def stubborn(params, context):
-    """Proposes all that it can, whatever the limit."""
+    """Proposes three drafts, whatever the limit."""
     drafts = jnp.zeros((context.limit.shape[0], 3), jnp.int32)
     return Drafts(drafts, jnp.full(context.limit.shape, 3), None)
 
 
-def test_the_length_holds_whoever_drafts():
+def test_the_length_holds_for_a_drafter_that_ignores_it():
     adaptive = Adaptive(CallableDrafter(stubborn, 3, VOCAB))
     _, state = adaptive.init(2, 12)
     state = state._replace(acceptance=jnp.array([1.0, 0.0]))
-    drafts, _ = adaptive.propose(None, state, context([[1]] * 2))
+    drafts, _ = proposing(adaptive)(state, context([[1]] * 2))
     np.testing.assert_array_equal(drafts.num, [3, 1])
 
 

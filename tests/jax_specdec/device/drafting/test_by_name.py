@@ -50,7 +50,7 @@ def test_what_cannot_be_chosen(tmp_path):
             ValueError, match="'mpt' is not known: choose one of mtp, ngram, suffix, none"
         ):
             make_drafter("mpt", num_drafts, CONFIG)
-    with pytest.raises(ValueError, match="only suffix has one"):
+    with pytest.raises(ValueError, match="only suffix has a corpus"):
         make_drafter("ngram", 2, CONFIG, corpus=str(path))
     with pytest.raises(ValueError, match="not UTF-8"):
         make_drafter("suffix", 2, CONFIG, corpus=str(path))

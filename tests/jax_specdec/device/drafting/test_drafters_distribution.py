@@ -1,4 +1,4 @@
-"""Whatever a drafter does with what it has seen, sampled tokens stay independent draws of p.
+"""Sampled tokens stay independent draws of p, however a drafter uses the tokens that it has seen.
 
 The target here says the same p in every row, so that any dependence between emitted tokens is the
 drafter's doing: thousands of slots run real drafters and real verification for many steps, without
@@ -20,20 +20,21 @@ from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import verify
+from tests.support.shards import QUICK
 
 P, Q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.25, 0.15, 0.2, 0.4])
 SLOTS, STEPS, D = 20_000, 7, 3
 
 
 def guesses(params, context):
-    """Drawn from Q, whatever came before."""
+    """Drafts drawn from Q, without a look at the text."""
     row = jnp.broadcast_to(jnp.log(jnp.asarray(Q, jnp.float32)), (SLOTS, 1, 4))
     places = [context.lengths + ahead for ahead in range(D)]
     return joined([draw(row, context.sampling, place) for place in places], context.limit)
 
 
 def picky(params, context):
-    """As `guesses`, but ends at a draft that it does not like: a length that looks at values."""
+    """The same, up to the first draft with id 3: a length that looks at values."""
     drafts = guesses(params, context)
     liked = jnp.cumprod((drafts.token_ids < 3).astype(jnp.int32), axis=1)
     return drafts._replace(num=jnp.minimum(drafts.num, liked.sum(axis=1, dtype=jnp.int32)))
@@ -43,7 +44,7 @@ def drawn(function):
     return CallableDrafter(function, D, 4, logits_dtype="float32")
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def emitted(drafter):
     """Tokens [B, T], how many of them each slot has [B], and its drafts in each step [N, B]."""
     length = STEPS * (D + 1) + 1
@@ -81,7 +82,7 @@ def emitted(drafter):
 
 
 def p_value(drafter):
-    """Of neighboring tokens, at the places that every slot reached; the least over the places."""
+    """The least p-value of neighboring tokens over the places that every slot reached."""
     tokens, lengths, _ = map(np.asarray, emitted(drafter))
     assert lengths.min() > STEPS
     worst = 1.0

@@ -1,4 +1,4 @@
-"""A user's own function as a drafter: what is proposed, and what is refused."""
+"""A user's own function as a drafter: its proposals, and the results that are refused."""
 
 import doctest
 

@@ -1,8 +1,11 @@
 """The MTP head inside the loop: its drafts after each step, against NumPy without any cache."""
 
+import functools
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,8 +21,9 @@ from tests.jax_specdec.device.sampling.test_distribution import expected_probs
 from tests.support import reference_model
 from tests.support.decoding import VOCAB, compiled, random_model, request, run
 from tests.support.paths import ROOT
+from tests.support.shards import QUICK
 
-D, CHUNK, LENGTH, TEMPERATURE = 3, 8, 96, 0.8
+D, CHUNK, LENGTH, TEMPERATURE, SEED = 3, 8, 96, 0.8, 11
 CORPUS = ROOT / "examples" / "tiny_corpus.txt"
 
 
@@ -49,6 +53,27 @@ def draft_logits(ids, drafts):
     return np.stack(rows)
 
 
+class Drawing(NamedTuple):
+    q: jax.Array  # [B, D, V]
+    drawn: jax.Array  # [B, D] int32
+
+
+@functools.partial(jax.jit, compiler_options=QUICK)
+def of_the_loop(state):
+    """q of the drafts' logits, and the tokens that are drawn from it."""
+    q = processed_probs(state.drafts.logits, state.sampling)
+    places = state.lengths[:, None] + jnp.arange(D, dtype=jnp.int32)[None, :]
+    row_keys = keys(jnp.full(places.shape, SEED, jnp.uint32), places, DRAFT)
+    drawn = categorical(row_keys.reshape(-1), q.reshape(-1, VOCAB))
+    return Drawing(q, drawn.reshape(places.shape))
+
+
+def texts(state):
+    """The known tokens of each slot."""
+    tokens, lengths = jax.device_get((state.tokens, state.lengths))
+    return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+
+
 def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
     """Prompts of several chunks; greedy slots accept 0 to 3 drafts, in every order."""
     params, model = random_model()
@@ -58,7 +83,7 @@ def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
     state = init_state(config)
     for slot, (size, temperature) in enumerate([(21, 0.0), (2, 0.0), (26, TEMPERATURE)]):
         item = request("r", random.integers(0, VOCAB, size).tolist(), max_tokens=60,
-                       temperature=temperature, seed=11)  # fmt: skip
+                       temperature=temperature, seed=SEED)  # fmt: skip
         state = functions.admit(state, jnp.int32(slot), admission(item, LENGTH, D))
         for start in range(0, size - 1, CHUNK):
             state = functions.prefill_chunk(
@@ -68,35 +93,29 @@ def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
     for wanted in [(0, 0), (0, 3), (1, 2), (3, 1), (2, 0)]:
         right = np.array(state.drafts.token_ids)
         for slot, count in enumerate(wanted):
-            known = np.asarray(state.tokens[slot, : state.lengths[slot]])
-            right[slot] = plain_continuation(known, D)
+            right[slot] = plain_continuation(texts(state)[slot], D)
             right[slot, count:] = (right[slot, count:] + 1) % VOCAB
         drafts = state.drafts._replace(token_ids=jnp.asarray(right))
         state, output = functions.step(params, state._replace(drafts=drafts))
         if len(accepted_then) > 0:  # the first step has nothing to verify
-            assert tuple(np.asarray(output.num_tokens[:2]) - 1) == wanted
+            assert tuple(np.asarray(output.num_tokens)[:2] - 1) == wanted
         accepted_then |= set(np.asarray(output.num_tokens).tolist())
-        lengths = np.asarray(state.lengths)
-        for slot, length in enumerate(lengths):
-            drafted = np.asarray(state.drafts.token_ids[slot])
-            expected = draft_logits(np.asarray(state.tokens[slot, :length]), drafted)
+        got, drafts = jax.device_get((of_the_loop(state), state.drafts))
+        for slot, text in enumerate(texts(state)):
+            drafted = drafts.token_ids[slot]
+            expected = draft_logits(text, drafted)
             temperature = TEMPERATURE if slot == 2 else 0.0
             q = np.stack([expected_probs(row, temperature, 0, 1.0, 0.0) for row in expected])
             # Float32 through three passes of the head; a wrong input would be off by about 1.
-            np.testing.assert_allclose(state.drafts.logits[slot], expected, atol=1e-3)
-            got_q = processed_probs(state.drafts.logits, state.sampling)[slot]
-            np.testing.assert_allclose(got_q, q, atol=1e-4)
-            if slot == 2:
-                places = jnp.arange(D, dtype=jnp.int32) + length
-                drawn = keys(jnp.full(D, 11, jnp.uint32), places, DRAFT)
-                np.testing.assert_array_equal(drafted, categorical(drawn, got_q))
-            else:
-                np.testing.assert_array_equal(drafted, expected.argmax(axis=1))
+            np.testing.assert_allclose(drafts.logits[slot], expected, atol=1e-3)
+            np.testing.assert_allclose(got.q[slot], q, atol=1e-4)
+            wanted_ids = got.drawn[slot] if slot == 2 else expected.argmax(axis=1)
+            np.testing.assert_array_equal(drafted, wanted_ids)
     assert accepted_then == {1, 2, 3, 4}
 
 
 def test_the_shipped_weights_first_drafts_are_accepted_on_held_out_text():
-    """The head guesses the next byte of text that it was not trained on two times out of five."""
+    """The head drafts the right byte of text that it was not trained on two times out of five."""
     params, config, _ = load_checkpoint(tiny_weights_path())
     library = Path(sysconfig.get_path("stdlib"))
     held_out = [
