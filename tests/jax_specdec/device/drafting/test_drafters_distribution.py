@@ -101,11 +101,14 @@ SUFFIX = SuffixDrafter(
 @pytest.mark.parametrize(
     "drafter",
     [
-        SUFFIX,
-        Adaptive(drawn(guesses), draft_cost=0.3, weight=0.4),
-        Adaptive(SUFFIX, draft_cost=0.2, weight=0.3),
+        pytest.param(SUFFIX, id="suffix"),
+        pytest.param(Adaptive(drawn(guesses), draft_cost=0.3, weight=0.4), id="adaptive"),
+        pytest.param(
+            Adaptive(SUFFIX, draft_cost=0.2, weight=0.3),
+            id="adaptive suffix",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["suffix", "adaptive", "adaptive suffix"],
 )
 def test_tokens_are_independent_draws_of_the_targets(drafter):
     assert p_value(drafter) > 1e-3

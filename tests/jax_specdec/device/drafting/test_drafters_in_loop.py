@@ -1,4 +1,4 @@
-"""Suffix, callable and adaptive drafters through the worker's own loop: never another token."""
+"""Suffix, callable and adaptive drafters in the worker's own loop change no token."""
 
 import dataclasses
 
@@ -34,10 +34,10 @@ DRAFTERS = {
     "callable": lambda: CallableDrafter(guesses, D, VOCAB, logits_dtype="float32"),
     "adaptive": lambda: Adaptive(MtpDrafter(random_model()[1], D), draft_cost=0.3, weight=0.3),
 }
-# Of many lengths; without logprobs, which other tests hold against float64.
+# Prompts around the borders of chunks; without logprobs, which other tests hold against float64.
 REQUESTS = [
-    request(f"r{size}", np.random.default_rng(size).integers(0, VOCAB, size), max_tokens=30)
-    for size in (1, 2, 8, 9, 10, 17, 25)
+    request(f"r{size}", np.random.default_rng(size).integers(0, VOCAB, size), max_tokens=24)
+    for size in (1, 8, 9, 17, 25)
 ]
 
 
@@ -51,7 +51,9 @@ def accepted_of(result):
     return sum(r.num_accepted for r in records), sum(r.num_drafts for r in records)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", ["suffix", "adaptive", pytest.param("callable", marks=pytest.mark.slow)]
+)
 def test_greedy_ids_are_those_of_plain_decoding(plain, name):
     result = run(REQUESTS, DRAFTERS[name]())
     accepted, proposed = accepted_of(result)
@@ -64,7 +66,7 @@ def test_greedy_ids_are_those_of_plain_decoding(plain, name):
 
 
 def test_a_corpus_of_the_answers_makes_nearly_every_draft_right(plain):
-    """What other requests were answered is a corpus; the tokens stay the same."""
+    """The corpus is the answers to other requests; the tokens stay the same."""
     answers = [np.array([*item.prompt_token_ids, *plain.token_ids(item.id)]) for item in REQUESTS]
     result = run(REQUESTS, SuffixDrafter(D, Corpus.of(answers)))
     accepted, proposed = accepted_of(result)
@@ -115,7 +117,7 @@ def knowing(answers):
 
 
 def lengths_of(result, name):
-    """Drafts verified in each step of a request, but its first and those near its end."""
+    """Drafts verified in each step of a request, without its first and those near its end."""
     records = result.records[name]
     emitted = np.cumsum([record.num_tokens for record in records])
     return [r.num_drafts for r, n in zip(records, emitted, strict=True) if n < TOKENS - D][1:]
@@ -138,7 +140,7 @@ def test_every_request_finds_its_own_length(answers):
     lowest = turning.index(1)
     assert D in turning[:lowest]
     assert turning[-1] == D
-    # Whoever had a slot before, its next request begins as if nobody had been there.
+    # A slot's next request begins at full length, whatever its former request was.
     slots = {name: records[0].slot for name, records in result.records.items()}
     assert slots["wrong"] in {slots[item.id] for item in later}
     for item in later:

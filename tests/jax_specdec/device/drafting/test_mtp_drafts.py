@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.loop.host_slots import admission
@@ -114,8 +115,12 @@ def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
     assert accepted_then == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_the_shipped_weights_first_drafts_are_accepted_on_held_out_text():
-    """The head drafts the right byte of text that it was not trained on two times out of five."""
+    """Two drafts of five are right, of text that the head was not trained on.
+
+    `test_checkpoint::test_shipped_weights` has the figure of the training run.
+    """
     params, config, _ = load_checkpoint(tiny_weights_path())
     library = Path(sysconfig.get_path("stdlib"))
     held_out = [
@@ -127,10 +132,10 @@ def test_the_shipped_weights_first_drafts_are_accepted_on_held_out_text():
     texts = [file.read_bytes() for file in held_out if file.is_file()][:6]
     assert len(texts) >= 4
     requests = [
-        request(str(index), byte_tokens.encode(text[600:696]).tolist(), max_tokens=64)
+        request(str(index), byte_tokens.encode(text[600:648]).tolist(), max_tokens=40)
         for index, text in enumerate(texts)
     ]
-    result = run(requests, MtpDrafter(config, 1), num_slots=len(texts), max_length=160, chunk=48,
+    result = run(requests, MtpDrafter(config, 1), num_slots=len(texts), max_length=96, chunk=48,
                  model=(params, config))  # fmt: skip
     records = [record for found in result.records.values() for record in found]
     proposed = sum(record.num_drafts for record in records)

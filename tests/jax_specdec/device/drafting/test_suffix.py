@@ -109,9 +109,23 @@ CASES = [
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), min_size=4, max_size=4)
 
 
-@given(st.sampled_from(CASES), TEXTS, st.lists(st.integers(0, 4), min_size=4, max_size=4))
-@settings(max_examples=200)
+LIMITS = st.lists(st.integers(0, 4), min_size=4, max_size=4)
+
+
+@given(st.sampled_from(CASES), TEXTS, LIMITS)
+@settings(max_examples=60)
 def test_against_plain_python(case, texts, limit):
+    check(case, texts, limit)
+
+
+@pytest.mark.slow
+@given(st.sampled_from(CASES), TEXTS, LIMITS)
+@settings(max_examples=600)
+def test_against_plain_python_at_length(case, texts, limit):
+    check(case, texts, limit)
+
+
+def check(case, texts, limit):
     documents, drafter = case
     expected = [
         plain_suffix(text, documents, drafter, most)
