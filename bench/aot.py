@@ -1,7 +1,7 @@
-"""Compile the GPU kernels for an H100 on a machine without one, and judge what the compiler made.
+"""Compile the GPU kernels for an H100 on a machine without one, and check the compiler's output.
 
     python -m bench.aot            a table: registers, spills, instructions per logit, temporaries
-    python -m bench.aot --check    the same, and exit 1 where a limit is broken
+    python -m bench.aot --check    the same; exit status 1 if a limit is broken
     python -m bench.aot --gpu      the shapes that are measured on a GPU instead of the varied ones
     python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Lowered
 from rich.console import Console
 from rich.table import Table
 
@@ -45,7 +46,7 @@ class Result:
     shape: Shape
     tiling: Tiling
     kernels: tuple[sass.Kernel, ...]
-    per_logit: float | None  # instructions in pass 1's main loop; None where there is no loop
+    per_logit: float | None  # instructions in pass 1's main loop; None without a loop
     temporaries: int  # bytes
     sorts: int  # sort and TopK operations in the compiled program
     launches: int  # kernels, XLA's among them
@@ -58,9 +59,9 @@ class Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile every shape of the table; see the module's docstring."""
+    """Compile every shape of the table; exit status 0, or 1 if a checked limit is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 where a limit is broken")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
     parser.add_argument("--gpu", action="store_true", help="the shapes of the GPU benchmark")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
@@ -93,23 +94,17 @@ def measure(
     seen: dict[tuple[Any, ...], sass.Kernel],
     keep: Path | None,
 ) -> Result:
-    """Compile one path at one shape and read the compiler's work.
+    """Compile one path at one shape, and read the compiler's output.
 
-    A kernel that was compiled before in this process is not compiled again: `seen` remembers it.
+    Args:
+      path: "separate" or "fused".
+      shape: of the logits.
+      device: the H100.
+      seen: the kernels that this process has compiled; new ones are added.
+      keep: the folder for PTX and machine code; None: they are deleted.
     """
+    compiled = device.compile(lowered(path, shape, device))
     rows = shape.rows
-    logits = device.array((rows, shape.vocabulary), shape.dtype)
-    ids, count = device.array((rows,), "int32"), device.array((), "int32")
-    extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
-    if path == "separate":
-        program = jax.jit(run.topk_logprobs, static_argnums=2).lower(
-            logits, ids, shape.k, ids, count, temperatures, extra
-        )
-    else:
-        program = jax.jit(run.greedy_topk_logprobs, static_argnums=1).lower(
-            logits, shape.k, count, temperatures, extra
-        )
-    compiled = device.compile(program)
     width = shape.k if path == "separate" else max(shape.k, 1)
     tiling = choose_tiling(rows, shape.vocabulary, width, shape.dtype)
     wanted: dict[str, tuple[Any, ...]] = {
@@ -135,14 +130,27 @@ def measure(
     )
 
 
+def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
+    """One path's program at one shape, before it is compiled."""
+    rows = shape.rows
+    logits = device.array((rows, shape.vocabulary), shape.dtype)
+    ids, count = device.array((rows,), "int32"), device.array((), "int32")
+    extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
+    if path == "separate":
+        separate = jax.jit(run.topk_logprobs, static_argnums=2)
+        return separate.lower(logits, ids, shape.k, ids, count, temperatures, extra)
+    fused = jax.jit(run.greedy_topk_logprobs, static_argnums=1)
+    return fused.lower(logits, shape.k, count, temperatures, extra)
+
+
 def count_launches(text: str) -> int:
-    """Operations of a compiled program that are kernels, or may be; none of them is in a loop."""
+    """The operations of a compiled program that may be kernels; a loop has none of them."""
     entry = text[text.index("\nENTRY") :]
     return sum(name not in NO_LAUNCH for _, name in OPERATION.findall(entry))
 
 
 def per_logit(kernels: tuple[sass.Kernel, ...], tiling: Tiling) -> float | None:
-    """Machine instructions of a thread in pass 1's main loop, for each logit it reads there."""
+    """The machine instructions of a thread in pass 1's main loop, for each logit it reads there."""
     loops = [loop for kernel in kernels for loop in kernel.loops if loop.exponentials > 0]
     if not loops:
         return None
@@ -151,7 +159,7 @@ def per_logit(kernels: tuple[sass.Kernel, ...], tiling: Tiling) -> float | None:
 
 
 def broken_limits(result: Result) -> list[str]:
-    """What a change must not break, for a person to read; empty if all is well."""
+    """A sentence for each limit that is broken."""
     name = f"{result.path} {result.shape}"
     out = []
     for kernel in result.kernels:
@@ -159,7 +167,7 @@ def broken_limits(result: Result) -> list[str]:
             out.append(f"{name}: {kernel.name} spills {kernel.spills} bytes of registers")
         if kernel.registers > REGISTERS:
             out.append(f"{name}: {kernel.name} uses {kernel.registers} registers > {REGISTERS}")
-    # A program that reads one step has no loop.
+    # A program that reads a single step has no loop.
     looped = result.tiling.num_steps > result.tiling.splits
     if looped and (result.per_logit is None or result.per_logit > INSTRUCTIONS_PER_LOGIT):
         out.append(f"{name}: {result.per_logit} instructions per logit > {INSTRUCTIONS_PER_LOGIT}")
@@ -173,7 +181,7 @@ def broken_limits(result: Result) -> list[str]:
 
 
 def print_table(results: list[Result]) -> None:
-    """One line a compiled program."""
+    """Print a line for each compiled program."""
     table = Table(title=f"Compiled for H100 with jax {jax.__version__}", title_justify="left")
     for column in ("path", "R", "V", "K", "dtype", "group", "blocks", "splits"):
         table.add_column(column)

@@ -1,4 +1,4 @@
-"""The kernels' answers at real sizes: against XLA on every row, against the oracle on some."""
+"""The kernels' answers at real sizes, against XLA on every row and the oracle on some."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -32,16 +32,16 @@ EDGES = tuple(Shape(0, v, 20, d) for v in VOCABULARIES.values() for d in DTYPES)
 REHEARSED_EDGES = (Shape(0, 2050, 3, "bfloat16"),)
 SMALL = tuple(Shape(9, v, k, d) for v in (2048, 4100, 5001) for k in (1, 40) for d in DTYPES)
 REHEARSED_SMALL = (Shape(3, 2049, 2, "float16"),)
-SEEDS = 10  # each of these shapes is compiled once and fed so many times
+SEEDS = 10  # calls of each compiled program, with other values
 
 Call = Callable[..., TopkLogprobs]
 Check = Callable[[], None]
 
 
 def everything(interpret: Any = None) -> Iterator[tuple[str, Check]]:
-    """All checks by name, or in a rehearsal (`interpret` is not None) a few small ones.
+    """All checks by name; in a rehearsal (`interpret` is not None) a few small ones.
 
-    Calling one raises AssertionError where an answer is wrong.
+    A check raises AssertionError if an answer is wrong.
     """
     small = interpret is not None
     for shape in REHEARSED if small else REAL:
@@ -55,7 +55,7 @@ def everything(interpret: Any = None) -> Iterator[tuple[str, Check]]:
 
 
 def separate_path(k: int, interpret: Any) -> Call:
-    """Jitted: logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids."""
+    """A jitted call of logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids."""
 
     def call(x: Any, ids: Any, rows: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
         return run.topk_logprobs(x, ids, k, rows, num, temperatures, extra, interpret=interpret)
@@ -64,7 +64,7 @@ def separate_path(k: int, interpret: Any) -> Call:
 
 
 def fused_path(k: int, interpret: Any) -> Call:
-    """Jitted: logits, num_rows, temperatures, extra_token_ids."""
+    """A jitted call of logits, num_rows, temperatures, extra_token_ids."""
 
     def call(x: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
         return run.greedy_topk_logprobs(x, k, num, temperatures, extra, interpret=interpret)
@@ -84,7 +84,7 @@ def options(shape: Shape, rng: np.random.Generator) -> tuple[jax.Array, ...]:
 
 
 def check_shape(shape: Shape, interpret: Any) -> None:
-    """Both paths against XLA on all rows and the oracle on a few."""
+    """Check both paths against XLA on all rows and the oracle on a few."""
     x = random_logits(shape, seed=shape.vocabulary)
     rng = np.random.default_rng(shape.rows)
     token_ids = jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)
@@ -113,7 +113,7 @@ def check_shape(shape: Shape, interpret: Any) -> None:
 
 
 def check_edges(shape: Shape, interpret: Any) -> None:
-    """Rows that hold every edge of the contract, at a real vocabulary."""
+    """Check rows that hold every edge of the contract, at a real vocabulary."""
     width = choose_tiling(7, shape.vocabulary, shape.k, shape.dtype).group_width
     x = oracle.edge_rows(shape.vocabulary, shape.dtype, width)
     token_ids = np.arange(len(x), dtype=np.int32) * width % shape.vocabulary
@@ -121,13 +121,13 @@ def check_edges(shape: Shape, interpret: Any) -> None:
 
 
 def check_values(shape: Shape, seeds: int, interpret: Any) -> None:
-    """Logits from few values, so that ties, edges and invalid rows are common."""
+    """Check logits drawn from few values, where ties, edges and invalid rows are common."""
     values = ([0.5, -0.0, 0.0, -2], [3, -3, -np.inf], [-np.inf, 1, 1e4], [0, 1, np.nan])
     calls = separate_path(shape.k, interpret), fused_path(shape.k, interpret)
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
         x = rng.choice(np.array(values[seed % len(values)]), size=(shape.rows, shape.vocabulary))
-        if seed % 4 == 3:  # few rows with a NaN, not all
+        if seed % 4 == 3:  # otherwise every row would have a NaN
             x = np.where(np.isnan(x) & (rng.random(x.shape) > 1e-4), 0, x)
         token_ids = rng.integers(-1, shape.vocabulary + 1, shape.rows).astype(np.int32)
         x = x.astype(jnp.dtype(shape.dtype))
@@ -141,7 +141,7 @@ def check_against_oracle(
     interpret: Any,
     calls: tuple[Call, Call] | None = None,
 ) -> None:
-    """Both paths on all rows of x [R, V]."""
+    """Check both paths on all rows of x [R, V]."""
     separate, fused = calls or (separate_path(shape.k, interpret), fused_path(shape.k, interpret))
     row_ids, num_rows, temperatures, extra = options(shape, np.random.default_rng(0))
     named = {
@@ -159,7 +159,7 @@ def check_against_oracle(
 
 
 def compare(actual: TopkLogprobs, expected: TopkLogprobs) -> None:
-    """Ids and ranks equal; logprobs within twice the bound, since both sides have an error."""
+    """Check that ids and ranks are equal, and logprobs within twice the bound: both may err."""
     np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
     np.testing.assert_array_equal(actual.token_ranks, expected.token_ranks)
     for part in ("logprobs", "extra_logprobs"):

@@ -1,7 +1,7 @@
 """The floor: a kernel that reads the same rows in the same pieces and only takes their maximum.
 
-No kernel that reads the logits once can be faster at the same split, so the distance to it is what
-the sums, the counts and the selection cost.
+No kernel that reads the logits once can be faster at the same split, so the distance to the floor
+is the cost of the sums, the counts and the selection.
 """
 
 import functools
@@ -19,7 +19,10 @@ from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 
 def row_maxima(tiling: Tiling, logits: jax.Array, interpret: Any = None) -> jax.Array:
-    """logits [R, V] -> [R] float32; NaN where a row has one, at least when compiled."""
+    """The maximum of each row of logits [R, V], as [R] float32.
+
+    A compiled kernel gives NaN for a row with a NaN; an interpreted one may not.
+    """
     kernel = GPU.kernel(
         functools.partial(_kernel, tiling=tiling, interpreted=interpret is not None),
         out_type=[compat.shape((logits.shape[0] * tiling.programs,), jnp.float32)],

@@ -1,4 +1,4 @@
-"""What ptxas and nvdisasm say about a kernel: registers, spills, loops. No GPU, no jax."""
+"""The reports of ptxas and nvdisasm on a kernel: registers, spills, loops. Needs no GPU, no jax."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ BRANCH = re.compile(r"\bBRA\b.*?(\.L_x_\d+)")
 
 @dataclass(frozen=True)
 class Loop:
-    """A backward branch and what lies between it and its target."""
+    """A backward branch, and the instructions between it and its target."""
 
     instructions: int
     exponentials: int
@@ -25,16 +25,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel; spills in bytes."""
+    """One compiled kernel."""
 
     name: str
     registers: int
-    spills: int
+    spills: int  # bytes
     loops: tuple[Loop, ...]
 
 
 def read(ptx: Path, keep: Path | None = None) -> Kernel:
-    """Assemble one PTX file for sm_90a and read the result; `keep` gets PTX and machine code."""
+    """Assemble one PTX file for sm_90a; the folder `keep` gets the PTX and the machine code."""
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory) / "kernel.cubin"
         command = [tool("ptxas"), "-arch=sm_90a", "-O3", "-v", str(ptx), "-o", str(cubin)]
@@ -52,7 +52,7 @@ def read(ptx: Path, keep: Path | None = None) -> Kernel:
 
 
 def loops(listing: str) -> tuple[Loop, ...]:
-    """The loops of a disassembly, inner and outer."""
+    """The loops of a disassembly, inner ones and outer ones."""
     labels: dict[str, int] = {}
     code: list[str] = []
     found = []
@@ -62,7 +62,7 @@ def loops(listing: str) -> tuple[Loop, ...]:
         elif instruction := INSTRUCTION.match(line):
             code.append(instruction[1])
             target = BRANCH.search(instruction[1])
-            # A branch to itself is padding after the last instruction.
+            # A branch to itself is padding behind the last instruction.
             if target and labels.get(target[1], len(code)) < len(code) - 1:
                 body = code[labels[target[1]] :]
                 found.append(
@@ -76,7 +76,7 @@ def loops(listing: str) -> tuple[Loop, ...]:
 
 
 def tool(name: str) -> str:
-    """The path of a CUDA tool: from its wheel, else from the PATH."""
+    """The path of a CUDA tool: in its wheel, or else on the PATH."""
     base = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     for found in sorted(base.glob(f"*/bin/{name}")):
         return str(found)
