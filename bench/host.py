@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.loop.garbage import cost
+from bench.garbage import cost
 from bench.timing import Comparison, Target, compare
 from ipc import wire
 from ipc.wire import Kind

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import cores, reference
+from bench import reference
+from bench.loop import cores
 from bench.loop.consumer import CPU, GENERATION, PROCESSED, Consumer, Round, end_of_round, send
 from bench.ring.contenders import SEED_BYTES, Sender
 from ipc import RingError, wire

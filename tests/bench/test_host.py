@@ -2,8 +2,7 @@
 
 import pytest
 
-from bench import host
-from bench.loop import garbage
+from bench import garbage, host
 from bench.timing import BenchError, compare, from_samples
 
 
