@@ -42,7 +42,7 @@ def test_other_strings_are_noticed(tokenizer):
 
 
 def test_every_id_has_the_bytes_that_the_tokenizer_joins(tokenizer):
-    """A negative control of the peers: of a part of a character, they have no bytes."""
+    """A negative control: a peer has no bytes for a part of a character."""
     table = detokenize.table_of(tokenizer)
     ids = tokenizer.encode("\N{SNOWMAN} of \U0001f600").ids
     assert table.decode(ids) == tokenizer.decode(ids) == "\N{SNOWMAN} of \U0001f600"

@@ -1,4 +1,4 @@
-"""The host benchmark compares equal content, notices unequal content, and judges its promise."""
+"""The host benchmark accepts equal content, notices unequal content, and judges its promise."""
 
 import pytest
 

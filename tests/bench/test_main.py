@@ -1,4 +1,4 @@
-"""`python -m bench`: its suites exist, a wrong contender ends it, results become files."""
+"""`python -m bench`: its suites exist, a wrong contender ends a run, results become files."""
 
 import dataclasses
 import importlib
@@ -33,7 +33,7 @@ def test_an_unknown_suite_is_refused_by_name(capsys):
 
 
 def measured(monkeypatch, calls):
-    """A host suite that only counts."""
+    """Replace the host suite by one that only counts its calls."""
     one = from_samples("bytes to records", {"columns (ours)": [1e-4]})
     monkeypatch.setattr(host, "run", lambda quick: calls.append(quick) or [one])
 

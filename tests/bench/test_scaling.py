@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "scaling.md"
 
 
 def counted(function, *shapes, branch=max):
-    """Bytes that the collectives of a call carry."""
+    """The bytes that the collectives of a call carry."""
     compiled = jax.jit(function).lower(*shapes).compile(compiler_options=quick_compile.OPTIONS)
     return bytes_of_a_run(compiled, branch=branch)
 

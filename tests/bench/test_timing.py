@@ -1,4 +1,4 @@
-"""The measuring tool itself: unequal contenders are refused, ratios are of medians."""
+"""The measuring tool: it refuses unequal contenders, and its ratios are of medians."""
 
 import io
 import json
@@ -64,7 +64,7 @@ def test_no_figure_and_no_word_is_cut_off_however_narrow_the_lines(width):
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
     assert all(line.rstrip()[-1] in "┓┃┩│┘" for line in lines if line[0] in "┏┃┡│└")
-    assert "\u2026" not in text  # what a cut leaves behind
+    assert "\u2026" not in text  # the mark of a cut
     assert text.count("8.01 ms .. 10.7 ms") == len(names)
     assert all(text.count(f"530,{432 + n}") == len(names) for n in range(10))
     assert all(f"thing{n}" in text for n in range(10))

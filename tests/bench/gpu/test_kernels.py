@@ -1,4 +1,4 @@
-"""What the GPU benchmark makes of a device's timeline, and which limits it holds whom to."""
+"""The GPU benchmark: how it reads a device's timeline, and the limits of each shape."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_another_timeline_is_refused(events):
 
 
 def test_profiles_are_read(tmp_path):
-    """A profile of this machine: its plane has another name, everything else is the same."""
+    """A profile of this machine differs from a GPU's in the plane's name only."""
     call = jax.jit(lambda x: jnp.sort(x) + 1)
     x = jnp.arange(50_000, dtype=jnp.float32)
     jax.block_until_ready(call(x))
@@ -62,7 +62,7 @@ def test_profiles_are_read(tmp_path):
 
 
 def test_no_device_no_times():
-    """The device's clock, here: the work runs, and no time is made up."""
+    """Without a GPU the device's clock runs the work, and invents no time."""
     calls = []
     work = Work("a", lambda: calls.append("plug"), lambda: calls.append("launch"), lambda _: None)
     with pytest.raises(ClockError, match="plane '/device:GPU'"):
@@ -71,7 +71,7 @@ def test_no_device_no_times():
 
 
 def test_host_spans():
-    """The rehearsal's clock takes the same way through `to_spans`."""
+    """The rehearsal's clock goes through `to_spans` too."""
     calls = []
     work = Work("a", lambda: calls.append("plug"), lambda: calls.append("launch"), lambda _: None)
     spans = device_clock.host_spans([work, work])
@@ -80,7 +80,7 @@ def test_host_spans():
 
 
 def compared(shape, seconds, temporaries=1.0):
-    """A comparison with these seconds a call, for `targets`."""
+    """A comparison with these seconds for each contender, for `targets`."""
     comparison = from_samples("", {name: [value] for name, value in seconds.items()})
     figures = {
         name: {
@@ -99,7 +99,7 @@ def verdicts(shape, comparison, ceiling, on_gpu=True):
 
 @pytest.mark.fast
 def test_targets_of_many_rows():
-    """R = 1536: 90 % of the copy's bandwidth; K = 20 also against the plain way and PyTorch."""
+    """R = 1536 must reach 90 % of the copy's bandwidth; K = 20 has peers as well."""
     shape = Shape(1536, 131_072, 20, "bfloat16")
     seconds = {PLAIN: 1e-2, OURS: 150e-6, FUSED: 150e-6, FLOOR: 140e-6, TORCH[0]: 440e-6}
     memory = {f"memory of {n} beyond outputs, of the logits": "held" for n in (OURS, FUSED)}
@@ -130,7 +130,7 @@ def test_targets_of_many_rows():
     ],
 )
 def test_targets_of_64_rows(k, us, what, verdict):
-    """The floor is 10 us: K = 0 may take a quarter more, K = 20 12 us more."""
+    """The floor is 10 us: K = 0 may take a quarter more, and K = 20 12 us more."""
     shape = Shape(64, 131_072, k, "bfloat16")
     seconds = {PLAIN: 1e-2, OURS: us * US, FUSED: us * US, FLOOR: 10 * US}
     assert verdicts(shape, compared(shape, seconds), 3000)[what] == verdict
@@ -143,11 +143,11 @@ def test_no_target_where_none_is_promised():
 
 
 def test_wrong_answers_are_noticed():
-    """Negative control of the comparison that comes before every measurement."""
+    """A negative control of the comparison before every measurement."""
     x = contenders.random_logits(Shape(3, 300, 5, "float32"), seed=1)
     token_ids = jnp.array([5, 0, 299], jnp.int32)
     good = jax.tree.map(np.asarray, reference.topk_logprobs(x, token_ids, 5))
-    # Another order of equal logprobs, which only some contenders promise.
+    # Equal logprobs in another order: only some contenders promise one.
     swapped = np.array(good.token_ids)
     swapped[:, 1:] = swapped[:, :0:-1]
     contenders.check(OURS, good, good)
@@ -164,7 +164,7 @@ def test_wrong_answers_are_noticed():
 
 @pytest.mark.fast
 def test_peers_are_known_as_peers():
-    """In tables and plots they are not this project's own."""
+    """Tables and plots must not count them as this project's own."""
     assert {PLAIN, UNSTABLE, FLOOR, COPY, *TORCH} <= PEERS
 
 

@@ -1,6 +1,7 @@
 """A session on a GPU, without one: its pieces, its journal, and the tilings it tries."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from bench.gpu.journal import Piece
 from bench.report.comparison import Target, from_samples
 from bench.report.files import read_json
 from pallas_kernels.shapes import GPU, Shape
+from tests.support.paths import ROOT
 
 HERE = {"date": "2026-01-01", "cpus": 2, "device": "a GPU"}
 pytestmark = pytest.mark.fast
@@ -27,7 +29,7 @@ def comparison(title="one"):
 
 
 def test_a_session_that_is_cut_off_goes_on(tmp_path):
-    """Each piece is on disk when the next begins; done ones are not done again, failed ones are."""
+    """Each piece is on disk when the next begins; only failed pieces are done again."""
     path = tmp_path / "gpu.json"
     calls = []
 
@@ -72,7 +74,7 @@ def test_results_of_another_device_are_not_added_to(tmp_path):
 
 
 def test_every_shape_is_measured_once(tmp_path):
-    """And those with promises before the rest."""
+    """The shapes with limits come before the rest."""
     machine, book = Machine(), journal(tmp_path / "gpu.json")
     parts = {
         part: [piece.name for piece in pieces.pieces_of(part, machine, book)]
@@ -87,9 +89,18 @@ def test_every_shape_is_measured_once(tmp_path):
     assert all(parts.values())
 
 
+@pytest.mark.parametrize("chosen", [pieces.TESTS, pieces.REHEARSED_TESTS])
+def test_the_tests_that_a_session_runs_exist(chosen):
+    """A word of a selection that no test has would select too few, or all."""
+    for file, selection in chosen.items():
+        text = (ROOT / file).read_text()
+        for word in set(re.findall(r"\w+", selection)) - {"and", "or", "not"}:
+            assert word in text, f"{file} has no test {word}"
+
+
 @pytest.mark.parametrize("shape", [*gpu_tune.SHAPES, Shape(3, 50_257, 64, "float16")], ids=str)
 def test_tilings_that_are_tried(shape):
-    """The current one first, none twice, and each of them can be run."""
+    """The current one is the first, each is there once, and each can be run."""
     found = list(gpu_tune.tilings(shape))
     assert len(found) == len(set(found)) >= 4
     assert len({gpu_tune.name_of(tiling) for tiling in found}) == len(found)
@@ -99,7 +110,7 @@ def test_tilings_that_are_tried(shape):
 
 
 def test_summary():
-    """Who is how fast, which tiling is better, and what was missed."""
+    """Speeds, the better tiling, and missed limits."""
     names = (PLAIN, OURS, FUSED, FLOOR)
     speed = dataclasses.replace(
         from_samples("R=64", {name: [2e-5] for name in names}, settings={"ceiling GB/s": 3000}),
@@ -131,7 +142,7 @@ def contender(answer):
 
 
 def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
-    """PyTorch's compiler may be missing; our own kernel may not, nor may it be wrong."""
+    """PyTorch's compiler may be missing; our own kernel must run."""
     monkeypatch.setattr(gpu_contenders, "check", lambda name, expected, actual: None)
     shape = Shape(1, 8, 1, "float32")
     peer = gpu_contenders.TORCH[1]

@@ -85,7 +85,7 @@ def test_the_parts_of_the_host_time_are_inside_it(found):
 
 @pytest.mark.fast
 def test_the_parts_of_the_host_time_add_up_to_it():
-    """Sending goes on while the consumer has the bytes already: it is counted once."""
+    """Sending goes on after the consumer has the bytes: that time is counted once."""
     span = {"ready": 9_000, "sent": 11_000, "published": 18_000, "dispatch": 4_000}
     table = np.zeros((3, 8), np.int64)  # two steps as they ran, and this one
     table[2, [consumer.RECEIVED, consumer.DECODED, consumer.PROCESSED]] = 15_000, 19_000, 25_000
@@ -155,7 +155,7 @@ def test_a_run_has_greedy_and_sampled_requests_each_with_a_baseline(compiled, mo
 
 
 def small_llama():
-    """The GPU's configuration with everything but its structure and dtype made small."""
+    """The GPU's configuration, small in everything but structure and dtype."""
     config = replace(
         ModelConfig.llama_1b(num_mtp_layers=1),
         vocab_size=512, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -222,7 +222,7 @@ def test_the_timeline_has_every_part_in_order(compiled):
         assert sending.begin <= ring.begin <= ring.end <= decode.begin <= decode.end
         assert decode.end <= last["process"].begin
     assert step[0] in [span.begin for span in by_name["launch and wait"]]
-    # jax.profiler has a clock of its own: joined wrongly, its operations would be elsewhere.
+    # jax.profiler has a clock of its own: related wrongly, its operations would be elsewhere.
     assert operations
     work = by_name["model, verify, draft"][-1]
     assert any(work.begin <= o.begin and o.end <= work.end for o in operations)

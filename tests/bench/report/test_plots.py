@@ -1,4 +1,4 @@
-"""Plots: what is drawn comes from the results, and twice the same file."""
+"""Plots show the results, and equal results make equal files."""
 
 import pytest
 

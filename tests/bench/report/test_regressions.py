@@ -1,4 +1,4 @@
-"""`bench compare`: a slowdown is flagged, a slower machine is not."""
+"""`bench compare` flags a slowdown, and not a slower machine."""
 
 import json
 
@@ -54,14 +54,14 @@ LOOP = {
 
 
 def loop_status(tmp_path, after):
-    """What the comparison of two runs of the whole loop ends with."""
+    """The exit status for two runs of the whole loop."""
     title = "decoding 64 greedy requests"
     old = written(tmp_path / "old.json", LOOP, title)
     return regressions.main([old, written(tmp_path / "new.json", after, title)])
 
 
 def test_logprobs_that_cost_more_are_a_slowdown_of_the_loop(tmp_path, capsys):
-    """The ablations have all parts but one in common with it: they are as slow, and no excuse."""
+    """The ablations share all parts but one with it: they are as slow, and no excuse."""
     slower = {name: value * (1 if name == "no logprobs" else 1.5) for name, value in LOOP.items()}
     assert loop_status(tmp_path, slower) == 1
     assert "1 of 1 got slower" in capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_a_peer_that_changed_alone_does_not_decide(tmp_path):
     assert regressions.main([old, new]) == 0
 
 
-def test_a_peers_own_slowdown_is_nobodys_concern(tmp_path):
+def test_a_slower_peer_is_no_slowdown(tmp_path):
     after = BEFORE | {"ZeroMQ copy=False": 400.0, "multiprocessing.Queue": 2000.0}
     assert status(tmp_path, after) == 0
 

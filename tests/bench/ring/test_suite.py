@@ -1,4 +1,4 @@
-"""The ring's benchmark measures what it says: equal data, one message at a time."""
+"""The ring's benchmark: all contenders deliver equal data, one message at a time."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def _kill_after_some(link):
 
 
 def test_ctrl_c_is_for_this_process_alone(capfd):
-    """The terminal sends it to all; the producer neither ends nor writes a traceback."""
+    """The terminal sends it to all processes: the producer neither ends nor writes a traceback."""
     with ring_link.link("ring", CORE) as link:
         os.kill(link.process.pid, signal.SIGINT)
         ring_link.check_equal(link, SIZES)
