@@ -30,16 +30,15 @@ def params():
     return random_params(MODEL)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    """Compiling costs most here, and how well is not what is tested."""
+def quickly(config):
+    """The loop's functions; compiling costs most here, and how well is not what is tested."""
     with quick_compile.everything():
-        yield
+        return Compiled(config)
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    return Compiled(SETUP.loop_config(MODEL))
+    return quickly(SETUP.loop_config(MODEL))
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +169,7 @@ def test_what_a_gpu_will_measure_runs_here_in_small(monkeypatch):
     )
     names = (OFF, K0, K20, ONE, "K = 20, separate read")
     monkeypatch.setattr(suite, "setups", lambda quick: [small])
+    monkeypatch.setattr(suite, "Compiled", quickly)
     monkeypatch.setattr(suite, "runs_on_gpu", lambda config: True)
     read = partial(suite.seconds_to_read, size=1 << 20)
     monkeypatch.setattr(suite, "seconds_to_read", read)
