@@ -23,10 +23,13 @@ from tests.support.shards import mesh_of
 PAGE = ROOT / "docs" / "scaling.md"
 
 
-def counted(function, *shapes, branch=max):
+def compiled(function, *shapes):
+    return jax.jit(function).lower(*shapes).compile(compiler_options=quick_compile.OPTIONS)
+
+
+def counted(function, *shapes):
     """The bytes that the collectives of a call carry."""
-    compiled = jax.jit(function).lower(*shapes).compile(compiler_options=quick_compile.OPTIONS)
-    return bytes_of_a_run(compiled, branch=branch)
+    return bytes_of_a_run(compiled(function, *shapes), branch=max)
 
 
 def array(*shape, dtype=jnp.float32):
@@ -97,9 +100,9 @@ def test_verification_and_drafting(batch, drafts, vocab, dtype):
         ]
         return verified, drawn
 
-    arguments = (logits, proposed, sampling, integers)
-    # The dearest and the cheapest way through: every request samples and cuts, or is greedy.
-    most, least = (counted(step, *arguments, branch=branch) for branch in (max, min))
+    program = compiled(step, logits, proposed, sampling, integers)
+    # The dearest and the cheapest way through: every request samples and truncates, or is greedy.
+    most, least = (bytes_of_a_run(program, branch=branch) for branch in (max, min))
     bound = scaling.sampled_bytes(setup)
     assert 0.97 * bound <= most <= bound
     assert least == scaling.greedy_bytes(rows, batch * drafts)

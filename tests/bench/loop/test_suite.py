@@ -163,7 +163,9 @@ def small_llama():
     return random_params(config), config
 
 
+@pytest.mark.slow
 def test_what_a_gpu_will_measure_runs_here_in_small(monkeypatch):
+    """Programs of its own, of which the fused ones have cheap tests beside the loop's."""
     small = replace(
         setups.large(quick=False), load=small_llama, steps=2, apart=1, rounds=1, requests=8
     )

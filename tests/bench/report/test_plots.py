@@ -37,8 +37,13 @@ def results() -> list[Comparison]:
     return found
 
 
-def test_every_kind_is_drawn_once_and_names_units_and_contenders(tmp_path):
-    texts = {path.stem: path.read_text() for path in plots.draw(results(), tmp_path)}
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    return plots.draw(results(), tmp_path_factory.mktemp("plots"))
+
+
+def test_every_kind_is_drawn_once_and_names_units_and_contenders(drawn):
+    texts = {path.stem: path.read_text() for path in drawn}
     assert sorted(texts) == [
         "host-against-k",
         "host-against-requests",
@@ -74,9 +79,9 @@ def test_the_tokens_that_are_left_are_drawn_with_the_spread_of_the_rounds():
     assert axes.get_xlim()[1] > 100.0
 
 
-def test_the_same_results_make_the_same_files(tmp_path):
-    once, twice = (plots.draw(results(), tmp_path / name) for name in ("a", "b"))
-    assert [path.read_bytes() for path in once] == [path.read_bytes() for path in twice]
+def test_the_same_results_make_the_same_files(drawn, tmp_path):
+    again = plots.draw(results(), tmp_path)
+    assert [path.read_bytes() for path in drawn] == [path.read_bytes() for path in again]
 
 
 def test_without_results_nothing_is_drawn(tmp_path):
