@@ -21,7 +21,7 @@ BETWEEN = "---- the next run ----"
 
 
 def environment():
-    """The user's own, but that compiling, which takes nearly all the time here, takes less."""
+    """The user's own environment, with cheap compiling, which takes nearly all the time here."""
     return os.environ | {
         "XLA_FLAGS": quick_compile.FLAGS,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -29,7 +29,7 @@ def environment():
 
 
 def run(*command, status=0):
-    """What a Python process prints; a script's path or `-c` first. A warning in it is an error."""
+    """Run Python with a script's path or `-c`; what it prints. A warning in it is an error."""
     done = subprocess.run(
         [sys.executable, "-W", "error", *command],
         capture_output=True,
@@ -43,7 +43,7 @@ def run(*command, status=0):
 
 
 def run_mains(module, *runs, status=0):
-    """What each run of an example's `main` prints, all in one process, which compiles once."""
+    """Run an example's `main` several times in one process, which compiles once; what each prints."""
     code = (
         f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\nimport {module}\n"
         f"for options in {list(map(list, runs))}:\n"
@@ -162,7 +162,7 @@ def test_asyncio_loses_a_worker_and_serves_the_others_requests(reading_side):
 
 
 def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(reading_side):
-    """Its stream ends as that of one that is done: the engine's side must look who is left."""
+    """Its stream ends as a finished worker's does: the engine's side must see which requests are left."""
     script = reading_side / "own_loop_with_a_small_ring.py"
     source = (reading_side / "own_loop.py").read_text()
     script.write_text(source.replace("slot_bytes=1 << 16", "slot_bytes=64"))

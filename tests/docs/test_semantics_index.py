@@ -135,14 +135,14 @@ def test_these_checks_can_fail():
     text = """
 - A line with its test.
   [test_verify::test_shapes_that_do_not_fit_are_refused]
-- A line that nobody checks, however
+- A line without a test, however
   long it is.
 - Not served yet, and it says so.
 
   | not | a statement |
 - The last one. [test_verify::test_of_a_dream, test_dream::test_shapes_that_do_not_fit_are_refused]
 """
-    assert unpinned(statements(text)) == ["A line that nobody checks, however long it is."]
+    assert unpinned(statements(text)) == ["A line without a test, however long it is."]
     assert missing(text, existing) == [
         "test_dream::test_shapes_that_do_not_fit_are_refused",
         "test_verify::test_of_a_dream",
