@@ -162,7 +162,7 @@ def test_asyncio_loses_a_worker_and_serves_the_others_requests(reading_side):
 
 
 def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(reading_side):
-    """Its stream ends like a finished worker's: the engine's side must see which requests are left."""
+    """Its stream ends like a finished worker's: the engine must see which requests are left."""
     script = reading_side / "own_loop_with_a_small_ring.py"
     source = (reading_side / "own_loop.py").read_text()
     script.write_text(source.replace("slot_bytes=1 << 16", "slot_bytes=64"))
