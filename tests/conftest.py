@@ -61,6 +61,8 @@ LARGE_MB = 600  # beyond it, compiled programs are dropped at the end of a modul
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{_CACHE_WARNING}")
+    if config.option.markexpr == "fast":  # it replaces the "not slow" of pyproject.toml
+        config.option.markexpr = "fast and not slow"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jax_specdec.device.drafting.drafters import Context, Drafter, State
 from jax_specdec.device.sampling.verify import Drafts
@@ -74,8 +74,8 @@ class Adaptive:
         self,
         params: Any,
         state: AdaptiveState,
-        hidden: Array,
-        next_tokens: Array,
+        hidden: Float[Array, "P E"],
+        next_tokens: Int32[Array, " P"],
         start: Int32[Array, ""],
         num_valid: Int32[Array, ""],
         slot: Int32[Array, ""],

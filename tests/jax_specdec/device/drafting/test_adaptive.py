@@ -3,7 +3,6 @@
 import functools
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ from jax_specdec.device.drafting.drafters import NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.sampling.verify import Drafts
 from tests.jax_specdec.device.drafting.test_drafters import context
+from tests.support import quick_compile
 from tests.support.decoding import VOCAB
-from tests.support.shards import QUICK
 
 pytestmark = pytest.mark.fast
 
@@ -31,7 +30,7 @@ def plain_average(acceptance, steps, weight):
     return acceptance
 
 
-UPDATED = jax.jit(updated, static_argnums=3, compiler_options=QUICK)
+UPDATED = quick_compile.jit(updated, static_argnums=3)
 STEPS = st.lists(st.tuples(st.integers(0, D), st.integers(0, D)).map(sorted), max_size=30)
 
 
@@ -68,7 +67,7 @@ def test_the_average_against_plain_python(slots, weight):
 
 @functools.cache
 def proposing(adaptive):
-    return jax.jit(lambda *args: adaptive.propose(None, *args), compiler_options=QUICK)
+    return quick_compile.jit(lambda *args: adaptive.propose(None, *args))
 
 
 def test_the_inner_drafter_gets_the_length_as_its_limit():

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import Context, MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import Verified
-from tests.support.quick_compile import OPTIONS as QUICK
+from tests.support import quick_compile
 
 pytestmark = pytest.mark.fast
 NGRAM = NgramDrafter(3)
@@ -40,7 +39,7 @@ def context(texts, limit=None, length=12):
 
 @functools.cache
 def compiled(drafter):
-    return jax.jit(lambda *args: drafter.propose(None, *args), compiler_options=QUICK)
+    return quick_compile.jit(lambda *args: drafter.propose(None, *args))
 
 
 def propose(drafter, seen, with_jit=True):

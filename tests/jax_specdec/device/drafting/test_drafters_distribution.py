@@ -20,7 +20,7 @@ from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import verify
-from tests.support.shards import QUICK
+from tests.support import quick_compile
 
 P, Q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.25, 0.15, 0.2, 0.4])
 SLOTS, STEPS, D = 20_000, 7, 3
@@ -44,7 +44,7 @@ def drawn(function):
     return CallableDrafter(function, D, 4, logits_dtype="float32")
 
 
-@partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@partial(quick_compile.jit, static_argnums=0)
 def emitted(drafter):
     """Tokens [B, T], how many of them each slot has [B], and its drafts in each step [N, B]."""
     length = STEPS * (D + 1) + 1

@@ -1,6 +1,5 @@
 """The MTP head inside the loop: its drafts after each step, against NumPy without any cache."""
 
-import functools
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,9 @@ from jax_specdec.device.sampling.distribution import processed_probs
 from jax_specdec.device.sampling.random_draws import DRAFT, categorical, keys
 from jax_specdec.text import byte_tokens
 from tests.jax_specdec.device.sampling.test_distribution import expected_probs
-from tests.support import reference_model
+from tests.support import quick_compile, reference_model
 from tests.support.decoding import VOCAB, compiled, random_model, request, run
 from tests.support.paths import ROOT
-from tests.support.shards import QUICK
 
 D, CHUNK, LENGTH, TEMPERATURE, SEED = 3, 8, 96, 0.8, 11
 CORPUS = ROOT / "examples" / "tiny_corpus.txt"
@@ -59,7 +57,7 @@ class Drawing(NamedTuple):
     drawn: jax.Array  # [B, D] int32
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@quick_compile.jit
 def of_the_loop(state):
     """q of the drafts' logits, and the tokens that are drawn from it."""
     q = processed_probs(state.drafts.logits, state.sampling)

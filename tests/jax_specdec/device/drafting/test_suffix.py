@@ -14,7 +14,6 @@ from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from tests.jax_specdec.device.drafting.test_drafters import compiled, context
 
-pytestmark = pytest.mark.fast
 SLOTS = 6  # of a batch: with fewer texts, the last slots hold one token
 
 
@@ -112,6 +111,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), min_size=
 LIMITS = st.lists(st.integers(0, 4), min_size=4, max_size=4)
 
 
+@pytest.mark.fast
 @given(st.sampled_from(CASES), TEXTS, LIMITS)
 @settings(max_examples=60)
 def test_against_plain_python(case, texts, limit):
@@ -154,6 +154,7 @@ SHORT = SuffixDrafter(3, max_match=4)
 both = pytest.mark.parametrize("with_jit", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
+@pytest.mark.fast
 @both
 def test_the_longest_match_decides_and_drafts_more(with_jit):
     texts = [
@@ -168,6 +169,7 @@ def test_the_longest_match_decides_and_drafts_more(with_jit):
     assert got == [[4, 5, 1], [8], [9, 1], [], [], [6, 6, 6]]
 
 
+@pytest.mark.fast
 @both
 def test_a_corpus_is_asked_where_it_matches_longer(with_jit):
     corpus = Corpus.of([np.array([1, 2, 3, 4, 5]), np.array([9, 3, 8, 7])], max_context=4)
@@ -181,11 +183,13 @@ def test_a_corpus_is_asked_where_it_matches_longer(with_jit):
     assert got == [[4, 5], [8, 7], [6], []]
 
 
+@pytest.mark.fast
 def test_most_occurrences_win_and_of_as_many_the_latest():
     texts = [[5, 1, 5, 1, 6, 5, 2, 7, 5], [5, 1, 5, 2, 5], [5, 1, 5, 2, 5, 3, 5]]
     assert propose(SHORT, texts) == [[1], [2], [3]]
 
 
+@pytest.mark.fast
 def test_the_limit_holds_per_slot():
     texts = [[1, 2, 3, 1, 2, 3]] * 4
     assert propose(SHORT, texts, [0, 1, 2, 3]) == [[], [1], [1, 2], [1, 2, 3]]
@@ -198,6 +202,7 @@ def test_drafting_ends_where_too_few_agree():
     assert propose(SuffixDrafter(3, min_share=0.3, **more), [text]) == [[1, 4, 5]]
 
 
+@pytest.mark.fast
 def test_a_match_beside_a_separator_stays_in_its_document():
     """Three documents that would match across their borders without separators."""
     corpus = Corpus.of([np.array([1, 2]), np.array([3, 4]), np.array([5])])
@@ -211,6 +216,7 @@ def test_an_empty_corpus_is_none():
         assert propose(SuffixDrafter(2, corpus, max_match=4), [[7, 7], [1]]) == [[7], []]
 
 
+@pytest.mark.fast
 def test_a_drafter_is_static_and_equal_content_is_equal():
     one, same, other = (Corpus.of([np.array(d)]) for d in ([1, 2], [1, 2], [1, 3]))
     assert (one, hash(one)) == (same, hash(same))
@@ -227,6 +233,7 @@ def test_a_drafter_is_static_and_equal_content_is_equal():
         one.text[0] = 7
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -244,6 +251,7 @@ def test_a_drafter_that_cannot_work_says_so(fields, message):
         SuffixDrafter(**{"num_drafts": 2} | fields)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("documents", "message"),
     [

@@ -21,8 +21,7 @@ from jax_specdec.device.model.checkpoint import (
 from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.memory import InsufficientMemory
 from jax_specdec.device.model.params import init_cache, named_arrays
-from tests.support import hf_files, reference_model
-from tests.support.quick_compile import OPTIONS as QUICK
+from tests.support import hf_files, quick_compile, reference_model
 
 pytestmark = pytest.mark.fast
 
@@ -145,7 +144,7 @@ def test_shipped_weights():
         hidden, _ = llama.forward(params, config, ids, positions, cache)
         return jax.nn.log_softmax(llama.logits(params, config, hidden[0]))
 
-    got = np.asarray(jax.jit(logprobs, compiler_options=QUICK)(params, ids, positions))
+    got = np.asarray(quick_compile.jit(logprobs)(params, ids, positions))
     weights = {name: np.asarray(x) for name, x in named_arrays(params).items()}
     want = reference_model.logprobs(weights, config.to_dict(), ids[0])
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)

@@ -19,8 +19,6 @@ from jax_specdec.device.model.memory import GIB, InsufficientMemory, check_memor
 from jax_specdec.device.model.params import init_cache, init_mtp_cache
 from tests.support import hf_files
 
-pytestmark = pytest.mark.fast
-
 CONFIG = hf_files.CONFIGS["llama"]
 MTP = hf_files.CONFIGS["llama with an MTP head"]
 
@@ -66,6 +64,7 @@ def test_any_type_on_disk_any_type_to_compute_in(stored, chosen, tmp_path):
     assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype(expected)}
 
 
+@pytest.mark.fast
 def test_a_constant_that_old_checkpoints_store_is_left_out(tmp_path):
     tensors = hf_files.hf_tensors(MTP, hf_files.random_params(MTP))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
@@ -74,6 +73,7 @@ def test_a_constant_that_old_checkpoints_store_is_left_out(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, hf_files.random_params(MTP))
 
 
+@pytest.mark.fast
 def test_the_copies_of_an_mtp_head_must_be_copies(tmp_path):
     tensors = hf_files.hf_tensors(MTP, hf_files.random_params(MTP))
     tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
@@ -85,6 +85,7 @@ def test_the_copies_of_an_mtp_head_must_be_copies(tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.fast
 def test_a_tied_head_that_is_stored_too_must_be_a_copy(tmp_path):
     config = hf_files.CONFIGS["llama 3.1, tied"]
     tensors = hf_files.hf_tensors(config, hf_files.random_params(config))
@@ -99,6 +100,7 @@ def test_a_tied_head_that_is_stored_too_must_be_a_copy(tmp_path):
 # What is refused -------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 def test_a_file_that_changes_between_header_and_weights_is_named(directory):
     model = open_model(directory)
     (directory / "model.safetensors").write_bytes(b"gone")
@@ -109,6 +111,7 @@ def test_a_file_that_changes_between_header_and_weights_is_named(directory):
 # Memory ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 def test_too_little_memory_is_said_before_anything_is_read(directory, monkeypatch):
     model = open_model(directory)
     needed = needed_bytes(model, 4, 64)
@@ -121,6 +124,7 @@ def test_too_little_memory_is_said_before_anything_is_read(directory, monkeypatc
     load_weights(model, num_slots=4, max_length=64)
 
 
+@pytest.mark.fast
 def test_the_error_names_sizes_and_a_way_out():
     message = r"x needs 3.00 GiB in bfloat16, with its caches; available are 2.00 GiB: choose fewer"
     with pytest.raises(InsufficientMemory, match=message):
@@ -128,6 +132,7 @@ def test_the_error_names_sizes_and_a_way_out():
     check_memory(2 * GIB, "x", "bfloat16", available=2 * GIB)
 
 
+@pytest.mark.fast
 def test_what_is_needed_is_what_is_made(directory):
     model = open_model(directory)
     largest = 4 * 40 * 16  # the embedding, in the file
@@ -138,6 +143,7 @@ def test_what_is_needed_is_what_is_made(directory):
     assert cache_bytes(MTP, 3, 20) == made
 
 
+@pytest.mark.fast
 def test_the_memory_of_a_control_group_counts(tmp_path):
     def write(name, text):
         path = tmp_path / name

@@ -20,8 +20,7 @@ from jax_specdec.device.model.params import (
     init_params,
     named_arrays,
 )
-from tests.support import reference_model
-from tests.support.quick_compile import OPTIONS as QUICK
+from tests.support import quick_compile, reference_model
 from tests.support.shape_checks import as_users_run
 
 TOLERANCE = 1e-4
@@ -74,7 +73,7 @@ def expected(config, ids):
     return reference_model.logits(weights_of(config), config.to_dict(), ids)
 
 
-@functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK)
+@functools.partial(quick_compile.jit, static_argnums=1)
 def step(params, config, tokens, positions, cache):
     """Logits [B, S, V], hidden states [B, S, E] and the cache."""
     hidden, cache = llama.forward(params, config, tokens, positions, cache)
@@ -114,18 +113,17 @@ WAYS = [
     # configuration, sizes of the steps, jitted
     ("tied", (12,), True),
     ("tied", (1,) * 12, True),
-    ("tied", (4, 4, 4), True),
+    pytest.param("tied", (4, 4, 4), True, marks=pytest.mark.fast),
     ("tied", (4, 4, 4), False),
     ("untied, one kv head", (4, 4, 4), True),
     ("no grouping, three layers", (4, 4, 4), True),
     ("biases (Qwen2)", (4, 4, 4), True),
-    ("normed heads, every bias (Qwen3)", (4, 4, 4), True),
-    ("stretched (Llama 3.1)", (4, 4, 4), True),
+    pytest.param("normed heads, every bias (Qwen3)", (4, 4, 4), True, marks=pytest.mark.fast),
+    pytest.param("stretched (Llama 3.1)", (4, 4, 4), True, marks=pytest.mark.fast),
     ("stretched evenly", (4, 4, 4), True),
 ]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("shape", "sizes", "jitted"), WAYS, ids=str)
 def test_whole_stepwise_and_chunked_agree_with_reference(shape, sizes, jitted):
     config = SHAPES[shape]
@@ -307,7 +305,7 @@ def run_with_a_nan(config, params):
     bad = ids.copy()
     bad[0, 2] = 5
     # A new function each time: jit would reuse what it traced before a monkeypatch.
-    run = jax.jit(lambda *args: step.__wrapped__(params, config, *args), compiler_options=QUICK)
+    run = quick_compile.jit(lambda *args: step.__wrapped__(params, config, *args))
     out, _, cache = run(bad, span(0, 4), init_cache(config, B, T))
     again, _, _ = run(ids, np.where(span(0, 4) == 0, 0, -1).astype(np.int32), cache)
     return ids, np.asarray(out), np.asarray(again)
@@ -341,8 +339,8 @@ def test_an_id_beyond_the_vocabulary_gives_an_invalid_row():
 # Prefill ---------------------------------------------------------------------------------------
 
 CHUNK = 11
-run_prefill = jax.jit(prefill.prefill, static_argnums=1, compiler_options=QUICK)
-run_mtp_prefill = jax.jit(prefill.mtp_prefill, static_argnums=1, compiler_options=QUICK)
+run_prefill = quick_compile.jit(prefill.prefill, static_argnums=1)
+run_mtp_prefill = quick_compile.jit(prefill.mtp_prefill, static_argnums=1)
 
 
 def bucket(values):
@@ -386,7 +384,7 @@ def test_prefill_of_no_slot_writes_nothing(slot):
 # MTP head --------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK)
+@functools.partial(quick_compile.jit, static_argnums=1)
 def mtp_step(params, config, hidden, next_tokens, positions, cache):
     """Logits [B, S, V], hidden states [B, S, E] and the cache."""
     out, cache = mtp.mtp_forward(params, config, hidden, next_tokens, positions, cache)
@@ -544,7 +542,7 @@ def test_initial_weights():
         shapes = jax.eval_shape(lambda config=config: init_params(config, jax.random.key(0)))
         assert sum(x.size for x in jax.tree.leaves(shapes)) == config.num_parameters
     config = dataclasses.replace(CONFIG, hidden_size=64)
-    init = jax.jit(init_params, static_argnums=0, compiler_options=QUICK)
+    init = quick_compile.jit(init_params, static_argnums=0)
     params, again, other = (init(config, jax.random.key(seed)) for seed in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, params, again)
     assert np.abs(np.asarray(params.embedding) - np.asarray(other.embedding)).max() > 0.1

@@ -85,9 +85,7 @@ def verified(shards, with_q):
     parallel = sharding.ONE_DEVICE if shards == 1 else sharding.Parallel(mesh_of(shards))
     if not with_q:
         drafts = drafts._replace(logits=None)
-    run = jax.jit(
-        functools.partial(verify, parallel=parallel), compiler_options=quick_compile.OPTIONS
-    )
+    run = quick_compile.jit(functools.partial(verify, parallel=parallel))
     return run(target, drafts, sampling, positions), parallel
 
 
@@ -119,7 +117,7 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
         found, parallel = verified(shards, True)
         output = step_output(target, drafts, found, active=positions > 0, running=jnp.bool_(True))
 
-        @functools.partial(jax.jit, compiler_options=quick_compile.OPTIONS)
+        @quick_compile.jit
         def message(output, asked, turn):
             cut = jax.tree.map(lambda x: jnp.roll(x, turn, axis=0), output.cut)
             number = jnp.zeros(2, jnp.uint32)

@@ -1,6 +1,5 @@
 """The processed distribution against a plain float64 statement of it, and the draws from it."""
 
-import functools
 import re
 
 import jax
@@ -14,7 +13,7 @@ from scipy import stats
 from jax_specdec.device.sampling.distribution import Sampling, processed_probs
 from jax_specdec.device.sampling.random_draws import ACCEPT, DRAFT, categorical, keys, uniform
 from jax_specdec.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, RequestError, SamplingParams
-from tests.support.quick_compile import OPTIONS as QUICK
+from tests.support import quick_compile
 
 pytestmark = pytest.mark.fast
 
@@ -77,7 +76,7 @@ def test_every_filter_as_the_contract_says(row, temperature, top_k, top_p, min_p
     np.testing.assert_allclose(np.sum(got), 1.0, atol=1e-6)
 
 
-PROBS = jax.jit(processed_probs, compiler_options=QUICK)
+PROBS = quick_compile.jit(processed_probs)
 
 
 def widened(row):
@@ -139,7 +138,7 @@ def test_temperatures_that_are_refused(wrong):
 
 
 def test_random_numbers_depend_on_seed_position_and_purpose_alone():
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @quick_compile.jit
     def draw(s, p):
         return uniform(keys(s, p, ACCEPT)), uniform(keys(s, p, DRAFT))
 
@@ -157,7 +156,7 @@ def test_draws_follow_the_weights():
     weights = jnp.array([0.5, 0.0, 0.3, 0.15, 0.05])
     count = 20_000
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @quick_compile.jit
     def draw(p):
         row_keys = keys(jnp.zeros(count, jnp.uint32), p, DRAFT)
         return categorical(row_keys, jnp.broadcast_to(weights, (count, 5)))

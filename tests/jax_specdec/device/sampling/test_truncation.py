@@ -22,14 +22,14 @@ from jax_specdec.device.sampling.distribution import (
 from jax_specdec.device.sampling.random_draws import categorical, gumbel
 from pallas_kernels import oracle
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
-from tests.support.quick_compile import OPTIONS as QUICK
+from tests.support import quick_compile
 from tests.support.shards import on_shards
 
 P = jax.sharding.PartitionSpec
 BOUNDARY = 4e-6  # relative: closer than this, a sum may round to either side
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@quick_compile.jit
 def cut_and_probs(rows, sampling):
     return truncation(rows, sampling), processed_probs(rows, sampling)
 
@@ -38,7 +38,7 @@ def cut_of(rows, sampling):
     return cut_and_probs(rows, sampling)[0]
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@quick_compile.jit
 def kept_tokens(cut, rows):
     """[B, S, V] bool."""
     ids = lax.broadcasted_iota(jnp.int32, rows.shape, 2)
@@ -141,8 +141,9 @@ VOCAB = 131
 KINDS = ["plain", "ties", "masked", "equal", "zeros", "invalid", "wide"]
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.fast), jnp.bfloat16, jnp.float16], ids=str
+)
 def test_kept_tokens_are_those_of_sorting(dtype):
     rng = np.random.default_rng(0)
     compared = total = 0
@@ -289,7 +290,7 @@ def test_exponentials_are_the_same_in_every_program():
 
 @pytest.mark.parametrize("vocab", [1, 2, 300, 32_000, 128_256, 262_144])
 def test_fixed_point_sums_are_exact_enough(vocab):
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @quick_compile.jit
     def sums(weights):
         parts = exact_sums.digits(weights, vocab)
         mass = exact_sums.mass(parts, jnp.ones(vocab, bool), WHOLE, vocab)
@@ -380,7 +381,7 @@ def test_draws_are_those_of_one_device():
 
 @pytest.mark.fast
 def test_noise_belongs_to_key_and_token_and_is_gumbels():
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @quick_compile.jit
     def noises():
         keys, last = jax.random.key(3)[None], jnp.array([7, 19_999], jnp.int32)
         return gumbel(keys, jnp.arange(20_000, dtype=jnp.int32))[0], gumbel(keys, last)[0]

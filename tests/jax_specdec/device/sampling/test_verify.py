@@ -14,9 +14,6 @@ from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER
 from jax_specdec.device.sampling.verify import Drafts, accept_draft, verify
 from tests.support import quick_compile
-from tests.support.quick_compile import OPTIONS as QUICK
-
-pytestmark = pytest.mark.fast
 
 
 def rows_choosing(ids, vocab=5):
@@ -24,7 +21,7 @@ def rows_choosing(ids, vocab=5):
     return jax.nn.one_hot(jnp.asarray(ids), vocab) * 3.0
 
 
-VERIFY = jax.jit(verify, compiler_options=QUICK)
+VERIFY = quick_compile.jit(verify)
 
 # Target ids, drafts, how many of them are proposed. All accepted and the bonus; one and the
 # recovered; none; one of one; nothing proposed.
@@ -61,6 +58,7 @@ def greedily(with_jit):
 both = pytest.mark.parametrize("with_jit", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
+@pytest.mark.fast
 @both
 def test_ragged_acceptance(with_jit):
     ids, num = (x[: len(RAGGED)] for x in greedily(with_jit))
@@ -70,6 +68,7 @@ def test_ragged_acceptance(with_jit):
     )
 
 
+@pytest.mark.fast
 @both
 def test_verification_stops_at_an_invalid_row(with_jit):
     ids, num = (x[len(RAGGED) :] for x in greedily(with_jit))
@@ -87,6 +86,7 @@ def test_no_drafts_is_a_normal_case():
     np.testing.assert_array_equal(got.token_ids, [[1], [2]])
 
 
+@pytest.mark.fast
 def test_shapes_that_do_not_fit_are_refused():
     message = r"drafts \(1, 3\) do not go .* \(1, 3, 4\): B slots of S rows verify .* = \(1, 2\) dr"
     with pytest.raises(ValueError, match=message):
@@ -98,6 +98,7 @@ def test_shapes_that_do_not_fit_are_refused():
         )
 
 
+@pytest.mark.fast
 def test_a_token_of_probability_zero_is_never_accepted():
     u = jnp.array([0.0, 0.0, 0.999, 0.5, 0.5])
     p = jnp.array([0.0, 0.2, 0.2, 0.2, 0.0])
@@ -110,7 +111,7 @@ Q = np.array([[0.1, 0.2, 0.3, 0.15, 0.25], [0.05, 0.6, 0.15, 0.1, 0.1]])
 ROWS = 30_000
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@quick_compile.jit
 def verify_by_a_rule(logits, drafts, sampling, positions, broken):
     """Where it is `broken`, q plays no part in the rule."""
 
@@ -151,6 +152,7 @@ def sampled_drafts():
     return drafts, jnp.asarray(np.broadcast_to(np.log(Q), (ROWS, 2, 5)), jnp.float32)
 
 
+@pytest.mark.fast
 def test_emitted_tokens_follow_the_target_whatever_was_drafted():
     certain = np.tile([2, 1], (ROWS, 1)).astype(np.int32), None
     for drafts, draft_logits in (sampled_drafts(), certain):
@@ -160,6 +162,7 @@ def test_emitted_tokens_follow_the_target_whatever_was_drafted():
         assert {1, 2, 3} == set(num.tolist())
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("no_token", [-1, 5, 99])
 @pytest.mark.parametrize("certain", [True, False])
 def test_a_draft_that_is_no_token_is_never_emitted(no_token, certain):
@@ -172,6 +175,7 @@ def test_a_draft_that_is_no_token_is_never_emitted(no_token, certain):
     assert p_value(ids[num > 1, 1], P[1]) > 1e-3
 
 
+@pytest.mark.fast
 def test_a_broken_acceptance_rule_is_noticed():
     ids, _ = emitted(*sampled_drafts(), broken=True)
     assert p_value(ids[:, 0], P[0]) < 1e-9
@@ -195,7 +199,7 @@ def first_tokens():
             drafts = drafters.draw(draft, sampling, position)
         return verify(target, drafts, sampling, position).token_ids[:, 0]
 
-    return jax.jit(call, compiler_options=QUICK)
+    return quick_compile.jit(call)
 
 
 def test_drafting_accepting_and_recovering_draw_independently():
@@ -207,6 +211,7 @@ def test_drafts_drawn_with_the_keys_of_verification_are_noticed(purpose):
     assert p_value(np.asarray(first_tokens()(purpose)), P[0]) < 1e-9
 
 
+@pytest.mark.fast
 def test_greedy_and_sampled_requests_share_a_batch():
     drafts, draft_logits = sampled_drafts()
     ids, num = emitted(drafts, draft_logits, temperature=np.arange(ROWS) % 2)
@@ -217,9 +222,7 @@ def test_greedy_and_sampled_requests_share_a_batch():
     assert p_value(ids[1::2, 0], P[0]) > 1e-3
 
 
-VERIFY = quick_compile.jit(verify)
-
-
+@pytest.mark.fast
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing"])
 def test_a_sampled_slot_stops_at_an_invalid_row_with_its_greedy_token(bad):
     """For every seed: an invalid row has no distribution to draw from."""
