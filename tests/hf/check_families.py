@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from jax_specdec.device.model import llama, mtp
 from jax_specdec.device.model.checkpoint import load_model
+from jax_specdec.device.model.params import init_cache, init_mtp_cache
 from tests.hf import checkpoints
 from tests.support import decoding
 
 TOLERANCE = 1e-4
 K = 5
-# The same ids again and again, so that n-grams draft; and one that is a single id.
+# Repeated ids, so that n-grams draft; and a prompt of a single id.
 PROMPTS = [[1, 5, 6, 7, 5, 6, 7, 5, 6], [9], list(range(3, 40)), [4, 4, 4, 4, 8, 4, 4]]
 RUNS = [(family, "ngram") for family in checkpoints.FAMILIES] + [
     ("Llama 3.1", "none"),
@@ -42,7 +43,7 @@ def reference_logits(reference, ids):
 
 
 def compare(run, reference):
-    """Ids, logprobs, ranks and top K of every request; returns how many near ties it met."""
+    """Compare ids, logprobs, ranks and top K of every request; returns the number of near ties."""
     near_ties = 0
     for index, prompt in enumerate(PROMPTS):
         records = run.records[f"r{index}"]
@@ -57,7 +58,7 @@ def compare(run, reference):
         for step, token in enumerate(ids):
             assert abs(got[step, 0] - logprobs[step, token]) <= TOLERANCE
             np.testing.assert_allclose(got[step, 1:], ordered[step, :K], atol=TOLERANCE, rtol=0)
-            # Where float32 cannot tell two neighbors apart, either may come first.
+            # Where float32 cannot tell two neighbors apart, either order is right.
             apart = -np.diff(ordered[step, : K + 1]) > TOLERANCE
             sure = apart & np.append(True, apart[:-1])
             near_ties += not apart.all()
@@ -90,7 +91,7 @@ def test_greedy_speculative_decoding_equals_transformers(family, drafter, tmp_pa
 
 
 def test_the_comparison_notices_another_model(tmp_path):
-    """Negative control: a weight that is 1 % off is seen."""
+    """Negative control: a weight that is 1 % off is noticed."""
     written = checkpoints.build("Llama 3.1")
     checkpoints.write(tmp_path, written)
     run = decoding.run(requests(), "ngram", model=load_model(tmp_path, dtype="float32"))
@@ -117,11 +118,11 @@ def test_bfloat16_arithmetic_stays_near_the_reference(tmp_path):
         tmp_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
     params, config = load_model(tmp_path)
-    assert config.dtype == "bfloat16"  # that of the file
+    assert config.dtype == "bfloat16"  # the file's
     ids = PROMPTS[2]
     want = reference_logits(reference, ids)
     hidden, _ = jax.jit(llama.forward, static_argnums=1)(
-        params, config, *arrays(ids), llama.init_cache(config, 1, 64)
+        params, config, *arrays(ids), init_cache(config, 1, 64)
     )
     got = np.asarray(llama.logits(params, config, hidden)[0], np.float64)
     assert 0 < np.abs(got - want).max() < 0.1 * want.std() + 0.1
@@ -137,11 +138,11 @@ def test_an_mtp_head_in_deepseeks_layout_equals_torch_modules(copies, tmp_path):
     ids = PROMPTS[2]
     tokens, positions = arrays(ids)
     hidden, _ = jax.jit(llama.forward, static_argnums=1)(
-        params, config, tokens, positions, llama.init_cache(config, 1, 64)
+        params, config, tokens, positions, init_cache(config, 1, 64)
     )
     out, _ = jax.jit(mtp.mtp_forward, static_argnums=1)(
         params, config, hidden[:, :-1], tokens[:, 1:], positions[:, :-1],
-        llama.init_mtp_cache(config, 1, 64),
+        init_mtp_cache(config, 1, 64),
     )  # fmt: skip
     got = jax.nn.log_softmax(llama.logits(params, config, out)[0])
     with torch.no_grad():

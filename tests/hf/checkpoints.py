@@ -38,7 +38,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 60,
 }
 
-# name: class, configuration class, what it changes
+# name: class, configuration class, changed fields
 FAMILIES = {
     "Llama 2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
     "Llama 3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": {
@@ -60,7 +60,7 @@ FAMILIES = {
 
 
 def build(family: str, seed: int = 0):
-    """A model with weights large enough that it is decided; norms and biases are not trivial."""
+    """A model with large weights, so that its choices are clear, and random norms and biases."""
     model_class, config_class, changes = FAMILIES[family]
     config = config_class(**(SIZES | changes))
     torch.manual_seed(seed)
@@ -77,14 +77,14 @@ def build(family: str, seed: int = 0):
 
 
 def write(directory: Path, model, *, dtype=torch.float32, shard_bytes: int | None = None) -> Path:
-    """Save as transformers does, in one file or several."""
+    """Save in transformers' own way, in one file or several."""
     size = "5GB" if shard_bytes is None else shard_bytes
     model.to(dtype).save_pretrained(directory, max_shard_size=size)
     return directory
 
 
 class Mtp(torch.nn.Module):
-    """DeepSeek-V3's MTP module over a layer of the model's own kind, named as in a checkpoint."""
+    """DeepSeek-V3's MTP module over a layer of the model's own kind, with a checkpoint's names."""
 
     def __init__(self, model):
         super().__init__()
@@ -97,7 +97,7 @@ class Mtp(torch.nn.Module):
         self.rotary = type(model.model.rotary_emb)(config)
 
     def forward(self, hidden, embedded):
-        """Hidden states [1, N, D] of positions 0..N-1 and embeddings of the tokens after them."""
+        """Join hidden states [1, N, E] of positions 0..N-1 and embeddings of the next tokens."""
         n = hidden.shape[1]
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         positions = torch.arange(n)[None]

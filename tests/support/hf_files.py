@@ -25,7 +25,7 @@ CONFIGS = {
 
 
 def random_params(config, seed=0):
-    """Weights of which no two are equal, and a decided model."""
+    """Random weights, so large that the model's choices are clear; norms are not 1."""
     rng = np.random.default_rng(seed)
 
     def draw(path, x):
@@ -40,7 +40,7 @@ def random_params(config, seed=0):
 
 
 def hf_fields(config):
-    """config.json, as transformers before version 5 wrote it."""
+    """The fields of config.json as transformers before version 5 wrote it."""
     kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     fields = {
         "architectures": [f"{kind}ForCausalLM"],
@@ -72,7 +72,7 @@ def hf_fields(config):
 
 
 def hf_tensors(config, params):
-    """Tensors by their names in a checkpoint."""
+    """The tensors by their names in a checkpoint."""
     arrays, tensors = named_arrays(params), {}
     for source in sources(config):
         value = np.asarray(arrays[source.leaf])
@@ -84,7 +84,7 @@ def hf_tensors(config, params):
 
 
 def write(directory, config, params=None, *, shards=1, dtype=None, fields=None, tensors=None):
-    """A whole model directory; `tensors` replaces those of `params`."""
+    """Write a whole model directory; `tensors` replaces those of `params`."""
     directory.mkdir(parents=True, exist_ok=True)
     if tensors is None:
         tensors = hf_tensors(config, random_params(config) if params is None else params)

@@ -1,4 +1,4 @@
-"""A second implementation of the model, to check the first: NumPy, float64, no cache.
+"""A second implementation of the model that checks the first: NumPy, float64, no cache.
 
 One sequence in, everything recomputed, written from the papers with explicit loops over heads.
 It shares no code with the package: weights come in as a plain dictionary by dotted path
@@ -19,7 +19,7 @@ def logits(weights: Mapping, sizes: Mapping, ids) -> np.ndarray:
 
 
 def hidden_states(weights: Mapping, sizes: Mapping, ids) -> np.ndarray:
-    """Hidden states [N, D] float64 after the final norm."""
+    """Hidden states [N, E] float64 after the final norm."""
     return _decoder(weights, sizes, np.asarray(ids))
 
 
@@ -31,7 +31,7 @@ def logprobs(weights: Mapping, sizes: Mapping, ids) -> np.ndarray:
 
 
 def mtp_hidden(weights: Mapping, sizes: Mapping, hidden, next_ids) -> np.ndarray:
-    """MTP hidden states [N, D] from hidden states [N, D] of positions 0..N-1 and their next ids."""
+    """MTP hidden states [N, E] from hidden states [N, E] of positions 0..N-1 and their next ids."""
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     eps = sizes["norm_eps"]
     left = _norm(np.asarray(hidden, np.float64), w["mtp.hidden_norm"], eps)
@@ -94,7 +94,7 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def _angles(sizes: Mapping) -> list[float]:
-    """Radians a position, of each pair; scaled one by one, as the papers' text says."""
+    """Radians a position, of each pair; each is scaled by itself, as the papers' text says."""
     dh, scaling = sizes["head_dim"], sizes.get("rope_scaling")
     angles = [sizes["rope_theta"] ** (-2.0 * pair / dh) for pair in range(dh // 2)]
     if scaling is None:
@@ -116,7 +116,7 @@ def _angles(sizes: Mapping) -> list[float]:
 
 
 def _rotate(x: np.ndarray, angles: list[float]) -> np.ndarray:
-    """Row i turned by i: the pair (a, a + Dh/2) is a complex number times exp(i j angles[a])."""
+    """Row n turned by n: the pair (a, a + Dh/2) is a complex number, times exp(i n angles[a])."""
     n, dh = x.shape
     turn = np.exp(1j * np.outer(np.arange(n), angles))
     z = (x[:, : dh // 2] + 1j * x[:, dh // 2 :]) * turn
