@@ -23,7 +23,7 @@ D = 4
 
 
 def plain_average(acceptance, steps, weight):
-    """One draft after the other."""
+    """The average, updated by one draft after the other."""
     for accepted, proposed in steps:
         for fate in [1] * accepted + [0] * (accepted < proposed):
             acceptance += weight * (fate - acceptance)

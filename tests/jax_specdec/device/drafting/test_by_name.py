@@ -1,4 +1,4 @@
-"""Every drafter by its name, and what cannot be chosen."""
+"""Every drafter by its name, and the choices that are refused."""
 
 import numpy as np
 import pytest

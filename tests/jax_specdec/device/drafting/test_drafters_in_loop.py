@@ -19,7 +19,7 @@ D = 3
 
 
 def guesses(params, context):
-    """Drawn from logits that say: the last token again, or the next id."""
+    """Drafts drawn from logits that favor the last token and the next id."""
     last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
     drawn = []
     for ahead in range(D):
@@ -66,7 +66,7 @@ def test_greedy_ids_are_those_of_plain_decoding(plain, name):
 
 
 def test_a_corpus_of_the_answers_makes_nearly_every_draft_right(plain):
-    """The corpus is the answers to other requests; the tokens stay the same."""
+    """The corpus holds the answers; the tokens stay the same."""
     answers = [np.array([*item.prompt_token_ids, *plain.token_ids(item.id)]) for item in REQUESTS]
     result = run(REQUESTS, SuffixDrafter(D, Corpus.of(answers)))
     accepted, proposed = accepted_of(result)
@@ -124,7 +124,7 @@ def lengths_of(result, name):
 
 
 def test_every_request_finds_its_own_length(answers):
-    """All accepted, none accepted, and none at first, side by side; then their slots again."""
+    """Drafts are all accepted, never, and never at first, side by side; then their slots go on."""
     requests = [request(name, PROMPTS[name], max_tokens=TOKENS) for name in PROMPTS]
     later = [request(f"next {i}", PROMPTS["next"], max_tokens=TOKENS) for i in range(6)]
     result = run(requests[:3] + later, Adaptive(knowing(answers)))

@@ -126,7 +126,7 @@ def test_the_shipped_weights_first_drafts_are_accepted_on_held_out_text():
         for line in CORPUS.read_text().splitlines()
         if " held-out " in line
     ]
-    # Their text, whatever the patch version of Python did to it.
+    # Their text is this Python's: a patch version may have changed it.
     texts = [file.read_bytes() for file in held_out if file.is_file()][:6]
     assert len(texts) >= 4
     requests = [

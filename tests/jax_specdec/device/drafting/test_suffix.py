@@ -41,7 +41,7 @@ def common_ending(one, other, most):
 
 
 def plain_suffix(text, documents, drafter, limit):
-    """The definition, one place after the other."""
+    """The drafts by definition, one place after the other."""
     # (match, place) in the order in which places are looked at.
     own = [(common_ending(text[:i], text, drafter.max_match), i) for i in range(1, len(text))]
     longest = max([match for match, _ in own], default=0)
@@ -86,7 +86,7 @@ def plain_suffix(text, documents, drafter, limit):
 
 
 def random_documents(seed):
-    """Documents of three tokens: some empty, some of one, one that repeats itself."""
+    """Documents of ids 0 to 2: one is empty, one is a single token, one repeats itself."""
     random = np.random.default_rng(seed)
     sizes = [0, 1, 2, 12, *random.integers(3, 9, 3)]
     return [random.integers(0, 3, size).tolist() for size in sizes] + [[1] * 9]
@@ -136,7 +136,7 @@ def check(case, texts, limit):
 
 @pytest.mark.parametrize("size", [0, 40])
 def test_many_texts_against_plain_python(size):
-    """Longer texts under the defaults, with and without a corpus."""
+    """Longer texts and the default options, with and without a corpus."""
     random = np.random.default_rng(size)
     documents = [random.integers(0, 3, n).tolist() for n in (size, size // 2, 1, 0)] if size else []
     corpus = Corpus.of([np.array(d, np.int32) for d in documents]) if documents else None

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written comes back; what is wrong is named."""
+"""Checkpoints come back as they were written, and errors name what is wrong with a file."""
 
 import dataclasses
 import json
@@ -117,7 +117,7 @@ def test_reserved_metadata_is_refused(params, tmp_path):
 
 
 def test_caches_that_do_not_fit_are_refused_before_they_are_made(file, monkeypatch):
-    """The weights are there already: what is free then must hold the caches."""
+    """The weights are in memory already: the free memory must hold the caches."""
     _, config = load_model(file)
     just_enough = cache_bytes(config, 4, 100)
     monkeypatch.setattr("jax_specdec.device.model.checkpoint.available_bytes", lambda: just_enough)
@@ -134,7 +134,7 @@ def test_shipped_weights():
     assert config.num_mtp_layers == 1
     held_out = json.loads(metadata["held_out"])
     assert held_out["mtp_acceptance"] >= 0.4
-    assert held_out["decoder_loss"] < 1.7  # nats/byte; uniform would be ln 256 = 5.5
+    assert held_out["decoder_loss"] < 1.7  # nats a byte; a uniform guess has ln 256 = 5.5
     text = b"import os\nimport sys\n\ndef __init__(self, name=None):\n        self."
     ids = np.frombuffer(text, np.uint8).astype(np.int32)[None]
     positions = np.arange(ids.shape[1], dtype=np.int32)[None]

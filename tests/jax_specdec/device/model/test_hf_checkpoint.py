@@ -1,4 +1,4 @@
-"""Hugging Face directories: what is written comes back; what is wrong is named.
+"""Hugging Face directories come back as they were written; errors name what is wrong with one.
 
 That the layout is the real one is shown by `tests/hf`, where transformers writes the files.
 """
@@ -28,7 +28,7 @@ def directory(tmp_path):
     return hf_files.write(tmp_path / "model", CONFIG)
 
 
-# What comes back -------------------------------------------------------------------------------
+# Round trips -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", hf_files.CONFIGS)
@@ -42,7 +42,7 @@ def test_round_trip(name, shards, tmp_path):
 
 
 def test_the_shipped_weights_in_this_layout_are_the_same_model(tmp_path):
-    """An MTP head that was trained, not a random one."""
+    """These have an MTP head that was trained, not a random one."""
     params, config = load_model()
     assert config.num_mtp_layers == 1
     loaded, found = load_model(hf_files.write(tmp_path, config, params, shards=2))
@@ -97,7 +97,7 @@ def test_a_tied_head_that_is_stored_too_must_be_a_copy(tmp_path):
         load_model(tmp_path)
 
 
-# What is refused -------------------------------------------------------------------------------
+# Refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast
@@ -163,7 +163,7 @@ def test_the_memory_of_a_control_group_counts(tmp_path):
 
 
 def test_loading_takes_about_one_copy_of_the_weights(tmp_path):
-    """The most that a process ever held, beside what it holds without the weights."""
+    """The peak memory of a process, less its peak without the weights."""
     config = ModelConfig.tiny(
         512, hidden_size=512, num_layers=24, intermediate_size=1536, num_heads=8, head_dim=64,
         tie_embeddings=False, num_mtp_layers=0, dtype="bfloat16",
@@ -192,5 +192,5 @@ def test_loading_takes_about_one_copy_of_the_weights(tmp_path):
         [sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True
     )
     once, twice = (int(number) for number in done.stdout.split())
-    assert size < once < 1.5 * size  # compiling takes some, too
-    assert twice > 1.9 * size  # what is measured grows with a second copy
+    assert size < once < 1.5 * size  # compiling takes some memory, too
+    assert twice > 1.9 * size  # the control: a second copy shows

@@ -47,7 +47,7 @@ SHAPES = {
 
 @functools.cache
 def params_of(config):
-    """Random weights; norms are not one, so that a forgotten norm shows."""
+    """Random weights; norms are not one, or a forgotten norm would not show."""
     rng = np.random.default_rng(1)
 
     def draw(path, x):
@@ -99,7 +99,7 @@ def decode(config, ids, cache, first=0, params=None):
 
 
 def in_rows(ids, first):
-    """At most S ids a slot [B, n] as a step: tokens and positions [B, S]."""
+    """A step of at most S ids a slot [B, n]: tokens and positions [B, S]."""
     tokens, positions = np.full((2, B, S), -1, np.int32)
     tokens[:, : ids.shape[1]] = ids
     positions[:, : ids.shape[1]] = span(first, ids.shape[1])
@@ -217,7 +217,7 @@ def decode_plainly(ids):
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_rejected_drafts_and_padding_leave_no_trace(seed):
-    """Any way of speculating gives, row for row, the bits of plain decoding in the same shape."""
+    """Every way of speculating gives, row for row, the bits of plain decoding in the same shape."""
     total, rng = 12, np.random.default_rng(seed)
     ids = [random_ids(total, seed=seed) for seed in (3, 4, 5)]
     cache, done, got = init_cache(CONFIG, B, T), [0] * B, [[] for _ in range(B)]
@@ -293,7 +293,7 @@ def test_the_last_position_is_right_and_the_next_is_dropped():
 
 
 def poisoned():
-    """Weights in which token 5 has a NaN embedding, in the input only."""
+    """Weights in which token 5 has a NaN embedding; the head has none."""
     config = SHAPES["untied, one kv head"]
     params = params_of(config)
     return config, dataclasses.replace(params, embedding=params.embedding.at[5].set(jnp.nan))
@@ -344,7 +344,7 @@ run_mtp_prefill = quick_compile.jit(prefill.mtp_prefill, static_argnums=1)
 
 
 def bucket(values):
-    """Up to CHUNK values with padding behind them; a real id, where they are ids."""
+    """Up to CHUNK values, padded with 13: a real id, where they are ids."""
     padded = np.full((CHUNK, *values.shape[1:]), 13, values.dtype)
     padded[: len(values)] = values
     return padded
@@ -392,7 +392,7 @@ def mtp_step(params, config, hidden, next_tokens, positions, cache):
 
 
 def run_mtp(config, hidden, next_ids, cache, first=0):
-    """As `decode`: logits and hidden states of N rows from position `first` on, and the cache."""
+    """Logits and hidden states of N rows from position `first` on, and the cache; see `decode`."""
     out, states = [], []
     for at in range(0, next_ids.shape[1], S):
         tokens, positions = in_rows(next_ids[:, at : at + S], first + at)
@@ -407,7 +407,7 @@ def run_mtp(config, hidden, next_ids, cache, first=0):
 @pytest.mark.fast
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_mtp_head_agrees_with_reference(config):
-    """In two calls, the second of which finds the entries of the first."""
+    """The rows go through in two calls, and the second one finds the entries of the first."""
     ids = random_ids(B, 12, seed=13)
     _, hidden, _ = decode(config, ids, init_cache(config, B, T))
     cache = init_mtp_cache(config, B, T)
@@ -421,7 +421,7 @@ def test_mtp_head_agrees_with_reference(config):
 
 @pytest.mark.fast
 def test_drafting_further_feeds_the_head_its_own_output():
-    """Three drafts, rejected; then the true states overwrite their entries and drafting goes on."""
+    """Three drafts are rejected; the true states overwrite their entries, and drafting goes on."""
     sizes = CONFIG.to_dict()
     ids = random_ids(B, 12, seed=14)
     _, true, _ = decode(CONFIG, ids, init_cache(CONFIG, B, T))

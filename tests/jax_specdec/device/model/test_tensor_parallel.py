@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
     intermediate_size=64, num_mtp_layers=1,
 )  # fmt: skip
 SLOTS, DRAFTS, LENGTH = 3, 2, 64
-COLUMNS = 512  # of the rows of logits that no model made
+COLUMNS = 512  # of random rows of logits
 
 
 @functools.cache
@@ -93,14 +93,14 @@ def verified(shards, with_q):
     ("shards", "with_q"), [(2, True), (4, False), pytest.param(8, True, marks=pytest.mark.slow)]
 )
 def test_verification_on_shards_emits_what_one_device_emits(shards, with_q):
-    """On the same logits, bit for bit, with random numbers of every purpose; the cuts too."""
+    """Tokens and cuts are equal bit for bit, with random numbers of every purpose."""
     whole, got = (verified(count, with_q)[0] for count in (1, shards))
     assert len(set(np.asarray(whole.num_tokens).tolist())) > 1
     jax.tree.map(np.testing.assert_array_equal, got, whole)
 
 
 def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
-    """The message of two devices, which searches for no cut, is that of one."""
+    """The message of two devices is that of one, without a search for the cut."""
     target, drafts, sampling, positions = rows()
     values = zip(*(x.tolist() for x in sampling), strict=True)
     asks = [
@@ -113,7 +113,7 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
     widths = widths_of(asks, COLUMNS)
 
     def told(shards, turns):
-        """The messages; in each, slots are told the cuts of those so many places before them."""
+        """One message a turn: each slot is told the cut of the slot so many places before it."""
         found, parallel = verified(shards, True)
         output = step_output(target, drafts, found, active=positions > 0, running=jnp.bool_(True))
 
@@ -137,9 +137,9 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
         return exact and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5, equal_nan=True)
 
     (one,), (two, turned) = told(1, [0]), told(2, [0, 1])
-    assert np.isneginf(one.logprobs).any()  # of tokens that are excluded
+    assert np.isneginf(one.logprobs).any()  # excluded tokens
     assert same(two, one)
-    assert not same(turned, one)  # the control: the cuts that a message is told are used
+    assert not same(turned, one)  # the control: the cuts are used
 
 
 REQUESTS = [
@@ -175,7 +175,7 @@ def decoded(shards, drafter):
 @pytest.mark.parametrize(("shards", "drafter"), [(2, "mtp")])
 @pytest.mark.slow
 def test_requests_get_the_tokens_of_one_device(shards, drafter):
-    """Greedy and sampled ids up to the first near tie, logprobs within sums in another order."""
+    """Ids are equal up to the first near tie, logprobs up to the order of sums."""
     one, many = decoded(1, drafter), decoded(shards, drafter)
     near_ties = 0
     for request in REQUESTS:
@@ -183,7 +183,7 @@ def test_requests_get_the_tokens_of_one_device(shards, drafter):
         assert len(got) == len(expected) == 20
         same = next((i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b), 20)
         near_ties += same < 20
-    assert near_ties == 0  # float32 and this seed: none was met
+    assert near_ties == 0  # in float32 with this seed
     for a, b in zip(one.records["2"], many.records["2"], strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
         np.testing.assert_array_equal(a.token_ranks, b.token_ranks)

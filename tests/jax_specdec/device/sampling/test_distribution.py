@@ -29,7 +29,7 @@ def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0, batch=1):
 
 
 def expected_probs(row, temperature, top_k, top_p, min_p):
-    """One row [V], float64, one filter after the other, as the contract says it."""
+    """The distribution of one row [V] in float64, one filter after the other, as in the contract."""
     x = row.astype(np.float64)
     if temperature == 0 or np.isnan(x).any() or (x == np.inf).any() or not np.isfinite(x).any():
         numbers = np.where(np.isnan(x), -np.inf, x)
@@ -61,7 +61,7 @@ odd_logit = logit | st.sampled_from([np.nan, np.inf])
     row=st.lists(logit, min_size=1, max_size=9) | st.lists(odd_logit, min_size=1, max_size=4),
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
     top_k=st.integers(0, 5),
-    # Halves and quarters: a boundary that float32 cannot place differently from float64.
+    # Few values, so that few boundaries are near.
     top_p=st.sampled_from([0.3, 0.61, 0.93, 1.0]),
     min_p=st.sampled_from([0.0, 0.07, 0.33]),
 )
@@ -69,7 +69,7 @@ def test_every_filter_as_the_contract_says(row, temperature, top_k, top_p, min_p
     row = widened(row)
     expected = expected_probs(row, temperature, top_k, top_p, min_p)
     got = PROBS(row[None, None], sampling_of(temperature, top_k, top_p, min_p))[0, 0]
-    # Sums at a boundary may round to either side: then one token more or less is as right.
+    # Sums at a boundary may round to either side: one token more or less is right, too.
     near = near_boundary(row, temperature, top_k, top_p, min_p)
     if not near:
         np.testing.assert_allclose(got, expected, atol=2e-6)

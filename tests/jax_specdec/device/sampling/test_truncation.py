@@ -46,7 +46,7 @@ def kept_tokens(cut, rows):
 
 
 def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """Parameters of as many slots as `temperature` has entries; scalars serve all."""
+    """Parameters of as many slots as `temperature` has entries; a scalar is for all of them."""
     batch = len(temperature)
 
     def column(value, dtype):
@@ -62,7 +62,7 @@ def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def kept_by_sorting(row, temperature, top_k, top_p, min_p):
-    """One row [V]: kept tokens [V] bool, log of their share, and whether a boundary is near."""
+    """The kept tokens [V] bool of a row, log of their share, and whether a boundary is near."""
     x = np.asarray(row).astype(np.float64)
     order = sorted(range(len(x)), key=lambda t: (-x[t], t))
     if temperature == 0 or not oracle.is_valid(x):
@@ -89,7 +89,7 @@ def kept_by_sorting(row, temperature, top_k, top_p, min_p):
 
 
 def check(rows, sampling, cut, probs):
-    """Cuts [B, S] and probabilities [B, S, V] of rows [B, S, V]; how many rows were compared."""
+    """Check cuts [B, S] and probabilities of rows [B, S, V]; returns how many rows were compared."""
     rows = np.asarray(rows)
     kept, cut, probs = jax.device_get((kept_tokens(cut, rows), cut, probs))
     columns = [np.asarray(field).tolist() for field in sampling[:4]]
@@ -106,7 +106,7 @@ def check(rows, sampling, cut, probs):
             finite = ~np.isneginf(row.astype(np.float32))
             np.testing.assert_array_equal(kept[b, s] & finite, expected)
             assert abs(float(cut.log_kept[b, s]) - log_kept) <= 2e-6 or arguments[0] == 0
-        # What a weight of 0 has left cannot be drawn; nothing else is missing, nothing is extra.
+        # Excluded tokens have probability 0; of the others, none is missing and none is extra.
         p = np.asarray(probs[b, s], np.float64)
         assert (p[~expected] == 0).all()
         reference = np.where(expected, 1.0, 0.0)
@@ -118,7 +118,7 @@ def check(rows, sampling, cut, probs):
 
 
 def random_rows(rng, vocab, dtype, kind):
-    """[3, 2, V] of one kind of difficulty."""
+    """Rows [3, 2, V] with one kind of difficulty."""
     x = rng.normal(0, 3, (3, 2, vocab))
     if kind == "ties":
         x = np.round(x * 2) / 2
@@ -251,7 +251,7 @@ def flat(names):
 @pytest.mark.fast
 @pytest.mark.parametrize("function", [truncation, processed_probs])
 def test_work_is_behind_conditions_and_nothing_is_sorted(function):
-    """A greedy batch takes a branch without exponentials; one that cuts nothing, no bisection."""
+    """A greedy batch computes no exponentials; a batch that cuts nothing makes no bisection."""
     names = counted_primitives(function, jnp.zeros((1, 2, 40)), sampling_of([0.0]))
     always = {name for name in names if isinstance(name, str)}
     everywhere = set(flat(names))
@@ -284,7 +284,7 @@ def test_exponentials_are_the_same_in_every_program():
         return (np.asarray(fused) != np.asarray(alone)).sum()
 
     assert both(exact_sums.exponential) == 0
-    if jax.default_backend() == "cpu":  # the reason for all this
+    if jax.default_backend() == "cpu":  # the reason for a function of our own
         assert both(jnp.exp) > 0
 
 
@@ -344,7 +344,7 @@ def on_shard(x, shard):
 
 @functools.cache
 def of_one_device():
-    """Compiled as users compile it: the bits must not depend on that either."""
+    """The results of one device, compiled with XLA's defaults: bits must not depend on that."""
     return jax.jit(lambda x: on_shard(x, WHOLE))(rows_for_shards()[0])
 
 

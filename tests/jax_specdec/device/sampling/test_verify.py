@@ -23,8 +23,8 @@ def rows_choosing(ids, vocab=5):
 
 VERIFY = quick_compile.jit(verify)
 
-# Target ids, drafts, how many of them are proposed. All accepted and the bonus; one and the
-# recovered; none; one of one; nothing proposed.
+# Target ids, drafts, how many of them are proposed. The slots emit: all drafts and the bonus token;
+# one and the recovered token; none and that; one of one and the bonus; the bonus alone.
 RAGGED = [
     ([1, 2, 3], [1, 2], 2),
     ([1, 2, 3], [1, 4], 2),
@@ -113,7 +113,7 @@ ROWS = 30_000
 
 @quick_compile.jit
 def verify_by_a_rule(logits, drafts, sampling, positions, broken):
-    """Where it is `broken`, q plays no part in the rule."""
+    """Verify by the usual rule, or by a `broken` one in which q plays no part."""
 
     def accept(u, p, q):
         return jnp.where(broken, p > 0, accept_draft(u, p, q))
@@ -169,7 +169,7 @@ def test_a_draft_that_is_no_token_is_never_emitted(no_token, certain):
     drafts, draft_logits = sampled_drafts()
     drafts[:, 1] = no_token
     ids, num = emitted(drafts, None if certain else draft_logits)
-    if certain:  # the first drafts are then as good as any others
+    if certain:  # nothing was drawn: the first tokens have their distribution
         assert p_value(ids[:, 0], P[0]) > 1e-3
     assert set(num.tolist()) == {1, 2}
     assert p_value(ids[num > 1, 1], P[1]) > 1e-3
@@ -186,7 +186,7 @@ MANY = 200_000
 
 @functools.cache
 def first_tokens():
-    """The first tokens of many slots, where drafts are drawn with the keys of a given purpose."""
+    """A program: the first tokens of many slots whose drafts are drawn with keys of a purpose."""
 
     def call(purpose):
         seeds, position = jnp.arange(MANY, dtype=jnp.uint32), jnp.full(MANY, 7, jnp.int32)
@@ -225,7 +225,7 @@ def test_greedy_and_sampled_requests_share_a_batch():
 @pytest.mark.fast
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing"])
 def test_a_sampled_slot_stops_at_an_invalid_row_with_its_greedy_token(bad):
-    """For every seed: an invalid row has no distribution to draw from."""
+    """An invalid row has no distribution to draw from, whatever the seed."""
     count, vocab = 64, 5
     logits = np.full((count, 3, vocab), -np.inf, np.float32)
     logits[:, 0, 4] = logits[:, 2, 4] = 0  # only token 4 is possible
