@@ -29,7 +29,7 @@ def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0, batch=1):
 
 
 def expected_probs(row, temperature, top_k, top_p, min_p):
-    """The distribution of one row [V] in float64, one filter after the other, as in the contract."""
+    """The distribution of one row [V] in float64, filter by filter, as in the contract."""
     x = row.astype(np.float64)
     if temperature == 0 or np.isnan(x).any() or (x == np.inf).any() or not np.isfinite(x).any():
         numbers = np.where(np.isnan(x), -np.inf, x)

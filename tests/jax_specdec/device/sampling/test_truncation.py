@@ -89,7 +89,7 @@ def kept_by_sorting(row, temperature, top_k, top_p, min_p):
 
 
 def check(rows, sampling, cut, probs):
-    """Check cuts [B, S] and probabilities of rows [B, S, V]; returns how many rows were compared."""
+    """Check cuts [B, S] and probabilities of rows [B, S, V]; returns the number compared."""
     rows = np.asarray(rows)
     kept, cut, probs = jax.device_get((kept_tokens(cut, rows), cut, probs))
     columns = [np.asarray(field).tolist() for field in sampling[:4]]
