@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
-from jax import lax
 
 from pallas_kernels import xla
-from pallas_kernels.blocks import vary_like
 from pallas_kernels.greedy_choice import greedy_token_ids
+from pallas_kernels.platforms import lowered_for
 from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
 
@@ -95,7 +94,7 @@ def xla_greedy_topk_logprobs(
 def by_platform(
     k_position: int, on_cuda: Callable[..., Result], elsewhere: Callable[..., Result]
 ) -> Callable[..., Result]:
-    """Chosen where the program is lowered: a CUDA host may still run a program on its CPU.
+    """Chosen where the program is lowered.
 
     Both take positional arguments: arrays or None, and a static K at `k_position`.
     """
@@ -105,15 +104,9 @@ def by_platform(
         rest = (*args[:k_position], *args[k_position + 1 :])
 
         def with_k(function: Callable[..., Result]) -> Callable[..., Result]:
-            # Alike in what they vary over, too: under `shard_map` that is part of a result's type.
-            return lambda *rest: vary_like(
-                function(*rest[:k_position], k, *rest[k_position:]), rest
-            )
+            return lambda *rest: function(*rest[:k_position], k, *rest[k_position:])
 
-        chosen: Result = lax.platform_dependent(
-            *rest, cuda=with_k(on_cuda), default=with_k(elsewhere)
-        )
-        return chosen
+        return lowered_for(*rest, cuda=with_k(on_cuda), default=with_k(elsewhere))
 
     return run
 
