@@ -34,7 +34,7 @@ MAGIC = 0x4C53  # "SL": speculative logprobs
 VERSION = 1
 WORD_BYTES = 4
 
-MAX_TOP_K = 128  # columns 1..K of a row
+MAX_TOP_K = 512  # columns 1..K of a row
 MAX_CHOSEN = 128  # token ids beside the top K that a request may name
 
 if sys.byteorder != "little":  # pragma: no cover - every platform of JAX is little-endian

@@ -8,6 +8,7 @@ from pallas_kernels.blocks import vary_like
 from pallas_kernels.contract import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.greedy_choice import greedy, greedy_token_ids
 from pallas_kernels.implementations import Implementation, gpu_obstacle
+from pallas_kernels.padded_tables import LogprobsTensors, logprobs_tensors, padded_token_ids
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
 from pallas_kernels.types import Greedy, TopkLogprobs
 
@@ -20,6 +21,10 @@ __all__ = [
     "Greedy",
     "Implementation",
     "gpu_obstacle",
+    # The tables that serving engines hold.
+    "logprobs_tensors",
+    "LogprobsTensors",
+    "padded_token_ids",
     # For your own code inside `jax.shard_map`.
     "VocabShard",
     "WHOLE",

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-MAX_K = 128
+MAX_K = 512
 MAX_EXTRA = 128
 MAX_VOCABULARY = 2**24  # token ranks are counted in float32, exact up to here
 LOGITS_DTYPES = ("bfloat16", "float16", "float32")

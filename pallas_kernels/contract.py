@@ -62,7 +62,7 @@ def topk_logprobs(
       logits: [N, V] bfloat16, float16 or float32; with `axis_name` inside `shard_map`, the
         device's columns of them.
       token_ids: [R] int32, the token whose logprob and token rank are wanted, for each target row.
-      k: how many of the largest logits to return, a Python int, 0 <= k <= min(128, V).
+      k: how many of the largest logits to return, a Python int, 0 <= k <= min(512, V).
       row_ids: [R] int32, the logits row that each target row reads; repeats are fine, and no row
         is copied. Without it R = N and target row i reads row i.
       num_rows: int32 scalar, may be traced: only the first num_rows target rows are worked on.

@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.fast
-
 # Each costs milliseconds, and nothing that a record passes through needs it.
 HEAVY = {
     "argparse", "asyncio", "concurrent", "ctypes.util", "email", "hashlib", "html", "http",

@@ -16,8 +16,6 @@ from bench.timing import BenchError
 from pallas_kernels import topk_logprobs
 from pallas_kernels.shapes import CPU_SPEED, Shape
 
-pytestmark = pytest.mark.fast
-
 
 def test_every_suite_and_command_is_a_module_that_runs():
     for suite in bench.SUITES | bench.MORE:

@@ -214,3 +214,16 @@ def test_an_example_is_short():
         assert ast.get_docstring(ast.parse(path.read_text()))
         if "tiny" not in path.name:
             assert len(path.read_text().splitlines()) <= 150, path
+
+
+def test_functions_of_serving_engines_move_less_and_find_the_same():
+    """The example compares the values itself; its figures are those of the page."""
+    printed = run(EXAMPLES / "serving_engines.py")
+    assert printed in (ROOT / "docs" / "integration_serving.md").read_text()
+
+
+def test_a_wrong_value_of_a_serving_engine_would_be_seen(tmp_path):
+    source = (EXAMPLES / "serving_engines.py").read_text()
+    wrong = source.replace("return found.logprobs[:, 1:]", "return found.logprobs[:, :-1]")
+    (tmp_path / "wrong.py").write_text(wrong.replace("B, V, K = 32, 32_000", "B, V, K = 8, 256"))
+    assert "Not equal to tolerance" in run(tmp_path / "wrong.py", status=1)

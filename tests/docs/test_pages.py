@@ -8,8 +8,6 @@ from tests.docs.test_semantics_index import existing_tests
 from tests.support.pages import DOCS, PAGES, blocks, python_blocks
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.fast
-
 # These pages' blocks are run by tests that have what they need.
 RUN_ELSEWHERE = {
     "README.md": "test_readme::test_a_block_prints_what_stands_below_it",

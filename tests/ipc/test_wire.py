@@ -160,7 +160,7 @@ def good_message():
         (0, 0x12340001, "magic 0x1234"),
         (0, wire.MAGIC << 16 | 9, "version 9"),
         (1, 77, "kind 77"),
-        (1, 3 | 129 << 8, "max_num_logprobs 129 is over the limit 128"),
+        (1, 3 | 513 << 8, "max_num_logprobs 513 is over the limit 512"),
         (2, 4, "checks failed"),
         (2, 1 << 8, "SLOT_COUNTS"),
         (3, 3, "slots"),

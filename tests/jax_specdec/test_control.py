@@ -87,8 +87,8 @@ def test_garbage_is_refused(line):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0),
-     ("top_p", 1.1), ("min_p", -0.1), ("top_k", -1), ("seed", 2**32), ("logprobs", 129),
-     ("logprobs", -1), ("prompt_logprobs", 129), ("prompt_logprobs", -1),
+     ("top_p", 1.1), ("min_p", -0.1), ("top_k", -1), ("seed", 2**32), ("logprobs", 513),
+     ("logprobs", -1), ("prompt_logprobs", 513), ("prompt_logprobs", -1),
      ("stop_sequences", ((),)), ("extra_token_ids", (1,)), ("stop_token_ids", (5, 2**31)),
      ("stop_token_ids", (-1,)), ("stop_token_ids", (2.5,)), ("stop_sequences", ((1,), (2**40, 1)))],
 )  # fmt: skip

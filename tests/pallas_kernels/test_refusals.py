@@ -30,7 +30,7 @@ GOOD = {
         ({"token_ids": np.zeros(4, np.int32)}, ValueError, "pass row_ids"),
         ({"k": -1}, ValueError, "k = -1"),
         ({"k": 11}, ValueError, "outside 0 .. 10"),
-        ({"k": 129, "logits": np.zeros((3, 200), np.float32)}, ValueError, "outside 0 .. 128"),
+        ({"k": 513, "logits": np.zeros((3, 600), np.float32)}, ValueError, "outside 0 .. 512"),
         ({"k": 1.0}, TypeError, "Python int"),
         ({"k": True}, TypeError, "Python int"),
         ({"row_ids": np.zeros(4, np.int32)}, ValueError, "row_ids has shape"),

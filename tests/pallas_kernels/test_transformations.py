@@ -9,8 +9,6 @@ import pytest
 
 from pallas_kernels import greedy, greedy_topk_logprobs, oracle, topk_logprobs, transformations
 
-pytestmark = pytest.mark.fast
-
 N, V, K = 6, 4099, 4  # more rows than a block: the loop over blocks has no derivative of its own
 
 
@@ -43,7 +41,10 @@ def assert_same_bits(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), actual, expected)
 
 
-@pytest.mark.parametrize("batched", ["logits", "row_ids", "num_rows", "temperatures", "all"])
+@pytest.mark.parametrize(
+    "batched",
+    [pytest.param("logits", marks=pytest.mark.fast), "row_ids", "num_rows", "temperatures", "all"],
+)
 def test_vmap_gives_the_bits_of_a_loop(batched):
     """Whatever the batch has of its own; an odd vocabulary leaves no row aligned."""
     given = [
@@ -116,7 +117,7 @@ def weighted(x, weights, given=None):
     return jnp.where(usable, found * weights, 0).sum(), (ids, jnp.where(usable, found, jnp.nan))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.fast), jnp.bfloat16])
 def test_gradients_are_those_of_float64(dtype):
     """Repeated, skipped and invalid rows, ids outside the vocabulary, every kind of temperature."""
     x = rows(dtype=dtype)
@@ -199,6 +200,7 @@ def test_ids_and_ranks_have_no_derivative():
     assert not np.asarray(jax.grad(loss)(x)).any()
 
 
+@pytest.mark.fast
 def test_nothing_is_transferred_that_was_not_asked_for():
     x, ids = rows(), IDS[:N]
     calls = [

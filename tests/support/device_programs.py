@@ -239,7 +239,6 @@ MESSAGES = [
         Case(
             "target_message", widths.mode.name,
             functools.partial(target_message, widths=widths), kernels=1, devices=devices,
-            fast=widths is PROCESSED,
         )
         for widths, devices in ((RAW, (1,)), (SCALED, ()), (PROCESSED, (1, 2)))
     ),

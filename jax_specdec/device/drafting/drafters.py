@@ -28,6 +28,7 @@ from jax_specdec.device.sampling.distribution import (
     processed_probs,
     truncation,
 )
+from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.random_draws import DRAFT, categorical, keys
 from jax_specdec.device.sampling.verify import Drafts, Verified
 from pallas_kernels import Greedy, VocabShard, greedy
@@ -261,12 +262,13 @@ def draw(
       draft_logits: the draft model's.
       sampling: each slot's parameters; a greedy slot gets the greedy token.
       positions: the sequence position of each draft.
-      parallel: the devices among which the vocabulary of the logits is split.
+      parallel: the devices among which the vocabulary of the logits is split; without it, a mesh
+        may split them as it may those of `verify`.
 
     Returns:
       One draft a slot (D = 1), with the logits and the cut of q; `joined` makes a longer proposal.
     """
-    ids, cut = parallel.over_vocabulary(_drawn, draft_logits, (sampling, positions))
+    ids, cut = on_own_part(_drawn, draft_logits, (sampling, positions), parallel)
     return Drafts(ids, jnp.ones_like(positions), draft_logits, cut)
 
 

@@ -5,7 +5,7 @@ They are few, so batches of changing size soon stop compiling.
 
 from ipc import wire
 
-K_BUCKETS = (0, 5, 20, 64, 128)
+K_BUCKETS = (0, 5, 20, 64, 128, 256, 512)
 CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)
 
 

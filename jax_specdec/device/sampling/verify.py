@@ -22,6 +22,7 @@ from jax_specdec.device.sampling.distribution import (
     processed_probs,
     truncation,
 )
+from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER, categorical, keys, uniform
 from pallas_kernels import Greedy, VocabShard, greedy
 
@@ -89,8 +90,9 @@ def verify(
       positions: the sequence position of the token that row 0 predicts.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
       choice: the greedy choice of the B * S rows, where it is known already.
-      parallel: the devices among which the vocabulary of all logits is split. On the same logits,
-        the emitted tokens are those of one device.
+      parallel: the devices among which the vocabulary of all logits is split. Without it, logits
+        may be split by slots and vocabulary over any mesh with explicit or automatic axes: their
+        type or the compiler tells. On the same logits, the emitted tokens are those of one device.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
@@ -112,11 +114,9 @@ def verify(
         drafts = drafts._replace(logits=draft_logits)
         return _verify(shard, logits, drafts, sampling, positions, choice, accept)
 
-    return parallel.over_vocabulary(
-        on_shard,
-        (logits, drafts.logits),
-        (drafts._replace(logits=None), sampling, positions, choice),
-    )
+    columns = (logits, drafts.logits)
+    by_slot = (drafts._replace(logits=None), sampling, positions, choice)
+    return on_own_part(on_shard, columns, by_slot, parallel)
 
 
 def _verify(

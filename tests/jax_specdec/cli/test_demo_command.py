@@ -115,7 +115,7 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(options, said, monkeypat
         (["--chunked-prefill", "0"], "argument --chunked-prefill: 0 is below 1"),
         (["--preempt-every", "0"], "argument --preempt-every: 0 is below 1"),
         (["--data-parallel", "65"], "argument --data-parallel: 65 is above 64"),
-        (["--k", "200"], "argument --k: 200 is above 128"),
+        (["--k", "600"], "argument --k: 600 is above 512"),
         (["--k", "x"], "argument --k: invalid integer value: 'x'"),
         (["--k", "5", "--no-logprobs"], "--no-logprobs: not allowed with argument --k"),
     ],

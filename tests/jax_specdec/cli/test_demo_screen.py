@@ -17,8 +17,6 @@ from tests.support.processor_messages import draft, drafts, target
 from tests.support.processor_messages import tokens as slot
 from tests.support.scene import Scene, long_requests
 
-pytestmark = pytest.mark.fast
-
 
 def console(width=80, height=24, terminal=False):
     return Console(

@@ -122,8 +122,9 @@ def both_functions(split, implementation=None):
     return jax.jit(call)
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("split", ["nothing", "vocabulary", "rows"])
+@pytest.mark.parametrize(
+    "split", [pytest.param("nothing", marks=pytest.mark.fast), "vocabulary", "rows"]
+)
 def test_xla_where_it_is_asked_for(split):
     assert custom_calls(lowered(both_functions(split), ROWS, IDS)) == 2 * KERNELS
     assert "mosaic_gpu" not in lowered(both_functions(split, "xla"), ROWS, IDS)
@@ -143,7 +144,6 @@ def test_programs_of_another_host_have_no_kernels(monkeypatch):
     _forget()
 
 
-@pytest.mark.fast
 def test_branches_that_vary_differently_would_be_seen(monkeypatch):
     """The defect that led to these tests."""
     for module in (implementations, run):

@@ -26,7 +26,6 @@ def live_often(machine, seeds):
         live(machine(), seed)
 
 
-@pytest.mark.fast
 def test_random_lives_of_the_slots():
     live_often(Machine, range(60))
 
@@ -207,7 +206,6 @@ def counts_accepted_drafts_after_the_cut(monkeypatch):
     return {}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     "fault",
     [

@@ -112,8 +112,7 @@ def test_every_shard_count_gives_the_results_of_one_device(shards, vocab, dtype,
     oracle.assert_matches(jax.tree.map(lambda a: np.asarray(a)[good], actual), exact)
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("shards", [2, 8])
+@pytest.mark.parametrize("shards", [pytest.param(2, marks=pytest.mark.fast), 8])
 def test_the_greedy_choice_on_shards(shards):
     x, _ = inputs(301, "float32")
 
@@ -209,7 +208,6 @@ def largest(program):
     return max((c.num_bytes for c in collectives(program)), default=0)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("split", ["vocabulary", "rows"])
 def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
     """Where one is lowered for CUDA; where it is lowered for the host's CPU, XLA with its values.
@@ -241,8 +239,7 @@ def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
         assert_same(one, expected)
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("shards", [2, 8])
+@pytest.mark.parametrize("shards", [pytest.param(2, marks=pytest.mark.fast), 8])
 def test_what_travels_is_compact(shards):
     """Exactly the words that the module says, however long the rows are."""
     rows, k, extra = 24, 20, 2

@@ -17,8 +17,6 @@ from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support import quick_compile
 from tests.support.decoding import VOCAB
 
-pytestmark = pytest.mark.fast
-
 D = 4
 
 

@@ -15,8 +15,6 @@ from jax_specdec.device.sampling.verify import Drafts
 from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support.decoding import VOCAB
 
-pytestmark = pytest.mark.fast
-
 
 class Proposing(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)

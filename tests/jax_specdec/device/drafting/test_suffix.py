@@ -111,7 +111,6 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), min_size=
 LIMITS = st.lists(st.integers(0, 4), min_size=4, max_size=4)
 
 
-@pytest.mark.fast
 @given(st.sampled_from(CASES), TEXTS, LIMITS)
 @settings(max_examples=60)
 def test_against_plain_python(case, texts, limit):

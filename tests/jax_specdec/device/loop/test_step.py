@@ -104,7 +104,6 @@ class TooWide(NoDrafter):
         return no_drafts(context.limit.shape[0], self.num_drafts + 1), state
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("prefill_only", [False, True])
 def test_proposals_wider_than_a_slot_are_refused_where_they_are_made(prefill_only):
     params, model = random_model()

@@ -51,8 +51,8 @@ def test_buckets_hold_what_they_must_and_at_most_half_again(num_words):
 
 def test_buckets_are_few():
     assert len({words_bucket(n) for n in range(50, 20_000)}) < 20
-    sizes = {k: k_bucket(k, 1000) for k in (0, 1, 5, 6, 20, 21, 128)}
-    assert sizes == {0: 0, 1: 5, 5: 5, 6: 20, 20: 20, 21: 64, 128: 128}
+    sizes = {k: k_bucket(k, 1000) for k in (0, 1, 5, 6, 20, 21, 128, 129, 257)}
+    assert sizes == {0: 0, 1: 5, 5: 5, 6: 20, 20: 20, 21: 64, 128: 128, 129: 256, 257: 512}
     assert k_bucket(4, 4) == 4
-    with pytest.raises(WireError, match="129"):
-        k_bucket(129, 1000)
+    with pytest.raises(WireError, match="513"):
+        k_bucket(513, 1000)

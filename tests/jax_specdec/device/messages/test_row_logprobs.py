@@ -78,7 +78,6 @@ asks = st.builds(
 )
 
 
-@pytest.mark.fast
 @settings(max_examples=60)
 @given(
     values=st.lists(row_values, min_size=2 * S, max_size=2 * S),
@@ -111,7 +110,6 @@ def searches(function, *arguments):
     return sum(walk(jax.make_jaxpr(function)(*arguments).jaxpr))
 
 
-@pytest.mark.fast
 def test_each_distribution_is_cut_once():
     """Verification cuts a row and drawing cuts a draft; the logprobs of both come after."""
     params, model = random_model()

@@ -23,8 +23,6 @@ from jax_specdec.device.model.memory import InsufficientMemory
 from jax_specdec.device.model.params import init_cache, named_arrays
 from tests.support import hf_files, quick_compile, reference_model
 
-pytestmark = pytest.mark.fast
-
 CONFIG = ModelConfig.tiny(32, tie_embeddings=False, norm_eps=3e-6)
 
 

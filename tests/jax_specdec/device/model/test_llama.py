@@ -536,7 +536,6 @@ def test_a_configuration_survives_json():
         ModelConfig.from_dict(CONFIG.to_dict() | {"num_experts": 8})
 
 
-@pytest.mark.fast
 def test_initial_weights():
     for config in SHAPES.values():
         shapes = jax.eval_shape(lambda config=config: init_params(config, jax.random.key(0)))

@@ -152,7 +152,6 @@ def sampled_drafts():
     return drafts, jnp.asarray(np.broadcast_to(np.log(Q), (ROWS, 2, 5)), jnp.float32)
 
 
-@pytest.mark.fast
 def test_emitted_tokens_follow_the_target_whatever_was_drafted():
     certain = np.tile([2, 1], (ROWS, 1)).astype(np.int32), None
     for drafts, draft_logits in (sampled_drafts(), certain):
@@ -222,7 +221,6 @@ def test_greedy_and_sampled_requests_share_a_batch():
     assert p_value(ids[1::2, 0], P[0]) > 1e-3
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing"])
 def test_a_sampled_slot_stops_at_an_invalid_row_with_its_greedy_token(bad):
     """An invalid row has no distribution to draw from, whatever the seed."""

@@ -108,7 +108,7 @@ def chunks_of(items):
     ("name", "dtype", "shards"),
     [
         ("mtp", "float32", 1),
-        pytest.param("adaptive", "float32", 1, marks=pytest.mark.fast),
+        ("adaptive", "float32", 1),
         ("mtp", "bfloat16", 1),
         ("mtp", "float32", 2),
     ],

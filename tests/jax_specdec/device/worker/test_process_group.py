@@ -58,7 +58,6 @@ def with_variable(text):
     return found
 
 
-@pytest.mark.fast
 def test_an_orphan_would_be_found(monkeypatch):
     monkeypatch.setenv("ORPHAN_TEST", "here")
     code = (
@@ -226,7 +225,6 @@ def test_a_killed_follower_ends_its_group_and_another_group_goes_on(weights):
     assert engine.sessions[0].worker.exit_status == 0
 
 
-@pytest.mark.fast
 def test_a_follower_may_be_killed_before_it_has_joined():
     with Engine(config("")) as engine:
         lead = engine.sessions[0].worker.pid
@@ -238,7 +236,6 @@ def test_a_follower_may_be_killed_before_it_has_joined():
     assert f"process 1 of 2 (pid {follower}) was killed by signal 9" in str(error.value)
 
 
-@pytest.mark.fast
 def test_what_a_user_can_mend_is_said_and_ends_the_group(tmp_path):
     with (
         Engine(config(str(tmp_path / "none"))) as engine,

@@ -186,7 +186,6 @@ def test_a_prefill_node_hands_its_first_token_and_drafts_over():
     assert not prefill.worker.busy
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("temperature", [1e-4, 0.7, 1e4])
 def test_handed_over_drafts_are_certain_whatever_the_sampling(temperature):
     _, model = random_model()

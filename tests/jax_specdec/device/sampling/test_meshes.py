@@ -1,0 +1,100 @@
+"""`verify` and `draw` on users' meshes: one device's tokens, and compact collectives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from jax_specdec.device import Drafts, Sampling, verify
+from jax_specdec.device.drafting import draw
+from tests.support import quick_compile
+from tests.support.collectives import collectives
+from tests.support.quick_compile import UNOPTIMIZED as QUICK
+from tests.support.shards import P
+
+B, S, V = 8, 3, 512
+SPLITS = {
+    "slots": P("data", None, None),
+    "vocabulary": P(None, None, "model"),
+    "both": P("data", None, "model"),
+}
+KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
+CASES = [
+    ("explicit", "both"),
+    ("automatic", "both"),
+    *(pytest.param("explicit", split, marks=pytest.mark.slow) for split in ("slots", "vocabulary")),
+]
+
+
+@functools.cache
+def inputs():
+    """Logits of the target and of the drafter; slots alternate between greedy and sampled."""
+    rng = np.random.default_rng(0)
+    target = rng.normal(0, 3, (B, S, V)).astype(np.float32)
+    draft = (target[:, :-1] + rng.normal(0, 1, (B, S - 1, V))).astype(np.float32)
+    target[5, 0, 9] = np.nan
+    return jnp.asarray(target), jnp.asarray(draft)
+
+
+SAMPLING = Sampling(
+    temperature=jnp.tile(jnp.array([0.0, 0.8], jnp.float32), B // 2),
+    top_k=jnp.full(B, 40, jnp.int32),
+    top_p=jnp.full(B, 0.9, jnp.float32),
+    min_p=jnp.full(B, 0.01, jnp.float32),
+    seed=jnp.arange(B, dtype=jnp.uint32),
+)
+POSITIONS = jnp.arange(B, dtype=jnp.int32) + 7
+
+
+def drafted_and_verified(target, draft):
+    first = draw(draft[:, :1], SAMPLING, POSITIONS)
+    proposed = jnp.stack([first.token_ids[:, 0], jnp.argmax(target[:, 1], -1).astype(jnp.int32)], 1)
+    drafts = Drafts(proposed, jnp.full(B, S - 1, jnp.int32), draft)
+    return first.token_ids, *verify(target, drafts, SAMPLING, POSITIONS)[:2]
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
+
+
+@functools.cache
+def on_one_device():
+    return quick_compile.jit(drafted_and_verified)(*inputs())
+
+
+def placed(kind, split):
+    return [jax.device_put(x, NamedSharding(mesh_of(kind), SPLITS[split])) for x in inputs()]
+
+
+def longest_axis(program):
+    shapes = [shape for one in collectives(program) for _, shape in one.shapes]
+    return max((max(shape, default=1) for shape in shapes), default=0)
+
+
+@pytest.mark.parametrize(("kind", "split"), CASES)
+def test_tokens_are_those_of_one_device(kind, split):
+    """No collective carries a part of a row; tokens are split as the slots are."""
+    with jax.set_mesh(mesh_of(kind)):
+        arguments = placed(kind, split)
+        program = jax.jit(drafted_and_verified).lower(*arguments).compile(QUICK)
+        found = program(*arguments)
+    for actual, expected in zip(found, on_one_device(), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert longest_axis(program) < V // 4
+    assert found[1].sharding.spec[:1] == SPLITS[split][:1] or SPLITS[split][0] is None
+    assert len(set(np.asarray(found[2]))) > 1  # some drafts were accepted, others not
+
+
+def test_a_gather_of_the_logits_would_be_seen():
+    """Negative control: a plain draw sorts whole rows."""
+
+    def plain(target, draft):
+        return jnp.sort(target, axis=-1)[..., -40:] + draft.sum()
+
+    with jax.set_mesh(mesh_of("automatic")):
+        arguments = placed("automatic", "both")
+        program = jax.jit(plain).lower(*arguments).compile(QUICK)
+    assert longest_axis(program) >= V // 4

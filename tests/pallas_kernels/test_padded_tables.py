@@ -1,0 +1,66 @@
+"""The tables that serving engines hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import logprobs_tensors, oracle, padded_token_ids, topk_logprobs
+from tests.support import shape_checks
+
+R, V, K = 5, 300, 6
+NUMS = np.array([0, 6, 2, 1, 5], np.int32)
+
+
+@pytest.mark.parametrize("with_jit", [True, False])
+def test_each_row_fills_its_own_columns(with_jit):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(R, V)).astype(np.float32)
+    x[1, 4:] = -np.inf  # fewer tokens than it asks for
+    x[4, 7] = np.nan
+    ids = rng.integers(0, V, R).astype(np.int32)
+
+    def call(x, ids, nums):
+        return logprobs_tensors(x, ids, K, nums, temperatures=jnp.full(R, 0.5))
+
+    found = (jax.jit(call) if with_jit else call)(x, ids, NUMS)
+    expected = oracle.topk_logprobs(x, ids, K, temperatures=np.full(R, 0.5, np.float32))
+    for r, num in enumerate(NUMS):
+        own = slice(0, num + 1)
+        np.testing.assert_array_equal(found.logprob_token_ids[r, own], expected.token_ids[r, own])
+        np.testing.assert_allclose(found.logprobs[r, own], expected.logprobs[r, own], atol=2e-5)
+        assert (np.asarray(found.logprob_token_ids[r, num + 1 :]) == -1).all()
+        assert (np.asarray(found.logprobs[r, num + 1 :]) == -np.inf).all()
+    np.testing.assert_array_equal(found.selected_token_ranks, expected.token_ranks)
+
+
+def test_logprobs_are_their_own_logits():
+    x = jax.random.normal(jax.random.key(0), (R, V)) * 5
+    ids = jnp.arange(R, dtype=jnp.int32)
+    of_logits = logprobs_tensors(x, ids, K)
+    of_logprobs = logprobs_tensors(jax.nn.log_softmax(x), ids, K)
+    np.testing.assert_array_equal(of_logits.logprob_token_ids, of_logprobs.logprob_token_ids)
+    np.testing.assert_allclose(of_logits.logprobs, of_logprobs.logprobs, atol=2e-5)
+
+
+def test_chosen_ids_of_ragged_lists():
+    wanted = [[3, 5], None, [], [299]]
+    table = padded_token_ids(wanted)
+    np.testing.assert_array_equal(table, [[3, 5], [-1, -1], [-1, -1], [299, -1]])
+    x = jax.random.normal(jax.random.key(0), (4, V))
+    found = topk_logprobs(x, jnp.zeros(4, jnp.int32), 0, extra_token_ids=table).extra_logprobs
+    np.testing.assert_array_equal(np.isnan(found), table == -1)
+    np.testing.assert_allclose(found[0], jax.nn.log_softmax(x)[0, jnp.array([3, 5])], atol=2e-5)
+    assert padded_token_ids(wanted, 16).shape == (4, 16)
+    assert padded_token_ids([None]).shape == (1, 0)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="a row names 3 token ids; the table has 2 columns"):
+        padded_token_ids([[1, 2, 3]], 2)
+    x, ids = np.zeros((R, V), np.float32), np.zeros(R, np.int32)
+    call = shape_checks.as_users_run(logprobs_tensors)
+    with pytest.raises(ValueError, match="top_k_nums"):
+        call(x, ids, K, NUMS[:2])
+    with pytest.raises(TypeError, match="top_k_nums"):
+        call(x, ids, K, NUMS.astype(np.float32))
