@@ -103,9 +103,7 @@ def greedy_in_blocks(logits: jax.Array) -> Greedy:
     def work(start: jax.Array) -> Greedy:
         if block == num_rows:
             return greedy_block_on_cpu(logits)
-        return greedy_block_on_cpu(
-            lax.dynamic_slice_in_dim(tied(logits, start), start, block)
-        )
+        return greedy_block_on_cpu(lax.dynamic_slice_in_dim(tied(logits, start), start, block))
 
     initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
     return map_blocks(work, block, None, initial, (logits,))

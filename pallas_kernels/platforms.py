@@ -1,29 +1,93 @@
-"""A choice that is made where a program is lowered: a CUDA host may run a program on its CPU."""
+"""A choice that is made where a program is lowered, and what only the lowering knows.
 
+A CUDA host may run a program on its CPU, and a CPU host may export one for CUDA. `lowered_for`
+traces only the function of the platform that the program is lowered for: the others cost nothing,
+and may import what only their platform has. (`jax.lax.platform_dependent` traces all of them.)
+"""
+
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from pallas_kernels.blocks import vary_like
 
 Result = TypeVar("Result")
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+class _Flat(NamedTuple):
+    """A function of arrays that returns a list of arrays."""
+
+    function: Callable[..., Any]
+    tree: Any  # of the function's arguments
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, arrays)))
 
 
 def lowered_for(
-    *arguments: jax.Array | None, default: Callable[..., Result], **others: Callable[..., Result]
+    *arguments: jax.Array | None,
+    like: Callable[..., Result],
+    default: Callable[..., Result],
+    **others: Callable[..., Result],
 ) -> Result:
-    """What the platform's function returns: `others` by name ("cpu", "cuda"), else `default`.
+    """What the platform's function returns: one of `others` by name ("cpu"), else `default`.
 
-    All take the arguments and return the same shapes and dtypes. Under `shard_map` the results vary
-    over every mesh axis over which an argument does, whichever function is chosen: that is a part
-    of their type.
+    All functions take the arguments. `like` is traced for the results' shapes and dtypes alone.
+    Under `shard_map` the results vary over every mesh axis over which an argument does: that is a
+    part of their type.
     """
-
-    def varying(function: Callable[..., Result]) -> Callable[..., Result]:
-        return lambda *given: vary_like(function(*given), given)
-
-    named = {name: varying(function) for name, function in others.items()}
-    chosen: Result = lax.platform_dependent(*arguments, default=varying(default), **named)
+    arrays, tree = jax.tree.flatten(arguments)
+    typed = _Flat(lambda *given: vary_like(like(*given), given), tree)
+    results = jax.tree.structure(jax.eval_shape(like, *arguments))
+    functions = {name: _Flat(others.get(name, default), tree) for name in PLATFORMS}
+    found = _choice.bind(
+        *arrays, like=typed, default=_Flat(default, tree), functions=tuple(functions.items())
+    )
+    chosen: Result = jax.tree.unflatten(results, found)
     return chosen
+
+
+_choice = Primitive("lowered_for")
+_choice.multiple_results = True
+
+
+@_choice.def_abstract_eval
+def _types(*avals: Any, like: _Flat, **_: Any) -> list[Any]:
+    return list(jax.make_jaxpr(like)(*avals).out_avals)
+
+
+@_choice.def_impl
+def _run(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
+    found: list[jax.Array] = jax.jit(functools.partial(_choice.bind, **params))(*arrays)
+    return found
+
+
+def _lowering(name: str | None, ctx: Any, *values: Any, default: _Flat, **params: Any) -> Any:
+    function = default if name is None else dict(params["functions"])[name]
+    return mlir.lower_fun(function)(ctx, *values)
+
+
+mlir.register_lowering(_choice, functools.partial(_lowering, None))
+for _name in PLATFORMS:
+    mlir.register_lowering(_choice, functools.partial(_lowering, _name), platform=_name)
+
+
+def _batched(arrays: Any, axes: Any, *, like: _Flat, default: _Flat, functions: Any) -> Any:
+    def over_batch(one: _Flat) -> Callable[..., Any]:
+        return jax.vmap(one, in_axes=tuple(axes))
+
+    found = _choice.bind(  # type: ignore[no-untyped-call]
+        *arrays,
+        like=over_batch(like),
+        default=over_batch(default),
+        functions=tuple((name, over_batch(function)) for name, function in functions),
+    )
+    return found, [0] * len(found)
+
+
+batching.primitive_batchers[_choice] = _batched

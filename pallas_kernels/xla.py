@@ -13,6 +13,7 @@ Each step is a function of its own, so that vocabulary shards can run steps 1 to
 combine the compact results before step 4.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -65,7 +66,8 @@ def topk_logprobs(
         return lambda *arguments: _topk_logprobs(way, k, *arguments)
 
     arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
-    return lowered_for(*arguments, cpu=run(CPU), default=run(WIDE))
+    like = functools.partial(like_topk_logprobs, k)
+    return lowered_for(*arguments, like=like, cpu=run(CPU), default=run(WIDE))
 
 
 def row_parts(
@@ -86,7 +88,32 @@ def row_parts(
         return lambda *arguments: _row_parts(way, k, *arguments)
 
     arguments = (logits, selected, row_ids, num_rows, temperatures)
-    return lowered_for(*arguments, cpu=run(CPU), default=run(WIDE))
+    like = functools.partial(like_row_parts, k)
+    return lowered_for(*arguments, like=like, cpu=run(CPU), default=run(WIDE))
+
+
+def like_topk_logprobs(
+    k: int, logits: jax.Array, token_ids: jax.Array | None, *rest: jax.Array | None
+) -> TopkLogprobs:
+    """Results of the shapes and dtypes of `topk_logprobs`; without token_ids: of the fused path."""
+    targets = logits if token_ids is None else token_ids
+    *_, extra_token_ids = rest
+    assert extra_token_ids is not None
+    return skipped_rows(targets.shape[0], k, extra_token_ids.shape[1])
+
+
+def like_row_parts(
+    k: int, logits: jax.Array, selected: jax.Array, *rest: jax.Array | None
+) -> RowParts:
+    """Results of the shapes and dtypes of `row_parts`."""
+    zeros = jnp.zeros(selected.shape[0], jnp.float32)
+    return RowParts(
+        maximum=zeros,
+        sum_exp=zeros,
+        num_larger=zeros.astype(jnp.int32),
+        top_ids=jnp.zeros((selected.shape[0], k), jnp.int32),
+        top_logits=jnp.zeros((selected.shape[0], k), jnp.float32),
+    )
 
 
 def _topk_logprobs(
@@ -147,14 +174,7 @@ def _row_parts(
         statistics, *top = _read(way, x, mine, k, temperature, part=True)
         return RowParts(*statistics, *top)
 
-    zeros = jnp.zeros(num_targets, jnp.float32)
-    initial = RowParts(
-        maximum=zeros,
-        sum_exp=zeros,
-        num_larger=zeros.astype(jnp.int32),
-        top_ids=jnp.zeros((num_targets, k), jnp.int32),
-        top_logits=jnp.zeros((num_targets, k), jnp.float32),
-    )
+    initial = like_row_parts(k, logits, selected)
     inputs = (logits, selected, row_ids, num_rows, temperatures)
     return blocks.map_blocks(work, block, num_rows, initial, inputs)
 
