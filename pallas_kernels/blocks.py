@@ -42,8 +42,13 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
     return min(num_targets, max(1, rows))
 
 
-def wide_rows(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
-    """The number of rows to work on at a time on a GPU or a TPU; arguments as `rows_on_cpu`."""
+def rows_on_tpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a TPU; arguments as `rows_on_cpu`."""
+    return min(num_targets, WIDE_ROWS)
+
+
+def rows_on_gpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a GPU; arguments as `rows_on_cpu`."""
     if dynamic:
         return min(num_targets, WIDE_ROWS)
     # All, if the selection's temporaries take no more than `WIDE_ROWS` rows in float32 would.
