@@ -31,6 +31,8 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
       dynamic: whether the number of rows is known only when the program runs. Then blocks are
         smaller, so that the work follows it.
     """
+    if is_symbolic(logits, num_targets):
+        return num_targets
     itemsize = logits.dtype.itemsize
     vocabulary = logits.shape[1]
     # A copied row, the sums of its groups, and the selection.
@@ -42,14 +44,26 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
     return min(num_targets, max(1, rows))
 
 
-def wide_rows(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
-    """The number of rows to work on at a time on a GPU or a TPU; arguments as `rows_on_cpu`."""
+def rows_on_tpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a TPU; arguments as `rows_on_cpu`."""
+    return num_targets if is_symbolic(logits, num_targets) else min(num_targets, WIDE_ROWS)
+
+
+def rows_on_gpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a GPU; arguments as `rows_on_cpu`."""
+    if is_symbolic(logits, num_targets):
+        return num_targets
     if dynamic:
         return min(num_targets, WIDE_ROWS)
     # All, if the selection's temporaries take no more than `WIDE_ROWS` rows in float32 would.
     vocabulary = logits.shape[1]
     bytes_per_row = 16 * selection_size(vocabulary, k)
     return min(num_targets, max(WIDE_ROWS, WIDE_ROWS * 4 * vocabulary // bytes_per_row))
+
+
+def is_symbolic(logits: jax.Array, num_targets: int) -> bool:
+    """Whether a number of rows is a dimension variable of `jax.export`: all are one block then."""
+    return not (isinstance(num_targets, int) and isinstance(logits.shape[0], int))
 
 
 def map_blocks(

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int32
 from pallas_kernels.blocks import barrier, map_blocks, rows_on_cpu, tied
 from pallas_kernels.checks import check_logits
 from pallas_kernels.ordered_keys import floats, key_of, ordered_keys
-from pallas_kernels.row_statistics import CPU_GROUP
-from pallas_kernels.selection import slices
+from pallas_kernels.selection import NARROWEST_GROUP, slices
 from pallas_kernels.sharding import partitioned, placement
 from pallas_kernels.sharding.vocab_shard import AxisName, VocabShard
 from pallas_kernels.types import AnyArray, Greedy
@@ -123,7 +122,7 @@ def greedy_block(x: jax.Array) -> Greedy:
 def greedy_block_on_cpu(x: jax.Array) -> Greedy:
     """`greedy` of a block x [B, V] in one read: the row's largest is looked for in one group."""
     rows, vocabulary = x.shape
-    width = min(CPU_GROUP, vocabulary)
+    width = min(NARROWEST_GROUP, vocabulary)
     keys, is_nan = _keys(x)
     padding = ((0, 0), (0, -vocabulary % width))
     least = _least(keys)

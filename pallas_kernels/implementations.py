@@ -158,7 +158,7 @@ class _Kernel(NamedTuple):
     k: int
     otherwise: Callable[..., Any] | None  # what runs where kernels cannot; None: that is an error
 
-    def __call__(self, *arguments: jax.Array | None) -> Any:
+    def here(self, *arguments: jax.Array | None) -> Any:
         capability = cuda_capability()  # of this host; None: the program is made for another one
         obstacle = None if capability is None else capability_obstacle(capability)
         if obstacle is not None:
@@ -188,7 +188,7 @@ def _on_cuda(
         arguments = (*given[:k_position], *given[k_position + 1 :])
         kernel = _Kernel(name, k_position, k, otherwise)
         found: Result = lowered_for(
-            *arguments, like=functools.partial(like, k), default=kernel.elsewhere, cuda=kernel
+            *arguments, like=functools.partial(like, k), default=kernel.elsewhere, cuda=kernel.here
         )
         return found
 

@@ -29,4 +29,5 @@ def logarithm(x: jax.Array) -> jax.Array:
     half = jnp.float32(0.5) * f * f
     power = exponent.astype(jnp.float32)
     small = s * (half + z * series) + power * jnp.float32(LOG2[1])
-    return power * jnp.float32(LOG2[0]) - ((half - small) - f)
+    found: jax.Array = power * jnp.float32(LOG2[0]) - ((half - small) - f)
+    return found

@@ -7,7 +7,7 @@ and may import what only their platform has. (`jax.lax.platform_dependent` trace
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Primitive
@@ -19,14 +19,12 @@ Result = TypeVar("Result")
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
-class _Flat(NamedTuple):
-    """A function of arrays that returns a list of arrays."""
+Flat = Callable[..., list[jax.Array]]  # of arrays
 
-    function: Callable[..., Any]
-    tree: Any  # of the function's arguments
 
-    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, arrays)))
+def _flat(function: Callable[..., Any], tree: Any) -> Flat:
+    """A function of the arrays of `tree`, which returns a list of arrays."""
+    return lambda *arrays: jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays)))
 
 
 def lowered_for(
@@ -42,46 +40,48 @@ def lowered_for(
     part of their type.
     """
     arrays, tree = jax.tree.flatten(arguments)
-    typed = _Flat(lambda *given: vary_like(like(*given), given), tree)
     results = jax.tree.structure(jax.eval_shape(like, *arguments))
-    functions = {name: _Flat(others.get(name, default), tree) for name in PLATFORMS}
+    functions = {name: _flat(others.get(name, default), tree) for name in PLATFORMS}
     found = _choice.bind(
-        *arrays, like=typed, default=_Flat(default, tree), functions=tuple(functions.items())
+        *arrays,
+        like=_flat(lambda *given: vary_like(like(*given), given), tree),
+        default=_flat(default, tree),
+        functions=tuple(functions.items()),
     )
     chosen: Result = jax.tree.unflatten(results, found)
     return chosen
 
 
-_choice = Primitive("lowered_for")
+_choice: Any = Primitive("lowered_for")
 _choice.multiple_results = True
 
 
-@_choice.def_abstract_eval
-def _types(*avals: Any, like: _Flat, **_: Any) -> list[Any]:
+def _types(*avals: Any, like: Flat, **_: Any) -> list[Any]:
     return list(jax.make_jaxpr(like)(*avals).out_avals)
 
 
-@_choice.def_impl
 def _run(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
     found: list[jax.Array] = jax.jit(functools.partial(_choice.bind, **params))(*arrays)
     return found
 
 
-def _lowering(name: str | None, ctx: Any, *values: Any, default: _Flat, **params: Any) -> Any:
+def _lowering(name: str | None, ctx: Any, *values: Any, default: Flat, **params: Any) -> Any:
     function = default if name is None else dict(params["functions"])[name]
     return mlir.lower_fun(function)(ctx, *values)
 
 
+_choice.def_abstract_eval(_types)
+_choice.def_impl(_run)
 mlir.register_lowering(_choice, functools.partial(_lowering, None))
 for _name in PLATFORMS:
     mlir.register_lowering(_choice, functools.partial(_lowering, _name), platform=_name)
 
 
-def _batched(arrays: Any, axes: Any, *, like: _Flat, default: _Flat, functions: Any) -> Any:
-    def over_batch(one: _Flat) -> Callable[..., Any]:
+def _batched(arrays: Any, axes: Any, *, like: Flat, default: Flat, functions: Any) -> Any:
+    def over_batch(one: Flat) -> Flat:
         return jax.vmap(one, in_axes=tuple(axes))
 
-    found = _choice.bind(  # type: ignore[no-untyped-call]
+    found = _choice.bind(
         *arrays,
         like=over_batch(like),
         default=over_batch(default),

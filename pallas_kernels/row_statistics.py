@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.blocks import barrier
 from pallas_kernels.ordered_keys import strictly_larger
 
-CPU_GROUP = 8  # float32 lanes of a vector register
+# Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums.
+FIRST_PIECES = 8
+MORE_PIECES = 16
 
 
 class Given(NamedTuple):
@@ -22,24 +25,46 @@ class Given(NamedTuple):
 def sums(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
     """The sum of exponentials [B] float32 and the number of larger logits [B] int32 of x [B, V]."""
     with jax.named_scope("row_statistics"):
-        return _as_counted(_added(_terms(x, given), axis=1))
+        zero = jnp.float32(0)
+        exponentials, larger = lax.reduce(
+            _terms(x, given), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), dimensions=(1,)
+        )
+        return exponentials, larger.astype(jnp.int32)
 
 
 def sums_on_cpu(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
-    """`sums` over short groups, then over the groups.
+    """`sums`, by adding pieces of each row to one another until one number is left.
 
-    XLA's CPU compiler vectorizes such a loop. Of a plain sum over the row it makes a loop that
-    writes every term, and another that adds them.
+    XLA's CPU compiler vectorizes that. Of a plain sum over the row it makes a loop that writes
+    every term and another that adds them, in an order that depends on the number of rows: a row's
+    logprobs would have other bits in another batch. As a complex number, both sums share a loop.
     """
     with jax.named_scope("row_statistics"):
-        rows, vocabulary = x.shape
-        padding = -vocabulary % CPU_GROUP
-        if padding:
-            x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=-jnp.inf)
         each: Given = jax.tree.map(lambda one: one[:, None], given)
-        of_groups = _added(_terms(x.reshape(rows, -1, CPU_GROUP), each), axis=2)
-        exponentials, larger = (jnp.sum(part, axis=1) for part in of_groups)
-        return _as_counted((exponentials, larger))
+        terms = [_terms(piece[..., None], each) for piece in _pieces(x, FIRST_PIECES, -jnp.inf)]
+        both = lax.complex(*(_tree(list(part))[..., 0] for part in zip(*terms, strict=True)))
+        while both.shape[1] > 1:
+            both = _tree(_pieces(barrier(both), MORE_PIECES, 0))
+        return both.real[:, 0], both.imag[:, 0].astype(jnp.int32)
+
+
+def _pieces(x: jax.Array, number: int, padding: float) -> list[jax.Array]:
+    """x [B, n] cut into pieces [B, ceil(n / number)]; the last ones are padded."""
+    width = -(-x.shape[1] // number)
+    pieces = [x[:, i * width : (i + 1) * width] for i in range(number)]
+    return [
+        jnp.pad(piece, ((0, 0), (0, width - piece.shape[1])), constant_values=padding)
+        if piece.shape[1] < width
+        else piece
+        for piece in pieces
+    ]
+
+
+def _tree(parts: list[jax.Array]) -> jax.Array:
+    """The sum of 2**n arrays, in pairs."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def _terms(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -53,17 +78,3 @@ def _terms(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
     # Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
     larger = strictly_larger(x, given.selected[..., None])
     return jnp.exp(scaled), jnp.where(larger, jnp.float32(1), jnp.float32(0))
-
-
-def _added(terms: tuple[jax.Array, jax.Array], axis: int) -> tuple[jax.Array, jax.Array]:
-    """Both sums along an axis, in one read."""
-    zero = jnp.float32(0)
-    found: tuple[jax.Array, jax.Array] = lax.reduce(
-        terms, (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), dimensions=(axis,)
-    )
-    return found
-
-
-def _as_counted(found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    exponentials, larger = found
-    return exponentials, larger.astype(jnp.int32)

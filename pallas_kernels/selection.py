@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.ordered_keys import canonical, key_of, ordered_keys
 
 WIDEST_GROUP = 128
-NARROWEST_GROUP = 8
+NARROWEST_GROUP = 8  # the lanes of a vector register in float32
 
 
 def group_width(vocabulary: int, k: int) -> int | None:

@@ -42,13 +42,23 @@ class Way(NamedTuple):
     """How a kind of platform reads rows."""
 
     block_rows: Callable[..., int]  # see `blocks`
+    groups: bool  # whether the selection has two stages, see `selection`
     first_width: int | None  # of the groups of the first reduction; None: those of the selection
     sums: Callable[[jax.Array, Given], tuple[jax.Array, jax.Array]]
-    prune: bool  # see `selection`: a CPU's top_k takes as long as it finds larger values
+    prune: bool  # see `selection`: a CPU's top_k takes the longer the more larger values it meets
 
 
-CPU = Way(blocks.rows_on_cpu, row_statistics.CPU_GROUP, row_statistics.sums_on_cpu, True)
-WIDE = Way(blocks.wide_rows, None, row_statistics.sums, False)  # GPU, TPU
+CPU = Way(
+    blocks.rows_on_cpu,
+    groups=True,
+    first_width=selection.NARROWEST_GROUP,
+    sums=row_statistics.sums_on_cpu,
+    prune=True,
+)
+GPU = Way(blocks.rows_on_gpu, groups=True, first_width=None, sums=row_statistics.sums, prune=False)
+# A TPU reads chosen groups one after the other, in a loop of R * K trips.
+TPU = Way(blocks.rows_on_tpu, groups=False, first_width=None, sums=row_statistics.sums, prune=False)
+WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 
 def topk_logprobs(
@@ -62,12 +72,10 @@ def topk_logprobs(
 ) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` for checked arguments; extra_token_ids may be [R, 0]."""
 
-    def run(way: Way) -> Callable[..., TopkLogprobs]:
-        return lambda *arguments: _topk_logprobs(way, k, *arguments)
-
+    run = {name: functools.partial(_topk_logprobs, way, k) for name, way in WAYS.items()}
     arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
     like = functools.partial(like_topk_logprobs, k)
-    return lowered_for(*arguments, like=like, cpu=run(CPU), default=run(WIDE))
+    return lowered_for(*arguments, like=like, **run)
 
 
 def row_parts(
@@ -84,12 +92,9 @@ def row_parts(
     usable ones. The rest is as `topk_logprobs`. Rows that are skipped hold anything.
     """
 
-    def run(way: Way) -> Callable[..., RowParts]:
-        return lambda *arguments: _row_parts(way, k, *arguments)
-
-    arguments = (logits, selected, row_ids, num_rows, temperatures)
+    run = {name: functools.partial(_row_parts, way, k) for name, way in WAYS.items()}
     like = functools.partial(like_row_parts, k)
-    return lowered_for(*arguments, like=like, cpu=run(CPU), default=run(WIDE))
+    return lowered_for(logits, selected, row_ids, num_rows, temperatures, like=like, **run)
 
 
 def like_topk_logprobs(
@@ -193,7 +198,7 @@ def _read(
     selected is [B] of x's dtype. Where x is a part of longer rows, a row of it that has -inf alone
     gives a sum of 0; otherwise it gives NaN, from -inf - -inf.
     """
-    width = selection.group_width(x.shape[1], k)
+    width = selection.group_width(x.shape[1], k) if way.groups else None
     first = way.first_width or width or x.shape[1]
     maxima = blocks.barrier(selection.group_maxima(x, first))  # else they are computed twice
     if width is not None:

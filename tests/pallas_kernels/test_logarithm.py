@@ -37,4 +37,5 @@ def test_the_bits_do_not_depend_on_the_company():
 
 def test_jaxs_own_bits_do():
     """The control, on a CPU."""
-    assert differing(jax.jit(jnp.log, backend="cpu")) > 0
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        assert differing(jax.jit(jnp.log)) > 0
