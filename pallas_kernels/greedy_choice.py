@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Float, Int32
 
@@ -102,9 +103,7 @@ def greedy_in_blocks(logits: jax.Array) -> Greedy:
     def work(start: jax.Array) -> Greedy:
         if block == num_rows:
             return greedy_block_on_cpu(logits)
-        return greedy_block_on_cpu(
-            lax.dynamic_slice_in_dim(tied(logits, start), start, block)
-        )
+        return greedy_block_on_cpu(lax.dynamic_slice_in_dim(tied(logits, start), start, block))
 
     initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
     return map_blocks(work, block, None, initial, (logits,))
@@ -158,7 +157,7 @@ def _keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _least(keys: jax.Array) -> jax.Array:
-    return jnp.array(jnp.iinfo(keys.dtype).min, keys.dtype)
+    return jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
 
 
 def _choice(x: jax.Array, largest: jax.Array, first: jax.Array, any_nan: jax.Array) -> Greedy:

@@ -55,13 +55,9 @@ CPU = Way(
     sums=row_statistics.sums_on_cpu,
     prune=True,
 )
-GPU = Way(
-    blocks.rows_on_gpu, groups=True, first_width=None, sums=row_statistics.sums, prune=False
-)
+GPU = Way(blocks.rows_on_gpu, groups=True, first_width=None, sums=row_statistics.sums, prune=False)
 # A TPU reads chosen groups one after the other, in a loop of R * K trips.
-TPU = Way(
-    blocks.rows_on_tpu, groups=False, first_width=None, sums=row_statistics.sums, prune=False
-)
+TPU = Way(blocks.rows_on_tpu, groups=False, first_width=None, sums=row_statistics.sums, prune=False)
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 
