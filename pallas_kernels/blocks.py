@@ -9,11 +9,11 @@ from jax import lax
 
 from pallas_kernels.selection import selection_size
 
-# On a CPU a block's temporaries take at most 1/5 of the logits' bytes, and fit its caches; 1 MiB is
-# always allowed: with a few rows at a time, the cost of starting each operation counts.
+# On a CPU a block's temporaries take at most 1/5 of the logits' bytes, and fit its caches. 2 MiB
+# are always allowed: with a few rows at a time, the cost of starting each operation counts.
 CPU_SHARE = 5
-CPU_BYTES = 1 << 21
-SMALL_CPU_BYTES = 1 << 20
+CPU_BYTES = 1 << 22
+SMALL_CPU_BYTES = 1 << 21
 # Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
 WIDE_ROWS = 256
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Float, Int32
 
@@ -156,7 +157,7 @@ def _keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _least(keys: jax.Array) -> jax.Array:
-    return jnp.array(jnp.iinfo(keys.dtype).min, keys.dtype)
+    return jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
 
 
 def _choice(x: jax.Array, largest: jax.Array, first: jax.Array, any_nan: jax.Array) -> Greedy:

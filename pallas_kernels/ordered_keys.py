@@ -6,6 +6,7 @@ for equal. Integers keep them apart, and cost no more: two or three operations b
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -37,7 +38,7 @@ def strictly_larger(x: jax.Array, than: jax.Array) -> jax.Array:
     # Below a negative number the order of the bits is the reverse: one xor turns both sides, which
     # is cheaper than a key for each x. As 0.0, -0.0 is no negative number.
     other = _integers(floats(ordered_keys(than), than.dtype))
-    turned = jnp.where(other < 0, jnp.iinfo(other.dtype).max, jnp.zeros_like(other))
+    turned = jnp.where(other < 0, np.iinfo(other.dtype).max, jnp.zeros_like(other))
     return (_integers(x) ^ turned) > (other ^ turned)
 
 
@@ -56,5 +57,5 @@ def _integers(x: jax.Array) -> jax.Array:
 
 def _mirrored(bits: jax.Array) -> jax.Array:
     """Sign and magnitude as two's complement, and back: minus the magnitude for negative ones."""
-    sign = jnp.array(jnp.iinfo(bits.dtype).min, bits.dtype)
+    sign = jnp.array(np.iinfo(bits.dtype).min, bits.dtype)
     return jnp.where(bits < 0, sign - bits, bits)

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import barrier
+from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.ordered_keys import strictly_larger
 
 # Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums.
 FIRST_PIECES = 8
 MORE_PIECES = 16
+
+
+Sums = tuple[jax.Array, jax.Array]  # see `sums`
 
 
 class Given(NamedTuple):
@@ -22,7 +25,7 @@ class Given(NamedTuple):
     temperatures: jax.Array | None  # float32, usable ones; None: 1
 
 
-def sums(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
+def sums(x: jax.Array, given: Given) -> Sums:
     """The sum of exponentials [B] float32 and the number of larger logits [B] int32 of x [B, V]."""
     with jax.named_scope("row_statistics"):
         zero = jnp.float32(0)
@@ -32,20 +35,34 @@ def sums(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
         return exponentials, larger.astype(jnp.int32)
 
 
-def sums_on_cpu(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
+def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
     """`sums`, by adding pieces of each row to one another until one number is left.
 
     XLA's CPU compiler vectorizes that. Of a plain sum over the row it makes a loop that writes
     every term and another that adds them, in an order that depends on the number of rows: a row's
     logprobs would have other bits in another batch. As a complex number, both sums share a loop.
     """
+
+    def nothing(x: jax.Array, given: Given) -> Sums:
+        invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
+        return vary_like((invalid, jnp.zeros(x.shape[0], jnp.int32)), (x, given))
+
     with jax.named_scope("row_statistics"):
-        each: Given = jax.tree.map(lambda one: one[:, None], given)
-        terms = [_terms(piece[..., None], each) for piece in _pieces(x, FIRST_PIECES, -jnp.inf)]
-        both = lax.complex(*(_tree(list(part))[..., 0] for part in zip(*terms, strict=True)))
-        while both.shape[1] > 1:
-            both = _tree(_pieces(barrier(both), MORE_PIECES, 0))
-        return both.real[:, 0], both.imag[:, 0].astype(jnp.int32)
+        # Invalid rows have no sum. Besides, a branch is where XLA copies the block: it would read
+        # a slice of the logits number by number in the loop below, five times as slow.
+        any_valid = jnp.any(given.reference < jnp.inf)
+        found: Sums = lax.cond(any_valid, _added_pieces, nothing, x, given)
+        return found
+
+
+def _added_pieces(x: jax.Array, given: Given) -> Sums:
+    """`sums_on_cpu` of rows of which one may be valid."""
+    each: Given = jax.tree.map(lambda one: one[:, None], given)
+    terms = [_terms(piece[..., None], each) for piece in _pieces(x, FIRST_PIECES, -jnp.inf)]
+    both = lax.complex(*(_tree(list(part))[..., 0] for part in zip(*terms, strict=True)))
+    while both.shape[1] > 1:
+        both = _tree(_pieces(barrier(both), MORE_PIECES, 0))
+    return both.real[:, 0], both.imag[:, 0].astype(jnp.int32)
 
 
 def _pieces(x: jax.Array, number: int, padding: float) -> list[jax.Array]:

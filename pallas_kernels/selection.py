@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.ordered_keys import canonical, key_of, ordered_keys
@@ -50,7 +51,7 @@ def wider(maxima: jax.Array, times: int) -> jax.Array:
         return maxima
     padding = -maxima.shape[1] % times
     if padding:
-        least = jnp.iinfo(maxima.dtype).min
+        least = np.iinfo(maxima.dtype).min
         maxima = jnp.pad(maxima, ((0, 0), (0, padding)), constant_values=least)
     return jnp.max(maxima.reshape(maxima.shape[0], -1, times), axis=2)
 
