@@ -7,22 +7,63 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# A block's float32 copy takes at most 1/16 of the logits' bytes (XLA keeps up to three temporaries
-# of that size) and stays within a CPU's cache. 64 KiB are always allowed, for tiny vocabularies.
-BLOCK_SHARE = 16
-BLOCK_BYTES = 1 << 21
-SMALL_BLOCK_BYTES = 1 << 16
+from pallas_kernels.selection import selection_size
+
+# On a CPU a block's temporaries take at most 1/5 of the logits' bytes, and fit its caches. 2 MiB
+# are always allowed: with a few rows at a time, the cost of starting each operation counts.
+CPU_SHARE = 5
+CPU_BYTES = 1 << 22
+SMALL_CPU_BYTES = 1 << 21
+# Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
+WIDE_ROWS = 256
 
 Outputs = TypeVar("Outputs", bound=tuple[jax.Array, ...])
 Values = TypeVar("Values")  # a tree of arrays
 
 
-def block_rows(logits: jax.Array, num_targets: int) -> int:
-    """The number of rows to work on at a time."""
-    bytes_per_row = 4 * logits.shape[1]
-    by_memory = logits.size * logits.dtype.itemsize // BLOCK_SHARE // bytes_per_row
-    rows = min(by_memory, BLOCK_BYTES // bytes_per_row)
-    return min(num_targets, max(1, rows, SMALL_BLOCK_BYTES // bytes_per_row))
+def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a CPU.
+
+    Args:
+      logits: [N, V].
+      num_targets: R.
+      k: columns to select.
+      dynamic: whether the number of rows is known only when the program runs. Then blocks are
+        smaller, so that the work follows it.
+    """
+    if is_symbolic(logits, num_targets):
+        return num_targets
+    itemsize = logits.dtype.itemsize
+    vocabulary = logits.shape[1]
+    # A copied row, the sums of its groups, and the selection.
+    bytes_per_row = vocabulary * (1 + itemsize) + 8 * selection_size(vocabulary, k)
+    share = logits.size * itemsize // CPU_SHARE
+    rows = max(SMALL_CPU_BYTES, min(share, CPU_BYTES)) // bytes_per_row
+    if dynamic:
+        rows = min(rows, max(8, num_targets // 4))
+    return min(num_targets, max(1, rows))
+
+
+def rows_on_tpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a TPU; arguments as `rows_on_cpu`."""
+    return num_targets if is_symbolic(logits, num_targets) else min(num_targets, WIDE_ROWS)
+
+
+def rows_on_gpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a GPU; arguments as `rows_on_cpu`."""
+    if is_symbolic(logits, num_targets):
+        return num_targets
+    if dynamic:
+        return min(num_targets, WIDE_ROWS)
+    # All, if the selection's temporaries take no more than `WIDE_ROWS` rows in float32 would.
+    vocabulary = logits.shape[1]
+    bytes_per_row = 16 * selection_size(vocabulary, k)
+    return min(num_targets, max(WIDE_ROWS, WIDE_ROWS * 4 * vocabulary // bytes_per_row))
+
+
+def is_symbolic(logits: jax.Array, num_targets: int) -> bool:
+    """Whether a number of rows is a dimension variable of `jax.export`: all are one block then."""
+    return not (isinstance(num_targets, int) and isinstance(logits.shape[0], int))
 
 
 def map_blocks(
@@ -35,7 +76,8 @@ def map_blocks(
     """Call work(start) for each block of rows and put the outputs together.
 
     Args:
-      work: returns the outputs [block, ...] of rows start .. start + block - 1.
+      work: returns the outputs [block, ...] of rows start .. start + block - 1, or of the last
+        `block` rows where these reach beyond R, as `lax.dynamic_slice` does.
       block: rows at a time.
       num_rows: int32 scalar; blocks from there on keep `initial`. None: all rows.
       initial: a NamedTuple of [R, ...] arrays, R >= block.
@@ -45,19 +87,20 @@ def map_blocks(
     if block == rows:
         return work(jnp.int32(0))
 
-    def step(i: jax.Array, done: Outputs) -> Outputs:
-        # The last block starts early rather than ending late: rows done twice get equal values.
-        start = jnp.minimum(i * block, rows - block)
+    def step(carry: tuple[jax.Array, Outputs]) -> tuple[jax.Array, Outputs]:
+        # The last block may reach beyond the rows. Slices and updates begin early then, all alike:
+        # rows done twice get equal values.
+        start, done = carry
         updated: Outputs = jax.tree.map(
             lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0),
             done,
             work(start),
         )
-        return updated
+        return start + block, updated
 
-    last = jnp.int32(rows) if num_rows is None else jnp.clip(num_rows, 0, rows)
-    trips = (last + (block - 1)) // block
-    outputs: Outputs = lax.fori_loop(jnp.int32(0), trips, step, vary_like(initial, inputs))
+    last = jnp.int32(rows) if num_rows is None else jnp.minimum(num_rows, rows)
+    first = (jnp.int32(0), initial)
+    _, outputs = lax.while_loop(lambda carry: carry[0] < last, step, vary_like(first, inputs))
     return outputs
 
 

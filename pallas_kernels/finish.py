@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.logarithm import logarithm
 from pallas_kernels.types import TopkLogprobs
 
 
@@ -71,7 +72,7 @@ def finish(
         scaled = logits - maximum[:, None]
         if temperatures is not None:
             scaled = scaled / temperatures[:, None]
-        logprobs = scaled - jnp.log(sum_exp)[:, None]
+        logprobs = scaled - logarithm(sum_exp)[:, None]
         logprobs = jnp.where(valid[:, None], logprobs, jnp.float32(jnp.nan))
         known = valid & ~jnp.isnan(logits[:, 0])
         return TopkLogprobs(

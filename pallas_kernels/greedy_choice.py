@@ -6,11 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Float, Int32
 
-from pallas_kernels.blocks import block_rows, map_blocks, tied
+from pallas_kernels.blocks import barrier, map_blocks, rows_on_cpu, tied
 from pallas_kernels.checks import check_logits
+from pallas_kernels.ordered_keys import floats, key_of, ordered_keys
+from pallas_kernels.selection import NARROWEST_GROUP, slices
 from pallas_kernels.sharding import partitioned, placement
 from pallas_kernels.sharding.vocab_shard import AxisName, VocabShard
 from pallas_kernels.types import AnyArray, Greedy
@@ -95,10 +98,12 @@ def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:
 def greedy_in_blocks(logits: jax.Array) -> Greedy:
     """`greedy` of at least one row, with temporaries of a few blocks."""
     num_rows = logits.shape[0]
-    block = block_rows(logits, num_rows)
+    block = rows_on_cpu(logits, num_rows, 0, False)
 
     def work(start: jax.Array) -> Greedy:
-        return greedy_block(lax.dynamic_slice_in_dim(tied(logits, start), start, block))
+        if block == num_rows:
+            return greedy_block_on_cpu(logits)
+        return greedy_block_on_cpu(lax.dynamic_slice_in_dim(tied(logits, start), start, block))
 
     initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
     return map_blocks(work, block, None, initial, (logits,))
@@ -107,15 +112,59 @@ def greedy_in_blocks(logits: jax.Array) -> Greedy:
 def greedy_block(x: jax.Array) -> Greedy:
     """`greedy` of a block x [B, V]."""
     vocabulary = x.shape[1]
-    # Not argmax: a NaN must lose against -inf, and max and min vectorize where argmax does not.
-    largest = jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), axis=1)
+    keys, is_nan = _keys(x)
+    largest = jnp.max(keys, axis=1)  # not argmax: maxima and minima vectorize where it does not
     ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
-    first = jnp.min(jnp.where(x == largest[:, None], ids, vocabulary), axis=1)
-    return Greedy(
-        token_ids=jnp.where(first < vocabulary, first, 0),  # none is equal where all are NaN
-        # Looked for one by one: not every backend's maximum keeps a NaN.
-        valid=jnp.isfinite(largest) & ~jnp.any(jnp.isnan(x), axis=1),
+    first = jnp.min(jnp.where(keys == largest[:, None], ids, vocabulary), axis=1)
+    # Looked for one by one: not every backend's maximum keeps a NaN.
+    return _choice(x, largest, first, jnp.any(is_nan, axis=1))
+
+
+def greedy_block_on_cpu(x: jax.Array) -> Greedy:
+    """`greedy` of a block x [B, V] in one read: the row's largest is looked for in one group."""
+    rows, vocabulary = x.shape
+    width = min(NARROWEST_GROUP, vocabulary)
+    keys, is_nan = _keys(x)
+    padding = ((0, 0), (0, -vocabulary % width))
+    least = _least(keys)
+    grouped = (
+        jnp.pad(keys, padding, constant_values=least).reshape(rows, -1, width),
+        jnp.pad(is_nan, padding).reshape(rows, -1, width),
     )
+    maxima, with_nan = lax.reduce(
+        grouped,
+        (least, jnp.array(False)),
+        lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]),
+        dimensions=(2,),
+    )
+    maxima, with_nan = barrier(maxima), barrier(with_nan)
+    largest = jnp.max(maxima, axis=1)
+    groups = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
+    group = jnp.min(jnp.where(maxima == largest[:, None], groups, maxima.shape[1]), axis=1)
+    start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short
+    found, _ = _keys(slices(x, start[:, None], width)[:, 0])
+    ids = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    first = jnp.min(jnp.where(found == largest[:, None], ids, vocabulary), axis=1)
+    return _choice(x, largest, first, jnp.any(with_nan, axis=1))
+
+
+def _keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `ordered_keys` of x, below all others where x is NaN, and where that is."""
+    keys = ordered_keys(x)
+    infinity = key_of(jnp.inf, x.dtype)
+    is_nan = (keys > infinity) | (keys < -infinity)
+    return jnp.where(is_nan, _least(keys), keys), is_nan
+
+
+def _least(keys: jax.Array) -> jax.Array:
+    return jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
+
+
+def _choice(x: jax.Array, largest: jax.Array, first: jax.Array, any_nan: jax.Array) -> Greedy:
+    """The answer [B] from the largest key, its lowest id and whether there is a NaN."""
+    finite = jnp.isfinite(floats(largest, x.dtype))
+    # Where all are NaN, all have the least key, and the lowest of their ids is 0.
+    return Greedy(token_ids=first, valid=finite & ~any_nan)
 
 
 def greedy_token_ids(logits: Float[AnyArray, "N V"]) -> Int32[jax.Array, " N"]:

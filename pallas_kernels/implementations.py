@@ -1,15 +1,19 @@
-"""Which implementation computes a call: XLA anywhere, the GPU kernels where they can run."""
+"""Which implementation computes a call: XLA anywhere, the GPU kernels where they can run.
+
+What the shapes forbid is known when a call is traced. Whether a program is for CUDA is known when
+it is lowered: a CUDA host may run one on its CPU, and any host may export one for CUDA.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import jax
-from jax import lax
 
 from pallas_kernels import xla
-from pallas_kernels.blocks import vary_like
-from pallas_kernels.greedy_choice import greedy_token_ids
+from pallas_kernels.finish import RowParts
+from pallas_kernels.greedy_choice import greedy_in_blocks
+from pallas_kernels.platforms import lowered_for
 from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
 
@@ -22,14 +26,21 @@ MAX_LOGITS = 2**31 - 1
 
 
 class Runner(NamedTuple):
-    """An implementation's two functions, for checked arguments."""
+    """An implementation's functions, for checked arguments."""
 
     topk: Callable[..., TopkLogprobs]
     greedy_topk: Callable[..., TopkLogprobs]
+    row_parts: Callable[..., RowParts]
 
 
 def choose_implementation(implementation: str | None, logits: jax.Array) -> Runner:
-    """The implementation for these logits, or an error that says why the wanted one cannot run."""
+    """The implementation for these logits.
+
+    Raises:
+      ValueError: there is none of this name.
+      NotImplementedError: the GPU kernels are wanted, but cannot run on logits of this shape. Where
+        they cannot run on the device, the lowering of the program says so.
+    """
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(
             f"implementation = {implementation!r} is not known; choose one of "
@@ -37,14 +48,18 @@ def choose_implementation(implementation: str | None, logits: jax.Array) -> Runn
         )
     if implementation == "xla":
         return XLA
-    obstacle = gpu_obstacle(logits)
+    obstacle = shape_obstacle(logits)
     if implementation == "mosaic_gpu":
         if obstacle is not None:
-            raise NotImplementedError(
-                f"implementation = 'mosaic_gpu' cannot run: {obstacle}; use 'xla' or None"
-            )
-        return mosaic_gpu_runner()
-    return XLA if obstacle is not None else fastest_runner()
+            _refuse(obstacle)
+        return MOSAIC_GPU
+    return XLA if obstacle is not None else FASTEST
+
+
+def _refuse(obstacle: str) -> NoReturn:
+    raise NotImplementedError(
+        f"implementation = 'mosaic_gpu' cannot run: {obstacle}; use 'xla' or None"
+    )
 
 
 def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
@@ -61,8 +76,20 @@ def cannot_run(logits: jax.Array | jax.ShapeDtypeStruct, capability: float | Non
     """
     if capability is None:
         return "there is no CUDA device here"
+    return capability_obstacle(capability) or shape_obstacle(logits)
+
+
+def capability_obstacle(capability: float) -> str | None:
+    """Why the GPU kernels cannot run on a CUDA device of this compute capability."""
     if capability < MIN_CAPABILITY:  # not tried and caught: compiling for one aborts the process
         return f"the device has compute capability {capability}, {MIN_CAPABILITY} is the least"
+    return None
+
+
+def shape_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why the GPU kernels cannot run on logits of this shape [N, V] on any device."""
+    if not all(isinstance(size, int) for size in logits.shape):
+        return f"the shape {logits.shape} is symbolic, and a kernel's grid is not"
     if logits.size > MAX_LOGITS:
         return f"{logits.size} logits are more than a 32-bit index reaches ({MAX_LOGITS})"
     if logits.shape[1] < MIN_VOCABULARY:
@@ -88,37 +115,15 @@ def xla_greedy_topk_logprobs(
     extra_token_ids: jax.Array,
 ) -> TopkLogprobs:
     """The fused path's result from two reads."""
-    token_ids = greedy_token_ids(logits)
+    token_ids = greedy_in_blocks(logits).token_ids
     return xla.topk_logprobs(logits, token_ids, k, None, num_rows, temperatures, extra_token_ids)
 
 
-def by_platform(
-    k_position: int, on_cuda: Callable[..., Result], elsewhere: Callable[..., Result]
-) -> Callable[..., Result]:
-    """Chosen where the program is lowered: a CUDA host may still run a program on its CPU.
-
-    Both take positional arguments: arrays or None, and a static K at `k_position`.
-    """
-
-    def run(*args: Any) -> Result:
-        k = args[k_position]
-        rest = (*args[:k_position], *args[k_position + 1 :])
-
-        def with_k(function: Callable[..., Result]) -> Callable[..., Result]:
-            # Alike in what they vary over, too: under `shard_map` that is part of a result's type.
-            return lambda *rest: vary_like(
-                function(*rest[:k_position], k, *rest[k_position:]), rest
-            )
-
-        chosen: Result = lax.platform_dependent(
-            *rest, cuda=with_k(on_cuda), default=with_k(elsewhere)
-        )
-        return chosen
-
-    return run
-
-
-def compiled(topk: Callable[..., TopkLogprobs], greedy: Callable[..., TopkLogprobs]) -> Runner:
+def compiled(
+    topk: Callable[..., TopkLogprobs],
+    greedy_topk: Callable[..., TopkLogprobs],
+    row_parts: Callable[..., RowParts],
+) -> Runner:
     """Compiled here too, so that a call outside jit runs one program and not one per operation."""
 
     def transformable_topk(
@@ -131,34 +136,82 @@ def compiled(topk: Callable[..., TopkLogprobs], greedy: Callable[..., TopkLogpro
 
     def transformable_greedy(logits: jax.Array, k: int, *rest: Any) -> TopkLogprobs:
         def call(logits: jax.Array, _: None, __: None, *rest: Any) -> TopkLogprobs:
-            return greedy(logits, k, *rest)
+            return greedy_topk(logits, k, *rest)
 
         return transformable(call)(logits, None, None, *rest)
 
     return Runner(
         jax.jit(transformable_topk, static_argnums=2),
         jax.jit(transformable_greedy, static_argnums=1),
+        row_parts,
     )
 
 
-XLA = compiled(xla.topk_logprobs, xla_greedy_topk_logprobs)
+class _Kernel(NamedTuple):
+    """A function of `mosaic_gpu.run`, imported where a program for CUDA is lowered.
+
+    The import takes a third of a second, and needs parts of jax that may change.
+    """
+
+    name: str
+    k_position: int
+    k: int
+    otherwise: Callable[..., Any] | None  # what runs where kernels cannot; None: that is an error
+
+    def here(self, *arguments: jax.Array | None) -> Any:
+        capability = cuda_capability()  # of this host; None: the program is made for another one
+        obstacle = None if capability is None else capability_obstacle(capability)
+        if obstacle is not None:
+            return self.elsewhere(*arguments, obstacle=obstacle)
+        from pallas_kernels.mosaic_gpu import run
+
+        return getattr(run, self.name)(*self.with_k(arguments))
+
+    def elsewhere(
+        self, *arguments: jax.Array | None, obstacle: str = "there is no CUDA device here"
+    ) -> Any:
+        if self.otherwise is None:
+            _refuse(obstacle)
+        return self.otherwise(*self.with_k(arguments))
+
+    def with_k(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*arguments[: self.k_position], self.k, *arguments[self.k_position :])
 
 
-# Imported where they are first used: a third of a second, and parts of jax that may change.
-@functools.cache
-def mosaic_gpu_runner() -> Runner:
-    """The GPU kernels."""
-    from pallas_kernels.mosaic_gpu import run
+def _on_cuda(
+    name: str, k_position: int, otherwise: Callable[..., Result] | None, like: Callable[..., Result]
+) -> Callable[..., Result]:
+    """A function of arrays or None, and of a static K at `k_position`."""
 
-    return compiled(run.topk_logprobs, run.greedy_topk_logprobs)
+    def call(*given: Any) -> Result:
+        k = given[k_position]
+        arguments = (*given[:k_position], *given[k_position + 1 :])
+        kernel = _Kernel(name, k_position, k, otherwise)
+        found: Result = lowered_for(
+            *arguments, like=functools.partial(like, k), default=kernel.elsewhere, cuda=kernel.here
+        )
+        return found
+
+    return call
 
 
-@functools.cache
-def fastest_runner() -> Runner:
-    """The GPU kernels in programs for CUDA, XLA in programs for other platforms."""
-    from pallas_kernels.mosaic_gpu import run
+def _like_greedy(k: int, logits: jax.Array, *rest: jax.Array | None) -> TopkLogprobs:
+    return xla.like_topk_logprobs(k, logits, None, *rest)
 
+
+def _with_kernels(
+    topk: Callable[..., TopkLogprobs] | None,
+    greedy_topk: Callable[..., TopkLogprobs] | None,
+    row_parts: Callable[..., RowParts] | None,
+) -> Runner:
+    """The GPU kernels in programs for CUDA, these functions in programs for other platforms."""
     return compiled(
-        by_platform(2, run.topk_logprobs, xla.topk_logprobs),
-        by_platform(1, run.greedy_topk_logprobs, xla_greedy_topk_logprobs),
+        _on_cuda("topk_logprobs", 2, topk, xla.like_topk_logprobs),
+        _on_cuda("greedy_topk_logprobs", 1, greedy_topk, _like_greedy),
+        _on_cuda("row_parts", 2, row_parts, xla.like_row_parts),
     )
+
+
+XLA = compiled(xla.topk_logprobs, xla_greedy_topk_logprobs, xla.row_parts)
+FASTEST = _with_kernels(xla.topk_logprobs, xla_greedy_topk_logprobs, xla.row_parts)
+MOSAIC_GPU = _with_kernels(None, None, None)

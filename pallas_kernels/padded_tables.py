@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import register_namedtuple_serialization
 from jaxtyping import Float, Float32, Int32
 from numpy.typing import NDArray
 
@@ -24,6 +25,9 @@ class LogprobsTensors(NamedTuple):
     logprob_token_ids: Int32[jax.Array, "R K1"]  # K + 1 columns: the given token, then the top K
     logprobs: Float32[jax.Array, "R K1"]
     selected_token_ranks: Int32[jax.Array, " R"]
+
+
+register_namedtuple_serialization(LogprobsTensors, serialized_name="pallas_kernels.LogprobsTensors")
 
 
 def logprobs_tensors(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.export import register_namedtuple_serialization
 from jaxtyping import Array, Bool, Float32, Int32
 
 AnyArray = jax.Array | np.ndarray  # what the functions of the door take
@@ -40,3 +41,8 @@ class Greedy(NamedTuple):
 
     token_ids: Int32[Array, " N"]
     valid: Bool[Array, " N"]
+
+
+# An exported program names the types of its results.
+for _type in (TopkLogprobs, Greedy):
+    register_namedtuple_serialization(_type, serialized_name=f"pallas_kernels.{_type.__name__}")

@@ -16,17 +16,13 @@ from jax import lax
 from pallas_kernels import finish, xla
 from pallas_kernels.greedy_choice import greedy
 from pallas_kernels.implementations import (
-    XLA,
     Implementation,
     Runner,
-    by_platform,
     choose_implementation,
 )
 from pallas_kernels.sharding.vocab_shard import VocabShard, named_logits
 from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
-
-PartsOf = Callable[..., finish.RowParts]
 
 
 @functools.cache
@@ -91,8 +87,8 @@ def topk_logprobs(
     rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
     wanted = named_logits(logits, rows, named, shard)
 
-    parts_of = _parts_of(implementation, logits)
-    parts = parts_of(logits, wanted[:, 0], min(k, width), row_ids, num_rows, temperatures)
+    row_parts = choose_implementation(implementation, logits).row_parts
+    parts = row_parts(logits, wanted[:, 0], min(k, width), row_ids, num_rows, temperatures)
     statistics, candidates = _combined(parts, temperatures, shard, width)
     # Shards come in the order of their ids, and each shard's ties too: top_k keeps that order.
     ids, values = candidates
@@ -146,15 +142,3 @@ def _combined(
     ids, values = every[..., 3 : 3 + k], every[..., 3 + k :]
     values = lax.bitcast_convert_type(values, jnp.float32)
     return finish.RowStatistics(maximum, sum_exp, num_larger), (candidates(ids), candidates(values))
-
-
-def _parts_of(implementation: Implementation | None, logits: jax.Array) -> PartsOf:
-    """Who reads a shard's columns."""
-    if choose_implementation(implementation, logits) is XLA:
-        return xla.row_parts
-    # Imported where it is used, as in `implementations`.
-    from pallas_kernels.mosaic_gpu import run
-
-    if implementation is not None:
-        return run.row_parts
-    return by_platform(2, run.row_parts, xla.row_parts)

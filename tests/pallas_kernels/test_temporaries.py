@@ -1,4 +1,4 @@
-"""Memory beside logits and outputs: at most a quarter of the logits' bytes (XLA, on a CPU)."""
+"""Memory beside logits and outputs (XLA, on a CPU): a quarter of the logits' bytes, or 2 MiB."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,14 @@ from pallas_kernels import greedy, shapes, topk_logprobs
 from tests.support import quick_compile
 
 SHARE = 0.25
+ALWAYS = 1 << 21
+
+
+def limit(logits):
+    """Bytes."""
+    return max(ALWAYS, SHARE * logits.size * logits.dtype.itemsize)
+
+
 # Every shape once; the rest of the table is `.ci/heavy slow`.
 USUAL = {
     (24, 32_000, "bfloat16", True),
@@ -52,14 +60,13 @@ def test_temporaries_are_a_share_of_the_logits(shape, dynamic):
             implementation="xla",
         )
 
-    size = logits.size * logits.dtype.itemsize
-    assert temporaries(call, logits, ids, ids, count) <= SHARE * size
+    assert temporaries(call, logits, ids, ids, count) <= limit(logits)
 
 
 @pytest.mark.parametrize("shape", shapes.MEMORY[:4], ids=str)
 def test_greedy_temporaries(shape):
     logits = jax.ShapeDtypeStruct((shape.rows, shape.vocabulary), shape.dtype)
-    assert temporaries(greedy, logits) <= SHARE * logits.size * logits.dtype.itemsize
+    assert temporaries(greedy, logits) <= limit(logits)
 
 
 def test_memory_check_can_fail():
@@ -69,4 +76,4 @@ def test_memory_check_can_fail():
     def materialize(x):
         return jax.lax.top_k(jax.nn.log_softmax(x.astype(jnp.float32)), 20)
 
-    assert temporaries(materialize, logits) > SHARE * logits.size * 2
+    assert temporaries(materialize, logits) > limit(logits)

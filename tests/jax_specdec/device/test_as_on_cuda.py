@@ -20,8 +20,13 @@ from jax_specdec.device.messages import step_messages
 from jax_specdec.device.model import hf_weights
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.verify import verify
-from pallas_kernels import greedy, greedy_topk_logprobs, implementations, topk_logprobs
-from pallas_kernels.mosaic_gpu import run
+from pallas_kernels import (
+    greedy,
+    greedy_topk_logprobs,
+    implementations,
+    platforms,
+    topk_logprobs,
+)
 from pallas_kernels.sharding import placement
 from tests.support import quick_compile
 from tests.support.device_programs import (
@@ -57,7 +62,6 @@ def _a_cuda_host():
 
 def _forget():
     placement._mapped.cache_clear()
-    implementations.fastest_runner.cache_clear()
 
 
 def lowered(function, *args, platform="cuda", **static):
@@ -135,8 +139,8 @@ def test_the_greedy_choice_is_left_to_xla():
 
 
 def test_programs_of_another_host_have_no_kernels(monkeypatch):
-    """The control of every count above: they depend on the host, not on the lowering alone."""
-    monkeypatch.setattr(implementations, "cuda_capability", lambda: None)
+    """The control of every count above: a host with an older GPU takes XLA there."""
+    monkeypatch.setattr(implementations, "cuda_capability", lambda: 8.0)
     of = Loop("none", 2)
     _forget()
     arguments, static = target_message(of, RAW)
@@ -144,15 +148,24 @@ def test_programs_of_another_host_have_no_kernels(monkeypatch):
     _forget()
 
 
-def test_branches_that_vary_differently_would_be_seen(monkeypatch):
-    """The defect that led to these tests."""
-    for module in (implementations, run):
-        monkeypatch.setattr(module, "vary_like", lambda values, inputs: values)
-    _forget()
-    for split in ("vocabulary", "rows"):
-        with pytest.raises(TypeError, match="branch"):
-            lowered(both_functions(split), ROWS, IDS)
-    _forget()
+def test_results_vary_as_their_arguments_do(monkeypatch):
+    """Under `shard_map` that is a part of their type; the control leaves it out."""
+    seen = []
+
+    def call(k, logits, ids):
+        found = topk_logprobs(logits, ids, k)
+        seen.append({one.manual_axis_type.varying for one in map(jax.typeof, found)})
+        return found
+
+    def trace(k):
+        over_rows = {"mesh": mesh_of(2), "in_specs": P("model"), "out_specs": P("model")}
+        call_of_k = jax.shard_map(functools.partial(call, k), **over_rows)
+        jax.eval_shape(call_of_k, ROWS, IDS)
+        return seen.pop()
+
+    assert trace(3) == {frozenset({"model"})}
+    monkeypatch.setattr(platforms, "vary_like", lambda values, inputs: values)
+    assert frozenset() in trace(17)  # a K that no other test has traced, or will
 
 
 def by_slots(function):
@@ -244,6 +257,7 @@ OTHERS = {
     "jax_specdec/device/model/hf_weights.py: _place": test_weights_are_placed,
     "pallas_kernels/greedy_choice.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
     "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,
+    "pallas_kernels/platforms.py: found": test_xla_where_it_is_asked_for,
     "pallas_kernels/sharding/placement.py: mapped": test_xla_where_it_is_asked_for,
 }
 

@@ -1,0 +1,97 @@
+"""One read of a block of rows: the sum of exponentials and the count of larger logits."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import barrier, vary_like
+from pallas_kernels.ordered_keys import strictly_larger
+
+# Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums.
+FIRST_PIECES = 8
+MORE_PIECES = 16
+
+
+Sums = tuple[jax.Array, jax.Array]  # see `sums`
+
+
+class Given(NamedTuple):
+    """What is known of each row, [B]."""
+
+    reference: jax.Array  # float32, subtracted before `exp`: the row's maximum, or 0
+    selected: jax.Array  # of the logits' dtype, the given token's logit
+    temperatures: jax.Array | None  # float32, usable ones; None: 1
+
+
+def sums(x: jax.Array, given: Given) -> Sums:
+    """The sum of exponentials [B] float32 and the number of larger logits [B] int32 of x [B, V]."""
+    with jax.named_scope("row_statistics"):
+        zero = jnp.float32(0)
+        exponentials, larger = lax.reduce(
+            _terms(x, given), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), dimensions=(1,)
+        )
+        return exponentials, larger.astype(jnp.int32)
+
+
+def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
+    """`sums`, by adding pieces of each row to one another until one number is left.
+
+    XLA's CPU compiler vectorizes that. Of a plain sum over the row it makes a loop that writes
+    every term and another that adds them, in an order that depends on the number of rows: a row's
+    logprobs would have other bits in another batch. As a complex number, both sums share a loop.
+    """
+
+    def nothing(x: jax.Array, given: Given) -> Sums:
+        invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
+        return vary_like((invalid, jnp.zeros(x.shape[0], jnp.int32)), (x, given))
+
+    with jax.named_scope("row_statistics"):
+        # Invalid rows have no sum. Besides, a branch is where XLA copies the block: it would read
+        # a slice of the logits number by number in the loop below, five times as slow.
+        any_valid = jnp.any(given.reference < jnp.inf)
+        found: Sums = lax.cond(any_valid, _added_pieces, nothing, x, given)
+        return found
+
+
+def _added_pieces(x: jax.Array, given: Given) -> Sums:
+    """`sums_on_cpu` of rows of which one may be valid."""
+    each: Given = jax.tree.map(lambda one: one[:, None], given)
+    terms = [_terms(piece[..., None], each) for piece in _pieces(x, FIRST_PIECES, -jnp.inf)]
+    both = lax.complex(*(_tree(list(part))[..., 0] for part in zip(*terms, strict=True)))
+    while both.shape[1] > 1:
+        both = _tree(_pieces(barrier(both), MORE_PIECES, 0))
+    return both.real[:, 0], both.imag[:, 0].astype(jnp.int32)
+
+
+def _pieces(x: jax.Array, number: int, padding: float) -> list[jax.Array]:
+    """x [B, n] cut into pieces [B, ceil(n / number)]; the last ones are padded."""
+    width = -(-x.shape[1] // number)
+    pieces = [x[:, i * width : (i + 1) * width] for i in range(number)]
+    return [
+        jnp.pad(piece, ((0, 0), (0, width - piece.shape[1])), constant_values=padding)
+        if piece.shape[1] < width
+        else piece
+        for piece in pieces
+    ]
+
+
+def _tree(parts: list[jax.Array]) -> jax.Array:
+    """The sum of 2**n arrays, in pairs."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _terms(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:
+    """What the two sums add: float32 [..., V] of x [..., V] and `given` [...]."""
+    scaled = x.astype(jnp.float32) - given.reference[..., None]
+    if given.temperatures is not None:
+        # A product is enough inside a sum of exponentials; finish divides.
+        usable = ~jnp.isnan(given.temperatures)
+        inverse = jnp.where(usable, 1 / given.temperatures, jnp.float32(1))
+        scaled = scaled * inverse[..., None]
+    # Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
+    larger = strictly_larger(x, given.selected[..., None])
+    return jnp.exp(scaled), jnp.where(larger, jnp.float32(1), jnp.float32(0))
