@@ -45,6 +45,7 @@ from ipc.segment_layout import (
     pack_identity,
     unpack_identity,
 )
+from ipc.semaphore import Semaphore
 
 SHM_DIRECTORY = Path("/dev/shm")
 PREFIX = "jax-specdec-ring"
@@ -100,7 +101,7 @@ class Segment:
     memory: mmap.mmap
     buffer: memoryview
     words: memoryview
-    semaphores: dict[str, posix_ipc.Semaphore]
+    semaphores: dict[str, Semaphore]
 
     @classmethod
     def create(cls, role: Role, geometry: Geometry, flags: int) -> "Segment":
@@ -116,7 +117,7 @@ class Segment:
             memory = _create_memory(name, geometry.total_bytes)
             memory[:SEGMENT_HEADER_BYTES] = header.pack()
             semaphores = {
-                suffix: _create_semaphore(name, suffix, value)
+                suffix: Semaphore.create(f"{name}.{suffix}", value)
                 for suffix, value in SEMAPHORES.items()
             }
             if flags & FLAG_DOORBELL:
@@ -177,7 +178,7 @@ class Segment:
         header: SegmentHeader,
         me: ProcessIdentity,
         memory: mmap.mmap,
-        semaphores: dict[str, posix_ipc.Semaphore],
+        semaphores: dict[str, Semaphore],
     ) -> "Segment":
         buffer = memoryview(memory)
         return cls(name, role, header, me, memory, buffer, buffer.cast("Q"), semaphores)
@@ -260,15 +261,9 @@ def _map(fd: int, total_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-def _create_semaphore(name: str, suffix: str, value: int) -> posix_ipc.Semaphore:
-    return posix_ipc.Semaphore(
-        f"{name}.{suffix}", posix_ipc.O_CREX, mode=0o600, initial_value=value
-    )
-
-
-def _open_semaphore(name: str, suffix: str) -> posix_ipc.Semaphore:
+def _open_semaphore(name: str, suffix: str) -> Semaphore:
     try:
-        return posix_ipc.Semaphore(f"{name}.{suffix}", flags=0)
+        return Semaphore.open(f"{name}.{suffix}")
     except posix_ipc.ExistentialError:
         raise _missing(name) from None
 

@@ -11,20 +11,15 @@ what the unit will need. A core that slept, or that shares caches with busy core
 the same code then takes five times as long.
 
 Every wait proceeds in slices of at most SLICE_NS; between two slices it asks the caller's
-`obstacle` whether the peer is gone. Deadlines are times of CLOCK_MONOTONIC. (posix_ipc waits on
-CLOCK_REALTIME: setting the wall clock back by x can lengthen one slice by x, nothing else.)
+`obstacle` whether the peer is gone. All times are of CLOCK_MONOTONIC (`ipc.semaphore`): nothing
+that happens to the wall clock changes a wait.
 
-Signals. posix_ipc runs Python's signal handlers inside its wait and swallows their exceptions,
-except KeyboardInterrupt: a handler's sys.exit would be lost. So signals are held back while the
-thread sleeps, for at most one slice. Handlers then run, and may raise, outside of posix_ipc.
-
-A handler's exception can surface after any call. To lose no unit there, C code takes the unit and
-stores it in `held` before the interpreter looks at signals again.
+Signals. A handler of the host program runs as soon as a signal ends the sleep, or after the slice
+where another thread got the signal. Its exception can surface after any call. To lose no unit
+there, C code takes the unit and stores it in `held` before the interpreter looks at signals again.
 """
 
-import _signal  # type: ignore[import-not-found]
 import os
-import signal
 from collections.abc import Callable
 from itertools import repeat
 from time import monotonic_ns
@@ -33,6 +28,7 @@ from typing import Literal
 import posix_ipc
 
 from ipc.rhythm import NEVER, RehearsalTime, Rhythm
+from ipc.semaphore import Semaphore
 
 WaitPolicy = Literal["predict", "block", "spin"]
 POLICIES: tuple[WaitPolicy, ...] = ("predict", "block", "spin")
@@ -43,19 +39,6 @@ GLANCES = 20  # looks at the semaphore between two looks at the clock
 AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
 
 _NOW = (0,)
-# Held back while asleep: every signal except those that report this thread's own faults.
-_HOST_SIGNALS = frozenset(signal.valid_signals()) - {
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGTRAP,
-    signal.SIGSYS,
-    signal.SIGABRT,
-}
-# The C function. signal.pthread_sigmask is a Python wrapper: a handler that raises on entry to it,
-# between the sleep and the restoring of the mask, would leave the mask in place for good.
-_sigmask = _signal.pthread_sigmask
 
 
 def check_policy(policy: str) -> WaitPolicy:
@@ -79,18 +62,18 @@ class Waiter:
     """Takes units of one semaphore for one side of a ring.
 
     Attributes:
-      held: a None for each unit that was taken and not yet used. It outlives an interrupted call.
+      held: an item for each unit that was taken and not yet used. It outlives an interrupted call.
       waits: how often no unit was there at once.
       wait_ns: time spent waiting since the start.
     """
 
     def __init__(
         self,
-        semaphore: posix_ipc.Semaphore,
+        semaphore: Semaphore,
         policy: WaitPolicy,
         obstacle: Callable[[], Exception | None],
     ) -> None:
-        self.held: list[None] = []
+        self.held: list[object] = []
         self.waits = 0
         self.wait_ns = 0
         self._semaphore = semaphore
@@ -187,7 +170,7 @@ class Waiter:
         end = min(now + SLICE_NS, deadline)
         if now < spin_from:
             end = min(end, spin_from, rehearse_at)
-        return self._sleep((end - now) * 1e-9)
+        return self._sleep(end)
 
     def _spin_window(self, now: int) -> tuple[int, int]:
         if self._policy == "predict":
@@ -214,13 +197,9 @@ class Waiter:
             self._one_core = len(os.sched_getaffinity(0)) == 1
         return self._one_core
 
-    def _sleep(self, seconds: float) -> bool:
-        mask = _sigmask(signal.SIG_BLOCK, ())
+    def _sleep(self, until_ns: int) -> bool:
         try:
-            _sigmask(signal.SIG_BLOCK, _HOST_SIGNALS)
-            self.held.extend(map(self._acquire, (seconds,)))
-        except (posix_ipc.BusyError, posix_ipc.SignalError):
+            self.held.extend(self._semaphore.waiting(until_ns))
+        except posix_ipc.BusyError:
             return False
-        finally:
-            _sigmask(signal.SIG_SETMASK, mask)  # pending handlers run here, and may raise
-        return True
+        return bool(self.held)

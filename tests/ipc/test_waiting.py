@@ -35,12 +35,18 @@ class Clockwork:
         return sum(moment <= self.now for moment in self.due)
 
     def acquire(self, seconds):
-        if self.due and self.due[0] <= self.now + seconds * 1e9:
+        assert seconds == 0
+        if not self.due or self.due[0] > self.now:
+            raise posix_ipc.BusyError
+        self.due.pop(0)
+
+    def waiting(self, until):
+        if self.due and self.due[0] <= until:
             self.slept += self.due[0] > self.now
             self.now = max(self.now, self.due.pop(0))
-            return
-        self.now += int(seconds * 1e9) + self.late
-        raise posix_ipc.BusyError
+            yield 0
+        else:
+            self.now = max(self.now, until) + self.late
 
     def take(self, gap, rehearse=None, work=50 * US):
         """Waits for a unit that comes `gap` after now, then works for `work`."""
