@@ -9,7 +9,7 @@ and looks again, which costs a few percent of a core and up to POLL_NS of latenc
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import filterfalse
 from time import monotonic_ns, sleep
 from typing import Self
@@ -31,14 +31,12 @@ _sem_open = _libc.sem_open
 _sem_open.argtypes, _sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
 _sem_close = _libc.sem_close
 _sem_close.argtypes = (ctypes.c_void_p,)
-try:
-    _sem_clockwait = _libc.sem_clockwait
-    _sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
-except AttributeError:
-    _sem_clockwait = None
+_sem_clockwait: Callable[..., int] | None = getattr(_libc, "sem_clockwait", None)
+if _sem_clockwait is not None:
+    _sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))  # type: ignore[attr-defined]
 
 
-class Semaphore(posix_ipc.Semaphore):  # type: ignore[misc]  # it has no types
+class Semaphore(posix_ipc.Semaphore):
     """A named semaphore of a ring, open in this process until `close`."""
 
     _address: int | None = None
@@ -83,6 +81,7 @@ class Semaphore(posix_ipc.Semaphore):  # type: ignore[misc]  # it has no types
                 sleep(min(left, POLL_NS) * 1e-9)
             return map(self.acquire, _NOW)
         self._until.seconds, self._until.nanoseconds = divmod(until_ns, 1_000_000_000)
+        assert _sem_clockwait is not None
         return filterfalse(None, map(_sem_clockwait, *self._arguments))  # it returns 0 or -1
 
     def close(self) -> None:
