@@ -69,6 +69,7 @@ class Engine:
                         process_rank=process_rank,
                         prefill_only=process_rank >= config.num_ranks,
                         rehearse=config.rehearse,
+                        num_drafts=config.num_drafts,
                     )
                     self.sessions.append(session)
                     stack.pop_all()
