@@ -20,5 +20,5 @@ def test_more_drafts_than_configured_are_refused_after_a_restart_too():
     scene.run(long_requests(2))
     assert session.worker is not worker
     slot = SlotContents(token_ids=[1], num_drafts=6)
-    with pytest.raises(ProcessorError, match="slot 0: 6 drafts; .* proposes 5 at most"):
+    with pytest.raises(ProcessorError, match=r"slot 0: 6 drafts; .* proposes 5 at most"):
         output_processor.step(session.state, decode(encode(Kind.TARGET, 0, [slot])))
