@@ -4,7 +4,8 @@
     spin     look at the semaphore all the time; the least latency, one core at 100 %
     predict  sleep until shortly before the unit is expected (`ipc.rhythm`), then spin for a
              bounded time, then sleep: nearly the latency of spinning, for about LEAD_NS of CPU
-             time per message, or up to a sixteenth of the interval where long intervals vary
+             time per message, or up to a sixteenth of the interval where long intervals vary.
+             Where other programs want the cores, it sleeps like `block`
 
 Under `predict`, a rehearsal may run before the spinning: a function that brings into the caches
 what the unit will need. A core that slept, or that shares caches with busy cores, has lost it, and
@@ -34,6 +35,7 @@ WaitPolicy = Literal["predict", "block", "spin"]
 POLICIES: tuple[WaitPolicy, ...] = ("predict", "block", "spin")
 
 SLICE_NS = 20_000_000  # a peer's death is noticed within one slice
+LOST_CORE_NS = 200_000  # between two looks at the clock: something else ran on the core
 LOOK_NS = 1_000_000  # while spinning, ask about obstacles this often
 GLANCES = 20  # looks at the semaphore between two looks at the clock
 AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
@@ -160,6 +162,7 @@ class Waiter:
             now = monotonic_ns()
             if now >= deadline:
                 return self.grab()
+            window = self._spin_window(now)  # it is over if the core was lost
 
     def _wait_a_slice(
         self, now: int, deadline: int, window: tuple[int, int], rehearse_at: int
@@ -180,12 +183,20 @@ class Waiter:
     def _spin(self, until_ns: int) -> bool:
         semaphore = self._semaphore
         alone = self._on_one_core()
-        while monotonic_ns() < until_ns:
+        now = monotonic_ns()
+        while now < until_ns:
             for _ in range(GLANCES):
-                if semaphore.value and self.grab():
-                    return True
-            if alone:
-                os.sched_yield()
+                if taken := bool(semaphore.value and self.grab()):
+                    break
+            else:
+                if alone:
+                    os.sched_yield()
+            looked, now = now, monotonic_ns()
+            if now - looked > LOST_CORE_NS:
+                self._rhythm.lost_core()
+                return taken
+            if taken:
+                return True
         return False
 
     def _on_one_core(self) -> bool:

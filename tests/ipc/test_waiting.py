@@ -5,13 +5,14 @@ import posix_ipc
 import pytest
 
 from ipc import RingReader, RingWriter, rhythm, waiting
-from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS
+from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS, NEVER
 from ipc.waiting import GLANCES, POLICIES, Waiter
 
 pytestmark = pytest.mark.fast
 
 US, MS = 1_000, 1_000_000
 LOOK = US  # how long a look at the clock or at the semaphore takes here
+OTHERS = 2500 * US  # how long another program keeps the core
 
 
 class Clockwork:
@@ -22,16 +23,27 @@ class Clockwork:
         self.due = []  # when units come that have not been taken
         self.spun = self.slept = 0  # units that came to a spinning, and to a sleeping waiter
         self.late = 0  # from a timer's end until its core runs again
+        self.slice = NEVER  # so long may it run until another program gets its core
+        self.ran = 0  # since it slept or lost its core
+        self.lost = 0  # units that came while another program had the core
         self.waiter = Waiter(self, policy, lambda: None)
         monkeypatch.setattr(waiting, "monotonic_ns", self.clock)
 
-    def clock(self):
+    def run(self):
         self.now += LOOK
+        self.ran += LOOK
+        if self.ran > self.slice:
+            before, self.ran = self.now, 0
+            self.now += OTHERS
+            self.lost += any(before < moment <= self.now for moment in self.due)
+
+    def clock(self):
+        self.run()
         return self.now
 
     @property
     def value(self):
-        self.now += LOOK
+        self.run()
         return sum(moment <= self.now for moment in self.due)
 
     def acquire(self, seconds):
@@ -41,6 +53,7 @@ class Clockwork:
         self.due.pop(0)
 
     def waiting(self, until):
+        self.ran = 0
         if self.due and self.due[0] <= until:
             self.slept += self.due[0] > self.now
             self.now = max(self.now, self.due.pop(0))
@@ -230,6 +243,83 @@ def test_steady_or_short_intervals_are_met_with_the_least_lead(monkeypatch):
         start, until = scene.waiter._spin_window(scene.now)
         assert until - start == 2 * LEAD_NS
         assert share > 0.9
+
+
+def lost_units(scene, count, gap=5 * MS):
+    """Takes units; returns the shares that came while another program ran, and to a spinner."""
+    scene.lost = scene.spun = 0
+    for _ in range(count):
+        scene.take(gap)
+    return scene.lost / count, scene.spun / count
+
+
+@pytest.mark.parametrize("gap", [100 * US, 5 * MS])
+def test_where_spinning_loses_the_core_it_ends(monkeypatch, gap):
+    """The slowest hundredth must be that of a side that sleeps."""
+    scene = Clockwork(monkeypatch)
+    scene.slice = 60 * US  # every spin loses its core
+    lost, spun = lost_units(scene, 2000, gap)
+    assert 0 < lost < 0.006
+    assert spun < 0.05
+    monkeypatch.setattr(rhythm, "LOSS_EVERY", 0)  # negative control: no budget
+    scene = Clockwork(monkeypatch)
+    scene.slice = 60 * US
+    assert lost_units(scene, 200, gap)[0] > 0.15
+
+
+def test_a_yield_that_gives_the_core_to_another_program_counts_too(monkeypatch):
+    """A side that is confined to one core yields while it spins, and its peer may be elsewhere."""
+
+    def busy_core(budget):
+        scene = Clockwork(monkeypatch)
+        monkeypatch.setattr(rhythm, "LOSS_EVERY", budget)
+        monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {3})
+
+        def others_run():
+            before = scene.now
+            scene.now += OTHERS
+            scene.lost += any(before < moment <= scene.now for moment in scene.due)
+
+        monkeypatch.setattr(waiting.os, "sched_yield", others_run)
+        return lost_units(scene, 1000)[0]
+
+    assert 0 < busy_core(rhythm.LOSS_EVERY) < 0.01
+    assert busy_core(0) > 0.15  # negative control: no budget
+
+
+def test_a_core_that_is_lost_seldom_is_worth_its_price(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    lost_units(scene, 600)
+    shares = []
+    for _ in range(5):  # once in 400 units
+        scene.slice = 60 * US
+        shares.append(lost_units(scene, 1))
+        scene.slice = NEVER
+        shares.append(lost_units(scene, 399))
+    assert np.mean([spun for _, spun in shares[1::2]]) > 0.95
+
+
+def test_spinning_comes_back_once_cores_are_free(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    scene.slice = 60 * US
+    lost_units(scene, 600)
+    scene.slice = NEVER
+    lost_units(scene, rhythm.LOSS_EVERY)
+    assert lost_units(scene, 100)[1] > 0.95
+
+
+def test_a_lost_core_ends_the_spinning_of_that_wait(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    for _ in range(5):
+        scene.take(5 * MS)
+    scene.slice, spun = 60 * US, []
+    spin = scene.waiter._spin
+    monkeypatch.setattr(scene.waiter, "_spin", lambda until: spun.append(until) or spin(until))
+    assert not scene.waiter.take(scene.now + 100 * MS)
+    assert len(spun) == 1
+    scene.waiter._policy = "spin"  # who asked for it gets it
+    assert not scene.waiter.take(scene.now + 100 * MS)
+    assert len(spun) > 10
 
 
 def test_a_new_rhythm_is_learned_within_three_units(monkeypatch):
