@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from os import getpid
+from os import getpid, sched_getaffinity
 from typing import ClassVar, Self
 
 from ipc.checksum import digest_function
@@ -60,8 +60,8 @@ class Endpoint:
         flags, semaphores = segment.header.flags, segment.semaphores
         self._digest = digest_function() if flags & FLAG_CHECKSUM else None
         self._bell = Doorbell(segment.name) if flags & FLAG_DOORBELL else None
-        self._freed = Waiter(semaphores["freed"], wait, self._obstacle)
-        self._items = Waiter(semaphores["items"], wait, self._obstacle)
+        self._freed = Waiter(semaphores["freed"], wait, self._obstacle, self._peer_shares)
+        self._items = Waiter(semaphores["items"], wait, self._obstacle, self._peer_shares)
         self._joined = Waiter(semaphores["joined"], "block", self._obstacle)
         self._post_freed = semaphores["freed"].release
         self._post_items = semaphores["items"].release
@@ -303,6 +303,15 @@ class Endpoint:
         if self._watch is None or self._watch.alive():
             return None
         return PeerDied(str(self._role.other), self._watch.identity.pid, self._last_crossed())
+
+    def _peer_shares(self, cores: set[int]) -> bool:
+        """Says whether the peer can run on none but these cores, as far as that is known."""
+        if self._watch is None:
+            return True
+        try:
+            return sched_getaffinity(self._watch.identity.pid) <= cores
+        except (OSError, OverflowError):  # it has ended; or a pid from damaged memory
+            return True
 
     def _last_crossed(self) -> int:
         raise NotImplementedError

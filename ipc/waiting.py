@@ -38,7 +38,7 @@ SLICE_NS = 20_000_000  # a peer's death is noticed within one slice
 LOST_CORE_NS = 200_000  # between two looks at the clock: something else ran on the core
 LOOK_NS = 1_000_000  # while spinning, ask about obstacles this often
 GLANCES = 20  # looks at the semaphore between two looks at the clock
-AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
+AFFINITY_NS = 500_000_000  # ask this often whether both sides are confined to one core
 
 _NOW = (0,)
 
@@ -74,7 +74,16 @@ class Waiter:
         semaphore: Semaphore,
         policy: WaitPolicy,
         obstacle: Callable[[], Exception | None],
+        peer_shares: Callable[[set[int]], bool] = lambda cores: True,
     ) -> None:
+        """Starts to wait for units of `semaphore`.
+
+        Args:
+          semaphore: whose units to take.
+          policy: how to wait.
+          obstacle: returns why waiting is hopeless, or None.
+          peer_shares: says whether the peer can run on none but these cores.
+        """
         self.held: list[object] = []
         self.waits = 0
         self.wait_ns = 0
@@ -82,6 +91,7 @@ class Waiter:
         self._acquire = semaphore.acquire
         self._policy = policy
         self._obstacle = obstacle
+        self._peer_shares = peer_shares
         self._rhythm = Rhythm()
         self._rehearsal_time = RehearsalTime()
         self._one_core = False
@@ -205,7 +215,8 @@ class Waiter:
         now = monotonic_ns()
         if now >= self._affinity_until:
             self._affinity_until = now + AFFINITY_NS
-            self._one_core = len(os.sched_getaffinity(0)) == 1
+            cores = os.sched_getaffinity(0)
+            self._one_core = len(cores) == 1 and self._peer_shares(cores)
         return self._one_core
 
     def _sleep(self, until_ns: int) -> bool:
