@@ -105,15 +105,17 @@ class Endpoint:
           num_slots: messages that can wait in the ring, 1 to 65536.
           slot_bytes: the largest message in bytes, 1 to 2**34.
           wait: how this side waits: "predict" sleeps until shortly before the next message is
-            expected and then spins, "spin" looks all the time, "block" sleeps in the kernel.
+            expected and then spins, as long as other programs leave it the core; "spin" looks all
+            the time, "block" sleeps in the kernel.
           checksum: protect every payload with XXH3-64 (needs the `checksum` extra on both sides).
             Descriptors always carry a CRC-32.
           doorbell: add a file descriptor, for asyncio and for many rings in one thread.
 
         Raises:
-          OutOfSharedMemory: /dev/shm has no room.
+          OutOfSharedMemory: /dev/shm has no room, or the process may not map so much.
           ValueError: a size is out of range.
-          RingError: xxhash is not installed, or this user cannot make files in /dev/shm.
+          RingError: xxhash is not installed, or the operating system refuses: no descriptor is
+            left, this user cannot make files in /dev/shm. `__cause__` is the system's own error.
         """
         check_policy(wait)
         geometry = Geometry(num_slots, slot_bytes)
@@ -145,6 +147,8 @@ class Endpoint:
           PeerDied: the creator has ended.
           RoleTaken: this side is the creator's, or another process took it.
           CorruptSegment: the memory is not a ring of this version.
+          RingError: the ring is of another pid or time namespace, or the operating system refuses;
+            then the seat is free again.
         """
         check_policy(wait)
         segment = Segment.attach(name, cls._role)
