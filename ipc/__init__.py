@@ -17,7 +17,7 @@ Code outside of this package imports three modules and no others, which may chan
 `ipc.wire` (the bytes of a message) and `ipc.doctor` (what dead processes left in /dev/shm).
 """
 
-from ipc.endpoint import RingCounters
+from ipc.counters import RingCounters
 from ipc.errors import (
     CorruptMessage,
     CorruptSegment,

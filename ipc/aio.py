@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator
 
 from ipc.errors import EndOfStream
+from ipc.os_errors import explained
 from ipc.polling import MessageT_co, Pollable
 
 
@@ -34,7 +35,8 @@ async def _until_readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     # A loop keeps one callback per descriptor; several tasks may wait for this ring.
-    fd = os.dup(fd)
+    with explained("wait for the ring"):
+        fd = os.dup(fd)
 
     def wake() -> None:
         if not readable.done():

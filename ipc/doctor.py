@@ -2,9 +2,10 @@
 
 A ring that has both its sides leaves nothing. A creator that is killed before the other side
 attaches leaves its names: memory, semaphores, perhaps a FIFO. Each name says who created it (pid,
-start time, pid namespace), so the doctor finds leftovers without opening them. It removes the names
-of dead creators only. It lists and keeps those of live creators, of other pid namespaces and of
-other users.
+start time, and the namespaces in which these have their meaning), so the doctor finds leftovers
+without opening them. It removes the names of dead creators only. It lists and keeps those of live
+creators, of other users, and of creators about which it cannot know: those of other pid or time
+namespaces, where this process sees other pids or start times. Run it where they ran.
 
     python -m ipc.doctor [--remove]
 """
@@ -18,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ipc.peers import ProcessIdentity, is_alive, pid_namespace
+from ipc.errors import RingError
+from ipc.os_errors import explained
+from ipc.peers import ProcessIdentity, current_process, is_alive
 from ipc.protocol import SEMAPHORES
-from ipc.segment import PREFIX, SHM_DIRECTORY, creator_of
+from ipc.segment_names import PREFIX, SHM_DIRECTORY, creator_of
 
 State = Literal["dead", "alive", "other namespace", "other user"]
+UNKNOWN: State = "other namespace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,16 @@ class RingFile:
 
 
 def find_ring_files(directory: Path = SHM_DIRECTORY) -> list[RingFile]:
-    """Lists every name of a ring in `directory`, sorted by path. Opens and changes nothing."""
+    """Lists every name of a ring in `directory`, sorted by path. Opens and changes nothing.
+
+    Raises:
+      RingError: the operating system refuses to list them, or to say which processes live.
+    """
     found = []
-    for entry in sorted(directory.iterdir()):
+    me = current_process()
+    with explained(f"list {directory}"):
+        entries = sorted(directory.iterdir())
+    for entry in entries:
         parsed = _parse(entry.name)
         if parsed is None:
             continue
@@ -58,7 +69,7 @@ def find_ring_files(directory: Path = SHM_DIRECTORY) -> list[RingFile]:
             continue  # its owner removed it meanwhile
         right_type = stat.S_ISFIFO if kind == "doorbell" else stat.S_ISREG
         if right_type(status.st_mode):
-            state = _state(creator, status.st_uid)
+            state = _state(creator, status.st_uid, me)
             found.append(RingFile(entry, kind, status.st_blocks * 512, creator, state))
     return found
 
@@ -90,16 +101,29 @@ def report(files: list[RingFile], removed: list[RingFile]) -> str:
     )
     if leftovers:
         lines.append("run again with --remove to remove them")
+    unknown = {file.creator for file in files if file.state == UNKNOWN}
+    for creator in sorted(unknown, key=lambda creator: (creator.pid_namespace, creator.pid)):
+        lines.append(
+            f"kept: pid {creator.pid} of pid namespace {creator.pid_namespace} and time namespace "
+            f"{creator.time_namespace} cannot be seen from here. Run this in its namespaces"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report. Returns the exit status: 1 while leftovers remain, else 0."""
+    """Prints the report.
+
+    Returns the exit status: 1 while leftovers remain, 2 where it cannot know, else 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m ipc.doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
     options = parser.parse_args(arguments)
-    files = find_ring_files()
+    try:
+        files = find_ring_files()
+    except RingError as error:
+        print(f"nothing was removed: {error}")
+        return 2
     removed = remove_leftovers(files) if options.remove else []
     print(report(files, removed))
     return int(any(file.state == "dead" and file not in removed for file in files))
@@ -118,11 +142,11 @@ def _parse(file_name: str) -> tuple[str, ProcessIdentity] | None:
     return None if creator is None else (kind, creator)
 
 
-def _state(creator: ProcessIdentity, owner: int) -> State:
+def _state(creator: ProcessIdentity, owner: int, me: ProcessIdentity) -> State:
     if owner != os.geteuid():
         return "other user"
-    if creator.pid_namespace != pid_namespace():
-        return "other namespace"
+    if not creator.shares_namespaces(me):
+        return UNKNOWN
     return "alive" if is_alive(creator) else "dead"
 
 

@@ -10,19 +10,21 @@ import contextlib
 import os
 
 from ipc.errors import RingNotFound
-from ipc.segment import bell_path
+from ipc.os_errors import explained
+from ipc.segment_names import bell_path
 
 
 class Doorbell:
     """One side's end of the ring's FIFO."""
 
     def __init__(self, name: str) -> None:
-        try:
-            # Both sides open for reading and writing: then neither waits for the other in open(),
-            # and a write never raises SIGPIPE.
-            self._fd = os.open(bell_path(name), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise RingNotFound(f"ring {name} has no doorbell any more: it was closed") from None
+        with explained("open the ring's doorbell"):
+            try:
+                # Both sides open for reading and writing: then neither waits for the other in
+                # open(), and a write never raises SIGPIPE.
+                self._fd = os.open(bell_path(name), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise RingNotFound(f"ring {name} has no doorbell any more: it was closed") from None
 
     def fileno(self) -> int:
         return self._fd

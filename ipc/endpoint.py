@@ -1,14 +1,21 @@
 """What both sides of a ring share: creating, attaching, watching the peer, closing."""
 
+import atexit
+import sys
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from os import getpid
+from dataclasses import replace
+from functools import partial
+from os import getpid, sched_getaffinity
 from typing import ClassVar, Self
 
+from ipc.checksum import digest_function
+from ipc.counters import RingCounters
 from ipc.doorbell import Doorbell
-from ipc.errors import ForeignProcess, PeerDied, RingClosed, RingError, RingInUse, RingTimeout
+from ipc.errors import ForeignProcess, PeerDied, RingClosed, RingInUse, RingTimeout
+from ipc.os_errors import explained
 from ipc.peers import PeerWatch, ProcessIdentity, process_start_time
-from ipc.segment import Segment, unlink_names
+from ipc.segment import Segment
 from ipc.segment_layout import (
     FLAG_CHECKSUM,
     FLAG_DOORBELL,
@@ -17,57 +24,48 @@ from ipc.segment_layout import (
     Geometry,
     Role,
 )
+from ipc.segment_names import remove_names, unlink_names
 from ipc.waiting import Waiter, WaitPolicy, check_policy, deadline_after
 
 DEFAULT_NUM_SLOTS = 16
 DEFAULT_SLOT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class RingCounters:
-    """One side's numbers at one moment. They only grow, except `depth`.
-
-    Attributes:
-      messages: sent (writer) or received (reader) so far; also the next sequence number.
-      payload_bytes: the sum of their payloads.
-      depth: messages sent and not yet received; a hint, as the other side keeps changing it.
-      capacity: the largest depth.
-      waits: calls that had to wait: for a free slot (writer), for a message (reader).
-      wait_ns: time spent in those waits, in ns.
-    """
-
-    messages: int
-    payload_bytes: int
-    depth: int
-    capacity: int
-    waits: int
-    wait_ns: int
-
-
 class Endpoint:
     """The common part of RingReader and RingWriter; not for direct use."""
 
     _role: ClassVar[Role]
+    _closed = True  # until its parts are there
+    _at_exit: Callable[[], None] | None = None
+    _bell: Doorbell | None = None
+    _watch: PeerWatch | None = None
 
     def __init__(self, segment: Segment, wait: WaitPolicy) -> None:
         self._segment = segment
         self._wait_policy = wait
         self._pid = segment.me.pid
         self._busy = False
-        self._closed = False
         self._sequence = 0
         self._payload_bytes = 0
         self._find_places(segment)
+        try:
+            self._open(segment, wait)
+        except BaseException:
+            self._release()
+            raise
+        self._closed = False
+
+    def _open(self, segment: Segment, wait: WaitPolicy) -> None:
+        """Opens what may be refused, then meets the peer if it is there."""
         flags, semaphores = segment.header.flags, segment.semaphores
-        self._digest = _digest_function() if flags & FLAG_CHECKSUM else None
+        self._digest = digest_function() if flags & FLAG_CHECKSUM else None
         self._bell = Doorbell(segment.name) if flags & FLAG_DOORBELL else None
-        self._freed = Waiter(semaphores["freed"], wait, self._obstacle)
-        self._items = Waiter(semaphores["items"], wait, self._obstacle)
+        self._freed = Waiter(semaphores["freed"], wait, self._obstacle, self._peer_shares)
+        self._items = Waiter(semaphores["items"], wait, self._obstacle, self._peer_shares)
         self._joined = Waiter(semaphores["joined"], "block", self._obstacle)
         self._post_freed = semaphores["freed"].release
         self._post_items = semaphores["items"].release
         self._attached = False
-        self._watch: PeerWatch | None = None
         if not segment.created_here:
             self._meet_peer()
 
@@ -107,27 +105,34 @@ class Endpoint:
           num_slots: messages that can wait in the ring, 1 to 65536.
           slot_bytes: the largest message in bytes, 1 to 2**34.
           wait: how this side waits: "predict" sleeps until shortly before the next message is
-            expected and then spins, "spin" looks all the time, "block" sleeps in the kernel.
+            expected and then spins, as long as other programs leave it the core; "spin" looks all
+            the time, "block" sleeps in the kernel.
           checksum: protect every payload with XXH3-64 (needs the `checksum` extra on both sides).
             Descriptors always carry a CRC-32.
           doorbell: add a file descriptor, for asyncio and for many rings in one thread.
 
         Raises:
-          OutOfSharedMemory: /dev/shm has no room.
+          OutOfSharedMemory: /dev/shm has no room, or the process may not map so much.
           ValueError: a size is out of range.
-          RingError: xxhash is not installed, or this user cannot make files in /dev/shm.
+          RingError: xxhash is not installed, or the operating system refuses: no descriptor is
+            left, this user cannot make files in /dev/shm. `__cause__` is the system's own error.
         """
         check_policy(wait)
         geometry = Geometry(num_slots, slot_bytes)
         if checksum:
-            _digest_function()
+            digest_function()
         flags = (FLAG_CHECKSUM if checksum else 0) | (FLAG_DOORBELL if doorbell else 0)
         segment = Segment.create(cls._role, geometry, flags)
         try:
-            return cls(segment, wait)
+            endpoint = cls(segment, wait)
         except BaseException:
-            unlink_names(segment.name)
+            segment.close()
+            remove_names(segment.name)
             raise
+        # Of a process that ends without close(), nothing but the names is left.
+        endpoint._at_exit = partial(_remove_at_exit, segment.name, segment.me.pid)
+        atexit.register(endpoint._at_exit)
+        return endpoint
 
     @classmethod
     def attach(cls, name: str, *, wait: WaitPolicy = "predict") -> Self:
@@ -142,10 +147,17 @@ class Endpoint:
           PeerDied: the creator has ended.
           RoleTaken: this side is the creator's, or another process took it.
           CorruptSegment: the memory is not a ring of this version.
+          RingError: the ring is of another pid or time namespace, or the operating system refuses;
+            then the seat is free again.
         """
         check_policy(wait)
         segment = Segment.attach(name, cls._role)
-        endpoint = cls(segment, wait)
+        try:
+            endpoint = cls(segment, wait)
+        except BaseException:
+            segment.leave_seat()
+            segment.close()
+            raise
         segment.complete()
         if endpoint._bell is not None:
             endpoint._bell.ring()  # wakes a creator that must now watch this process
@@ -202,10 +214,11 @@ class Endpoint:
         self._begin()
         try:
             if not self._attached:
-                start_time = process_start_time(pid)
-                namespace = self._segment.me.pid_namespace
+                with explained("watch the process that will attach"):
+                    start_time = process_start_time(pid)
                 # If that process is gone already: an identity that no live process has.
-                identity = ProcessIdentity(pid, -1 if start_time is None else start_time, namespace)
+                start_time = -1 if start_time is None else start_time
+                identity = replace(self._segment.me, pid=pid, start_time=start_time)
                 self._replace_watch(PeerWatch(identity))
         finally:
             self._busy = False
@@ -225,13 +238,33 @@ class Endpoint:
             finally:
                 self._busy = False
         self._closed = True
+        self._release()
+        self._segment.close()
+
+    def _release(self) -> None:
+        """Lets go of everything but the segment's own handles."""
         for slot in self._slots:
             slot.release()
         if self._watch is not None:
             self._watch.close()
         if self._bell is not None:
             self._bell.close()
-        self._segment.close()
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+
+    def __del__(self) -> None:
+        # At the end of the interpreter, the peer must see a death and no orderly end.
+        if self._closed or sys.is_finalizing():
+            return
+        if getpid() != self._pid:
+            self.close()
+            return
+        self._busy = False  # no call is inside it any more
+        self._say_dropped()
+        self.close()
+        # Last, as the program may have made warnings errors.
+        text = f"{type(self).__name__} {self.name} was dropped without close()"
+        warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
     def __enter__(self) -> Self:
         return self
@@ -241,6 +274,9 @@ class Endpoint:
 
     def _say_goodbye(self) -> None:
         raise NotImplementedError
+
+    def _say_dropped(self) -> None:
+        """Tells the peer what it must know of a ring that nobody holds any more."""
 
     def _begin(self) -> None:
         """Marks this object as busy; send() and receive() have this code written out.
@@ -272,6 +308,15 @@ class Endpoint:
             return None
         return PeerDied(str(self._role.other), self._watch.identity.pid, self._last_crossed())
 
+    def _peer_shares(self, cores: set[int]) -> bool:
+        """Says whether the peer can run on none but these cores, as far as that is known."""
+        if self._watch is None:
+            return True
+        try:
+            return sched_getaffinity(self._watch.identity.pid) <= cores
+        except (OSError, OverflowError):  # it has ended; or a pid from damaged memory
+            return True
+
     def _last_crossed(self) -> int:
         raise NotImplementedError
 
@@ -295,12 +340,6 @@ class Endpoint:
         )
 
 
-def _digest_function() -> Callable[[bytes | memoryview], int]:
-    try:
-        from xxhash import xxh3_64_intdigest
-    except ImportError:
-        raise RingError(
-            "payload checksums need xxhash: pip install 'jax-specdec[checksum]', or create the "
-            "ring with checksum=False"
-        ) from None
-    return xxh3_64_intdigest
+def _remove_at_exit(name: str, pid: int) -> None:
+    if getpid() == pid:  # a forked child inherits this
+        remove_names(name)

@@ -22,30 +22,33 @@ class PeerClosed(RingError):
 
 
 class PeerDied(RingError):
-    """The process on the other side ended without closing the ring.
+    """The other side is gone without closing the ring: its process ended, or dropped it.
 
     Attributes:
       side: "producer" or "consumer", the side that died.
       pid: its process id.
+      dropped: its process lives, but lost the last reference to the ring without closing it.
       last_sequence: the last message known to have crossed the ring, -1 if none did. At the
         reader: the last one received. At the writer: the last one that the reader took.
     """
 
-    def __init__(self, side: str, pid: int, last_sequence: int) -> None:
+    def __init__(self, side: str, pid: int, last_sequence: int, dropped: bool = False) -> None:
         self.side = side
         self.pid = pid
+        self.dropped = dropped
         self.last_sequence = last_sequence
         if last_sequence < 0:
             crossed = "no message crossed it"
         else:
             crossed = f"message {last_sequence} was the last to cross it"
         super().__init__(
-            f"the {side} (pid {pid}) ended without closing the ring; {crossed}. This session is "
-            f"over: create a new ring for the restarted {side}"
+            f"the {side} (pid {pid}) {'dropped the ring' if dropped else 'ended'} without closing "
+            f"{'it' if dropped else 'the ring'}; {crossed}. This session is over: create a new "
+            f"ring for the restarted {side}"
         )
 
-    def __reduce__(self) -> tuple[type["PeerDied"], tuple[str, int, int]]:
-        return type(self), (self.side, self.pid, self.last_sequence)
+    def __reduce__(self) -> tuple[type["PeerDied"], tuple[str, int, int, bool]]:
+        return type(self), (self.side, self.pid, self.last_sequence, self.dropped)
 
 
 class MessageTooLarge(RingError, ValueError):
@@ -100,4 +103,4 @@ class ForeignProcess(RingError):
 
 
 class OutOfSharedMemory(RingError, OSError):
-    """/dev/shm has no room for the ring."""
+    """There is no room for the ring in /dev/shm, or in the memory that the process may map."""

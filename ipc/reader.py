@@ -7,8 +7,10 @@ from os import getpid
 from time import monotonic_ns
 from typing import NamedTuple
 
-from ipc.endpoint import Endpoint, RingCounters
-from ipc.errors import CorruptMessage, EndOfStream, RingError, RingTimeout
+from ipc.counters import RingCounters
+from ipc.endpoint import Endpoint
+from ipc.errors import CorruptMessage, EndOfStream, PeerDied, RingError, RingTimeout
+from ipc.os_errors import explained
 from ipc.peers import PeerWatch
 from ipc.segment_layout import (
     DESCRIPTOR,
@@ -16,11 +18,14 @@ from ipc.segment_layout import (
     DESCRIPTOR_MAGIC,
     FLAG_CHECKSUM,
     FLAG_DOORBELL,
+    FLAG_DROPPED,
     FLAG_END,
     VERSION,
     Role,
 )
 from ipc.waiting import SLICE_NS, deadline_after
+
+_DESCRIPTOR_FLAGS = (0, FLAG_END, FLAG_END | FLAG_DROPPED)
 
 
 class ReceivedMessage(NamedTuple):
@@ -152,9 +157,15 @@ class RingReader(Endpoint):
         if self._bell is None:
             raise RingError("this ring has no descriptor: create it with doorbell=True")
         if self._epoll is None:
-            self._epoll = select.epoll()
-            self._epoll.register(self._bell.fileno(), select.EPOLLIN)
-            self._show_death_on_epoll()
+            with explained("make the ring's file descriptor"):
+                self._epoll = select.epoll()
+            try:
+                self._show_on_epoll(self._bell.fileno())
+                self._show_death_on_epoll()
+            except BaseException:
+                epoll, self._epoll = self._epoll, None
+                epoll.close()
+                raise
         return self._epoll.fileno()
 
     def close(self) -> None:
@@ -173,7 +184,12 @@ class RingReader(Endpoint):
         if fd is None:
             self._bell.ring()  # it died before
         else:
-            self._epoll.register(fd, select.EPOLLIN)
+            self._show_on_epoll(fd)
+
+    def _show_on_epoll(self, fd: int) -> None:
+        if self._epoll is not None:
+            with explained("watch the ring's descriptors"):
+                self._epoll.register(fd, select.EPOLLIN)
 
     def successor(self) -> "RingReader":
         """Closes this ring and creates an empty one of the same shape, for a restarted producer.
@@ -219,8 +235,8 @@ class RingReader(Endpoint):
     def _read_message(self) -> None:
         sequence = self._sequence
         flags, size, sent_ns, checksum, slot = self._read_descriptor(sequence)
-        if flags == FLAG_END:
-            self._over = EndOfStream(f"the producer closed the ring; messages sent: {sequence}")
+        if flags:
+            self._over = self._end_of_stream(flags, sequence)
             raise self._over
         data = self._slots[slot][:size].tobytes()
         if self._digest is not None and self._digest(data) != checksum:
@@ -246,7 +262,7 @@ class RingReader(Endpoint):
             crc != zlib.crc32(fields)
             or magic != DESCRIPTOR_MAGIC
             or version != VERSION
-            or flags & ~FLAG_END
+            or flags not in _DESCRIPTOR_FLAGS
             or session != self._session
             or number != sequence
             or size > self._slot_bytes
@@ -258,6 +274,11 @@ class RingReader(Endpoint):
                 f"{crc:#x}"
             )
         return flags, size, sent_ns, checksum, slot
+
+    def _end_of_stream(self, flags: int, sequence: int) -> RingError:
+        if flags & FLAG_DROPPED:
+            return PeerDied("producer", self._segment.peer().pid, sequence - 1, dropped=True)
+        return EndOfStream(f"the producer closed the ring; messages sent: {sequence}")
 
     def _hand_out(self) -> ReceivedMessage:
         message = self._undelivered

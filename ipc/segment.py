@@ -1,14 +1,6 @@
 """Named shared memory and its semaphores: create, attach, unlink, close.
 
-A ring named N owns these names, all of mode 0600:
-
-    N                the memory: header, one line per side, descriptors, slots
-    N.freed, N.items, N.seat, N.joined
-                     the semaphores of `ipc.protocol`
-    N.bell           a FIFO, only with doorbell=True (see ipc.doorbell)
-
-N is `jax-specdec-ring.NAMESPACE.PID.START.TOKEN` and so says who created the ring: leftovers can be
-told from live rings without trusting their bytes. TOKEN is 128 random bits.
+`ipc.segment_names` says which names a ring has.
 
 The names are removed as soon as both sides have attached; after that no crash leaves a file behind.
 A segment is never recovered after a crash.
@@ -18,9 +10,8 @@ import contextlib
 import errno
 import mmap
 import os
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import posix_ipc
 
@@ -32,6 +23,7 @@ from ipc.errors import (
     RingNotFound,
     RoleTaken,
 )
+from ipc.os_errors import error_number, explained, reason
 from ipc.peers import ProcessIdentity, current_process, is_alive
 from ipc.protocol import SEMAPHORES
 from ipc.segment_layout import (
@@ -45,43 +37,18 @@ from ipc.segment_layout import (
     pack_identity,
     unpack_identity,
 )
+from ipc.segment_names import (
+    SHM_DIRECTORY,
+    bell_path,
+    creator_of,
+    new_name,
+    remove_names,
+    unlink_names,
+)
+from ipc.semaphore import Semaphore
 
-SHM_DIRECTORY = Path("/dev/shm")
-PREFIX = "jax-specdec-ring"
-_NAME = re.compile(rf"/{PREFIX}\.([0-9a-f]{{1,16}})\.(\d{{1,10}})\.(\d{{1,20}})\.[0-9a-f]{{32}}")
 # shmem's fallocate gives up and undoes its work at every signal: reserve in small steps.
 _ALLOCATION_STEP = 4 << 20
-
-
-def new_name(creator: ProcessIdentity) -> str:
-    """Returns an unguessable ring name that says who created it."""
-    return (
-        f"/{PREFIX}.{creator.pid_namespace:x}.{creator.pid}.{creator.start_time}"
-        f".{os.urandom(16).hex()}"
-    )
-
-
-def creator_of(name: str) -> ProcessIdentity | None:
-    """Reads the creator out of a ring's name; None if it is not the name of a ring."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    return ProcessIdentity(int(match[2]), int(match[3]), int(match[1], 16))
-
-
-def bell_path(name: str) -> Path:
-    """Returns the path of the ring's FIFO."""
-    return SHM_DIRECTORY / f"{name[1:]}.bell"
-
-
-def unlink_names(name: str) -> None:
-    """Removes all the names of a ring; some or all of them may be gone already."""
-    with contextlib.suppress(posix_ipc.ExistentialError):
-        posix_ipc.unlink_shared_memory(name)
-    for suffix in SEMAPHORES:
-        with contextlib.suppress(posix_ipc.ExistentialError):
-            posix_ipc.unlink_semaphore(f"{name}.{suffix}")
-    bell_path(name).unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
@@ -100,7 +67,7 @@ class Segment:
     memory: mmap.mmap
     buffer: memoryview
     words: memoryview
-    semaphores: dict[str, posix_ipc.Semaphore]
+    semaphores: dict[str, Semaphore]
 
     @classmethod
     def create(cls, role: Role, geometry: Geometry, flags: int) -> "Segment":
@@ -112,22 +79,18 @@ class Segment:
         name = new_name(me)
         session = int.from_bytes(os.urandom(8)) or 1
         header = SegmentHeader(geometry, role, me, session, flags)
-        try:
+        with _explained(name, geometry), contextlib.ExitStack() as undo:
+            undo.callback(remove_names, name)
             memory = _create_memory(name, geometry.total_bytes)
+            undo.callback(memory.close)
             memory[:SEGMENT_HEADER_BYTES] = header.pack()
-            semaphores = {
-                suffix: _create_semaphore(name, suffix, value)
-                for suffix, value in SEMAPHORES.items()
-            }
+            semaphores = {}
+            for suffix, value in SEMAPHORES.items():
+                semaphores[suffix] = Semaphore.create(f"{name}.{suffix}", value)
+                undo.callback(semaphores[suffix].close)
             if flags & FLAG_DOORBELL:
                 os.mkfifo(bell_path(name), 0o600)
-        except BaseException as error:
-            # Where files may not be made, removing them fails too and would hide the reason.
-            with contextlib.suppress(OSError, posix_ipc.Error):
-                unlink_names(name)
-            if isinstance(error, OSError | posix_ipc.Error) and not isinstance(error, RingError):
-                raise _explained(error, name, geometry) from error
-            raise
+            undo.pop_all()
         segment = cls._mapped(name, role, header, me, memory, semaphores)
         segment._write_line()
         return segment
@@ -146,28 +109,41 @@ class Segment:
         if creator is None:
             raise RingNotFound(f"{name!r} is not the name of a ring: use the creator's .name")
         me = current_process()
-        if creator.pid_namespace != me.pid_namespace:
+        if not creator.shares_namespaces(me):
             raise RingError(
-                f"ring {name} was created in pid namespace {creator.pid_namespace}, this process "
-                f"is in {me.pid_namespace}. Run both in one pid namespace: otherwise neither could "
-                "tell whether the other lives"
+                f"ring {name} was created in pid namespace {creator.pid_namespace} and time "
+                f"namespace {creator.time_namespace}, this process is in {me.pid_namespace} and "
+                f"{me.time_namespace}. Run both in the same two: otherwise neither could tell "
+                "whether the other lives"
             )
-        header, memory = _open_memory(name)
-        if header.creator != creator:
-            raise CorruptSegment(
-                f"ring {name} names {header.creator} as its creator, not {creator}"
-            )
-        if header.creator_role == role:
-            raise RoleTaken(f"ring {name} has its {role} already: the creator, pid {creator.pid}")
-        semaphores = {suffix: _open_semaphore(name, suffix) for suffix in SEMAPHORES}
-        if not is_alive(creator):
-            unlink_names(name)  # the creator died before it could
-            raise PeerDied(str(role.other), creator.pid, -1)
-        try:
-            semaphores["seat"].acquire(0)  # never given back: a ring has one attacher, once
-        except posix_ipc.BusyError:
-            raise RoleTaken(f"ring {name} has its {role} already") from None
+        with explained(f"attach to ring {name}"), contextlib.ExitStack() as undo:
+            header, memory = _open_memory(name)
+            undo.callback(memory.close)
+            if header.creator != creator:
+                raise CorruptSegment(
+                    f"ring {name} names {header.creator} as its creator, not {creator}"
+                )
+            if header.creator_role == role:
+                raise RoleTaken(
+                    f"ring {name} has its {role} already: the creator, pid {creator.pid}"
+                )
+            semaphores = {}
+            for suffix in SEMAPHORES:
+                semaphores[suffix] = _open_semaphore(name, suffix)
+                undo.callback(semaphores[suffix].close)
+            if not is_alive(creator):
+                unlink_names(name)  # the creator died before it could
+                raise PeerDied(str(role.other), creator.pid, -1)
+            try:
+                semaphores["seat"].acquire(0)
+            except posix_ipc.BusyError:
+                raise RoleTaken(f"ring {name} has its {role} already") from None
+            undo.pop_all()
         return cls._mapped(name, role, header, me, memory, semaphores)
+
+    def leave_seat(self) -> None:
+        """Gives the attacher's seat back, as it cannot go on; never after `complete`."""
+        self.semaphores["seat"].release()
 
     @classmethod
     def _mapped(
@@ -177,7 +153,7 @@ class Segment:
         header: SegmentHeader,
         me: ProcessIdentity,
         memory: mmap.mmap,
-        semaphores: dict[str, posix_ipc.Semaphore],
+        semaphores: dict[str, Semaphore],
     ) -> "Segment":
         buffer = memoryview(memory)
         return cls(name, role, header, me, memory, buffer, buffer.cast("Q"), semaphores)
@@ -198,7 +174,7 @@ class Segment:
             return self.header.creator
         offset = self.role.other.line  # JOINED: read after the attacher's post
         raw = bytes(self.buffer[offset : offset + IDENTITY_BYTES])
-        return unpack_identity(raw, self.header.session, self.me.pid_namespace)
+        return unpack_identity(raw, self.header.session, self.me)
 
     def _write_line(self) -> None:
         offset = self.role.line
@@ -260,15 +236,9 @@ def _map(fd: int, total_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-def _create_semaphore(name: str, suffix: str, value: int) -> posix_ipc.Semaphore:
-    return posix_ipc.Semaphore(
-        f"{name}.{suffix}", posix_ipc.O_CREX, mode=0o600, initial_value=value
-    )
-
-
-def _open_semaphore(name: str, suffix: str) -> posix_ipc.Semaphore:
+def _open_semaphore(name: str, suffix: str) -> Semaphore:
     try:
-        return posix_ipc.Semaphore(f"{name}.{suffix}", flags=0)
+        return Semaphore.open(f"{name}.{suffix}")
     except posix_ipc.ExistentialError:
         raise _missing(name) from None
 
@@ -280,18 +250,34 @@ def _missing(name: str) -> RingNotFound:
     )
 
 
-def _explained(error: Exception, name: str, geometry: Geometry) -> RingError:
-    number = getattr(error, "errno", None)  # posix_ipc's own errors have none
-    if isinstance(error, posix_ipc.PermissionsError) or number in (errno.EROFS, errno.EACCES):
+@contextlib.contextmanager
+def _explained(name: str, geometry: Geometry) -> Iterator[None]:
+    """Turns what the operating system refuses while a ring is made into RingErrors."""
+    try:
+        yield
+    except RingError:
+        raise
+    except (OSError, MemoryError, posix_ipc.Error) as error:
+        raise _refusal(error, name, geometry) from error
+
+
+def _refusal(error: Exception, name: str, geometry: Geometry) -> RingError:
+    number = error_number(error)
+    if number in (errno.EROFS, errno.EACCES):
         return RingError(
             f"cannot create a ring in {SHM_DIRECTORY}: {error}. Let user {os.geteuid()} make files "
             "there (the usual mode of this directory is 1777)"
         )
-    if number not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
-        return RingError(f"cannot create ring {name}: {error}")
+    size = f"a ring with num_slots={geometry.num_slots} and slot_bytes={geometry.slot_bytes}"
+    if number == errno.ENOMEM:
+        return OutOfSharedMemory(
+            f"no memory for {size}, which maps {geometry.total_bytes} bytes: {reason(error)}: "
+            "fewer or smaller slots"
+        )
+    if number not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return RingError(f"cannot create ring {name}: {reason(error)}")
     return OutOfSharedMemory(
-        f"{SHM_DIRECTORY} has no room for a ring with num_slots={geometry.num_slots} and "
-        f"slot_bytes={geometry.slot_bytes}: it needs {geometry.total_bytes} bytes, "
+        f"{SHM_DIRECTORY} has no room for {size}: it needs {geometry.total_bytes} bytes, "
         f"{_free_bytes()} are free ({error}). Use fewer or smaller slots, or give the container "
         "more (docker run --shm-size)"
     )

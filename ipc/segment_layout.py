@@ -28,7 +28,7 @@ from ipc.peers import ProcessIdentity
 
 MAGIC = b"JSDRING\x01"
 DESCRIPTOR_MAGIC = 0x47534D52  # "RMSG"
-VERSION = 2
+VERSION = 3
 
 PAGE_BYTES = 4096
 PRODUCER_LINE = 1024
@@ -43,10 +43,11 @@ FLAG_DOORBELL = 2  # segment: the producer rings a FIFO after every message
 SEGMENT_FLAGS = FLAG_CHECKSUM | FLAG_DOORBELL
 
 FLAG_END = 1  # descriptor: end of stream, no payload
+FLAG_DROPPED = 2  # descriptor, beside FLAG_END: nobody closed the ring, so more was to come
 
 # magic, version, creator's role, num_slots, slot_bytes, stride, total bytes, session,
-# creator's pid, start time, pid namespace, flags
-_SEGMENT = struct.Struct("<8sIIQQQQQQQQQ")
+# creator's pid, start time, pid namespace, time namespace, flags
+_SEGMENT = struct.Struct("<8sIIQQQQQQQQQQ")
 _CRC = struct.Struct("<I")
 SEGMENT_HEADER_BYTES = _SEGMENT.size + _CRC.size
 
@@ -64,7 +65,7 @@ DESCRIPTOR_FIELDS = struct.Struct("<IHHQQQQQI")
 DESCRIPTOR = struct.Struct(f"<{DESCRIPTOR_FIELDS.size}sI")
 
 assert sys.byteorder == "little", "the ring's counters are read in native byte order"
-assert SEGMENT_HEADER_BYTES == 92 <= PRODUCER_LINE
+assert SEGMENT_HEADER_BYTES == 100 <= PRODUCER_LINE
 assert IDENTITY_BYTES == 28 <= LINE_POSITION
 assert PRODUCER_LINE + 128 <= CONSUMER_LINE
 assert CONSUMER_LINE + 128 <= PAGE_BYTES
@@ -167,6 +168,7 @@ class SegmentHeader:
             self.creator.pid,
             self.creator.start_time,
             self.creator.pid_namespace,
+            self.creator.time_namespace,
             self.flags,
         )
         return fields + _CRC.pack(zlib.crc32(fields))
@@ -186,8 +188,8 @@ class SegmentHeader:
                 f"the segment has {file_bytes} bytes, fewer than the {SEGMENT_HEADER_BYTES} of a "
                 "ring's header: it is not a ring, or its creator has not finished"
             )
-        (magic, version, role, num_slots, slot_bytes, stride, total, session, pid, start, space,
-         flags) = _SEGMENT.unpack_from(raw)  # fmt: skip
+        (magic, version, role, num_slots, slot_bytes, stride, total, session, pid, start, pids,
+         times, flags) = _SEGMENT.unpack_from(raw)  # fmt: skip
         if magic != MAGIC:
             raise CorruptSegment(f"the segment starts with {magic!r}, not {MAGIC!r}: not a ring")
         if version != VERSION:
@@ -199,7 +201,8 @@ class SegmentHeader:
             raise CorruptSegment(
                 f"the segment header is impossible: role {role}, session {session}, flags {flags}"
             )
-        return cls(geometry, Role(role), ProcessIdentity(pid, start, space), session, flags)
+        creator = ProcessIdentity(pid, start, pids, times)
+        return cls(geometry, Role(role), creator, session, flags)
 
 
 def _checked_geometry(
@@ -228,11 +231,19 @@ def pack_identity(identity: ProcessIdentity, session: int) -> bytes:
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
-def unpack_identity(raw: bytes, session: int, pid_namespace: int) -> ProcessIdentity:
-    """Reads who a side is from a private copy of its line. Raises CorruptSegment."""
+def unpack_identity(raw: bytes, session: int, reader: ProcessIdentity) -> ProcessIdentity:
+    """Reads who a side is from a private copy of its line, which has no namespaces.
+
+    Args:
+      raw: the line's first IDENTITY_BYTES bytes.
+      session: of the ring.
+      reader: the calling process; both sides of a ring share namespaces.
+
+    Raises CorruptSegment.
+    """
     fields = raw[: _IDENTITY.size]
     pid, start_time, line_session = _IDENTITY.unpack(fields)
     (crc,) = _CRC.unpack_from(raw, _IDENTITY.size)
     if crc != zlib.crc32(fields) or line_session != session:
         raise CorruptSegment("the line that names the peer is damaged")
-    return ProcessIdentity(pid, start_time, pid_namespace)
+    return ProcessIdentity(pid, start_time, reader.pid_namespace, reader.time_namespace)

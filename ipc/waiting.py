@@ -4,27 +4,23 @@
     spin     look at the semaphore all the time; the least latency, one core at 100 %
     predict  sleep until shortly before the unit is expected (`ipc.rhythm`), then spin for a
              bounded time, then sleep: nearly the latency of spinning, for about LEAD_NS of CPU
-             time per message, or up to a sixteenth of the interval where long intervals vary
+             time per message, or up to a sixteenth of the interval where long intervals vary.
+             Where other programs want the cores, it sleeps like `block`
 
 Under `predict`, a rehearsal may run before the spinning: a function that brings into the caches
 what the unit will need. A core that slept, or that shares caches with busy cores, has lost it, and
 the same code then takes five times as long.
 
 Every wait proceeds in slices of at most SLICE_NS; between two slices it asks the caller's
-`obstacle` whether the peer is gone. Deadlines are times of CLOCK_MONOTONIC. (posix_ipc waits on
-CLOCK_REALTIME: setting the wall clock back by x can lengthen one slice by x, nothing else.)
+`obstacle` whether the peer is gone. All times are of CLOCK_MONOTONIC (`ipc.semaphore`): nothing
+that happens to the wall clock changes a wait.
 
-Signals. posix_ipc runs Python's signal handlers inside its wait and swallows their exceptions,
-except KeyboardInterrupt: a handler's sys.exit would be lost. So signals are held back while the
-thread sleeps, for at most one slice. Handlers then run, and may raise, outside of posix_ipc.
-
-A handler's exception can surface after any call. To lose no unit there, C code takes the unit and
-stores it in `held` before the interpreter looks at signals again.
+Signals. A handler of the host program runs as soon as a signal ends the sleep, or after the slice
+where another thread got the signal. Its exception can surface after any call. To lose no unit
+there, C code takes the unit and stores it in `held` before the interpreter looks at signals again.
 """
 
-import _signal  # type: ignore[import-not-found]
 import os
-import signal
 from collections.abc import Callable
 from itertools import repeat
 from time import monotonic_ns
@@ -33,29 +29,18 @@ from typing import Literal
 import posix_ipc
 
 from ipc.rhythm import NEVER, RehearsalTime, Rhythm
+from ipc.semaphore import Semaphore
 
 WaitPolicy = Literal["predict", "block", "spin"]
 POLICIES: tuple[WaitPolicy, ...] = ("predict", "block", "spin")
 
 SLICE_NS = 20_000_000  # a peer's death is noticed within one slice
+LOST_CORE_NS = 200_000  # between two looks at the clock: something else ran on the core
 LOOK_NS = 1_000_000  # while spinning, ask about obstacles this often
 GLANCES = 20  # looks at the semaphore between two looks at the clock
-AFFINITY_NS = 500_000_000  # ask this often whether the thread is confined to one core
+AFFINITY_NS = 500_000_000  # ask this often whether both sides are confined to one core
 
 _NOW = (0,)
-# Held back while asleep: every signal except those that report this thread's own faults.
-_HOST_SIGNALS = frozenset(signal.valid_signals()) - {
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGTRAP,
-    signal.SIGSYS,
-    signal.SIGABRT,
-}
-# The C function. signal.pthread_sigmask is a Python wrapper: a handler that raises on entry to it,
-# between the sleep and the restoring of the mask, would leave the mask in place for good.
-_sigmask = _signal.pthread_sigmask
 
 
 def check_policy(policy: str) -> WaitPolicy:
@@ -79,24 +64,34 @@ class Waiter:
     """Takes units of one semaphore for one side of a ring.
 
     Attributes:
-      held: a None for each unit that was taken and not yet used. It outlives an interrupted call.
+      held: an item for each unit that was taken and not yet used. It outlives an interrupted call.
       waits: how often no unit was there at once.
       wait_ns: time spent waiting since the start.
     """
 
     def __init__(
         self,
-        semaphore: posix_ipc.Semaphore,
+        semaphore: Semaphore,
         policy: WaitPolicy,
         obstacle: Callable[[], Exception | None],
+        peer_shares: Callable[[set[int]], bool] = lambda cores: True,
     ) -> None:
-        self.held: list[None] = []
+        """Starts to wait for units of `semaphore`.
+
+        Args:
+          semaphore: whose units to take.
+          policy: how to wait.
+          obstacle: returns why waiting is hopeless, or None.
+          peer_shares: says whether the peer can run on none but these cores.
+        """
+        self.held: list[object] = []
         self.waits = 0
         self.wait_ns = 0
         self._semaphore = semaphore
         self._acquire = semaphore.acquire
         self._policy = policy
         self._obstacle = obstacle
+        self._peer_shares = peer_shares
         self._rhythm = Rhythm()
         self._rehearsal_time = RehearsalTime()
         self._one_core = False
@@ -177,6 +172,7 @@ class Waiter:
             now = monotonic_ns()
             if now >= deadline:
                 return self.grab()
+            window = self._spin_window(now)  # it is over if the core was lost
 
     def _wait_a_slice(
         self, now: int, deadline: int, window: tuple[int, int], rehearse_at: int
@@ -187,7 +183,7 @@ class Waiter:
         end = min(now + SLICE_NS, deadline)
         if now < spin_from:
             end = min(end, spin_from, rehearse_at)
-        return self._sleep((end - now) * 1e-9)
+        return self._sleep(end)
 
     def _spin_window(self, now: int) -> tuple[int, int]:
         if self._policy == "predict":
@@ -197,12 +193,20 @@ class Waiter:
     def _spin(self, until_ns: int) -> bool:
         semaphore = self._semaphore
         alone = self._on_one_core()
-        while monotonic_ns() < until_ns:
+        now = monotonic_ns()
+        while now < until_ns:
             for _ in range(GLANCES):
-                if semaphore.value and self.grab():
-                    return True
-            if alone:
-                os.sched_yield()
+                if taken := bool(semaphore.value and self.grab()):
+                    break
+            else:
+                if alone:
+                    os.sched_yield()
+            looked, now = now, monotonic_ns()
+            if now - looked > LOST_CORE_NS:
+                self._rhythm.lost_core()
+                return taken
+            if taken:
+                return True
         return False
 
     def _on_one_core(self) -> bool:
@@ -211,16 +215,13 @@ class Waiter:
         now = monotonic_ns()
         if now >= self._affinity_until:
             self._affinity_until = now + AFFINITY_NS
-            self._one_core = len(os.sched_getaffinity(0)) == 1
+            cores = os.sched_getaffinity(0)
+            self._one_core = len(cores) == 1 and self._peer_shares(cores)
         return self._one_core
 
-    def _sleep(self, seconds: float) -> bool:
-        mask = _sigmask(signal.SIG_BLOCK, ())
+    def _sleep(self, until_ns: int) -> bool:
         try:
-            _sigmask(signal.SIG_BLOCK, _HOST_SIGNALS)
-            self.held.extend(map(self._acquire, (seconds,)))
-        except (posix_ipc.BusyError, posix_ipc.SignalError):
+            self.held.extend(self._semaphore.waiting(until_ns))
+        except posix_ipc.BusyError:
             return False
-        finally:
-            _sigmask(signal.SIG_SETMASK, mask)  # pending handlers run here, and may raise
-        return True
+        return bool(self.held)

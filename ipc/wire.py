@@ -36,6 +36,7 @@ WORD_BYTES = 4
 
 MAX_TOP_K = 512  # columns 1..K of a row
 MAX_CHOSEN = 128  # token ids beside the top K that a request may name
+MAX_DRAFTS = 64  # of a slot and step: far beyond what pays, and each is a row of every step
 
 if sys.byteorder != "little":  # pragma: no cover - every platform of JAX is little-endian
     raise ImportError("the message layout is little-endian; this machine is big-endian")

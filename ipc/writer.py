@@ -4,13 +4,15 @@ import zlib
 from os import getpid
 from time import monotonic_ns
 
-from ipc.endpoint import Endpoint, RingCounters
+from ipc.counters import RingCounters
+from ipc.endpoint import Endpoint
 from ipc.errors import MessageTooLarge, PeerClosed, RingClosed, RingFull
 from ipc.segment import Segment
 from ipc.segment_layout import (
     DESCRIPTOR,
     DESCRIPTOR_FIELDS,
     DESCRIPTOR_MAGIC,
+    FLAG_DROPPED,
     FLAG_END,
     VERSION,
     Role,
@@ -123,7 +125,7 @@ class RingWriter(Endpoint):
         self._slot_of[index] = slot
         self._sequence = sequence + 1
         self._payload_bytes += size
-        self._ended = flags == FLAG_END
+        self._ended = flags != 0
         self._bell_owed = self._bell is not None
         self._post_items()  # COMMITTED
         if self._bell_owed:
@@ -151,6 +153,10 @@ class RingWriter(Endpoint):
         problem = self._obstacle()
         if problem is not None:
             raise problem
+
+    def _say_dropped(self) -> None:
+        if not self._ended:
+            self._commit([], 0, FLAG_END | FLAG_DROPPED)
 
     def _say_goodbye(self) -> None:
         if not self._ended:

@@ -107,6 +107,8 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.id, str):
+            raise RequestError(f"request id = {self.id!r} must be a string: str(...) makes it one")
         ids = _ids("prompt_token_ids", self.prompt_token_ids)
         object.__setattr__(self, "prompt_token_ids", ids)
         if not ids:

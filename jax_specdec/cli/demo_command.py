@@ -47,8 +47,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add_drafting(group: Any) -> None:
+    from ipc.wire import MAX_DRAFTS
     from jax_specdec.control import DRAFTERS
-    from jax_specdec.engine.config import MAX_DRAFTS
 
     group.add_argument(
         "--drafter",

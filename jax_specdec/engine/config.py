@@ -9,8 +9,6 @@ from jax_specdec.control import DRAFTERS, WorkerConfig
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
 
-MAX_DRAFTS = 64  # far beyond what pays; every draft is a row of each slot and step
-
 OnWorkerLoss = Literal["stop", "continue", "restart"]
 
 
@@ -51,7 +49,7 @@ class EngineConfig(WorkerConfig):
     def __post_init__(self) -> None:
         limits = (
             ("vocab_size", 1, 2**31 - 1),
-            ("num_drafts", 0, MAX_DRAFTS),
+            ("num_drafts", 0, wire.MAX_DRAFTS),
             ("num_slots", 1, 2**16),
             ("max_length", 2, 2**31 - 1),
             ("prefill_chunk", 1, 2**16),

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 from ipc import RingError, wait_readable
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
+from jax_specdec.engine.waiting_queue import WaitingQueue
 from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
 from jax_specdec.engine.worker_session import (
     Update,
@@ -52,8 +53,8 @@ class Engine:
         self.sessions: list[WorkerSession] = []  # by process rank
         self._start_worker = start_worker
         # Requests without a slot, in the order in which they will get one.
-        self._to_prefill: collections.deque[QueuedRequest] = collections.deque()
-        self._to_decode: collections.deque[QueuedRequest] = collections.deque()
+        self._to_prefill = WaitingQueue()
+        self._to_decode = WaitingQueue()
         self._pending: collections.deque[Update] = collections.deque()  # not yielded yet
         self._generating = False
         try:
@@ -68,6 +69,7 @@ class Engine:
                         process_rank=process_rank,
                         prefill_only=process_rank >= config.num_ranks,
                         rehearse=config.rehearse,
+                        num_drafts=config.num_drafts,
                     )
                     self.sessions.append(session)
                     stack.pop_all()
@@ -149,11 +151,9 @@ class Engine:
                     self._pending.append(Update(None, None, records, session.process_rank))
                 return bool(records)
         for queue in (self._to_prefill, self._to_decode):
-            for queued in queue:
-                if queued.request.id == request_id:
-                    queue.remove(queued)
-                    self._pending.append(Update(None, None, ended(queued, FinishReason.ABORT)))
-                    return True
+            if (queued := queue.take(request_id)) is not None:
+                self._pending.append(Update(None, None, ended(queued, FinishReason.ABORT)))
+                return True
         return False
 
     def preempt(self, request_id: str, *, reschedule: bool = True) -> bool:

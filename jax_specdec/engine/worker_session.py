@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ipc import ReceivedMessage, RingCounters, RingReader, RingTimeout
+from ipc import ReceivedMessage, RingCounters, RingReader, RingTimeout, wire
 from ipc.wire import Kind
 from jax_specdec.control import Admit, Command, Evict, Release
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
@@ -114,16 +114,20 @@ class WorkerSession:
         prefill_only: bool = False,
         first_generation: int = 0,
         rehearse: bool = False,
+        num_drafts: int = wire.MAX_DRAFTS,
     ) -> None:
         """Start with empty slots.
 
         Args:
+          num_drafts: the most that the worker proposes; a message with more is refused.
           first_generation: the slots' first requests get the generation after this one.
           rehearse: process the last message once more, for warm caches, shortly before the next one
             is expected; see `EngineConfig.rehearse`.
         """
         self.worker = worker
-        self.state = ProcessorState.empty(num_slots, process_rank=process_rank)
+        self.state = ProcessorState.empty(
+            num_slots, process_rank=process_rank, num_drafts=num_drafts
+        )
         self.prefill_only = prefill_only
         self.lost: WorkerFailed | None = None
         self.restarts = 0
@@ -271,7 +275,11 @@ class WorkerSession:
     def restart(self, worker: WorkerHandle) -> None:
         """Continue with a new worker, whose steps are numbered from 0; no slot may be taken."""
         assert not self._slots
-        fresh = ProcessorState.empty(self.state.num_slots, process_rank=self.process_rank)
+        fresh = ProcessorState.empty(
+            self.state.num_slots,
+            process_rank=self.process_rank,
+            num_drafts=self.state.num_drafts,
+        )
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
         self.worker, self.lost, self._last = worker, None, None
         self.restarts += 1

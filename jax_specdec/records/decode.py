@@ -23,6 +23,8 @@ _LAST_STATE, _LAST_MODE = int(max(SlotState)), int(max(LogprobsMode))
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
 _TOKENS, _FIRST_TOKEN = int(SlotState.TOKENS), int(SlotState.PREFILL_FIRST_TOKEN)
 
+_DRAFTS = list(wire.SLOT).index("num_drafts")
+
 # The slot fields as columns [8, 1]: one gather, shift and mask reads them all.
 _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
 _SLOT_SHIFT = np.array([[field.shift] for field in wire.SLOT.values()], np.uint32)
@@ -75,6 +77,7 @@ class Message:
     topk_ids: NDArray[np.int32]  # [sum of rows * (columns - 1)]
     topk_start: NDArray[np.int64]  # [B]
     num_bytes: int
+    most_drafts: int  # the largest of `num_drafts`; 0 without slots
 
     @property
     def num_slots(self) -> int:
@@ -135,7 +138,8 @@ def decode(data: Any) -> Message:
     columns = (slots.T[_SLOT_WORD] >> _SLOT_SHIFT & _SLOT_MASK).astype(np.int64)
     columns.flags.writeable = False
     fields = dict(zip(wire.SLOT, columns, strict=True))
-    if not _plainly_right(header["kind"], header["max_num_logprobs"], columns):
+    most: list[int] = columns.max(axis=1, initial=0).tolist()
+    if not _plainly_right(header["kind"], header["max_num_logprobs"], columns, most):
         _check_slots(header["kind"], header["max_num_logprobs"], fields)
     starts, sizes = wire.sections(
         np, fields["num_tokens"], fields["num_rows"], fields["columns"], fields["num_chosen"]
@@ -161,6 +165,7 @@ def decode(data: Any) -> Message:
         topk_ids=words[topk:].view(np.int32),
         topk_start=topk_start,
         num_bytes=view.nbytes,
+        most_drafts=most[_DRAFTS],
     )
 
 
@@ -198,7 +203,9 @@ def _header(view: memoryview, num_words: int) -> dict[str, int]:
     return header
 
 
-def _plainly_right(kind: int, max_num_logprobs: int, table: NDArray[np.int64]) -> bool:
+def _plainly_right(
+    kind: int, max_num_logprobs: int, table: NDArray[np.int64], most: list[int]
+) -> bool:
     """Whether a target message's slots are certainly valid; otherwise `_check_slots` decides.
 
     This takes half the time, and is enough for a usual step: slots without chosen ids and without a
@@ -206,16 +213,16 @@ def _plainly_right(kind: int, max_num_logprobs: int, table: NDArray[np.int64]) -
 
     Args:
       table: [8, B] the slots' fields, in the order of `wire.SLOT`.
+      most: [8] the largest value of each.
     """
     state, _, columns, tokens, rows, drafts, _, _ = table
-    most_state, most_mode, most_columns, _, _, _, most_chosen, _ = table.max(
-        axis=1, initial=0
-    ).tolist()
+    most_state, most_mode, most_columns, _, _, most_drafts, most_chosen, _ = most
     return (
         kind == Kind.TARGET
         and most_state < _FIRST_TOKEN
         and most_mode <= _LAST_MODE
         and most_columns <= max_num_logprobs + 1
+        and most_drafts <= wire.MAX_DRAFTS
         and not most_chosen
         and bool(
             (
@@ -245,6 +252,7 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
         (state > _LAST_STATE, "state", state),
         (mode > _LAST_MODE, "mode", mode),
         (columns > max_num_logprobs + 1, "columns", columns),
+        (drafts > wire.MAX_DRAFTS, "num_drafts", drafts),
         (chosen > has_rows * wire.MAX_CHOSEN, "num_chosen", chosen),
         (wrong_tokens, "num_tokens", tokens),
         (rows != np.where(first, tokens > 0, tokens) * has_rows, "num_rows", rows),
@@ -258,5 +266,5 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
                 f"slot {slot}: {name} = {int(values[slot])} cannot be (state {int(state[slot])}, "
                 f"{counted(int(tokens[slot]), 'token')} of {counted(int(drafts[slot]), 'draft')}, "
                 f"{counted(int(rows[slot]), 'row')}, columns {int(columns[slot])} "
-                f"of at most {max_num_logprobs + 1})"
+                f"of at most {max_num_logprobs + 1}; at most {wire.MAX_DRAFTS} drafts)"
             )

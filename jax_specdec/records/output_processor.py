@@ -79,6 +79,12 @@ def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
             f"a message of process rank {message.process_rank}; this state belongs to rank "
             f"{state.process_rank}: keep one state for each ring"
         )
+    if message.most_drafts > state.num_drafts:
+        slot = int((message.num_drafts > state.num_drafts).argmax())
+        raise ProcessorError(
+            f"slot {slot}: {counted(int(message.num_drafts[slot]), 'draft')}; this state's worker "
+            f"proposes {state.num_drafts} at most: create the state with the worker's number"
+        )
     if message.kind is Kind.TARGET:
         return _target(state, message)
     if message.kind is Kind.DRAFT:
@@ -147,6 +153,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         early_draft=None,
         past=state.past,
         counters=counters,
+        num_drafts=state.num_drafts,
     )
     return state, Records(released)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ipc import wire
 from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import FinishReason, RecordBatch, StatisticsSource
 from jax_specdec.records.decode import Message
@@ -119,6 +120,7 @@ class ProcessorState:
       waiting: records of the last step, held until its draft message comes.
       early_draft: a draft message that came before its target message.
       past: statistics of the stays that are over, without what requests brought along.
+      num_drafts: the most drafts of a slot and step: D of the columns never exceeds it.
     """
 
     process_rank: int
@@ -129,22 +131,36 @@ class ProcessorState:
     early_draft: Message | None = None
     past: Statistics = field(default_factory=Statistics)
     counters: Counters = field(default_factory=lambda: Counters(finished=(0,) * len(FinishReason)))
+    num_drafts: int = wire.MAX_DRAFTS
 
     @classmethod
     def empty(
-        cls, num_slots: int, *, process_rank: int = 0, first_step: int | None = 0
+        cls,
+        num_slots: int,
+        *,
+        process_rank: int = 0,
+        first_step: int | None = 0,
+        num_drafts: int = wire.MAX_DRAFTS,
     ) -> "ProcessorState":
         """The state of `num_slots` free slots, before the first message.
 
-        A worker numbers its target messages `first_step`, `first_step + 1`, ...; None joins a
-        stream that has begun, whose earlier steps are not missed.
+        Args:
+          num_slots: the worker's slots; a message with more is refused.
+          process_rank: of the worker; a message of another one is refused.
+          first_step: a worker numbers its target messages `first_step`, `first_step + 1`, ...; None
+            joins a stream that has begun, whose earlier steps are not missed.
+          num_drafts: the most drafts that the worker proposes for a slot and step; a message with
+            more is refused.
         """
         if num_slots < 1:
             raise ProcessorError(f"num_slots = {num_slots} must be at least 1")
+        if not 0 <= num_drafts <= wire.MAX_DRAFTS:
+            raise ProcessorError(f"num_drafts = {num_drafts} must be from 0 to {wire.MAX_DRAFTS}")
         integers = frozen(np.zeros(num_slots, np.int64))
         return cls(
             process_rank=process_rank,
             next_step=first_step,
+            num_drafts=num_drafts,
             admitted=Admitted(
                 requests=(None,) * num_slots,
                 generation=frozen(np.full(num_slots, -1, np.int64)),

@@ -1,15 +1,17 @@
 """The doctor removes what dead creators left, and nothing else."""
 
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ipc import RingReader, RingWriter, doctor
-from ipc.peers import ProcessIdentity, current_process
-from ipc.segment import new_name, unlink_names
+from ipc import RingError, RingReader, RingWriter, doctor
+from ipc.peers import current_process, is_alive
+from ipc.segment_names import new_name, unlink_names
 
 LEAVE = """
 import os
@@ -59,11 +61,13 @@ def test_leftovers_of_the_dead_are_found_and_removed(capsys, monkeypatch):
 def test_other_namespaces_and_recycled_pids(tmp_path):
     me = current_process()
     cases = {
-        ProcessIdentity(me.pid, me.start_time, me.pid_namespace): "alive",
+        me: "alive",
         # This pid, but an earlier process.
-        ProcessIdentity(me.pid, me.start_time - 1, me.pid_namespace): "dead",
+        replace(me, start_time=me.start_time - 1): "dead",
         # Another container that shares /dev/shm: its pids have no meaning here.
-        ProcessIdentity(me.pid, me.start_time, me.pid_namespace + 1): "other namespace",
+        replace(me, pid_namespace=me.pid_namespace + 1): "other namespace",
+        # A process of this pid namespace to which the machine booted at another time.
+        replace(me, start_time=1, time_namespace=me.time_namespace + 1): "other namespace",
     }
     for identity, state in cases.items():
         path = tmp_path / new_name(identity)[1:]
@@ -75,8 +79,80 @@ def test_other_namespaces_and_recycled_pids(tmp_path):
         path.unlink(missing_ok=True)
 
 
+NAMESPACES = {
+    "time": ["--time", "--boottime", "1000000"],
+    "pid": ["--pid", "--mount-proc"],
+    # /proc is still that of the other namespace, and a pid means another process there.
+    "pid, foreign /proc": ["--pid"],
+}
+DOCTOR = """
+import sys
+from ipc import RingError, RingWriter, doctor
+status = doctor.main(["--remove"])
+try:
+    RingWriter.attach(sys.argv[1])
+except RingError as error:
+    print("not attached:", error)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_doctor_in_another_namespace_removes_no_living_ring(kind):
+    """In a real namespace, where the machine allows one; the simulated ones above always run."""
+    command = ["unshare", "--fork", *NAMESPACES[kind]]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"]).returncode:
+        print(f"NOT RUN in a real {kind} namespace: this machine allows none")
+        return
+    with RingReader.create(2, 64) as living:
+        other = subprocess.run(
+            [*command, sys.executable, "-c", DOCTOR, living.name],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        if kind == "pid, foreign /proc":
+            assert "nothing was removed: this process is 1, but /proc/self is" in other.stdout
+            assert other.returncode == 2
+        else:
+            me = current_process()
+            kept = f"kept: pid {me.pid} of pid namespace {me.pid_namespace} and time namespace"
+            assert kept in other.stdout
+            assert "not attached: ring" in other.stdout
+        assert len(names_of(os.getpid())) == 5
+        with RingWriter.attach(living.name) as writer:
+            writer.send(b"alive")
+            assert living.receive(1).data == b"alive"
+
+
+def test_that_check_can_fail(tmp_path, monkeypatch):
+    """Without the time namespace, a living creator is one that has another start time: dead."""
+    me = current_process()
+    (tmp_path / new_name(me)[1:]).write_bytes(b"x")
+    elsewhere = replace(me, time_namespace=me.time_namespace + 1)
+    monkeypatch.setattr(doctor, "current_process", lambda: elsewhere)
+    monkeypatch.setattr(
+        doctor, "is_alive", lambda who: is_alive(replace(who, start_time=who.start_time + 1))
+    )
+    (file,) = doctor.find_ring_files(tmp_path)
+    assert file.state == "other namespace"
+    assert doctor.remove_leftovers([file]) == []
+    monkeypatch.setattr(
+        type(me), "shares_namespaces", lambda a, b: a.pid_namespace == b.pid_namespace
+    )
+    (file,) = doctor.find_ring_files(tmp_path)
+    assert file.state == "dead"
+
+
+def test_a_doctor_that_cannot_know_removes_nothing(monkeypatch, capsys):
+    def refuse():
+        raise RingError("mount /proc")
+
+    monkeypatch.setattr(doctor, "current_process", refuse)
+    assert doctor.main(["--remove"]) == 2
+    assert "nothing was removed: mount /proc" in capsys.readouterr().out
+
+
 def test_strangers_are_not_touched(tmp_path):
-    dead = new_name(ProcessIdentity(1 << 30, 1, current_process().pid_namespace))[1:]
+    dead = new_name(replace(current_process(), pid=1 << 30))[1:]
     for name in ("sem.other", "psm_1234", dead[:-1], f"sem.{dead}", f"sem.{dead}.else", f"x{dead}"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / dead).symlink_to("/etc/passwd")

@@ -1,10 +1,11 @@
 """Telling a live process from a dead one, and from another that has its pid."""
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 
-from ipc.peers import PeerWatch, ProcessIdentity, current_process, is_alive, process_start_time
+from ipc.peers import PeerWatch, current_process, is_alive, process_start_time
 
 pytestmark = pytest.mark.fast
 
@@ -12,15 +13,14 @@ pytestmark = pytest.mark.fast
 def test_a_recycled_or_impossible_pid_is_not_alive():
     me = current_process()
     assert is_alive(me)
-    assert not is_alive(ProcessIdentity(me.pid, me.start_time + 1, me.pid_namespace))
+    assert not is_alive(replace(me, start_time=me.start_time + 1))
     for pid in (0, 2**31, 2**64 - 1, 2**22 + 1):
-        assert not is_alive(ProcessIdentity(pid, me.start_time, me.pid_namespace))
+        assert not is_alive(replace(me, pid=pid))
 
 
 def test_a_zombie_is_not_alive():
     child = subprocess.Popen(["sleep", "100"])
-    me = current_process()
-    identity = ProcessIdentity(child.pid, process_start_time(child.pid), me.pid_namespace)
+    identity = replace(current_process(), pid=child.pid, start_time=process_start_time(child.pid))
     watch = PeerWatch(identity)
     try:
         assert watch.alive()

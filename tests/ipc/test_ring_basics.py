@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ipc import ReceivedMessage, RingReader, RingWriter, errors
-from ipc.segment import PREFIX
+from ipc.segment_names import PREFIX
 from tests.support.ring_checks import assert_slots_are_accounted_for, leftovers
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from ipc import RingReader, RingWriter, errors
-from ipc.segment import unlink_names
+from ipc.segment_names import unlink_names
 from tests.support.ring_checks import leftovers
 from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
 

@@ -32,12 +32,12 @@ SLOT_BYTES = 64
 def test_layout():
     """Sizes and offsets are part of the format: changing one is a new version."""
     assert (SEGMENT_HEADER_BYTES, PRODUCER_LINE, CONSUMER_LINE, PAGE_BYTES) == (
-        92,
+        100,
         1024,
         2048,
         4096,
     )
-    assert (DESCRIPTOR_FIELDS.size, DESCRIPTOR.size, DESCRIPTOR_BYTES, VERSION) == (52, 56, 64, 2)
+    assert (DESCRIPTOR_FIELDS.size, DESCRIPTOR.size, DESCRIPTOR_BYTES, VERSION) == (52, 56, 64, 3)
     geometry = Geometry(16, 1 << 20)
     assert geometry.num_descriptors == 17
     assert [geometry.descriptor_offset(i) for i in (0, 16, 17)] == [4096, 4096 + 16 * 64, 4096]
@@ -59,17 +59,17 @@ def test_layout():
 )
 def test_segment_header_round_trips(num_slots, slot_bytes, role, pid, start, session, flags):
     geometry = Geometry(num_slots, slot_bytes)
-    header = SegmentHeader(geometry, role, ProcessIdentity(pid, start, start), session, flags)
+    header = SegmentHeader(geometry, role, ProcessIdentity(pid, start, start, pid), session, flags)
     assert SegmentHeader.unpack(header.pack(), geometry.total_bytes) == header
 
 
 def sealed(**changes: int) -> tuple[bytes, int]:
     """A segment header with changed fields and a right checksum, and the size it claims."""
     names = ["magic", "version", "role", "num_slots", "slot_bytes", "stride", "total", "session"]
-    names += ["pid", "start", "space", "flags"]
+    names += ["pid", "start", "pids", "times", "flags"]
     geometry = Geometry(3, SLOT_BYTES)
     header = SegmentHeader(geometry, Role.CONSUMER, current_process(), 7, 0)
-    layout = struct.Struct("<8sIIQQQQQQQQQ")
+    layout = struct.Struct("<8sIIQQQQQQQQQQ")
     fields = dict(zip(names, layout.unpack(header.pack()[: layout.size]), strict=True)) | changes
     raw = layout.pack(*fields.values())
     return raw + struct.pack("<I", zlib.crc32(raw)), geometry.total_bytes
@@ -79,7 +79,7 @@ def sealed(**changes: int) -> tuple[bytes, int]:
     ("changes", "what"),
     [
         ({"magic": b"NOTARING"}, "not a ring"),
-        ({"version": 1}, "version 1; this code speaks 2"),
+        ({"version": 1}, "version 1; this code speaks 3"),
         ({"role": 0}, "role 0"),
         ({"role": 3}, "role 3"),
         ({"num_slots": 0}, "num_slots is 0"),
@@ -115,7 +115,7 @@ def test_random_headers_are_refused(raw):
 def test_a_line_with_another_session_or_a_wrong_checksum_is_refused():
     me = current_process()
     line = pack_identity(me, 5)
-    assert unpack_identity(line, 5, me.pid_namespace) == me
+    assert unpack_identity(line, 5, me) == me
     for broken, session in ((line, 6), (line[:8] + b"\xff" + line[9:], 5), (bytes(28), 5)):
         with pytest.raises(errors.CorruptSegment, match="names the peer"):
-            unpack_identity(broken, session, me.pid_namespace)
+            unpack_identity(broken, session, me)

@@ -1,17 +1,20 @@
 """When a waiter sleeps, rehearses and spins, on a simulated clock: no test depends on timing."""
 
+import os
+
 import numpy as np
 import posix_ipc
 import pytest
 
 from ipc import RingReader, RingWriter, rhythm, waiting
-from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS
+from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS, NEVER
 from ipc.waiting import GLANCES, POLICIES, Waiter
 
 pytestmark = pytest.mark.fast
 
 US, MS = 1_000, 1_000_000
 LOOK = US  # how long a look at the clock or at the semaphore takes here
+OTHERS = 2500 * US  # how long another program keeps the core
 
 
 class Clockwork:
@@ -22,25 +25,43 @@ class Clockwork:
         self.due = []  # when units come that have not been taken
         self.spun = self.slept = 0  # units that came to a spinning, and to a sleeping waiter
         self.late = 0  # from a timer's end until its core runs again
+        self.slice = NEVER  # so long may it run until another program gets its core
+        self.ran = 0  # since it slept or lost its core
+        self.lost = 0  # units that came while another program had the core
         self.waiter = Waiter(self, policy, lambda: None)
         monkeypatch.setattr(waiting, "monotonic_ns", self.clock)
 
-    def clock(self):
+    def run(self):
         self.now += LOOK
+        self.ran += LOOK
+        if self.ran > self.slice:
+            before, self.ran = self.now, 0
+            self.now += OTHERS
+            self.lost += any(before < moment <= self.now for moment in self.due)
+
+    def clock(self):
+        self.run()
         return self.now
 
     @property
     def value(self):
-        self.now += LOOK
+        self.run()
         return sum(moment <= self.now for moment in self.due)
 
     def acquire(self, seconds):
-        if self.due and self.due[0] <= self.now + seconds * 1e9:
+        assert seconds == 0
+        if not self.due or self.due[0] > self.now:
+            raise posix_ipc.BusyError
+        self.due.pop(0)
+
+    def waiting(self, until):
+        self.ran = 0
+        if self.due and self.due[0] <= until:
             self.slept += self.due[0] > self.now
             self.now = max(self.now, self.due.pop(0))
-            return
-        self.now += int(seconds * 1e9) + self.late
-        raise posix_ipc.BusyError
+            yield 0
+        else:
+            self.now = max(self.now, until) + self.late
 
     def take(self, gap, rehearse=None, work=50 * US):
         """Waits for a unit that comes `gap` after now, then works for `work`."""
@@ -226,6 +247,85 @@ def test_steady_or_short_intervals_are_met_with_the_least_lead(monkeypatch):
         assert share > 0.9
 
 
+def lost_units(scene, count, gap=5 * MS):
+    """Takes units; returns the shares that came while another program ran, and to a spinner."""
+    scene.lost = scene.spun = 0
+    for _ in range(count):
+        scene.take(gap)
+    return scene.lost / count, scene.spun / count
+
+
+@pytest.mark.parametrize("gap", [100 * US, 5 * MS])
+def test_where_spinning_loses_the_core_it_ends(monkeypatch, gap):
+    """The slowest hundredth must be that of a side that sleeps."""
+    scene = Clockwork(monkeypatch)
+    scene.slice = 60 * US  # every spin loses its core
+    lost, spun = lost_units(scene, 2000, gap)
+    assert 0 < lost < 0.006
+    assert spun < 0.05
+    monkeypatch.setattr(rhythm, "LONGEST_REST", 0)  # negative control: it goes on
+    scene = Clockwork(monkeypatch)
+    scene.slice = 60 * US
+    assert lost_units(scene, 200, gap)[0] > 0.15
+
+
+def test_a_yield_that_gives_the_core_to_another_program_counts_too(monkeypatch):
+    """A side that is confined to one core yields while it spins, and its peer may be elsewhere."""
+
+    def busy_core(rest):
+        scene = Clockwork(monkeypatch)
+        monkeypatch.setattr(rhythm, "LONGEST_REST", rest)
+        monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {3})
+
+        def others_run():
+            before = scene.now
+            scene.now += OTHERS
+            scene.lost += any(before < moment <= scene.now for moment in scene.due)
+
+        monkeypatch.setattr(waiting.os, "sched_yield", others_run)
+        return lost_units(scene, 1000)[0]
+
+    assert 0 < busy_core(rhythm.LONGEST_REST) < 0.01
+    assert busy_core(0) > 0.15  # negative control: it goes on
+
+
+def test_a_core_that_is_lost_seldom_costs_few_units(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    lost_units(scene, 10)
+    scene.slice = 60 * US
+    lost_units(scene, 1)
+    scene.slice = NEVER
+    assert lost_units(scene, 1999)[1] > 0.9
+    # The rests do not add up: this loss is as short as the one before.
+    scene.slice = 60 * US
+    lost_units(scene, 1)
+    scene.slice = NEVER
+    assert lost_units(scene, 1999)[1] > 0.9
+
+
+def test_spinning_comes_back_once_cores_are_free(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    scene.slice = 60 * US
+    lost_units(scene, 10_000)
+    scene.slice = NEVER
+    lost_units(scene, rhythm.LONGEST_REST)
+    assert lost_units(scene, 100)[1] > 0.95
+
+
+def test_a_lost_core_ends_the_spinning_of_that_wait(monkeypatch):
+    scene = Clockwork(monkeypatch)
+    for _ in range(5):
+        scene.take(5 * MS)
+    scene.slice, spun = 60 * US, []
+    spin = scene.waiter._spin
+    monkeypatch.setattr(scene.waiter, "_spin", lambda until: spun.append(until) or spin(until))
+    assert not scene.waiter.take(scene.now + 100 * MS)
+    assert len(spun) == 1
+    scene.waiter._policy = "spin"  # who asked for it gets it
+    assert not scene.waiter.take(scene.now + 100 * MS)
+    assert len(spun) > 10
+
+
 def test_a_new_rhythm_is_learned_within_three_units(monkeypatch):
     scene = Clockwork(monkeypatch)
     for gap in (5 * MS, 12 * MS, 7 * MS):
@@ -287,14 +387,15 @@ def test_many_short_waits_learn_a_pause_once(monkeypatch):
     assert 35 * MS < scene.waiter._rhythm.interval_ns < 45 * MS
 
 
-@pytest.mark.parametrize("cores", [{3}, {0, 1}])
-def test_a_spinning_side_yields_where_both_share_one_core(monkeypatch, cores):
+@pytest.mark.parametrize(("cores", "peer"), [({3}, {3}), ({3}, {2}), ({3}, {2, 3}), ({0, 1}, {0})])
+def test_a_spinning_side_yields_where_both_share_one_core(monkeypatch, cores, peer):
     """Elsewhere it would give time slices to other programs."""
     scene, yields = Clockwork(monkeypatch, "spin"), []
+    scene.waiter._peer_shares = lambda mine: peer <= mine
     monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: cores)
     monkeypatch.setattr(waiting.os, "sched_yield", lambda: yields.append(scene.now))
     scene.take(5 * MS)
-    if len(cores) == 1:
+    if cores == peer:
         assert max(np.diff([0, *yields, 5 * MS])) <= 2 * GLANCES * LOOK
     else:
         assert not yields
@@ -318,3 +419,14 @@ def test_receive_rehearses_through_a_real_ring():
             reader.receive(timeout=60, rehearse=lambda: 1 // 0)
         writer.send(b"after")
         assert reader.receive(timeout=10).data == b"after"
+
+
+def test_a_ring_asks_where_its_peer_runs(monkeypatch):
+    with RingReader.create(2, 64) as reader:
+        assert reader._items._peer_shares({0})  # nobody attached: it may come to this core
+        with RingWriter.attach(reader.name) as writer:
+            reader.wait_attached(1)
+            everywhere = os.sched_getaffinity(0) | {10_000, 10_001}
+            for waiter in (reader._items, reader._freed, writer._items, writer._freed):
+                assert waiter._peer_shares(everywhere)
+                assert not waiter._peer_shares({10_000})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_specdec.requests import RequestError, SamplingParams
+from jax_specdec.requests import Request, RequestError, SamplingParams
 
 pytestmark = pytest.mark.fast
 
@@ -14,3 +14,11 @@ def test_a_request_may_name_128_chosen_ids_and_ask_for_k_up_to_512():
         SamplingParams(logprobs=0, extra_token_ids=tuple(range(129)))
     with pytest.raises(RequestError, match="logprobs = 513"):
         SamplingParams(logprobs=513)
+
+
+@pytest.mark.parametrize("id", [["a"], {"a": 1}, 7, b"a", None])
+def test_an_id_is_a_string(id):
+    """An engine finds requests by their ids, and sends these to its workers as text."""
+    with pytest.raises(RequestError, match=r"^request id = .* must be a string"):
+        Request(id=id, prompt_token_ids=(1,))
+    assert Request(id="a", prompt_token_ids=(1,)).id == "a"

@@ -3,7 +3,7 @@
 import os
 
 from ipc import RingWriter
-from ipc.segment import PREFIX
+from ipc.segment_names import PREFIX
 
 
 def leftovers() -> list[str]:

@@ -75,6 +75,9 @@ class OpenGate:
     def acquire(self, timeout: float | None = None) -> None:
         pass
 
+    def waiting(self, until_ns: int) -> list[None]:
+        return [None]
+
     def release(self) -> None:
         pass
 

@@ -1,0 +1,152 @@
+"""Limits of the operating system become RingErrors that name the limit; nothing is left open."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ipc import RingError, os_errors
+
+pytestmark = pytest.mark.fast
+
+# Tries to make and attach rings with 0, 1, 2, ... free descriptors, until there are enough.
+DESCRIPTORS = """
+import asyncio, os, resource
+from ipc import RingReader, RingWriter, aio, errors
+from ipc.doctor import find_ring_files
+
+def mine():
+    return [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name]
+
+def with_free(count, call):
+    fds = sorted(map(int, os.listdir("/proc/self/fd")))[:-1]
+    limit = max(fds) + 1 + count
+    assert fds == list(range(len(fds))), fds
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, 4096))
+    try:
+        return call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+
+def least(call, end):
+    for count in range(20):
+        try:
+            end(with_free(count, call))
+        except errors.RingError as error:
+            assert "descriptors open and may have" in str(error), error
+            assert "ulimit -n" in str(error), error
+            assert error.__cause__.errno == 24, error.__cause__
+        else:
+            return count
+        assert len(os.listdir("/proc/self/fd")) == before, count
+
+close = lambda ring: ring.close()
+before = len(os.listdir("/proc/self/fd"))
+print("create", least(lambda: RingReader.create(2, 64, doorbell=True), close))
+assert mine() == [], mine()
+print("doctor", least(find_ring_files, lambda files: None))
+creator = RingReader.create(2, 64, doorbell=True)
+before = len(os.listdir("/proc/self/fd"))
+attached = []
+print("attach", least(lambda: RingWriter.attach(creator.name), attached.append))
+(writer,) = attached    # a failed attempt gives the seat back
+before = len(os.listdir("/proc/self/fd"))
+try:
+    with_free(0, lambda: creator.receive(5))    # the creator opens a pidfd of the attacher here
+    print("not refused")
+except errors.RingError as error:
+    assert "watch" in str(error) and "ulimit" in str(error), error
+writer.send(b"after all that")
+assert creator.receive(5).data == b"after all that"
+creator.wait_attached(5)
+try:
+    with_free(0, creator.fileno)
+    print("not refused")
+except errors.RingError as error:
+    assert "descriptor" in str(error), error
+assert creator.fileno() > 0
+
+async def waiting_without_descriptors():
+    try:
+        await creator.receive_async()
+    except errors.RingError as error:
+        assert "cannot wait for the ring: this process has" in str(error), error
+        return True
+
+loop = asyncio.new_event_loop()
+assert with_free(0, lambda: loop.run_until_complete(waiting_without_descriptors()))
+loop.close()
+writer.close()
+creator.close()
+"""
+
+
+def output(script):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+    return done.stdout
+
+
+def test_a_process_without_free_descriptors_is_told_so():
+    counts = dict(line.split() for line in output(DESCRIPTORS).splitlines())
+    assert {name: int(count) > 0 for name, count in counts.items()} == dict.fromkeys(
+        ("create", "doctor", "attach"), True
+    )
+
+
+MEMORY = """
+import os, resource
+from ipc import RingReader, errors
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+limit = used + (32 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    RingReader.create(8, 8 << 20)
+except errors.OutOfSharedMemory as error:
+    text = str(error)
+    assert "no memory for a ring with num_slots=8" in text, text
+    assert f"{limit} (RLIMIT_AS)" in text and "ulimit -v" in text, text
+    assert "no room" not in text and "are free" not in text, text
+    print("told", [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name])
+with RingReader.create(1, 1 << 20):
+    print("a smaller one fits")
+"""
+
+
+def test_a_limit_of_memory_is_no_lack_of_shared_memory():
+    assert output(MEMORY) == "told []\na smaller one fits\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(errno.ENFILE, "too many"), "file-max"),
+        (OSError(errno.EMFILE, "too many"), r"descriptors open and may have \d+ \(RLIMIT_NOFILE\)"),
+        (OSError(errno.ENOMEM, "no memory"), "RLIMIT_AS"),
+        (MemoryError(), "RLIMIT_AS"),
+        (OSError(errno.ENOSPC, "no space"), "Free some of it"),
+        (OSError(errno.EIO, "broken"), "broken"),
+    ],
+)
+def test_each_refusal_names_its_limit(error, what):
+    with (
+        pytest.raises(RingError, match=f"^cannot do it: .*{what}") as info,
+        os_errors.explained("do it"),
+    ):
+        raise error
+    assert info.value.__cause__ is error
+    with pytest.raises(ZeroDivisionError), os_errors.explained("do it"):  # a bug stays a bug
+        raise ZeroDivisionError
+
+
+def test_where_no_descriptor_is_left_to_count_them(monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os_errors.os, "listdir", refuse)
+    assert "all descriptors" in os_errors.reason(OSError(errno.EMFILE, ""))

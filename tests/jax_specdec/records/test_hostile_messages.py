@@ -1,0 +1,213 @@
+"""The memory and the work that any message can cost, in proportion to its bytes (docs/security.md).
+
+Memory is the peak of what decoding and processing allocate; work is the number of lines of Python
+that they run. Both are counted, so that no result depends on the machine.
+"""
+
+import struct
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from ipc import wire
+from ipc.wire import Kind, SlotState
+from jax_specdec.records.decode import MessageError, decode
+from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.output_processor import ProcessorError, ProcessorState, admit, flush, step
+from tests.support.processor_messages import request
+
+pytestmark = pytest.mark.fast
+
+# What docs/security.md promises.
+MEMORY_PER_BYTE, MEMORY_PER_SLOT = 16, 4096
+LINES_PER_BYTE, LINES_PER_SEQUENCE, LINES = 2, 2, 2_000
+B = 256
+STOPS = {"stop_sequences": tuple((8, 8, 8, n, 7) for n in range(4)), "stop_token_ids": (9,)}
+
+
+def served(num_slots=B, num_drafts=wire.MAX_DRAFTS, **params):
+    """A state whose slots all have a request, of generation 1."""
+    state = ProcessorState.empty(num_slots, num_drafts=num_drafts)
+    for slot in range(num_slots):
+        asked = request(f"r{slot}", max_tokens=100_000, **params)
+        state = admit(state, slot, 1, asked)
+    return state
+
+
+def cost(data, state):
+    """Bytes, lines of Python and the error of a message that a worker sends."""
+    lines = 0
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    error, before = None, sys.gettrace()
+    tracemalloc.start()
+    sys.settrace(count)
+    try:
+        flush(step(state, decode(data))[0])
+    except (MessageError, ProcessorError) as refusal:
+        error = refusal
+    finally:
+        sys.settrace(before)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak, lines, error
+
+
+def check(data, state):
+    memory, lines, error = cost(data, state)
+    assert memory <= allowed_memory(data, state)
+    assert lines <= allowed_lines(data, state)
+    return error
+
+
+def allowed_memory(data, state):
+    return MEMORY_PER_BYTE * len(data) + MEMORY_PER_SLOT * state.num_slots + 50_000
+
+
+def allowed_lines(data, state):
+    sequences = max(len(asked.params.stop_sequences) for asked in state.admitted.requests)
+    return (LINES_PER_BYTE + LINES_PER_SEQUENCE * sequences) * len(data) + LINES
+
+
+def slots(count, generation=1, **fields):
+    return [SlotContents(generation=generation, **fields)] * count
+
+
+def with_field(data, name, value, slot=0):
+    """The message with a field of a slot changed."""
+    field = wire.SLOT[name]
+    words = np.frombuffer(data, np.uint32).copy()
+    at = wire.HEADER_WORDS + wire.SLOT_WORDS * slot + field.word
+    words[at] = int(words[at]) & ~(field.maximum << field.shift) | value << field.shift
+    return words.tobytes()
+
+
+@pytest.mark.parametrize("count", [1, B])
+@pytest.mark.parametrize("drafts", [wire.MAX_DRAFTS + 1, 65535])
+def test_drafts_that_were_never_asked_for_cost_nothing(count, drafts):
+    """5 KB of such slots once took 800 MB for the histograms of accepted drafts."""
+    data = encode(Kind.TARGET, 0, slots(count, token_ids=[5], num_drafts=drafts))
+    error = check(data, served(count))
+    assert isinstance(error, MessageError)
+    assert f"slot 0: num_drafts = {drafts} cannot be" in str(error)
+    assert f"at most {wire.MAX_DRAFTS} drafts" in str(error)
+
+
+def test_that_check_can_fail(monkeypatch):
+    data = encode(Kind.TARGET, 0, slots(16, token_ids=[5], num_drafts=65535))
+    monkeypatch.setattr(wire, "MAX_DRAFTS", 65535)
+    state = served(16, num_drafts=65535)
+    memory, _, error = cost(data, state)
+    assert error is None
+    assert memory > 100 * allowed_memory(data, state)
+
+
+def test_that_the_count_of_work_can_fail(monkeypatch):
+    """A search for stop sequences that looked at every earlier token would be quadratic."""
+
+    def slow(params, token_ids):
+        return next((None for _ in token_ids if _ is None), None)
+
+    data = encode(Kind.TARGET, 0, slots(8, token_ids=MANY, num_drafts=wire.MAX_DRAFTS))
+    state = served(8, **STOPS)
+    assert check(data, state) is None
+    monkeypatch.setattr("jax_specdec.records.stop_rules.sequence_ending", slow)
+    assert cost(data, state)[1] > allowed_lines(data, state)
+
+
+@pytest.mark.parametrize("kind", [Kind.TARGET, Kind.DRAFT])
+def test_more_drafts_than_the_worker_was_told_to_propose_are_refused(kind):
+    state = served(2, num_drafts=3)
+    said = [SlotContents(generation=1, token_ids=[5] * 3, num_drafts=n) for n in (3, 4)]
+    if kind is Kind.DRAFT:
+        said = [SlotContents(generation=1, token_ids=[5] * n, num_drafts=n) for n in (3, 4)]
+    error = check(encode(kind, 0, said), state)
+    assert isinstance(error, ProcessorError)
+    assert "slot 1: 4 drafts; this state's worker proposes 3 at most" in str(error)
+    assert check(encode(kind, 0, said[:1]), state) is None
+    for wrong in (-1, wire.MAX_DRAFTS + 1):
+        with pytest.raises(ProcessorError, match=f"num_drafts = {wrong} must be from 0 to"):
+            ProcessorState.empty(1, num_drafts=wrong)
+
+
+WIDE = {
+    "columns": wire.MAX_TOP_K + 1, "num_chosen": wire.MAX_CHOSEN,
+    "token_ids": [1], "token_ranks": [1],
+    "logprobs": np.zeros((1, wire.MAX_TOP_K + 1 + wire.MAX_CHOSEN), np.float32),
+    "topk_ids": np.zeros((1, wire.MAX_TOP_K), np.int32),
+}  # fmt: skip
+MANY = [7] * (wire.MAX_DRAFTS + 1)
+HOSTILE = {
+    "more slots than there are": (Kind.TARGET, slots(40 * B, state=SlotState.NOTHING), {}),
+    "every slot as full as it can be": (
+        Kind.TARGET, slots(B, token_ids=MANY, num_drafts=wire.MAX_DRAFTS), {},
+    ),
+    "tokens that almost end stop sequences": (
+        Kind.TARGET, slots(B, token_ids=MANY, num_drafts=wire.MAX_DRAFTS), STOPS,
+    ),
+    "stop tokens only": (
+        Kind.TARGET, slots(B, token_ids=[9] * 65, num_drafts=wire.MAX_DRAFTS), STOPS,
+    ),
+    "generations that were never": (Kind.TARGET, slots(B, generation=7, token_ids=[5]), {}),
+    "generations of the past": (Kind.TARGET, slots(B, generation=0, token_ids=[7]), STOPS),
+    "the widest rows, which nobody asked for": (Kind.TARGET, slots(B, **WIDE), {}),
+    "first tokens with drafts": (
+        Kind.TARGET,
+        slots(B, state=SlotState.PREFILL_FIRST_TOKEN, token_ids=MANY, num_drafts=64), {},
+    ),
+    "preemptions": (Kind.TARGET, slots(B, state=SlotState.PREEMPTED), {}),
+    "drafts of no step": (Kind.DRAFT, slots(B, token_ids=MANY[:-1], num_drafts=64), {}),
+    "wide drafts": (Kind.DRAFT, slots(B, num_drafts=1, **WIDE), {}),
+    "a prompt that nobody asked for": (Kind.PROMPT, slots(2, token_ids=[5] * 65535), {}),
+    "the wrong prompt": (Kind.PROMPT, slots(1, columns=1, token_ids=[5] * 60000,
+        token_ranks=[1] * 60000, logprobs=np.zeros((60000, 1)),
+        topk_ids=np.zeros((60000, 0))), {"prompt_logprobs": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_no_message_costs_more_than_its_bytes_allow(what):
+    kind, said, params = HOSTILE[what]
+    state = served(**params)
+    check(encode(kind, 0, said, draft_follows=kind is Kind.TARGET), state)
+
+
+@pytest.mark.parametrize("name", wire.SLOT)
+def test_no_field_of_a_slot_at_its_largest_costs_more(name):
+    good = encode(Kind.TARGET, 0, slots(B, token_ids=[5, 6], num_drafts=3))
+    for kind in (Kind.TARGET, Kind.DRAFT, Kind.PROMPT):
+        data = bytearray(with_field(good, name, wire.SLOT[name].maximum))
+        data[4] = kind
+        error = check(bytes(data), served())
+        assert error is not None or name == "generation"
+
+
+@pytest.mark.parametrize("name", wire.HEADER)
+def test_no_field_of_the_header_at_its_largest_costs_more(name):
+    field = wire.HEADER[name]
+    for data in (encode(Kind.TARGET, 0, slots(B, token_ids=[5])), bytes(4 * wire.HEADER_WORDS)):
+        words = np.frombuffer(data, np.uint32).copy()
+        words[field.word] |= field.maximum << field.shift
+        check(words.tobytes(), served())
+    assert isinstance(check(struct.pack("<8I", *[2**32 - 1] * 8), served()), MessageError)
+
+
+def test_what_stays_is_in_proportion_too():
+    """A worker that goes on sending the fullest messages does not make the state grow."""
+    state = served(8)
+    full = slots(8, token_ids=MANY, num_drafts=wire.MAX_DRAFTS)
+    sizes = []
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            state, _ = step(state, decode(encode(Kind.TARGET, number, full)))
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert max(sizes[20:]) - min(sizes[20:]) < 10_000
