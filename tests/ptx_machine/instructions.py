@@ -1,5 +1,6 @@
 """The machine's instructions that move data: loads, stores, shuffles, votes, packed moves."""
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -72,10 +73,12 @@ def _transfer(threads: Threads, instruction: Instruction) -> Callable[[], None]:
         return _parameter(threads, operands)
     if opcode == "mov.b32":
         return _packed_move(threads, operands)
-    if opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32"):
+    if opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32", "shfl.sync.up.b32"):
         return _shuffle(threads, opcode.split(".")[2], operands)
-    if opcode == "redux.sync.max.s32":
-        return _redux(threads, operands)
+    if opcode in ("redux.sync.max.s32", "redux.sync.add.s32"):
+        return _redux(threads, opcode.split(".")[2], operands)
+    if opcode == "atom.shared.add.u32":
+        return _atomic_addition(threads, operands)
     if opcode == "elect.sync":
         return _elect(threads, operands)
     if found := ACCESS.match(opcode):
@@ -155,10 +158,12 @@ def _whole_warps(threads: Threads, mask: Operand) -> Callable[[], None]:
 
 def _shuffle(threads: Threads, kind: str, operands: tuple[Operand, ...]) -> Callable[[], None]:
     to, value, by, clamp, mask = operands
-    if not isinstance(by, Immediate) or not 0 <= by.value < 32 or clamp != Immediate(31):
+    whole_warp = Immediate(0 if kind == "up" else 31)
+    if not isinstance(by, Immediate) or not 0 <= by.value < 32 or clamp != whole_warp:
         raise PtxError("only shuffles of whole warps by a constant are known to the machine")
     lane = np.arange(32)
-    source = lane ^ by.value if kind == "bfly" else np.full(32, by.value)
+    below = np.where(lane >= by.value, lane - by.value, lane)
+    source = {"bfly": lane ^ by.value, "idx": np.full(32, by.value), "up": below}[kind]
     to, get = threads.destination(to, "w"), threads.source(value, "w")
     check = _whole_warps(threads, mask)
 
@@ -173,8 +178,9 @@ def _shuffle(threads: Threads, kind: str, operands: tuple[Operand, ...]) -> Call
     return shuffle
 
 
-def _redux(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None]:
+def _redux(threads: Threads, kind: str, operands: tuple[Operand, ...]) -> Callable[[], None]:
     to, value, mask = operands
+    reduce = {"max": np.max, "add": functools.partial(np.sum, dtype=np.int32)}[kind]
     to, get = threads.destination(to, "w"), threads.source(value, "w")
     check = _whole_warps(threads, mask)
 
@@ -185,9 +191,29 @@ def _redux(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None
         if bits is not None:
             some = (bits.reshape(-1, 32) != 0).any(axis=1)
             bits = np.repeat(np.where(some, np.uint32(ALL_LANES), np.uint32(0)), 32)
-        threads.write(to, np.repeat(whole.max(axis=1), 32).view(np.uint32), "w", bits)
+        threads.write(to, np.repeat(reduce(whole, axis=1), 32).view(np.uint32), "w", bits)
 
     return redux
+
+
+def _atomic_addition(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None]:
+    """One lane after the other; which one is first, the hardware chooses."""
+    to, place, value = operands
+    to, get = threads.destination(to, "w"), threads.source(value, "w")
+    address = _addresses(threads, place, True)
+
+    def add() -> None:
+        index = np.roll(np.flatnonzero(threads.active()), threads.hardware.leader)
+        _defined_address(threads, place)
+        if isinstance(value, Register):
+            threads.must_be_defined(value.name, "an atomic addition")
+        by = np.broadcast_to(get(), (threads.lanes,))
+        before = np.zeros(threads.lanes, np.uint32)
+        for buffer, who, offsets in _buffers(threads, address()[index], index, True):
+            before[who] = buffer.add(offsets, by[who], threads.stamps[who])
+        threads.write(to, before, "w")
+
+    return add
 
 
 def _elect(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None]:
