@@ -1,8 +1,8 @@
 """The machine code of a kernel for NVIDIA GPUs since Volta, read from nvdisasm's listing.
 
-An instruction has 128 bits. The upper ones tell the scheduler what ptxas decided: for how many clocks
-the warp stalls after it, which of six scoreboards its result or its operands hold, and for which
-scoreboards it waits. (Z. Jia et al., "Dissecting the NVIDIA Volta GPU architecture via
+An instruction has 128 bits. The upper ones tell the scheduler what ptxas decided: for how many
+clocks the warp stalls after it, which of six scoreboards its result or its operands hold, and for
+which scoreboards it waits. (Z. Jia et al., "Dissecting the NVIDIA Volta GPU architecture via
 microbenchmarking", 2018, section 2.1; the layout is that of Hopper too.)
 """
 

@@ -38,23 +38,25 @@ class Candidates(NamedTuple):
     interpreted: bool
 
 
-def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array) -> jax.Array:
+def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.Array:
     """Write every logit above the cut, and of those equal to it the ones of ids below cut_id.
 
     Args:
       where: see there.
       cut: an ordered key above that of -inf.
-      cut_id: int32.
+      cut_id: int32; None: all of those equal to it.
 
     Returns:
       Their number, int32; or some number above `capacity`, if there is no room for all of them.
       They are written in any order.
     """
+    limited = cut_id is not None
+    limit = jnp.int32(where.tiling.vocabulary) if cut_id is None else cut_id
     if where.interpreted:
-        return _collect_interpreted(where, key_values(cut), cut_id)
+        return _collect_interpreted(where, key_values(cut), limit)
     arguments = (
         where.logits_ref, where.chosen_ref, where.found_ref, where.counter_ref,
-        where.first, where.skew, cut, cut_id,
+        where.first, where.skew, cut, limit,
     )  # fmt: skip
     scalars = ("scalar",) * 4
 
@@ -63,7 +65,8 @@ def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array) -> jax.Array:
             logits_ref=logits, chosen_ref=chosen, found_ref=found, counter_ref=counter,
             first=word(numbers[0]), skew=word(numbers[1]),
         )  # fmt: skip
-        return thread.scalar(_collect(refs, word(numbers[2]), word(numbers[3])))
+        ids = word(numbers[3]) if limited else None
+        return thread.scalar(_collect(refs, word(numbers[2]), ids))
 
     count = thread.result((), jnp.int32, compat.GPU.Layout.WG_SPLAT)
     found: jax.Array = thread.inline(body, arguments, (None,) * 4 + scalars, count)
@@ -86,14 +89,18 @@ def _vector(where: Candidates, number: Word) -> Vector:
     group = word(thread.load(where.chosen_ref, thread.smaller(place, where.groups - 1)))
     block = group >> _log2(tiling.groups_per_block)
     begin = block * tiling.block - where.skew
-    start = thread.larger(thread.smaller(begin, tiling.vocabulary - tiling.block), 0)
+    start = begin  # as `Tiling.block_ids`, and no more of it than a vocabulary needs
+    if not tiling.aligned:
+        start = thread.larger(start, 0)
+    if not tiling.aligned or tiling.vocabulary % tiling.block:
+        start = thread.smaller(start, tiling.vocabulary - tiling.block)
     inside = (group & (tiling.groups_per_block - 1)) * tiling.group_width
     inside = inside + (number & (each - 1)) * tiling.vector
     end = thread.select(place < where.groups, begin + tiling.block, 0)
     return Vector(start + inside, begin, end)
 
 
-def _collect(where: Candidates, cut: Word, cut_id: Word) -> Word:
+def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
     """What a thread does."""
     tiling = where.tiling
     me = thread.thread()
@@ -104,12 +111,16 @@ def _collect(where: Candidates, cut: Word, cut_id: Word) -> Word:
     chunks = -(-total // MOST_LOADS)
     per_word = MARKS // tiling.vector
     loads = -(-total // chunks)
+    size = tiling.vector * WARPGROUP
+    whole = chunks * loads * size == where.groups * tiling.group_width
     value, next_value = _value(cut), _value(cut + 1)
 
     def limit(vector: Vector) -> Word:
         """What a logit of the vector must reach; ids within it are looked at later."""
-        reached = thread.select(vector.start < cut_id, value, next_value)
-        return thread.select(vector.end > 0, reached, math.inf)
+        reached = value
+        if cut_id is not None:
+            reached = thread.select(vector.start < cut_id, value, next_value)
+        return reached if whole else thread.select(vector.end > 0, reached, math.inf)
 
     def chunk(i: Word, _: Any) -> list[Word]:
         begin = i * (loads * WARPGROUP) + me
@@ -130,25 +141,28 @@ def _collect(where: Candidates, cut: Word, cut_id: Word) -> Word:
     return word(thread.load(where.counter_ref, 0))
 
 
-def _load(where: Candidates, at: Word) -> list[Any]:
-    """A vector of logits; one by one where rows start between vectors."""
+def _load(where: Candidates, at: Word) -> list[Word]:
+    """A vector of logits as float32; one by one where rows start between vectors."""
     count = where.tiling.vector
     if where.tiling.aligned:
-        return thread.load_aligned(where.logits_ref, at, count)
-    return [thread.load(where.logits_ref, at + i) for i in range(count)]
+        return thread.load_floats(where.logits_ref, at, count)
+    loaded = [thread.load(where.logits_ref, at + i) for i in range(count)]
+    return [thread.as_float32(x) for x in loaded]
 
 
-def _marks(loaded: list[list[Any]], limits: list[Word]) -> Word:
+def _marks(loaded: list[list[Word]], limits: list[Word]) -> Word:
     """A bit for each logit that reaches its vector's limit, the first one lowest."""
     marks, bit = word(0), 1
     for vector, limit in zip(loaded, limits, strict=True):
         for x in vector:
-            marks = marks | thread.select(thread.as_float32(x) >= limit, bit, 0)
+            marks = marks | thread.select(x >= limit, bit, 0)
             bit = bit << 1 if bit < 1 << 30 else -(1 << 31)
     return marks
 
 
-def _keep_marked(where: Candidates, number: Word, marks: Word, cut: Word, cut_id: Word) -> None:
+def _keep_marked(
+    where: Candidates, number: Word, marks: Word, cut: Word, cut_id: Word | None
+) -> None:
     """Write the candidates among the marked logits of vectors `number`, `number` + 128, ...
 
     A thread stops where there is no more room: there are too many then, however many.
@@ -161,9 +175,11 @@ def _keep_marked(where: Candidates, number: Word, marks: Word, cut: Word, cut_id
         vector = _vector(where, number + (bit >> _log2(size)) * WARPGROUP)
         token = vector.start + (bit & (size - 1))
         x = thread.as_float32(thread.load(where.logits_ref, where.first + token))
-        own = (token >= vector.begin) & (token < vector.end)
-        wanted = own & ((x > cut) | (token < cut_id))
-        room = thread.when_else(wanted, lambda: _append(where, x, token), word(1) == 1)
+        wanted = (token >= vector.begin) & (token < vector.end)
+        if cut_id is not None:
+            wanted = wanted & ((x > cut) | (token < cut_id))
+        yes = [word(1) == 1]
+        (room,) = thread.when_else(wanted, lambda: [_append(where, x, token)], yes)
         return [thread.select(room, left & (left - 1), 0)]
 
     thread.repeat_while([marks], lambda state: state[0] != 0, keep)
@@ -216,7 +232,7 @@ def _collect_interpreted(where: Candidates, cut: jax.Array, cut_id: jax.Array) -
     nothing = jnp.zeros(outside, jnp.int32)
     found, count = lax.fori_loop(0, where.groups, group, (nothing, jnp.int32(0)))
     where.found_ref[pl.ds(0, outside)] = found
-    return count
+    return compat.asarray(count)
 
 
 def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array) -> jax.Array:
@@ -232,31 +248,33 @@ def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array
         or all that are above -inf.
       largest: the largest key of the row, without its free bits.
     """
-    everyone = jnp.int32(where.tiling.vocabulary)
+    dtype, room = where.tiling.dtype, where.capacity
+    first = collect(where, lengthened(cut, dtype), None)
 
-    def again(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def again(state: Any) -> Any:
         # Too many are at `low` or above it, fewer than k at `high`; of the logits equal to `low`,
         # fewer than k with those before `low_id`, too many with those before `high_id`.
-        _, low, high, low_id, high_id, _ = state
-        first = low_id == everyone
+        _, low, high, low_id, high_id = state
         cut = middle(low, high)
         by_id = cut == low
-        cut_id = jnp.where(by_id, middle(low_id, high_id), everyone)
-        count = collect(where, lengthened(cut, where.tiling.dtype), cut_id)
-        few, many = count < k, count > where.capacity
+        cut_id = jnp.where(by_id, middle(low_id, high_id), jnp.int32(where.tiling.vocabulary))
+        count = collect(where, lengthened(cut, dtype), cut_id)
+        few, many = count < k, count > room
         return (
             count,
             jnp.where(many, cut, low),
-            jnp.where(first, largest + 1, jnp.where(few & ~by_id, cut, high)),
-            jnp.where(first, jnp.int32(0), jnp.where(few & by_id, cut_id, low_id)),
-            jnp.where(many & by_id & ~first, cut_id, high_id),
-            jnp.where(first, ~many, ~(few | many)).astype(jnp.int32),
+            jnp.where(few & ~by_id, cut, high),
+            jnp.where(few & by_id, cut_id, low_id),
+            jnp.where(many & by_id, cut_id, high_id),
         )
 
-    # At first the range of keys is empty, so that the first cut is the given one, of all ids.
-    start = (jnp.int32(0), cut, cut + 1, everyone, everyone, jnp.int32(0))
-    count: jax.Array = lax.while_loop(lambda state: state[-1] == 0, again, start)[0]
-    return count
+    def unfit(state: Any) -> Any:
+        return (state[0] < k) | (state[0] > room)
+
+    ids = jnp.int32(0), jnp.int32(where.tiling.vocabulary)
+    start = (jnp.maximum(first, k), cut, largest + 1, *ids)
+    count = lax.while_loop(unfit, again, start)[0]
+    return compat.asarray(jnp.where(first > room, count, first))
 
 
 def _log2(number: int) -> int:

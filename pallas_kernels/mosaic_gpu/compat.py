@@ -142,6 +142,24 @@ def load_run(ref: Any, start: Any, size: int, layout: Any, interpreted: bool) ->
     return load(ref.at[pl.ds(start, size)], layout)
 
 
+def warp_layout() -> Any:
+    """Registers of a flat vector that every warp holds: element i in lane i % 32."""
+    tiling = GPU.Tiling(((32,), (1,)))
+    return GPU.Layout.TILED(tiling, warp_dims=(GPU.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
+
+
+def load_warp(ref: Any, start: Any, size: int, interpreted: bool) -> jax.Array:
+    """`size` elements from `start` of a flat reference, in every warp."""
+    if interpreted:
+        return asarray(ref[pl.ds(start, size)])
+    return load(ref.at[pl.ds(start, size)], warp_layout())
+
+
+def warp_iota(size: int) -> jax.Array:
+    """[size] int32 indices, in every warp."""
+    return iota((size,), 0, warp_layout())
+
+
 def vector_iota(size: int) -> jax.Array:
     """[size] int32 indices, one element a thread at a time."""
     layout = vector_layout()

@@ -10,12 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_gpu import compat, thread
+from pallas_kernels.mosaic_gpu import thread
 from pallas_kernels.mosaic_gpu.keys import NOTHING, middle
 from pallas_kernels.mosaic_gpu.thread import Word, word
-from pallas_kernels.mosaic_gpu.tiling import WARPGROUP
 
 WARPS = 4
 TIES = 16  # counts of ties are in the upper bits of a word, counts of larger keys below
@@ -27,7 +25,7 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array) -> jax.Array:
     keys: [n] int32, more than k of them above `NOTHING`; largest: their maximum.
     """
 
-    def larger_half(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def larger_half(state: Any) -> Any:
         low, high, _ = state
         cut = middle(low, high)
         above = count_not_below(keys, cut)
@@ -35,7 +33,7 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array) -> jax.Array:
         found = jnp.where(enough, above, jnp.int32(0))
         return jnp.where(enough, cut, low), jnp.where(enough, high, cut), found
 
-    def unsure(state: tuple[jax.Array, ...]) -> jax.Array:
+    def unsure(state: Any) -> Any:
         low, high, above = state
         return (middle(low, high) != low) & (above != k)
 
@@ -85,9 +83,7 @@ def choose(
 
 def _choose(mine: list[Word], cut: Word, k: int, chosen_ref: Any, totals_ref: Any) -> None:
     """What a thread does, which holds these keys."""
-    flags = [
-        thread.select(key > cut, 1, thread.select(key == cut, 1 << TIES, 0)) for key in mine
-    ]
+    flags = [thread.select(key > cut, 1, thread.select(key == cut, 1 << TIES, 0)) for key in mine]
     total = flags[0]
     for flag in flags[1:]:
         total = total + flag

@@ -11,12 +11,12 @@ LOWEST_KEY = 0x007FFFFF - 2**31  # of -inf
 FREE_BITS = {"bfloat16": 16, "float16": 13, "float32": 0}
 
 
-def ordered_keys(x: jax.Array) -> jax.Array:
-    """int32 keys in the order of float32 x, with -0.0 equal to 0.0 and NaN lowest."""
+def ordered_keys(x: jax.Array, nan: bool = True) -> jax.Array:
+    """int32 keys in the order of float32 x, with -0.0 equal to 0.0 and NaN, if any, lowest."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     keys = jnp.where(x == 0, 0, keys)
-    return jnp.where(jnp.isnan(x), NOTHING, keys)
+    return jnp.where(jnp.isnan(x), NOTHING, keys) if nan else keys
 
 
 def key_values(keys: jax.Array) -> jax.Array:

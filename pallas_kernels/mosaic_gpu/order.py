@@ -5,11 +5,11 @@ those with its key the ones with a lower id. Each thread counts for its own cand
 waits for another one; then it writes their results where they belong.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat, thread
@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_gpu.tiling import WARPGROUP
 
 AT_ONCE = 4  # candidates that are compared before the loop looks whether it ends
 ROOM = 2 * AT_ONCE  # words behind the candidates
+OWN = 2  # of a thread, compared in one loop: the loops of those that are not there are left out
 
 
 def in_order(
@@ -73,24 +74,34 @@ def _ranked(mine: list[Word], found_ref: Any, count: Word) -> list[tuple[Word, W
     pairs = [_pair(thread.load_aligned(found_ref, place + place, 2)) for place in mine]
     longs = [thread.as_long(key, low) for low, key in pairs]
 
-    def compare(i: Word, ranks: list[Word]) -> list[Word]:
-        for j in range(0, AT_ONCE, 2):
-            four = thread.load_aligned(found_ref, (i + j) + (i + j), 4)
-            for low, key in (_pair(four[:2]), _pair(four[2:])):
-                other = thread.as_long(key, low)
-                ranks = [
-                    rank + thread.select(other > own, 1, 0)
-                    for rank, own in zip(ranks, longs, strict=True)
-                ]
-        return ranks
-
-    ranks = thread.repeat(0, count, AT_ONCE, [word(0) for _ in mine], compare)
+    ranks = _counts(found_ref, count, longs[:OWN])
+    for begin in range(OWN, len(mine), OWN):
+        own = longs[begin : begin + OWN]
+        used = count > begin * WARPGROUP
+        ranks += thread.when_else(
+            used, functools.partial(_counts, found_ref, count, own), [word(0) for _ in own]
+        )
     out = []
     for place, rank, (low, key) in zip(mine, ranks, pairs, strict=True):
         here = place < count
         key, token = thread.select(here, key, LOWEST_KEY), thread.select(here, ~low, -1)
         out.append((thread.select(here, rank, place), key, token))
     return out
+
+
+def _counts(found_ref: Any, count: Word, own: list[Word]) -> list[Word]:
+    """For each of these candidates, how many come before it."""
+
+    def compare(i: Word, ranks: list[Word]) -> list[Word]:
+        for j in range(0, AT_ONCE, 2):
+            four = thread.load_aligned(found_ref, (i + j) + (i + j), 4)
+            for low, key in (_pair(four[:2]), _pair(four[2:])):
+                other = thread.as_long(key, low)
+                before = [thread.select(other > x, 1, 0) for x in own]
+                ranks = [rank + one for rank, one in zip(ranks, before, strict=True)]
+        return ranks
+
+    return thread.repeat(0, count, AT_ONCE, [word(0) for _ in own], compare)
 
 
 def _pair(values: list[Any]) -> tuple[Word, Word]:

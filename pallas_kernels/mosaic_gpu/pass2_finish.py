@@ -30,7 +30,7 @@ from pallas_kernels.mosaic_gpu.select import (
     scratch_types,
     select_top_k,
 )
-from pallas_kernels.mosaic_gpu.targets import Targets, over_temperature
+from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale, over_temperature
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
@@ -118,6 +118,8 @@ class RowToFinish(NamedTuple):
     top: Any  # where its top K start in `out.ids` and `out.values`
     inputs: Inputs
     logits: RowOfLogits
+    token: Any  # the given token, or None
+    temperature: jax.Array | None  # `Targets.temperature`
     out: RowOutputs  # references
     scratch: tuple[Any, ...]  # as `Scratch`
 
@@ -137,7 +139,10 @@ def _finish_rows_kernel(
     interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
+    # What needs no other number is loaded first, so that it all comes from memory at once.
     logits_row = inputs.targets.row(target)
+    temperature = inputs.targets.temperature(target)
+    token = None if inputs.token_ids is None else inputs.token_ids[target]
     wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
     row = RowToFinish(
         tiling,
@@ -150,6 +155,8 @@ def _finish_rows_kernel(
         RowOfLogits(
             inputs.logits, logits_row * tiling.vocabulary, tiling.skew(logits_row), interpreted
         ),
+        token,
+        temperature,
         RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref),
         scratch,
     )
@@ -161,7 +168,7 @@ def _finish_rows_kernel(
             tiling,
             num_targets,
             target,
-            inputs.targets.scale(target),
+            exponents_scale(temperature),
             mode != "greedy",
             interpreted,
         )
@@ -176,20 +183,19 @@ def write_parts(row: RowToFinish, maximum: jax.Array, total: jax.Array, count: j
     write_statistics(row, maximum, total, count)
     if row.k:
         valid = is_valid(maximum, total)
-        pl.when(valid)(lambda: write_top_k(row, lambda logits: logits))
+        pl.when(valid)(lambda: write_top_k(row, maximum, lambda logits: logits))
         pl.when(~valid)(lambda: write_no_top_k(row, jnp.float32(-jnp.inf)))
 
 
 def write_answers(row: RowToFinish, maximum: jax.Array, total: jax.Array, count: jax.Array) -> None:
     """The outputs of a whole row, of an invalid one too."""
     valid = is_valid(maximum, total)
-    temperature = row.inputs.targets.temperature(row.target)
     log_sum = jnp.where(valid, jnp.log(total), jnp.float32(jnp.nan))
 
     def logprobs(x: jax.Array) -> jax.Array:
         scaled = x - maximum
-        if temperature is not None:
-            scaled = over_temperature(scaled, temperature)
+        if row.temperature is not None:
+            scaled = over_temperature(scaled, row.temperature)
         return scaled - log_sum
 
     if row.mode == "given":
@@ -198,7 +204,7 @@ def write_answers(row: RowToFinish, maximum: jax.Array, total: jax.Array, count:
         rank = jnp.where(valid, jnp.int32(1), jnp.int32(0))
     write_statistics(row, maximum, log_sum, rank)
     if num_selected(row.k, row.mode):
-        pl.when(valid)(lambda: write_top_k(row, logprobs))
+        pl.when(valid)(lambda: write_top_k(row, maximum, logprobs))
 
     @pl.when(~valid)
     def _() -> None:
@@ -232,7 +238,7 @@ def write_given_token(
 ) -> jax.Array:
     """Write column 0, the given token and its logprob; returns its token rank."""
     vocabulary = row.tiling.vocabulary
-    token = row.inputs.token_ids[row.target]
+    token = row.token
     known = valid & (token >= 0) & (token < vocabulary)
     place = row.logits.first + jnp.clip(token, 0, vocabulary - 1)
     chosen = row.inputs.logits[place].astype(jnp.float32)
@@ -253,13 +259,13 @@ def write_no_top_k(row: RowToFinish, value: jax.Array) -> None:
     scatter(row.out.values, row.top, ranks, values, row.k, interpreted)
 
 
-def write_top_k(row: RowToFinish, convert: Convert) -> None:
+def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     """Select the top K; write their ids, and what `convert` makes of their logits."""
     groups_start = row.target * row.tiling.padded_groups
     count = num_selected(row.k, row.mode)
     scratch = Scratch(*row.scratch)
     found = select_top_k(
-        row.tiling, count, row.logits, row.inputs.groups, groups_start, scratch
+        row.tiling, count, row.logits, maximum, row.inputs.groups, groups_start, scratch
     )
     values = convert(key_values(found.keys))
     columns = [(row.top, row.k)] if row.k else []

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic_gpu import compat, groups, order
+from pallas_kernels.mosaic_gpu import compat, groups, order, thread
 from pallas_kernels.mosaic_gpu.candidates import Candidates, collect_enough
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.keys import FREE_BITS, LOWEST_KEY, NOTHING, ordered_keys, shortened
@@ -82,17 +82,19 @@ def select_top_k(
     tiling: Tiling,
     k: int,
     row: RowOfLogits,
+    maximum: jax.Array,
     groups_ref: Any,
     groups_start: Any,
     scratch: Scratch,
 ) -> Selected:
     """The row's k largest logits, and which place each has among them.
 
-    The row is valid. groups_ref holds the row's group maxima from groups_start on.
+    The row is valid; its largest logit is `maximum`. groups_ref holds the row's group maxima from
+    groups_start on.
     """
     keys, layout = group_keys(tiling, groups_ref, groups_start, row.interpreted)
     chosen = num_chosen(tiling, k)
-    largest = jnp.max(keys)
+    largest = shortened(key_of_scalar(maximum, row.interpreted), tiling.dtype)
     if k >= tiling.num_groups:
         cut = jnp.int32(NOTHING)
     elif k == 1:
@@ -127,11 +129,26 @@ def group_keys(
     size = tiling.padded_groups
     layout = compat.run_layout(size, jnp.dtype(tiling.dtype).itemsize)
     maxima = compat.load_run(groups_ref, groups_start, size, layout, interpreted)
-    keys = shortened(ordered_keys(maxima.astype(jnp.float32)), tiling.dtype)
+    keys = shortened(ordered_keys(maxima.astype(jnp.float32), nan=False), tiling.dtype)
     if size == tiling.num_groups:
         return keys, layout
     here = compat.iota((size,), 0, layout) < tiling.num_groups
     return jnp.where(here, keys, NOTHING), layout
+
+
+def key_of_scalar(x: jax.Array, interpreted: bool) -> jax.Array:
+    """`ordered_keys` of a number that is not NaN: Pallas has no bitcast of numbers on a GPU."""
+    if interpreted:
+        return ordered_keys(x)
+
+    def body(value: Any) -> Any:
+        bits = thread.bits_of(thread.word(value))
+        key = thread.select(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        return thread.scalar(thread.select(thread.word(value) == 0.0, 0, key))
+
+    kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
+    key: jax.Array = thread.inline(body, (x,), ("scalar",), kind)
+    return key
 
 
 def first_largest(tiling: Tiling, row: RowOfLogits) -> jax.Array:

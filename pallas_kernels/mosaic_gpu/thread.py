@@ -9,13 +9,28 @@ a 32-bit integer, a float or a truth value of each thread.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.experimental.mosaic.gpu as mgpu
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, scf
-from jax._src.lib.mlir.dialects import math as mlir_math
-from jax.experimental.mosaic.gpu import utils
+import jax.experimental.mosaic.gpu as mosaic_gpu
+from jax._src.lib.mlir.dialects import gpu as mlir_gpu
+from jax._src.lib.mlir.dialects import llvm as mlir_llvm
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
+from jax.extend.mlir import ir as mlir_ir
+from jax.extend.mlir.dialects import arith as mlir_arith
+from jax.extend.mlir.dialects import math as mlir_math
+from jax.extend.mlir.dialects import memref as mlir_memref
+from jax.extend.mlir.dialects import scf as mlir_scf
 
 from pallas_kernels.mosaic_gpu.compat import GPU
+
+# Untyped: what their stubs say does not hold for what jax makes of them.
+mgpu: Any = mosaic_gpu
+utils: Any = mosaic_utils
+ir: Any = mlir_ir
+arith: Any = mlir_arith
+gpu: Any = mlir_gpu
+llvm: Any = mlir_llvm
+math: Any = mlir_math
+memref: Any = mlir_memref
+scf: Any = mlir_scf
 
 SIGNED = arith.CmpIPredicate
 FLOAT = arith.CmpFPredicate
@@ -144,7 +159,7 @@ def larger(a: Any, b: Any) -> Word:
 
 def lowest_bit(a: Word) -> Word:
     """The number of the lowest bit that is set; 32 for 0."""
-    return Word(mlir_math.cttz(a.value))
+    return Word(math.cttz(a.value))
 
 
 def bits_of(x: Word) -> Word:
@@ -177,14 +192,14 @@ def when(condition: Word, body: Callable[[], None]) -> None:
         scf.yield_([])
 
 
-def when_else(condition: Word, body: Callable[[], Word], otherwise: Word) -> Word:
-    """What the body returns in threads where the condition holds, elsewhere the other value."""
-    branch = scf.IfOp(condition.value, [otherwise.value.type], has_else=True)
+def when_else(condition: Word, body: Callable[[], list[Word]], otherwise: list[Word]) -> list[Word]:
+    """What the body returns in threads where the condition holds, elsewhere the other values."""
+    branch = scf.IfOp(condition.value, [x.value.type for x in otherwise], has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        scf.yield_([body().value])
+        scf.yield_([x.value for x in body()])
     with ir.InsertionPoint(branch.else_block):
-        scf.yield_([otherwise.value])
-    return Word(branch.results[0])
+        scf.yield_([x.value for x in otherwise])
+    return [Word(x) for x in branch.results]
 
 
 def repeat(begin: Any, end: Any, step: int, carry: Sequence[Word], body: Any) -> list[Word]:
@@ -237,6 +252,17 @@ def load_aligned(ref: Any, index: Any, count: int) -> list[Any]:
     return [llvm.extractelement(found, word(i).value) for i in range(count)]
 
 
+def load_floats(ref: Any, index: Any, count: int) -> list[Word]:
+    """`count` elements of 16 bytes from an index that is a multiple of count, as float32."""
+    element = ir.MemRefType(ref.type).element_type
+    if not isinstance(element, ir.BF16Type):
+        return [as_float32(x) for x in load_aligned(ref, index, count)]
+    # A bfloat16 is the upper half of its float32: one instruction each, from 32-bit words.
+    found = llvm.load(ir.VectorType.get((count // 2,), i32()), _place(ref, index, element))
+    both = [Word(llvm.extractelement(found, word(i).value)) for i in range(count // 2)]
+    return [float_of(half) for x in both for half in (x << 16, x & -65536)]
+
+
 def add_atomically(ref: Any, index: Any, by: Any) -> Word:
     """Add to an integer in shared memory; its value before."""
     pointer = _place(ref, index, i32())
@@ -283,4 +309,3 @@ def _place(ref: Any, index: Any, element: Any) -> Any:
 
 def _assembled(text: str, constraints: str, operands: Sequence[Any]) -> Word:
     return Word(llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True))
-

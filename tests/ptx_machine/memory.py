@@ -113,7 +113,7 @@ class Buffer:
             self.defined[here] = True if bad is None else ~bad[:, None]
 
     def add(self, offsets: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> np.ndarray:
-        """Atomic additions to 32-bit integers, lane after lane; the integers before. Each [lanes]."""
+        """Atomic additions to 32-bit integers, lane after lane; returns the integers before."""
         if self.accesses is None or self.defined is None:
             raise PtxError(f"{self.name} is an input and is added to")
         index = self._index(offsets, 4, 1)
