@@ -89,7 +89,7 @@ def _vector(where: Candidates, number: Word) -> Vector:
     group = word(thread.load(where.chosen_ref, thread.smaller(place, where.groups - 1)))
     block = group >> _log2(tiling.groups_per_block)
     begin = block * tiling.block - where.skew
-    start = begin  # as `Tiling.block_ids`, and no more of it than a vocabulary needs
+    start = begin  # as `Tiling.group_ids`, and no more of it than a vocabulary needs
     if not tiling.aligned:
         start = thread.larger(start, 0)
     if not tiling.aligned or tiling.vocabulary % tiling.block:
@@ -215,10 +215,7 @@ def _collect_interpreted(where: Candidates, cut: jax.Array, cut_id: jax.Array) -
 
     def group(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         found, count = state
-        number = where.chosen_ref[i]
-        block = number // tiling.groups_per_block
-        start, begin, end = tiling.block_ids(block, where.skew)
-        start += number % tiling.groups_per_block * tiling.group_width
+        start, begin, end = tiling.group_ids(where.chosen_ref[i], where.skew)
         x = where.logits_ref[pl.ds(where.first + start, tiling.group_width)].astype(jnp.float32)
         ids = start + jnp.arange(tiling.group_width, dtype=jnp.int32)
         own = (ids >= begin) & (ids < end)

@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels import oracle
 from pallas_kernels.mosaic_gpu import pass1_rows, pass2_finish, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.transformations import _folded
 
 INF, NAN = np.inf, np.nan
 
@@ -190,6 +191,28 @@ def parts(name: str, tiling: Tiling, k: int) -> Case:
     return Case(name, tiling, k, count, call, check)
 
 
+def vmapped(name: str, tiling: Tiling, k: int) -> Case:
+    """A batch of two calls on an odd vocabulary, folded into rows as `vmap` does it."""
+    x = edge_rows(tiling)[:8].reshape(2, 4, tiling.vocabulary)
+    token_ids = np.arange(8, dtype=np.int32).reshape(2, 4)
+    expected = oracle.topk_logprobs(x.reshape(8, -1), token_ids.reshape(-1), k)
+    arrays = jnp.asarray(x), jnp.asarray(token_ids)
+    nothing = jnp.zeros((4, 0), jnp.int32)
+
+    def one(logits: Any, ids: Any, *rest: Any) -> Any:
+        return run.topk_logprobs(logits, ids, k, *rest, tiling=tiling)
+
+    def check(actual: Any) -> None:
+        oracle.assert_matches(type(actual)(*(y.reshape(8, *y.shape[2:]) for y in actual)), expected)
+
+    batched = (True, True, False, False, False, False)
+
+    def call() -> Any:
+        return _folded(one, 2, batched, *arrays, None, None, None, nothing)
+
+    return Case(name, tiling, k, 8, call, check)
+
+
 def most_logits(name: str, vocabulary: int) -> Case:
     """Almost 2**31 of them, nearly all in memory that is never touched: do indices overflow?"""
     k, count = 5, (2**31 - 1) // vocabulary
@@ -246,6 +269,7 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: fused("fused, odd", Tiling(12_301, f16, 256, 1, 2), 20),
         lambda: fused("fused, no options", Tiling(8195, bf16, 128, 1, 1), 1, False),
         lambda: fused("fused, narrow groups", chosen(64, 9000, 65, f32), 65, False, rows=4),
+        lambda: vmapped("vmapped, odd", Tiling(8195, bf16, 128, 1, 1), 3),
         lambda: parts("shard", Tiling(8704, bf16, 128, 1, 2), 20),
         lambda: parts("shard, odd, K = 0", Tiling(8195, f32, 128, 1, 1), 0),
         # Real vocabularies, cut as in calls of so many rows.

@@ -48,8 +48,8 @@ def hardware(leader: int, garbage: int, direction: str = "none") -> threads.Hard
 # The results of the first three are bit-equal; of the others they stay within the bound.
 EXACT = (
     kernels.Schedule("together", together, hardware=hardware(0, 0xFF)),
-    kernels.Schedule("backward", backward, kernels.BASE + 256, hardware(31, 0x00)),
-    kernels.Schedule("shuffled", shuffled, hardware=hardware(13, 0x7E)),
+    kernels.Schedule("backward", backward, kernels.BASE + 16, hardware(31, 0x00)),
+    kernels.Schedule("shuffled", shuffled, kernels.BASE + 48, hardware=hardware(13, 0x7E)),
 )
 INEXACT = (
     kernels.Schedule("errors up", together, hardware=hardware(0, 0xFF, "up")),
