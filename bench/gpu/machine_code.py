@@ -6,6 +6,7 @@ which scoreboards it waits. (Z. Jia et al., "Dissecting the NVIDIA Volta GPU arc
 microbenchmarking", 2018, section 2.1; the layout is that of Hopper too.)
 """
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Instruction:
     reads: tuple[int, ...]  # scoreboards that are free once its operands have been read
     waits: tuple[int, ...]  # scoreboards that must be free
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The operation with its modifiers, without its predicate."""
         return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]
@@ -47,9 +48,13 @@ class Code:
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
 
-    def names(self, loop: Loop) -> list[str]:
+    def names(self, loop: Loop) -> tuple[str, ...]:
         """The operations in a loop."""
-        return [x.name for x in self.instructions[loop.begin : loop.end]]
+        return self._names[loop.begin : loop.end]
+
+    @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(x.name for x in self.instructions)
 
 
 def parse(listing: str) -> Code:

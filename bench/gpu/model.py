@@ -4,11 +4,11 @@ What it knows: the instructions of each kernel by pipe, the clocks that ptxas ma
 the scoreboards that it makes it wait for, the bytes that are read and written, the programs and how
 many run at once. What it assumes is in `Chip` and `Trips`.
 
-A kernel takes the longest of three times, and its start:
+Programs run in rounds of as many as fit at once. A round takes the longest of three times:
 
-- bytes over the memory's speed;
-- instructions over the speed of the busiest pipe, on the multiprocessor that has the most programs;
-- the chain of a program, alone on its multiprocessor, times the rounds in which programs run.
+- its bytes over the memory's speed;
+- its instructions over the speed of the busiest pipe, on the multiprocessor with most programs;
+- the chain of one program: what ptxas makes it stall, and what it waits for.
 """
 
 from collections import defaultdict
@@ -173,7 +173,6 @@ class Launched:
 
     code: Code
     registers: int
-    shared: int  # bytes
     programs: int
     bytes: float  # read and written by all programs
     trips: Trips
@@ -181,18 +180,13 @@ class Launched:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a kernel, without its start."""
+    """Seconds of a kernel without its start, and what they are made of."""
 
-    memory: float
-    instructions: float  # the busiest pipe's
-    latency: float
-    per_thread: float  # instructions
-    bound: float = 0  # what is left between rounds
-
-    @property
-    def total(self) -> float:
-        """The longest of the three."""
-        return max(self.memory, self.instructions, self.latency)
+    total: float
+    memory: float  # all bytes at the memory's speed
+    instructions: float  # all instructions on the busiest pipe
+    latency: float  # the chain of one program
+    per_thread: float  # instructions that a thread issues
 
 
 def resident(kernel: Launched, chip: Chip) -> int:
@@ -205,14 +199,26 @@ def time(kernel: Launched, chip: Chip) -> Time:
     """The model's time of one kernel."""
     block = structure(kernel.code, kernel.trips)
     issued = counts(kernel.code, block)
-    busiest = max(chip.pipes[name] * number for name, number in issued.items())
-    each = max(busiest, sum(issued.values()))
-    most = -(-kernel.programs // chip.multiprocessors)
+    each = sum(issued.values())
+    busiest = max(each, *(chip.pipes[name] * number for name, number in issued.items()))
+    alone = chain(kernel.code, block, chip) / chip.clock
+
+    def memory(programs: int) -> float:
+        return kernel.bytes * programs / kernel.programs / (chip.bandwidth * chip.efficiency)
+
+    def instructions(programs: int) -> float:
+        return -(-programs // chip.multiprocessors) * busiest / chip.clock
+
+    def together(programs: int) -> float:
+        """Of programs that all run at once."""
+        return max(memory(programs), instructions(programs), alone) if programs else 0.0
+
     at_once = chip.multiprocessors * resident(kernel, chip)
-    rounds = -(-kernel.programs // at_once)
+    rounds, rest = divmod(kernel.programs, at_once)
     return Time(
-        kernel.bytes / (chip.bandwidth * chip.efficiency),
-        most * each / chip.clock,
-        rounds * chain(kernel.code, block, chip) / chip.clock,
-        sum(issued.values()),
+        rounds * together(at_once) + together(rest),
+        memory(kernel.programs),
+        instructions(kernel.programs),
+        alone,
+        each,
     )

@@ -61,7 +61,7 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     lanes[: marked.size] = marked.reshape(-1)
     # A word of a thread: its vectors, 128 threads apart.
     words = lanes.reshape(-1, MARKS // vector, WARPGROUP // 32, 32, vector).sum(axis=(1, 4))
-    return Selection(halvings, int(marked.sum()), float(words.max(axis=2).mean()))
+    return Selection(halvings, int(marked.sum()), float(words.max(axis=2).mean()) if k else 0.0)
 
 
 def of_pass1(tiling: Tiling) -> Trips:
@@ -122,7 +122,7 @@ def turns_of_order(code: Code, loop: Loop, candidates: int) -> float:
     return 0
 
 
-def has(names: list[str], start: str) -> bool:
+def has(names: tuple[str, ...], start: str) -> bool:
     """Whether an operation starts so."""
     return any(name.startswith(start) for name in names)
 

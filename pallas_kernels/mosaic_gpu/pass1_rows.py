@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale
+from pallas_kernels.mosaic_gpu.thread import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 # Running maximum [groups of a block], sums and, if any, counts (each a piece), all float32.
@@ -109,8 +110,8 @@ def _read_rows_kernel(
     program = lax.axis_index("program")
     # What needs no other number is loaded first, so that it all comes from memory at once.
     logits_row = targets.row(target)
-    temperature = targets.temperature(target)
-    chosen = None if chosen_ref is None else compat.asarray(chosen_ref[target])
+    temperature = targets.temperature(target, interpreted)
+    chosen = None if chosen_ref is None else load_at_once(chosen_ref, target, interpreted)
 
     @pl.when(targets.wanted(target, logits_row, num_logits_rows))
     def _() -> None:

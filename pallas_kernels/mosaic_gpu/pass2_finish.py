@@ -31,6 +31,7 @@ from pallas_kernels.mosaic_gpu.select import (
     select_top_k,
 )
 from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale, over_temperature
+from pallas_kernels.mosaic_gpu.thread import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
@@ -141,8 +142,10 @@ def _finish_rows_kernel(
     target = lax.axis_index("row")
     # What needs no other number is loaded first, so that it all comes from memory at once.
     logits_row = inputs.targets.row(target)
-    temperature = inputs.targets.temperature(target)
-    token = None if inputs.token_ids is None else inputs.token_ids[target]
+    temperature = inputs.targets.temperature(target, interpreted)
+    token = None
+    if inputs.token_ids is not None:
+        token = load_at_once(inputs.token_ids, target, interpreted)
     wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
     row = RowToFinish(
         tiling,

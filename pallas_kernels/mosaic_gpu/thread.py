@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mosaic_gpu
+import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import gpu as mlir_gpu
 from jax._src.lib.mlir.dialects import llvm as mlir_llvm
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -267,6 +268,28 @@ def add_atomically(ref: Any, index: Any, by: Any) -> Word:
     """Add to an integer in shared memory; its value before."""
     pointer = _place(ref, index, i32())
     return _assembled("atom.shared.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, word(by).value])
+
+
+def load_at_once(ref: Any, index: Any, interpreted: bool) -> Any:
+    """A number of 32 bits in global memory, in a Pallas kernel, loaded where the kernel says so.
+
+    Other loads the compilers move to where their results are used: behind a branch that waits for
+    another load. A relaxed load of the memory model stays where it is.
+    """
+    if interpreted:
+        return ref[index]
+    dtype = jnp.dtype(ref.dtype)
+    integer = dtype == jnp.int32
+
+    def body(here: Any, at: Any) -> Any:
+        kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
+        place = _place(here, word(at), kind)
+        text = "ld.relaxed.gpu.global.b32 $0, [$1];"
+        found = llvm.inline_asm(kind, [place], text, f"={letter},l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True if integer else None)
+
+    kind = result((), dtype, GPU.Layout.WG_SPLAT)
+    return inline(body, (ref, index), (None, "scalar"), kind)
 
 
 def from_lane_below(x: Word, distance: int) -> Word:

@@ -21,7 +21,8 @@ from tests.ptx_machine.parser import (
 )
 from tests.ptx_machine.threads import SHARED_BASE, Threads
 
-ACCESS = re.compile(r"(ld|st)(\.global|\.shared)?(?:\.v(2|4))?\.(b16|b32|b64)$")
+ACCESS = re.compile(r"(ld|st)(?:\.relaxed\.gpu)?(\.global|\.shared)?(?:\.v(2|4))?\.(b16|b32|b64)$")
+PAIR = re.compile(r"setp\.(\w+)\.(b?f16)x2$")
 LETTERS = {"b16": "h", "b32": "w", "b64": "d"}
 REGION = 36  # an address: the buffer's number from this bit on, then its base and an offset
 ALL_LANES = 0xFFFFFFFF
@@ -81,6 +82,8 @@ def _transfer(threads: Threads, instruction: Instruction) -> Callable[[], None]:
         return _atomic_addition(threads, operands)
     if opcode == "elect.sync":
         return _elect(threads, operands)
+    if found := PAIR.match(opcode):
+        return _paired_comparison(threads, *found.groups(), operands)
     if found := ACCESS.match(opcode):
         kind, space, count, width = found.groups()
         letter, number = LETTERS[width], int(count or 1)
@@ -194,6 +197,32 @@ def _redux(threads: Threads, kind: str, operands: tuple[Operand, ...]) -> Callab
         threads.write(to, np.repeat(reduce(whole, axis=1), 32).view(np.uint32), "w", bits)
 
     return redux
+
+
+def _paired_comparison(
+    threads: Threads, name: str, kind: str, operands: tuple[Operand, ...]
+) -> Callable[[], None]:
+    """A predicate for each half of two words: the lower one first."""
+    both, *sources = operands
+    opcode = f"setp.{name}.{kind}"
+    if not isinstance(both, Vector) or len(both.items) != 2 or opcode not in OPERATIONS:
+        raise PtxError("two results of a known comparison wanted")
+    flags = [threads.destination(x, "p") for x in both.items]
+    gets = [threads.source(x, "w") for x in sources]
+    function = OPERATIONS[opcode].function
+
+    def compare() -> None:
+        for half, flag in enumerate(flags):
+            by = np.uint32(16 * half)
+            values = [(get() >> by).astype(np.uint16) for get in gets]
+            some = np.zeros(threads.lanes, bool)
+            for x in sources:
+                bits = threads.undefined_bits(x)
+                if bits is not None:
+                    some = some | ((bits >> by).astype(np.uint16) != 0)
+            threads.write(flag, function(*values), "p", some if some.any() else None)
+
+    return compare
 
 
 def _atomic_addition(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None]:
