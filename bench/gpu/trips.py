@@ -14,6 +14,7 @@ import numpy as np
 from bench.gpu.machine_code import Code, Loop
 from bench.gpu.model import Trips
 from pallas_kernels.mosaic_gpu.order import AT_ONCE, OWN
+from pallas_kernels.mosaic_gpu.select import capacity
 from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 SPREAD = 4.0  # the logits' standard deviation; no count depends on it, but for rounding
@@ -26,7 +27,10 @@ FREE_BITS = {"float32": 0, "float16": 13, "bfloat16": 16}
 class Selection:
     """What pass 2 does for one row."""
 
-    halvings: int
+    halvings: int  # of the range of group maxima
+    again: (
+        int  # further looks at the groups, where more candidates are found than there is room for
+    )
     candidates: int
     marks: float  # of the lane that has most, a word of a warp; over all words
 
@@ -52,16 +56,29 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     if k == 1:
         low = int(keys.max())
     chosen = np.argsort(-keys, kind="stable")[:k]
-    again = rows[chosen]
-    bits = again.view(np.int32).astype(np.int64)
-    marked = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> FREE_BITS[dtype] >= low
+    bits = rows[chosen].view(np.int32).astype(np.int64)
+    found = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> FREE_BITS[dtype]
+    if k >= groups:
+        low = int(found[padded.reshape(groups, width)[chosen] > -np.inf].min())
+    high, again = int(keys.max()) + 1, 0
+    count = int((found >= low).sum())
+    while k and (count > capacity(k) or (again and count < k)):
+        middle = (low + high) // 2
+        if middle == low:
+            break  # ties: their ids are halved from here on
+        count = int((found >= middle).sum())
+        low, high = (low, middle) if count < k else (middle, high)
+        again += 1
+    marked = found >= low
     vector = 16 // np.dtype(DTYPES[dtype]).itemsize
     size = WARPGROUP * MARKS
     lanes = np.zeros(-(-marked.size // size) * size, bool)
     lanes[: marked.size] = marked.reshape(-1)
     # A word of a thread: its vectors, 128 threads apart.
     words = lanes.reshape(-1, MARKS // vector, WARPGROUP // 32, 32, vector).sum(axis=(1, 4))
-    return Selection(halvings, int(marked.sum()), float(words.max(axis=2).mean()) if k else 0.0)
+    return Selection(
+        halvings, again, int(marked.sum()), float(words.max(axis=2).mean()) if k else 0.0
+    )
 
 
 def of_pass1(tiling: Tiling) -> Trips:
@@ -84,7 +101,7 @@ def of_pass2(tiling: Tiling, k: int) -> Trips:
         names = code.names(loop)
         if has(names, "ATOM"):
             if has(names, "BAR"):
-                return 0  # candidates fit at once
+                return found.again
             inner = any(_inside(x, loop) and has(code.names(x), "ATOM") for x in code.loops)
             return chunks if inner else found.marks
         if has(names, "BAR"):
