@@ -75,8 +75,16 @@ def edge_rows(tiling: Tiling) -> np.ndarray:
     return np.stack(rows).astype(jnp.dtype(tiling.dtype))
 
 
+TEMPERATURES = (0, 0.7, 1, 0.013, 30)
+
+
 def separate(
-    name: str, tiling: Tiling, k: int, options: bool = True, rows: int | None = None
+    name: str,
+    tiling: Tiling,
+    k: int,
+    options: bool = True,
+    rows: int | None = None,
+    temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> Case:
     """A call with all options (row_ids, skipped rows, temperatures, extra ids) or with none."""
     x = edge_rows(tiling)[:rows]
@@ -90,7 +98,7 @@ def separate(
         given = {
             "row_ids": row_ids,
             "num_rows": np.int32(len(row_ids) - 1),
-            "temperatures": rng.choice([0, 0.7, 1, 0.013, 30], len(row_ids)).astype(np.float32),
+            "temperatures": rng.choice(temperatures, len(row_ids)).astype(np.float32),
             "extra_token_ids": rng.integers(-1, vocabulary + 1, (len(row_ids), 3), np.int32),
         }
     token_ids = rng.integers(0, vocabulary, len(row_ids), np.int32)
@@ -255,6 +263,9 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: separate("odd, three programs", Tiling(12_291, bf16, 256, 1, 2), 20),
         lambda: separate("odd, narrow groups", Tiling(8195, bf16, 128, 1, 1), 1),
         lambda: separate("split", Tiling(12_290, f32, 256, 1, 2), 20),
+        lambda: separate(
+            "tiny T", Tiling(8192, bf16, 256, 2, 1), 2, rows=few, temperatures=(1e-39,)
+        ),
         lambda: separate("edges only", Tiling(4100, f16, 128, 1, 0), 0),
         lambda: separate("shortest row", Tiling(2048, f32, 128, 1, 1), 65, rows=few),
         lambda: separate("no options", Tiling(8448, f32, 256, 1, 2), 5, False),
