@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.ptx_machine import undefined
-from tests.ptx_machine.arithmetic import BITS, OPERATIONS, TYPES
+from tests.ptx_machine.arithmetic import BITS, OPERATIONS, TYPES, largest
 from tests.ptx_machine.memory import Buffer
 from tests.ptx_machine.parser import (
     SHARED_VARIABLE,
@@ -26,6 +26,12 @@ PAIR = re.compile(r"setp\.(\w+)\.(b?f16)x2$")
 LETTERS = {"b16": "h", "b32": "w", "b64": "d"}
 REGION = 36  # an address: the buffer's number from this bit on, then its base and an offset
 ALL_LANES = 0xFFFFFFFF
+# Of a warp's words [warps, 32]: raw bits in, raw bits out.
+REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "redux.sync.max.s32": lambda x: x.view(np.int32).max(axis=1).view(np.uint32),
+    "redux.sync.add.s32": lambda x: x.sum(axis=1, dtype=np.uint32),
+    "redux.sync.max.NaN.f32": lambda x: functools.reduce(largest("f32"), x.T),
+}
 # They order memory for the asynchronous proxy and for mbarriers; the machine has neither.
 FENCES = ("fence.proxy.async.shared::cta", "fence.mbarrier_init.release.cluster")
 
@@ -76,8 +82,8 @@ def _transfer(threads: Threads, instruction: Instruction) -> Callable[[], None]:
         return _packed_move(threads, operands)
     if opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32", "shfl.sync.up.b32"):
         return _shuffle(threads, opcode.split(".")[2], operands)
-    if opcode in ("redux.sync.max.s32", "redux.sync.add.s32"):
-        return _redux(threads, opcode.split(".")[2], operands)
+    if opcode in REDUCTIONS:
+        return _redux(threads, REDUCTIONS[opcode], operands)
     if opcode == "atom.shared.add.u32":
         return _atomic_addition(threads, operands)
     if opcode == "elect.sync":
@@ -181,20 +187,21 @@ def _shuffle(threads: Threads, kind: str, operands: tuple[Operand, ...]) -> Call
     return shuffle
 
 
-def _redux(threads: Threads, kind: str, operands: tuple[Operand, ...]) -> Callable[[], None]:
+def _redux(
+    threads: Threads, reduce: Callable[..., np.ndarray], operands: tuple[Operand, ...]
+) -> Callable[[], None]:
     to, value, mask = operands
-    reduce = {"max": np.max, "add": functools.partial(np.sum, dtype=np.int32)}[kind]
     to, get = threads.destination(to, "w"), threads.source(value, "w")
     check = _whole_warps(threads, mask)
 
     def redux() -> None:
         check()
-        whole = np.broadcast_to(get(), (threads.lanes,)).reshape(-1, 32).view(np.int32)
+        whole = np.broadcast_to(get(), (threads.lanes,)).reshape(-1, 32)
         bits = threads.undefined_bits(value)
         if bits is not None:
             some = (bits.reshape(-1, 32) != 0).any(axis=1)
             bits = np.repeat(np.where(some, np.uint32(ALL_LANES), np.uint32(0)), 32)
-        threads.write(to, np.repeat(reduce(whole, axis=1), 32).view(np.uint32), "w", bits)
+        threads.write(to, np.repeat(reduce(whole), 32), "w", bits)
 
     return redux
 

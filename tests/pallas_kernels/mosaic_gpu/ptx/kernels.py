@@ -95,8 +95,8 @@ def executed(stand: Stand, modules: tuple[Any, ...] = (pass1_rows, pass2_finish)
 class Compiler:
     """Compiles each kernel once."""
 
-    def __init__(self) -> None:
-        self.device = h100.find()
+    def __init__(self, chip: str = "H100") -> None:
+        self.device = h100.find(chip)
         self.known: dict[Any, Compiled] = {}
 
     def __call__(self, body: Any, options: dict[str, Any], args: Any) -> Compiled:
