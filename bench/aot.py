@@ -1,8 +1,12 @@
 """Compile the GPU kernels for an H100 on a machine without one, and check the compiler's output.
 
-    python -m bench.aot            a table: registers, spills, instructions per logit, temporaries
+    python -m bench.aot            a table: registers, spills, instructions per logit, temporaries,
+                                   and the time by a model (`bench.gpu.model`), in microseconds
     python -m bench.aot --check    the same; exit status 1 if a limit is broken
+    python -m bench.aot --accept   the times of this run are the limits from now on
     python -m bench.aot --gpu      the shapes that are measured on a GPU instead of the varied ones
+    python -m bench.aot --only N   every N-th shape
+    python -m bench.aot --chip B200
     python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
 
 Needs the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheels. No driver.
@@ -12,7 +16,7 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from jax.stages import Lowered
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu import sass
+from bench.gpu import estimates, model, sass
 from bench.report.files import environment
 from pallas_kernels.mosaic_gpu import h100, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
@@ -50,6 +54,13 @@ class Result:
     temporaries: int  # bytes
     sorts: int  # sort and TopK operations in the compiled program
     launches: int  # kernels, XLA's among them
+    estimate: estimates.Estimate
+
+    @property
+    def name(self) -> str:
+        """The path and the shape."""
+        shape = self.shape
+        return f"{self.path} R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}"
 
     @property
     def share(self) -> float:
@@ -62,28 +73,42 @@ def main(arguments: list[str] | None = None) -> int:
     """Compile every shape of the table; exit status 0, or 1 if a checked limit is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
+    parser.add_argument("--accept", action="store_true", help="write the limits of the time")
+    parser.add_argument("--only", type=int, default=1, metavar="N", help="every N-th shape")
+    parser.add_argument("--chip", choices=tuple(h100.CHIPS), default="H100")
     parser.add_argument("--gpu", action="store_true", help="the shapes of the GPU benchmark")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
     options = parser.parse_args(arguments)
-    device = h100.find()
+    device = h100.find(options.chip)
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
     results = [
         measure(path, shape, device, seen, options.sass)
-        for shape in (GPU if options.gpu else AOT)
+        for shape in (GPU if options.gpu else AOT)[:: options.only]
         for path in ("separate", "fused")
     ]
     print_table(results)
     if options.json is not None:
-        rows = [asdict(result) | {"share": round(result.share, 5)} for result in results]
+        rows = [as_json(result) for result in results]
         content = {"environment": environment(), "jax": jax.__version__, "results": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
+    modelled = options.chip == "H100"  # the model's chip
+    if options.accept and modelled:
+        estimates.accept({result.name: result.estimate for result in results})
     broken = [text for result in results for text in broken_limits(result)]
+    if modelled:
+        broken += [text for result in results for text in broken_promises(result)]
+    if modelled and not options.gpu:  # the limits are those of the varied shapes
+        broken += [
+            f"{result.name}: {text}"
+            for result in results
+            for text in estimates.slower(result.name, result.estimate)
+        ]
     if not options.check:
         return 0
     for text in broken:
         print(f"BROKEN {text}")
-    print(f"{len(results)} programs compiled for H100, {len(broken)} limits broken")
+    print(f"{len(results)} programs compiled for {options.chip}, {len(broken)} limits broken")
     return 1 if broken else 0
 
 
@@ -127,6 +152,7 @@ def measure(
         temporaries.temp_size_in_bytes,
         len(SORT.findall(text)),
         count_launches(text),
+        estimates.estimate(shape, width, tiling, kernels, model.Chip()),
     )
 
 
@@ -151,16 +177,17 @@ def count_launches(text: str) -> int:
 
 def per_logit(kernels: tuple[sass.Kernel, ...], tiling: Tiling) -> float | None:
     """The machine instructions of a thread in pass 1's main loop, for each logit it reads there."""
-    loops = [loop for kernel in kernels for loop in kernel.loops if loop.exponentials > 0]
-    if not loops:
+    loops = [kernel.code.names(loop) for kernel in kernels for loop in kernel.code.loops]
+    sizes = [len(names) for names in loops if "MUFU.EX2" in names]
+    if not sizes:
         return None
     logits_per_thread = tiling.block * tiling.blocks_per_step / 128
-    return max(loop.instructions for loop in loops) / logits_per_thread
+    return max(sizes) / logits_per_thread
 
 
 def broken_limits(result: Result) -> list[str]:
     """A sentence for each limit that is broken."""
-    name = f"{result.path} {result.shape}"
+    name = result.name
     out = []
     for kernel in result.kernels:
         if kernel.spills:
@@ -180,12 +207,31 @@ def broken_limits(result: Result) -> list[str]:
     return out
 
 
+def broken_promises(result: Result) -> list[str]:
+    """A sentence for each promise of the model that a separate call does not keep."""
+    if result.path != "separate":
+        return []
+    texts = estimates.missed(result.shape, result.estimate, model.Chip())
+    return [f"{result.name}: {text}" for text in texts]
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The figures without the code."""
+    kernels = [
+        {"name": x.name, "registers": x.registers, "spills": x.spills} for x in result.kernels
+    ]
+    plain = {field.name: getattr(result, field.name) for field in fields(result)}
+    plain |= {name: asdict(plain[name]) for name in ("shape", "tiling", "estimate")}
+    return plain | {"kernels": kernels, "share": round(result.share, 5)}
+
+
 def print_table(results: list[Result]) -> None:
     """Print a line for each compiled program."""
-    table = Table(title=f"Compiled for H100 with jax {jax.__version__}", title_justify="left")
+    title = f"Compiled with jax {jax.__version__}. Microseconds: a model's, not measured"
+    table = Table(title=title, title_justify="left")
     for column in ("path", "R", "V", "K", "dtype", "group", "blocks", "splits"):
         table.add_column(column)
-    for column in ("registers", "spills", "instr / logit", "temporaries", "launches"):
+    for column in ("registers", "spills", "instr / logit", "temporaries", "launches", "us"):
         table.add_column(column, justify="right")
     for r in results:
         table.add_row(
@@ -197,8 +243,9 @@ def print_table(results: list[Result]) -> None:
             "no loop" if r.per_logit is None else f"{r.per_logit:.2f}",
             f"{r.share:.2%}",
             str(r.launches),
+            f"{r.estimate.pass1.total * 1e6:.1f} + {r.estimate.pass2.total * 1e6:.1f}",
         )
-    Console(width=130).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

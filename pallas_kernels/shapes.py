@@ -69,4 +69,10 @@ AOT = (
     Shape(4, 50_257, 128, "float32"),
     Shape(1, 32_000, 128, "float16"),
     Shape(2048, 262_144, 5, "float16"),
+    # What the model of the time holds promises for, and a K above that of any server.
+    *(Shape(1536, 131_072, 128, dtype) for dtype in ("bfloat16", "float32")),
+    *(Shape(256, 131_072, 20, dtype) for dtype in ("bfloat16", "float32")),
+    *(Shape(64, 131_072, k, "float32") for k in (20, 256, 512)),
+    *(Shape(rows, 131_072, 20, "bfloat16") for rows in (528, 560)),
+    Shape(64, 131_072, 512, "bfloat16"),
 )

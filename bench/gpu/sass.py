@@ -1,4 +1,4 @@
-"""The reports of ptxas and nvdisasm on a kernel: registers, spills, loops. Needs no GPU, no jax."""
+"""The reports of ptxas and nvdisasm on a kernel: registers, spills, code. Needs no GPU, no jax."""
 
 import re
 import shutil
@@ -9,18 +9,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-LABEL = re.compile(r"^(\.L_x_\d+):")
-INSTRUCTION = re.compile(r"^/\*[0-9a-f]{4,}\*/\s+(.*?);")
-BRANCH = re.compile(r"\bBRA\b.*?(\.L_x_\d+)")
+from bench.gpu import machine_code
 
-
-@dataclass(frozen=True)
-class Loop:
-    """A backward branch, and the instructions between it and its target."""
-
-    instructions: int
-    exponentials: int
-    global_loads: int
+TARGET = re.compile(r"^\.target (sm_\w+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -30,49 +21,27 @@ class Kernel:
     name: str
     registers: int
     spills: int  # bytes
-    loops: tuple[Loop, ...]
+    code: machine_code.Code
 
 
 def read(ptx: Path, keep: Path | None = None) -> Kernel:
-    """Assemble one PTX file for sm_90a; the folder `keep` gets the PTX and the machine code."""
+    """Assemble one PTX file for its target; the folder `keep` gets the PTX and the machine code."""
+    target = TARGET.search(ptx.read_text())
+    if target is None:
+        raise ValueError(f"{ptx} names no target")
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory) / "kernel.cubin"
-        command = [tool("ptxas"), "-arch=sm_90a", "-O3", "-v", str(ptx), "-o", str(cubin)]
+        command = [tool("ptxas"), f"-arch={target[1]}", "-O3", "-v", str(ptx), "-o", str(cubin)]
         notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        listing = subprocess.run(
-            [tool("nvdisasm"), "-c", str(cubin)], capture_output=True, text=True, check=True
-        ).stdout
+        command = [tool("nvdisasm"), "-c", "-hex", str(cubin)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         shutil.copy(ptx, keep)
         (keep / ptx.with_suffix(".sass").name).write_text(listing)
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", notes))
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", notes))
-    return Kernel(ptx.stem, registers, spills, loops(listing))
-
-
-def loops(listing: str) -> tuple[Loop, ...]:
-    """The loops of a disassembly, inner ones and outer ones."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    found = []
-    for line in map(str.strip, listing.splitlines()):
-        if label := LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif instruction := INSTRUCTION.match(line):
-            code.append(instruction[1])
-            target = BRANCH.search(instruction[1])
-            # A branch to itself is padding behind the last instruction.
-            if target and labels.get(target[1], len(code)) < len(code) - 1:
-                body = code[labels[target[1]] :]
-                found.append(
-                    Loop(
-                        len(body),
-                        sum("MUFU.EX2" in text for text in body),
-                        sum(text.startswith("LD.") or "LDG" in text for text in body),
-                    )
-                )
-    return tuple(found)
+    return Kernel(ptx.stem, registers, spills, machine_code.parse(listing))
 
 
 def tool(name: str) -> str:

@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
+from pallas_kernels.mosaic_gpu.tiling import Tiling
+
+FEW = 2  # programs: every thread combines their results by itself
+WARP = 32
 
 
 def is_valid(maximum: jax.Array, total: jax.Array) -> jax.Array:
@@ -24,27 +27,45 @@ def combine(
     counted: bool,
     interpreted: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A row's maximum and sum of exponentials, float32, and its count of larger logits, int32."""
+    """A row's maximum and sum of exponentials, float32, and its count of larger logits, int32.
 
-    def load(part: int) -> list[tuple[jax.Array, jax.Array]]:
-        """The numbers of all programs, a warpgroup at a time, and which of its threads have one."""
-        begin = (part * num_targets + target) * tiling.programs
-        found = []
-        for offset in range(0, tiling.programs, WARPGROUP):
-            x = compat.load_vector(partials_ref, begin + offset, WARPGROUP, interpreted)
-            found.append((x, compat.vector_iota(WARPGROUP) < tiling.programs - offset))
-        return found
+    Every warp does it, so that no thread waits for another warp.
+    """
+    programs = tiling.programs
+
+    def load(part: int) -> list[jax.Array]:
+        """The numbers of all programs: one by one, or a warp at a time."""
+        begin = (part * num_targets + target) * programs
+        if programs <= FEW:
+            return [compat.asarray(partials_ref[begin + i]) for i in range(programs)]
+        offsets = range(0, programs, WARP)
+        return [compat.load_warp(partials_ref, begin + i, WARP, interpreted) for i in offsets]
+
+    def masked(values: list[jax.Array], nothing: float) -> list[jax.Array]:
+        """`nothing` where a vector goes beyond the last program."""
+        if programs <= FEW:
+            return values
+        return [
+            x
+            if programs - i * WARP >= WARP
+            else jnp.where(compat.warp_iota(WARP) < programs - i * WARP, x, jnp.float32(nothing))
+            for i, x in enumerate(values)
+        ]
+
+    def over_lanes(reduce: Any, value: jax.Array) -> jax.Array:
+        return value if programs <= FEW else reduce(value)
 
     maxima, sums = load(0), load(1)
-    lowest = [jnp.where(mine, x, jnp.float32(-jnp.inf)) for x, mine in maxima]
-    maximum = jnp.max(functools.reduce(jnp.maximum, lowest))
+    counts = load(2) if counted else []  # loaded with the others
+    lowest = functools.reduce(jnp.maximum, masked(maxima, -jnp.inf))
+    maximum = over_lanes(jnp.max, lowest)
     terms = []
-    for (x, mine), (total, _) in zip(maxima, sums, strict=True):
+    for x, total in zip(maxima, sums, strict=True):
         term = total * jnp.exp2((x - maximum) * scale)
         # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
-        terms.append(jnp.where(mine & (x != -jnp.inf), term, jnp.float32(0)))
-    total = jnp.sum(functools.reduce(jnp.add, terms))
+        terms.append(jnp.where(x != -jnp.inf, term, jnp.float32(0)))
+    total = over_lanes(jnp.sum, functools.reduce(jnp.add, masked(terms, 0)))
     if not counted:
         return maximum, total, jnp.int32(0)
-    found = [jnp.where(mine, x, jnp.float32(0)) for x, mine in load(2)]
-    return maximum, total, jnp.sum(functools.reduce(jnp.add, found)).astype(jnp.int32)
+    count = over_lanes(jnp.sum, functools.reduce(jnp.add, masked(counts, 0)))
+    return maximum, total, count.astype(jnp.int32)

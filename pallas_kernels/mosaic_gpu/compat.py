@@ -2,10 +2,12 @@
 (0.10.2 to 0.12), and between a compiled and an interpreted kernel, in one place.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
@@ -120,6 +122,44 @@ def vector_layout() -> Any:
     return GPU.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
+def run_layout(size: int, itemsize: int) -> Any:
+    """Registers of a flat vector of which each thread holds a run: of 128 * n elements, thread t
+    has those from t * n on. It loads them in vectors of at most 16 bytes.
+    """
+    run = size // 128
+    vector = math.gcd(run, 16 // itemsize)
+    if vector == run:
+        tiling = GPU.Tiling(((128 * run,), (32 * run,), (run,)))
+        return GPU.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = GPU.Tiling(((128 * run,), (32 * run,), (run,), (vector,)))
+    return GPU.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
+
+
+def load_run(ref: Any, start: Any, size: int, layout: Any, interpreted: bool) -> jax.Array:
+    """`size` elements from `start` of a flat reference, a run of them a thread."""
+    if interpreted:
+        return asarray(ref[pl.ds(start, size)])
+    return load(ref.at[pl.ds(start, size)], layout)
+
+
+def warp_layout() -> Any:
+    """Registers of a flat vector that every warp holds: element i in lane i % 32."""
+    tiling = GPU.Tiling(((32,), (1,)))
+    return GPU.Layout.TILED(tiling, warp_dims=(GPU.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
+
+
+def load_warp(ref: Any, start: Any, size: int, interpreted: bool) -> jax.Array:
+    """`size` elements from `start` of a flat reference, in every warp."""
+    if interpreted:
+        return asarray(ref[pl.ds(start, size)])
+    return load(ref.at[pl.ds(start, size)], warp_layout())
+
+
+def warp_iota(size: int) -> jax.Array:
+    """[size] int32 indices, in every warp."""
+    return iota((size,), 0, warp_layout())
+
+
 def vector_iota(size: int) -> jax.Array:
     """[size] int32 indices, one element a thread at a time."""
     layout = vector_layout()
@@ -132,9 +172,9 @@ def full(size: int, value: int) -> jax.Array:
     return cast(jnp.full((size,), value, jnp.int32), layout)
 
 
-def load_shared(ref: Any) -> jax.Array:
-    """A vector from shared memory, one element a thread at a time."""
-    return cast(ref[...], vector_layout())
+def vector_of(size: int, value: jax.Array) -> jax.Array:
+    """[size], all equal to a scalar of the kernel, one element a thread at a time."""
+    return cast(lax.broadcast_in_dim(value, (size,), ()), vector_layout())
 
 
 def races_found() -> bool:

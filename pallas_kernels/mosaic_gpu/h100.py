@@ -13,21 +13,36 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-# What XLA must know about the chip: NVIDIA's data sheet of the H100 SXM, and deviceQuery.
-CHIP = """
-gpu_device_info {
+# What XLA must know about a chip: NVIDIA's data sheets of the H100 SXM and the B200, deviceQuery.
+COMMON = """
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 fpus_per_core: 128
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  shared_memory_per_block_optin: 232448
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
 """
+CHIPS = {
+    "H100": f"""
+gpu_device_info {{ {COMMON}
+  core_count: 132 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "NVIDIA H100 80GB HBM3"
+""",
+    "B200": f"""
+gpu_device_info {{ {COMMON}
+  core_count: 148 memory_bandwidth: 8000000000000 l2_cache_size: 132644864 clock_rate_ghz: 1.965
+  device_memory_size: 191497240576
+  cuda_compute_capability {{ major: 10 feature_extension: ACCELERATED_FEATURES }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "NVIDIA B200"
+""",
+}
 
 
 class H100(NamedTuple):
@@ -50,8 +65,8 @@ class H100(NamedTuple):
         return lowered.compile()
 
 
-def find() -> H100:
-    """The H100, for this process from now on: jax looks for no other GPU.
+def find(chip: str = "H100") -> H100:
+    """The H100, or another of `CHIPS`, for this process from now on: jax looks for no other GPU.
 
     Call it before any array is made. Mosaic GPU is told by environment variables, which are the
     only way, where to write.
@@ -60,6 +75,8 @@ def find() -> H100:
     dump = Path(tempfile.mkdtemp(prefix="h100-kernels-"))
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump)
     os.environ["MOSAIC_GPU_DUMP_HOST_LLVM"] = "1"
-    topology = topologies.get_topology_desc(platform="cuda", target_config=CHIP, topology="1x1x1")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=CHIPS[chip], topology="1x1x1"
+    )
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     return H100(NamedSharding(mesh, PartitionSpec()), dump)  # type: ignore[no-untyped-call]

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.compat import GPU
-from pallas_kernels.mosaic_gpu.targets import Targets
+from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale
+from pallas_kernels.mosaic_gpu.thread import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 # Running maximum [groups of a block], sums and, if any, counts (each a piece), all float32.
@@ -88,7 +89,7 @@ class RowToRead(NamedTuple):
     target: Any  # which target row
     first: Any  # where the row of logits starts
     skew: Any  # `Tiling.skew`
-    scale: jax.Array  # of exponents, `Targets.scale`
+    scale: jax.Array  # of exponents, `exponents_scale`
     selected: Any  # the logit by which others are counted; None: nothing is counted
     interpreted: bool
 
@@ -107,7 +108,10 @@ def _read_rows_kernel(
 ) -> None:
     target = lax.axis_index("row")
     program = lax.axis_index("program")
+    # What needs no other number is loaded first, so that it all comes from memory at once.
     logits_row = targets.row(target)
+    temperature = targets.temperature(target, interpreted)
+    chosen = None if chosen_ref is None else load_at_once(chosen_ref, target, interpreted)
 
     @pl.when(targets.wanted(target, logits_row, num_logits_rows))
     def _() -> None:
@@ -119,8 +123,8 @@ def _read_rows_kernel(
             target,
             first,
             tiling.skew(logits_row),
-            targets.scale(target),
-            selected_logit(tiling, logits_ref, first, chosen_ref, target),
+            exponents_scale(temperature),
+            selected_logit(tiling, logits_ref, first, chosen),
             interpreted,
         )
 
@@ -135,12 +139,11 @@ def _read_rows_kernel(
 
 
 def selected_logit(
-    tiling: Tiling, logits_ref: Any, first: Any, chosen_ref: Any, target: Any
+    tiling: Tiling, logits_ref: Any, first: Any, chosen: jax.Array | None
 ) -> jax.Array | None:
     """The given token's logit in the row that starts at `first`, float32; None without a token."""
-    if chosen_ref is None:
+    if chosen is None:
         return None
-    chosen = compat.asarray(chosen_ref[target])
     if chosen.dtype != jnp.int32:
         return chosen
     token = jnp.clip(chosen, 0, tiling.vocabulary - 1)

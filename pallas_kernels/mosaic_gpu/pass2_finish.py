@@ -20,17 +20,19 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.combine import combine, is_valid
 from pallas_kernels.mosaic_gpu.compat import GPU
+from pallas_kernels.mosaic_gpu.keys import key_values
+from pallas_kernels.mosaic_gpu.order import scatter
 from pallas_kernels.mosaic_gpu.select import (
-    LOWEST_KEY,
     RowOfLogits,
     Scratch,
+    capacity,
     first_largest,
-    key_values,
     scratch_types,
     select_top_k,
 )
-from pallas_kernels.mosaic_gpu.targets import Targets, over_temperature
-from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
+from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale, over_temperature
+from pallas_kernels.mosaic_gpu.thread import load_at_once
+from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
 # and their top K stay logits.
@@ -69,8 +71,6 @@ def finish_rows(
     """The outputs of R target rows; `tiling` as in pass 1, `inputs` as arrays."""
     columns = k + first_column(mode)
     selected = num_selected(k, mode)
-    vector = WARPGROUP  # the top K as a vector of the warpgroup: K is at most 128
-    top_k = [GPU.SMEM((vector,), jnp.int32), GPU.SMEM((vector,), jnp.float32)]
     kernel = GPU.kernel(
         functools.partial(
             _finish_rows_kernel,
@@ -88,7 +88,7 @@ def finish_rows(
             compat.shape((num_targets,), jnp.int32),
             compat.shape((2 * num_targets,), jnp.float32),
         ],
-        scratch_types=[*top_k, *scratch_types(tiling, selected)] if selected else (),
+        scratch_types=scratch_types(tiling, selected) if selected else (),
         grid=(num_targets,),
         grid_names=("row",),
         compiler_params=compat.compiler_params(approx_math=False),
@@ -119,9 +119,9 @@ class RowToFinish(NamedTuple):
     top: Any  # where its top K start in `out.ids` and `out.values`
     inputs: Inputs
     logits: RowOfLogits
+    token: Any  # the given token, or None
+    temperature: jax.Array | None  # `Targets.temperature`
     out: RowOutputs  # references
-    keys_smem: Any  # [128] i32: the top K as ordered integers; None without a top K
-    values_smem: Any  # [128] f32: what becomes of them
     scratch: tuple[Any, ...]  # as `Scratch`
 
 
@@ -131,8 +131,6 @@ def _finish_rows_kernel(
     values_ref: Any,
     ranks_ref: Any,
     statistics_ref: Any,
-    keys_smem: Any = None,  # scratch, as in `RowToFinish`
-    values_smem: Any = None,
     *scratch: Any,
     tiling: Tiling,
     k: int,
@@ -142,7 +140,12 @@ def _finish_rows_kernel(
     interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
+    # What needs no other number is loaded first, so that it all comes from memory at once.
     logits_row = inputs.targets.row(target)
+    temperature = inputs.targets.temperature(target, interpreted)
+    token = None
+    if inputs.token_ids is not None:
+        token = load_at_once(inputs.token_ids, target, interpreted)
     wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
     row = RowToFinish(
         tiling,
@@ -155,9 +158,9 @@ def _finish_rows_kernel(
         RowOfLogits(
             inputs.logits, logits_row * tiling.vocabulary, tiling.skew(logits_row), interpreted
         ),
+        token,
+        temperature,
         RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref),
-        keys_smem,
-        values_smem,
         scratch,
     )
 
@@ -168,7 +171,7 @@ def _finish_rows_kernel(
             tiling,
             num_targets,
             target,
-            inputs.targets.scale(target),
+            exponents_scale(temperature),
             mode != "greedy",
             interpreted,
         )
@@ -183,20 +186,19 @@ def write_parts(row: RowToFinish, maximum: jax.Array, total: jax.Array, count: j
     write_statistics(row, maximum, total, count)
     if row.k:
         valid = is_valid(maximum, total)
-        pl.when(valid)(lambda: write_top_k(row, lambda logits: logits))
+        pl.when(valid)(lambda: write_top_k(row, maximum, lambda logits: logits))
         pl.when(~valid)(lambda: write_no_top_k(row, jnp.float32(-jnp.inf)))
 
 
 def write_answers(row: RowToFinish, maximum: jax.Array, total: jax.Array, count: jax.Array) -> None:
     """The outputs of a whole row, of an invalid one too."""
     valid = is_valid(maximum, total)
-    temperature = row.inputs.targets.temperature(row.target)
     log_sum = jnp.where(valid, jnp.log(total), jnp.float32(jnp.nan))
 
     def logprobs(x: jax.Array) -> jax.Array:
         scaled = x - maximum
-        if temperature is not None:
-            scaled = over_temperature(scaled, temperature)
+        if row.temperature is not None:
+            scaled = over_temperature(scaled, row.temperature)
         return scaled - log_sum
 
     if row.mode == "given":
@@ -205,7 +207,7 @@ def write_answers(row: RowToFinish, maximum: jax.Array, total: jax.Array, count:
         rank = jnp.where(valid, jnp.int32(1), jnp.int32(0))
     write_statistics(row, maximum, log_sum, rank)
     if num_selected(row.k, row.mode):
-        pl.when(valid)(lambda: write_top_k(row, logprobs))
+        pl.when(valid)(lambda: write_top_k(row, maximum, logprobs))
 
     @pl.when(~valid)
     def _() -> None:
@@ -239,7 +241,7 @@ def write_given_token(
 ) -> jax.Array:
     """Write column 0, the given token and its logprob; returns its token rank."""
     vocabulary = row.tiling.vocabulary
-    token = row.inputs.token_ids[row.target]
+    token = row.token
     known = valid & (token >= 0) & (token < vocabulary)
     place = row.logits.first + jnp.clip(token, 0, vocabulary - 1)
     chosen = row.inputs.logits[place].astype(jnp.float32)
@@ -250,44 +252,28 @@ def write_given_token(
 
 def write_no_top_k(row: RowToFinish, value: jax.Array) -> None:
     """Ids of -1 and this value in the row's K columns."""
+    if row.k == 0:
+        return
+    size = capacity(row.k)
+    ranks = compat.vector_iota(size)
+    interpreted = row.logits.interpreted
+    scatter(row.out.ids, row.top, ranks, compat.full(size, -1), row.k, interpreted)
+    values = compat.vector_of(size, value)
+    scatter(row.out.values, row.top, ranks, values, row.k, interpreted)
 
-    def column(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-        row.out.ids[row.top + i] = jnp.int32(-1)
-        row.out.values[row.top + i] = value
-        return carry
 
-    lax.fori_loop(0, row.k, column, ())
-
-
-def write_top_k(row: RowToFinish, convert: Convert) -> None:
+def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     """Select the top K; write their ids, and what `convert` makes of their logits."""
-
-    def write(i: Any, key: jax.Array, token: jax.Array) -> None:
-        row.keys_smem[i] = key
-
-        @pl.when(i < row.k)
-        def _() -> None:
-            row.out.ids[row.top + i] = jnp.where(key > LOWEST_KEY, token, jnp.int32(-1))
-
-        if row.mode == "greedy":
-
-            @pl.when(i == 0)
-            def _() -> None:
-                row.out.ids[row.top - 1] = token
-
     groups_start = row.target * row.tiling.padded_groups
     count = num_selected(row.k, row.mode)
     scratch = Scratch(*row.scratch)
-    select_top_k(row.tiling, count, row.logits, row.inputs.groups, groups_start, scratch, write)
-    # All logits become logprobs at once, and out of the chain of reductions.
-    GPU.commit_smem()
-    row.values_smem[...] = convert(key_values(compat.load_shared(row.keys_smem)))
-    GPU.commit_smem()
+    found = select_top_k(
+        row.tiling, count, row.logits, maximum, row.inputs.groups, groups_start, scratch
+    )
+    values = convert(key_values(found.keys))
+    columns = [(row.top, row.k)] if row.k else []
     if row.mode == "greedy":
-        row.out.values[row.top - 1] = row.values_smem[0]
-
-    def copy(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-        row.out.values[row.top + i] = row.values_smem[i]
-        return carry
-
-    lax.fori_loop(0, row.k, copy, ())
+        columns.append((row.top - 1, 1))  # the greedy choice is the first
+    for start, number in columns:
+        for ref, what in ((row.out.ids, found.ids), (row.out.values, values)):
+            scatter(ref, start, found.ranks, what, number, row.logits.interpreted)

@@ -2,35 +2,28 @@
 
 The warpgroup that serves the row does this:
 
-1. Take the K groups with the largest maxima, ties lowest group. They contain the top K, and since
-   groups are contiguous and in index order, the lowest ids among equal logits too.
-2. Read those groups again (and nothing else of the row) into shared memory, as ordered integers
-   beside their token ids.
-3. Take the largest K times, ties lowest id.
+1. Choose the K groups with the largest maxima, ties lowest group (`groups`). They contain the top
+   K, and since groups are contiguous and in index order, the lowest ids among equal logits too.
+2. Read those groups again, and nothing else of the row, and keep what is not below the smallest of
+   the K maxima: little more than K logits, if few are equal (`candidates`).
+3. Rank each of them by counting those before it (`order`).
 
-Each "take" is a maximum over the warpgroup, then the minimum of the positions that attain it:
-Mosaic GPU has neither sort nor argmax. 16-bit logits leave room in an integer for the group's
-position, so that one maximum does in step 1. The chain of 4 K (3 K) reductions is pass 2's cost.
+No step takes one token after the other: K dependent reductions would be what pass 2 waits for.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu import compat, groups, order, thread
+from pallas_kernels.mosaic_gpu.candidates import Candidates, collect_enough
 from pallas_kernels.mosaic_gpu.compat import GPU
-from pallas_kernels.mosaic_gpu.tiling import Tiling
+from pallas_kernels.mosaic_gpu.keys import FREE_BITS, LOWEST_KEY, NOTHING, ordered_keys, shortened
+from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
-TAKEN = -(2**31)  # the key below all others: NaN, what was taken, what is no logit
 NO_POSITION = 2**31 - 1
-LOWEST_KEY = 0x007FFFFF - 2**31  # of -inf
-MAX_IN_REGISTERS = 8192  # candidates: 64 registers a thread
-GROUPS_AT_ONCE = 8
-FREE_BITS = (1 << 13) - 1  # always equal in float32 values of one sign that were 16-bit logits
 SCAN_WIDTH = 1024
 
 
@@ -51,18 +44,37 @@ class RowOfLogits(NamedTuple):
 class Scratch(NamedTuple):
     """References to shared memory."""
 
-    taken: Any  # [k] i32: the groups taken
-    keys: Any  # [num_candidates] i32: candidates as ordered integers
-    ids: Any  # [num_candidates] i32: their token ids
+    chosen: Any  # [groups] i32: the groups chosen
+    found: Any  # [2 * capacity + order.ROOM] i32: candidates, key and id
+    counts: Any  # [4] i32: counts that threads add up to
+    counter: Any  # [4] i32: how many candidates there are
+
+
+class Selected(NamedTuple):
+    """[capacity] int32 each, in no order; more than K of them."""
+
+    ranks: jax.Array  # a permutation of 0, 1, ...
+    keys: jax.Array  # ordered keys; `LOWEST_KEY` where fewer than K logits are above -inf
+    ids: jax.Array  # token ids; -1 there
+
+
+def capacity(k: int) -> int:
+    """The number of candidates that there is room for: about twice K, in whole warpgroups."""
+    return -(-max(2 * k - 32, 1) // WARPGROUP) * WARPGROUP
+
+
+def num_chosen(tiling: Tiling, k: int) -> int:
+    """How many groups are read again."""
+    return min(k, tiling.num_groups)
 
 
 def scratch_types(tiling: Tiling, k: int) -> list[Any]:
     """The types of `Scratch`, for k >= 1."""
-    candidates = num_candidates(tiling, k)
     return [
-        GPU.SMEM((k,), jnp.int32),
-        GPU.SMEM((candidates,), jnp.int32),
-        GPU.SMEM((candidates,), jnp.int32),
+        GPU.SMEM((num_chosen(tiling, k),), jnp.int32),
+        GPU.SMEM((2 * capacity(k) + order.ROOM,), jnp.int32),
+        GPU.SMEM((4,), jnp.int32),
+        GPU.SMEM((4,), jnp.int32),
     ]
 
 
@@ -70,96 +82,73 @@ def select_top_k(
     tiling: Tiling,
     k: int,
     row: RowOfLogits,
+    maximum: jax.Array,
     groups_ref: Any,
     groups_start: Any,
     scratch: Scratch,
-    write: Callable[[Any, jax.Array, jax.Array], None],
-) -> None:
-    """Call write(i, ordered key, token id) for i from 0 to k - 1, descending, ties lowest id.
+) -> Selected:
+    """The row's k largest logits, and which place each has among them.
 
-    The row is valid. Where fewer than k of its logits are above -inf, the missing ones come as -inf
-    with any id. groups_ref holds the row's group maxima from groups_start on.
+    The row is valid; its largest logit is `maximum`. groups_ref holds the row's group maxima from
+    groups_start on.
     """
-    width = tiling.group_width
-    candidates = num_candidates(tiling, k)
+    keys, layout = group_keys(tiling, groups_ref, groups_start, row.interpreted)
+    chosen = num_chosen(tiling, k)
+    largest = shortened(key_of_scalar(maximum, row.interpreted), tiling.dtype)
+    if k >= tiling.num_groups:
+        cut = jnp.int32(NOTHING)
+    elif k == 1:
+        cut = largest
+    else:
+        cut = groups.nth_largest(keys, k, largest)
+    groups.choose(keys, layout, cut, chosen, scratch.chosen, scratch.counts, row.interpreted)
+    where = Candidates(
+        tiling,
+        row.logits_ref,
+        row.first,
+        row.skew,
+        chosen,
+        scratch.chosen,
+        scratch.found,
+        scratch.counter,
+        capacity(k),
+        row.interpreted,
+    )
+    above_infinity = (LOWEST_KEY >> FREE_BITS[tiling.dtype]) + 1  # what is -inf is no candidate
+    count = collect_enough(where, k, jnp.maximum(cut, above_infinity), largest)
+    return Selected(*order.in_order(scratch.found, count, capacity(k), row.interpreted))
 
-    def take_groups() -> None:
-        padded = tiling.padded_groups
-        group_ids = compat.vector_iota(padded)
-        maxima = compat.load_vector(groups_ref, groups_start, padded, row.interpreted)
-        maxima = maxima.astype(jnp.float32)
 
-        def take_group(i: jax.Array, keys: jax.Array) -> jax.Array:
-            _, group = _take(keys, group_ids)
-            scratch.taken[i] = group
-            return jnp.where(group_ids == group, TAKEN, keys)
+def group_keys(
+    tiling: Tiling, groups_ref: Any, groups_start: Any, interpreted: bool
+) -> tuple[jax.Array, Any]:
+    """[padded_groups] ordered integers of the group maxima, and their layout.
 
-        def take_packed_group(i: jax.Array, packed: jax.Array) -> jax.Array:
-            best = jnp.max(packed)
-            scratch.taken[i] = FREE_BITS - (best & FREE_BITS)
-            return jnp.where(packed == best, TAKEN, packed)
+    Without the bits that carry nothing, and `NOTHING` where there is no group.
+    """
+    size = tiling.padded_groups
+    layout = compat.run_layout(size, jnp.dtype(tiling.dtype).itemsize)
+    maxima = compat.load_run(groups_ref, groups_start, size, layout, interpreted)
+    keys = shortened(ordered_keys(maxima.astype(jnp.float32), nan=False), tiling.dtype)
+    if size == tiling.num_groups:
+        return keys, layout
+    here = compat.iota((size,), 0, layout) < tiling.num_groups
+    return jnp.where(here, keys, NOTHING), layout
 
-        group_keys = jnp.where(group_ids < tiling.num_groups, ordered_keys(maxima), TAKEN)
-        if tiling.dtype != "float32" and padded <= FREE_BITS + 1:
-            packed = (group_keys & ~FREE_BITS) | (FREE_BITS - group_ids)
-            lax.fori_loop(0, k, take_packed_group, packed)
-        else:
-            lax.fori_loop(0, k, take_group, group_keys)
 
-    def read_groups(begin: Any, count: int) -> None:
-        offsets = compat.vector_iota(width)
-        # All loads before the first use, so that they wait for memory together.
-        loaded = []
-        for i in range(count):
-            start = group_start(scratch.taken[begin + i], row.skew, tiling)
-            loaded.append((start + offsets, row.load(start, width)))
-        for i, (ids, x) in enumerate(loaded):
-            here = pl.ds((begin + i) * width, width)
-            scratch.keys[here] = ordered_keys(x)
-            scratch.ids[here] = ids
+def key_of_scalar(x: jax.Array, interpreted: bool) -> jax.Array:
+    """`ordered_keys` of a number that is not NaN: Pallas has no bitcast of numbers on a GPU."""
+    if interpreted:
+        return ordered_keys(x)
 
-    def read_all_groups() -> None:
-        def chunk(i: jax.Array, carry: tuple[()]) -> tuple[()]:
-            read_groups(i * GROUPS_AT_ONCE, GROUPS_AT_ONCE)
-            return carry
+    def body(value: Any) -> Any:
+        bits = thread.bits_of(thread.word(value))
+        key = thread.select(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        return thread.scalar(thread.select(thread.word(value) == 0.0, 0, key))
 
-        whole = k // GROUPS_AT_ONCE
-        lax.fori_loop(0, whole, chunk, ())
-        read_groups(whole * GROUPS_AT_ONCE, k % GROUPS_AT_ONCE)
-        if rest := candidates - k * width:
-            scratch.keys[pl.ds(k * width, rest)] = compat.full(rest, TAKEN)
-            scratch.ids[pl.ds(k * width, rest)] = compat.full(rest, NO_POSITION)
-
-    def take_token(i: jax.Array, keys: jax.Array) -> jax.Array:
-        ids = compat.load_shared(scratch.ids)
-        key, token = _take(keys, ids)
-        write(i, key, token)
-        return jnp.where(ids == token, TAKEN, keys)
-
-    def take_token_in_parts(i: jax.Array, last: jax.Array) -> jax.Array:
-        best: tuple[jax.Array, jax.Array] | None = None
-        for begin in range(0, candidates, MAX_IN_REGISTERS // 2):
-            part = pl.ds(begin, MAX_IN_REGISTERS // 2)
-            ids = compat.load_shared(scratch.ids.at[part])
-            keys = jnp.where(ids == last, TAKEN, compat.load_shared(scratch.keys.at[part]))
-            scratch.keys[part] = keys
-            best = (keys, ids) if best is None else _better(best, (keys, ids))
-        assert best is not None
-        key, token = _take(*best)
-        write(i, key, token)
-        return token
-
-    def take_tokens() -> None:
-        if candidates <= MAX_IN_REGISTERS:
-            lax.fori_loop(0, k, take_token, compat.load_shared(scratch.keys))
-        else:
-            lax.fori_loop(0, k, take_token_in_parts, jnp.int32(-1))
-
-    take_groups()
-    GPU.commit_smem()
-    read_all_groups()
-    GPU.commit_smem()
-    take_tokens()
+    kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
+    key: jax.Array = thread.inline(body, (x,), ("scalar",), kind)
+    return key
 
 
 def first_largest(tiling: Tiling, row: RowOfLogits) -> jax.Array:
@@ -175,53 +164,7 @@ def first_largest(tiling: Tiling, row: RowOfLogits) -> jax.Array:
         ids = jnp.where(larger, start + positions, best_ids)
         return jnp.where(larger, keys, best_keys), ids
 
-    nothing = compat.full(SCAN_WIDTH, TAKEN)
+    nothing = compat.full(SCAN_WIDTH, NOTHING)
     steps = -(-tiling.vocabulary // SCAN_WIDTH)
-    _, token = _take(*lax.fori_loop(0, steps, look, (nothing, positions)))
-    return token
-
-
-def num_candidates(tiling: Tiling, k: int) -> int:
-    """The number of logits in the K groups; where they are read in parts, rounded up to parts."""
-    size = k * tiling.group_width
-    part = MAX_IN_REGISTERS // 2
-    return size if size <= MAX_IN_REGISTERS else -(-size // part) * part
-
-
-def _better(
-    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Element by element, the larger key with its id; of equal keys, the lower id."""
-    take_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
-    return jnp.where(take_b, b[0], a[0]), jnp.where(take_b, b[1], a[1])
-
-
-def _take(keys: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest key and the lowest position that has it."""
-    key = jnp.max(keys)
-    return key, jnp.min(jnp.where(keys == key, positions, NO_POSITION))
-
-
-def group_start(group: jax.Array, skew: Any, tiling: Tiling) -> jax.Array:
-    """The first id of a group as pass 1 read it.
-
-    At a row's edges it may also hold ids of the groups beside it. Read twice, they are still the
-    row's, and taking an id takes both.
-    """
-    start, _, _ = tiling.block_ids(group // tiling.groups_per_block, skew)
-    first: jax.Array = start + group % tiling.groups_per_block * tiling.group_width
-    return first
-
-
-def ordered_keys(x: jax.Array) -> jax.Array:
-    """int32 keys in the order of float32 x, with -0.0 equal to 0.0 and NaN lowest."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    keys = jnp.where(x == 0, 0, keys)
-    return jnp.where(jnp.isnan(x), TAKEN, keys)
-
-
-def key_values(keys: jax.Array) -> jax.Array:
-    """The float32 values of ordered keys."""
-    bits = jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    keys, ids = lax.fori_loop(0, steps, look, (nothing, positions))
+    return jnp.min(jnp.where(keys == jnp.max(keys), ids, NO_POSITION))

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu.compat import asarray
+from pallas_kernels.mosaic_gpu.thread import load_at_once
 
 LOG2_E = 1.4426950408889634
+LARGEST = 3.4028234663852886e38  # float32
 
 
 class Targets(NamedTuple):
@@ -30,21 +32,23 @@ class Targets(NamedTuple):
         inside = (row >= 0) & (row < num_logits_rows)
         return inside if self.num_rows is None else inside & (target < self.num_rows[0])
 
-    def temperature(self, target: Any) -> jax.Array | None:
+    def temperature(self, target: Any, interpreted: bool) -> jax.Array | None:
         """The temperature, in a kernel: NaN if it gives NaN logprobs; None without temperatures."""
         if self.temperatures is None:
             return None
-        t = asarray(self.temperatures[target])
+        t = asarray(load_at_once(self.temperatures, target, interpreted))
         t = jnp.where(t == 0, jnp.float32(1), t)  # 0 means greedy, whose scaled logprobs use 1
         return asarray(jnp.where((t > 0) & (t < jnp.inf), t, jnp.float32(jnp.nan)))
 
-    def scale(self, target: Any) -> jax.Array:
-        """The factor of logit differences in exponents of 2, in a kernel."""
-        temperature = self.temperature(target)
-        if temperature is None:
-            return asarray(jnp.float32(LOG2_E))
-        # Finite in any case: sums of bad temperatures must not make the row look invalid.
-        return LOG2_E / jnp.where(temperature > 0, temperature, jnp.float32(1))
+
+def exponents_scale(temperature: jax.Array | None) -> jax.Array:
+    """The factor of logit differences in exponents of 2, in a kernel; of `Targets.temperature`."""
+    if temperature is None:
+        return asarray(jnp.float32(LOG2_E))
+    # Finite in any case: sums of bad temperatures must not make the row look invalid, nor those of
+    # temperatures below 4e-39, whose reciprocals are infinite.
+    scale = LOG2_E / jnp.where(temperature > 0, temperature, jnp.float32(1))
+    return asarray(jnp.minimum(scale, jnp.float32(LARGEST)))
 
 
 def over_temperature(x: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -31,6 +31,9 @@ MIN_GROUP_WIDTH = 128  # pass 2 reads a group with a warpgroup
 # An H100 has 132 multiprocessors; with up to 128 registers a thread, 4 programs fit on each. So
 # many run at once; a few more would run alone after them.
 PROGRAMS_AT_ONCE = 132 * 4
+# In turns of a full machine, in each of which every program reads a step at the memory's speed. By
+# the model of the time (`bench.gpu.model`): a step of a program that runs alone, and its start.
+STEP_ALONE, START = 0.37, 0.26
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,14 @@ class Tiling:
         start = jnp.clip(begin, 0, self.vocabulary - self.block)
         return start, begin, begin + self.block
 
+    def group_ids(self, group: Any, skew: Any) -> tuple[Any, Any, Any]:
+        """The first id that a group reads, and the first and the last + 1 that may be its own.
+
+        At a row's edges a group also reads ids of the groups beside it.
+        """
+        start, begin, end = self.block_ids(group // self.groups_per_block, skew)
+        return start + group % self.groups_per_block * self.group_width, begin, end
+
     def layout(self, vector: int) -> Any:
         """Registers of a piece: a quarter of its groups a warp, a vector a lane."""
         groups, width = self.piece(vector)
@@ -134,6 +145,26 @@ def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tili
         if num_targets * steps >= PROGRAMS_AT_ONCE:
             break
         blocks_per_step //= 2
-    tiling = Tiling(vocabulary, dtype, group_width, blocks_per_step, 1)
-    splits = min(tiling.num_steps, max(1, PROGRAMS_AT_ONCE // num_targets))
+    steps = Tiling(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
+    splits = choose_splits(num_targets, steps)
     return Tiling(vocabulary, dtype, group_width, blocks_per_step, splits)
+
+
+def choose_splits(num_targets: int, steps: int) -> int:
+    """How many programs share the whole steps of a row, so that no round of programs runs empty.
+
+    The last programs may be few: they run alone, and take as long as their loads do. The more
+    programs, the shorter they are; a program's start costs a little, an empty place too.
+    """
+
+    def cost(splits: int) -> float:
+        programs = num_targets * splits
+        each = -(-steps // splits)
+        last = programs % PROGRAMS_AT_ONCE / PROGRAMS_AT_ONCE
+        alone = max(0.0, STEP_ALONE * each + START - last * each) if last else 0.0
+        empty = 0.1 * each * max(0.0, 1 - programs / PROGRAMS_AT_ONCE)
+        rounds = -(-programs // PROGRAMS_AT_ONCE)
+        return num_targets * steps / PROGRAMS_AT_ONCE + alone + empty + 0.05 * rounds
+
+    fewest = min(steps, max(1, PROGRAMS_AT_ONCE // num_targets))
+    return min(range(fewest, steps + 1), key=cost, default=0)

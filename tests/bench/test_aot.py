@@ -1,23 +1,133 @@
-"""What `bench.aot` reads in machine code."""
+"""What `bench.aot` reads in machine code, and the model of the time: a listing written by hand."""
+
+import dataclasses
+import json
 
 import pytest
 
-from bench.gpu import sass
+from bench.gpu import estimates, machine_code, model, trips
+from pallas_kernels.mosaic_gpu.select import capacity
+from pallas_kernels.mosaic_gpu.tiling import PROGRAMS_AT_ONCE, choose_splits
+from pallas_kernels.shapes import Shape
 
 pytestmark = pytest.mark.fast
 
-LISTING = """
-.L_x_0:
-        /*0100*/                   LD.E.128 R4, desc[UR4][R2.64] ;
-        /*0110*/                   MUFU.EX2 R5, R5 ;
-        /*0120*/              @!P0 BRA `(.L_x_0) ;
-        /*0130*/                   EXIT ;
-.L_x_1:
-        /*0140*/                   BRA `(.L_x_1);
-"""
+NONE = 7  # no scoreboard
+CHIP = model.Chip()
+
+
+def line(address, text, stall=1, sets=NONE, reads=NONE, waits=0):
+    """An instruction as nvdisasm prints it, with its control code."""
+    upper = (waits << 11 | reads << 8 | sets << 5 | stall) << 41
+    lower = f"        /*{address:04x}*/    {text} ;    /* 0x{0:016x} */"
+    return f"{lower}\n        /* 0x{upper:016x} */"
+
+
+LISTING = "\n".join(
+    [
+        line(0x00, "LDG.E R3, desc[UR4][R2.64]", sets=0),
+        line(0x10, "IADD3 R4, R3, 0x1, RZ", stall=5, waits=0b1),
+        ".L_x_0:",
+        line(0x20, "FADD R5, R5, R4", stall=4),
+        line(0x30, "MUFU.EX2 R6, R5", sets=1),
+        line(0x40, "@!P0 FMUL R7, R6, R6", stall=2, waits=0b10),
+        line(0x50, "@P1 BRA `(.L_x_0)", stall=5),
+        line(0x60, "EXIT", stall=5),
+        ".L_x_1:",
+        line(0x70, "BRA `(.L_x_1)"),
+    ]
+)
+CODE = machine_code.parse(LISTING)
+LOOP = machine_code.Loop(2, 6)
+
+
+def launched(code=CODE, programs=132, size=0.0, turns=10.0):
+    return model.Launched(code, 32, programs, size, lambda code, loop: turns)
 
 
 def test_reading_machine_code():
-    """The loop is found; the padding after the end, a branch to itself, is not one."""
-    assert sass.loops(LISTING) == (sass.Loop(3, 1, 1),)
-    assert sass.loops(LISTING.replace("BRA `(.L_x_0)", "NOP")) == ()
+    """Control codes and the loop are read; padding behind the end, a branch to itself, is not."""
+    assert [x.name for x in CODE.instructions] == [
+        "LDG.E", "IADD3", "FADD", "MUFU.EX2", "FMUL", "BRA", "EXIT",
+    ]  # fmt: skip
+    assert CODE.loops == (LOOP,)
+    assert CODE.names(LOOP) == ("FADD", "MUFU.EX2", "FMUL", "BRA")
+    load, add, *_ = CODE.instructions
+    assert (load.stall, load.sets, load.waits) == (1, (0,), ())
+    assert (add.stall, add.sets, add.waits) == (5, (), (0,))
+    assert machine_code.parse(LISTING.replace("@P1 BRA `(.L_x_0)", "NOP")).loops == ()
+
+
+def test_instructions_are_counted_by_pipe():
+    block = model.structure(CODE, lambda code, loop: 10)
+    assert model.counts(CODE, block) == {
+        "memory": 1, "integer": 1, "fma": 20, "special": 10, "other": 11,
+    }  # fmt: skip
+
+
+def test_a_chain_waits_for_what_it_needs():
+    """A load, the addition that waits for it, ten turns of 28 clocks, and the end."""
+    turn = 4 + CHIP.latencies["MUFU"] + 2 + 5
+    expected = CHIP.latencies["LDG"] + 5 + 10 * turn + 5
+    assert model.chain(CODE, model.structure(CODE, lambda *_: 10), CHIP) == expected
+    waits_not = dataclasses.replace(CODE.instructions[1], waits=())
+    freed = machine_code.Code((CODE.instructions[0], waits_not, *CODE.instructions[2:]), CODE.loops)
+    assert model.chain(freed, model.structure(freed, lambda *_: 10), CHIP) < expected
+
+
+def test_a_kernel_takes_the_longest_of_its_three_times():
+    alone = model.time(launched(), CHIP)
+    assert alone.total == alone.latency > alone.instructions > alone.memory == 0
+    bound = model.time(launched(size=3.35e9), CHIP)
+    assert bound.total == bound.memory == pytest.approx(1e-3 / CHIP.efficiency)
+    # Sixteen programs fit on a multiprocessor; one more is a round of its own.
+    full = 132 * 16
+    assert model.resident(launched(), CHIP) == 16
+    more = model.time(launched(programs=full + 1), CHIP).total
+    assert more == model.time(launched(programs=full), CHIP).total + alone.latency
+    assert model.time(launched(turns=20), CHIP).total > alone.total
+
+
+def test_a_slower_kernel_breaks_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(estimates, "LIMITS", tmp_path / "limits.json")
+
+    def of(turns):
+        time = model.time(launched(turns=turns), CHIP)
+        return estimates.Estimate(time, time, 3e-6)
+
+    estimates.accept({"a": of(1000)})
+    assert json.loads(estimates.LIMITS.read_text()) == {"a": round(of(1000).total * 1e6, 1)}
+    assert estimates.slower("a", of(1000)) == []
+    assert estimates.slower("a", of(900)) == []
+    assert "the limit" in estimates.slower("a", of(1100))[0]
+    assert "no limit" in estimates.slower("b", of(1000))[0]
+
+
+def test_promises_are_looked_at():
+    """Negative control: a pass 2 of a thousand instructions a token keeps none of them."""
+    time = model.time(launched(turns=1e6), CHIP)
+    found = estimates.Estimate(time, time, 3e-6)
+    texts = estimates.missed(Shape(1536, 131_072, 20, "bfloat16"), found, CHIP)
+    assert len(texts) == 3
+    assert len(estimates.missed(Shape(64, 131_072, 20, "float32"), found, CHIP)) == 2
+    assert estimates.missed(Shape(64, 131_072, 0, "float32"), found, CHIP) == []
+
+
+def test_what_depends_on_logits_is_counted():
+    one, some, every_group = (trips.selection(8192, "float32", 128, k) for k in (1, 20, 64))
+    assert (one.halvings, one.again, one.candidates) == (0, 0, 1)
+    assert 1 <= some.halvings <= 32
+    assert some.again == 0
+    assert 20 <= some.candidates <= 40
+    # As many groups as tokens: their maxima cut nothing, and the logits are halved instead.
+    assert (every_group.halvings, every_group.again > 0) == (0, True)
+    assert 64 <= every_group.candidates <= capacity(64)
+
+
+@pytest.mark.parametrize("rows", [64, 256, 528, 560, 1536, 2048])
+def test_no_round_of_programs_runs_nearly_empty(rows):
+    """Rounds of whole programs, as if none began before all of a round ended, waste a tenth."""
+    steps = 16
+    splits = choose_splits(rows, steps)
+    rounds = -(-rows * splits // PROGRAMS_AT_ONCE)
+    assert rounds * -(-steps // splits) <= 1.1 * rows * steps / PROGRAMS_AT_ONCE

@@ -272,6 +272,7 @@ def _table() -> dict[str, Operation]:
     ):
         for kind in kinds:
             add(f"{name}.{kind}", _letter(kind), _letter(kind) + "w", shift(name, kind))
+    add("popc.b32", "w", "w", lambda x: np.bitwise_count(x).astype(np.uint32))
     add("bfe.u32", "w", "www", bit_field)
     add("cvt.f32.bf16", "w", "h", lambda x: bits32(floats(x, "bf16")))
     add("cvt.f32.f16", "w", "h", lambda x: bits32(floats(x, "f16")))
@@ -279,6 +280,7 @@ def _table() -> dict[str, Operation]:
     add("cvt.u32.u16", "w", "h", lambda x: x.astype(np.uint32))
     add("cvt.u64.u16", "d", "h", lambda x: x.astype(np.uint64))
     add("cvt.u64.u32", "d", "w", lambda x: x.astype(np.uint64))
+    add("cvt.s64.s32", "d", "w", lambda x: signed(x).astype(np.int64).view(np.uint64))
     add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))
     add("cvt.rn.f32.s32", "w", "w", lambda x: bits32(signed(x).astype(np.float32)))
     add("cvt.rzi.s32.f32", "w", "w", truncated)

@@ -1,12 +1,13 @@
 """The machine's instructions that move data: loads, stores, shuffles, votes, packed moves."""
 
+import functools
 import re
 from collections.abc import Callable
 
 import numpy as np
 
 from tests.ptx_machine import undefined
-from tests.ptx_machine.arithmetic import BITS, OPERATIONS, TYPES
+from tests.ptx_machine.arithmetic import BITS, OPERATIONS, TYPES, largest
 from tests.ptx_machine.memory import Buffer
 from tests.ptx_machine.parser import (
     SHARED_VARIABLE,
@@ -20,10 +21,17 @@ from tests.ptx_machine.parser import (
 )
 from tests.ptx_machine.threads import SHARED_BASE, Threads
 
-ACCESS = re.compile(r"(ld|st)(\.global|\.shared)?(?:\.v(2|4))?\.(b16|b32|b64)$")
+ACCESS = re.compile(r"(ld|st)(?:\.relaxed\.gpu)?(\.global|\.shared)?(?:\.v(2|4))?\.(b16|b32|b64)$")
+PAIR = re.compile(r"setp\.(\w+)\.(b?f16)x2$")
 LETTERS = {"b16": "h", "b32": "w", "b64": "d"}
 REGION = 36  # an address: the buffer's number from this bit on, then its base and an offset
 ALL_LANES = 0xFFFFFFFF
+# Of a warp's words [warps, 32]: raw bits in, raw bits out.
+REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "redux.sync.max.s32": lambda x: x.view(np.int32).max(axis=1).view(np.uint32),
+    "redux.sync.add.s32": lambda x: x.sum(axis=1, dtype=np.uint32),
+    "redux.sync.max.NaN.f32": lambda x: functools.reduce(largest("f32"), x.T),
+}
 # They order memory for the asynchronous proxy and for mbarriers; the machine has neither.
 FENCES = ("fence.proxy.async.shared::cta", "fence.mbarrier_init.release.cluster")
 
@@ -72,12 +80,16 @@ def _transfer(threads: Threads, instruction: Instruction) -> Callable[[], None]:
         return _parameter(threads, operands)
     if opcode == "mov.b32":
         return _packed_move(threads, operands)
-    if opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32"):
+    if opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32", "shfl.sync.up.b32"):
         return _shuffle(threads, opcode.split(".")[2], operands)
-    if opcode == "redux.sync.max.s32":
-        return _redux(threads, operands)
+    if opcode in REDUCTIONS:
+        return _redux(threads, REDUCTIONS[opcode], operands)
+    if opcode == "atom.shared.add.u32":
+        return _atomic_addition(threads, operands)
     if opcode == "elect.sync":
         return _elect(threads, operands)
+    if found := PAIR.match(opcode):
+        return _paired_comparison(threads, *found.groups(), operands)
     if found := ACCESS.match(opcode):
         kind, space, count, width = found.groups()
         letter, number = LETTERS[width], int(count or 1)
@@ -155,10 +167,12 @@ def _whole_warps(threads: Threads, mask: Operand) -> Callable[[], None]:
 
 def _shuffle(threads: Threads, kind: str, operands: tuple[Operand, ...]) -> Callable[[], None]:
     to, value, by, clamp, mask = operands
-    if not isinstance(by, Immediate) or not 0 <= by.value < 32 or clamp != Immediate(31):
+    whole_warp = Immediate(0 if kind == "up" else 31)
+    if not isinstance(by, Immediate) or not 0 <= by.value < 32 or clamp != whole_warp:
         raise PtxError("only shuffles of whole warps by a constant are known to the machine")
     lane = np.arange(32)
-    source = lane ^ by.value if kind == "bfly" else np.full(32, by.value)
+    below = np.where(lane >= by.value, lane - by.value, lane)
+    source = {"bfly": lane ^ by.value, "idx": np.full(32, by.value), "up": below}[kind]
     to, get = threads.destination(to, "w"), threads.source(value, "w")
     check = _whole_warps(threads, mask)
 
@@ -173,21 +187,69 @@ def _shuffle(threads: Threads, kind: str, operands: tuple[Operand, ...]) -> Call
     return shuffle
 
 
-def _redux(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None]:
+def _redux(
+    threads: Threads, reduce: Callable[..., np.ndarray], operands: tuple[Operand, ...]
+) -> Callable[[], None]:
     to, value, mask = operands
     to, get = threads.destination(to, "w"), threads.source(value, "w")
     check = _whole_warps(threads, mask)
 
     def redux() -> None:
         check()
-        whole = np.broadcast_to(get(), (threads.lanes,)).reshape(-1, 32).view(np.int32)
+        whole = np.broadcast_to(get(), (threads.lanes,)).reshape(-1, 32)
         bits = threads.undefined_bits(value)
         if bits is not None:
             some = (bits.reshape(-1, 32) != 0).any(axis=1)
             bits = np.repeat(np.where(some, np.uint32(ALL_LANES), np.uint32(0)), 32)
-        threads.write(to, np.repeat(whole.max(axis=1), 32).view(np.uint32), "w", bits)
+        threads.write(to, np.repeat(reduce(whole), 32), "w", bits)
 
     return redux
+
+
+def _paired_comparison(
+    threads: Threads, name: str, kind: str, operands: tuple[Operand, ...]
+) -> Callable[[], None]:
+    """A predicate for each half of two words: the lower one first."""
+    both, *sources = operands
+    opcode = f"setp.{name}.{kind}"
+    if not isinstance(both, Vector) or len(both.items) != 2 or opcode not in OPERATIONS:
+        raise PtxError("two results of a known comparison wanted")
+    flags = [threads.destination(x, "p") for x in both.items]
+    gets = [threads.source(x, "w") for x in sources]
+    function = OPERATIONS[opcode].function
+
+    def compare() -> None:
+        for half, flag in enumerate(flags):
+            by = np.uint32(16 * half)
+            values = [(get() >> by).astype(np.uint16) for get in gets]
+            some = np.zeros(threads.lanes, bool)
+            for x in sources:
+                bits = threads.undefined_bits(x)
+                if bits is not None:
+                    some = some | ((bits >> by).astype(np.uint16) != 0)
+            threads.write(flag, function(*values), "p", some if some.any() else None)
+
+    return compare
+
+
+def _atomic_addition(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None]:
+    """One lane after the other; which one is first, the hardware chooses."""
+    to, place, value = operands
+    to, get = threads.destination(to, "w"), threads.source(value, "w")
+    address = _addresses(threads, place, True)
+
+    def add() -> None:
+        index = np.roll(np.flatnonzero(threads.active()), threads.hardware.leader)
+        _defined_address(threads, place)
+        if isinstance(value, Register):
+            threads.must_be_defined(value.name, "an atomic addition")
+        by = np.broadcast_to(get(), (threads.lanes,))
+        before = np.zeros(threads.lanes, np.uint32)
+        for buffer, who, offsets in _buffers(threads, address()[index], index, True):
+            before[who] = buffer.add(offsets, by[who], threads.stamps[who])
+        threads.write(to, before, "w")
+
+    return add
 
 
 def _elect(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None]:

@@ -8,6 +8,7 @@ lies between. Threads of two CTAs of one launch have no barrier. A shuffle, a vo
 lanes in a warp orders nothing here: the PTX memory model gives them no such meaning. One exception:
 threads of one CTA that store the same value to one place by the same instruction, as Mosaic GPU
 writes scalars. The value is defined then, and a barrier must still lie before anyone loads it.
+Atomic additions do not race with each other; beside loads and stores they count as stores.
 """
 
 from collections.abc import Callable
@@ -111,6 +112,21 @@ class Buffer:
             bad = undefined[i]
             self.defined[here] = True if bad is None else ~bad[:, None]
 
+    def add(self, offsets: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> np.ndarray:
+        """Atomic additions to 32-bit integers, lane after lane; returns the integers before."""
+        if self.accesses is None or self.defined is None:
+            raise PtxError(f"{self.name} is an input and is added to")
+        index = self._index(offsets, 4, 1)
+        places = _granules(offsets, 4)
+        if not self.defined[places].all():
+            raise PtxError(f"{self._at(offsets, 0)} is added to and was never written")
+        self.accesses.add(places, stamps, offsets)
+        words, before = self._words(4), np.zeros(len(offsets), np.uint32)
+        for lane, (place, value) in enumerate(zip(index, values, strict=True)):
+            before[lane] = words[place]
+            words[place] += value
+        return before
+
     def _words(self, width: int) -> np.ndarray:
         return self.data[: self.data.size // width * width].view(WORDS[width])
 
@@ -131,18 +147,20 @@ class Buffer:
 
 
 class _Accesses:
-    """Per granule the last store and the last load."""
+    """Per granule the last store, the last load and the last atomic addition."""
 
     def __init__(self, granules: int, at: Callable[[np.ndarray, int], str]) -> None:
         self.stored = np.full(granules, NOBODY)
         self.loaded = np.full(granules, NOBODY)
+        self.added = np.full(granules, NOBODY)
         self.at = at  # the name of a lane's offset
 
     def load(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> None:
         mine = stamps[:, None]
-        race = _unordered(self.stored[places], mine)
-        if race.any():
-            raise self._race(race, offsets, "loaded without a barrier after a store")
+        for before, what in ((self.stored, "a store"), (self.added, "an atomic addition")):
+            race = _unordered(before[places], mine)
+            if race.any():
+                raise self._race(race, offsets, f"loaded without a barrier after {what}")
         before = self.loaded[places]
         others = (epoch_of(before) == epoch_of(mine)) & (before != mine)
         elsewhere = (before != NOBODY) & (cta_of(before) != cta_of(mine))
@@ -152,7 +170,8 @@ class _Accesses:
     def store(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> bool:
         """Whether several threads store to one place here."""
         mine = stamps[:, None]
-        for before, what in ((self.loaded, "a load"), (self.stored, "a store")):
+        kinds = ((self.loaded, "a load"), (self.stored, "a store"), (self.added, "an addition"))
+        for before, what in kinds:
             race = _unordered(before[places], mine)
             if race.any():
                 raise self._race(race, offsets, f"stored to without a barrier after {what}")
@@ -161,6 +180,16 @@ class _Accesses:
         if elsewhere.any():
             raise self._race(elsewhere, offsets, "stored to by several CTAs")
         return self._mark(self.stored, places, mine)
+
+    def add(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> None:
+        """Additions of several threads are ordered by themselves, beside loads and stores not."""
+        mine = stamps[:, None]
+        for before, what in ((self.loaded, "a load"), (self.stored, "a store")):
+            race = _unordered(before[places], mine)
+            if race.any():
+                raise self._race(race, offsets, f"added to without a barrier after {what}")
+        # Nobody's own: a load by any thread, the adding one too, needs a barrier.
+        self.added[places] = mine | MANY
 
     def _mark(self, last: np.ndarray, places: np.ndarray, mine: np.ndarray) -> bool:
         """Mark the places to which another lane of this instruction wrote its stamp too."""

@@ -81,7 +81,7 @@ class Program:
 
 # used_bytes_mask: of a load's bytes, which the compiler will use; the machine sees that itself.
 IGNORED = re.compile(
-    r"\.(version \d+\.\d+|target sm_90a|address_size 64|minnctapersm 1|loc\s.*|file\s.*|"
+    r"\.(version \d+\.\d+|target sm_(?:90|100)a|address_size 64|minnctapersm 1|loc\s.*|file\s.*|"
     r"pragma \"used_bytes_mask 0x[0-9a-f]+\";|section\s+\.debug_\w+\s*\{\s*\})$"
 )
 ENTRY = re.compile(r"\.visible \.entry (\w+)\($")

@@ -33,6 +33,8 @@ class Launch:
     grid: tuple[int, int, int]
     shared_bytes: int
     buffers: tuple[Buffer, ...]  # one a parameter of the kernel
+    # Where buffers lie whatever the kernel's parameters promise: whether it relies on that shows.
+    alignment: int = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ class Threads:
                 f"{len(launch.buffers)} buffers for {len(program.parameters)} parameters"
             )
         for buffer, alignment in zip(launch.buffers, program.parameters.values(), strict=True):
-            if buffer.base % alignment:
-                raise PtxError(f"{buffer.name} is not aligned to {alignment} bytes, as promised")
+            promised = min(alignment, launch.alignment)
+            if buffer.base % promised:
+                raise PtxError(f"{buffer.name} is not aligned to {promised} bytes, as promised")
         if launch.shared_bytes % 16 or program.threads % WARP:
             raise PtxError("only whole warps, and shared memory of whole 16 bytes, are known")
         self.never_written = undefined.never_written(program)

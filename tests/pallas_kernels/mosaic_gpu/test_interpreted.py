@@ -1,7 +1,7 @@
 """The GPU kernels' own bodies, interpreted on a CPU with race detection, against the oracle.
 
 Shapes are small, but every path of the kernels is taken: split rows, whole and ragged blocks, rows
-that start between vectors, skipped rows, candidates in registers and in shared memory.
+that start between vectors, skipped rows, more candidates than there is room for.
 """
 
 import jax
@@ -77,20 +77,37 @@ def test_fused_path(k, rows):
     oracle.assert_matches(actual, expected)
 
 
-def test_candidates_in_shared_memory():
-    """A K whose groups do not fit into registers, and which is larger than the number of groups."""
-    tiling = Tiling(2048, "float32", 128, 1, 1)
-    k = 65
-    x = np.round(np.random.default_rng(0).normal(size=(1, 2048)), 2).astype(np.float32)
+def rows_of_ties(vocabulary, dtype):
+    """More logits at the top than there is room for: by keys, by ids, in few groups, at the end."""
+    rng = np.random.default_rng(0)
+    ids = np.arange(vocabulary)
+    coarse = np.round(rng.normal(size=vocabulary) * 2) / 2
+    cluster = np.where((ids >= 1000) & (ids < 1600), 5 + ids / vocabulary, coarse)
+    late = np.where(ids >= vocabulary - 700, 3.0, -np.inf)
+    return np.stack([np.zeros(vocabulary), coarse, cluster, late]).astype(np.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("tiling", "k"),
+    [
+        (Tiling(8450, "bfloat16", 128, 1, 1), 5),
+        (Tiling(2048, "float32", 128, 1, 1), 129),  # a K larger than the number of groups
+        (Tiling(4352, "float16", 128, 1, 1), 300),
+    ],
+)
+def test_more_candidates_than_room(tiling, k):
+    """The cut is raised by halving, first the keys, then the ids among equal ones."""
+    x = rows_of_ties(tiling.vocabulary, tiling.dtype)
+    token_ids = np.array([7, 0, 1100, tiling.vocabulary - 1], np.int32)
 
     def call(x, token_ids, interpret):
-        nothing = jnp.zeros((1, 0), jnp.int32)
+        nothing = jnp.zeros((len(x), 0), jnp.int32)
         return run.topk_logprobs(
             x, token_ids, k, None, None, None, nothing, tiling=tiling, interpret=interpret
         )
 
-    actual = run_without_races(call, x, np.array([7], np.int32))
-    oracle.assert_matches(actual, oracle.topk_logprobs(x, [7], k))
+    actual = run_without_races(call, x, token_ids)
+    oracle.assert_matches(actual, oracle.topk_logprobs(x, token_ids, k))
 
 
 def test_race_detection_can_fail():

@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels import greedy_topk_logprobs, implementations, oracle, shapes, topk_logprobs
 from pallas_kernels.mosaic_gpu import compat, run, select
-from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.mosaic_gpu.tiling import choose_tiling
 from tests.support import quick_compile
 
 SHARED_MEMORY = 227 * 1024  # per program, H100
@@ -42,7 +42,7 @@ def inputs(rows, vocabulary, dtype):
 def test_tilings(vocabulary):
     """In every row every id belongs to one group, and loads of steps are whole and aligned."""
     for rows, k, dtype, row in itertools.product(
-        (1, 4, 64, 256, 2048), (0, 20, 33, 128), ("bfloat16", "float32"), (0, 1, 2, 7, 1001)
+        (1, 4, 64, 560, 2048), (0, 20, 33, 512), ("bfloat16", "float32"), (0, 1, 2, 7, 1001)
     ):
         tiling = choose_tiling(rows, vocabulary, k, dtype)
         assert tiling.splits <= tiling.num_steps
@@ -70,12 +70,16 @@ def test_tilings(vocabulary):
         assert tiling.block % loaded == 0
         assert loaded == 128 * tiling.vector
         for group in (0, tiling.groups_per_block, tiling.num_groups - 1):
-            start = select.group_start(np.int32(group), skew, tiling)
-            block_start, _, _ = tiling.block_ids(group // tiling.groups_per_block, skew)
+            start, begin, end = tiling.group_ids(np.int32(group), skew)
+            block = tiling.block_ids(group // tiling.groups_per_block, skew)
             offset = group % tiling.groups_per_block * tiling.group_width
-            assert start == block_start + offset
+            assert (start, begin, end) == (block[0] + offset, *block[1:])
             assert 0 <= start <= vocabulary - tiling.group_width
-        assert 8 * select.num_candidates(tiling, max(k, 1)) + 4 * k < SHARED_MEMORY
+            if tiling.aligned:
+                assert start % tiling.vector == 0
+        held = select.scratch_types(tiling, max(k, 1))
+        assert sum(4 * math.prod(x.shape) for x in held) < SHARED_MEMORY
+        assert select.capacity(max(k, 1)) >= max(k, 1)
 
 
 LOWERED = [
@@ -84,12 +88,14 @@ LOWERED = [
     (4, 50_257, 128, "float16"),
     (4, 2049, 20, "bfloat16"),
     (2048, 262_144, 0, "bfloat16"),
+    (64, 131_072, 512, "float32"),
 ]
 FAST = {("separate", LOWERED[1]), ("fused", LOWERED[4])}
 # Each path with another shape's programs; `.ci/heavy aot` compiles all of these and more.
 SLOW = {
     *(("fused", shape) for shape in LOWERED[:3]),
-    *(("separate", shape) for shape in LOWERED[3:]),
+    *(("separate", shape) for shape in LOWERED[3:5]),
+    ("fused", LOWERED[5]),
 }
 
 
@@ -163,13 +169,13 @@ def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
         assert max(others, default=1) <= 65_535
 
 
-def test_lowering_can_fail():
-    """Negative control: a tiling whose candidates overflow shared memory does not lower."""
+def test_lowering_can_fail(monkeypatch):
+    """Negative control: room for more candidates than shared memory holds does not lower."""
+    monkeypatch.setattr(select, "capacity", lambda k: 1 << 15)
     given = inputs(4, 131_072, "float32")
-    tiling = Tiling(131_072, "float32", 512, 1, 1)
 
     def separate(logits, token_ids, *rest):
-        return run.topk_logprobs(logits, token_ids, 128, *rest, tiling=tiling)
+        return run.topk_logprobs(logits, token_ids, 128, *rest)
 
     order = ("row_ids", "num_rows", "temperatures", "extra_token_ids")
     with pytest.raises(Exception, match=r"(?i)shared memory|smem"):

@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels import oracle
 from pallas_kernels.mosaic_gpu import pass1_rows, pass2_finish, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.transformations import _folded
 
 INF, NAN = np.inf, np.nan
 
@@ -74,8 +75,16 @@ def edge_rows(tiling: Tiling) -> np.ndarray:
     return np.stack(rows).astype(jnp.dtype(tiling.dtype))
 
 
+TEMPERATURES = (0, 0.7, 1, 0.013, 30)
+
+
 def separate(
-    name: str, tiling: Tiling, k: int, options: bool = True, rows: int | None = None
+    name: str,
+    tiling: Tiling,
+    k: int,
+    options: bool = True,
+    rows: int | None = None,
+    temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> Case:
     """A call with all options (row_ids, skipped rows, temperatures, extra ids) or with none."""
     x = edge_rows(tiling)[:rows]
@@ -89,7 +98,7 @@ def separate(
         given = {
             "row_ids": row_ids,
             "num_rows": np.int32(len(row_ids) - 1),
-            "temperatures": rng.choice([0, 0.7, 1, 0.013, 30], len(row_ids)).astype(np.float32),
+            "temperatures": rng.choice(temperatures, len(row_ids)).astype(np.float32),
             "extra_token_ids": rng.integers(-1, vocabulary + 1, (len(row_ids), 3), np.int32),
         }
     token_ids = rng.integers(0, vocabulary, len(row_ids), np.int32)
@@ -190,6 +199,28 @@ def parts(name: str, tiling: Tiling, k: int) -> Case:
     return Case(name, tiling, k, count, call, check)
 
 
+def vmapped(name: str, tiling: Tiling, k: int) -> Case:
+    """A batch of two calls on an odd vocabulary, folded into rows as `vmap` does it."""
+    x = edge_rows(tiling)[:8].reshape(2, 4, tiling.vocabulary)
+    token_ids = np.arange(8, dtype=np.int32).reshape(2, 4)
+    expected = oracle.topk_logprobs(x.reshape(8, -1), token_ids.reshape(-1), k)
+    arrays = jnp.asarray(x), jnp.asarray(token_ids)
+    nothing = jnp.zeros((4, 0), jnp.int32)
+
+    def one(logits: Any, ids: Any, *rest: Any) -> Any:
+        return run.topk_logprobs(logits, ids, k, *rest, tiling=tiling)
+
+    def check(actual: Any) -> None:
+        oracle.assert_matches(type(actual)(*(y.reshape(8, *y.shape[2:]) for y in actual)), expected)
+
+    batched = (True, True, False, False, False, False)
+
+    def call() -> Any:
+        return _folded(one, 2, batched, *arrays, None, None, None, nothing)
+
+    return Case(name, tiling, k, 8, call, check)
+
+
 def most_logits(name: str, vocabulary: int) -> Case:
     """Almost 2**31 of them, nearly all in memory that is never touched: do indices overflow?"""
     k, count = 5, (2**31 - 1) // vocabulary
@@ -232,17 +263,24 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: separate("odd, three programs", Tiling(12_291, bf16, 256, 1, 2), 20),
         lambda: separate("odd, narrow groups", Tiling(8195, bf16, 128, 1, 1), 1),
         lambda: separate("split", Tiling(12_290, f32, 256, 1, 2), 20),
+        lambda: separate(
+            "tiny T", Tiling(8192, bf16, 256, 2, 1), 2, rows=few, temperatures=(1e-39,)
+        ),
         lambda: separate("edges only", Tiling(4100, f16, 128, 1, 0), 0),
         lambda: separate("shortest row", Tiling(2048, f32, 128, 1, 1), 65, rows=few),
         lambda: separate("no options", Tiling(8448, f32, 256, 1, 2), 5, False),
         lambda: separate("no options, K = 0", Tiling(8449, bf16, 256, 1, 1), 0, False),
-        lambda: separate("most in registers", chosen(64, 9000, 64, f32), 64, rows=few),
-        lambda: separate("in parts", chosen(64, 9001, 128, bf16), 128, rows=4),
+        lambda: separate("narrow groups", chosen(64, 9000, 64, f32), 64, rows=few),
+        lambda: separate("narrow groups, odd", chosen(64, 9001, 128, bf16), 128, rows=4),
+        lambda: separate("K = 129, more than groups", Tiling(8448, f16, 128, 1, 1), 129, rows=few),
+        lambda: separate("K = 300, odd", chosen(64, 50_257, 300, f32), 300, rows=few),
+        lambda: separate("K = 512", chosen(64, 131_072, 512, bf16), 512, rows=few),
         lambda: fused("fused, K = 0", Tiling(4352, bf16, 128, 1, 1), 0),
         lambda: fused("fused", Tiling(8448, f32, 256, 2, 1), 5),
         lambda: fused("fused, odd", Tiling(12_301, f16, 256, 1, 2), 20),
         lambda: fused("fused, no options", Tiling(8195, bf16, 128, 1, 1), 1, False),
-        lambda: fused("fused, in parts", chosen(64, 9000, 65, f32), 65, False, rows=4),
+        lambda: fused("fused, narrow groups", chosen(64, 9000, 65, f32), 65, False, rows=4),
+        lambda: vmapped("vmapped, odd", Tiling(8195, bf16, 128, 1, 1), 3),
         lambda: parts("shard", Tiling(8704, bf16, 128, 1, 2), 20),
         lambda: parts("shard, odd, K = 0", Tiling(8195, f32, 128, 1, 1), 0),
         # Real vocabularies, cut as in calls of so many rows.

@@ -95,8 +95,8 @@ def executed(stand: Stand, modules: tuple[Any, ...] = (pass1_rows, pass2_finish)
 class Compiler:
     """Compiles each kernel once."""
 
-    def __init__(self) -> None:
-        self.device = h100.find()
+    def __init__(self, chip: str = "H100") -> None:
+        self.device = h100.find(chip)
         self.known: dict[Any, Compiled] = {}
 
     def __call__(self, body: Any, options: dict[str, Any], args: Any) -> Compiled:
@@ -179,7 +179,9 @@ def execute(
         out.reshape(-1).view(np.uint8)[:] = schedule.hardware.garbage
         arrays.append(out)
         buffers.append(Buffer(f"output {i}", out, schedule.base, writable=True))
-    launch = threads.Launch(code.grid, code.shared_bytes, tuple(buffers[i] for i in code.buffers))
+    ordered = tuple(buffers[i] for i in code.buffers)
+    # Mosaic promises 256 bytes; of a program's arguments XLA promises 16.
+    launch = threads.Launch(code.grid, code.shared_bytes, ordered, alignment=16)
     batches = schedule.batches(int(np.prod(code.grid)))
     counts = machine.run(compiled.program, launch, batches, schedule.hardware)
     written = [buffer.defined for buffer in buffers[len(inputs) :]]

@@ -1,0 +1,128 @@
+"""What the model of the time says of a compiled call, and the limits that it is held to.
+
+`limits.json` holds the microseconds of every shape, as they were when they were last accepted. A
+change that makes the kernels slower by the model breaks them. `bench.aot --accept` writes new ones.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from bench.gpu import model, trips
+from bench.gpu.sass import Kernel
+from pallas_kernels.mosaic_gpu.tiling import Tiling
+from pallas_kernels.shapes import Shape
+
+LIMITS = Path(__file__).with_name("limits.json")
+SLACK = 1.03  # other versions of ptxas differ by so much without being slower
+TAKE = 60  # instructions of a thread in pass 2 for each of the top K, from K = 20 on
+LATENCY = 12e-6  # of pass 2 at 64 rows and K = 20
+# Pass 2's share of pass 1's time at 1536 rows.
+SHARES = {20: 0.10, 128: 0.60}
+# Rows and largest K -> the share of the memory's own speed that a call reaches, by dtype.
+SPEEDS = {
+    (1536, 20): {"bfloat16": 0.90, "float32": 0.90},
+    (1536, 128): {"bfloat16": 0.60, "float32": 0.60},
+    (256, 20): {"bfloat16": 0.60, "float32": 0.75},
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a call by the model."""
+
+    pass1: model.Time
+    pass2: model.Time
+    launches: float  # until the kernels start
+
+    @property
+    def total(self) -> float:
+        """From the end of what was before to the end of the call."""
+        return self.launches + self.pass1.total + self.pass2.total
+
+
+def estimate(
+    shape: Shape, selected: int, tiling: Tiling, kernels: Sequence[Kernel], chip: model.Chip
+) -> Estimate:
+    """The model's time of a call without extra ids.
+
+    Args:
+      shape: of the call, all of whose rows are wanted.
+      selected: how many tokens pass 2 selects of a row.
+      tiling: as compiled.
+      kernels: pass 1 and pass 2.
+      chip: what it runs on.
+    """
+    size = jnp.dtype(shape.dtype).itemsize
+    groups = tiling.num_groups * size if selected else 0
+    again = min(selected, tiling.num_groups) * tiling.group_width * size
+    results = 12 * tiling.programs
+    first, second = kernels
+    pass1 = model.Launched(
+        first.code,
+        first.registers,
+        shape.rows * tiling.programs,
+        shape.rows * (shape.vocabulary * size + groups + results),
+        trips.of_pass1(tiling),
+    )
+    pass2 = model.Launched(
+        second.code,
+        second.registers,
+        shape.rows,
+        shape.rows * (again + groups + results + 8 * shape.k + 24),
+        trips.of_pass2(tiling, selected),
+    )
+    return Estimate(
+        model.time(pass1, chip), model.time(pass2, chip), chip.launch + chip.next_launch
+    )
+
+
+def speed(shape: Shape, found: Estimate, chip: model.Chip) -> float:
+    """The logits' bytes over the time, as a share of what the memory delivers."""
+    size = shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
+    return size / (chip.bandwidth * chip.efficiency) / found.total
+
+
+def missed(shape: Shape, found: Estimate, chip: model.Chip) -> list[str]:
+    """A sentence for each promise of the model that a call with all options does not keep."""
+    out = []
+    take = found.pass2.per_thread / max(shape.k, 1)
+    if shape.k >= 20 and take > TAKE:
+        out.append(f"pass 2 issues {take:.0f} instructions a token and thread > {TAKE}")
+    if (shape.rows, shape.k) == (64, 20) and found.pass2.latency > LATENCY:
+        out.append(f"pass 2 takes {found.pass2.latency * 1e6:.1f} us > {LATENCY * 1e6:.0f}")
+    if shape.rows == 1536:
+        limit = min((share for k, share in SHARES.items() if shape.k <= k), default=None)
+        share = found.pass2.instructions / found.pass1.total
+        if limit is not None and share > limit:
+            out.append(f"pass 2's instructions take {share:.0%} of pass 1's time > {limit:.0%}")
+    for (rows, most), by_dtype in SPEEDS.items():
+        wanted = by_dtype.get(shape.dtype, 0)
+        if shape.rows != rows or shape.k > most:
+            continue
+        reached = speed(shape, found, chip)
+        if reached < wanted:
+            out.append(f"{reached:.0%} of what the memory delivers < {wanted:.0%}")
+        break
+    return out
+
+
+def slower(name: str, found: Estimate) -> list[str]:
+    """A sentence if a call is slower than its limit, or has none."""
+    limit = json.loads(LIMITS.read_text()).get(name)
+    if limit is None:
+        return ["it has no limit: run `python -m bench.aot --accept`"]
+    microseconds = found.total * 1e6
+    if microseconds <= limit * SLACK:
+        return []
+    return [f"{microseconds:.1f} us by the model > {limit} us, the limit"]
+
+
+def accept(found: dict[str, Estimate]) -> None:
+    """Write the limits of these calls; those of others stay."""
+    limits = json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
+    limits |= {name: round(x.total * 1e6, 1) for name, x in found.items()}
+    LIMITS.write_text(json.dumps(limits, indent=1, sort_keys=True) + "\n")

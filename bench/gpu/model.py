@@ -1,0 +1,224 @@
+"""A model of the GPU kernels' time, from their machine code. It is no measurement.
+
+What it knows: the instructions of each kernel by pipe, the clocks that ptxas makes a warp stall and
+the scoreboards that it makes it wait for, the bytes that are read and written, the programs and how
+many run at once. What it assumes is in `Chip` and `Trips`.
+
+Programs run in rounds of as many as fit at once. A round takes the longest of three times:
+
+- its bytes over the memory's speed;
+- its instructions over the speed of the busiest pipe, on the multiprocessor with most programs;
+- the chain of one program: what ptxas makes it stall, and what it waits for.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from bench.gpu.machine_code import Code, Instruction, Loop
+
+WARPS = 4  # of a program: one on each quarter of a multiprocessor
+
+
+@dataclass(frozen=True)
+class Chip:
+    """An H100 SXM. Throughputs: CUDA C++ Programming Guide, "Arithmetic Instructions", 9.0."""
+
+    multiprocessors: int = 132
+    clock: float = 1.755e9
+    bandwidth: float = 3.35e12
+    efficiency: float = 0.90  # of the bandwidth, as large copies reach
+    registers: int = 65536
+    most_warps: int = 64
+    launch: float = 2.0e-6  # from the end of what was before to a kernel's first instruction
+    next_launch: float = 1.0e-6  # of a kernel that was enqueued behind another one
+    # Clocks of a quarter's pipe for one instruction of a warp.
+    pipes: dict[str, float] = field(
+        default_factory=lambda: {"fma": 1, "integer": 2, "special": 8, "memory": 4, "other": 1}
+    )
+    # Clocks until a result is there. Memory: loads of pass 2 come from the second-level cache for
+    # few rows; the model has them all from memory.
+    latencies: dict[str, int] = field(
+        default_factory=lambda: {
+            "LDG": 650, "LD.": 650, "LDS": 30, "ATOMS": 70, "SHFL": 24, "REDUX": 24, "MUFU": 22,
+            "POPC": 18, "FLO": 18, "S2R": 40, "S2UR": 40, "LDC": 30, "ULDC": 30, "BAR": 30,
+            "F2I": 18, "I2F": 18, "VOTE": 12,
+        }
+    )  # fmt: skip
+    cached: int = 40  # a global load in an inner loop finds what was loaded just before
+
+
+FMA = ("FFMA", "FMUL", "FADD", "HADD2", "HMUL2", "HFMA2", "MOV", "NOP")
+SPECIAL = ("MUFU", "POPC", "FLO", "F2I", "I2F", "F2F", "BREV")
+MEMORY = ("LDG", "LD.", "LDS", "STG", "ST.", "STS", "ATOM", "SHFL", "LDC", "RED.")
+OTHER = ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "WARPSYNC", "S2R", "S2UR", "ELECT", "U", "R2UR")
+
+
+def pipe(instruction: Instruction) -> str:
+    """The pipe that an instruction occupies."""
+    name = instruction.name
+    for kind, names in (("fma", FMA), ("special", SPECIAL), ("memory", MEMORY), ("other", OTHER)):
+        if name.startswith(names):
+            return kind
+    return "integer"  # integers, comparisons, selections, minima; IMAD has their speed
+
+
+Trips = Callable[[Code, Loop], float]  # how often a warp runs through a loop
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions that a warp runs `times` times for each time it runs what is around them."""
+
+    begin: int
+    end: int
+    times: float
+    inner: tuple["Block", ...]
+    depth: int
+
+
+def structure(code: Code, trips: Trips) -> Block:
+    """The kernel as nested loops. Both sides of a branch count, as if it took both."""
+
+    def within(begin: int, end: int, loops: tuple[Loop, ...], depth: int) -> tuple[Block, ...]:
+        inner, place = [], begin
+        while loops:
+            first, *others = loops
+            inside = tuple(x for x in others if x.begin >= first.begin and x.end <= first.end)
+            if first.begin >= place and first.end <= end:
+                times = trips(code, first)
+                children = within(first.begin, first.end, inside, depth + 1)
+                inner.append(Block(first.begin, first.end, times, children, depth + 1))
+                place = first.end
+            loops = tuple(x for x in others if x not in inside)
+        return tuple(inner)
+
+    size = len(code.instructions)
+    return Block(0, size, 1, within(0, size, code.loops, 0), 0)
+
+
+def counts(code: Code, block: Block) -> dict[str, float]:
+    """How many instructions a warp issues, by pipe."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for part, times in _parts(block):
+        if isinstance(part, Block):
+            for name, number in counts(code, part).items():
+                total[name] += number * part.times
+        else:
+            total[pipe(code.instructions[part])] += times
+    return total
+
+
+def _parts(block: Block) -> Iterator[tuple["Block | int", float]]:
+    place = block.begin
+    for inner in block.inner:
+        yield from ((i, 1) for i in range(place, inner.begin))
+        yield inner, 1
+        place = inner.end
+    yield from ((i, 1) for i in range(place, block.end))
+
+
+def chain(code: Code, block: Block, chip: Chip) -> float:
+    """The clocks of a warp that has a quarter for itself: stalls, and waits for scoreboards.
+
+    A loop is walked twice; its other turns take as long as the second one.
+    """
+    busy = [0.0] * 6
+    now = 0.0
+
+    def step(instruction: Instruction, depth: int) -> None:
+        nonlocal now
+        now = max([now, *(busy[i] for i in instruction.waits)])
+        latency = _latency(instruction, depth, chip)
+        for i in instruction.sets:
+            busy[i] = max(busy[i], now + latency)
+        for i in instruction.reads:
+            busy[i] = max(busy[i], now + 12)
+        if instruction.name.startswith("BAR"):
+            now += latency
+        now += max(instruction.stall, 1)
+
+    def walk(part: Block) -> None:
+        nonlocal now
+        for x, _ in _parts(part):
+            if not isinstance(x, Block):
+                step(code.instructions[x], part.depth)
+                continue
+            turns = x.times
+            for _ in range(2):
+                if turns <= 0:
+                    break
+                before = now
+                walk(x)
+                if turns < 1:
+                    now = before + turns * (now - before)
+                turns -= 1
+            if turns > 0:
+                now += turns * (now - before)
+
+    walk(block)
+    return max([now, *busy])
+
+
+def _latency(instruction: Instruction, depth: int, chip: Chip) -> int:
+    name = instruction.name
+    if name.startswith(("LDG", "LD.")) and depth > 2:
+        return chip.cached
+    return next((x for key, x in chip.latencies.items() if name.startswith(key)), 10)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A kernel and how it is launched."""
+
+    code: Code
+    registers: int
+    programs: int
+    bytes: float  # read and written by all programs
+    trips: Trips
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a kernel without its start, and what they are made of."""
+
+    total: float
+    memory: float  # all bytes at the memory's speed
+    instructions: float  # all instructions on the busiest pipe
+    latency: float  # the chain of one program
+    per_thread: float  # instructions that a thread issues
+
+
+def resident(kernel: Launched, chip: Chip) -> int:
+    """How many programs share a multiprocessor."""
+    registers = -(-kernel.registers // 8) * 8 * 32 * WARPS
+    return max(1, min(chip.registers // registers, chip.most_warps // WARPS))
+
+
+def time(kernel: Launched, chip: Chip) -> Time:
+    """The model's time of one kernel."""
+    block = structure(kernel.code, kernel.trips)
+    issued = counts(kernel.code, block)
+    each = sum(issued.values())
+    busiest = max(each, *(chip.pipes[name] * number for name, number in issued.items()))
+    alone = chain(kernel.code, block, chip) / chip.clock
+
+    def memory(programs: int) -> float:
+        return kernel.bytes * programs / kernel.programs / (chip.bandwidth * chip.efficiency)
+
+    def instructions(programs: int) -> float:
+        return -(-programs // chip.multiprocessors) * busiest / chip.clock
+
+    def together(programs: int) -> float:
+        """Of programs that all run at once."""
+        return max(memory(programs), instructions(programs), alone) if programs else 0.0
+
+    at_once = chip.multiprocessors * resident(kernel, chip)
+    rounds, rest = divmod(kernel.programs, at_once)
+    return Time(
+        rounds * together(at_once) + together(rest),
+        memory(kernel.programs),
+        instructions(kernel.programs),
+        alone,
+        each,
+    )
