@@ -7,21 +7,31 @@ import numpy as np
 from jax_specdec.records.batch import FinishReason, RecordBatch, StatisticsSource
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Records
-from jax_specdec.requests import Request
+from jax_specdec.requests import Request, packed
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedRequest:
-    """A request, its progress so far, and the drafts that a prefill worker left for it."""
+    """A request, its progress so far, and the drafts that a prefill worker left for it.
+
+    Attributes:
+      attempts: workers that were lost while they had it.
+    """
 
     request: Request
     progress: Progress = field(default_factory=Progress)
     draft_token_ids: tuple[int, ...] = ()
+    attempts: int = 0
 
     @property
     def begun(self) -> bool:
         """Whether any of the request's tokens were delivered."""
         return bool(self.progress.token_ids)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it may be what ends workers: then it gets one for itself."""
+        return self.attempts > 0
 
     @property
     def for_worker(self) -> Request:
@@ -36,10 +46,10 @@ class QueuedRequest:
         if not emitted:
             return request
         left = request.params.max_tokens - len(emitted)
-        return replace(
-            request,
-            prompt_token_ids=request.prompt_token_ids + emitted,
-            params=replace(request.params, max_tokens=left, prompt_logprobs=None),
+        return Request.from_packed(
+            request.id,
+            request.packed_prompt + packed(emitted),
+            replace(request.params, max_tokens=left, prompt_logprobs=None),
         )
 
 
