@@ -127,17 +127,30 @@ class Request:
         ids = unpacked(prompt)
         if not ids:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
-        request = object.__new__(cls)
-        object.__setattr__(request, "id", id)
-        object.__setattr__(request, "params", params)
-        request._keep(ids, prompt)
-        return request
+        return cls._made(id, ids, prompt, params)
+
+    def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> Self:
+        """The request with tokens behind its prompt that were emitted for it, unchecked."""
+        return self._made(
+            self.id,
+            self.prompt_token_ids + token_ids,
+            self.packed_prompt + packed(token_ids),
+            params,
+        )
 
     @property
     def packed_prompt(self) -> bytes:
         """The prompt's token ids as `packed` makes them."""
         kept: bytes = self.__dict__["_packed"]
         return kept
+
+    @classmethod
+    def _made(cls, id: str, ids: tuple[int, ...], prompt: bytes, params: SamplingParams) -> Self:
+        request = object.__new__(cls)
+        object.__setattr__(request, "id", id)
+        object.__setattr__(request, "params", params)
+        request._keep(ids, prompt)
+        return request
 
     def _keep(self, ids: tuple[int, ...], prompt: bytes) -> None:
         object.__setattr__(self, "prompt_token_ids", ids)

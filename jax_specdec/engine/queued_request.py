@@ -7,7 +7,7 @@ import numpy as np
 from jax_specdec.records.batch import FinishReason, RecordBatch, StatisticsSource
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Records
-from jax_specdec.requests import Request, packed
+from jax_specdec.requests import Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,8 @@ class QueuedRequest:
         if not emitted:
             return request
         left = request.params.max_tokens - len(emitted)
-        return Request.from_packed(
-            request.id,
-            request.packed_prompt + packed(emitted),
-            replace(request.params, max_tokens=left, prompt_logprobs=None),
-        )
+        params = replace(request.params, max_tokens=left, prompt_logprobs=None)
+        return request.continued(emitted, params)
 
 
 class TokenLog:
