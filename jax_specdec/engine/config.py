@@ -44,6 +44,9 @@ class EngineConfig(WorkerConfig):
         it does so each second, whatever it computes or compiles.
       max_silence: seconds. A worker that has requests and makes no progress for longer hangs, and
         is lost, even if its heart beats. Importing, loading and compiling may last. None: no limit.
+      devices: the accelerators that the workers share out, as CUDA_VISIBLE_DEVICES or its kin name
+        them; empty for all that the engine finds. Each worker gets `tensor_parallel` of its own;
+        one that is named twice is shared by two workers.
       control_address: where the engine listens for its workers, as ZeroMQ writes it, such as
         "tcp://10.0.0.1:*", which is encrypted. Empty: a socket file that only this user can reach.
       output_folder: where the workers' output is kept, in a file for each. Empty: a temporary
@@ -64,6 +67,7 @@ class EngineConfig(WorkerConfig):
     max_attempts: int = 2
     heartbeat_timeout: float = 10.0
     max_silence: float | None = 60.0
+    devices: tuple[str, ...] = ()
     control_address: str = ""
     output_folder: str = ""
 

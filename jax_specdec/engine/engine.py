@@ -9,6 +9,7 @@ An engine runs in one thread, which never waits for a worker, and serves one `ge
 import collections
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, Self
@@ -17,6 +18,7 @@ from ipc import RingError, RingReader, wait_readable
 from jax_specdec.control import ControlServer
 from jax_specdec.engine.clock import Clock, MonotonicClock
 from jax_specdec.engine.config import MAX_RESTART_DELAY, EngineConfig, check
+from jax_specdec.engine.devices import Share, shares
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
 from jax_specdec.engine.worker_session import (
@@ -51,6 +53,7 @@ class StartWorker(Protocol):
         prefill_only: bool,
         doorbell: bool,
         workplace: Workplace,
+        share: Share,
     ) -> WorkerHandle: ...
 
 
@@ -64,12 +67,23 @@ class Engine:
         start_worker: StartWorker = WorkerProcess,
         clock: Clock | None = None,
     ) -> None:
-        """Start all workers: decode ranks are numbered from 0, prefill ranks come after them."""
+        """Start all workers: decode ranks are numbered from 0, prefill ranks come after them.
+
+        Raises:
+          ValueError: there are fewer devices than the workers need.
+        """
         self.config = config
         self.sessions: list[WorkerSession] = []  # by process rank
         self._start_worker = start_worker
         self._clock = clock or MonotonicClock()
         self._workplace = Workplace(config.control_address, config.output_folder)
+        self._shares = shares(
+            config.num_ranks + config.num_prefill_ranks,
+            config.tensor_parallel,
+            os.environ,
+            named=config.devices,
+            processes=config.processes,
+        )
         self._next_look = 0.0
         self._restarts: dict[int, float] = {}  # when to start a worker, by process rank
         # Requests without a slot, in the order in which they will get one.
@@ -206,6 +220,7 @@ class Engine:
             prefill_only=process_rank >= config.num_ranks,
             doorbell=config.num_ranks + config.num_prefill_ranks > 1,
             workplace=self._workplace,
+            share=self._shares[process_rank],
         )
 
     @property

@@ -20,6 +20,7 @@ from jax_specdec.control import (
 )
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.devices import Share
 from jax_specdec.engine.workplace import Workplace
 from jax_specdec.wording import counted
 
@@ -67,6 +68,7 @@ class WorkerProcess:
         prefill_only: bool = False,
         doorbell: bool = False,
         workplace: Workplace | None = None,
+        share: Share | None = None,
         program: Sequence[str] = WORKER,
     ) -> None:
         """Start the process, create its ring, watch it, and tell it what to run.
@@ -77,6 +79,7 @@ class WorkerProcess:
           prefill_only: it only runs prompts, and hands requests over after their first token.
           doorbell: make the ring one of several that a thread can wait for together.
           workplace: what the engine's workers share; None: this one has its own.
+          share: the devices that it computes on; None: those that it finds.
           program: the command line of the worker, which reads its `Start` on its standard input.
         """
         self._process_rank = process_rank
@@ -89,10 +92,12 @@ class WorkerProcess:
         self._deadline = 0.0
         self._stopped: int | None = None
         self._ring: RingReader | None = None
+        self.share = share or Share()
+        environment = os.environ | self.share.environment
         try:
             self._output = self._workplace.output_file(process_rank)
             self._link = self._workplace.server.link()
-            self._process = ChildProcess(program, output=self._output, env=os.environ)
+            self._process = ChildProcess(program, output=self._output, env=environment)
             # As late as possible: the worker attaches at once, and then nothing stays behind.
             self._ring = RingReader.create(
                 config.ring_slots, config.message_bytes, doorbell=doorbell
@@ -106,6 +111,7 @@ class WorkerProcess:
                 parent=os.getpid(),
                 control=self._link.connection,
                 folder=str(self._workplace.folder),
+                local_devices=self.share.local_devices,
             )
             self._process.write(to_line(start))
         except BaseException:

@@ -11,6 +11,7 @@ from typing import Protocol
 from ipc import ReceivedMessage, RingCounters, RingReader, RingTimeout
 from ipc.wire import Kind
 from jax_specdec.control import Admit, Command, Evict, Pulse, Release, Silence
+from jax_specdec.engine.devices import Share
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records import output_processor
@@ -38,6 +39,9 @@ class WorkerHandle(Protocol):
 
     @property
     def pulse(self) -> Pulse: ...
+
+    @property
+    def share(self) -> Share: ...
 
     @property
     def ended(self) -> bool: ...
@@ -89,7 +93,10 @@ class WorkerStatus:
       pid: of its process.
       alive: whether it may still send; False once it was found lost.
       phase: what its processes do, the lead's first, such as "compiling 3".
-      devices: what it computes on, in JAX's words; empty until it has loaded its model.
+      devices: what its first process computes on, in JAX's words, which count the devices that the
+        process sees; empty until it has loaded its model.
+      given: the devices that it sees or uses, such as "CUDA_VISIBLE_DEVICES=2,3"; empty where
+        nothing was shared out.
       restarts: workers that were started here in place of a lost one.
       request_ids: of the requests that hold a slot, in order of admission.
       ring: counters of the current worker's ring.
@@ -103,6 +110,7 @@ class WorkerStatus:
     alive: bool
     phase: tuple[str, ...]
     devices: tuple[str, ...]
+    given: str
     restarts: int
     request_ids: tuple[str, ...]
     ring: RingCounters
@@ -192,6 +200,7 @@ class WorkerSession:
             alive=self.alive,
             phase=(str(pulse), *map(str, pulse.members)),
             devices=pulse.devices,
+            given=str(self.worker.share),
             restarts=self.restarts,
             request_ids=self.request_ids,
             ring=self.worker.ring.counters(),

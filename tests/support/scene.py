@@ -82,8 +82,7 @@ class Scene:
         )
         self.records, self.updates = {}, []
 
-    def start(self, config, *, process_rank, prefill_only, doorbell, workplace):
-        del workplace
+    def start(self, config, *, process_rank, prefill_only, doorbell, **_):
         assert doorbell == (config.num_ranks + config.num_prefill_ranks > 1)
         faults = self.faults.get(process_rank)
         worker = self.worker(

@@ -32,7 +32,7 @@ def start_command(*arguments, hold=-1, **options):
 def scripted_engine(**options):
     """A stand-in for `Engine`, with scripted workers in this process that get `options`."""
 
-    def start(config, *, process_rank, prefill_only, doorbell, workplace):
+    def start(config, *, process_rank, prefill_only, **_):
         return ScriptedWorker(
             config.num_slots,
             process_rank=process_rank,

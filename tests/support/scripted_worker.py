@@ -12,6 +12,7 @@ from ipc import RingCounters
 from ipc.errors import PeerDied
 from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Evict, Phase, Pulse, Release
+from jax_specdec.engine.devices import Share
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.encode import SlotContents, encode
 
@@ -84,6 +85,7 @@ class ScriptedWorker:
         return Pulse(beats=self.beats, taken=taken, ready=True, progress=self.sent, phase=phase)
 
     ended = True
+    share = Share()
 
     def end(self, cause):
         self.stopped = True

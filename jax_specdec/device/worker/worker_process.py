@@ -69,6 +69,12 @@ def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker
     )
 
 
+def own_devices(start: Start) -> list[jax.Device]:
+    """The devices that this process may use, in order."""
+    devices = jax.local_devices()
+    return [devices[place] for place in start.local_devices] or devices
+
+
 def _load(start: Start) -> tuple[ModelParams, LoopConfig]:
     """The weights and the loop that a worker was told to run."""
     config = start.config
@@ -84,7 +90,8 @@ def _load(start: Start) -> tuple[ModelParams, LoopConfig]:
             f"{model.vocab_size} tokens: set it to {model.vocab_size} or less, or prompts "
             "may hold ids that the model does not know"
         )
-    parallel = tensor_parallel(model, config.tensor_parallel)
+    devices = own_devices(start) if start.local_devices else None
+    parallel = tensor_parallel(model, config.tensor_parallel, devices)
     drafter = make_drafter(
         config.drafter,
         config.num_drafts,
@@ -108,14 +115,17 @@ def main(child: Child) -> int:
     """Entry point of the worker process, once its heartbeats have begun."""
     start = child.start
     devices = start.config.tensor_parallel
-    if start.config.num_processes == 1 and devices > 1:
-        # Before JAX looks for devices. The number of accelerators is given.
-        jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
+    if start.config.num_processes == 1:
+        if start.local_devices:
+            jax.config.update("jax_default_device", own_devices(start)[0])  # type: ignore[no-untyped-call]
+        elif devices > 1:
+            # Before JAX looks for devices. The number of accelerators is given.
+            jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
     compilations.watch(child.vitals)
     assert child.ring is not None
     with child.ring as ring, Lead(start, ring, child.client) as lead:
         child.vitals.enter(Phase.LOADING)
         worker = make_worker(start, lead)
-        child.vitals.be_ready(tuple(map(str, jax.local_devices())))
+        child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
         serve(worker, child.commands, lead.tell, child.vitals)
     return 0

@@ -21,6 +21,7 @@ from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.device.worker.worker_process import serve
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.devices import Share
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
@@ -64,6 +65,7 @@ class WorkerThread:
 
     pid = 0
     ended = True
+    share = Share()
     ring = property(lambda self: self)
     pulse = property(lambda self: replace(self.vitals.pulse, beats=next(self.beats), ready=True))
 

@@ -24,7 +24,8 @@ from tests.support.processes import no_ring_is_left, wait_for
 
 @pytest.fixture(autouse=True, scope="module")
 def workers_compile_quickly():
-    with mock.patch.dict(os.environ, XLA_FLAGS=quick_compile.FLAGS):
+    two_devices = "--xla_force_host_platform_device_count=2"  # of which each rank has its own
+    with mock.patch.dict(os.environ, XLA_FLAGS=f"{quick_compile.FLAGS} {two_devices}"):
         yield
 
 
@@ -167,7 +168,8 @@ def test_a_killed_rank_is_restarted_while_the_other_goes_on(two_workers):
     assert 1 in after
     assert [each.restarts for each in status] == [1, 0]
     assert status[0].pid != first
-    assert [each.devices for each in status] == [("cpu:0",)] * 2
+    assert [each.devices for each in status] == [("cpu:0",), ("cpu:1",)]
+    assert [each.given for each in status] == ["local devices 0", "local devices 1"]
 
 
 def test_a_worker_that_cannot_start_says_why_whatever_the_current_directory_has(
