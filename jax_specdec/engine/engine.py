@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from ipc import RingError, RingReader, wait_readable
@@ -20,6 +20,7 @@ from jax_specdec.engine.clock import Clock, MonotonicClock
 from jax_specdec.engine.config import MAX_RESTART_DELAY, EngineConfig, check
 from jax_specdec.engine.devices import Share, shares
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
+from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
 from jax_specdec.engine.worker_session import (
     Update,
@@ -40,6 +41,21 @@ BRIEF_SECONDS = 0.02  # of one wait while only rings without a doorbell, or ends
 
 logger = logging.getLogger("jax_specdec.engine")
 logger.addHandler(logging.NullHandler())  # a program that sets up no logging sees none
+
+
+@dataclass(frozen=True)
+class Health:
+    """An engine's state at one moment, for a supervisor.
+
+    Attributes:
+      alive: it can serve requests, now or once workers have started; if not, start it anew.
+      ready: a decode worker takes requests now.
+      problems: what is wrong, in sentences; an engine may be alive and ready with some.
+    """
+
+    alive: bool
+    ready: bool
+    problems: tuple[str, ...]
 
 
 class StartWorker(Protocol):
@@ -76,6 +92,7 @@ class Engine:
         self.sessions: list[WorkerSession] = []  # by process rank
         self._start_worker = start_worker
         self._clock = clock or MonotonicClock()
+        self.timings = Timings()
         self._workplace = Workplace(config.control_address, config.output_folder)
         self._shares = shares(
             config.num_ranks + config.num_prefill_ranks,
@@ -84,7 +101,7 @@ class Engine:
             named=config.devices,
             processes=config.processes,
         )
-        self._next_look = 0.0
+        self._next_look = self._looked = 0.0
         self._restarts: dict[int, float] = {}  # when to start a worker, by process rank
         # Requests without a slot, in the order in which they will get one.
         self._to_prefill: collections.deque[QueuedRequest] = collections.deque()
@@ -140,6 +157,33 @@ class Engine:
         """Every worker's numbers, its ring's included; also after `close`."""
         return tuple(session.status for session in self.sessions)
 
+    def health(self, patience: float = 10.0) -> Health:
+        """Whether requests can be served, for a supervisor; any thread may ask, at any time.
+
+        Args:
+          patience: seconds that `generate` may be left alone by who iterates over it.
+        """
+        if self._workplace.listens:
+            self._workplace.server.pump()
+        problems = []
+        away = self._clock.now() - self._looked
+        if self._generating and away > patience:
+            problems.append(f"nobody has asked generate for an update for {away:.0f} seconds")
+        for session in self.sessions:
+            what = f"process rank {session.process_rank}"
+            if session.process_rank in self._restarts:
+                problems.append(f"{what}: a new worker will be started")
+            elif not session.alive:
+                problems.append(f"{what}: its worker is lost ({session.ending})")
+            elif session.worker.exit_status is not None:
+                problems.append(f"{what}: its process has ended; the next request will report it")
+        serves = self._coming(prefill_only=False)
+        return Health(
+            alive=serves and not (self._generating and away > patience),
+            ready=any(session.ready and not session.prefill_only for session in self.sessions),
+            problems=tuple(problems),
+        )
+
     def generate(self, requests: Sequence[Request]) -> Iterator[Update]:
         """Run `requests`, as many at once as there are slots; yields what each message brought.
 
@@ -164,7 +208,9 @@ class Engine:
         self._generating = True
         self._next_look = 0.0
         try:
-            self._enqueue([QueuedRequest(request=request) for request in requests])
+            self._looked = now = self._clock.now()
+            logger.info("%d requests came", len(requests))
+            self._enqueue([QueuedRequest(request=one, submitted=now) for one in requests])
             while True:
                 yield from self._look_after_workers()
                 self._admit()
@@ -274,7 +320,14 @@ class Engine:
                 session = max(sessions, key=lambda session: session.num_free)
                 if not session.num_free:
                     break
-                session.admit(queue.popleft())
+                self._give_slot(session, queue.popleft())
+
+    def _give_slot(self, session: WorkerSession, queued: QueuedRequest) -> None:
+        """Admit a request, which may have had another slot before."""
+        if queued.submitted is not None and not queued.attempts:
+            self.timings.queue.take(self._clock.now() - queued.submitted)
+        session.admit(queued)
+        logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
 
     def _admit_alone(self) -> None:
         """Set one decode worker apart for requests that may end it, while there are any."""
@@ -286,7 +339,7 @@ class Engine:
             apart = max(sessions, key=lambda session: session.num_free, default=None)
         if apart is not None and not apart.request_ids:
             if self._to_try_alone:
-                apart.admit(self._to_try_alone.popleft())
+                self._give_slot(apart, self._to_try_alone.popleft())
             else:
                 apart = None
         self._set_apart = apart
@@ -296,7 +349,7 @@ class Engine:
         now = self._clock.now()
         if now < self._next_look:
             return
-        self._next_look = now + LOOK_SECONDS
+        self._looked, self._next_look = now, now + LOOK_SECONDS
         if self._workplace.listens:
             self._workplace.server.pump()
         config = self.config
@@ -309,6 +362,7 @@ class Engine:
         for session in self.sessions:
             if session.ending is not None and session.lost is None and session.worker.ended:
                 yield from self._lose(session, session.ending)
+        now = self._clock.now()  # one that was just lost may be due at once
         for rank in [rank for rank, due in self._restarts.items() if due <= now]:
             del self._restarts[rank]
             self.sessions[rank].restart(self._start(rank))
@@ -329,6 +383,7 @@ class Engine:
                 self._end(session, error)
                 continue
             if update is not None:
+                session.measure(update, self._clock.now(), self.timings)
                 yield replace(update, records=self._act_on(session, update.records))
 
     def _wait(self, alive: Sequence[WorkerSession]) -> Sequence[WorkerSession]:
@@ -361,6 +416,8 @@ class Engine:
         handovers = False
         for record in records.events():
             queued = session.leave(record.request_id)
+            ends = record.finish_reason.name if record.finish_reason else "reschedule"
+            logger.debug("request %r: %s", record.request_id, ends)
             if record.reschedule:
                 self._enqueue([queued], first=True)
             elif record.finish_reason is FinishReason.PREFILL_HANDOVER:

@@ -16,12 +16,14 @@ class QueuedRequest:
 
     Attributes:
       attempts: workers that were lost while they had it.
+      submitted: when it came, in seconds of the engine's clock; None once it has had a token.
     """
 
     request: Request
     progress: Progress = field(default_factory=Progress)
     draft_token_ids: tuple[int, ...] = ()
     attempts: int = 0
+    submitted: float | None = None
 
     @property
     def begun(self) -> bool:

@@ -13,6 +13,7 @@ from ipc.wire import Kind
 from jax_specdec.control import Admit, Command, Evict, Pulse, Release, Silence
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
+from jax_specdec.engine.timings import SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
@@ -47,6 +48,9 @@ class WorkerHandle(Protocol):
     def ended(self) -> bool: ...
 
     def tell(self, command: Command, /) -> int: ...
+
+    @property
+    def exit_status(self) -> int | None: ...
 
     def end(self, cause: Exception, /) -> None: ...
 
@@ -160,6 +164,7 @@ class WorkerSession:
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
         self._attempts = [0] * num_slots
+        self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
         self._pulse = Pulse()  # the last one that was looked at
         self._beats, self._progress = Silence(START_SECONDS), Silence()
@@ -222,6 +227,7 @@ class WorkerSession:
         )
         self._slots[request.id] = slot
         self._attempts[slot] = queued.attempts
+        self._times.admit(slot, queued.submitted)
         self._log.start(slot, queued.progress.token_ids)
         self._numbers[slot] = self.worker.tell(
             Admit(
@@ -283,6 +289,17 @@ class WorkerSession:
         self._log.extend(records)
         return Update(message, received, records, self.process_rank)
 
+    def measure(self, update: Update, now: float, timings: Timings) -> None:
+        """Add what one message tells of time, before its requests leave their slots."""
+        if update.latency_ns is not None:
+            timings.ring.take(update.latency_ns * 1e-9)
+        if update.message is not None and update.message.kind is Kind.TARGET:
+            self._times.message(now, timings)
+        for batch in update.records.batches:
+            has = batch.num_tokens > 0
+            if has.any():
+                self._times.tokens(batch.slots[has], batch.num_tokens[has], now, timings)
+
     def _rehearse(self) -> None:
         """Process the last message again; both functions are pure, so nothing comes of it."""
         if self._last is not None:
@@ -319,6 +336,7 @@ class WorkerSession:
                 num_prompt_rows=int(prompt_rows),
             ),
             attempts=self._attempts[slot],
+            submitted=self._times.leave(slot),
         )
         self.state = output_processor.release(self.state, slot)
         if self.alive:

@@ -85,6 +85,7 @@ class ScriptedWorker:
         return Pulse(beats=self.beats, taken=taken, ready=True, progress=self.sent, phase=phase)
 
     ended = True
+    exit_status = None
     share = Share()
 
     def end(self, cause):

@@ -65,6 +65,7 @@ class WorkerThread:
 
     pid = 0
     ended = True
+    exit_status = None
     share = Share()
     ring = property(lambda self: self)
     pulse = property(lambda self: replace(self.vitals.pulse, beats=next(self.beats), ready=True))
