@@ -11,8 +11,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec import control
 from jax_specdec.control import WorkerConfig
 from jax_specdec.engine.config import EngineConfig
-from jax_specdec.engine.engine import Engine, Health
-from jax_specdec.engine.timings import Histogram, Timings
+from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import Update, WorkerStatus
 from jax_specdec.records import output_processor
@@ -37,9 +36,6 @@ __all__ = [
     "Update",
     "WorkerStatus",
     "WorkerFailed",
-    "Health",
-    "Timings",
-    "Histogram",
     # Records.
     "Record",
     "Records",

@@ -188,6 +188,8 @@ def main():
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             outcomes[f"{blow}: {word}"] += 1
+            if kind == "real":
+                print(f"{number}: {blow} after {delay:.1f} s: {word}, {taken:.3f} s", flush=True)
             if word == "engine killed":
                 slowest.append(taken)
                 late += [(delay, taken)] * (taken > SECONDS)
