@@ -21,13 +21,11 @@ WORKER = Path(__file__).parent / "own_loop_worker.py"
 
 def start_worker(reader, requests):
     """Start the worker: it attaches to the ring by name and reads the requests from its stdin."""
-    worker = subprocess.Popen(
-        [sys.executable, WORKER, reader.name], stdin=subprocess.PIPE, text=True
-    )
+    worker = subprocess.Popen([sys.executable, WORKER, reader.name], stdin=subprocess.PIPE)
     reader.expect_peer(worker.pid)  # its death is noticed even before it has attached
     for slot, request in enumerate(requests):
         admit = control.Admit(slot=slot, generation=1, request=request)
-        worker.stdin.write(control.to_line(admit))
+        worker.stdin.write(control.to_bytes(admit))
     worker.stdin.close()
     return worker
 

@@ -3,9 +3,12 @@
 Values are checked here, once, at the boundary: all code behind it relies on these limits.
 """
 
+from array import array
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
 
@@ -100,6 +103,8 @@ class Request:
     """A prompt and how to continue it; `id` is the user's own name for it.
 
     The prompt may be any sequence of token ids, also a NumPy array; it is kept as a tuple of ints.
+    The same ids are kept packed as well: whoever makes the request packs them, and the engine sends
+    a long prompt without touching its tokens one by one.
     """
 
     id: str
@@ -110,13 +115,71 @@ class Request:
         if not isinstance(self.id, str):
             raise RequestError(f"request id = {self.id!r} must be a string: str(...) makes it one")
         ids = _ids("prompt_token_ids", self.prompt_token_ids)
-        object.__setattr__(self, "prompt_token_ids", ids)
         if not ids:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
+        self._keep(ids, packed(ids))
+
+    @classmethod
+    def from_packed(cls, id: str, prompt: bytes, params: SamplingParams) -> Self:
+        """A request whose prompt is packed already; see `packed`.
+
+        Raises:
+          RequestError: the prompt is empty, or holds what is no token id.
+        """
+        ids = unpacked(prompt)
+        if not ids:
+            raise RequestError(f"request {id!r} has an empty prompt: give it one token")
+        return cls._made(id, ids, prompt, params)
+
+    def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> Self:
+        """The request with tokens behind its prompt that were emitted for it, unchecked."""
+        return self._made(
+            self.id,
+            self.prompt_token_ids + token_ids,
+            self.packed_prompt + packed(token_ids),
+            params,
+        )
+
+    @property
+    def packed_prompt(self) -> bytes:
+        """The prompt's token ids as `packed` makes them."""
+        kept: bytes = self.__dict__["_packed"]
+        return kept
+
+    @classmethod
+    def _made(cls, id: str, ids: tuple[int, ...], prompt: bytes, params: SamplingParams) -> Self:
+        request = object.__new__(cls)
+        object.__setattr__(request, "id", id)
+        object.__setattr__(request, "params", params)
+        request._keep(ids, prompt)
+        return request
+
+    def _keep(self, ids: tuple[int, ...], prompt: bytes) -> None:
+        object.__setattr__(self, "prompt_token_ids", ids)
+        object.__setattr__(self, "_packed", prompt)
+
+
+def packed(ids: tuple[int, ...]) -> bytes:
+    """Token ids as int32 in this machine's byte order."""
+    return array("i", ids).tobytes()
+
+
+def unpacked(data: bytes) -> tuple[int, ...]:
+    """The token ids of `packed`.
+
+    Raises:
+      RequestError: the bytes are not whole numbers of 32 bits, or one of them is negative.
+    """
+    if len(data) % 4:
+        raise RequestError(f"{len(data)} bytes are no packed token ids: they have 4 bytes each")
+    ids = np.frombuffer(data, np.int32)
+    if ids.size and int(ids.min()) < 0:
+        raise RequestError(f"token id {int(ids.min())} must be from 0 to {MAX_TOKEN_ID}")
+    return tuple(ids.tolist())
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids as plain ints, which can be compared, joined to emitted tokens and sent as JSON."""
+    """Token ids as plain ints, which can be compared, joined to emitted tokens and packed."""
     ids = _items(name, value, "token ids")
     for id in ids:
         if type(id) is not int or not 0 <= id <= MAX_TOKEN_ID:
@@ -143,7 +206,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _number(name: str, value: object) -> None:
-    # Requests travel to the worker as JSON, which has no numpy.float32.
+    # Requests travel to the worker as msgpack, which has no numpy.float32.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} = {value!r} must be a Python number: float(...) makes it one")
 

@@ -40,6 +40,7 @@ ROOMS = {
     "wording": set(),
     "requests": set(),
     "control": {"requests"},
+    "child": {"control"},
     "checkpoint": {"wording"},
     "text": {"checkpoint"},
     "records": {"requests", "wording"},
@@ -59,8 +60,8 @@ ROOMS = {
         "requests", "wording",
     },
     "device.worker": {
-        "device.loop", "device.messages", "device.drafting", "device.model", "control", "requests",
-        "text", "checkpoint", "wording",
+        "device.loop", "device.messages", "device.drafting", "device.model", "control", "child",
+        "requests", "text", "checkpoint", "wording",
     },
 }  # fmt: skip
 ROOMS["device"] = {name for name in ROOMS if name.startswith("device.")} | {"checkpoint"}

@@ -3,11 +3,16 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+import numpy as np
+
 from ipc import wire
 from jax_specdec.checkpoint.model_config import DTYPES
-from jax_specdec.control import DRAFTERS, WorkerConfig
+from jax_specdec.control import BEAT_SECONDS, DRAFTERS, WorkerConfig
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
+
+MAX_RESTART_DELAY = 30.0  # seconds
+LEAST_HEARTBEAT_TIMEOUT = 2 * BEAT_SECONDS
 
 OnWorkerLoss = Literal["stop", "continue", "restart"]
 
@@ -30,8 +35,21 @@ class EngineConfig(WorkerConfig):
       resume_lost: where the engine goes on, a lost worker's requests continue after their last
         delivered token; otherwise they end with the reason `WORKER_LOST`.
       max_restarts: restarts in each worker's place; after that, a loss is as with "continue".
-      max_silence: seconds. A worker that has requests and sends nothing for longer counts as
-        hanging, and is lost. A worker is silent too while it imports and compiles. None: no limit.
+      restart_delay: seconds before the first of them; each further one waits twice as long as the
+        one before, and `MAX_RESTART_DELAY` at most.
+      max_attempts: workers that may be lost while they have a request. Then it ends with the reason
+        `ATTEMPTS_EXHAUSTED`: it may be what ends them. After its first loss it is tried alone.
+      heartbeat_timeout: seconds. A worker whose process says nothing of itself for longer is lost;
+        it does so each second, whatever it computes or compiles.
+      max_silence: seconds. A worker that has requests and makes no progress for longer hangs, and
+        is lost, even if its heart beats. Importing, loading and compiling may last. None: no limit.
+      devices: the accelerators that the workers share out, as CUDA_VISIBLE_DEVICES or its kin name
+        them; empty for all that the engine finds. Each worker gets `tensor_parallel` of its own;
+        one that is named twice is shared by two workers.
+      control_address: where the engine listens for its workers, as ZeroMQ writes it, such as
+        "tcp://10.0.0.1:*", which is encrypted. Empty: a socket file that only this user can reach.
+      output_folder: where the workers' output is kept, in a file for each. Empty: a temporary
+        directory, of which only the files of lost workers outlive the engine.
 
     Raises:
       ValueError: names a value that is out of range, and the range.
@@ -44,7 +62,13 @@ class EngineConfig(WorkerConfig):
     on_worker_loss: OnWorkerLoss = "stop"
     resume_lost: bool = False
     max_restarts: int = 3
-    max_silence: float | None = None
+    restart_delay: float = 0.5
+    max_attempts: int = 2
+    heartbeat_timeout: float = 10.0
+    max_silence: float | None = 60.0
+    devices: tuple[str, ...] = ()
+    control_address: str = ""
+    output_folder: str = ""
 
     def __post_init__(self) -> None:
         limits = (
@@ -58,6 +82,9 @@ class EngineConfig(WorkerConfig):
             ("num_prefill_ranks", 0, 2**10),
             ("tensor_parallel", 1, 2**10),
             ("max_restarts", 0, 2**31 - 1),
+            ("restart_delay", 0, MAX_RESTART_DELAY),
+            ("max_attempts", 1, 2**31 - 1),
+            ("heartbeat_timeout", LEAST_HEARTBEAT_TIMEOUT, 2**31 - 1),
         )
         for name, low, high in limits:
             if not low <= getattr(self, name) <= high:
@@ -99,9 +126,12 @@ def check(request: Request, config: EngineConfig) -> None:
       RequestError: an id outside the vocabulary, more tokens than a slot holds, or a K above V.
     """
     params, ids = request.params, request.prompt_token_ids
-    for name, named in (("prompt", ids), ("extra", params.extra_token_ids)):
-        if named and not 0 <= min(named) <= max(named) < config.vocab_size:
-            wrong = next(i for i in named if not 0 <= i < config.vocab_size)
+    # A long prompt's ids are not looked at one by one: the engine has other requests to see to.
+    prompt = np.frombuffer(request.packed_prompt, np.int32)
+    extra = np.array(params.extra_token_ids, np.int32)
+    for name, named in (("prompt", prompt), ("extra", extra)):
+        if named.size and not 0 <= int(named.min()) <= int(named.max()) < config.vocab_size:
+            wrong = int(named[(named < 0) | (named >= config.vocab_size)][0])
             raise RequestError(
                 f"request {request.id!r}: {name} token id {wrong} is outside the vocabulary "
                 f"(0 to {config.vocab_size - 1})"

@@ -12,16 +12,28 @@ from jax_specdec.requests import Request
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedRequest:
-    """A request, its progress so far, and the drafts that a prefill worker left for it."""
+    """A request, its progress so far, and the drafts that a prefill worker left for it.
+
+    Attributes:
+      attempts: workers that were lost while they had it.
+      submitted: when it came, in seconds of the engine's clock; None once it has had a token.
+    """
 
     request: Request
     progress: Progress = field(default_factory=Progress)
     draft_token_ids: tuple[int, ...] = ()
+    attempts: int = 0
+    submitted: float | None = None
 
     @property
     def begun(self) -> bool:
         """Whether any of the request's tokens were delivered."""
         return bool(self.progress.token_ids)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it may be what ends workers: then it gets one for itself."""
+        return self.attempts > 0
 
     @property
     def for_worker(self) -> Request:
@@ -36,11 +48,8 @@ class QueuedRequest:
         if not emitted:
             return request
         left = request.params.max_tokens - len(emitted)
-        return replace(
-            request,
-            prompt_token_ids=request.prompt_token_ids + emitted,
-            params=replace(request.params, max_tokens=left, prompt_logprobs=None),
-        )
+        params = replace(request.params, max_tokens=left, prompt_logprobs=None)
+        return request.continued(emitted, params)
 
 
 class TokenLog:

@@ -1,22 +1,36 @@
 """A model worker as the engine sees it: a process, its commands, and its ring. Never jax."""
 
-import collections
 import contextlib
+import os
 import signal
-import subprocess
 import sys
-import threading
+import time
 from collections.abc import Sequence
 
-from ipc import EndOfStream, PeerDied, RingError, RingReader
-from jax_specdec.control import GROUP_KILLED, Command, Shutdown, Start, to_line
+from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout
+from jax_specdec.control import (
+    GROUP_KILLED,
+    Command,
+    Link,
+    Pulse,
+    Shutdown,
+    Start,
+    to_bytes,
+    to_line,
+)
+from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.devices import Share
+from jax_specdec.engine.workplace import Workplace
 from jax_specdec.wording import counted
 
-PATIENCE_SECONDS = 5.0  # to wait for a worker that was told to stop
+PATIENCE_SECONDS = 5.0  # for a worker that was told to stop, or whose stream has ended
+SLICE_SECONDS = 0.1  # of that, between two looks at the control socket
 
 # -P: a file in the current directory must not shadow a module of the worker.
-WORKER = (sys.executable, "-P", "-m", "jax_specdec.device.worker.worker_process")
+WORKER = (
+    sys.executable, "-P", "-m", "jax_specdec.child", "jax_specdec.device.worker.worker_process"
+)  # fmt: skip
 
 ADVICE = (
     "Make a new Engine for the requests that are left. With "
@@ -44,7 +58,7 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerProcess:
-    """A running worker process, and the ring that it sends on."""
+    """A running worker process, and the ring that it sends on. No call waits but `stop`."""
 
     def __init__(
         self,
@@ -53,38 +67,62 @@ class WorkerProcess:
         process_rank: int = 0,
         prefill_only: bool = False,
         doorbell: bool = False,
+        workplace: Workplace | None = None,
+        share: Share | None = None,
         program: Sequence[str] = WORKER,
     ) -> None:
-        """Create the ring, start the process, watch it, and tell it what to run.
+        """Start the process, create its ring, watch it, and tell it what to run.
 
         Args:
           config: what to run.
           process_rank: the worker's number among those that publish.
           prefill_only: it only runs prompts, and hands requests over after their first token.
           doorbell: make the ring one of several that a thread can wait for together.
-          program: the command line of the worker, which reads `control` on its standard input.
+          workplace: what the engine's workers share; None: this one has its own.
+          share: the devices that it computes on; None: those that it finds.
+          program: the command line of the worker, which reads its `Start` on its standard input.
         """
         self._process_rank = process_rank
         self._stops_all = config.on_worker_loss == "stop"
-        self._last_lines: collections.deque[str] = collections.deque(maxlen=50)
-        self._process: subprocess.Popen[str] | None = None
-        self._listener: threading.Thread | None = None
-        self.ring = RingReader.create(config.ring_slots, config.message_bytes, doorbell=doorbell)
+        self._own = workplace is None
+        self._workplace = workplace or Workplace(config.control_address, config.output_folder)
+        self._process: ChildProcess | None = None
+        self._link: Link | None = None
+        self._had_to_be_ended = False
+        self._deadline = 0.0
+        self._stopped: int | None = None
+        self._ring: RingReader | None = None
+        self.share = share or Share()
+        environment = os.environ | self.share.environment
         try:
-            self._process = _started(program)
-            self.ring.expect_peer(self._process.pid)
-            self._listener = self._listening()
-            self.tell(
-                Start(
-                    config=config.worker,
-                    ring=self.ring.name,
-                    process_rank=process_rank,
-                    prefill_only=prefill_only,
-                )
+            self._output = self._workplace.output_file(process_rank)
+            self._link = self._workplace.server.link()
+            self._process = ChildProcess(program, output=self._output, env=environment)
+            # As late as possible: the worker attaches at once, and then nothing stays behind.
+            self._ring = RingReader.create(
+                config.ring_slots, config.message_bytes, doorbell=doorbell
             )
+            self._ring.expect_peer(self._process.pid)
+            start = Start(
+                config=config.worker,
+                ring=self.ring.name,
+                process_rank=process_rank,
+                prefill_only=prefill_only,
+                parent=os.getpid(),
+                control=self._link.connection,
+                folder=str(self._workplace.folder),
+                local_devices=self.share.local_devices,
+            )
+            self._process.write(to_line(start))
         except BaseException:
             self.stop(drain=False)
             raise
+
+    @property
+    def ring(self) -> RingReader:
+        """Where its messages come from."""
+        assert self._ring is not None
+        return self._ring
 
     @property
     def pid(self) -> int:
@@ -93,33 +131,52 @@ class WorkerProcess:
     @property
     def exit_status(self) -> int | None:
         """None while the process runs; negative for the signal that killed it."""
-        return self._process.poll() if self._process is not None else None
+        return self._process.exit_status if self._process is not None else None
 
-    def tell(self, command: Command) -> None:
-        """Send a command. A worker that is gone is noticed where its messages are read."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: closed by `stop`
-                self._process.stdin.write(to_line(command))
-                self._process.stdin.flush()
+    @property
+    def pulse(self) -> Pulse:
+        """Its last heartbeat that was heard."""
+        return self._link.pulse if self._link is not None else Pulse()
+
+    def tell(self, command: Command) -> int:
+        """Send a command, which never waits; its number, which `pulse.taken` will reach."""
+        assert self._link is not None
+        return self._link.tell(to_bytes(command))
+
+    def end(self, cause: Exception) -> None:
+        """Begin to end a worker that is lost: at once, or where its stream has ended, by itself."""
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        if not isinstance(cause, EndOfStream | PeerDied):
+            self._kill()
+
+    @property
+    def ended(self) -> bool:
+        """Whether `failure` knows what there is to know; false for a moment after `end`."""
+        return self.exit_status is not None or time.monotonic() >= self._deadline
 
     def failure(self, cause: Exception) -> WorkerFailed:
         """The report of a lost worker, with its last words; ends the process if it still runs."""
-        ends = isinstance(cause, EndOfStream | PeerDied)  # otherwise it sent an invalid message
-        if self._process is not None and ends:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PATIENCE_SECONDS)  # its stream has ended: so will the process
-        running = self.exit_status is None
         arrived = self.ring.counters().messages
-        code = self.stop(drain=False)
-        last = "".join(self._last_lines).strip()
-        number = 0 if running else _signal(code)
+        code = self.exit_status
+        self._kill()
+        last = self._process.last_words() if self._process is not None else ""
+        self._workplace.keep(self._output)
+        self._let_go()
+        number = _signal(code) if code is not None and not self._had_to_be_ended else 0
+        how = (
+            "had to be ended"
+            if self._had_to_be_ended or code is None
+            else _how_it_ended(code)
+        )  # fmt: skip
+        # The cause tells how the ring ended; where the process ended, that is said already.
+        told = isinstance(cause, EndOfStream | PeerDied) and not self._had_to_be_ended
         report = [
-            f"the model worker of process rank {self._process_rank} (pid {self.pid}) "
-            f"{'had to be ended' if running else _how_it_ended(code)} after "
+            f"the model worker of process rank {self._process_rank} (pid {self.pid}) {how} after "
             f"{counted(arrived, 'message')}, "
-            # The cause tells how the ring ended; where the process ended, that is said already.
-            f"before its requests were done{'' if ends and not running else f': {cause}'}",
-            f"its last words:\n{last}" if last else "it printed nothing",
+            f"before its requests were done{'' if told else f': {cause}'}",
+            f"its last words (all of them: {self._output}):\n{last}"
+            if last
+            else "it printed nothing",
             *([MEMORY] if number == signal.SIGKILL else ()),
         ]
         return WorkerFailed("\n".join(report), ADVICE if number and self._stops_all else "")
@@ -130,62 +187,47 @@ class WorkerProcess:
         Args:
           drain: let the worker publish what it has computed; otherwise it is ended at once.
         """
+        if self._stopped is not None:
+            return self._stopped
         try:
-            if drain:
-                self.tell(Shutdown())
-                with contextlib.suppress(RingError):  # the end of the stream, or a timeout
-                    while True:
-                        self.ring.receive(PATIENCE_SECONDS)
-                if self._process is not None:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        self._process.wait(PATIENCE_SECONDS)
-            return self._end()
+            # One that has not loaded its model yet has computed nothing.
+            if drain and self._process is not None and self.pulse.ready:
+                self._drain(self._process)
+            self._kill()
+            if self._process is not None:
+                self._process.wait(PATIENCE_SECONDS)
         finally:
-            self.ring.close()
+            self._let_go()
+        self._stopped = self.exit_status or 0
+        return self._stopped
 
-    def _end(self) -> int:
-        if self._process is None:
-            return 0
-        process = self._process
-        if process.poll() is None:
-            # A signal, not a command: a write to a worker that does not read could block.
-            process.terminate()
-            try:
-                process.wait(PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if self._listener is not None:  # None where it could not be started
-            self._listener.join(PATIENCE_SECONDS)
-        for stream in (process.stdin, process.stderr):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-        return process.returncode
+    def _drain(self, process: ChildProcess) -> None:
+        """Tell it to stop, take what it still sends, and wait for its end."""
+        self.tell(Shutdown())
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        with contextlib.suppress(RingError):  # the end of the stream
+            while time.monotonic() < deadline:
+                self._workplace.server.pump()
+                with contextlib.suppress(RingTimeout):
+                    self.ring.receive(SLICE_SECONDS)
+                    deadline = time.monotonic() + PATIENCE_SECONDS
+        process.wait(PATIENCE_SECONDS)
 
-    def _listening(self) -> threading.Thread:
-        """The thread that reads what the worker prints: a full pipe would block the worker."""
-        listener = threading.Thread(target=self._listen, daemon=True)
-        listener.start()
-        return listener
+    def _kill(self) -> None:
+        if self._process is not None and self._process.exit_status is None:
+            self._had_to_be_ended = True
+            self._process.send_signal(signal.SIGKILL)
 
-    def _listen(self) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
-        while line := self._process.stderr.readline(4096):  # a line need not end
-            self._last_lines.append(line)
-
-
-def _started(program: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        program,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="backslashreplace",  # a worker may print what is not UTF-8
-        process_group=0,  # a terminal's Ctrl-C reaches only the engine, which decides
-    )
+    def _let_go(self) -> None:
+        """Give back the ring, the pipe and the link; the process has ended or is about to."""
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None:
+            self._process.close()
+        if self._ring is not None:
+            self._ring.close()
+        if self._own:
+            self._workplace.close()
 
 
 def _signal(code: int) -> int:

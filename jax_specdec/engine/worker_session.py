@@ -5,14 +5,15 @@ with every message. Never jax.
 """
 
 import collections
-import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ipc import ReceivedMessage, RingCounters, RingReader, RingTimeout, wire
 from ipc.wire import Kind
-from jax_specdec.control import Admit, Command, Evict, Release
+from jax_specdec.control import Admit, Command, Evict, Pulse, Release, Silence
+from jax_specdec.engine.devices import Share
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
+from jax_specdec.engine.timings import SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
@@ -21,9 +22,15 @@ from jax_specdec.records.output_processor import ProcessorState, Progress
 from jax_specdec.records.record import Records
 from jax_specdec.records.statistics import Counters, Statistics
 
+START_SECONDS = 60.0  # until a process's first heartbeat: Python starts, on a busy machine perhaps
+
+
+class WorkerSilent(RuntimeError):
+    """A worker sent no heartbeat, or made no progress, for too long."""
+
 
 class WorkerHandle(Protocol):
-    """The worker of a session: `WorkerProcess`, or a test's own."""
+    """The worker of a session: `WorkerProcess`, or a test's own. Only `stop` may wait."""
 
     @property
     def ring(self) -> RingReader: ...
@@ -31,7 +38,21 @@ class WorkerHandle(Protocol):
     @property
     def pid(self) -> int: ...
 
-    def tell(self, command: Command, /) -> None: ...
+    @property
+    def pulse(self) -> Pulse: ...
+
+    @property
+    def share(self) -> Share: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    def tell(self, command: Command, /) -> int: ...
+
+    @property
+    def exit_status(self) -> int | None: ...
+
+    def end(self, cause: Exception, /) -> None: ...
 
     def failure(self, cause: Exception, /) -> WorkerFailed: ...
 
@@ -74,7 +95,12 @@ class WorkerStatus:
       process_rank: the worker's number, as in its messages.
       prefill_only: whether it hands requests over after their first token.
       pid: of its process.
-      alive: whether it may still send; False once it was reported lost.
+      alive: whether it may still send; False once it was found lost.
+      phase: what its processes do, the lead's first, such as "compiling 3".
+      devices: what its first process computes on, in JAX's words, which count the devices that the
+        process sees; empty until it has loaded its model.
+      given: the devices that it sees or uses, such as "CUDA_VISIBLE_DEVICES=2,3"; empty where
+        nothing was shared out.
       restarts: workers that were started here in place of a lost one.
       request_ids: of the requests that hold a slot, in order of admission.
       ring: counters of the current worker's ring.
@@ -86,6 +112,9 @@ class WorkerStatus:
     prefill_only: bool
     pid: int
     alive: bool
+    phase: tuple[str, ...]
+    devices: tuple[str, ...]
+    given: str
     restarts: int
     request_ids: tuple[str, ...]
     ring: RingCounters
@@ -100,7 +129,8 @@ class WorkerSession:
       worker: the current worker.
       state: the output processor's state for this ring.
       prefill_only: requests end here after their first token.
-      lost: why the worker ended; None while it runs.
+      ending: the error by which the worker was found lost; None while it runs.
+      lost: why the worker ended, once that is known.
       restarts: workers that were started in place of a lost one.
     """
 
@@ -129,6 +159,7 @@ class WorkerSession:
             num_slots, process_rank=process_rank, num_drafts=num_drafts
         )
         self.prefill_only = prefill_only
+        self.ending: Exception | None = None
         self.lost: WorkerFailed | None = None
         self.restarts = 0
         self._generations = [first_generation] * num_slots
@@ -136,7 +167,11 @@ class WorkerSession:
         self._free = collections.deque(range(num_slots))
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
-        self._heard = 0.0  # when the worker last sent something, or got something to do
+        self._attempts = [0] * num_slots
+        self._times = SlotTimes(num_slots)
+        self._numbers = [0] * num_slots  # of the admissions, among the commands
+        self._pulse = Pulse()  # the last one that was looked at
+        self._beats, self._progress = Silence(START_SECONDS), Silence()
         self._rehearsed = self._rehearse if rehearse else None
         # The last target message, behind the state that it was applied to.
         self._last: tuple[ProcessorState, bytes] | None = None
@@ -155,12 +190,26 @@ class WorkerSession:
         return len(self._free)
 
     @property
+    def alive(self) -> bool:
+        """Whether the worker may still send."""
+        return self.ending is None and self.lost is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the worker takes requests: it lives and has loaded its model."""
+        return self.alive and self.worker.pulse.ready
+
+    @property
     def status(self) -> WorkerStatus:
+        pulse = self.worker.pulse
         return WorkerStatus(
             process_rank=self.process_rank,
             prefill_only=self.prefill_only,
             pid=self.worker.pid,
-            alive=self.lost is None,
+            alive=self.alive,
+            phase=(str(pulse), *map(str, pulse.members)),
+            devices=pulse.devices,
+            given=str(self.worker.share),
             restarts=self.restarts,
             request_ids=self.request_ids,
             ring=self.worker.ring.counters(),
@@ -170,8 +219,6 @@ class WorkerSession:
 
     def admit(self, queued: QueuedRequest) -> None:
         """Give a free slot to a request, under a new generation."""
-        if not self._slots:
-            self._heard = time.monotonic()
         slot, request = self._free.popleft(), queued.request
         generation = self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
         self.state = output_processor.admit(
@@ -183,8 +230,10 @@ class WorkerSession:
             handed_over=queued.progress,
         )
         self._slots[request.id] = slot
+        self._attempts[slot] = queued.attempts
+        self._times.admit(slot, queued.submitted)
         self._log.start(slot, queued.progress.token_ids)
-        self.worker.tell(
+        self._numbers[slot] = self.worker.tell(
             Admit(
                 slot=slot,
                 generation=generation,
@@ -193,10 +242,24 @@ class WorkerSession:
             )
         )
 
-    @property
-    def silence(self) -> float:
-        """Seconds since the worker last sent something, while it had requests; 0 without any."""
-        return time.monotonic() - self._heard if self._slots else 0.0
+    def took(self, request_id: str) -> bool:
+        """Whether the worker has said that it got the request: otherwise it ran nothing of it."""
+        return self.worker.pulse.taken >= self._numbers[self._slots[request_id]]
+
+    def look(
+        self, now: float, *, heartbeat_timeout: float, max_silence: float | None
+    ) -> WorkerSilent | None:
+        """An error if the worker was silent for too long; `now` in seconds, monotonic."""
+        pulse, last = self.worker.pulse, self._pulse
+        self._pulse = pulse
+        self._beats.look(now, sign=pulse.beats != last.beats)
+        moved = pulse.progress != last.progress or pulse.takes_its_time or not self._slots
+        self._progress.look(now, sign=moved)
+        if self._beats.seconds > heartbeat_timeout:
+            return WorkerSilent(f"no heartbeat came for {heartbeat_timeout:g} seconds")
+        if max_silence is not None and self._progress.seconds > max_silence:
+            return WorkerSilent(f"it made no progress for {max_silence:g} seconds (phase: {pulse})")
+        return None
 
     def evict(self, request_id: str, *, reschedule: bool) -> None:
         """Ask the worker for the request's slot; it answers with a record."""
@@ -221,13 +284,25 @@ class WorkerSession:
             return None
         if received is None:
             return None
-        self._heard = time.monotonic()
+        self._beats.hear()
+        self._progress.hear()
         before, message = self.state, decode(received.data)
         self.state, records = output_processor.step(before, message)
         if self._rehearsed is not None and message.kind is Kind.TARGET:  # pauses end with one
             self._last = before, received.data
         self._log.extend(records)
         return Update(message, received, records, self.process_rank)
+
+    def measure(self, update: Update, now: float, timings: Timings) -> None:
+        """Add what one message tells of time, before its requests leave their slots."""
+        if update.latency_ns is not None:
+            timings.ring.take(update.latency_ns * 1e-9)
+        if update.message is not None and update.message.kind is Kind.TARGET:
+            self._times.message(now, timings)
+        for batch in update.records.batches:
+            has = batch.num_tokens > 0
+            if has.any():
+                self._times.tokens(batch.slots[has], batch.num_tokens[has], now, timings)
 
     def _rehearse(self) -> None:
         """Process the last message again; both functions are pure, so nothing comes of it."""
@@ -264,9 +339,12 @@ class WorkerSession:
                 statistics=self.state.slot_statistics(slot),
                 num_prompt_rows=int(prompt_rows),
             ),
+            attempts=self._attempts[slot],
+            submitted=self._times.leave(slot),
         )
         self.state = output_processor.release(self.state, slot)
-        self.worker.tell(Release(slot=slot, generation=self._generations[slot]))
+        if self.alive:
+            self.worker.tell(Release(slot=slot, generation=self._generations[slot]))
         self._free.append(slot)
         if not self._slots:
             self._last = None  # no message is expected: keep neither this one nor its requests
@@ -281,5 +359,7 @@ class WorkerSession:
             num_drafts=self.state.num_drafts,
         )
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
-        self.worker, self.lost, self._last = worker, None, None
+        self.worker, self.ending, self.lost, self._last = worker, None, None, None
+        self._pulse = Pulse()
+        self._beats, self._progress = Silence(START_SECONDS), Silence()
         self.restarts += 1

@@ -8,8 +8,10 @@ https://prometheus.io/docs/instrumenting/exposition_formats/
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
+from jax_specdec.engine.timings import BOUNDS, Timings
 from jax_specdec.engine.worker_session import WorkerStatus
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import ProcessorState
@@ -52,8 +54,12 @@ def prometheus_text(*states: ProcessorState) -> str:
     )
 
 
-def status_text(statuses: Iterable[WorkerStatus]) -> str:
+def status_text(statuses: Iterable[WorkerStatus], timings: Timings | None = None) -> str:
     """The same page for an engine's workers (`Engine.status`), with their rings and processes.
+
+    Args:
+      statuses: of the workers.
+      timings: the engine's (`Engine.timings`), as histograms; None for a page without them.
 
     Raises:
       ModuleNotFoundError: as `prometheus_text`.
@@ -67,18 +73,39 @@ def status_text(statuses: Iterable[WorkerStatus]) -> str:
             ),
         )
         for status in statuses
-    )
+    ) + ("" if timings is None else timings_text(timings))
+
+
+def timings_text(timings: Timings) -> str:
+    """A page of an engine's histograms alone.
+
+    Raises:
+      ModuleNotFoundError: as `prometheus_text`.
+    """
+    client = _client()
+    metrics = []
+    for name, meaning, histogram in (
+        ("queue", "From a request's submission to its first slot.", timings.queue),
+        ("first_token", "From a request's submission to its first token.", timings.first_token),
+        ("between_tokens", "Between two tokens of a request.", timings.between_tokens),
+        ("ring_latency", "From a message's commit to the engine's copy.", timings.ring),
+        ("step", "Between two messages of a busy worker.", timings.step),
+    ):
+        full = f"{_PREFIX}{name}_seconds"
+        metric = client.Metric(full, meaning, "histogram")
+        counts = histogram.counts.cumsum().tolist()
+        bounds = [*map(repr, BOUNDS), "+Inf"]
+        for bound, count in zip(bounds, counts, strict=True):
+            metric.add_sample(f"{full}_bucket", {"le": bound}, count)
+        metric.add_sample(f"{full}_count", {}, counts[-1])
+        metric.add_sample(f"{full}_sum", {}, histogram.total)
+        metrics.append(metric)
+    return _text(client, metrics)
 
 
 def _page(sources: Iterable[tuple[int, Iterable[Family]]]) -> str:
     """The text of all process ranks' families: each family once, with every rank's samples."""
-    try:
-        import prometheus_client
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Prometheus text needs prometheus_client: pip install 'jax-specdec[metrics]'",
-            name=error.name,
-        ) from error
+    prometheus_client = _client()
     metrics: dict[str, Metric] = {}
     for process_rank, families in sources:
         for kind, name, meaning, samples in families:
@@ -91,9 +118,25 @@ def _page(sources: Iterable[tuple[int, Iterable[Family]]]) -> str:
                         {"process_rank": str(process_rank)} | labels,
                         value,
                     )
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(_Collected(metrics.values()))
-    return prometheus_client.generate_latest(registry).decode()
+    return _text(prometheus_client, metrics.values())
+
+
+def _client() -> ModuleType:
+    try:
+        import prometheus_client
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Prometheus text needs prometheus_client: pip install 'jax-specdec[metrics]'",
+            name=error.name,
+        ) from error
+    return prometheus_client
+
+
+def _text(client: ModuleType, metrics: Iterable["Metric"]) -> str:
+    registry = client.CollectorRegistry()
+    registry.register(_Collected(metrics))
+    page: str = client.generate_latest(registry).decode()
+    return page
 
 
 class _Collected:

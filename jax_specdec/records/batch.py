@@ -21,6 +21,7 @@ class FinishReason(IntEnum):
     RECOVERY_ERROR = 5
     PREFILL_HANDOVER = 6
     WORKER_LOST = 7
+    ATTEMPTS_EXHAUSTED = 8  # workers were lost whenever they had it: perhaps by it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

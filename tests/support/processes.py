@@ -1,5 +1,6 @@
 """Processes that a test starts: whether they are alive, and what they leave behind."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -14,6 +15,16 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # the latter: it ended while it was read
         return False
+
+
+def children_of(pid):
+    """Ids of the processes that any thread of `pid` has started and that have not been reaped."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this thread has
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def wait_for(condition, seconds=60):

@@ -9,7 +9,29 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation, logprob
 
-CUT_SHORT = {FinishReason.ABORT, FinishReason.RECOVERY_ERROR, FinishReason.WORKER_LOST}
+CUT_SHORT = {
+    FinishReason.ABORT, FinishReason.RECOVERY_ERROR, FinishReason.WORKER_LOST,
+    FinishReason.ATTEMPTS_EXHAUSTED,
+}  # fmt: skip
+
+
+class FakeClock:
+    """Time that passes only while somebody sleeps, and a little whenever it is asked for.
+
+    Attributes:
+      slept: the seconds of each sleep.
+    """
+
+    def __init__(self, tick=0.001):
+        self.time, self.tick, self.slept = 0.0, tick, []
+
+    def now(self):
+        self.time += self.tick
+        return self.time
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.time += seconds
 
 
 def make_requests(count, seed=0):
@@ -31,7 +53,11 @@ def make_requests(count, seed=0):
 
 def long_requests(count=6):
     return [
-        Request(id=f"r{n}", prompt_token_ids=(n,), params=SamplingParams(max_tokens=20, logprobs=0))
+        Request(
+            id=f"r{n}",
+            prompt_token_ids=(n % VOCAB,),
+            params=SamplingParams(max_tokens=20, logprobs=0),
+        )
         for n in range(count)
     ]
 
@@ -48,13 +74,15 @@ class Scene:
         self.worker = worker
         self.faults = {rank: list(numbers) for rank, numbers in (faults or {}).items()}
         self.seed = seed
+        self.clock = FakeClock()
         self.engine = Engine(
             EngineConfig(vocab_size=VOCAB, num_slots=num_slots, max_length=64, **config),
             start_worker=self.start,
+            clock=self.clock,
         )
         self.records, self.updates = {}, []
 
-    def start(self, config, *, process_rank, prefill_only, doorbell):
+    def start(self, config, *, process_rank, prefill_only, doorbell, **_):
         assert doorbell == (config.num_ranks + config.num_prefill_ranks > 1)
         faults = self.faults.get(process_rank)
         worker = self.worker(

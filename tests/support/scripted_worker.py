@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from ipc import RingCounters
 from ipc.errors import PeerDied
 from ipc.wire import Kind, SlotState
-from jax_specdec.control import Admit, Evict, Release
+from jax_specdec.control import Admit, Evict, Phase, Pulse, Release
+from jax_specdec.engine.devices import Share
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.encode import SlotContents, encode
 
@@ -46,6 +47,7 @@ class ScriptedWorker:
       commands: all commands that it got.
       admitted_drafts: the drafts of every admission that brought some.
       dies_after: the number of messages after which it is killed; None for never.
+      taken: commands that it says it has taken; None: all.
     """
 
     pid = 0
@@ -66,10 +68,28 @@ class ScriptedWorker:
         self.outbox = []
         self.sent = 0
         self.stopped = False
+        self.taken = None
+        self.beats = 0
 
     def tell(self, command):
         self.commands.append(command)
         self.new_commands.append(command)
+        return len(self.commands)
+
+    @property
+    def pulse(self):
+        """A heartbeat whenever it is asked; its progress are its messages."""
+        self.beats += 1
+        taken = len(self.commands) if self.taken is None else self.taken
+        phase = Phase.STEPPING if any(self.slots) else Phase.IDLE
+        return Pulse(beats=self.beats, taken=taken, ready=True, progress=self.sent, phase=phase)
+
+    ended = True
+    exit_status = None
+    share = Share()
+
+    def end(self, cause):
+        self.stopped = True
 
     def failure(self, cause):
         self.stopped = True

@@ -1,9 +1,11 @@
 """A follower's process: it computes a model together with its lead, and sends nothing."""
 
-import sys
+import jax
 
-from jax_specdec.control import Start, from_line
-from jax_specdec.device.worker.process_group import end_with, join, leave
+from jax_specdec.child import Child
+from jax_specdec.control import Advance, Phase
+from jax_specdec.device.worker import compilations
+from jax_specdec.device.worker.process_group import join, leave
 from jax_specdec.device.worker.worker_process import make_worker
 
 
@@ -15,24 +17,21 @@ class Silent:
         raise RuntimeError("a follower publishes nothing: its lead does")
 
 
-def main(arguments: list[str]) -> int:
-    """Entry point: the lead's commands come on stdin, and the first is the lead's `Start`.
-
-    Args:
-      arguments: this process's index in its group, the coordinator's address, the lead's pid.
-    """
-    index, coordinator, lead = arguments
-    end_with(int(lead))
-    start = from_line(sys.stdin.readline())
-    assert isinstance(start, Start)
-    join(int(index), start.config.num_processes, coordinator)
+def main(child: Child) -> int:
+    """Entry point: every command that the lead carries out comes from it, `Advance` among them."""
+    start = child.start
+    assert start.member is not None
+    join(start.member.index, start.config.num_processes, start.member.coordinator)
+    compilations.watch(child.vitals)
+    child.vitals.enter(Phase.LOADING)
     worker = make_worker(start, Silent(), publish=False)
-    for line in sys.stdin:
-        if not worker.apply(from_line(line)):
+    child.vitals.be_ready(tuple(map(str, jax.local_devices())))
+    while True:
+        if child.commands.empty():
+            child.vitals.enter(Phase.IDLE)
+        command = child.commands.get()
+        if isinstance(command, Advance):
+            child.vitals.advance()
+        if not worker.apply(command):
             leave()
             return 0
-    return 1  # unreachable while the lead lives
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

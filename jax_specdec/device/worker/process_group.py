@@ -2,22 +2,24 @@
 
 JAX's own runtime connects them (`jax.distributed`), and each has one device of the model's mesh.
 The lead sends its followers every command that it carries out, `Advance` among them, so that all
-run the same programs in the same order. The lead alone publishes.
+run the same programs in the same order: over a control plane of its own, as the engine does. The
+lead alone publishes.
 
-They end together. The kernel kills a follower whose lead has ended, and a thread of the lead waits
-for each follower: neither depends on a main thread, which may hang in a collective.
+They end together. The kernel kills a follower whose lead has ended; a thread of the lead waits for
+each follower, and another one hears their heartbeats: none of them depends on a main thread, which
+may hang in a collective.
 """
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -25,27 +27,46 @@ import jax
 import numpy as np
 
 from ipc import RingWriter
-from jax_specdec.control import GROUP_KILLED, Command, Shutdown, Start, to_line
+from jax_specdec.control import (
+    GROUP_KILLED,
+    Command,
+    ControlClient,
+    ControlServer,
+    Link,
+    Member,
+    Phase,
+    Shutdown,
+    Silence,
+    Start,
+    to_bytes,
+    to_line,
+)
 
 # -P: a file in the current directory must not stand in for a module of the follower.
-FOLLOWER = (sys.executable, "-P", "-m", "jax_specdec.device.worker.follower_process")
-HOST = "127.0.0.1"  # one host: the engine reads shared memory
+FOLLOWER = (
+    sys.executable, "-P", "-m", "jax_specdec.child", "jax_specdec.device.worker.follower_process"
+)  # fmt: skip
 GRACE_SECONDS = 1.0  # to publish what was computed, once a follower is lost
 PATIENCE_SECONDS = 5.0  # for followers that were told to stop
-PR_SET_PDEATHSIG = 1  # man 2 prctl
+SILENCE_SECONDS = 10.0  # of a follower, after which it is stopped or worse
+START_SECONDS = 60.0  # more, until its first heartbeat
 
 
 class Lead:
     """The lead's side of its group: a context, and an error inside it ends the process at once."""
 
-    def __init__(self, start: Start, ring: RingWriter) -> None:
+    def __init__(self, start: Start, ring: RingWriter, client: ControlClient) -> None:
         """Start the followers and connect to them. A group of one has none.
 
         Args:
-          start: the worker's first command; its `config` says how many processes there are.
+          start: what the lead was born with; its `config` says how many processes there are.
           ring: where the lead's messages go.
+          client: whose thread hears the followers' heartbeats, and tells the engine of them.
         """
         self._ring = ring
+        self._client = client
+        self._links: list[Link] = []
+        self._heard: list[tuple[int, Silence]] = []  # beats of each follower, and what came since
         self._size = start.config.num_processes
         self._followers: list[subprocess.Popen[str]] = []
         self._sending = threading.Lock()  # held while a message is written, and to end for good
@@ -87,23 +108,57 @@ class Lead:
     def tell(self, command: Command) -> None:
         """Send a command to all followers, which carry it out as the lead does."""
         self._closing |= isinstance(command, Shutdown)
-        for follower in self._followers:
-            assert follower.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its end is noticed by its thread
-                follower.stdin.write(to_line(command))
-                follower.stdin.flush()
+        if self._links:
+            payload = to_bytes(command)
+            for link in self._links:
+                link.tell(payload)
+            self._server.pump()  # what they have taken need not be kept
 
     def _start(self, start: Start) -> None:
-        self._port = _reserved_port()
-        coordinator = f"{HOST}:{self._port.getsockname()[1]}"
+        config = start.config
+        self._port = _reserved_port(config.group_host)
+        coordinator = f"{config.group_host}:{self._port.getsockname()[1]}"
+        self._server = ControlServer(config.group_address, folder=Path(start.folder))
         for index in range(1, self._size):
-            command = (*FOLLOWER, str(index), coordinator, str(os.getpid()))
-            follower = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+            link = self._server.link()
+            follower = subprocess.Popen(FOLLOWER, stdin=subprocess.PIPE, text=True)
             self._followers.append(follower)
+            self._links.append(link)
             watch = threading.Thread(target=self._watch, args=(index, follower), daemon=True)
             watch.start()
-        self.tell(start)
+            born = replace(
+                start,
+                ring="",
+                parent=os.getpid(),
+                control=link.connection,
+                member=Member(index=index, coordinator=coordinator),
+            )
+            assert follower.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # its end is noticed by its thread
+                follower.stdin.write(to_line(born))  # far less than a pipe holds
+                follower.stdin.flush()  # and stays open: its end is the lead's
+        self._heard = [(0, Silence(START_SECONDS)) for _ in self._links]
+        self._client.vitals.members = self._phases
+        self._client.beside = self._listen
         join(0, self._size, coordinator)
+
+    def _phases(self) -> tuple[Phase, ...]:
+        return tuple(link.pulse.phase for link in self._links)
+
+    def _listen(self) -> None:
+        """Hear the followers; one that is silent ends the group. Called by the control thread."""
+        self._server.pump()
+        now = time.monotonic()
+        for place, link in enumerate(self._links):
+            beats, silence = self._heard[place]
+            silence.look(now, sign=link.pulse.beats != beats)
+            self._heard[place] = link.pulse.beats, silence
+            if silence.seconds > SILENCE_SECONDS and not self._closing:
+                follower = self._followers[place]
+                self._end(
+                    f"process {place + 1} of {self._size} (pid {follower.pid}) sent no heartbeat "
+                    f"for {SILENCE_SECONDS:.0f} seconds"
+                )
 
     def _watch(self, index: int, follower: subprocess.Popen[str]) -> None:
         code = follower.wait()
@@ -120,9 +175,11 @@ class Lead:
     def _end(self, text: str, status: int = 1) -> NoReturn:
         """End this process, and so the followers; no exit handler waits for them."""
         with self._sending:
-            if text:
-                print(text, file=sys.stderr, flush=True)
-            os._exit(status)
+            try:
+                if text:
+                    print(text, file=sys.stderr, flush=True)
+            finally:  # whoever reads it may be gone
+                os._exit(status)
 
 
 def join(index: int, size: int, coordinator: str) -> None:
@@ -142,17 +199,9 @@ def leave() -> None:
     jax.distributed.shutdown()  # type: ignore[no-untyped-call]
 
 
-def end_with(pid: int) -> None:
-    """Have the kernel kill this process when its parent `pid` ends, whatever this one does then."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl cannot tie this process to its parent")
-    if os.getppid() != pid:  # the parent had ended before
-        os._exit(1)
-
-
-def _reserved_port() -> socket.socket:
+def _reserved_port(host: str) -> socket.socket:
     """A socket that keeps its port from other groups, and lets this process's coordinator in."""
     port = socket.socket()
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    port.bind((HOST, 0))
+    port.bind((host, 0))
     return port

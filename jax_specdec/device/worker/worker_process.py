@@ -1,19 +1,19 @@
-"""The model worker's process: commands come on standard input, messages go into the ring."""
+"""The model worker's process: commands come over the control plane, messages go into the ring."""
 
 import queue
 import sys
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 
-from ipc import RingWriter
-from jax_specdec.control import Advance, Command, Shutdown, Start, from_line
+from jax_specdec.child import Child
+from jax_specdec.control import Advance, Command, Phase, Start, Vitals
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import tensor_parallel
+from jax_specdec.device.worker import compilations
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.text.tokenizer import text_encoder
@@ -23,6 +23,7 @@ def serve(
     worker: Worker,
     commands: "queue.SimpleQueue[Command]",
     tell: Callable[[Command], None] = lambda _: None,
+    vitals: Vitals | None = None,
 ) -> None:
     """Decode until told to stop: take the commands that wait, advance, block only when idle.
 
@@ -30,22 +31,20 @@ def serve(
       worker: carries the commands out.
       commands: from the engine.
       tell: gets every command just before the worker does.
+      vitals: told of every step, and when there is nothing to do.
     """
+    vitals = vitals or Vitals()
     while True:
-        waits = not (commands.empty() and worker.busy)
-        command = commands.get() if waits else Advance()
+        if commands.empty() and worker.busy:
+            vitals.advance()
+            command: Command = Advance()
+        else:
+            if not worker.busy:
+                vitals.enter(Phase.IDLE)
+            command = commands.get()
         tell(command)
         if not worker.apply(command):
             return
-
-
-def read_commands(lines: Iterable[str], commands: "queue.SimpleQueue[Command]") -> None:
-    """Parse lines until they end, which means that the engine is gone: then shut down."""
-    try:
-        for line in lines:
-            commands.put(from_line(line))
-    finally:
-        commands.put(Shutdown())
 
 
 def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker:
@@ -70,6 +69,12 @@ def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker
     )
 
 
+def own_devices(start: Start) -> list[jax.Device]:
+    """The devices that this process may use, in order."""
+    devices = jax.local_devices()
+    return [devices[place] for place in start.local_devices] or devices
+
+
 def _load(start: Start) -> tuple[ModelParams, LoopConfig]:
     """The weights and the loop that a worker was told to run."""
     config = start.config
@@ -85,7 +90,8 @@ def _load(start: Start) -> tuple[ModelParams, LoopConfig]:
             f"{model.vocab_size} tokens: set it to {model.vocab_size} or less, or prompts "
             "may hold ids that the model does not know"
         )
-    parallel = tensor_parallel(model, config.tensor_parallel)
+    devices = own_devices(start) if start.local_devices else None
+    parallel = tensor_parallel(model, config.tensor_parallel, devices)
     drafter = make_drafter(
         config.drafter,
         config.num_drafts,
@@ -105,23 +111,21 @@ def _load(start: Start) -> tuple[ModelParams, LoopConfig]:
     )
 
 
-def main() -> int:
-    """Entry point of the worker process: commands on stdin, messages into the ring."""
-    start = from_line(sys.stdin.readline())
-    if not isinstance(start, Start):
-        print(f"the first command must be Start, not {type(start).__name__}", file=sys.stderr)
-        return 2
+def main(child: Child) -> int:
+    """Entry point of the worker process, once its heartbeats have begun."""
+    start = child.start
     devices = start.config.tensor_parallel
-    if start.config.num_processes == 1 and devices > 1:
-        # Before JAX looks for devices. The number of accelerators is given.
-        jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
-    with RingWriter.attach(start.ring) as ring, Lead(start, ring) as lead:
+    if start.config.num_processes == 1:
+        if start.local_devices:
+            jax.config.update("jax_default_device", own_devices(start)[0])  # type: ignore[no-untyped-call]
+        elif devices > 1:
+            # Before JAX looks for devices. The number of accelerators is given.
+            jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
+    compilations.watch(child.vitals)
+    assert child.ring is not None
+    with child.ring as ring, Lead(start, ring, child.client) as lead:
+        child.vitals.enter(Phase.LOADING)
         worker = make_worker(start, lead)
-        commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        threading.Thread(target=read_commands, args=(sys.stdin, commands), daemon=True).start()
-        serve(worker, commands, lead.tell)
+        child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
+        serve(worker, child.commands, lead.tell, child.vitals)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

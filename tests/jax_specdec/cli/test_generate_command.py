@@ -53,9 +53,9 @@ def test_a_model_that_does_not_fit_is_reported_in_the_workers_words(model):
     code = (
         "import sys\n"
         "from jax_specdec.device.model import memory\n"
-        "from jax_specdec.device.worker import worker_process\n"
+        "from jax_specdec import child\n"
         "memory.available_bytes = lambda: 2**20\n"
-        "sys.exit(worker_process.main())"
+        "sys.exit(child.main(['jax_specdec.device.worker.worker_process']))"
     )
     start = functools.partial(WorkerProcess, program=(sys.executable, "-c", code))
     config = EngineConfig(

@@ -18,6 +18,7 @@ import pytest
 from ipc.doctor import find_ring_files
 from tests.support import decoding, hf_files
 from tests.support.paths import ROOT
+from tests.support.processes import children_of
 from tests.support.scripted_process import start_command
 from tests.support.tiny_checkpoint import CONFIG, make_tokenizer
 
@@ -172,9 +173,7 @@ def test_a_run_that_ends_early_says_how_to_go_on(worker, end, kept, model, tmp_p
         if end == "interrupt":
             process.send_signal(signal.SIGINT)
         else:
-            children = f"/proc/{process.pid}/task/{process.pid}/children"
-            with open(children) as file:
-                (child,) = map(int, file.read().split())
+            (child,) = children_of(process.pid)
             os.kill(child, signal.SIGKILL)
         _, error = process.communicate(timeout=60)
     finally:

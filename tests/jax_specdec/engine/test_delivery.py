@@ -4,6 +4,7 @@ The worker runs in a thread of this process, so that the tests can inspect it.
 """
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -15,11 +16,12 @@ import pytest
 
 from ipc import RingReader, RingWriter
 from ipc.errors import EndOfStream, RingFull
-from jax_specdec.control import Shutdown
+from jax_specdec.control import Shutdown, Vitals
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.device.worker.worker_process import serve
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.devices import Share
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
@@ -56,14 +58,24 @@ class WorkerThread:
             fused=False,
         )
         self.commands = queue.SimpleQueue()
-        self.thread = threading.Thread(target=serve, args=(worker, self.commands), daemon=True)
+        self.vitals, self.beats = Vitals(), itertools.count()
+        arguments = (worker, self.commands, lambda _: None, self.vitals)
+        self.thread = threading.Thread(target=serve, args=arguments, daemon=True)
         self.thread.start()
 
     pid = 0
+    ended = True
+    exit_status = None
+    share = Share()
     ring = property(lambda self: self)
+    pulse = property(lambda self: replace(self.vitals.pulse, beats=next(self.beats), ready=True))
 
     def tell(self, command):
         self.commands.put(command)
+        return 0
+
+    def end(self, cause):
+        pass
 
     def send(self, words):
         try:

@@ -24,7 +24,8 @@ from tests.support.processes import no_ring_is_left, wait_for
 
 @pytest.fixture(autouse=True, scope="module")
 def workers_compile_quickly():
-    with mock.patch.dict(os.environ, XLA_FLAGS=quick_compile.FLAGS):
+    two_devices = "--xla_force_host_platform_device_count=2"  # of which each rank has its own
+    with mock.patch.dict(os.environ, XLA_FLAGS=f"{quick_compile.FLAGS} {two_devices}"):
         yield
 
 
@@ -58,6 +59,7 @@ def engine(weights):
 def two_workers(weights):
     """Two workers; a lost one is replaced, and its requests continue. They end well."""
     changes = {"num_ranks": 2, "on_worker_loss": "restart", "resume_lost": True}
+    changes |= {"restart_delay": 0.0}
     with Engine(config(weights, **changes)) as engine:
         yield engine
     assert [session.worker.exit_status for session in engine.sessions] == [0, 0]
@@ -122,7 +124,7 @@ def test_a_killed_worker_is_reported_and_its_requests_are_closed(engine):
     assert f"message {cause.last_sequence} was the last to cross it" in str(cause)
     assert "create a new ring" not in str(error.value)
     lost = [name for name, reason in reasons.items() if reason is FinishReason.WORKER_LOST]
-    assert len(lost) == 3  # the three that had slots; the fourth had not begun
+    assert len(lost) == 4  # the three that had slots, and the fourth, which had not begun
 
 
 def test_two_ranks_are_read_side_by_side(two_workers):
@@ -152,6 +154,13 @@ def test_a_killed_rank_is_restarted_while_the_other_goes_on(two_workers):
             after.add(update.process_rank)
         if not n:
             os.kill(first, signal.SIGKILL)
+    assert ids == {item.id: expected.token_ids(item.id) for item in requests}
+
+    def both_are_ready():
+        list(two_workers.generate(asking(1)))  # workers are looked after while requests run
+        return all(session.ready for session in two_workers.sessions)
+
+    wait_for(both_are_ready)
     status = two_workers.status
     ((rank, why),) = lost
     assert rank == 0
@@ -159,7 +168,8 @@ def test_a_killed_rank_is_restarted_while_the_other_goes_on(two_workers):
     assert 1 in after
     assert [each.restarts for each in status] == [1, 0]
     assert status[0].pid != first
-    assert ids == {item.id: expected.token_ids(item.id) for item in requests}
+    assert [each.devices for each in status] == [("cpu:0",), ("cpu:1",)]
+    assert [each.given for each in status] == ["local devices 0", "local devices 1"]
 
 
 def test_a_worker_that_cannot_start_says_why_whatever_the_current_directory_has(

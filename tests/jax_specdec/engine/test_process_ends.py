@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.support import quick_compile
-from tests.support.processes import CREATORS, is_alive, no_ring_is_left, wait_for
+from tests.support.processes import CREATORS, children_of, is_alive, no_ring_is_left, wait_for
 
 # As little as a worker can compile: when processes end does not depend on what they compute.
 SMALL = ("--drafter", "none", "--drafts", "1", "--slots", "2", "--no-logprobs")
@@ -34,9 +33,8 @@ def demo(*options, **kwargs):
 def worker_of(pid):
     """The worker that a demo has started."""
     for _ in range(1200):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
+        if children := children_of(pid):
+            return children[0]
         time.sleep(0.05)
     raise AssertionError("the demo started no worker")
 

@@ -65,14 +65,22 @@ def run_through(*, seed, count, ranks, prefill_ranks, aborts, preemptions, stops
         num_prefill_ranks=prefill_ranks,
         on_worker_loss="restart",
         resume_lost=rng.random() < 0.7,
+        max_attempts=rng.choice((1, 2, 99)),
     )
     scene.run(requests, meddler(seed, aborts=aborts, preemptions=preemptions, stops=stops))
     check(scene, requests)
     assert all(session.num_free == 2 for session in scene.engine.sessions)
-    if not scene.engine.config.resume_lost or not losses:
+    config = scene.engine.config
+    if not config.resume_lost or not losses:
         return
     reasons = {scene.finish_reason(request.id) for request in requests}
     assert FinishReason.WORKER_LOST not in reasons
+    assert (
+        config.max_attempts == 1
+        or FinishReason.ATTEMPTS_EXHAUSTED not in reasons
+        or any(len(numbers) > 1 for numbers in faults.values())
+        or len(faults) > 1
+    )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,30 +1,34 @@
 """A worker's process: how it is started, ended and reported, with programs in place of workers."""
 
-import contextlib
 import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from ipc import RingReader, RingWriter
 from ipc.wire import Kind
-from jax_specdec.engine import engine as engine_module
-from jax_specdec.engine import worker_client
+from jax_specdec.control import Admit
+from jax_specdec.engine import child_process, worker_client
+from jax_specdec.engine import config as config_module
+from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.encode import encode
+from jax_specdec.requests import Request, SamplingParams
+from tests.support import scripted_process
 from tests.support.processes import is_alive, no_ring_is_left, wait_for
 from tests.support.scene import long_requests
-from tests.support.scripted_worker import VOCAB
+from tests.support.scripted_worker import VOCAB, ScriptedWorker
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +38,16 @@ def nothing_left_in_shared_memory():
 
 
 def fake_worker(code):
-    """A worker program that runs `code` after it has read its first command as `start`."""
+    """A worker program that runs `code` after it has read how it starts as `start`."""
     head = "import json, os, sys, time\nstart = json.loads(sys.stdin.readline())\n"
     attach = "from ipc import RingWriter\nring = RingWriter.attach(start['ring'])\n"
     return (sys.executable, "-c", head + attach + code)
 
 
-def failure_of(code, requests=None, on_worker_loss="stop"):
+def failure_of(code, requests=None, on_worker_loss="stop", **options):
     """The report of an engine whose worker runs `code`, and its requests' finish reasons."""
     settings = EngineConfig(
-        vocab_size=VOCAB, num_slots=3, max_length=96, on_worker_loss=on_worker_loss
+        vocab_size=VOCAB, num_slots=3, max_length=96, on_worker_loss=on_worker_loss, **options
     )
     reasons = []
 
@@ -117,22 +121,34 @@ def test_a_message_that_cannot_be_closes_the_requests(code, said, monkeypatch):
     assert reasons == [FinishReason.WORKER_LOST] * 2
 
 
+def test_all_that_a_lost_worker_printed_stays_in_a_file_that_the_error_names(tmp_path):
+    text, _ = failure_of("os.write(2, b'line\\n' * 200); os._exit(3)", output_folder=str(tmp_path))
+    path = tmp_path / "worker-0-1.log"
+    assert str(path) in text
+    assert path.read_text() == "line\n" * 200
+    text, _ = failure_of("os.write(2, b'by default'); os._exit(3)")
+    path = Path(re.search(r"all of them: (\S+)\)", text)[1])
+    assert path.read_text() == "by default"
+    assert os.listdir(path.parent) == [path.name]
+    shutil.rmtree(path.parent)
+
+
 def test_an_interrupt_while_a_worker_is_started_leaves_nothing(monkeypatch):
     started = []
 
-    def interrupted_tell(self, command):
+    def interrupted_write(self, line):
         started.append(self.pid)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker_client.WorkerProcess, "tell", interrupted_tell)
+    monkeypatch.setattr(ChildProcess, "write", interrupted_write)
     with pytest.raises(KeyboardInterrupt):
         Engine(EngineConfig(vocab_size=VOCAB, num_ranks=2))
     assert len(started) == 1
     assert not is_alive(started[0])
 
 
-@pytest.mark.parametrize("owner", [RingReader, threading.Thread])
-def test_a_worker_that_cannot_be_watched_or_heard_is_ended_with_the_reason(owner, monkeypatch):
+@pytest.mark.parametrize("fault", ["watch", "thread"])
+def test_a_worker_that_cannot_be_watched_or_waited_for_is_ended_with_the_reason(fault, monkeypatch):
     started = []
 
     class Popen(subprocess.Popen):
@@ -143,45 +159,84 @@ def test_a_worker_that_cannot_be_watched_or_heard_is_ended_with_the_reason(owner
     def refuse(*_):
         raise RuntimeError("too many of them")
 
-    monkeypatch.setattr(worker_client.subprocess, "Popen", Popen)
-    monkeypatch.setattr(owner, "expect_peer" if owner is RingReader else "start", refuse)
+    monkeypatch.setattr(child_process.subprocess, "Popen", Popen)
+    if fault == "watch":
+        monkeypatch.setattr(RingReader, "expect_peer", refuse)
+    else:
+        monkeypatch.setattr(child_process.threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="too many of them"):
         worker_client.WorkerProcess(
             EngineConfig(vocab_size=VOCAB), program=fake_worker("time.sleep(99)")
         )
-    assert [process.poll() for process in started] == [-signal.SIGTERM]
-    assert all(pipe.closed for process in started for pipe in (process.stdin, process.stderr))
+    assert len(started) == (fault == "watch")
+    for process in started:
+        wait_for(lambda process=process: process.returncode == -signal.SIGKILL)
+        assert process.stdin.closed
 
 
-def test_closing_does_not_wait_for_a_worker_that_reads_nothing(monkeypatch):
-    monkeypatch.setattr(worker_client, "PATIENCE_SECONDS", 0.2)
+def test_a_stopped_worker_holds_up_neither_a_command_nor_the_end(monkeypatch):
+    """Commands of 8 MB wait in the engine; a worker that is stopped is killed all the same."""
     worker = worker_client.WorkerProcess(
-        EngineConfig(vocab_size=VOCAB), program=fake_worker("time.sleep(99)")
+        EngineConfig(vocab_size=VOCAB), program=scripted_process.WORKER
     )
-    worker.ring.wait_attached(60)
+    server = worker._workplace.server
+    wait_for(lambda: (server.pump(), worker.pulse.ready)[1])
     os.kill(worker.pid, signal.SIGSTOP)
-    pipe = worker._process.stdin.fileno()
-    os.set_blocking(pipe, False)
-    with contextlib.suppress(BlockingIOError):  # until it is full: a write would block for good
-        while True:
-            os.write(pipe, b"x" * 4096)
-    os.set_blocking(pipe, True)
-    assert worker.stop(drain=False) in (-signal.SIGTERM, -signal.SIGKILL)
+    request = Request(id="r", prompt_token_ids=(1,) * 100_000)
+    for slot in range(20):
+        number = worker.tell(Admit(slot=slot, generation=1, request=request))
+    server.pump()
+    assert number == 20
+    assert worker.pulse.taken < 20
+    assert worker.stop(drain=False) == -signal.SIGKILL
+
+
+def test_a_stopped_worker_is_found_while_another_one_goes_on(monkeypatch):
+    """The engine's only thread waits for no worker: not to tell it, and not to end it."""
+    monkeypatch.setattr(config_module, "LEAST_HEARTBEAT_TIMEOUT", 0.5)
+    settings = EngineConfig(
+        vocab_size=VOCAB, num_slots=3, max_length=4096, num_ranks=2, on_worker_loss="continue",
+        heartbeat_timeout=1.5, resume_lost=True,
+    )  # fmt: skip
+    prompt = (1,) * 4000
+    requests = [
+        Request(id=f"r{n}", prompt_token_ids=prompt, params=SamplingParams(max_tokens=8))
+        for n in range(40)
+    ]
+    reasons, losses = {}, []
+    start = functools.partial(worker_client.WorkerProcess, program=scripted_process.WORKER)
+    with Engine(settings, start_worker=start) as engine:
+        wait_for(lambda: (engine._workplace.server.pump(),
+                          all(one.worker.pulse.ready for one in engine.sessions))[1])  # fmt: skip
+        os.kill(engine.sessions[0].worker.pid, signal.SIGSTOP)
+        for update in engine.generate(requests):
+            losses += [str(update.lost)] * (update.lost is not None)
+            for record in update.records:
+                reasons[record.request_id] = record.finish_reason
+        assert [status.alive for status in engine.status] == [False, True]
+    assert set(reasons.values()) == {FinishReason.LENGTH}
+    assert len(reasons) == 40
+    (why,) = losses
+    assert "no heartbeat came for 1.5 seconds" in why
 
 
 def test_only_rings_with_a_message_are_read_when_there_are_several():
-    def rank(number):
-        ring = RingReader.create(4, 64, doorbell=True)
-        worker = SimpleNamespace(ring=ring)
-        return WorkerSession(worker, num_slots=1, max_length=9, process_rank=number)
+    settings = EngineConfig(vocab_size=VOCAB, num_slots=1, max_length=96, num_ranks=2)
+    rings = []
 
-    quiet, busy = rank(0), rank(1)
-    with (
-        quiet.worker.ring,
-        busy.worker.ring,
-        RingWriter.attach(busy.worker.ring.name) as writer,
-    ):
+    def start(config, *, process_rank, doorbell, **_):
+        worker = ScriptedWorker(1, process_rank=process_rank)
+        rings.append(RingReader.create(4, 64, doorbell=doorbell))
+        return SimpleNamespace(
+            ring=rings[-1], pulse=worker.pulse, tell=worker.tell, stop=lambda drain: 0, pid=0
+        )
+
+    engine = Engine(settings, start_worker=start)
+    quiet, busy = engine.sessions
+    with rings[0], rings[1], RingWriter.attach(rings[1].name) as writer:
+        for session in engine.sessions:
+            session.admit(QueuedRequest(request=long_requests(1)[0]))
         writer.send(encode(Kind.TARGET, 0, [], process_rank=1))
-        assert engine_module._wait([quiet, busy]) == [busy]
+        assert engine._wait([quiet, busy]) == [busy]
         assert busy.receive(0).message.step == 0
         assert quiet.receive(0) is None

@@ -69,7 +69,7 @@ def test_every_rank_has_its_numbers():
         texts.append(status_text(scene.engine.status))
 
     scene = Scene(num_ranks=2, num_prefill_ranks=1, faults={1: [3]}, on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
+                  resume_lost=True, restart_delay=0)  # fmt: skip
     scene.run(long_requests(), meddle)
     samples = samples_of(status_text(scene.engine.status))
     sent = [scene.workers[place].sent for place in (0, 3, 2)]  # 3 took the place of 1

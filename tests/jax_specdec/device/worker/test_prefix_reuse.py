@@ -254,7 +254,7 @@ def test_the_setting_reaches_the_worker(tmp_path, capfd):
         config = EngineConfig(vocab_size=264, prefix_reuse=reuse)
         process = WorkerProcess(config, program=program)
         try:
-            process._process.wait(20)
+            assert process._process.wait(20)
         finally:
             process.stop(drain=False)
         start = from_line(told.read_text())

@@ -21,6 +21,7 @@ from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, random_model, request
+from tests.support.processes import children_of, is_alive
 
 SECONDS = 10  # for a group to end: a second for its lead, the rest for a busy machine
 
@@ -84,20 +85,10 @@ def config(weights, processes=2, **changes):
 def members(pid):
     """Ids of the processes below `pid` that run: leads and followers."""
     found = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this thread has
-                for child in map(int, (task / "children").read_text().split()):
-                    if is_alive(child):
-                        found += [child, *members(child)]
+    for child in children_of(pid):
+        if is_alive(child):
+            found += [child, *members(child)]
     return found
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def wait_for(condition, seconds=SECONDS):
@@ -158,7 +149,7 @@ def fails_after(engine, pid, number, max_silence=None):
     stream = engine.generate(requests(60))
     next(stream)
     os.kill(pid, number)
-    object.__setattr__(engine.config, "max_silence", max_silence)  # until now it compiled
+    object.__setattr__(engine.config, "max_silence", max_silence)
     began = time.monotonic()
     with pytest.raises(WorkerFailed) as error:
         list(stream)
@@ -192,7 +183,7 @@ def test_four_processes_deliver_what_one_computes_until_one_of_them_hangs(weight
         lead = engine.sessions[0].worker.pid
         group = [lead, *members(lead)]
         said, seconds = fails_after(engine, group[2], signal.SIGSTOP, max_silence=1.0)
-        assert "nothing came for 1.0 seconds" in said
+        assert "it made no progress for 1 seconds" in said
         assert seconds < SECONDS
         wait_for(lambda: not any(map(is_alive, group)))
 
@@ -248,18 +239,3 @@ def test_what_a_user_can_mend_is_said_and_ends_the_group(tmp_path):
 def test_a_follower_cannot_publish():
     with pytest.raises(RuntimeError, match="publishes nothing"):
         Silent().send(np.zeros(16, np.uint32))
-
-
-@pytest.mark.fast
-def test_a_process_may_be_tied_to_its_parent_alone():
-    """A process that names another one, or one that has ended, ends at once."""
-    code = (
-        "import os; from jax_specdec.device.worker.process_group import end_with; "
-        "end_with({}); print('lives')"
-    )
-    for parent, printed in (("os.getppid()", "lives\n"), ("os.getpid()", "")):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(parent)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert (done.stdout, done.stderr) == (printed, "")

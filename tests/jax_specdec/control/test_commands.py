@@ -1,5 +1,8 @@
-"""The control channel: every command survives its line, and garbage is refused."""
+"""Commands as bytes: every one survives, and garbage is refused."""
 
+import io
+
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,13 +12,18 @@ from ipc.wire import LogprobsMode
 from jax_specdec.control import (
     Admit,
     Advance,
+    Connection,
     ControlError,
     Evict,
+    Member,
     Release,
     Shutdown,
     Start,
     WorkerConfig,
+    from_bytes,
     from_line,
+    read_commands,
+    to_bytes,
     to_line,
 )
 from jax_specdec.requests import Request, RequestError, SamplingParams
@@ -51,7 +59,7 @@ configs = st.builds(
 slots, generations = st.integers(0, 99), st.integers(0, 2**32 - 1)
 
 
-@given(
+commands = (
     st.builds(
         Admit,
         slot=slots,
@@ -61,26 +69,84 @@ slots, generations = st.integers(0, 99), st.integers(0, 2**32 - 1)
     )
     | st.builds(Release, slot=slots, generation=generations)
     | st.builds(Evict, slot=slots, generation=generations, reschedule=st.booleans())
-    | st.builds(Start, config=configs, ring=st.text(), prefill_only=st.booleans())
     | st.just(Shutdown())
     | st.just(Advance())
 )
-def test_every_command_survives_its_line(command):
-    line = to_line(command)
+
+
+@given(commands)
+def test_every_command_survives_its_bytes(command):
+    assert from_bytes(to_bytes(command)) == command
+
+
+class Trickle(io.BytesIO):
+    """A pipe in which a few bytes at a time arrive."""
+
+    def read1(self, size=-1):
+        return super().read1(3)
+
+
+@given(st.lists(commands, max_size=4))
+def test_commands_in_a_pipe_come_out_one_by_one(sent):
+    stream = Trickle(b"".join(map(to_bytes, sent)))
+    assert list(read_commands(stream)) == sent
+
+
+@given(
+    st.builds(
+        Start,
+        config=configs,
+        ring=st.text(),
+        prefill_only=st.booleans(),
+        parent=st.integers(0, 2**22),
+        control=st.none() | st.builds(Connection),
+        local_devices=st.lists(st.integers(0, 9)).map(tuple),
+        member=st.none() | st.builds(Member),
+    )
+)
+def test_a_start_survives_its_line(start):
+    line = to_line(start)
     assert line.endswith("\n")
     assert line.count("\n") == 1
-    assert from_line(line) == command
+    assert from_line(line) == start
+
+
+def admission(**changes):
+    """The parts of an admission as they are sent, some of them replaced."""
+    whole = Admit(slot=0, generation=1, request=Request(id="r", prompt_token_ids=(1,)))
+    names = ("name", "slot", "generation", "id", "prompt", "drafts", "params")
+    values = dict(zip(names, msgpack.unpackb(to_bytes(whole)), strict=True))
+    return msgpack.packb(list((values | changes).values()))
+
+
+def test_that_admission_is_one():
+    assert from_bytes(admission()).request.id == "r"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"x", b"\x90", b"\xc1", msgpack.packb({}), msgpack.packb(["dance"]),
+     msgpack.packb(["release", 1]), msgpack.packb(["evict", 1]), msgpack.packb(["evict", 1, "", 1]),
+     msgpack.packb(["shutdown", True]), msgpack.packb([["release"], 1, 2]),
+     to_bytes(Release(slot=1, generation=2))[:-1], to_bytes(Shutdown()) * 2,
+     admission(slot="0"), admission(prompt=b""), admission(prompt=b"123"),
+     admission(prompt=b"\xff" * 4), admission(drafts=b"1"), admission(params=[]),
+     admission(params=[0] * 13)],
+)  # fmt: skip
+def test_garbage_is_refused(data):
+    with pytest.raises(ControlError, match="not a command"):
+        from_bytes(data)
+    if data not in (b"", to_bytes(Shutdown()) * 2, to_bytes(Release(slot=1, generation=2))[:-1]):
+        with pytest.raises(ControlError, match="not a command"):
+            list(read_commands(io.BytesIO(data)))
 
 
 @pytest.mark.parametrize(
     "line",
-    ["", "x", "[]", "1", "{}", '{"command": "dance"}', '{"command": "release", "slot": 1}',
-     '{"command": "evict", "slot": 1}', '{"command": "shutdown", "now": true}',
-     '{"command": "admit", "slot": 0, "generation": 1}',
-     to_line(start)[:20], to_line(start).replace("corpus", "corps")],
-)  # fmt: skip
-def test_garbage_is_refused(line):
-    with pytest.raises(ControlError, match="not a command"):
+    ["", "x", "[]", "1", "{}", to_line(start)[:20], to_line(start).replace("corpus", "corps")],
+)
+def test_what_is_no_start_is_refused(line):
+    with pytest.raises(ControlError, match="not a start"):
         from_line(line)
 
 
@@ -108,14 +174,14 @@ def test_what_is_no_whole_number_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
 @pytest.mark.parametrize("value", [True, "0.5", np.float32(0.5), None])
-def test_what_no_line_can_carry_as_a_number_is_refused_by_name(name, value):
+def test_what_no_command_can_carry_as_a_number_is_refused_by_name(name, value):
     """A numpy.float64 is a float of Python's, and an integer is as good."""
     with pytest.raises(RequestError, match=rf"^{name} = .* must be a Python number"):
         SamplingParams(**{name: value})
     for fine in (np.float64(0.5), 1):
         asks = Request(id="r", prompt_token_ids=(1,), params=SamplingParams(**{name: fine}))
-        line = to_line(Admit(slot=0, generation=1, request=asks))
-        assert getattr(from_line(line).request.params, name) == fine
+        data = to_bytes(Admit(slot=0, generation=1, request=asks))
+        assert getattr(from_bytes(data).request.params, name) == fine
 
 
 @pytest.mark.parametrize("sequence", [list, np.array])
@@ -130,7 +196,7 @@ def test_ids_in_any_sequence_are_kept_as_tuples_of_ints(sequence):
     )
     assert asks == Request(id="r", prompt_token_ids=(3, 1, 4), params=plain)
     assert {type(id) for id in (*asks.prompt_token_ids, *params.extra_token_ids)} == {int}
-    assert from_line(to_line(Admit(slot=0, generation=1, request=asks))).request == asks
+    assert from_bytes(to_bytes(Admit(slot=0, generation=1, request=asks))).request == asks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""What a process of a worker does before it imports anything that takes its time. Never jax.
+
+    python -P -m jax_specdec.child MODULE
+
+Its parent (an engine, or the lead of a group) writes one line to its standard input, the `Start`,
+and keeps the pipe open. First it attaches to its ring: from then on nothing of that stays behind,
+whoever dies. From then on it ends with its parent, at any moment and whatever it does then: the
+kernel kills it (a stopped process too), and a thread ends it where the pipe does. It sends
+heartbeats, and only after all this it imports MODULE and calls its `main(child)`.
+
+https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import queue
+
+    from ipc import RingWriter
+    from jax_specdec.control import Command, ControlClient, Start, Vitals
+
+PR_SET_PDEATHSIG = 1
+STDIN = 0
+
+
+class Child:
+    """A process that its parent can talk to.
+
+    Attributes:
+      start: what it was born with.
+      client: where its commands come from.
+      ring: where its messages go; None for a follower.
+    """
+
+    def __init__(self, start: "Start", client: "ControlClient", ring: "RingWriter | None") -> None:
+        self.start = start
+        self.client = client
+        self.ring = ring
+
+    @property
+    def commands(self) -> "queue.SimpleQueue[Command]":
+        return self.client.commands
+
+    @property
+    def vitals(self) -> "Vitals":
+        return self.client.vitals
+
+
+def begin() -> Child:
+    """Tie this process to its parent, and begin to send heartbeats."""
+    line = _first_line()
+    if not line:  # it ended before it could say anything
+        os._exit(1)
+    born = json.loads(line)
+    ring = None
+    if born["ring"]:
+        from ipc import RingError, RingWriter
+
+        try:
+            ring = RingWriter.attach(born["ring"])
+        except RingError:
+            if os.getppid() == born["parent"]:
+                raise
+            os._exit(1)  # it ended, and so has the ring
+    die_with_parent()
+    if os.getppid() != born["parent"]:  # it ended before it was watched
+        os._exit(1)
+    threading.Thread(target=_end_with_pipe, name="lifeline", daemon=True).start()
+    from jax_specdec.control import ControlClient, Vitals, from_line
+
+    start = from_line(line)
+    assert start.control is not None
+    client = ControlClient(start.control, Vitals())
+    client.start()
+    return Child(start, client, ring)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl cannot tie this process to its parent")
+
+
+def _first_line() -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and (more := os.read(STDIN, 1 << 16)):
+        line += more
+    return line if line.endswith(b"\n") else b""
+
+
+def _end_with_pipe() -> NoReturn:
+    """End at the end of the pipe. Nothing is printed: whoever would read it may be gone."""
+    while os.read(STDIN, 1 << 16):
+        pass
+    os._exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point; the argument is the module to run."""
+    (name,) = arguments
+    child = begin()
+    status: int = importlib.import_module(name).main(child)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

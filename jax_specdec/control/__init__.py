@@ -1,0 +1,62 @@
+"""The control plane: commands from an engine to its workers, and their heartbeats back. Never jax.
+
+Commands travel over ZeroMQ, numbered and acknowledged; nothing here waits for another process.
+Records never come this way: they go through the ring.
+"""
+
+from jax_specdec.control.client import ControlClient
+from jax_specdec.control.commands import (
+    DRAFTERS,
+    GROUP_KILLED,
+    Admit,
+    Advance,
+    Command,
+    Connection,
+    ControlError,
+    Evict,
+    Member,
+    Release,
+    Shutdown,
+    Start,
+    WorkerConfig,
+    from_bytes,
+    from_line,
+    read_commands,
+    to_bytes,
+    to_line,
+)
+from jax_specdec.control.pulse import BEAT_SECONDS, Phase, Pulse, Silence, Vitals
+from jax_specdec.control.server import ControlServer, Link
+
+__all__ = [
+    # Commands.
+    "Command",
+    "Admit",
+    "Evict",
+    "Release",
+    "Shutdown",
+    "Advance",
+    "to_bytes",
+    "from_bytes",
+    "read_commands",
+    "ControlError",
+    # What a worker is born with.
+    "Start",
+    "WorkerConfig",
+    "Connection",
+    "Member",
+    "DRAFTERS",
+    "GROUP_KILLED",
+    "to_line",
+    "from_line",
+    # Both ends of the channel.
+    "ControlServer",
+    "Link",
+    "ControlClient",
+    # Heartbeats.
+    "Pulse",
+    "Phase",
+    "Vitals",
+    "Silence",
+    "BEAT_SECONDS",
+]

@@ -1,0 +1,280 @@
+"""What the engine tells its model worker, as values and as bytes. Never jax.
+
+A command is one msgpack array: its name, then its fields. Token ids are packed int32, so a prompt
+of 128,000 tokens is copied, never written out. `Start` alone is a line of JSON: a worker gets it on
+its standard input, before it has a socket.
+"""
+
+import json
+import operator
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any, BinaryIO
+
+import msgpack
+
+from ipc.wire import LogprobsMode
+from jax_specdec.requests import Request, SamplingParams, packed, unpacked
+
+# A lead whose follower was killed by a signal exits with this plus the signal's number, as a shell
+# does for a command.
+GROUP_KILLED = 128
+
+
+DRAFTERS = ("mtp", "ngram", "suffix", "none")  # the values of `WorkerConfig.drafter`
+
+
+class ControlError(ValueError):
+    """Bytes that are not a command; says what is wrong with them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """What a worker runs: the part of `EngineConfig` that every worker of an engine is told.
+
+    Attributes:
+      vocab_size: ids below it are legal in a prompt; at most the model's.
+      weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
+        that come with the package.
+      dtype: "bfloat16" or "float32", to compute in; empty for that of the weights. "float16" is for
+        a safetensors file or the package's own weights only.
+      drafter: "mtp", "ngram", "suffix" or "none".
+      num_drafts: draft tokens a step at most.
+      adaptive: draft less for a request whose drafts are seldom accepted.
+      corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
+      num_slots: requests that decode together.
+      max_length: prompt and emitted tokens of a request.
+      prefill_chunk: prompt tokens that run between two steps.
+      prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
+        no value depends on it. A prompt whose logprobs are wanted is always run whole.
+      tensor_parallel: devices among which each worker splits the model; the vocabulary must divide
+        among them. A worker without accelerators makes as many CPU devices.
+      processes: each of these devices has a process of its own. The first one publishes; the worker
+        is lost when any of them is.
+      group_host: the host name or address at which the first of these processes is reached by the
+        others' JAX.
+      group_address: where they get their commands from it, as ZeroMQ writes it; empty for a socket
+        on this host that only its user can reach.
+    """
+
+    vocab_size: int
+    weights: str = ""
+    dtype: str = ""
+    drafter: str = "mtp"
+    num_drafts: int = 3
+    adaptive: bool = False
+    corpus: str = ""
+    num_slots: int = 8
+    max_length: int = 512
+    prefill_chunk: int = 64
+    prefix_reuse: bool = True
+    tensor_parallel: int = 1
+    processes: bool = False
+    group_host: str = "127.0.0.1"
+    group_address: str = ""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that compute one worker's model."""
+        return self.tensor_parallel if self.processes else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """Where a process gets its commands, and as whom.
+
+    Attributes:
+      address: of the socket that the sender of the commands has bound, as ZeroMQ writes it.
+      identity: the name of this process there. Nobody else knows it: it proves who asks.
+      server_key: the sender's public CURVE key; empty where nothing is encrypted (ipc://).
+    """
+
+    address: str
+    identity: str
+    server_key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A follower's place in its group.
+
+    Attributes:
+      index: its number, from 1; the lead has 0.
+      coordinator: host and port of JAX's coordinator, which the lead runs.
+    """
+
+    index: int
+    coordinator: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a process of a worker is born with: what to run, and where it is heard.
+
+    Attributes:
+      config: the same for every worker of an engine.
+      ring: the name of the ring to attach to; empty for a follower.
+      process_rank: the worker's number, which its messages carry.
+      prefill_only: run prompts, send first tokens, and hand the requests over.
+      parent: the process id of who started it, and with whom it ends.
+      control: where its commands come from; None: nobody sends any.
+      folder: a directory of the engine for sockets of a worker's own, mode 0700.
+      local_devices: places in `jax.local_devices()` of those that it may use; empty for all.
+      member: None except in a follower.
+    """
+
+    config: WorkerConfig
+    ring: str
+    process_rank: int = 0
+    prefill_only: bool = False
+    parent: int = 0
+    control: Connection | None = None
+    folder: str = ""
+    local_devices: tuple[int, ...] = ()
+    member: Member | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admit:
+    """Run `request` in `slot`; its messages carry `generation`.
+
+    `draft_token_ids` are drafts that a prefill node handed over: they are verified in the
+    request's first step, as certain ones (no draft model's distribution came with them).
+    """
+
+    slot: int
+    generation: int
+    request: Request
+    draft_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evict:
+    """Take `slot` back from its request, if it is still that generation.
+
+    The worker frees the slot and says so in its next message: preempted, to be scheduled again,
+    or with `reschedule` false a recovery stop, which ends the request with an error.
+    """
+
+    slot: int
+    generation: int
+    reschedule: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """Stop what runs in `slot`, if it is still that generation."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shutdown:
+    """Finish the step under way and end the stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advance:
+    """Launch the next step: from the lead of several processes to its followers."""
+
+
+Command = Admit | Evict | Release | Shutdown | Advance
+_PLAIN: dict[str, type[Evict] | type[Release] | type[Shutdown] | type[Advance]] = {
+    "evict": Evict,
+    "release": Release,
+    "shutdown": Shutdown,
+    "advance": Advance,
+}
+_PARAMS = tuple(field.name for field in fields(SamplingParams))
+
+
+def to_bytes(command: Command) -> bytes:
+    """One msgpack array; NumPy integers are written as numbers."""
+    if isinstance(command, Admit):
+        request = command.request
+        params = [getattr(request.params, name) for name in _PARAMS]
+        values: list[Any] = [
+            "admit",
+            command.slot,
+            command.generation,
+            request.id,
+            request.packed_prompt,
+            packed(command.draft_token_ids),
+            params,
+        ]
+    else:
+        values = [type(command).__name__.lower(), *vars(command).values()]
+    made: bytes = msgpack.packb(values, default=operator.index, unicode_errors="surrogatepass")
+    return made
+
+
+def from_bytes(data: bytes) -> Command:
+    """The command that `to_bytes` wrote.
+
+    Raises:
+      ControlError: the bytes are not one whole command.
+    """
+    try:
+        return _command(msgpack.unpackb(data, unicode_errors="surrogatepass"))
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+        raise ControlError(f"not a command: {data[:200]!r} ({error!r})") from error
+
+
+def read_commands(stream: BinaryIO) -> Iterator[Command]:
+    """The commands of a byte stream (a pipe), one `to_bytes` after the other, up to its end.
+
+    Raises:
+      ControlError: something else is among them.
+    """
+    unpacker = msgpack.Unpacker(unicode_errors="surrogatepass")
+    read = getattr(stream, "read1", stream.read)  # what is there, without waiting for more
+    while chunk := read(1 << 16):
+        unpacker.feed(chunk)
+        try:
+            for values in unpacker:
+                yield _command(values)
+        except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+            raise ControlError(f"not a command: ({error!r})") from error
+
+
+def to_line(start: Start) -> str:
+    """A line of JSON, with its newline."""
+    return json.dumps(asdict(start), default=operator.index) + "\n"
+
+
+def from_line(line: str | bytes) -> Start:
+    """The start that `to_line` wrote.
+
+    Raises:
+      ControlError: the line is no whole `Start`.
+    """
+    try:
+        values = json.loads(line)
+        values["config"] = WorkerConfig(**values["config"])
+        values["local_devices"] = tuple(values.get("local_devices", ()))
+        for name, kind in (("control", Connection), ("member", Member)):
+            if values.get(name) is not None:
+                values[name] = kind(**values[name])
+        return Start(**values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ControlError(f"not a start: {line[:200]!r} ({error!r})") from error
+
+
+def _command(values: Any) -> Command:
+    name, *rest = values
+    if name == "admit":
+        slot, generation, id, prompt, drafts, params = rest
+        return Admit(
+            slot=operator.index(slot),
+            generation=operator.index(generation),
+            request=Request.from_packed(id, prompt, _params(params)),
+            draft_token_ids=unpacked(drafts),
+        )
+    kind, rest = _PLAIN[name], [operator.index(value) for value in rest]
+    return kind(**dict(zip(kind.__dataclass_fields__, rest, strict=True)))
+
+
+def _params(values: list[Any]) -> SamplingParams:
+    given = dict(zip(_PARAMS, values, strict=True))
+    return SamplingParams(**given | {"logprobs_mode": LogprobsMode(given["logprobs_mode"])})

@@ -1,0 +1,176 @@
+"""Heartbeats: what a worker process says of itself, and how it is kept up to date. Never jax."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import msgpack
+
+BEAT_SECONDS = 1.0  # between two heartbeats
+
+
+class Phase(StrEnum):
+    """What a worker process is doing."""
+
+    STARTING = "starting"  # nothing was heard of it
+    IMPORTING = "importing"
+    LOADING = "loading"
+    COMPILING = "compiling"
+    IDLE = "idle"
+    STEPPING = "stepping"
+
+    @property
+    def takes_its_time(self) -> bool:
+        """Whether no progress is expected of it: what it does may last, and nothing counts it."""
+        return self not in (Phase.IDLE, Phase.STEPPING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """The last heartbeat of a worker.
+
+    Attributes:
+      beats: heartbeats so far; 0 before the first.
+      taken: commands that it has taken, counted from the first one.
+      ready: it has loaded its model and carries commands out.
+      progress: a number that grows with every step and every part of a prompt.
+      phase: what it is doing.
+      done, total: of the parts that it loads, or of the programs that it compiles; a total of 0 is
+        not known.
+      members: phases of the other processes of its group.
+      devices: what it computes on, in JAX's words.
+      missing: it has noticed that a command did not arrive.
+    """
+
+    beats: int = 0
+    taken: int = 0
+    ready: bool = False
+    progress: int = 0
+    phase: Phase = Phase.STARTING
+    done: int = 0
+    total: int = 0
+    members: tuple[Phase, ...] = ()
+    devices: tuple[str, ...] = ()
+    missing: bool = False
+
+    @property
+    def takes_its_time(self) -> bool:
+        """Whether any process of the worker is in a phase of which no progress is expected."""
+        return any(phase.takes_its_time for phase in (self.phase, *self.members))
+
+    def __str__(self) -> str:
+        if not self.done and not self.total:
+            return str(self.phase)
+        return (
+            f"{self.phase} {self.done} of {self.total}"
+            if self.total
+            else (f"{self.phase} {self.done}")
+        )
+
+    def to_bytes(self) -> bytes:
+        """The pulse without the number of beats, which the hearer counts."""
+        values = vars(self) | {"phase": str(self.phase), "members": list(map(str, self.members))}
+        del values["beats"]
+        made: bytes = msgpack.packb(list(values.values()))
+        return made
+
+    @classmethod
+    def from_bytes(cls, data: bytes, beats: int) -> "Pulse":
+        """The pulse that `to_bytes` wrote, as heartbeat number `beats`.
+
+        Raises:
+          ValueError: the bytes are not a pulse.
+        """
+        try:
+            taken, ready, progress, phase, done, total, members, devices, missing = msgpack.unpackb(
+                data
+            )
+            return cls(
+                beats=beats,
+                taken=_count(taken),
+                ready=bool(ready),
+                progress=_count(progress),
+                phase=Phase(phase),
+                done=_count(done),
+                total=_count(total),
+                members=tuple(map(Phase, members)),
+                devices=tuple(map(str, devices)),
+                missing=bool(missing),
+            )
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ValueError(f"not a heartbeat: {data[:200]!r} ({error!r})") from error
+
+
+class Vitals:
+    """What a process says of itself next; its main thread writes, its control thread reads.
+
+    Attributes:
+      pulse: as it stands now.
+      members: asked for the phases of the other processes of the group, at every heartbeat.
+    """
+
+    def __init__(self) -> None:
+        self.pulse = Pulse(phase=Phase.IMPORTING)
+        self.members: Callable[[], tuple[Phase, ...]] = tuple
+        self.told: Callable[[], None] = lambda: None  # wakes the thread that sends heartbeats
+        self._writing = threading.Lock()
+
+    def enter(self, phase: Phase, done: int = 0, total: int = 0) -> None:
+        """Begin a phase, or a further part of it."""
+        if (phase, done, total) != (self.pulse.phase, self.pulse.done, self.pulse.total):
+            self.change(phase=phase, done=done, total=total)
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.change(phase=Phase.STEPPING, done=0, total=0, progress=self.pulse.progress + 1)
+
+    def be_ready(self, devices: tuple[str, ...]) -> None:
+        """Say at once that commands are carried out from now on."""
+        self.change(phase=Phase.IDLE, done=0, total=0, ready=True, devices=devices)
+        self.told()
+
+    def change(self, **values: Any) -> None:
+        """Replace some of the pulse's values."""
+        with self._writing:
+            self.pulse = replace(self.pulse, **values)
+
+    def now(self, taken: int, missing: bool) -> Pulse:
+        """The heartbeat of this moment, for a process that has taken so many commands."""
+        return replace(self.pulse, taken=taken, missing=missing, members=self.members())
+
+
+class Silence:
+    """Seconds without a sign of life, counted only while somebody listened.
+
+    A listener that was away itself (its caller paused, its machine slept) has not heard silence: a
+    gap between two looks counts as `LONGEST_LOOK` seconds at most.
+    """
+
+    LONGEST_LOOK = 1.0
+
+    def __init__(self, grace: float = 0.0) -> None:
+        """Begin with `grace` seconds that count for nothing."""
+        self._looked: float | None = None
+        self._seconds = -grace
+
+    @property
+    def seconds(self) -> float:
+        return max(self._seconds, 0.0)
+
+    def look(self, now: float, *, sign: bool) -> None:
+        """Note whether there was a sign of life since the last look; `now` in seconds."""
+        since = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        self._seconds = 0.0 if sign else self._seconds + min(since, self.LONGEST_LOOK)
+
+    def hear(self) -> None:
+        """Note a sign of life between two looks."""
+        self._seconds = 0.0
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

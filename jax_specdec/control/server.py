@@ -1,0 +1,218 @@
+"""The end of the control plane that sends commands: an engine's, or a lead's to its followers.
+
+One ROUTER socket serves all processes. A command gets the next number of its link and is kept until
+the other side has said that it took it. What cannot be sent now waits here: no call ever blocks,
+whatever a worker does. Where a command is lost (a connection over TCP that broke), the worker's
+next heartbeat says so, and everything from there on is sent again; a worker drops what it has.
+
+https://rfc.zeromq.org/spec/28/ (ROUTER), https://rfc.zeromq.org/spec/26/ (CURVE)
+"""
+
+import collections
+import contextlib
+import secrets
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from jax_specdec.control.commands import Connection
+from jax_specdec.control.pulse import Pulse
+
+if TYPE_CHECKING:
+    import zmq
+
+RESEND_SECONDS = 1.0  # a heartbeat that lacks a command sent before that says that it is lost
+NUMBER_BYTES = 8
+
+
+class Link:
+    """The commands to one process, and its heartbeats.
+
+    Attributes:
+      identity: the process's name at the socket; nobody else knows it.
+      pulse: its last heartbeat.
+      numbered: commands that it was told so far.
+    """
+
+    def __init__(self, server: "ControlServer", identity: str) -> None:
+        self.identity = identity
+        self.pulse = Pulse()
+        self.numbered = 0
+        self._server = server
+        self._kept: collections.deque[bytes] = collections.deque()  # not acknowledged
+        self._sent = 0  # the number of the first command that was not sent yet
+        self._sent_at = 0.0
+
+    def tell(self, payload: bytes) -> int:
+        """Send a command, now or as soon as that is possible; returns its number, from 1.
+
+        The command was taken once `pulse.taken` has reached the number.
+        """
+        return self._server.send(self, payload)
+
+    @property
+    def connection(self) -> Connection:
+        """What the process needs to get its commands."""
+        return self._server.connection(self)
+
+    def close(self) -> None:
+        """Forget the commands that were not taken; nothing more is sent or heard."""
+        self._server.forget(self)
+
+
+class ControlServer:
+    """A bound socket and the links over it; any thread may use it."""
+
+    def __init__(self, address: str = "", *, folder: Path | None = None) -> None:
+        """Note where to listen; the socket is made with the first link.
+
+        Args:
+          address: as ZeroMQ writes it, such as "tcp://10.0.0.1:*"; over TCP everything is encrypted
+            with CURVE, under a key that is made for this server. Empty: a socket in `folder`.
+          folder: a directory that only this user may enter.
+
+        Raises:
+          ValueError: neither an address nor a folder.
+        """
+        if not address and folder is None:
+            raise ValueError("a control server needs an address, or a folder for its socket")
+        self._address = address or f"ipc://{folder}/{secrets.token_hex(4)}"
+        self._links: dict[bytes, Link] = {}
+        self._lock = threading.RLock()
+        self._public_key = b""
+        self._zmq: ModuleType | None = None
+        self._context: zmq.Context | None = None
+        self._socket: zmq.Socket | None = None
+
+    def link(self) -> Link:
+        """A link for one more process, which connects with `Link.connection`."""
+        with self._lock:
+            self._open()
+            link = Link(self, secrets.token_hex(16))
+            self._links[link.identity.encode()] = link
+            return link
+
+    def connection(self, link: Link) -> Connection:
+        return Connection(
+            address=self._address,
+            identity=link.identity,
+            server_key=self._public_key.decode(),
+        )
+
+    def send(self, link: Link, payload: bytes) -> int:
+        with self._lock:
+            link.numbered += 1
+            link._kept.append(payload)
+            self._push(link)
+            return link.numbered
+
+    def pump(self) -> None:
+        """Take the heartbeats that have come, and send what had to wait; never blocks."""
+        with self._lock:
+            if self._socket is None or self._zmq is None:
+                return
+            with contextlib.suppress(self._zmq.Again):
+                while True:
+                    self._hear(*self._socket.recv_multipart(self._zmq.NOBLOCK))
+            for link in self._links.values():
+                self._push(link)
+
+    def ready(self) -> bool:
+        """Whether `pump` would hear something now."""
+        with self._lock:
+            if self._socket is None or self._zmq is None:
+                return False
+            return bool(self._socket.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN)
+
+    def try_receive(self) -> None:
+        """Do what `pump` does, for `ipc.wait_readable`."""
+        self.pump()
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when something comes. Ask `ready` before each wait."""
+        assert self._socket is not None
+        assert self._zmq is not None
+        return int(self._socket.getsockopt(self._zmq.FD))
+
+    def forget(self, link: Link) -> None:
+        with self._lock:
+            link._kept.clear()
+            self._links.pop(link.identity.encode(), None)
+
+    def close(self) -> None:
+        """Close the socket; what was not sent is dropped. Calling it again does nothing."""
+        with self._lock:
+            socket, self._socket = self._socket, None
+            context, self._context = self._context, None
+            if socket is not None:
+                socket.close(linger=0)
+            if context is not None:
+                context.term()
+
+    def _open(self) -> None:
+        if self._socket is not None:
+            return
+        import zmq  # an engine's users pay for it once a worker is started
+
+        self._zmq = zmq
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or it would drop what nobody takes
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process may connect again
+            if not self._address.startswith("ipc://"):
+                self._public_key, secret_key = zmq.curve_keypair()
+                socket.setsockopt(zmq.CURVE_SERVER, 1)
+                socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+            socket.bind(self._address)
+            self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            self.close()
+            raise OSError(
+                error.errno,
+                f"the control socket cannot listen at {self._address!r} ({error}): choose another "
+                "address, or for a socket file a directory with a shorter path",
+            ) from error
+        self._socket = socket
+
+    def _hear(self, identity: bytes, *parts: bytes) -> None:
+        """Take one heartbeat; of an unknown process, or what is none, nothing is kept."""
+        link = self._links.get(identity)
+        if link is None or len(parts) != 1:
+            return
+        try:
+            pulse = Pulse.from_bytes(parts[0], link.pulse.beats + 1)
+        except ValueError:
+            return
+        if not link.pulse.taken <= pulse.taken <= link.numbered:
+            return
+        for _ in range(pulse.taken - link.pulse.taken):
+            link._kept.popleft()
+        link.pulse = pulse
+        late = time.monotonic() - link._sent_at > RESEND_SECONDS
+        if pulse.missing or (pulse.taken < link._sent and late):
+            link._sent = pulse.taken
+        link._sent = max(link._sent, pulse.taken)
+
+    def _push(self, link: Link) -> None:
+        """Send what waits, as far as that is possible now; nothing before the first heartbeat."""
+        if link._sent == link.numbered or not link.pulse.beats or self._socket is None:
+            return
+        assert self._zmq is not None
+        with contextlib.suppress(self._zmq.ZMQError):  # full, or not connected now
+            while link._sent < link.numbered:
+                payload = link._kept[link._sent - link.pulse.taken]
+                number = (link._sent + 1).to_bytes(NUMBER_BYTES, "little")
+                self._socket.send_multipart(
+                    (link.identity.encode(), number, payload), self._zmq.NOBLOCK
+                )
+                link._sent += 1
+                link._sent_at = time.monotonic()

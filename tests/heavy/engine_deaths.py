@@ -1,0 +1,206 @@
+"""Engines and workers that are killed or stopped at random moments.
+
+    python -m tests.heavy.engine_deaths --scripted 500 --real 50
+
+In each round an engine runs requests on two scripted workers, or on a real one of two processes
+(`--real`). At a random moment, from its first import to its shutdown, one process of them is killed
+or stopped. Then:
+
+- after its engine's SIGKILL, no process is alive a second later (the slowest is printed);
+- after any other blow, every request has one end, with a reason, and the engine closes;
+- no process, no ring and no socket is left.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from ipc.doctor import find_ring_files
+from tests.support import quick_compile
+from tests.support.processes import children_of, is_alive
+
+SECONDS = 1.0  # in which all processes end after their engine's death
+MARK = "ENGINE_DEATHS"
+LONGEST = {"scripted": 2.5, "real": 20.0}  # seconds from a start to the last moment of a blow
+BLOWS = {
+    "scripted": ("kill engine", "kill lead", "stop lead", "stop engine"),
+    "real": ("kill engine", "kill lead", "kill follower", "stop lead", "stop follower",
+             "stop engine"),
+}  # fmt: skip
+PATIENCE = 240.0  # for an engine that goes on
+
+
+def family(pid):
+    """Ids of the living processes below `pid`, the children of children too."""
+    found = []
+    for child in children_of(pid):
+        if is_alive(child):
+            found += [child, *family(child)]
+    return found
+
+
+def marked(value):
+    """Ids of the living processes that were started with the mark, whoever their parent is now."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if value.encode() in path.read_bytes() and is_alive(int(path.parent.name)):
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def wait_until(condition, seconds):
+    """Seconds until the condition held; None if it did not in time."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > seconds:
+            return None
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+class Round:
+    """One engine, one blow."""
+
+    def __init__(self, kind, blow, delay, folder):
+        self.kind, self.blow, self.delay = kind, blow, delay
+        self.mark = uuid.uuid4().hex
+        environment = os.environ | {MARK: self.mark, "TMPDIR": str(folder)}
+        if kind == "real":
+            environment |= {"XLA_FLAGS": quick_compile.FLAGS, "JAX_PLATFORMS": "cpu"}
+        self.folder = folder
+        self.output = (folder / "output").open("w+")
+        self.engine = subprocess.Popen(
+            [sys.executable, "-m", "tests.heavy.engine_driver", kind],
+            env=environment, stdout=self.output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def victim(self):
+        """The process to strike; None where it does not exist at this moment."""
+        target = self.blow.split()[1]
+        if target == "engine":
+            return self.engine.pid
+        leads = [pid for pid in children_of(self.engine.pid) if is_alive(pid)]
+        if target == "lead":
+            return random.choice(leads) if leads else None
+        followers = [pid for lead in leads for pid in children_of(lead) if is_alive(pid)]
+        return random.choice(followers) if followers else None
+
+    def run(self):
+        """Strike and watch; returns a word for the outcome and the seconds that an end took."""
+        try:
+            time.sleep(self.delay)
+            if self.engine.poll() is not None:
+                return self.judged("over before")
+            victim = self.victim()
+            if victim is None:
+                return self.judged("nobody there")
+            if self.blow == "kill engine":
+                return self.killed_engine()
+            stops = self.blow.startswith("stop")
+            os.kill(victim, signal.SIGSTOP if stops else signal.SIGKILL)
+            if self.blow == "stop engine":
+                time.sleep(random.uniform(0, 1.5))
+                os.kill(victim, signal.SIGCONT)
+            return self.judged("struck")
+        except ProcessLookupError:  # it ended by itself at this very moment
+            return self.judged("over before")
+        finally:
+            for pid in marked(self.mark):
+                os.kill(pid, signal.SIGKILL)
+            self.engine.kill()
+            self.engine.wait()
+            self.output.close()
+
+    def killed_engine(self):
+        below = family(self.engine.pid)
+        began = time.monotonic()
+        self.engine.kill()
+        self.engine.wait()
+        taken = wait_until(lambda: not any(map(is_alive, below)) and not marked(self.mark), 30)
+        taken = None if taken is None else time.monotonic() - began
+        assert taken is not None, f"alive: {marked(self.mark)}"
+        self.nothing_left(ignore_folder=True)  # a dead engine cannot remove its directory
+        return "engine killed", taken
+
+    def judged(self, word):
+        """Let the engine come to its end and check what it said."""
+        self.engine.wait(PATIENCE)
+        said = self.said()
+        assert self.engine.returncode == 0, (self.engine.returncode, said[-3:])
+        runs = [line for line in said if "ends" in line]
+        assert len(runs) == 3, said
+        for run in runs:
+            assert len(run["ends"]) == 12, run
+        if self.blow == "stop engine":
+            assert not any(run["lost"] for run in runs), "a stopped engine lost a worker"
+        assert said[-1] == {"closed": True}
+        assert wait_until(lambda: not marked(self.mark), 10) is not None, marked(self.mark)
+        self.nothing_left(ignore_folder=any(run["lost"] for run in runs))
+        return word, 0.0
+
+    def said(self):
+        self.output.seek(0)
+        lines = self.output.read().splitlines()
+        return [json.loads(line) if line.startswith("{") else line for line in lines]
+
+    def nothing_left(self, ignore_folder):
+        def rings():
+            return [file for file in find_ring_files() if file.creator.pid == self.engine.pid]
+
+        assert wait_until(lambda: not rings(), 5) is not None, rings()
+        left = list(self.folder.glob("jax-specdec-*"))
+        assert ignore_folder or not left, left
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scripted", type=int, default=500, help="rounds with scripted workers")
+    parser.add_argument("--real", type=int, default=50, help="rounds with the real one")
+    parser.add_argument("--seed", type=int, default=None)
+    options = parser.parse_args()
+    seed = random.randrange(2**32) if options.seed is None else options.seed
+    random.seed(seed)
+    print(f"seed {seed}", flush=True)
+    for kind, count in (("scripted", options.scripted), ("real", options.real)):
+        outcomes, slowest, late = collections.Counter(), [], []
+        for number in range(count):
+            blow = BLOWS[kind][number % len(BLOWS[kind])]
+            delay = random.uniform(0, LONGEST[kind])
+            folder = Path(tempfile.mkdtemp(prefix="deaths-"))
+            try:
+                word, taken = Round(kind, blow, delay, folder).run()
+            except BaseException:
+                print(f"round {number} of {kind}: {blow} after {delay:.3f} s", flush=True)
+                raise
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            outcomes[f"{blow}: {word}"] += 1
+            if kind == "real":
+                print(f"{number}: {blow} after {delay:.1f} s: {word}, {taken:.3f} s", flush=True)
+            if word == "engine killed":
+                slowest.append(taken)
+                late += [(delay, taken)] * (taken > SECONDS)
+        for name in sorted(outcomes):
+            print(f"{kind}: {name}: {outcomes[name]}")
+        if slowest:
+            print(f"{kind}: the last process ended {max(slowest):.3f} s after its engine at most, "
+                  f"median {sorted(slowest)[len(slowest) // 2]:.3f} s", flush=True)  # fmt: skip
+        assert not late, f"(moment, seconds) of ends that took more than {SECONDS} s: {late}"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

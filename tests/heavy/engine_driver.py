@@ -1,0 +1,65 @@
+"""The engine that `engine_deaths` kills or whose processes it kills; prints what became of it.
+
+`python -m tests.heavy.engine_driver scripted|real SLOW` runs requests three times, then closes the
+engine. Lines of JSON: {"pids": ...} when the workers were started, {"ends": ...} for each run.
+"""
+
+import functools
+import json
+import sys
+
+from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, WorkerFailed
+from jax_specdec.engine.worker_client import WorkerProcess
+from tests.support import scripted_process
+
+RUNS = 3
+REQUESTS = 12
+
+
+def settings(kind):
+    """Two workers; the real ones are groups of two processes each."""
+    common = {
+        "num_ranks": 2, "on_worker_loss": "restart", "resume_lost": True, "restart_delay": 0.05,
+        "heartbeat_timeout": 3.0, "num_slots": 2, "max_length": 96,
+    }  # fmt: skip
+    if kind == "scripted":
+        return EngineConfig(vocab_size=32, **common)
+    group = {"tensor_parallel": 2, "processes": True, "drafter": "none", "prefill_chunk": 16}
+    return EngineConfig(vocab_size=264, **common | group | {"num_ranks": 1})
+
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+
+def main(kind):
+    start = WorkerProcess
+    if kind == "scripted":
+        start = functools.partial(WorkerProcess, program=scripted_process.WORKER)
+    with Engine(settings(kind), start_worker=start) as engine:
+        say(pids=[session.worker.pid for session in engine.sessions])
+        for run in range(RUNS):
+            requests = [
+                Request(
+                    id=f"{run}.{n}",
+                    prompt_token_ids=(1 + n,) * 20,
+                    params=SamplingParams(max_tokens=40),
+                )
+                for n in range(REQUESTS)
+            ]
+            ends, lost, failed = {}, 0, False
+            try:
+                for update in engine.generate(requests):
+                    lost += update.lost is not None
+                    for record in update.records:
+                        if record.finish_reason is not None:
+                            assert record.request_id not in ends
+                            ends[record.request_id] = record.finish_reason.name
+            except WorkerFailed:
+                failed = True
+            say(ends=ends, lost=lost, failed=failed)
+    say(closed=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

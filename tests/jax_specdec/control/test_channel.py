@@ -1,0 +1,260 @@
+"""Both ends of the control plane: what is sent, what waits, what is sent again, who may speak."""
+
+import os
+import queue
+import stat
+
+import pytest
+import zmq
+
+from jax_specdec.control import (
+    ControlClient,
+    ControlServer,
+    Phase,
+    Pulse,
+    Release,
+    Shutdown,
+    Vitals,
+    server,
+    to_bytes,
+)
+from jax_specdec.engine.workplace import Workplace
+from tests.support.processes import wait_for
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def listening(tmp_path):
+    made = ControlServer(folder=tmp_path)
+    yield made
+    made.close()
+
+
+class Peer:
+    """A process's end of a link, by hand: it takes what it likes and says what it likes."""
+
+    def __init__(self, connection, identity=None):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt_string(zmq.IDENTITY, identity or connection.identity)
+        self.socket.connect(connection.address)
+
+    def say(self, taken=0, **values):
+        self.socket.send(Pulse(taken=taken, **values).to_bytes())
+
+    def take(self):
+        """The numbers and payloads of the commands that are here by now."""
+        found = []
+        while self.socket.poll(0 if found else 5000):
+            number, payload = self.socket.recv_multipart()
+            found.append((int.from_bytes(number, "little"), payload))
+        return found
+
+    def nothing_comes(self):
+        return not self.socket.poll(200)
+
+    def close(self):
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def connected(listening):
+    """A link and the peer at its other end, which was heard."""
+    link = listening.link()
+    peer = Peer(link.connection)
+    peer.say()
+    wait_for(lambda: (listening.pump(), link.pulse.beats)[1])
+    yield listening, link, peer
+    peer.close()
+
+
+def hear(listening, link, peer, **said):
+    beats = link.pulse.beats
+    peer.say(**said)
+    wait_for(lambda: (listening.pump(), link.pulse.beats > beats)[1])
+
+
+def test_commands_wait_until_somebody_is_there_and_come_in_order(listening):
+    link = listening.link()
+    assert [link.tell(b"%d" % n) for n in range(3)] == [1, 2, 3]
+    peer = Peer(link.connection)
+    peer.say()
+    wait_for(lambda: (listening.pump(), link.pulse.beats)[1])
+    found = []
+    while len(found) < 3:
+        found += peer.take()
+    assert found == [(1, b"0"), (2, b"1"), (3, b"2")]
+    peer.close()
+
+
+def test_what_was_acknowledged_is_forgotten_and_the_rest_is_kept(connected):
+    listening, link, peer = connected
+    for n in range(5):
+        link.tell(b"%d" % n)
+    hear(listening, link, peer, taken=3)
+    assert list(link._kept) == [b"3", b"4"]
+    hear(listening, link, peer, taken=5)
+    assert not link._kept
+
+
+def test_commands_that_got_lost_are_sent_again(connected):
+    """A connection that broke lost what was under way: the peer says what it has."""
+    listening, link, peer = connected
+    for n in range(4):
+        link.tell(b"%d" % n)
+    lost = []
+    while len(lost) < 4:
+        lost += peer.take()
+    hear(listening, link, peer, taken=1, missing=True)
+    again = []
+    while len(again) < 3:
+        again += peer.take()
+    assert again == lost[1:]
+    hear(listening, link, peer, taken=4)  # nothing is missing: nothing comes
+    assert peer.nothing_comes()
+
+
+def test_a_last_command_that_got_lost_is_sent_again_too(connected, monkeypatch):
+    """No later one shows that it is missing; a heartbeat that lacks it after a second does."""
+    listening, link, peer = connected
+    link.tell(b"last")
+    assert peer.take() == [(1, b"last")]
+    hear(listening, link, peer, taken=0)  # it may be under way
+    assert peer.nothing_comes()
+    monkeypatch.setattr(server, "RESEND_SECONDS", 0.0)
+    hear(listening, link, peer, taken=0)
+    assert peer.take() == [(1, b"last")]
+
+
+def test_a_peer_that_reads_nothing_holds_nobody_up(connected):
+    """Far more than the sockets hold is told at once; all of it arrives once it is read."""
+    listening, link, peer = connected
+    other = listening.link()
+    payload = b"x" * 10_000
+    for _ in range(4000):
+        link.tell(payload)
+    assert link._sent < link.numbered == 4000  # the socket was full, and no call has waited
+    free = Peer(other.connection)
+    free.say()
+    wait_for(lambda: (listening.pump(), other.pulse.beats)[1])
+    other.tell(b"for another")
+    assert free.take() == [(1, b"for another")]
+    free.close()
+    numbers = []
+    while len(numbers) < 4000:
+        numbers += [number for number, _ in peer.take()]
+        listening.pump()
+    assert numbers == list(range(1, 4001))
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\xc1", b"\x90", Pulse(taken=7).to_bytes(), Pulse().to_bytes()[:-1]]
+)
+def test_what_is_no_heartbeat_of_this_link_is_dropped(connected, said):
+    """Garbage, and one that says it took commands that it was never told."""
+    listening, link, peer = connected
+    before = link.pulse
+    peer.socket.send(said)
+    peer.socket.send_multipart([Pulse().to_bytes(), b"more"])
+    hear(listening, link, peer, phase=Phase.IDLE)
+    assert (link.pulse.beats, link.pulse.phase) == (before.beats + 1, Phase.IDLE)
+
+
+def test_a_stranger_is_not_heard_and_gets_nothing(connected):
+    listening, link, peer = connected
+    stranger = Peer(link.connection, identity="0" * 32)
+    stranger.say(phase=Phase.IDLE)
+    link.tell(b"secret")
+    hear(listening, link, peer)
+    assert link.pulse.phase is Phase.STARTING
+    assert stranger.nothing_comes()
+    assert peer.take() == [(1, b"secret")]
+    stranger.close()
+
+
+def test_over_tcp_a_process_without_the_key_is_not_heard():
+    listening = ControlServer("tcp://127.0.0.1:*")
+    link = listening.link()
+    address = link.connection.address
+    assert address.startswith("tcp://127.0.0.1:")
+    assert len(link.connection.server_key) == 40
+    plain = Peer(link.connection)  # it knows the name, and speaks without encryption
+    plain.say()
+    vitals = Vitals()
+    client = ControlClient(link.connection, vitals)
+    client.start()
+    link.tell(to_bytes(Shutdown()))
+    wait_for(lambda: (listening.pump(), link.pulse.taken)[1])
+    assert client.commands.get(timeout=5) == Shutdown()
+    assert plain.nothing_comes()
+    assert link.pulse.phase is Phase.IMPORTING  # the plain one said STARTING
+    plain.close()
+    listening.close()
+
+
+def test_a_client_takes_each_command_once_and_asks_for_what_is_missing(listening):
+    link = listening.link()
+    client = ControlClient(link.connection, Vitals())
+    commands = [Release(slot=n, generation=1) for n in range(4)]
+    for number in (1, 2, 2, 1, 4):
+        client._take(number, to_bytes(commands[number - 1]))
+    assert client._missing
+    assert client._taken == 2
+    for number in (3, 4):
+        client._take(number, to_bytes(commands[number - 1]))
+    taken = [client.commands.get_nowait() for _ in range(4)]
+    assert taken == commands
+    with pytest.raises(queue.Empty):
+        client.commands.get_nowait()
+
+
+def test_what_is_no_command_ends_a_process_that_gets_it(listening, capsys):
+    client = ControlClient(listening.link().connection, Vitals())
+    client._take(1, b"garbage")
+    assert client.commands.get_nowait() == Shutdown()
+    assert "not a command: b'garbage'" in capsys.readouterr().err
+
+
+def test_heartbeats_tell_what_changes(listening):
+    link = listening.link()
+    vitals = Vitals()
+    ControlClient(link.connection, vitals).start()
+    wait_for(lambda: (listening.pump(), link.pulse.beats)[1])
+    assert (link.pulse.phase, link.pulse.ready) == (Phase.IMPORTING, False)
+    vitals.members = lambda: (Phase.COMPILING,)
+    vitals.enter(Phase.LOADING, 2, 10)
+    vitals.told()
+    wait_for(lambda: (listening.pump(), link.pulse.phase is Phase.LOADING)[1])
+    assert (str(link.pulse), link.pulse.members) == ("loading 2 of 10", (Phase.COMPILING,))
+    vitals.members = tuple
+    vitals.be_ready(("cpu:0",))
+    wait_for(lambda: (listening.pump(), link.pulse.ready)[1])
+    assert (link.pulse.devices, link.pulse.takes_its_time) == (("cpu:0",), False)
+    vitals.advance()
+    vitals.advance()
+    beats = link.pulse.beats
+    wait_for(lambda: (listening.pump(), link.pulse.beats > beats)[1])  # without being told
+    assert (link.pulse.progress, str(link.pulse)) == (2, "stepping")
+
+
+def test_the_sockets_are_where_only_this_user_can_come_and_are_removed():
+    place = Workplace()
+    assert not place.listens
+    link = place.server.link()
+    path = link.connection.address.removeprefix("ipc://")
+    assert stat.S_IMODE(os.stat(place.folder).st_mode) == 0o700
+    assert os.path.dirname(path) == str(place.folder)
+    assert stat.S_ISSOCK(os.stat(path).st_mode)
+    assert place.listens
+    place.close()
+    assert not os.path.exists(os.path.dirname(path))
+
+
+def test_an_address_that_cannot_be_had_is_named():
+    with pytest.raises(OSError, match=r"cannot listen at 'tcp://192.0.2.1:1' .*choose another"):
+        ControlServer("tcp://192.0.2.1:1").link()
+    with pytest.raises(ValueError, match="needs an address, or a folder"):
+        ControlServer()

@@ -1,0 +1,161 @@
+"""What an engine measures, says and answers: times as histograms, log lines, its health."""
+
+import logging
+import math
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from prometheus_client import parser
+
+from ipc.errors import RingTimeout
+from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
+from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.export import metrics
+from tests.support.scene import Scene, long_requests
+from tests.support.scripted_worker import ScriptedWorker
+
+pytestmark = pytest.mark.fast
+
+
+def taken(histogram):
+    """Upper bounds of the buckets that have counts, with the counts."""
+    bounds = (*BOUNDS, math.inf)
+    return {bounds[place]: int(histogram.counts[place]) for place in histogram.counts.nonzero()[0]}
+
+
+def test_a_duration_falls_under_its_bound():
+    histogram = Histogram()
+    for seconds in (0.0, 1e-5, 0.3, 0.5, 1e9, -1.0):
+        histogram.take(seconds)
+    assert taken(histogram) == {1e-5: 3, 0.5: 2, math.inf: 1}
+    histogram.take_all(np.array([0.3, 0.02]), np.array([2, 3]))
+    assert taken(histogram) == {1e-5: 3, 0.025: 3, 0.5: 4, math.inf: 1}
+    assert histogram.total == pytest.approx(1e9 + 0.8 - 1 + 1e-5 + 0.66)
+
+
+def test_the_times_of_a_slot():
+    times, timings = SlotTimes(3), Timings()
+    times.admit(0, 10.0)
+    times.admit(1, None)  # it has had tokens elsewhere: the time since then is not known
+    slots, counts = np.array([0, 1]), np.array([1, 2])
+    times.tokens(slots, counts, 10.4, timings)
+    assert (taken(timings.first_token), taken(timings.between_tokens)) == ({0.5: 1}, {})
+    times.tokens(slots, counts, 10.6, timings)
+    assert taken(timings.between_tokens) == {0.25: 1, 0.1: 2}  # 0.2 s for one, 0.1 s for each of 2
+    assert timings.between_tokens.total == pytest.approx(0.4)
+    assert times.leave(0) is None
+    times.admit(0, 11.0)
+    assert times.leave(0) == 11.0  # preempted before its first token: its wait goes on
+    for now in (5.0, 5.5):
+        times.message(now, timings)
+    assert taken(timings.step) == {0.5: 1}
+
+
+def run(**config):
+    scene = Scene(num_slots=2, **config)
+    scene.clock.tick = 0.01
+    return scene.run(long_requests(6))
+
+
+def test_every_request_and_every_token_is_measured_once():
+    timings = run().engine.timings
+    assert timings.queue.counts.sum() == timings.first_token.counts.sum() == 6
+    # A first step's further tokens have no time of their own.
+    assert 6 * 14 < timings.between_tokens.counts.sum() <= 6 * 19
+    assert max(taken(timings.queue)) > 10 * min(taken(timings.queue))  # some waited for a slot
+    assert timings.ring.counts.sum() > timings.step.counts.sum() > 20
+
+
+def test_preempted_and_lost_requests_are_not_queued_twice():
+    scene = Scene(num_slots=2, faults={0: [9]}, on_worker_loss="restart", resume_lost=True)
+
+    def meddle(scene, n):
+        if n % 7 == 0 and scene.engine.running:
+            scene.engine.preempt(scene.engine.running[0])
+
+    scene.run(long_requests(6), meddle)
+    timings = scene.engine.timings
+    assert scene.engine.status[0].processor.preempted > 2
+    assert timings.first_token.counts.sum() == 6
+    assert timings.queue.counts.sum() == 6
+
+
+def test_prometheus_reads_the_histograms():
+    engine = run().engine
+    page = metrics.status_text(engine.status, engine.timings)
+    families = {family.name: family for family in parser.text_string_to_metric_families(page)}
+    family = families["jax_specdec_first_token_seconds"]
+    assert family.type == "histogram"
+    samples = {(one.name, one.labels.get("le")): one.value for one in family.samples}
+    assert samples["jax_specdec_first_token_seconds_count", None] == 6
+    assert samples["jax_specdec_first_token_seconds_bucket", "+Inf"] == 6
+    in_order = [one.value for one in family.samples if "le" in one.labels]
+    assert in_order == sorted(in_order)
+    assert "jax_specdec_worker_up" in families
+    assert metrics.timings_text(engine.timings) in page
+
+
+def test_the_log_names_requests(caplog):
+    with caplog.at_level(logging.DEBUG, logger="jax_specdec.engine"):
+        Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="continue").run(long_requests(3))
+    lines = [record.getMessage() for record in caplog.records]
+    assert "request 'r0': process rank 0" in lines
+    assert "request 'r0': LENGTH" in lines
+    (lost,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "a worker is lost, with the requests ['r1']: rank 1" in lost.getMessage()
+
+
+def test_health_of_an_engine_from_another_thread():
+    scene = Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="restart", resume_lost=True)
+    found = []
+
+    def ask():
+        found.append(scene.engine.health())
+
+    def meddle(scene, n):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+
+    scene.run(long_requests(6), meddle)
+    assert all(health.alive and health.ready for health in found)
+    said = {problem for health in found for problem in health.problems}
+    assert said == {"process rank 1: a new worker will be started"}
+    assert found[0].problems == ()
+
+
+def test_health_where_nothing_can_be_served_or_nobody_listens():
+    scene = Scene(faults={0: [2]}, on_worker_loss="continue")
+    with pytest.raises(WorkerFailed):
+        scene.run(long_requests())
+    health = scene.engine.health()
+    assert (health.alive, health.ready) == (False, False)
+    assert "process rank 0: its worker is lost (the producer" in health.problems[0]
+
+    scene = Scene()
+    stream = scene.engine.generate(long_requests())
+    next(stream)
+    assert scene.engine.health().problems == ()
+    scene.clock.sleep(30)
+    health = scene.engine.health()
+    assert (health.alive, health.ready) == (False, True)
+    assert "nobody has asked generate for an update for 30 seconds" in health.problems
+    stream.close()
+    assert scene.engine.health().alive  # it is idle
+
+
+def test_health_of_workers_that_load_or_have_ended_while_nothing_ran():
+    class Loading(ScriptedWorker):
+        pulse = property(lambda self: replace(super().pulse, ready=False))
+
+        def try_receive(self):
+            raise RingTimeout
+
+    scene = Scene(worker=Loading)
+    health = scene.engine.health()
+    assert (health.alive, health.ready, health.problems) == (True, False, ())
+    scene.workers[0].exit_status = -9
+    said = "process rank 0: its process has ended; the next request will report it"
+    assert scene.engine.health().problems == (said,)

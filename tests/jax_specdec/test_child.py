@@ -1,0 +1,139 @@
+"""A child ends with its parent: by the kernel, by the end of its pipe, and not before."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jax_specdec.control import ControlServer, Start, WorkerConfig, to_line
+from jax_specdec.engine.child_process import ChildProcess
+from tests.support.processes import wait_for
+
+pytestmark = pytest.mark.fast
+
+CHILD = """
+from jax_specdec import child
+born = child.begin()
+print("watched", flush=True)
+born.commands.get()
+"""
+
+
+def born(tmp_path, parent=None):
+    """A child that was told who its parent is, and where its commands come from."""
+    listening = ControlServer(folder=tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    start = Start(
+        config=WorkerConfig(vocab_size=9),
+        ring="",
+        parent=parent or os.getpid(),
+        control=listening.link().connection,
+    )
+    process.stdin.write(to_line(start))
+    process.stdin.flush()
+    return process, listening
+
+
+def finish(process, listening):
+    process.stdin.close()
+    process.stdout.close()
+    listening.close()
+
+
+def test_a_child_ends_where_its_pipe_ends(tmp_path):
+    process, listening = born(tmp_path)
+    assert process.stdout.readline() == "watched\n"
+    assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(20) == 1
+    finish(process, listening)
+
+
+def test_a_child_whose_parent_has_ended_ends_at_once(tmp_path):
+    process, listening = born(tmp_path, parent=1)
+    assert process.stdout.readline() == ""
+    assert process.wait(20) == 1
+    finish(process, listening)
+
+
+TIED = """
+import sys, time
+from jax_specdec import child
+child.die_with_parent()
+print("tied", flush=True)
+time.sleep(60)
+"""
+PARENT = f"""
+import subprocess, sys, time
+process = subprocess.Popen([sys.executable, "-c", {TIED!r}])
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_stopped_child_ends_with_its_killed_parent():
+    """No thread and no pipe of the child's could see to that: the kernel does."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    watch = os.pidfd_open(child)
+    ended = select.poll()
+    ended.register(watch, select.POLLIN)
+    assert parent.stdout.readline() == "tied\n"
+    signal.pidfd_send_signal(watch, signal.SIGSTOP)
+    assert not ended.poll(50)
+    parent.kill()
+    parent.wait()
+    assert ended.poll(20_000)
+    os.close(watch)
+    parent.stdout.close()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_child_outlives_the_thread_that_made_it_as_its_own_thread_waits_for_it(kept, tmp_path):
+    """The kernel means the thread by the parent: the negative control starts it in that thread."""
+    started = []
+    output = tmp_path / "output"
+
+    def start():
+        program = (sys.executable, "-c", TIED)
+        if kept:
+            started.append(ChildProcess(program, output=output, env=os.environ))
+        else:
+            with output.open("wb") as file:
+                started.append(subprocess.Popen(program, stdout=file))
+        wait_for(lambda: output.read_text() == "tied\n")
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    (child,) = started
+    if kept:
+        assert not child.wait(0.2)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20)
+        assert child.exit_status == -signal.SIGTERM
+        assert child.last_words() == "tied"
+        child.close()
+    else:
+        assert child.wait(20) == -signal.SIGKILL
+
+
+def test_a_start_that_no_pipe_holds_is_refused(tmp_path):
+    child = ChildProcess(("sleep", "60"), output=tmp_path / "o", env=os.environ)
+    with pytest.raises(OSError, match="shorten the paths"):
+        child.write("x" * 10_000_000)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(20)
+    child.close()
+    child.send_signal(signal.SIGKILL)  # it has ended: nothing is done
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ChildProcess(("/nowhere",), output=tmp_path / "o", env=os.environ)
