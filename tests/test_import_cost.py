@@ -11,7 +11,7 @@ HEAVY = {
     "importlib.metadata", "importlib.resources", "inspect", "jax", "jinja2", "logging",
     "multiprocessing", "openai", "prometheus_client", "pyarrow", "pydantic", "random", "rich",
     "secrets", "socket", "ssl", "tempfile", "tokenizers", "typing_extensions", "unittest",
-    "urllib.request", "uuid", "xml",
+    "urllib.request", "uuid", "xml", "zmq",
 }  # fmt: skip
 
 
@@ -27,17 +27,21 @@ def brings_in(statement):
 
 
 def test_the_engine_side_brings_in_nothing_heavy():
-    for name in ("engine", "export", "records.output_processor", "records.decode"):
+    """An engine says in log lines what happens to requests; zmq comes with its first worker."""
+    for name in ("records.output_processor", "records.decode", "text.detokenize"):
         assert brings_in(f"import jax_specdec.{name}") == set(), name
+    for name in ("engine", "export"):
+        assert brings_in(f"import jax_specdec.{name}") == {"logging"}, name
 
 
 def test_exporting_brings_in_only_what_it_needs():
-    assert (
-        brings_in("import jax_specdec.text.detokenize, jax_specdec.export.column_builder") == set()
-    )
-    assert brings_in("import jax_specdec.export.arrow") == set()  # pyarrow once a table is made
-    assert brings_in("import jax_specdec.export.metrics") == set()  # prometheus_client for a page
-    assert brings_in("import jax_specdec.export.html_page") == {"hashlib"}  # of the page's policy
+    """Its metrics are of an engine's status."""
+    logging = {"logging"}
+    assert brings_in("import jax_specdec.export.column_builder") == logging
+    assert brings_in("import jax_specdec.export.arrow") == logging  # pyarrow once a table is made
+    assert brings_in("import jax_specdec.export.metrics") == logging  # its client for a page
+    # Of the page's policy:
+    assert brings_in("import jax_specdec.export.html_page") == {"hashlib", *logging}
 
 
 @pytest.mark.parametrize("module", ["demo_screen", "main"])

@@ -10,7 +10,7 @@ https://rfc.zeromq.org/spec/28/ (ROUTER), https://rfc.zeromq.org/spec/26/ (CURVE
 
 import collections
 import contextlib
-import secrets
+import os
 import threading
 import time
 from pathlib import Path
@@ -78,7 +78,7 @@ class ControlServer:
         """
         if not address and folder is None:
             raise ValueError("a control server needs an address, or a folder for its socket")
-        self._address = address or f"ipc://{folder}/{secrets.token_hex(4)}"
+        self._address = address or f"ipc://{folder}/{os.urandom(4).hex()}"
         self._links: dict[bytes, Link] = {}
         self._lock = threading.RLock()
         self._public_key = b""
@@ -90,7 +90,7 @@ class ControlServer:
         """A link for one more process, which connects with `Link.connection`."""
         with self._lock:
             self._open()
-            link = Link(self, secrets.token_hex(16))
+            link = Link(self, os.urandom(16).hex())
             self._links[link.identity.encode()] = link
             return link
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import tempfile
 from pathlib import Path
 
 from jax_specdec.control import ControlServer
@@ -33,6 +32,8 @@ class Workplace:
     def folder(self) -> Path:
         """A directory that only this user may enter (mode 0700)."""
         if self._folder is None:
+            import tempfile  # milliseconds, which only an engine that starts workers needs
+
             self._folder = Path(tempfile.mkdtemp(prefix="jax-specdec-"))
         return self._folder
 
