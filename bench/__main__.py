@@ -26,10 +26,11 @@ SUITES = {
     "end-to-end": "the whole decoding loop, with and without logprobs",
 }
 MORE = {
+    "kernel-grid": "on a CPU: the best of three other ways, for 100 shapes (minutes)",
     "detokenize": "ids to strings and bytes, against the tokenizers library",
     "imports": "importing the engine's side, against importing numpy and jax",
 }
-MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite"}
+MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite", "kernel-grid": "kernel_grid"}
 NEEDS = {"detokenize": ("tokenizers", "hf")}  # a package that the suite compares with, its extra
 COMMANDS = {
     "compare": "bench.report.regressions",

@@ -49,6 +49,15 @@ MEMORY = tuple(
 # The one that a CPU is held to, against log_softmax + top_k + gather + count.
 CPU_SPEED = Shape(64, 131_072, 20, "float32")
 
+# Where a CPU is compared with the best of several ways.
+CPU_GRID = tuple(
+    Shape(rows, vocabulary, k, dtype)
+    for rows in (1, 4, 8, 64, 256)
+    for vocabulary in (32_000, 151_936)
+    for k in (0, 1, 5, 20, 128)
+    for dtype in ("float32", "bfloat16")
+)
+
 # What is measured on a GPU.
 GPU = tuple(
     Shape(rows, vocabulary, k, dtype)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bench import __main__ as bench
-from bench import host, kernels, timing
+from bench import host, kernel_grid, kernels, timing
 from bench.report.comparison import from_samples
 from bench.report.files import read_json
 from bench.timing import BenchError
@@ -169,6 +169,18 @@ def test_on_a_cpu_the_promise_is_twice_the_speed_of_the_plain_way(seconds, verdi
     found = from_samples("t", {"log_softmax + top_k": [2.0], "xla": [seconds]})
     (target,) = kernels.targets_of(found)
     assert target.verdict == verdict
+
+
+def test_the_ways_of_the_kernel_grid_agree_and_its_limits_can_be_missed():
+    shape = Shape(64, 300, 5, "bfloat16")
+    found = kernel_grid.measure(shape, rounds=1)
+    assert len(found.timings) == 4
+    assert found.suite == "kernel-grid"
+    times = {kernel_grid.PLAIN: [3.0, 2.0], kernel_grid.LOGSUMEXP: [1.0], kernel_grid.NUMPY: [4.0]}
+    slow = kernel_grid.targets_of(from_samples("t", times | {"xla": [1.1]}), shape)
+    assert [one.verdict for one in slow] == ["MISSED", "MISSED"]
+    fast = kernel_grid.targets_of(from_samples("t", times | {"xla": [9.0, 0.99]}), shape)
+    assert [one.verdict for one in fast] == ["held", "held"]
 
 
 def test_what_is_drawn_is_measured_at_three_places_at_least():

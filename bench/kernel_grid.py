@@ -1,0 +1,117 @@
+"""`topk_logprobs` on a CPU beside the best of three other ways, for a grid of shapes.
+
+The plain way, logsumexp with `top_k`, and NumPy with `argpartition` compute the same ids, logprobs
+and token ranks; the results are compared first. The limits: at most 5 % slower than the best of
+them, and twice the plain way's speed where R >= 64 and K >= 5.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bench import reference
+from bench.gpu import contenders
+from bench.gpu.contenders import PLAIN
+from bench.timing import Comparison, Target, compare
+from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels.shapes import CPU_GRID, Shape
+
+LOGSUMEXP, NUMPY = "logsumexp + top_k", "numpy argpartition"
+OURS = "xla"
+SHARE_OF_BEST = 1 / 1.05
+OVER_PLAIN = 2.0
+
+
+def run(quick: bool) -> list[Comparison]:
+    """Measure every shape of the grid; `quick` takes those of up to 8 rows and K of 0 and 20."""
+    shapes = [s for s in CPU_GRID if not quick or (s.rows <= 8 and s.k in (0, 20))]
+    return [measure(shape) for shape in shapes]
+
+
+def measure(shape: Shape, rounds: int | None = None) -> Comparison:
+    """Compare the four ways on the same arrays, in 15 rounds, or 7 where there are many rows."""
+    logits, token_ids = contenders.random_logits(shape, seed=0), contenders.random_ids(shape)
+    as_numpy = np.asarray(logits), np.asarray(token_ids)
+
+    def bind(program: Callable[..., TopkLogprobs]) -> Callable[[], Any]:
+        compiled = jax.jit(lambda x, t: program(x, t, shape.k))
+        return lambda: jax.block_until_ready(compiled(logits, token_ids))  # type: ignore[no-untyped-call]
+
+    found = compare(
+        f"topk_logprobs R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
+        {
+            PLAIN: bind(reference.topk_logprobs),
+            LOGSUMEXP: bind(by_logsumexp),
+            NUMPY: lambda: by_numpy(*as_numpy, shape.k),
+            OURS: bind(lambda x, t, k: topk_logprobs(x, t, k, implementation="xla")),
+        },
+        check=contenders.check,
+        rounds=rounds or (15 if shape.rows <= 8 else 7),
+        min_seconds=0.005,  # short turns: other programs interrupt few of them
+        settings={"shape": str(shape), "device": jax.devices()[0].device_kind},
+    )
+    fastest = {one.name: {"fastest round, us": 1e6 * min(one.rounds)} for one in found.timings}
+    return replace(found, suite="kernel-grid", targets=targets_of(found, shape), figures=fastest)
+
+
+def targets_of(found: Comparison, shape: Shape) -> tuple[Target, ...]:
+    """The limits of one shape.
+
+    By the fastest rounds: on a machine that others use too, a median says how busy it was.
+    """
+    fastest = {one.name: min(one.rounds) for one in found.timings}
+    best = min(fastest[name] for name in (PLAIN, LOGSUMEXP, NUMPY)) / fastest[OURS]
+    targets = [Target("speed over the best of the others", SHARE_OF_BEST, best, "x", at_least=True)]
+    if shape.rows >= 64 and shape.k >= 5:
+        over = fastest[PLAIN] / fastest[OURS]
+        targets.append(Target(f"speed over {PLAIN}", OVER_PLAIN, over, "x", at_least=True))
+    return tuple(targets)
+
+
+def by_logsumexp(logits: jax.Array, token_ids: jax.Array, k: int) -> TopkLogprobs:
+    """Only the named logits are normalized; [R, V], [R] -> [R, K + 1] and [R]."""
+    x = logits.astype(jnp.float32)
+    selected = jnp.take_along_axis(x, token_ids[:, None], axis=1)
+    ids, values = token_ids[:, None], selected
+    if k > 0:
+        top_values, top_ids = lax.top_k(x, k)
+        ids = jnp.concatenate([ids, top_ids], axis=1)
+        values = jnp.concatenate([values, top_values], axis=1)
+    return TopkLogprobs(
+        token_ids=ids,
+        logprobs=values - jax.nn.logsumexp(x, axis=1)[:, None],
+        token_ranks=1 + jnp.sum(x > selected, axis=1, dtype=jnp.int32),
+        extra_logprobs=jnp.zeros((x.shape[0], 0), jnp.float32),
+    )
+
+
+def by_numpy(logits: np.ndarray, token_ids: np.ndarray, k: int) -> TopkLogprobs:
+    """The same with NumPy on one thread; equal logits come lowest id first here too."""
+    x = logits if logits.dtype == np.float32 else logits.astype(np.float32)
+    rows = len(x)
+    maximum = x.max(1)
+    total = maximum + np.log(np.exp(x - maximum[:, None]).sum(1))
+    selected = np.take_along_axis(x, token_ids[:, None], axis=1)
+    ids = np.empty((rows, k + 1), np.int32)
+    ids[:, 0] = token_ids
+    if k > 0:
+        partition = np.argpartition(x, x.shape[1] - k, axis=1)[:, x.shape[1] - k :]
+        for row, chosen, out in zip(x, partition, ids, strict=True):
+            least = row[chosen].min()
+            larger = chosen[row[chosen] > least]
+            equal = np.flatnonzero(row == least)[: k - len(larger)]
+            both = np.concatenate([larger, equal])
+            out[1:] = both[np.lexsort((both, -row[both]))]
+    found: Any = TopkLogprobs  # here with NumPy's arrays
+    answer: TopkLogprobs = found(
+        token_ids=ids,
+        logprobs=np.take_along_axis(x, ids, axis=1) - total[:, None],
+        token_ranks=(1 + np.count_nonzero(x > selected, axis=1)).astype(np.int32),
+        extra_logprobs=np.zeros((rows, 0), np.float32),
+    )
+    return answer

@@ -1,0 +1,160 @@
+"""The XLA implementation: blocks by platform, many columns, subnormal logits, `jax.debug_nans`."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import greedy, oracle, ordered_keys, selection, topk_logprobs, xla
+from tests.support import quick_compile
+
+pytestmark = pytest.mark.fast
+
+ELSEWHERE = ("cuda", "rocm", "tpu")
+
+
+def lowered(platform, rows, vocabulary, k, dtype="bfloat16", dynamic=False):
+    """The program's text as lowered for a platform, which need not be here."""
+    logits = jax.ShapeDtypeStruct((rows, vocabulary), dtype)
+    ids, count = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def call(logits, ids, count):
+        num_rows = count if dynamic else None
+        return topk_logprobs(logits, ids, k, num_rows=num_rows, implementation="xla")
+
+    traced = jax.jit(call).trace(logits, ids, count)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def loops(text):
+    return len(re.findall(r"stablehlo\.while", text))
+
+
+@pytest.mark.parametrize("platform", ELSEWHERE)
+def test_up_to_256_rows_are_one_block_where_each_operation_is_a_launch(platform):
+    for k in (0, 20):
+        assert loops(lowered(platform, 256, 151_936, k)) == 0
+    text = lowered(platform, 1536, 131_072, 20, dynamic=True)
+    assert loops(text) == 1
+    blocks = {int(rows) for rows in re.findall(r"tensor<(\d+)x131072xbf16>", text)} - {1536}
+    assert blocks == {256}
+
+
+def test_a_gpu_reads_all_rows_at_once_where_their_number_is_known():
+    for k, expected in ((0, 0), (20, 0), (512, 1)):  # there, temporaries would be too large
+        text = lowered_with_any_k("cuda", 1536, 131_072, k)
+        assert loops(text) == expected
+
+
+def lowered_with_any_k(platform, rows, vocabulary, k):
+    logits = jax.ShapeDtypeStruct((rows, vocabulary), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    extra = jax.ShapeDtypeStruct((rows, 0), jnp.int32)
+
+    def call(logits, ids, extra):
+        return xla.topk_logprobs(logits, ids, k, None, None, None, extra)
+
+    traced = jax.jit(call).trace(logits, ids, extra)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_a_cpu_works_in_small_blocks():
+    """Negative control of the tests above: a loop shows in the text."""
+    assert loops(lowered("cpu", 256, 151_936, 20)) == 1
+
+
+@pytest.mark.parametrize("way", ["CPU", "GPU", "TPU"])
+def test_each_platforms_program_gives_the_oracles_answer(way, monkeypatch):
+    """Run on this machine, with ties, invalid rows, two blocks and a vocabulary that is odd."""
+    vocabulary, group = 2003, 16
+    x = np.concatenate([oracle.edge_rows(vocabulary, "float32", group)] * 2)
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16))
+    ids = np.arange(14, dtype=np.int32) * 143
+    extra = np.array([[9, -1]] * 14, np.int32)
+    temperatures = np.array([1, 0, 0.5, 2, 1, 1, 3] * 2, np.float32)
+    chosen = getattr(xla, way)._replace(block_rows=lambda *_: 9)
+    options = {"temperatures": temperatures, "extra_token_ids": extra, "num_rows": np.int32(13)}
+
+    @quick_compile.jit
+    def call(x, ids, temperatures, extra, num_rows):
+        return xla._topk_logprobs(chosen, 20, x, ids, None, num_rows, temperatures, extra)
+
+    found = call(x, ids, temperatures, extra, np.int32(13))
+    expected = oracle.topk_logprobs(x, ids, 20, **options)
+    if way == "CPU":
+        oracle.assert_matches(found, expected)
+        return
+    # A CPU adds the others' terms one by one, so here their sums are less exact.
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+    np.testing.assert_allclose(found.extra_logprobs, expected.extra_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_columns(dtype):
+    """K = 512, more than the groups of some vocabularies."""
+    rng = np.random.default_rng(0)
+    columns = quick_compile.jit(xla.topk_logprobs, static_argnums=2)
+    for vocabulary in (600, 20_001):
+        x = np.round(rng.normal(size=(3, vocabulary)) * 8).astype(jnp.dtype(dtype))
+        ids = rng.integers(0, vocabulary, 3).astype(np.int32)
+        extra = np.zeros((3, 0), np.int32)
+        found = columns(x, ids, 512, None, None, None, extra)
+        oracle.assert_matches(found, oracle.topk_logprobs(x, ids, 512))
+
+
+def test_groups_fit_their_vocabulary():
+    for vocabulary in (1, 7, 8, 100, 600, 2048, 32_000, 50_257, 262_144):
+        for k in (0, 1, 5, 20, 128, 512):
+            if k <= vocabulary and (width := selection.group_width(vocabulary, k)) is not None:
+                assert k <= -(-vocabulary // width)
+                assert width <= vocabulary
+
+
+def subnormal_rows(dtype):
+    """[4, 3000]: subnormal numbers of both signs as the largest, among zeros and normal ones."""
+    smallest = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}[dtype]
+    tiny = np.array([3, -2, 0, 1, 5, 2, -1, 5]) * smallest
+    rows = np.full((4, 3000), -1.0)
+    rows[0, :8] = tiny
+    rows[1, 500:508] = tiny
+    rows[2] = np.tile(tiny, 375)
+    rows[3] = -np.abs(np.tile(tiny, 375))
+    return rows.astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_subnormal_logits_keep_their_order(dtype):
+    """XLA's CPU programs read them as zero in float arithmetic."""
+    x = subnormal_rows(dtype)
+    ids = np.array([3, 505, 1, 2], np.int32)
+    oracle.assert_matches(topk_logprobs(x, ids, 12), oracle.topk_logprobs(x, ids, 12))
+    expected = [oracle.greedy_token_id(row) for row in x]
+    assert expected == [4, 504, 4, 2]  # by hand
+    np.testing.assert_array_equal(greedy(x).token_ids, expected)
+
+
+def test_floats_would_lose_the_order_of_subnormal_logits():
+    """Negative control: what the test above relies on is not so without the integers."""
+    x = jnp.asarray(subnormal_rows("float32"))
+    assert int(jnp.sum(jax.jit(lambda x: x[0] > x[0, 3])(x))) == 0
+    larger = jax.jit(lambda x: ordered_keys.strictly_larger(x[0], x[0, 3]))(x)
+    assert int(jnp.sum(larger)) == 4
+
+
+def test_nothing_is_nan_where_skipped_rows_are_replaced():
+    """`jax.debug_nans` looks at what a jitted function returns, and not inside."""
+    x, ids = jnp.zeros((3, 50)), jnp.zeros(3, jnp.int32)
+
+    @jax.jit
+    def replaced(x, ids):
+        found = topk_logprobs(x, ids, 2, num_rows=2)
+        return jnp.where(found.token_ranks[:, None] > 0, found.logprobs, 0.0)
+
+    with jax.debug_nans(True):
+        assert replaced(x, ids).shape == (3, 3)
+        with pytest.raises(FloatingPointError):
+            topk_logprobs(x, ids, 2, num_rows=2)
