@@ -108,6 +108,7 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
         columns = {
             "median": [readable(t.median) for t in comparison.timings],
             "quartiles": [f"{readable(t.low)} .. {readable(t.high)}" for t in comparison.timings],
+            **_of_single_events(comparison),
             f"time over {comparison.names[0]}": [f"{t.ratio:.2f}x" for t in comparison.timings],
         }
         for table in _tables(comparison.title, comparison.names, columns, console.width):
@@ -119,6 +120,16 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
             console.print(f"  {name}: {value}")
         for target in comparison.targets:
             console.print(f"  target: {target}")
+
+
+def _of_single_events(comparison: Comparison) -> dict[str, list[str]]:
+    """The median and the slowest hundredth of single events, where these were measured."""
+    found = [timing.percentiles for timing in comparison.timings]
+    if not any(found):
+        return {}
+    return {
+        name: [readable(each[name]) if each else "" for each in found] for name in ("p50", "p99")
+    }
 
 
 def _counted(comparison: Comparison) -> dict[str, list[str]]:

@@ -20,6 +20,8 @@ PEERS = frozenset(
         "SysV fixed struct",
         "ZeroMQ msgpack",
         "ZeroMQ copy=False",
+        "ZeroMQ raw bytes",
+        "multiprocessing.Pipe",
         "multiprocessing.Queue",
         "iceoryx2, spin",
         "C, spin + 2 memcpy",

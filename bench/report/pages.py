@@ -135,6 +135,8 @@ def _source(results: Results) -> str:
     versions = machine.get("versions", {})
     load = machine.get("load before", 0.0)
     busy = f", on a machine that was busy (load {load})" if load > BUSY else ""
+    if priority := machine.get("priority", ""):
+        busy += f", before its other programs ({priority})"
     return (
         f"- `bench/results/{results.path.name}`: {results.date[:10]}, "
         f"{machine['cpus']} cores of {machine.get('processor', 'an unknown processor')}, "

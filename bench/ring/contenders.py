@@ -95,6 +95,15 @@ class RingSender:
         self.writer.close()
 
 
+class RingChecksumReceiver(RingReceiver):
+    """The ring with XXH3-64 over every payload, on both sides."""
+
+    def __init__(self) -> None:
+        _module("xxhash")
+        self.reader = RingReader.create(SLOTS, SLOT_BYTES, wait=self.wait, checksum=True)
+        self.address = (self.reader.name, self.wait)
+
+
 class SysVReceiver:
     """The seed's way: a fixed struct of 530,456 bytes through a SysV message queue."""
 
@@ -197,6 +206,18 @@ class ZmqSender:
         self.context.term()
 
 
+class ZmqBytesReceiver(ZmqReceiver):
+    """ZeroMQ: one frame of raw bytes, copied on both sides."""
+
+    def receive(self) -> Step:
+        return step_of(self.socket.recv())
+
+
+class ZmqBytesSender(ZmqSender):
+    def send(self, time_ns: int, arrays: Sequence[np.ndarray]) -> None:
+        self.socket.send(b"".join(parts_of(time_ns, arrays)))
+
+
 class MsgpackReceiver(ZmqReceiver):
     """ZeroMQ: one msgpack frame with the arrays' bytes."""
 
@@ -249,6 +270,31 @@ class QueueSender:
     def close(self) -> None:
         self.queue.close()
         self.queue.join_thread()
+
+
+class PipeReceiver:
+    """multiprocessing.Pipe: raw bytes, without pickle."""
+
+    def __init__(self) -> None:
+        self.connection, self.address = multiprocessing.get_context("spawn").Pipe(duplex=False)
+
+    def receive(self) -> Step:
+        return step_of(self.connection.recv_bytes())
+
+    def close(self) -> None:
+        self.connection.close()
+        self.address.close()
+
+
+class PipeSender:
+    def __init__(self, address: Any) -> None:
+        self.connection = address
+
+    def send(self, time_ns: int, arrays: Sequence[np.ndarray]) -> None:
+        self.connection.send_bytes(b"".join(parts_of(time_ns, arrays)))
+
+    def close(self) -> None:
+        self.connection.close()
 
 
 class IceoryxReceiver:
@@ -322,9 +368,12 @@ CONTENDERS: dict[str, tuple[type[Receiver], type[Sender]]] = {
     "ring": (RingReceiver, RingSender),
     "ring, block": (RingBlockReceiver, RingSender),
     "ring, spin": (RingSpinReceiver, RingSender),
+    "ring, checksum": (RingChecksumReceiver, RingSender),
     "SysV fixed struct": (SysVReceiver, SysVSender),
     "ZeroMQ msgpack": (MsgpackReceiver, MsgpackSender),
     "ZeroMQ copy=False": (ZmqReceiver, ZmqSender),
+    "ZeroMQ raw bytes": (ZmqBytesReceiver, ZmqBytesSender),
+    "multiprocessing.Pipe": (PipeReceiver, PipeSender),
     "multiprocessing.Queue": (QueueReceiver, QueueSender),
     "iceoryx2, spin": (IceoryxReceiver, IceoryxSender),
 }

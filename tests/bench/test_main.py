@@ -129,9 +129,16 @@ def test_results_are_printed_and_written_with_machine_settings_and_suite(
     assert bench.main(["host", "--quick", "--json", str(path)]) == 0
     assert "200 us" in capsys.readouterr().out
     found = read_json(path)
-    assert {"date", "cpus", "processor", "python", "versions", "command", "load before"} <= set(
-        found.environment
-    )
+    assert {
+        "date",
+        "cpus",
+        "processor",
+        "python",
+        "versions",
+        "command",
+        "load before",
+        "priority",
+    } <= set(found.environment)
     (read,) = found.comparisons
     assert (read.suite, read.settings) == ("host", {"k": 5})
     timing = read["columns (ours)"]

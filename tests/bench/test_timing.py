@@ -74,6 +74,24 @@ def test_no_figure_and_no_word_is_cut_off_however_narrow_the_lines(width):
     assert (re.sub(" +", " ", text).count(ratios) == len(names)) == (width >= 80)
 
 
+def test_the_slowest_hundredth_of_events_stands_beside_their_median():
+    events = {"ring": [1e-5] * 95 + [4e-3] * 5}
+    one = timing.from_samples("t", {"ring": [1e-5], "counted alone": [2e-5]}, events=events)
+    out = io.StringIO()
+    timing.print_table([one], Console(file=out, width=120))
+    ring, other = (
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in out.getvalue().splitlines()
+        if line.startswith("│")
+    )
+    assert ring[3:5] == ["10 us", "4 ms"]
+    assert other[3:5] == ["", ""]
+    timing.print_table(
+        [timing.from_samples("t", {"ring": [1e-5]})], Console(file=(out := io.StringIO()))
+    )
+    assert "p99" not in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.5e-5, "45 us"), (3e-8, "0.03 us")]
 )

@@ -53,9 +53,8 @@ def test_readme_has_ten_rows_at_most():
 
 def kept(directory, date, factor, **changes):
     """A results file with one comparison of the ring, `factor` times as fast as ZeroMQ."""
-    one = from_samples(
-        "16 KB, 5 ms between messages", {"ring": [1e-5], "ZeroMQ msgpack": [factor * 1e-5]}
-    )
+    samples = {"ring": [1e-5], "ZeroMQ copy=False": [factor * 1e-5]}
+    one = from_samples("530 KB, hot", samples)
     machine = {"date": date, "cpus": 2, "processor": "a test's", "versions": {}, "command": "none"}
     path = directory / f"{date}.json"
     write_json(path, [one], machine | changes)
@@ -75,6 +74,25 @@ def test_the_machine_and_the_command_of_a_figure_are_named(tmp_path):
     text = pages.page([kept(tmp_path, "2026-01-01", 3.0, **{"load before": 1.5})], [])
     assert "- `bench/results/2026-01-01.json`: 2026-01-01, 2 cores of a test's," in text
     assert "`none`, on a machine that was busy (load 1.5)." in text
+    changes = {"load before": 9.0, "priority": "autogroup nice -20"}
+    text = pages.page([kept(tmp_path, "2026-01-02", 3.0, **changes)], [])
+    assert "busy (load 9.0), before its other programs (autogroup nice -20)." in text
+
+
+def test_a_row_of_messages_has_their_slowest_hundredth(tmp_path):
+    samples = {"ring": [1e-5], "multiprocessing.Pipe": [2e-5], "ZeroMQ msgpack": [3e-5]}
+    events = {"ring": [1e-5] * 98 + [5e-4] * 2}
+    titles = ("16 KB, 5 ms between messages", "16 KB, 5 ms between messages, beside two busy loops")
+    found = [from_samples(title, samples, events=events) for title in titles]
+    samples["ring"] = [1.5e-5]
+    found[1] = from_samples(titles[1], samples)
+    write_json(tmp_path / "a.json", found)
+    lines = pages.page(pages.load(tmp_path), []).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("| 16 KB to another"))
+    cells = [line.split(" | ")[2] for line in lines[start : start + 3]]
+    assert cells[0] == "3.0x the speed, 10 us (p99 500 us)"
+    assert cells[1] == "2.0x the speed, 10 us (p99 500 us)"
+    assert cells[2] == "2.0x the speed, 15 us"  # of the other title
 
 
 @pytest.mark.parametrize("render", RENDERERS)
