@@ -7,10 +7,12 @@ a 32-bit integer, a float or a truth value of each thread.
 """
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mosaic_gpu
 import jax.numpy as jnp
+import numpy as np
 from jax._src.lib.mlir.dialects import gpu as mlir_gpu
 from jax._src.lib.mlir.dialects import llvm as mlir_llvm
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -33,6 +35,7 @@ math: Any = mlir_math
 memref: Any = mlir_memref
 scf: Any = mlir_scf
 
+WARPGROUP = 128
 SIGNED = arith.CmpIPredicate
 FLOAT = arith.CmpFPredicate
 
@@ -290,6 +293,40 @@ def load_at_once(ref: Any, index: Any, interpreted: bool) -> Any:
 
     kind = result((), dtype, GPU.Layout.WG_SPLAT)
     return inline(body, (ref, index), (None, "scalar"), kind)
+
+
+def load_run_at_once(ref: Any, start: Any, size: int, layout: Any) -> Any:
+    """`load_at_once` of a vector in a `compat.run_layout` whose threads load whole words."""
+    dtype = jnp.dtype(ref.dtype)
+    run = size // WARPGROUP
+    vector = gcd(run, 16 // dtype.itemsize)
+    number = vector * dtype.itemsize // 4  # of words
+    letters = ", ".join(f"${i}" for i in range(number))
+    form = {1: "b32 $0", 2: f"v2.b32 {{{letters}}}", 4: f"v4.b32 {{{letters}}}"}[number]
+
+    def body(here: Any, at: Any) -> Any:
+        element = ir.MemRefType(here.type).element_type
+        first = word(at) + thread() * run
+        loaded = []
+        for i in range(0, run, vector):
+            place = _place(here, first + i, element)
+            kinds = [i32()] * number
+            whole = i32() if number == 1 else llvm.StructType.get_literal(kinds)
+            text = f"ld.relaxed.gpu.global.{form}, [${number}];"
+            constraints = ",".join(["=r"] * number) + ",l"
+            found = llvm.inline_asm(whole, [place], text, constraints, has_side_effects=True)
+            if number > 1:
+                several = llvm.mlir_undef(ir.VectorType.get((number,), i32()))
+                for j in range(number):
+                    one = llvm.extractvalue(i32(), found, [j])
+                    several = llvm.insertelement(several, one, word(j).value)
+                found = several
+            loaded.append(llvm.bitcast(ir.VectorType.get((vector,), element), found))
+        tiled = layout.to_mgpu()
+        registers = np.array(loaded, dtype=object).reshape(tiled.registers_shape((size,)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))
 
 
 def from_lane_below(x: Word, distance: int) -> Word:
