@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.thread import load_at_once
+from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 FEW = 2  # programs: every thread combines their results by itself

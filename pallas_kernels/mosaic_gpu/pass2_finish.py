@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.combine import combine, is_valid, load_partials
 from pallas_kernels.mosaic_gpu.compat import GPU
+from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.keys import key_values
 from pallas_kernels.mosaic_gpu.order import scatter
 from pallas_kernels.mosaic_gpu.select import (
@@ -32,7 +33,6 @@ from pallas_kernels.mosaic_gpu.select import (
     select_top_k,
 )
 from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale, over_temperature
-from pallas_kernels.mosaic_gpu.thread import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,

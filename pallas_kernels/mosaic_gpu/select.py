@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic_gpu import compat, groups, order, thread
+from pallas_kernels.mosaic_gpu import compat, early, groups, order, thread
 from pallas_kernels.mosaic_gpu.candidates import Candidates, collect_enough
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.keys import FREE_BITS, LOWEST_KEY, NOTHING, ordered_keys, shortened
@@ -131,7 +131,7 @@ def load_group_maxima(tiling: Tiling, groups_ref: Any, start: Any, interpreted: 
     half_words = jnp.dtype(tiling.dtype).itemsize == 2 and size // WARPGROUP % 2 == 1
     if interpreted or half_words:
         return compat.load_run(groups_ref, start, size, layout, interpreted)
-    return compat.asarray(thread.load_run_at_once(groups_ref, start, size, layout))
+    return compat.asarray(early.load_run_at_once(groups_ref, start, size, layout))
 
 
 def group_keys(tiling: Tiling, maxima: jax.Array) -> tuple[jax.Array, Any]:

@@ -7,12 +7,9 @@ a 32-bit integer, a float or a truth value of each thread.
 """
 
 from collections.abc import Callable, Sequence
-from math import gcd
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mosaic_gpu
-import jax.numpy as jnp
-import numpy as np
 from jax._src.lib.mlir.dialects import gpu as mlir_gpu
 from jax._src.lib.mlir.dialects import llvm as mlir_llvm
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -35,7 +32,6 @@ math: Any = mlir_math
 memref: Any = mlir_memref
 scf: Any = mlir_scf
 
-WARPGROUP = 128
 SIGNED = arith.CmpIPredicate
 FLOAT = arith.CmpFPredicate
 
@@ -251,7 +247,7 @@ def as_long(high: Word, low: Word) -> Word:
 def load_aligned(ref: Any, index: Any, count: int) -> list[Any]:
     """`count` elements from an index that is a multiple of count, in one load; in MLIR."""
     element = ir.MemRefType(ref.type).element_type
-    pointer = _place(ref, index, element)
+    pointer = place(ref, index, element)
     found = llvm.load(ir.VectorType.get((count,), element), pointer)
     return [llvm.extractelement(found, word(i).value) for i in range(count)]
 
@@ -262,71 +258,15 @@ def load_floats(ref: Any, index: Any, count: int) -> list[Word]:
     if not isinstance(element, ir.BF16Type):
         return [as_float32(x) for x in load_aligned(ref, index, count)]
     # A bfloat16 is the upper half of its float32: one instruction each, from 32-bit words.
-    found = llvm.load(ir.VectorType.get((count // 2,), i32()), _place(ref, index, element))
+    found = llvm.load(ir.VectorType.get((count // 2,), i32()), place(ref, index, element))
     both = [Word(llvm.extractelement(found, word(i).value)) for i in range(count // 2)]
     return [float_of(half) for x in both for half in (x << 16, x & -65536)]
 
 
 def add_atomically(ref: Any, index: Any, by: Any) -> Word:
     """Add to an integer in shared memory; its value before."""
-    pointer = _place(ref, index, i32())
+    pointer = place(ref, index, i32())
     return _assembled("atom.shared.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, word(by).value])
-
-
-def load_at_once(ref: Any, index: Any, interpreted: bool) -> Any:
-    """A number of 32 bits in global memory, in a Pallas kernel, loaded where the kernel says so.
-
-    Other loads the compilers move to where their results are used: behind a branch that waits for
-    another load. A relaxed load of the memory model stays where it is.
-    """
-    if interpreted:
-        return ref[index]
-    dtype = jnp.dtype(ref.dtype)
-    integer = dtype == jnp.int32
-
-    def body(here: Any, at: Any) -> Any:
-        kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
-        place = _place(here, word(at), kind)
-        text = "ld.relaxed.gpu.global.b32 $0, [$1];"
-        found = llvm.inline_asm(kind, [place], text, f"={letter},l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True if integer else None)
-
-    kind = result((), dtype, GPU.Layout.WG_SPLAT)
-    return inline(body, (ref, index), (None, "scalar"), kind)
-
-
-def load_run_at_once(ref: Any, start: Any, size: int, layout: Any) -> Any:
-    """`load_at_once` of a vector in a `compat.run_layout` whose threads load whole words."""
-    dtype = jnp.dtype(ref.dtype)
-    run = size // WARPGROUP
-    vector = gcd(run, 16 // dtype.itemsize)
-    number = vector * dtype.itemsize // 4  # of words
-    letters = ", ".join(f"${i}" for i in range(number))
-    form = {1: "b32 $0", 2: f"v2.b32 {{{letters}}}", 4: f"v4.b32 {{{letters}}}"}[number]
-
-    def body(here: Any, at: Any) -> Any:
-        element = ir.MemRefType(here.type).element_type
-        first = word(at) + thread() * run
-        loaded = []
-        for i in range(0, run, vector):
-            place = _place(here, first + i, element)
-            kinds = [i32()] * number
-            whole = i32() if number == 1 else llvm.StructType.get_literal(kinds)
-            text = f"ld.relaxed.gpu.global.{form}, [${number}];"
-            constraints = ",".join(["=r"] * number) + ",l"
-            found = llvm.inline_asm(whole, [place], text, constraints, has_side_effects=True)
-            if number > 1:
-                several = llvm.mlir_undef(ir.VectorType.get((number,), i32()))
-                for j in range(number):
-                    one = llvm.extractvalue(i32(), found, [j])
-                    several = llvm.insertelement(several, one, word(j).value)
-                found = several
-            loaded.append(llvm.bitcast(ir.VectorType.get((vector,), element), found))
-        tiled = layout.to_mgpu()
-        registers = np.array(loaded, dtype=object).reshape(tiled.registers_shape((size,)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
-
-    return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))
 
 
 def from_lane_below(x: Word, distance: int) -> Word:
@@ -363,7 +303,8 @@ def _index(index: Any) -> Any:
     return arith.index_cast(ir.IndexType.get(), word(index).value)
 
 
-def _place(ref: Any, index: Any, element: Any) -> Any:
+def place(ref: Any, index: Any, element: Any) -> Any:
+    """The address of an element of a flat reference, in MLIR."""
     return utils.getelementptr(utils.memref_ptr(ref), [word(index).value], element)
 
 
