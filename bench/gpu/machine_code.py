@@ -48,6 +48,17 @@ class Code:
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
 
+    def until_exit(self) -> "Code":
+        """The code up to the first EXIT without a condition behind all loops.
+
+        What follows it is the other side of a branch that leaves a kernel early.
+        """
+        last = max((loop.end for loop in self.loops), default=0)
+        for i, x in enumerate(self.instructions):
+            if i >= last and x.text.startswith("EXIT"):
+                return Code(self.instructions[: i + 1], self.loops)
+        return self
+
     def names(self, loop: Loop) -> tuple[str, ...]:
         """The operations in a loop."""
         return self._names[loop.begin : loop.end]

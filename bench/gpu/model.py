@@ -30,8 +30,7 @@ class Chip:
     efficiency: float = 0.90  # of the bandwidth, as large copies reach
     registers: int = 65536
     most_warps: int = 64
-    launch: float = 2.0e-6  # from the end of what was before to a kernel's first instruction
-    next_launch: float = 1.0e-6  # of a kernel that was enqueued behind another one
+    launch: float = 1.0e-6  # from the end of the kernel before to the first instruction of the next
     # Clocks of a quarter's pipe for one instruction of a warp.
     pipes: dict[str, float] = field(
         default_factory=lambda: {"fma": 1, "integer": 2, "special": 8, "memory": 4, "other": 1}
@@ -45,7 +44,7 @@ class Chip:
             "F2I": 18, "I2F": 18, "VOTE": 12,
         }
     )  # fmt: skip
-    cached: int = 40  # a global load in an inner loop finds what was loaded just before
+    cached: int = 40  # of what was loaded just before
 
 
 FMA = ("FFMA", "FMUL", "FADD", "HADD2", "HMUL2", "HFMA2", "MOV", "NOP")
@@ -74,27 +73,29 @@ class Block:
     end: int
     times: float
     inner: tuple["Block", ...]
-    depth: int
+    reads_again: bool  # what was loaded just before: an innermost loop with an atomic addition
 
 
 def structure(code: Code, trips: Trips) -> Block:
     """The kernel as nested loops. Both sides of a branch count, as if it took both."""
 
-    def within(begin: int, end: int, loops: tuple[Loop, ...], depth: int) -> tuple[Block, ...]:
+    def within(begin: int, end: int, loops: tuple[Loop, ...]) -> tuple[Block, ...]:
         inner, place = [], begin
         while loops:
             first, *others = loops
             inside = tuple(x for x in others if x.begin >= first.begin and x.end <= first.end)
             if first.begin >= place and first.end <= end:
                 times = trips(code, first)
-                children = within(first.begin, first.end, inside, depth + 1)
-                inner.append(Block(first.begin, first.end, times, children, depth + 1))
+                children = within(first.begin, first.end, inside)
+                atomic = any(name.startswith("ATOM") for name in code.names(first))
+                again = atomic and not children
+                inner.append(Block(first.begin, first.end, times, children, again))
                 place = first.end
             loops = tuple(x for x in others if x not in inside)
         return tuple(inner)
 
     size = len(code.instructions)
-    return Block(0, size, 1, within(0, size, code.loops, 0), 0)
+    return Block(0, size, 1, within(0, size, code.loops), False)
 
 
 def counts(code: Code, block: Block) -> dict[str, float]:
@@ -126,10 +127,10 @@ def chain(code: Code, block: Block, chip: Chip) -> float:
     busy = [0.0] * 6
     now = 0.0
 
-    def step(instruction: Instruction, depth: int) -> None:
+    def step(instruction: Instruction, again: bool) -> None:
         nonlocal now
         now = max([now, *(busy[i] for i in instruction.waits)])
-        latency = _latency(instruction, depth, chip)
+        latency = _latency(instruction, again, chip)
         for i in instruction.sets:
             busy[i] = max(busy[i], now + latency)
         for i in instruction.reads:
@@ -140,9 +141,10 @@ def chain(code: Code, block: Block, chip: Chip) -> float:
 
     def walk(part: Block) -> None:
         nonlocal now
+        again = part.reads_again
         for x, _ in _parts(part):
             if not isinstance(x, Block):
-                step(code.instructions[x], part.depth)
+                step(code.instructions[x], again)
                 continue
             turns = x.times
             for _ in range(2):
@@ -160,9 +162,9 @@ def chain(code: Code, block: Block, chip: Chip) -> float:
     return max([now, *busy])
 
 
-def _latency(instruction: Instruction, depth: int, chip: Chip) -> int:
+def _latency(instruction: Instruction, again: bool, chip: Chip) -> int:
     name = instruction.name
-    if name.startswith(("LDG", "LD.")) and depth > 2:
+    if name.startswith(("LDG", "LD.")) and again:
         return chip.cached
     return next((x for key, x in chip.latencies.items() if name.startswith(key)), 10)
 

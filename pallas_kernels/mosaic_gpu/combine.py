@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 FEW = 2  # programs: every thread combines their results by itself
@@ -18,28 +19,38 @@ def is_valid(maximum: jax.Array, total: jax.Array) -> jax.Array:
     return (maximum > -jnp.inf) & (maximum < jnp.inf) & (total > 0)
 
 
-def combine(
+Loaded = list[list[jax.Array]]  # maxima, sums and, if counted, counts: of all programs
+
+
+def load_partials(
     partials_ref: Any,  # [PARTS * R * programs] f32
     tiling: Tiling,
     num_targets: int,
     target: Any,
-    scale: jax.Array,
     counted: bool,
     interpreted: bool,
+) -> Loaded:
+    """The results of the programs that read a row: one by one, or a warp of them at a time."""
+
+    def load(part: int) -> list[jax.Array]:
+        begin = (part * num_targets + target) * tiling.programs
+        if tiling.programs <= FEW:
+            places = range(tiling.programs)
+            return [load_at_once(partials_ref, begin + i, interpreted) for i in places]
+        offsets = range(0, tiling.programs, WARP)
+        return [compat.load_warp(partials_ref, begin + i, WARP, interpreted) for i in offsets]
+
+    return [load(part) for part in range(3 if counted else 2)]
+
+
+def combine(
+    loaded: Loaded, tiling: Tiling, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A row's maximum and sum of exponentials, float32, and its count of larger logits, int32.
 
     Every warp does it, so that no thread waits for another warp.
     """
     programs = tiling.programs
-
-    def load(part: int) -> list[jax.Array]:
-        """The numbers of all programs: one by one, or a warp at a time."""
-        begin = (part * num_targets + target) * programs
-        if programs <= FEW:
-            return [compat.asarray(partials_ref[begin + i]) for i in range(programs)]
-        offsets = range(0, programs, WARP)
-        return [compat.load_warp(partials_ref, begin + i, WARP, interpreted) for i in offsets]
 
     def masked(values: list[jax.Array], nothing: float) -> list[jax.Array]:
         """`nothing` where a vector goes beyond the last program."""
@@ -55,8 +66,7 @@ def combine(
     def over_lanes(reduce: Any, value: jax.Array) -> jax.Array:
         return value if programs <= FEW else reduce(value)
 
-    maxima, sums = load(0), load(1)
-    counts = load(2) if counted else []  # loaded with the others
+    maxima, sums, *counts = loaded
     lowest = functools.reduce(jnp.maximum, masked(maxima, -jnp.inf))
     maximum = over_lanes(jnp.max, lowest)
     terms = []
@@ -65,7 +75,7 @@ def combine(
         # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
         terms.append(jnp.where(x != -jnp.inf, term, jnp.float32(0)))
     total = over_lanes(jnp.sum, functools.reduce(jnp.add, masked(terms, 0)))
-    if not counted:
+    if not counts:
         return maximum, total, jnp.int32(0)
-    count = over_lanes(jnp.sum, functools.reduce(jnp.add, masked(counts, 0)))
+    count = over_lanes(jnp.sum, functools.reduce(jnp.add, masked(counts[0], 0)))
     return maximum, total, count.astype(jnp.int32)

@@ -69,6 +69,11 @@ def choose(
       totals_ref: [4] i32 in shared memory, which is used.
       interpreted: whether the kernel is.
     """
+    if keys.shape[0] >> TIES:
+        raise NotImplementedError(
+            f"{keys.shape[0]} groups of logits are more than {(1 << TIES) - 1}: "
+            'take implementation="xla", or split the vocabulary over devices'
+        )
     if interpreted:
         first = jnp.argsort(jnp.where(keys > cut, 0, jnp.where(keys == cut, 1, 2)), stable=True)
         chosen_ref[...] = first[:k].astype(jnp.int32)
@@ -99,15 +104,14 @@ def _choose(mine: list[Word], cut: Word, k: int, chosen_ref: Any, totals_ref: An
         before = before + thread.select(warp > i, value, 0)
         everything = everything + value
     mask = (1 << TIES) - 1
-    next_larger, next_tie = before & mask, (everything & mask) + (before >> TIES)
+    # The next places: of a larger key in the lower bits, of a tie, behind all larger, in the upper.
+    place = before + ((everything & mask) << TIES)
     first = thread.thread() * len(mine)
     for i, flag in enumerate(flags):
-        larger = flag == 1
-        slot = thread.select(larger, next_larger, next_tie)
+        slot = thread.select(flag == 1, place & mask, place >> TIES)
         wanted = (flag != 0) & (slot < k)
         thread.when(wanted, _storing(chosen_ref, slot, first + i))
-        next_larger = next_larger + (flag & mask)
-        next_tie = next_tie + (flag >> TIES)
+        place = place + flag
 
 
 def _storing(ref: Any, slot: Word, value: Word) -> Any:

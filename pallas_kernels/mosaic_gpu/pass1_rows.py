@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.compat import GPU
+from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale
-from pallas_kernels.mosaic_gpu.thread import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 # Running maximum [groups of a block], sums and, if any, counts (each a piece), all float32.

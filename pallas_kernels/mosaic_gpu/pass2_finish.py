@@ -18,8 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.combine import combine, is_valid
+from pallas_kernels.mosaic_gpu.combine import combine, is_valid, load_partials
 from pallas_kernels.mosaic_gpu.compat import GPU
+from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.keys import key_values
 from pallas_kernels.mosaic_gpu.order import scatter
 from pallas_kernels.mosaic_gpu.select import (
@@ -27,11 +28,11 @@ from pallas_kernels.mosaic_gpu.select import (
     Scratch,
     capacity,
     first_largest,
+    load_group_maxima,
     scratch_types,
     select_top_k,
 )
 from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale, over_temperature
-from pallas_kernels.mosaic_gpu.thread import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
@@ -121,6 +122,7 @@ class RowToFinish(NamedTuple):
     logits: RowOfLogits
     token: Any  # the given token, or None
     temperature: jax.Array | None  # `Targets.temperature`
+    group_maxima: Any  # [padded_groups], or None without a top K
     out: RowOutputs  # references
     scratch: tuple[Any, ...]  # as `Scratch`
 
@@ -146,6 +148,13 @@ def _finish_rows_kernel(
     token = None
     if inputs.token_ids is not None:
         token = load_at_once(inputs.token_ids, target, interpreted)
+    partials = load_partials(
+        inputs.partials, tiling, num_targets, target, mode != "greedy", interpreted
+    )
+    maxima = None
+    if num_selected(k, mode):
+        start = target * tiling.padded_groups
+        maxima = load_group_maxima(tiling, inputs.groups, start, interpreted)
     wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
     row = RowToFinish(
         tiling,
@@ -160,21 +169,14 @@ def _finish_rows_kernel(
         ),
         token,
         temperature,
+        maxima,
         RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref),
         scratch,
     )
 
     @pl.when(wanted)
     def _() -> None:
-        found = combine(
-            inputs.partials,
-            tiling,
-            num_targets,
-            target,
-            exponents_scale(temperature),
-            mode != "greedy",
-            interpreted,
-        )
+        found = combine(partials, tiling, exponents_scale(temperature))
         (write_parts if mode == "parts" else write_answers)(row, *found)
 
     if first_column(mode):
@@ -264,12 +266,9 @@ def write_no_top_k(row: RowToFinish, value: jax.Array) -> None:
 
 def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     """Select the top K; write their ids, and what `convert` makes of their logits."""
-    groups_start = row.target * row.tiling.padded_groups
     count = num_selected(row.k, row.mode)
     scratch = Scratch(*row.scratch)
-    found = select_top_k(
-        row.tiling, count, row.logits, maximum, row.inputs.groups, groups_start, scratch
-    )
+    found = select_top_k(row.tiling, count, row.logits, maximum, row.group_maxima, scratch)
     values = convert(key_values(found.keys))
     columns = [(row.top, row.k)] if row.k else []
     if row.mode == "greedy":

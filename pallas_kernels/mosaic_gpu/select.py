@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic_gpu import compat, groups, order, thread
+from pallas_kernels.mosaic_gpu import compat, early, groups, order, thread
 from pallas_kernels.mosaic_gpu.candidates import Candidates, collect_enough
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.keys import FREE_BITS, LOWEST_KEY, NOTHING, ordered_keys, shortened
@@ -83,16 +83,14 @@ def select_top_k(
     k: int,
     row: RowOfLogits,
     maximum: jax.Array,
-    groups_ref: Any,
-    groups_start: Any,
+    maxima: jax.Array,
     scratch: Scratch,
 ) -> Selected:
     """The row's k largest logits, and which place each has among them.
 
-    The row is valid; its largest logit is `maximum`. groups_ref holds the row's group maxima from
-    groups_start on.
+    The row is valid; its largest logit is `maximum`, and maxima are those of `load_group_maxima`.
     """
-    keys, layout = group_keys(tiling, groups_ref, groups_start, row.interpreted)
+    keys, layout = group_keys(tiling, maxima)
     chosen = num_chosen(tiling, k)
     largest = shortened(key_of_scalar(maximum, row.interpreted), tiling.dtype)
     if k >= tiling.num_groups:
@@ -119,16 +117,29 @@ def select_top_k(
     return Selected(*order.in_order(scratch.found, count, capacity(k), row.interpreted))
 
 
-def group_keys(
-    tiling: Tiling, groups_ref: Any, groups_start: Any, interpreted: bool
-) -> tuple[jax.Array, Any]:
+def group_layout(tiling: Tiling) -> Any:
+    """Registers of a row's group maxima: a run of them a thread."""
+    return compat.run_layout(tiling.padded_groups, jnp.dtype(tiling.dtype).itemsize)
+
+
+def load_group_maxima(tiling: Tiling, groups_ref: Any, start: Any, interpreted: bool) -> jax.Array:
+    """[padded_groups] in the logits' dtype, of a row whose group maxima start there.
+
+    Early, where threads load whole words: before it is known whether the row is wanted.
+    """
+    size, layout = tiling.padded_groups, group_layout(tiling)
+    half_words = jnp.dtype(tiling.dtype).itemsize == 2 and size // WARPGROUP % 2 == 1
+    if interpreted or half_words:
+        return compat.load_run(groups_ref, start, size, layout, interpreted)
+    return compat.asarray(early.load_run_at_once(groups_ref, start, size, layout))
+
+
+def group_keys(tiling: Tiling, maxima: jax.Array) -> tuple[jax.Array, Any]:
     """[padded_groups] ordered integers of the group maxima, and their layout.
 
     Without the bits that carry nothing, and `NOTHING` where there is no group.
     """
-    size = tiling.padded_groups
-    layout = compat.run_layout(size, jnp.dtype(tiling.dtype).itemsize)
-    maxima = compat.load_run(groups_ref, groups_start, size, layout, interpreted)
+    size, layout = tiling.padded_groups, group_layout(tiling)
     keys = shortened(ordered_keys(maxima.astype(jnp.float32), nan=False), tiling.dtype)
     if size == tiling.num_groups:
         return keys, layout

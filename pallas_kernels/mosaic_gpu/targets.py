@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu.compat import asarray
-from pallas_kernels.mosaic_gpu.thread import load_at_once
+from pallas_kernels.mosaic_gpu.early import load_at_once
 
 LOG2_E = 1.4426950408889634
 LARGEST = 3.4028234663852886e38  # float32

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mosaic_gpu
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import gpu as mlir_gpu
 from jax._src.lib.mlir.dialects import llvm as mlir_llvm
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -248,7 +247,7 @@ def as_long(high: Word, low: Word) -> Word:
 def load_aligned(ref: Any, index: Any, count: int) -> list[Any]:
     """`count` elements from an index that is a multiple of count, in one load; in MLIR."""
     element = ir.MemRefType(ref.type).element_type
-    pointer = _place(ref, index, element)
+    pointer = place(ref, index, element)
     found = llvm.load(ir.VectorType.get((count,), element), pointer)
     return [llvm.extractelement(found, word(i).value) for i in range(count)]
 
@@ -259,37 +258,15 @@ def load_floats(ref: Any, index: Any, count: int) -> list[Word]:
     if not isinstance(element, ir.BF16Type):
         return [as_float32(x) for x in load_aligned(ref, index, count)]
     # A bfloat16 is the upper half of its float32: one instruction each, from 32-bit words.
-    found = llvm.load(ir.VectorType.get((count // 2,), i32()), _place(ref, index, element))
+    found = llvm.load(ir.VectorType.get((count // 2,), i32()), place(ref, index, element))
     both = [Word(llvm.extractelement(found, word(i).value)) for i in range(count // 2)]
     return [float_of(half) for x in both for half in (x << 16, x & -65536)]
 
 
 def add_atomically(ref: Any, index: Any, by: Any) -> Word:
     """Add to an integer in shared memory; its value before."""
-    pointer = _place(ref, index, i32())
+    pointer = place(ref, index, i32())
     return _assembled("atom.shared.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, word(by).value])
-
-
-def load_at_once(ref: Any, index: Any, interpreted: bool) -> Any:
-    """A number of 32 bits in global memory, in a Pallas kernel, loaded where the kernel says so.
-
-    Other loads the compilers move to where their results are used: behind a branch that waits for
-    another load. A relaxed load of the memory model stays where it is.
-    """
-    if interpreted:
-        return ref[index]
-    dtype = jnp.dtype(ref.dtype)
-    integer = dtype == jnp.int32
-
-    def body(here: Any, at: Any) -> Any:
-        kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
-        place = _place(here, word(at), kind)
-        text = "ld.relaxed.gpu.global.b32 $0, [$1];"
-        found = llvm.inline_asm(kind, [place], text, f"={letter},l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True if integer else None)
-
-    kind = result((), dtype, GPU.Layout.WG_SPLAT)
-    return inline(body, (ref, index), (None, "scalar"), kind)
 
 
 def from_lane_below(x: Word, distance: int) -> Word:
@@ -326,7 +303,8 @@ def _index(index: Any) -> Any:
     return arith.index_cast(ir.IndexType.get(), word(index).value)
 
 
-def _place(ref: Any, index: Any, element: Any) -> Any:
+def place(ref: Any, index: Any, element: Any) -> Any:
+    """The address of an element of a flat reference, in MLIR."""
     return utils.getelementptr(utils.memref_ptr(ref), [word(index).value], element)
 
 

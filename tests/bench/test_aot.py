@@ -58,6 +58,16 @@ def test_reading_machine_code():
     assert machine_code.parse(LISTING.replace("@P1 BRA `(.L_x_0)", "NOP")).loops == ()
 
 
+def test_the_other_side_of_a_branch_is_left_out():
+    """What follows the end of the ordinary path, and nothing before the last loop."""
+    longer = LISTING.replace("IADD3 R4", "@P0 EXIT").replace("FADD", "EXIT")
+    longer = longer.replace(".L_x_1:", line(0x68, "NOP") + "\n" + line(0x6C, "EXIT") + "\n.L_x_1:")
+    code = machine_code.parse(longer)
+    assert len(code.instructions) == 9
+    assert len(code.until_exit().instructions) == 7
+    assert CODE.until_exit() == CODE
+
+
 def test_instructions_are_counted_by_pipe():
     block = model.structure(CODE, lambda code, loop: 10)
     assert model.counts(CODE, block) == {

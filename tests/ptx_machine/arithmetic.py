@@ -284,7 +284,8 @@ def _table() -> dict[str, Operation]:
     add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))
     add("cvt.rn.f32.s32", "w", "w", lambda x: bits32(signed(x).astype(np.float32)))
     add("cvt.rzi.s32.f32", "w", "w", truncated)
-    add("cvta.to.global.u64", "d", "d", lambda x: x)  # generic and global addresses are the same
+    # Generic and global addresses are the same.
+    add("cvta.to.global.u64 cvta.global.u64", "d", "d", lambda x: x)
     return out
 
 

@@ -264,7 +264,7 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: separate("odd, narrow groups", Tiling(8195, bf16, 128, 1, 1), 1),
         lambda: separate("split", Tiling(12_290, f32, 256, 1, 2), 20),
         lambda: separate(
-            "tiny T", Tiling(8192, bf16, 256, 2, 1), 2, rows=few, temperatures=(1e-39,)
+            "T = 1e-39", Tiling(8192, bf16, 256, 2, 1), 2, rows=few, temperatures=(1e-39,)
         ),
         lambda: separate("edges only", Tiling(4100, f16, 128, 1, 0), 0),
         lambda: separate("shortest row", Tiling(2048, f32, 128, 1, 1), 65, rows=few),
