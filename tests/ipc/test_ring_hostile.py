@@ -29,6 +29,7 @@ from tests.support.ring_damage import SLOT_BYTES, mutate, outcome, used_ranges
         (0, DESCRIPTOR_MAGIC ^ 1),
         (1, VERSION + 1),
         (2, 2),
+        (2, 5),
         (3, 0),
         (3, 2),
         (3, 2**64 - 1),
