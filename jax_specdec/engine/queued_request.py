@@ -17,6 +17,7 @@ class QueuedRequest:
     Attributes:
       attempts: workers that were lost while they had it.
       submitted: when it came, in seconds of the engine's clock; None once it has had a token.
+      had_slot: it does not wait for its first slot.
     """
 
     request: Request
@@ -24,6 +25,7 @@ class QueuedRequest:
     draft_token_ids: tuple[int, ...] = ()
     attempts: int = 0
     submitted: float | None = None
+    had_slot: bool = False
 
     @property
     def begun(self) -> bool:

@@ -341,6 +341,7 @@ class WorkerSession:
             ),
             attempts=self._attempts[slot],
             submitted=self._times.leave(slot),
+            had_slot=True,
         )
         self.state = output_processor.release(self.state, slot)
         if self.alive:

@@ -22,7 +22,7 @@ from tests.support.tiny_checkpoint import VOCAB
         (["--max-tokens", "600"], "are more than the 512 positions that the model was made for"),
         (["--max-length", "600"], "600 tokens in a slot are more than the 512 positions"),
         (["--max-length", "20"], "exceed the 20 tokens of a slot"),
-        (["--logprobs", "129"], "logprobs = 129 must be from 0 to 128"),
+        (["--logprobs", "513"], "logprobs = 513 must be from 0 to 512"),
         (["--slots", "0"], "num_slots = 0 must be from 1"),
         (["--drafts", "65"], "num_drafts = 65 must be from 0 to 64"),
         (["--output", "/"], "Is a directory"),

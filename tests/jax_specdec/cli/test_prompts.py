@@ -106,7 +106,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens = 0 must be from 1"),
         ('{"prompt": "a", "temperature": "hot"}', "temperature = 'hot' must be of type int or fl"),
         ('{"prompt": "a", "top_p": 2}', "top_p = 2.0 must be above 0"),
-        ('{"prompt": "a", "logprobs": 129}', "logprobs = 129 must be from 0 to 128"),
+        ('{"prompt": "a", "logprobs": 513}', "logprobs = 513 must be from 0 to 512"),
         ('{"prompt": "a", "logprobs_mode": "cooked"}', "must be one of raw, scaled, processed"),
         ('{"prompt": "a", "draft_logprobs": 1}', "draft_logprobs = 1 must be of type bool"),
         ('{"prompt": "a", "stop_token_ids": [4294967296]}', "4294967296 must be from 0 to 2147"),

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from ipc.errors import RingTimeout
-from jax_specdec.control import Admit, Phase
+from jax_specdec.control import Phase
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support.scene import Scene, check, long_requests
@@ -197,84 +197,50 @@ def test_without_its_prefill_worker_an_engine_decodes_all_the_same():
     assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
 
 
-class Poisoned(ScriptedWorker):
-    """Dies when it runs one request, in whose company ever."""
+@pytest.mark.parametrize("refusals", [2, 99])
+def test_a_successor_that_cannot_be_started_is_tried_again_later(refusals):
+    class Full(Scene):
+        def start(self, *arguments, **options):
+            if self.workers and len(self.refused) < refusals:
+                self.refused.append(self.clock.time)
+                raise OSError("too many open files")
+            return super().start(*arguments, **options)
 
-    POISON = "r77"
-
-    def advance(self):
-        super().advance()
-        if self.dies_after is None and any(
-            isinstance(command, Admit) and command.request.id == self.POISON
-            for command in self.commands
-        ):
-            self.dies_after = self.sent + 2
-
-
-def test_a_request_that_ends_its_workers_takes_no_other_with_it():
-    """200 requests on 4 ranks, one of which kills its worker: the others are served."""
-    requests = long_requests(200)
-    scene = Scene(num_ranks=4, num_slots=4, worker=Poisoned, on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
-    companions = []
-
-    def meddle(scene, n):
-        for session in scene.engine.sessions:
-            if Poisoned.POISON in session.request_ids:
-                companions.append(len(session.request_ids) - 1)
-
-    scene.run(requests, meddle)
-    check(scene, requests)
-    served = [r.id for r in requests if scene.finish_reason(r.id) is FinishReason.LENGTH]
-    assert len(served) == 199
-    assert scene.finish_reason(Poisoned.POISON) is FinishReason.ATTEMPTS_EXHAUSTED
-    assert len([update for update in scene.updates if update.lost]) == 2
-    assert companions[0] == 3
-    assert companions[-1] == 0  # the second time it was alone
+    requests = long_requests(3)
+    scene = Full(faults={0: [4]}, on_worker_loss="restart", resume_lost=True, max_restarts=4)
+    scene.refused = []
+    if refusals == 2:
+        scene.run(requests)
+        check(scene, requests)
+        assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
+        assert scene.engine.status[0].restarts == 3
+    else:  # every request has its end all the same
+        with pytest.raises(WorkerFailed):
+            scene.run(requests)
+        assert len(scene.refused) == 4
+        assert {scene.finish_reason(r.id) for r in requests} == {FinishReason.WORKER_LOST}
 
 
-def test_without_a_cap_that_request_takes_workers_until_none_may_be_restarted():
-    """The negative control: as many attempts as it likes."""
-    scene = Scene(num_ranks=4, num_slots=4, worker=Poisoned, on_worker_loss="restart",
-                  resume_lost=True, max_attempts=99)  # fmt: skip
-    with pytest.raises(WorkerFailed):
-        scene.run(long_requests(200))
-    assert len([update for update in scene.updates if update.lost]) == 4 * 4
+def test_a_request_can_be_aborted_while_its_lost_worker_ends():
+    class Slow(ScriptedWorker):
+        """Takes its time to end."""
 
-
-def test_the_companions_of_such_a_request_are_tried_alone_and_then_done():
-    requests = long_requests(8)
-    crowd = {}
+        ended = False
 
     def meddle(scene, n):
-        for session in scene.engine.sessions:
-            for queued in session.request_ids:
-                if session._attempts[session._slots[queued]]:
-                    crowd[queued] = max(crowd.get(queued, 0), len(session.request_ids))
+        worker = scene.workers[1]
+        if worker.stopped and not worker.ended:
+            (name,) = scene.engine.sessions[1].request_ids
+            assert scene.engine.abort(name)
+            assert not scene.engine.abort(name)
+            aborted.append(name)
+            worker.ended = True
 
-    scene = Scene(num_ranks=2, num_slots=4, faults={1: [9]}, on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
+    requests, aborted = long_requests(4), []
+    scene = Scene(num_ranks=2, num_slots=1, worker=Slow, faults={1: [3]},
+                  on_worker_loss="continue", resume_lost=True)  # fmt: skip
     scene.run(requests, meddle)
     check(scene, requests)
-    assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
-    assert len(crowd) == 4
-    assert set(crowd.values()) == {1}
-
-
-@pytest.mark.parametrize("resume_lost", [False, True])
-def test_what_a_lost_worker_never_took_is_told_to_another(resume_lost):
-    """Without `resume_lost`, a request that ran ends; one that was never taken did not run."""
-    requests = long_requests(4)
-
-    class Deaf(ScriptedWorker):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            self.taken = 1 if self.dies_after is not None else None
-
-    scene = Scene(num_slots=2, worker=Deaf, faults={0: [6]}, on_worker_loss="restart",
-                  resume_lost=resume_lost)  # fmt: skip
-    scene.run(requests)
-    check(scene, requests)
-    reasons = [scene.finish_reason(request.id) for request in requests]
-    first = FinishReason.LENGTH if resume_lost else FinishReason.WORKER_LOST
-    assert reasons == [first] + [FinishReason.LENGTH] * 3
+    reasons = {request.id: scene.finish_reason(request.id) for request in requests}
+    assert aborted == [name for name in reasons if reasons[name] is FinishReason.ABORT]
+    assert list(reasons.values()).count(FinishReason.LENGTH) == 3

@@ -206,7 +206,7 @@ def test_a_stopped_worker_is_found_while_another_one_goes_on(monkeypatch):
     reasons, losses = {}, []
     start = functools.partial(worker_client.WorkerProcess, program=scripted_process.WORKER)
     with Engine(settings, start_worker=start) as engine:
-        wait_for(lambda: (engine._workplace.server.pump(),
+        wait_for(lambda: (engine._workers._workplace.server.pump(),
                           all(one.worker.pulse.ready for one in engine.sessions))[1])  # fmt: skip
         os.kill(engine.sessions[0].worker.pid, signal.SIGSTOP)
         for update in engine.generate(requests):
@@ -237,6 +237,6 @@ def test_only_rings_with_a_message_are_read_when_there_are_several():
         for session in engine.sessions:
             session.admit(QueuedRequest(request=long_requests(1)[0]))
         writer.send(encode(Kind.TARGET, 0, [], process_rank=1))
-        assert engine._wait([quiet, busy]) == [busy]
+        assert engine._workers.wait([quiet, busy]) == [busy]
         assert busy.receive(0).message.step == 0
         assert quiet.receive(0) is None

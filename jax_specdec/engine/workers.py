@@ -1,0 +1,258 @@
+"""An engine's workers: started, heard, waited for, ended and started anew. Never jax.
+
+Nothing here waits for a worker, except `close`. A worker that is lost is ended first and reported
+once it has ended; its successor is started when its time has come.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ipc import RingError, RingReader, wait_readable
+from jax_specdec.control import ControlServer
+from jax_specdec.engine.clock import Clock
+from jax_specdec.engine.config import MAX_RESTART_DELAY, EngineConfig
+from jax_specdec.engine.devices import Share, shares
+from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.worker_session import WorkerHandle, WorkerSession
+from jax_specdec.engine.workplace import Workplace
+
+LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
+WAIT_SECONDS = 0.25  # of one wait for a message
+BRIEF_SECONDS = 0.02  # of one wait while only rings without a doorbell, or ends, can be waited for
+
+logger = logging.getLogger("jax_specdec.engine")
+logger.addHandler(logging.NullHandler())  # a program that sets up no logging sees none
+
+
+@dataclass(frozen=True)
+class Health:
+    """An engine's state at one moment, for a supervisor.
+
+    Attributes:
+      alive: it can serve requests, now or once workers have started; if not, start it anew.
+      ready: a decode worker takes requests now.
+      problems: what is wrong, in sentences; an engine may be alive and ready with some.
+    """
+
+    alive: bool
+    ready: bool
+    problems: tuple[str, ...]
+
+
+class StartWorker(Protocol):
+    """Starts a worker: `WorkerProcess`, or a test's own."""
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        *,
+        process_rank: int,
+        prefill_only: bool,
+        doorbell: bool,
+        workplace: Workplace,
+        share: Share,
+    ) -> WorkerHandle: ...
+
+
+class Workers:
+    """The sessions of an engine's workers.
+
+    Attributes:
+      sessions: by process rank.
+    """
+
+    def __init__(self, config: EngineConfig, start_worker: StartWorker, clock: Clock) -> None:
+        """Start all of them: decode ranks are numbered from 0, prefill ranks come after them.
+
+        Raises:
+          ValueError: there are fewer devices than they need.
+        """
+        self.sessions: list[WorkerSession] = []
+        self._config, self._start_worker, self._clock = config, start_worker, clock
+        self._workplace = Workplace(config.control_address, config.output_folder)
+        self._next_look = self._looked = 0.0
+        self._due: dict[int, float] = {}  # when to start a successor, by process rank
+        num_workers = config.num_ranks + config.num_prefill_ranks
+        self._shares = shares(
+            num_workers,
+            config.tensor_parallel,
+            os.environ,
+            named=config.devices,
+            processes=config.processes,
+        )
+        try:
+            for process_rank in range(num_workers):
+                worker = self._start(process_rank)
+                with contextlib.ExitStack() as stack:  # `close` stops only workers with a session
+                    stack.callback(worker.stop, drain=False)
+                    session = WorkerSession(
+                        worker,
+                        num_slots=config.num_slots,
+                        max_length=config.max_length,
+                        process_rank=process_rank,
+                        prefill_only=process_rank >= config.num_ranks,
+                        rehearse=config.rehearse,
+                        num_drafts=config.num_drafts,
+                    )
+                    self.sessions.append(session)
+                    stack.pop_all()
+        except BaseException:
+            self.close(drain=False)
+            raise
+
+    def close(self, *, drain: bool) -> None:
+        """Stop every worker and free the shared memory; see `Engine.close`."""
+        with contextlib.ExitStack() as stack:  # an error at one worker must not spare the others
+            stack.callback(self._workplace.close)
+            for session in self.sessions:
+                stack.callback(session.worker.stop, drain=drain and session.alive)
+
+    def alive(self, *, prefill_only: bool | None = None) -> list[WorkerSession]:
+        """Sessions whose worker is not lost; of decode or prefill workers only, where asked."""
+        return [
+            session
+            for session in self.sessions
+            if session.alive and prefill_only in (None, session.prefill_only)
+        ]
+
+    def coming(self, *, prefill_only: bool) -> bool:
+        """Whether such a worker lives or will: one that ended may get a successor."""
+        return any(
+            session.prefill_only == prefill_only
+            and (session.alive or session.process_rank in self._due)
+            for session in self.sessions
+        )
+
+    @property
+    def ending(self) -> list[WorkerSession]:
+        """Sessions whose worker is lost and has not been reported."""
+        return [one for one in self.sessions if one.ending is not None and one.lost is None]
+
+    def begin(self) -> float:
+        """Look at the workers from now on; returns the time, in seconds of the engine's clock."""
+        self._next_look = 0.0
+        self._looked = self._clock.now()
+        return self._looked
+
+    def look(self) -> list[WorkerSession]:
+        """Hear the workers and start those that are due, now and then.
+
+        Returns:
+          Sessions whose worker is lost and has ended: call `lose` for each.
+        """
+        now = self._clock.now()
+        if now < self._next_look:
+            return []
+        self._looked, self._next_look = now, now + LOOK_SECONDS
+        if self._workplace.listens:
+            self._workplace.server.pump()
+        for rank in [rank for rank, due in self._due.items() if due <= now]:
+            self._restart(self.sessions[rank])
+        timeout, silence = self._config.heartbeat_timeout, self._config.max_silence
+        for session in self.alive():
+            silent = session.look(now, heartbeat_timeout=timeout, max_silence=silence)
+            if silent is not None:
+                self.end(session, silent)
+        return [session for session in self.ending if session.worker.ended]
+
+    def wait(self, alive: Sequence[WorkerSession]) -> Sequence[WorkerSession]:
+        """Sessions that may have a message: those whose ring became readable.
+
+        A ring that is the only one has no doorbell; `receive` waits for it, while it has requests.
+        """
+        if len(alive) == 1 and alive[0].request_ids:
+            return alive
+        control = [self._workplace.server] if self._workplace.listens else []
+        if not any(session.request_ids for session in self.sessions):
+            # Workers load, or are waited for: only a heartbeat or an end can come.
+            self._next_look = 0.0
+            if control:
+                wait_readable(control, BRIEF_SECONDS)
+            else:
+                self._clock.sleep(BRIEF_SECONDS)
+            return alive
+        by_name = {session.worker.ring.name: session for session in alive}
+        sources: list[RingReader | ControlServer] = [each.worker.ring for each in alive]
+        found = wait_readable([*sources, *control], WAIT_SECONDS)
+        if not found or found[-1] in control:
+            self._next_look = 0.0
+        return [by_name[ring.name] for ring in found if not isinstance(ring, ControlServer)]
+
+    def end(self, session: WorkerSession, cause: Exception) -> None:
+        """Note that a worker is lost; it is reported once it has ended."""
+        session.ending = cause
+        session.worker.end(cause)
+        self._next_look = 0.0
+
+    def lose(self, session: WorkerSession) -> WorkerFailed:
+        """The report of a worker that is lost and has ended; plans its successor."""
+        cause = session.ending
+        assert cause is not None
+        failure = session.lost = session.worker.failure(cause)
+        failure.__cause__ = cause
+        names = list(session.request_ids)
+        logger.warning("a worker is lost, with the requests %s: %s", names, failure)
+        self._plan(session)
+        return failure
+
+    def restart_none(self) -> None:
+        """Start no successor that is planned."""
+        self._due.clear()
+
+    def health(self, *, generating: bool, patience: float) -> Health:
+        """See `Engine.health`; any thread may ask."""
+        if self._workplace.listens:
+            self._workplace.server.pump()
+        problems = []
+        away = self._clock.now() - self._looked if generating else 0.0
+        if away > patience:
+            problems.append(f"nobody has asked generate for an update for {away:.0f} seconds")
+        for session in self.sessions:
+            what = f"process rank {session.process_rank}"
+            if session.process_rank in self._due:
+                problems.append(f"{what}: a new worker will be started")
+            elif not session.alive:
+                problems.append(f"{what}: its worker is lost ({session.ending})")
+            elif session.worker.exit_status is not None:
+                problems.append(f"{what}: its process has ended; the next request will report it")
+        return Health(
+            alive=self.coming(prefill_only=False) and away <= patience,
+            ready=any(session.ready and not session.prefill_only for session in self.sessions),
+            problems=tuple(problems),
+        )
+
+    def _start(self, process_rank: int) -> WorkerHandle:
+        config = self._config
+        return self._start_worker(
+            config,
+            process_rank=process_rank,
+            prefill_only=process_rank >= config.num_ranks,
+            doorbell=config.num_ranks + config.num_prefill_ranks > 1,
+            workplace=self._workplace,
+            share=self._shares[process_rank],
+        )
+
+    def _plan(self, session: WorkerSession) -> None:
+        """Note when the successor of a lost worker is due, if it may have one."""
+        config = self._config
+        if config.on_worker_loss == "restart" and session.restarts < config.max_restarts:
+            delay = min(config.restart_delay * 2**session.restarts, MAX_RESTART_DELAY)
+            self._due[session.process_rank] = self._clock.now() + delay
+
+    def _restart(self, session: WorkerSession) -> None:
+        """Start the successor of a lost worker; one that cannot be started counts as lost too."""
+        rank = session.process_rank
+        del self._due[rank]
+        try:
+            worker = self._start(rank)
+        except (OSError, RingError, RuntimeError) as error:
+            logger.warning("process rank %d: no new worker could be started: %s", rank, error)
+            session.restarts += 1
+            self._plan(session)
+        else:
+            session.restart(worker)
+            logger.info("process rank %d: a new worker was started", rank)
