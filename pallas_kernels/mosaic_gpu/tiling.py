@@ -166,5 +166,7 @@ def choose_splits(num_targets: int, steps: int) -> int:
         rounds = -(-programs // PROGRAMS_AT_ONCE)
         return num_targets * steps / PROGRAMS_AT_ONCE + alone + empty + 0.05 * rounds
 
+    if steps == 0:
+        return 0
     fewest = min(steps, max(1, PROGRAMS_AT_ONCE // num_targets))
-    return min(range(fewest, steps + 1), key=cost, default=0)
+    return min(range(fewest, steps + 1), key=cost)

@@ -117,6 +117,10 @@ def of_f32(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return lambda *args: bits32(function(*(floats(x, "f32") for x in args)))
 
 
+def narrow_difference(kind: str) -> Callable[..., np.ndarray]:
+    return lambda a, b: bits32(np.subtract(floats(a, kind), floats(b, "f32")))
+
+
 def largest(kind: str) -> Callable[..., np.ndarray]:
     """max.NaN: a NaN if either is one; 0.0 is larger than -0.0."""
     sign, nan = (31, NAN32) if kind == "f32" else (15, NAN16)
@@ -137,6 +141,18 @@ def packed(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         half = np.uint32(16)
         high = function((a >> half).astype(np.uint16), (b >> half).astype(np.uint16))
         return (high.astype(np.uint32) << half) | low
+
+    return both
+
+
+def paired(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """On both 32-bit halves of 64-bit words."""
+
+    def both(*args: np.ndarray) -> np.ndarray:
+        half = np.uint64(32)
+        low = function(*(x.astype(np.uint32) for x in args)).astype(np.uint64)
+        high = function(*((x >> half).astype(np.uint32) for x in args)).astype(np.uint64)
+        return (high << half) | low
 
     return both
 
@@ -227,6 +243,11 @@ def _table() -> dict[str, Operation]:
         add(f"sub{rounding}.f32", "w", "ww", of_f32(np.subtract))
         add(f"mul{rounding}.f32", "w", "ww", of_f32(np.multiply))
     add("fma.rn.f32", "w", "www", of_f32(fma))
+    for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        add(f"{name}.f32x2", "d", "dd", paired(of_f32(function)))
+    add("fma.rn.f32x2", "d", "ddd", paired(of_f32(fma)))
+    for kind in ("bf16", "f16"):  # the first source is narrow
+        add(f"sub.rn.f32.{kind}", "w", "hw", narrow_difference(kind))
     add("neg.f32", "w", "w", lambda x: x ^ np.uint32(1 << 31))
     add("abs.f32", "w", "w", lambda x: x & np.uint32(0x7FFFFFFF))
     out["ex2.approx.f32"] = Operation("w", "w", exponential(False), True)

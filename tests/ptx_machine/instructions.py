@@ -78,8 +78,8 @@ def _transfer(threads: Threads, instruction: Instruction) -> Callable[[], None]:
         return lambda: None
     if opcode == "ld.param.b64":
         return _parameter(threads, operands)
-    if opcode == "mov.b32":
-        return _packed_move(threads, operands)
+    if opcode in ("mov.b32", "mov.b64"):
+        return _packed_move(threads, opcode, operands)
     if opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32", "shfl.sync.up.b32"):
         return _shuffle(threads, opcode.split(".")[2], operands)
     if opcode in REDUCTIONS:
@@ -118,34 +118,38 @@ def _parameter(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], 
     return lambda: threads.write(to, np.asarray(value), "d")
 
 
-def _packed_move(threads: Threads, operands: tuple[Operand, ...]) -> Callable[[], None]:
-    """mov.b32 {a, b}, c and mov.b32 c, {a, b}: the first is the lower half."""
+def _packed_move(
+    threads: Threads, opcode: str, operands: tuple[Operand, ...]
+) -> Callable[[], None]:
+    """mov.b32 {a, b}, c and mov.b32 c, {a, b}, and mov.b64: the first is the lower half."""
     to, source = operands
-    half = np.uint32(16)
+    letter, part = ("w", "h") if opcode == "mov.b32" else ("d", "w")
+    whole, narrow = TYPES[letter], TYPES[part]
+    half = whole(BITS[part])
     if isinstance(to, Vector) and len(to.items) == 2:
-        low, high = (threads.destination(x, "h") for x in to.items)
-        get = threads.source(source, "w")
+        low, high = (threads.destination(x, part) for x in to.items)
+        get = threads.source(source, letter)
 
         def unpack() -> None:
             value, bits = get(), threads.undefined_bits(source)
-            lower = None if bits is None else bits.astype(np.uint16)
-            upper = None if bits is None else (bits >> half).astype(np.uint16)
-            threads.write(low, value.astype(np.uint16), "h", lower)
-            threads.write(high, (value >> half).astype(np.uint16), "h", upper)
+            lower = None if bits is None else bits.astype(narrow)
+            upper = None if bits is None else (bits >> half).astype(narrow)
+            threads.write(low, value.astype(narrow), part, lower)
+            threads.write(high, (value >> half).astype(narrow), part, upper)
 
         return unpack
     if not isinstance(source, Vector) or len(source.items) != 2:
         raise PtxError("not two halves")
-    parts = [threads.source(x, "h") for x in source.items]
-    to = threads.destination(to, "w")
+    parts = [threads.source(x, part) for x in source.items]
+    to = threads.destination(to, letter)
 
     def pack() -> None:
-        low, high = (get().astype(np.uint32) for get in parts)
+        low, high = (get().astype(whole) for get in parts)
         masks = [threads.undefined_bits(x) for x in source.items]
-        lower, upper = (np.uint32(0) if m is None else m.astype(np.uint32) for m in masks)
+        lower, upper = (whole(0) if m is None else m.astype(whole) for m in masks)
         missing = any(m is not None for m in masks)
         bits = np.broadcast_to(lower | (upper << half), (threads.lanes,)) if missing else None
-        threads.write(to, low | (high << half), "w", bits)
+        threads.write(to, low | (high << half), letter, bits)
 
     return pack
 

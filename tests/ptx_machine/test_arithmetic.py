@@ -125,6 +125,9 @@ def test_maxima_and_comparisons():
         ("cvt.rzi.s32.f32", (words(np.nan),), 0),
         ("add.f32", (words(1e-40), words(1e-40)), int(words(np.float32(1e-40) * 2))),
         ("sub.f32", (words(np.inf), words(np.inf)), 0x7FFFFFFF),
+        ("sub.rn.f32.bf16", (np.uint16(0x4040), words(1.0)), int(words(2.0))),
+        ("sub.f32x2", (np.uint64(0x40400000_3F800000), np.uint64(0x3F800000_3F800000)), 2**62),
+        ("fma.rn.f32x2", (np.uint64(0x3F800000_40400000),) * 3, 0x40000000_41400000),
     ],
 )
 def test_operations(opcode, sources, result):

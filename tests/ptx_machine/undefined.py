@@ -43,7 +43,9 @@ def rule(opcode: str, letter: str) -> Rule:
 
     def halves(lanes: int, values: Sequence[np.ndarray], masks: Masks) -> np.ndarray:
         out = np.zeros(lanes, dtype)
-        for half in (dtype(0xFFFF), dtype(0xFFFF0000)):
+        width = 4 * dtype().itemsize
+        low = dtype((1 << width) - 1)
+        for half in (low, ~low):
             for mask in masks:
                 if mask is not None:
                     out = np.where(mask & half != 0, out | half, out)
