@@ -9,11 +9,9 @@ from jax import lax
 
 from pallas_kernels.selection import selection_size
 
-# On a CPU a block's temporaries take at most 1/5 of the logits' bytes, and fit its caches. 2 MiB
-# are always allowed: with a few rows at a time, the cost of starting each operation counts.
-CPU_SHARE = 5
+# On a CPU a block's temporaries fit its caches. Starting an operation costs as much as a few
+# thousand logits, and a loop copies each of its blocks: so small calls are one block.
 CPU_BYTES = 1 << 22
-SMALL_CPU_BYTES = 1 << 21
 # Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
 WIDE_ROWS = 256
 
@@ -35,13 +33,16 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
         return num_targets
     itemsize = logits.dtype.itemsize
     vocabulary = logits.shape[1]
-    # A copied row, the sums of its groups, and the selection.
-    bytes_per_row = vocabulary * (1 + itemsize) + 8 * selection_size(vocabulary, k)
-    share = logits.size * itemsize // CPU_SHARE
-    rows = max(SMALL_CPU_BYTES, min(share, CPU_BYTES)) // bytes_per_row
+    # The sums and maxima of groups, and the selection.
+    bytes_per_row = vocabulary + vocabulary * itemsize // 8 + 8 * selection_size(vocabulary, k)
+    if not dynamic and num_targets * bytes_per_row <= CPU_BYTES:
+        return num_targets
+    # A copied row; where V is odd, once more, and in float32.
+    bytes_per_row += vocabulary * (2 * itemsize + 4 * (vocabulary % 8 > 0))
+    rows = max(1, CPU_BYTES // bytes_per_row)
     if dynamic:
         rows = min(rows, max(8, num_targets // 4))
-    return min(num_targets, max(1, rows))
+    return min(num_targets, rows)
 
 
 def rows_on_tpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
