@@ -73,7 +73,6 @@ PROMISES = (
     Promise("530 KB, hot", "ZeroMQ copy=False", 2.0),
     Promise("530 KB, hot", BOUND, 1 / 2.5),
     Promise("530 KB, 5 ms between messages", "ZeroMQ copy=False", 1.2),
-    Promise("530 KB, throughput", "ZeroMQ copy=False", 1.5),
     Promise(f"16 KB, hot{BESIDE}", "ZeroMQ msgpack", 1.0),
 )
 SLOWEST_LIMIT = 2.0  # the slowest hundredth beside busy loops, over that of a side that sleeps
