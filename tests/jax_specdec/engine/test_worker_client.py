@@ -240,3 +240,17 @@ def test_only_rings_with_a_message_are_read_when_there_are_several():
         assert engine._workers.wait([quiet, busy]) == [busy]
         assert busy.receive(0).message.step == 0
         assert quiet.receive(0) is None
+
+
+def test_requests_run_over_an_encrypted_address_too():
+    settings = EngineConfig(
+        vocab_size=VOCAB, max_length=96, num_ranks=2, control_address="tcp://127.0.0.1:*"
+    )
+    start = functools.partial(worker_client.WorkerProcess, program=scripted_process.WORKER)
+    reasons = []
+    with Engine(settings, start_worker=start) as engine:
+        for update in engine.generate(long_requests(20)):
+            reasons += [record.finish_reason for record in update.records if record.finish_reason]
+        (folder,) = {session.worker._workplace.folder for session in engine.sessions}
+        assert not [path for path in folder.iterdir() if path.is_socket()]
+    assert reasons == [FinishReason.LENGTH] * 20
