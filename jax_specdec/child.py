@@ -4,8 +4,8 @@
 
 Its parent (an engine, or the lead of a group) writes one line to its standard input, the `Start`,
 and keeps the pipe open. First the process attaches to its ring, of which nothing then stays behind,
-whoever dies. Then it ties itself to its parent: the kernel kills it, even where it is stopped, and a
-thread ends it where the pipe ends. Then it begins to send heartbeats. Only after all this does it
+whoever dies. Then it ties itself to its parent: the kernel kills it, even where it is stopped, and
+a thread ends it where the pipe ends. Then it begins to send heartbeats. Only after all this does it
 import MODULE and call its `main(child)`.
 
 https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
