@@ -3,10 +3,10 @@
     python -P -m jax_specdec.child MODULE
 
 Its parent (an engine, or the lead of a group) writes one line to its standard input, the `Start`,
-and keeps the pipe open. First it attaches to its ring: from then on nothing of that stays behind,
-whoever dies. From then on it ends with its parent, at any moment and whatever it does then: the
-kernel kills it (a stopped process too), and a thread ends it where the pipe does. It sends
-heartbeats, and only after all this it imports MODULE and calls its `main(child)`.
+and keeps the pipe open. First the process attaches to its ring, of which nothing then stays behind,
+whoever dies. Then it ties itself to its parent: the kernel kills it, even where it is stopped, and
+a thread ends it where the pipe ends. Then it begins to send heartbeats. Only after all this does it
+import MODULE and call its `main(child)`.
 
 https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 """

@@ -15,10 +15,14 @@ from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.fast
 
+# 2 is PR_GET_PDEATHSIG: the signal that the kernel sends when the parent ends.
 CHILD = """
+import ctypes
 from jax_specdec import child
 born = child.begin()
-print("watched", flush=True)
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))
+print("watched", number.value, flush=True)
 born.commands.get()
 """
 
@@ -48,7 +52,7 @@ def finish(process, listening):
 
 def test_a_child_ends_where_its_pipe_ends(tmp_path):
     process, listening = born(tmp_path)
-    assert process.stdout.readline() == "watched\n"
+    assert process.stdout.readline() == "watched 9\n"
     assert process.poll() is None
     process.stdin.close()
     assert process.wait(20) == 1
