@@ -17,6 +17,7 @@ from pallas_kernels.mosaic_gpu.thread import Word, word
 
 WARPS = 4
 TIES = 16  # counts of ties are in the upper bits of a word, counts of larger keys below
+MAX_GROUPS = 2**16 - 1  # what those count
 
 
 def nth_largest(keys: jax.Array, k: int, largest: jax.Array) -> jax.Array:
@@ -69,9 +70,9 @@ def choose(
       totals_ref: [4] i32 in shared memory, which is used.
       interpreted: whether the kernel is.
     """
-    if keys.shape[0] >> TIES:
+    if keys.shape[0] > MAX_GROUPS:
         raise NotImplementedError(
-            f"{keys.shape[0]} groups of logits are more than {(1 << TIES) - 1}: "
+            f"{keys.shape[0]} groups of logits are more than {MAX_GROUPS}: "
             'take implementation="xla", or split the vocabulary over devices'
         )
     if interpreted:
