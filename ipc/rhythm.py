@@ -11,9 +11,9 @@ LAST_GAPS = 5  # the interval is the median of so many gaps
 FIRST_NS = 5_000_000  # the longest first interval: a decode step, or less
 FIRST_REHEARSAL_NS = 500_000  # how long a rehearsal takes, until one was measured
 REHEARSAL_DECAY = 1024  # the share of that length that a wait too short for it takes off
-REST_UNITS = 256  # a side that lost its core while it spun sleeps for so many units,
+REST_UNITS = 64  # a side that lost its core while it spun sleeps for so many units,
 LONGEST_REST = 2048  # twice as many each time that it loses it soon again, up to these
-LONG_UNITS = 256  # not soon: so many units later
+LONG_UNITS = 128  # not soon: so many units later
 NEVER = 1 << 63
 
 

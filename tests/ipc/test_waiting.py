@@ -295,12 +295,12 @@ def test_a_core_that_is_lost_seldom_costs_few_units(monkeypatch):
     scene.slice = 60 * US
     lost_units(scene, 1)
     scene.slice = NEVER
-    assert lost_units(scene, 1999)[1] > 0.85
+    assert lost_units(scene, 1999)[1] > 0.9
     # The rests do not add up: this loss is as short as the one before.
     scene.slice = 60 * US
     lost_units(scene, 1)
     scene.slice = NEVER
-    assert lost_units(scene, 1999)[1] > 0.85
+    assert lost_units(scene, 1999)[1] > 0.9
 
 
 def test_spinning_comes_back_once_cores_are_free(monkeypatch):
