@@ -24,18 +24,15 @@ B, V, K = 32, 32_000, 20
 
 
 # ---- tpu-inference: arrays with automatic axes
-
-
 @partial(jax.jit, static_argnames="max_logprobs")
 def compute_and_gather_logprobs(logits, next_tokens, max_logprobs):
     """Straight from the logits: no log_softmax of them is ever stored."""
     return logprobs_tensors(logits, next_tokens, max_logprobs)
 
 
-@partial(jax.jit, static_argnames="num_logprobs")
+# Where only logprobs are at hand: they are their own log_softmax.
 def gather_logprobs(logprobs, token_ids, num_logprobs):
-    """Where only logprobs are at hand: they are their own log_softmax."""
-    return logprobs_tensors(logprobs, token_ids, num_logprobs)
+    return compute_and_gather_logprobs(logprobs, token_ids, num_logprobs)
 
 
 # ---- sglang-jax: arrays with explicit axes "data" and "tensor"
@@ -82,15 +79,11 @@ def chosen_today(logprobs, token_ids_logprobs, mesh):
     return logprobs
 
 
-# ---- both on one mesh
-
-
 def mesh_of(kind):
     return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
 
 
-def to_host(*arrays):
-    """The bytes that reading the arrays copies to the host."""
+def nbytes(arrays):
     return sum(x.nbytes for x in arrays)
 
 
@@ -125,7 +118,7 @@ def main() -> None:
         between_devices(partial(f, max_logprobs=K), logits, tokens)
         for f in (compute_and_gather_logprobs, gather_today)
     ]
-    show("gather_logprobs", ours, today, (to_host(*ours), to_host(*today)), travel)
+    show("gather_logprobs", ours, today, (nbytes(ours), nbytes(today)), travel)
 
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -137,7 +130,7 @@ def main() -> None:
             between_devices(lambda x, f=f: f(x, nums, mesh), logprobs)
             for f in (get_top_logprobs, top_today)
         ]
-        show("get_top_logprobs", ours, today, (to_host(*ours), to_host(*today)), travel)
+        show("get_top_logprobs", ours, today, (nbytes(ours), nbytes(today)), travel)
 
         wanted = [[b, 7, V - 1] if b % 2 else None for b in range(B)]
         found = np.asarray(get_token_ids_logprobs(logits, wanted))
@@ -148,7 +141,7 @@ def main() -> None:
             for f in (get_token_ids_logprobs, chosen_today)
         ]
         ours, today = zip(*picked, strict=True)
-        show("get_token_ids_logprobs", ours, today, (to_host(found), to_host(whole)), travel)
+        show("get_token_ids_logprobs", ours, today, (found.nbytes, whole.nbytes), travel)
 
 
 if __name__ == "__main__":

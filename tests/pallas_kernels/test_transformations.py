@@ -43,7 +43,14 @@ def assert_same_bits(actual, expected):
 
 @pytest.mark.parametrize(
     "batched",
-    [pytest.param("logits", marks=pytest.mark.fast), "row_ids", "num_rows", "temperatures", "all"],
+    [
+        pytest.param("logits", marks=pytest.mark.fast),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("row_ids", "num_rows", "temperatures")
+        ),
+        "all",
+    ],
 )
 def test_vmap_gives_the_bits_of_a_loop(batched):
     """Whatever the batch has of its own; an odd vocabulary leaves no row aligned."""

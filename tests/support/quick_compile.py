@@ -23,6 +23,9 @@ if version("jaxlib").startswith("0.10."):
 
 jit = partial(jax.jit, compiler_options=OPTIONS)  # in place of `jax.jit`
 
+# XLA computes on constants while it compiles, slowly; so much of them is better not known to it.
+unknown = jax.lax.optimization_barrier
+
 # The same as a value of XLA_FLAGS, for processes.
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 

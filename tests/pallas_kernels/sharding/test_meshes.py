@@ -1,6 +1,7 @@
 """Logits on meshes as users have them: the results of one device, and only compact parts travel."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +70,24 @@ def assert_close(actual, expected):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", KINDS)
+# Each call, split and kind of axes in some combination; all of them: `.ci/heavy slow`.
+QUICK_ONES = {
+    *((kind, "both", call) for kind in KINDS for call in ("some rows", "fused")),
+    ("explicit", "both", "greedy"),
+    ("automatic", "rows over both axes", "every row"),
+    ("automatic", "vocabulary", "greedy"),
+    ("explicit", "rows", "some rows"),
+    ("explicit", "neither", "every row"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "call"),
+    [
+        pytest.param(*one, marks=() if one in QUICK_ONES else pytest.mark.slow)
+        for one in itertools.product(KINDS, SPLITS, CALLS)
+    ],
+)
 def test_jitted_calls_give_the_results_of_one_device(kind, split, call):
     """No collective carries a row of logits; the results are split as the rows are."""
     x = placed(kind, split)

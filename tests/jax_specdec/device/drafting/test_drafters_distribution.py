@@ -29,6 +29,7 @@ SLOTS, STEPS, D = 20_000, 7, 3
 def guesses(params, context):
     """Drafts drawn from Q, without a look at the text."""
     row = jnp.broadcast_to(jnp.log(jnp.asarray(Q, jnp.float32)), (SLOTS, 1, 4))
+    row = quick_compile.unknown(row)
     places = [context.lengths + ahead for ahead in range(D)]
     return joined([draw(row, context.sampling, place) for place in places], context.limit)
 
@@ -52,6 +53,7 @@ def emitted(drafter):
         temperature=jnp.ones(SLOTS), seed=jnp.arange(SLOTS, dtype=jnp.uint32)
     )
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (SLOTS, D + 1, 4))
+    logits = quick_compile.unknown(logits)
     index = jnp.arange(D + 1, dtype=jnp.int32)[None, :]
     slots = jnp.arange(SLOTS)[:, None]
 

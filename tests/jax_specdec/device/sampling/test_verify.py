@@ -191,7 +191,9 @@ def first_tokens():
         seeds, position = jnp.arange(MANY, dtype=jnp.uint32), jnp.full(MANY, 7, jnp.int32)
         sampling = Sampling.greedy(MANY)._replace(temperature=jnp.ones(MANY), seed=seeds)
         target, draft = (
-            jnp.broadcast_to(jnp.log(jnp.asarray(rows, jnp.float32)), (MANY, *rows.shape))
+            quick_compile.unknown(
+                jnp.broadcast_to(jnp.log(jnp.asarray(rows, jnp.float32)), (MANY, *rows.shape))
+            )
             for rows in (P[:2], Q[:1])
         )
         with mock.patch.object(drafters, "DRAFT", purpose):

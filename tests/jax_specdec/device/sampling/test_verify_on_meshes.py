@@ -24,8 +24,10 @@ SPLITS = {
 KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
 CASES = [
     ("explicit", "both"),
-    ("automatic", "both"),
-    *(pytest.param("explicit", split, marks=pytest.mark.slow) for split in ("slots", "vocabulary")),
+    *(
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in (("automatic", "both"), ("explicit", "slots"), ("explicit", "vocabulary"))
+    ),
 ]
 
 
