@@ -171,6 +171,7 @@ def test_jvp_is_the_slope():
     np.testing.assert_allclose(slope, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_gradients_in_a_batch_and_in_loops():
     """vmap of grad; grad through scan, cond and remat: all equal to the plain gradient."""
     weights = jnp.ones((8, K + 3))

@@ -226,6 +226,7 @@ def test_steps_with_slots_on_shards(drafter):
     assert custom_calls(lowered(jax.jit(mapped), of.params, state)) == KERNELS
 
 
+@pytest.mark.slow
 def test_verification_with_slots_on_shards():
     """Greedy, cut and plain slots get what they get on one device, bit for bit."""
     batch, vocab = 8, 64

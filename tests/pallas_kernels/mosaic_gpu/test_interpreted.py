@@ -90,9 +90,9 @@ def rows_of_ties(vocabulary, dtype):
 @pytest.mark.parametrize(
     ("tiling", "k"),
     [
-        (Tiling(8450, "bfloat16", 128, 1, 1), 5),
+        pytest.param(Tiling(8450, "bfloat16", 128, 1, 1), 5, marks=pytest.mark.slow),
         (Tiling(2048, "float32", 128, 1, 1), 129),  # a K larger than the number of groups
-        (Tiling(4352, "float16", 128, 1, 1), 300),
+        pytest.param(Tiling(4352, "float16", 128, 1, 1), 300, marks=pytest.mark.slow),
     ],
 )
 def test_more_candidates_than_room(tiling, k):

@@ -109,7 +109,7 @@ def chunks_of(items):
     [
         ("mtp", "float32", 1),
         ("adaptive", "float32", 1),
-        ("mtp", "bfloat16", 1),
+        pytest.param("mtp", "bfloat16", 1, marks=pytest.mark.slow),
         ("mtp", "float32", 2),
     ],
 )

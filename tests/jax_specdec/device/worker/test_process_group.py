@@ -156,6 +156,7 @@ def fails_after(engine, pid, number, max_silence=None):
     return str(error.value), time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_killed(weights):
     items = requests(9)
     with Engine(config(weights, num_prefill_ranks=1)) as engine:
