@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from jax_specdec.device.model import sharding
 from jax_specdec.records.decode import decode
@@ -63,6 +64,7 @@ def ids_of(result):
     return found
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_publishes_and_both_do_the_same():
     first, second = run_processes(2)
     assert second["messages"] == []
