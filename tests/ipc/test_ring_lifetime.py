@@ -13,8 +13,6 @@ from ipc import EndOfStream, PeerClosed, PeerDied, RingReader, RingWriter
 from ipc.endpoint import Endpoint
 from tests.support.ring_checks import leftovers
 
-pytestmark = pytest.mark.fast
-
 
 def handles():
     """Descriptors of this process, and its mappings of rings' memory and semaphores."""

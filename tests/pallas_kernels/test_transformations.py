@@ -44,7 +44,7 @@ def assert_same_bits(actual, expected):
 @pytest.mark.parametrize(
     "batched",
     [
-        pytest.param("logits", marks=pytest.mark.fast),
+        "logits",
         *(
             pytest.param(one, marks=pytest.mark.slow)
             for one in ("row_ids", "num_rows", "temperatures")

@@ -10,8 +10,6 @@ import pytest
 from pallas_kernels import greedy, oracle, ordered_keys, selection, topk_logprobs, xla
 from tests.support import quick_compile
 
-pytestmark = pytest.mark.fast
-
 ELSEWHERE = ("cuda", "rocm", "tpu")
 
 

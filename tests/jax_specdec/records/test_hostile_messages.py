@@ -18,8 +18,6 @@ from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.output_processor import ProcessorError, ProcessorState, admit, flush, step
 from tests.support.processor_messages import request
 
-pytestmark = pytest.mark.fast
-
 # What docs/security.md promises.
 MEMORY_PER_BYTE, MEMORY_PER_SLOT = 16, 4096
 LINES_PER_BYTE, LINES_PER_SEQUENCE, LINES = 2, 2, 2_000

@@ -122,7 +122,6 @@ def test_the_greedy_choice_on_shards(shards):
     assert_same(on_shards(call, shards, x, 301, P()), jax.jit(lambda x: call(x, VocabShard()))(x))
 
 
-@pytest.mark.fast
 class TestOutside:
     """Sharded arrays, without shard_map around the call."""
 

@@ -140,7 +140,6 @@ def test_each_distribution_is_cut_once():
     assert verified == [one_cut, 2 * one_cut]
 
 
-@pytest.mark.fast
 def test_no_rounding_gives_a_probability_above_one():
     """With one token left by top-k, its logprob and the log of its share are rounded apart."""
     random = np.random.default_rng(0)
@@ -201,7 +200,6 @@ class ByHand(chex.TestCase):
         assert probs == [6, 6, 3, 3, 0]
 
 
-@pytest.mark.fast
 def test_logprobs_are_the_same_where_the_cut_is_not_told():
     """A caller of `row_logprobs` may have sampled elsewhere."""
     random = np.random.default_rng(1)
@@ -221,7 +219,6 @@ def test_logprobs_are_the_same_where_the_cut_is_not_told():
     assert (np.asarray(other.logprobs) != np.asarray(found.logprobs)).any()
 
 
-@pytest.mark.fast
 def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
     """Rows of slots without logprobs and rows of rejected drafts are left out."""
     output = StepOutput(
