@@ -22,8 +22,6 @@ from pallas_kernels import (
 )
 from tests.support import shape_checks
 
-pytestmark = pytest.mark.fast
-
 X = np.zeros((3, 10), np.float32)
 IDS = np.zeros(3, np.int32)
 

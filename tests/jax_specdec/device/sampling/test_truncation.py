@@ -188,7 +188,6 @@ def test_that_comparison_can_fail():
             check(rows, sampling, wrong, probs)
 
 
-@pytest.mark.fast
 def test_by_hand():
     row = jnp.array([[[1.0, 3.0, 3.0, 3.0, -0.0, 0.0, -jnp.inf, -jnp.inf]]])
     cut = cut_of(row, sampling_of([1.0], top_k=2))
@@ -207,7 +206,6 @@ def test_by_hand():
     )
 
 
-@pytest.mark.fast
 def test_a_rows_cut_does_not_depend_on_its_company():
     rows = random_rows(np.random.default_rng(3), VOCAB, np.float32, "ties")
     alone = cut_of(rows[:1], sampling_of([1.0]))
@@ -248,7 +246,6 @@ def flat(names):
             yield name
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("function", [truncation, processed_probs])
 def test_work_is_behind_conditions_and_nothing_is_sorted(function):
     """A greedy batch computes no exponentials; a batch that cuts nothing makes no bisection."""
@@ -379,7 +376,6 @@ def test_draws_are_those_of_one_device():
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.fast
 def test_noise_belongs_to_key_and_token_and_is_gumbels():
     @quick_compile.jit
     def noises():
@@ -392,7 +388,6 @@ def test_noise_belongs_to_key_and_token_and_is_gumbels():
     assert stats.kstest(noise + 0.05, "gumbel_r").pvalue < 1e-3
 
 
-@pytest.mark.fast
 def test_a_vocabulary_that_does_not_fit_its_columns_is_refused():
     with pytest.raises(ValueError, match=r"vocab_size = 9 is outside 1 .. 8"):
         processed_probs(jnp.zeros((1, 1, 8)), sampling_of([0.0]), shard=VocabShard(vocab_size=9))
