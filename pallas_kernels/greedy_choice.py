@@ -13,6 +13,7 @@ from jaxtyping import Float, Int32
 from pallas_kernels.blocks import barrier, map_blocks, rows_on_cpu, tied
 from pallas_kernels.checks import check_logits
 from pallas_kernels.ordered_keys import floats, key_of, ordered_keys
+from pallas_kernels.platforms import lowered_for
 from pallas_kernels.selection import NARROWEST_GROUP, slices
 from pallas_kernels.sharding import partitioned, placement
 from pallas_kernels.sharding.vocab_shard import AxisName, VocabShard
@@ -77,9 +78,7 @@ def _part(shard: VocabShard, *arguments: jax.Array | None) -> Greedy:
     logits = shard.masked(logits)
     if shard.axis_name is not None:
         return _across_shards(logits, shard)
-    # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them.
-    choice: Greedy = lax.platform_dependent(logits, cpu=greedy_in_blocks, default=greedy_block)
-    return choice
+    return greedy_of_rows(logits)
 
 
 def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:
@@ -93,6 +92,16 @@ def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:
         token_ids=jnp.where(first < vocab_size, first, 0),
         valid=jnp.isfinite(largest) & ~shard.any(jnp.isnan(x)),
     )
+
+
+def greedy_of_rows(logits: jax.Array) -> Greedy:
+    """`greedy` of at least one whole row, as suits the platform that the program is lowered for."""
+
+    def like(logits: jax.Array) -> Greedy:
+        return Greedy(jnp.zeros(logits.shape[0], jnp.int32), jnp.zeros(logits.shape[0], bool))
+
+    # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them.
+    return lowered_for(logits, like=like, cpu=greedy_in_blocks, default=greedy_block)
 
 
 def greedy_in_blocks(logits: jax.Array) -> Greedy:

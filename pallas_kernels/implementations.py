@@ -12,7 +12,7 @@ import jax
 
 from pallas_kernels import xla
 from pallas_kernels.finish import RowParts
-from pallas_kernels.greedy_choice import greedy_in_blocks
+from pallas_kernels.greedy_choice import greedy_of_rows
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
@@ -115,7 +115,7 @@ def xla_greedy_topk_logprobs(
     extra_token_ids: jax.Array,
 ) -> TopkLogprobs:
     """The fused path's result from two reads."""
-    token_ids = greedy_in_blocks(logits).token_ids
+    token_ids = greedy_of_rows(logits).token_ids
     return xla.topk_logprobs(logits, token_ids, k, None, num_rows, temperatures, extra_token_ids)
 
 

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy, oracle, ordered_keys, selection, topk_logprobs, xla
+from pallas_kernels import (
+    greedy,
+    greedy_topk_logprobs,
+    oracle,
+    ordered_keys,
+    selection,
+    topk_logprobs,
+    xla,
+)
 from tests.support import quick_compile
 
 ELSEWHERE = ("cuda", "rocm", "tpu")
@@ -38,6 +46,20 @@ def test_up_to_256_rows_are_one_block_where_each_operation_is_a_launch(platform)
     assert loops(text) == 1
     blocks = {int(rows) for rows in re.findall(r"tensor<(\d+)x131072xbf16>", text)} - {1536}
     assert blocks == {256}
+
+
+def test_the_fused_path_chooses_greedily_as_suits_the_platform():
+    """No loop of a CPU's blocks on other platforms; the control is a program for a CPU."""
+
+    def call(logits):
+        return greedy_topk_logprobs(logits, 5, implementation="xla")
+
+    traced = jax.jit(call).trace(jax.ShapeDtypeStruct((256, 151_936), jnp.bfloat16))
+    texts = {
+        name: traced.lower(lowering_platforms=(name,)).as_text() for name in (*ELSEWHERE, "cpu")
+    }
+    assert [loops(texts[name]) for name in ELSEWHERE] == [0, 0, 0]
+    assert loops(texts["cpu"]) == 2
 
 
 def test_a_gpu_reads_all_rows_at_once_where_their_number_is_known():
