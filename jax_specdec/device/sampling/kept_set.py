@@ -71,10 +71,9 @@ def kept_sets(
 
     # A batch of greedy requests reads no logits.
     found: _Found = lax.cond(jnp.any(wanted & ~one), searched, nothing)
-    counts = jnp.where(one, 1, found.counts)
-    counts = jnp.where(counts > width, KEPT_MANY, counts)
-    counts = jnp.where((counts == vocab_size) & ~one, KEPT_ALL, counts)
-    counts = jnp.where(wanted, counts, 0)
+    counts = jnp.where(found.counts > width, KEPT_MANY, found.counts)
+    counts = jnp.where(found.counts == vocab_size, KEPT_ALL, counts)
+    counts = jnp.where(wanted, jnp.where(one, 1, counts), 0)
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     ids = jnp.where(one[:, None], cut.cut_id[:, None], found.ids)
     ids = jnp.where(column < counts[:, None], ids, -1)
@@ -153,7 +152,8 @@ def _block(
         group = jax.vmap(lambda e: jnp.searchsorted(e, place, side="right"))(flat_ends)
         group = jnp.minimum(group.astype(jnp.int32), flat_ends.shape[1] - 1)
         before = jnp.take_along_axis(jnp.pad(flat_ends, ((0, 0), (1, 0))), group, axis=1)
-        column = group[:, :, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)
+        in_group = jnp.arange(GROUP, dtype=jnp.int32)[None, None, :]
+        column = group[:, :, None] * GROUP + in_group
         mine = _tied(logits, start)
         x = mine.at[rows[:, None, None], column].get(mode="fill", fill_value=-jnp.inf)
         batch = column.shape[0]
