@@ -128,7 +128,7 @@ def _kept(record: Record) -> dict[str, list[Any]]:
     return {
         "kept_counts": kept.counts.tolist(),
         "kept_ids": [kept.ids(n).tolist() for n in range(len(kept))],
-        "log_kept": kept.log_kept.tolist(),
+        "log_kept": [json_number(mass) for mass in kept.log_kept.tolist()],
     }
 
 
