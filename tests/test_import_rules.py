@@ -46,7 +46,7 @@ ROOMS = {
     "text": {"checkpoint"},
     "records": {"kept_sets", "requests", "wording"},
     "export": {"engine", "records", "kept_sets", "requests", "text", "wording"},
-    "engine": {"records", "kept_sets", "requests", "control", "checkpoint", "text", "wording"},
+    "engine": {"records", "requests", "control", "checkpoint", "text", "wording"},
     "cli": {
         "engine", "export", "records", "requests", "control", "checkpoint", "text", "wording",
     },

@@ -14,7 +14,6 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import Update, WorkerStatus
-from jax_specdec.kept_sets import KeptSets, PaddedKept
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.decode import Message, decode
@@ -43,8 +42,6 @@ __all__ = [
     "Records",
     "TokenRows",
     "PromptRows",
-    "KeptSets",
-    "PaddedKept",
     "FinishReason",
     "Statistics",
     # For an engine of your own: bytes to records, and commands to a worker.
