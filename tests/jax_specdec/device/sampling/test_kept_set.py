@@ -96,19 +96,31 @@ def test_shards_give_the_same(shards):
 
 def test_rows_that_keep_one_token_are_not_read(monkeypatch):
     """Greedy rows and invalid ones: the cut says it all."""
-    calls = []
+    reads = []
     real = kept_set._listed
-    monkeypatch.setattr(kept_set, "_listed", lambda *args: (calls.append(1), real(*args))[1])
+
+    def listed(*args):
+        jax.debug.callback(lambda: reads.append(1))
+        return real(*args)
+
+    monkeypatch.setattr(kept_set, "_listed", listed)
     x = jnp.full((R, V), jnp.nan)
     ids = jnp.arange(R, dtype=jnp.int32) * 3
+    call = quick_compile.jit(lambda *args: kept_sets(*args))
     cut = Truncation.greedy(ids)
-    found = quick_compile.jit(kept_sets)(x, ids, jnp.int32(R), cut)
+    found = jax.block_until_ready(call(x, ids, jnp.int32(R), cut))
+    jax.effects_barrier()
     assert found.counts.tolist() == [1] * R
     assert found.token_ids[:, 0].tolist() == ids.tolist()
     assert (found.token_ids[:, 1:] == -1).all()
-    text = jax.jit(kept_sets).lower(x, ids, jnp.int32(R), cut).as_text()
-    assert calls  # it was traced, and stands in a branch that such rows do not take
-    assert "stablehlo.case" in text
+    assert not reads
+    one_sampled = cut._replace(cut_logit=cut.cut_logit.at[R - 1].set(0.0))
+    jax.block_until_ready(call(x, ids, jnp.int32(R - 1), one_sampled))
+    jax.effects_barrier()
+    assert not reads  # that row is not wanted
+    jax.block_until_ready(call(x, ids, jnp.int32(R), one_sampled))
+    jax.effects_barrier()
+    assert len(reads) == 1
 
 
 def test_a_small_vocabulary_that_is_kept_whole_is_marked():
