@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from ipc.wire import KEPT_ALL, KEPT_MANY
 from jax_specdec.device import kept_logprobs
 from jax_specdec.kept_sets import KeptSets, PaddedKept
 from tests.support import quick_compile
+from tests.support.collectives import collectives
+from tests.support.shards import P, mesh_of
 
 pytestmark = pytest.mark.fast
 
@@ -170,3 +173,40 @@ def test_no_temporary_has_the_vocabularys_size():
         most = small if dtype == "float32" else whole + small
         assert temporaries(jax.grad(total), dtype) < most
         assert temporaries(jax.grad(over_everything), dtype) >= whole
+
+
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model", None)], ids=["vocabulary", "rows"])
+def test_sharded_logits_stay_where_they_are(spec):
+    """On two devices, with automatic axes: values are those of one device."""
+    x, token_ids, kept, temperatures = a_batch()
+    flat = (
+        x.reshape(12, V), token_ids.reshape(12), PaddedKept(*(y.reshape(12, *y.shape[2:])
+        for y in kept)), temperatures.reshape(12), np.ones(12, np.float32),
+    )  # fmt: skip
+    placed = (jax.device_put(flat[0], NamedSharding(mesh_of(2), spec)), *flat[1:])
+    for function, arguments in ((logprobs, 4), (gradients, 5)):
+        compiled = function.lower(*placed[:arguments]).compile()
+        found, expected = compiled(*placed[:arguments]), function(*flat[:arguments])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+        assert collectives(compiled)
+
+
+def test_no_row_of_sharded_logits_travels():
+    """Neither forward nor back: what travels has the size of the sets."""
+    rows, vocab, width = 8, 20_000, 4
+    mesh = mesh_of(2)
+    x = jax.device_put(jnp.zeros((rows, vocab)), NamedSharding(mesh, P(None, "model")))
+    kept = PaddedKept(
+        np.tile(np.arange(width, dtype=np.int32), (rows, 1)),
+        np.full(rows, width, np.int32),
+        np.zeros(rows, np.float32),
+    )
+    ones = np.ones(rows, np.float32)
+    arguments = (x, np.zeros(rows, np.int32), kept, ones, ones)
+    compiled = gradients.lower(*arguments).compile()
+    assert max(c.num_bytes for c in collectives(compiled)) < 4 * vocab
+    gathered = quick_compile.jit(
+        lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())) + 1
+    )
+    wrong = collectives(gathered.lower(x).compile())
+    assert max(c.num_bytes for c in wrong) >= 4 * vocab  # the control
