@@ -79,6 +79,10 @@ def _add_sampling(group: Any) -> None:
         help="the distribution that logprobs describe: the model's (raw), with the temperature "
         "(scaled), or the one that is sampled from (processed) (default: %(default)s)",
     )  # fmt: skip
+    group.add_argument(
+        "--kept-token-ids", action="store_true",
+        help="add the ids that each token was drawn among, as a learner needs them",
+    )  # fmt: skip
 
 
 def _add_running(group: Any) -> None:
@@ -201,6 +205,7 @@ def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
         stop_token_ids=() if options.ignore_eos else model.hf.eos_token_ids,
         logprobs=options.logprobs,
         logprobs_mode=LogprobsMode[options.logprobs_mode.upper()],
+        kept_token_ids=options.kept_token_ids,
     )
 
 

@@ -116,7 +116,8 @@ class EngineConfig(WorkerConfig):
         tokens = [self.num_drafts + 1] * self.num_slots
         columns = [min(wire.MAX_TOP_K, self.vocab_size) + 1] * self.num_slots
         chosen = [wire.MAX_CHOSEN] * self.num_slots
-        return wire.WORD_BYTES * wire.words_bound(tokens, columns, chosen)
+        kept = [min(wire.MAX_KEPT, self.vocab_size)] * self.num_slots
+        return wire.WORD_BYTES * wire.words_bound(tokens, columns, chosen, kept)
 
 
 def check(request: Request, config: EngineConfig) -> None:

@@ -22,7 +22,7 @@ from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
 from jax_specdec.engine.worker_session import Update, WorkerSession, WorkerStatus
 from jax_specdec.engine.workers import WAIT_SECONDS, Health, StartWorker, Workers
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.decode import MessageError
+from jax_specdec.records.errors import MessageError
 from jax_specdec.records.output_processor import ProcessorError
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, RequestError

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc.wire import SlotState
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason, PromptRows, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.statistics import Statistics
@@ -210,6 +211,17 @@ class Record:
         return None if ranks is None else ranks != 0
 
     @property
+    def kept(self) -> KeptSets | None:
+        """The n tokens' kept sets: ids, counts, log of the kept share; None if none were asked.
+
+        A set describes the processed distribution, whatever mode the logprobs have.
+        """
+        if not self.request.params.kept_token_ids:
+            return None
+        message = self.batch.message
+        return _NO_KEPT if message is None else message.kept_of(self.slot, self.num_tokens)
+
+    @property
     def draft(self) -> TokenRows | None:
         """The d drafts that this step verified, under the draft model; None without their message.
 
@@ -292,3 +304,4 @@ class Record:
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_IDS.flags.writeable = False
+_NO_KEPT = KeptSets.none()

@@ -1,8 +1,10 @@
 """`jax-specdec generate`: what its options do, and what it refuses before anything runs."""
 
+import argparse
 import functools
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +102,16 @@ def test_another_request_under_the_same_id_is_refused(model, tmp_path, capsys):
     assert main.main([*arguments, "--output", str(output)]) == 2
     assert "has a record of id '1' that was made from another prompt" in capsys.readouterr().err
     assert output.read_text() == '{"id": "1", "request_digest": "0"}\n'
+
+
+@pytest.mark.fast
+def test_kept_sets_are_a_wish_of_the_command_line():
+    parser = argparse.ArgumentParser()
+    generate_command.add(parser.add_subparsers())
+    model = SimpleNamespace(hf=SimpleNamespace(eos_token_ids=(2,)))
+    for more, wanted in (([], False), (["--kept-token-ids"], True)):
+        options = parser.parse_args(["generate", "--model", "m", "--prompts", "p", *more])
+        assert generate_command._defaults(options, model).kept_token_ids is wanted
 
 
 @pytest.mark.fast

@@ -62,7 +62,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
          "top_logprobs": 4},
         {"id": 12, "prompt_token_ids": [1, 2], "logprobs": 2, "logprobs_mode": "processed",
          "stop_token_ids": [], "extra_token_ids": [3], "stop_sequences": [[4, 5]],
-         "draft_logprobs": True},
+         "draft_logprobs": True, "kept_token_ids": True},
         {"prompt": "b", "logprobs": False},
         {"prompt": "c", "logprobs": None},
     ]  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
     assert ids.prompt_token_ids == (1, 2)
     assert ids.params == SamplingParams(
         max_tokens=50, logprobs=2, logprobs_mode=LogprobsMode.PROCESSED, extra_token_ids=(3,),
-        stop_sequences=((4, 5),), draft_logprobs=True, seed=3,
+        stop_sequences=((4, 5),), draft_logprobs=True, seed=3, kept_token_ids=True,
     )  # fmt: skip
     assert [request.params.logprobs for request in without] == [None, None]
 
@@ -107,6 +107,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"prompt": "a", "temperature": "hot"}', "temperature = 'hot' must be of type int or fl"),
         ('{"prompt": "a", "top_p": 2}', "top_p = 2.0 must be above 0"),
         ('{"prompt": "a", "logprobs": 513}', "logprobs = 513 must be from 0 to 512"),
+        ('{"prompt": "a", "kept_token_ids": 1}', "kept_token_ids = 1 must be of type bool"),
         ('{"prompt": "a", "logprobs_mode": "cooked"}', "must be one of raw, scaled, processed"),
         ('{"prompt": "a", "draft_logprobs": 1}', "draft_logprobs = 1 must be of type bool"),
         ('{"prompt": "a", "stop_token_ids": [4294967296]}', "4294967296 must be from 0 to 2147"),
