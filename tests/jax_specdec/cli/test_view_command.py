@@ -1,5 +1,6 @@
 """`jax-specdec view`: files, titles, and refusals in one line."""
 
+import json
 import os
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from jax_specdec.cli.main import main
 from tests.jax_specdec.export.test_html_page import line
 from tests.jax_specdec.export.test_openai import snowman, two_steps
+from tests.support.page_blocks import blocks
 
 pytestmark = pytest.mark.fast
 
@@ -58,3 +60,41 @@ def test_a_page_that_does_not_fit_the_disk_is_named(tmp_path, capsys):
     (tmp_path / "run.jsonl").write_text(line(snowman()), encoding="utf-8")
     assert main(["view", str(tmp_path / "run.jsonl"), "--output", "/dev/full"]) == 2
     assert "No space left on device: '/dev/full'" in capsys.readouterr().err
+
+
+def test_two_files_become_one_page(tmp_path, capsys):
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.json"
+    old.write_text(line(snowman()), encoding="utf-8")
+    new.write_text(f"\ufeff[{line(two_steps())},\n{line(snowman())}]", encoding="utf-8")
+    assert main(["view", str(old), str(new)]) == 0
+    assert capsys.readouterr().out == f"wrote 3 responses, 15 tokens to {tmp_path / 'old.html'}\n"
+    page = (tmp_path / "old.html").read_text(encoding="utf-8")
+    assert "<title>old.jsonl and new.json</title>" in page
+    drawn, _ = blocks(page)
+    assert drawn["files"] == [{"name": "old.jsonl", "count": 1}, {"name": "new.json", "count": 2}]
+
+
+def test_a_page_that_would_replace_the_second_file_is_refused(tmp_path, capsys):
+    old, new = tmp_path / "old.jsonl", tmp_path / "old.html"
+    for file in (old, new):
+        file.write_text(line(snowman()), encoding="utf-8")
+    assert main(["view", str(old), str(new)]) == 2
+    assert f"the page would replace {new}" in capsys.readouterr().err
+    assert json.loads(new.read_text(encoding="utf-8"))["id"] == "r"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_page_is_opened_on_demand(there, tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or there)
+    source = tmp_path / "a run.jsonl"
+    source.write_text(line(snowman()), encoding="utf-8")
+    assert main(["view", str(source)]) == 0
+    assert opened == []
+    monkeypatch.chdir(tmp_path)
+    assert main(["view", source.name, "--open"]) == 0
+    address = (tmp_path / "a run.html").as_uri()
+    assert opened == [address]
+    assert capsys.readouterr().err == (
+        "" if there else f"no browser was found: open {address} in one\n"
+    )
