@@ -71,7 +71,7 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile every shape of the table; exit status 0, or 1 if a checked limit is broken."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
     parser.add_argument("--accept", action="store_true", help="write the limits of the time")
     parser.add_argument("--only", type=int, default=1, metavar="N", help="every N-th shape")

@@ -114,7 +114,7 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile every shape for every chip; exit status 0, or 1 if a checked limit is broken."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]

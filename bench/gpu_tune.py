@@ -48,7 +48,7 @@ REHEARSED = (Shape(2, 8448, 1, "bfloat16"),)
 
 def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--rows", type=int, nargs="+", default=(64, 1536), metavar="R")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=(131_072,), metavar="V")
     parser.add_argument("--k", type=int, nargs="+", default=(20,), metavar="K")

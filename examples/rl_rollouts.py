@@ -112,7 +112,7 @@ def compiled_loop(model):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--mode", default="processed", choices=["raw", "scaled", "processed"])
     mode = LogprobsMode[parser.parse_args(argv).mode.upper()]
     params, model = load_model(dtype="float32")

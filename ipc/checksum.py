@@ -11,7 +11,7 @@ def digest_function() -> Callable[[bytes | memoryview], int]:
         from xxhash import xxh3_64_intdigest
     except ImportError:
         raise RingError(
-            "payload checksums need xxhash: pip install 'jax-specdec[checksum]', or create the "
+            "payload checksums need xxhash: pip install 'xxhash>=3.5', or create the "
             "ring with checksum=False"
         ) from None
     return xxh3_64_intdigest

@@ -115,7 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns the exit status: 1 while leftovers remain, 2 where it cannot know, else 0.
     """
-    parser = argparse.ArgumentParser(prog="python -m ipc.doctor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m ipc.doctor", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
     options = parser.parse_args(arguments)

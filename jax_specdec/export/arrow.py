@@ -147,7 +147,7 @@ def _pyarrow(module: str = "pyarrow") -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "Arrow tables and Parquet files need pyarrow: pip install 'jax-specdec[arrow]'",
+            "Arrow tables and Parquet files need pyarrow: pip install 'pyarrow>=16'",
             name=error.name,
         ) from error
 

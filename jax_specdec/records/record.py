@@ -50,6 +50,12 @@ class Records:
             at -= len(batch)
         raise IndexError(f"record {index} of {len(self)}")
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: token ids, colored by logprob."""
+        from jax_specdec.records.notebook import fragment
+
+        return fragment(self)
+
     def events(self) -> Iterator["Record"]:
         """The records that a scheduler must act on: finished, or to be scheduled again."""
         for batch in self.batches:
@@ -293,6 +299,12 @@ class Record:
         if self.batch.totals is None or not (self.finish_reason or self.reschedule):
             return None
         return self.batch.totals.of(self.slot)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: token ids, colored by logprob."""
+        from jax_specdec.records.notebook import fragment
+
+        return fragment([self])
 
     @property
     def _tokens(self) -> TokenRows:

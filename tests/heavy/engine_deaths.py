@@ -166,7 +166,7 @@ class Round:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--scripted", type=int, default=500, help="rounds with scripted workers")
     parser.add_argument("--real", type=int, default=50, help="rounds with the real one")
     parser.add_argument("--seed", type=int, default=None)

@@ -163,7 +163,7 @@ def run(count: int, seed: int = 0, *, show_progress: bool = False) -> Result:
 
 def main() -> int:
     """Runs the check with the numbers of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -86,5 +86,5 @@ def test_arrow_knows_null_from_nan():
 @pytest.mark.fast
 def test_without_pyarrow_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax-specdec\[arrow\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'pyarrow>=16'"):
         arrow.tokens_table(ColumnBuilder().columns())

@@ -96,7 +96,7 @@ def judge(case: Case, compiler: kernels.Compiler) -> Outcome:
 
 def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--only", default="", help="the cases whose names have this")
     parser.add_argument("--mutants", type=int, default=200, help="how many are tried")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
