@@ -31,6 +31,7 @@ from bench.report.files import environment
 from pallas_kernels.mosaic_gpu import h100, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.shapes import AOT, GPU, Shape
+from pallas_kernels.wanted import Wanted
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
 REGISTERS = 168
@@ -164,9 +165,9 @@ def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
     extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
     if path == "separate":
         separate = jax.jit(run.topk_logprobs, static_argnums=2)
-        return separate.lower(logits, ids, shape.k, ids, count, temperatures, extra)
+        return separate.lower(logits, ids, Wanted(shape.k), ids, count, temperatures, extra)
     fused = jax.jit(run.greedy_topk_logprobs, static_argnums=1)
-    return fused.lower(logits, shape.k, count, temperatures, extra)
+    return fused.lower(logits, Wanted(shape.k), count, temperatures, extra)
 
 
 def count_launches(text: str) -> int:
