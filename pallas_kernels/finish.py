@@ -96,6 +96,8 @@ def finish(
             rank = jnp.where(logits[:, 0] == -jnp.inf, jnp.int32(vocab_size), num_larger)
         else:
             rank = 1 + num_larger
+        # Without a column, no operation: XLA would compile the results of interpreted kernels wrongly.
+        none = logits[:, :0] if wanted.top_logits else None
         return TopkLogprobs(
             token_ids=jnp.concatenate(
                 [
@@ -111,7 +113,7 @@ def finish(
                 answers(over(maximum, temperatures) + log_sum) if wanted.log_sum_exp else None
             ),
             entropy=None if weighted is None else answers(entropy(sum_exp, weighted, temperatures)),
-            top_logits=answers(logits[:, 1 : k + 1]) if wanted.top_logits else None,
+            top_logits=answers(logits[:, 1 : k + 1]) if wanted.top_logits and k else none,
         )
 
 

@@ -287,12 +287,13 @@ def reduced(carry: Carry, scale: jax.Array) -> list[tuple[int, jax.Array]]:
     maximum, total, count, weighted = carry
     largest = jnp.max(maximum)
     reference = finite_reference(largest)
+    of_groups = jnp.sum(total, axis=1)
     moved = (maximum - reference) * scale
     rescale = jnp.exp2(moved)
-    of_groups = jnp.sum(total, axis=1)
+    sums = of_groups * rescale
     # Without a finite logit the sum is 0, and the factor may be infinite.
     nothing = maximum == -jnp.inf
-    sums = jnp.where(nothing, jnp.float32(0), of_groups * rescale)
+    sums = jnp.where(nothing, jnp.float32(0), sums)
     results = [(0, largest), (1, jnp.sum(sums))]
     if count is not None:
         results.append((2, jnp.sum(jnp.sum(count, axis=1))))

@@ -182,7 +182,5 @@ def test_what_does_not_fit_is_refused():
         call(bias_token_ids=np.zeros((2, 1), np.int32), bias=np.zeros((2, 2), np.float32))
     with pytest.raises(ValueError, match="names 4097 ids for each row; the limit is 4096"):
         call(bias_token_ids=np.zeros((2, 4097), np.int32), bias=np.zeros((2, 4097), np.float32))
-    with pytest.raises(
-        ValueError, match="rank_ties = 'worst' is not known; choose one"
-    ):
+    with pytest.raises(ValueError, match="rank_ties = 'worst' is not known; choose one"):
         call(rank_ties="worst")
