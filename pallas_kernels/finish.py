@@ -96,7 +96,7 @@ def finish(
             rank = jnp.where(logits[:, 0] == -jnp.inf, jnp.int32(vocab_size), num_larger)
         else:
             rank = 1 + num_larger
-        # Without a column, no operation: XLA would compile the results of interpreted kernels wrongly.
+        # Without a column no operation: XLA could not run interpreted kernels beside it.
         none = logits[:, :0] if wanted.top_logits else None
         return TopkLogprobs(
             token_ids=jnp.concatenate(
