@@ -31,6 +31,7 @@ def inputs(seed):
 def test_vmap_gives_the_bits_of_a_loop(greedy):
     given = [inputs(seed) for seed in range(2)]
 
+    @quick_compile.jit
     def call(x, changes):
         options = {**changes, **ALL, "rank_ties": "inclusive"}
         if greedy:
@@ -63,7 +64,8 @@ def changed64(x, changes, h, dx, dbias):
     """Rows in float64, moved: float32 sums would drown the differences."""
     moved = x.astype(np.float64) + h * dx
     for r in range(R):
-        for token, number in zip(changes["bias_token_ids"][r], changes["bias"][r] + h * dbias[r]):
+        numbers = changes["bias"][r] + h * dbias[r]
+        for token, number in zip(changes["bias_token_ids"][r], numbers, strict=True):
             if 0 <= token < V:
                 moved[r, token] += number
     moved[1, 9] = -np.inf
