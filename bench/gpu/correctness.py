@@ -151,7 +151,7 @@ def check_against_oracle(
     """Check both paths on all rows of x [R, V]."""
     separate, fused = calls or (separate_path(shape.k, interpret), fused_path(shape.k, interpret))
     row_ids, num_rows, temperatures, extra = options(shape, np.random.default_rng(0))
-    named = {
+    named: dict[str, Any] = {
         "num_rows": num_rows,
         "temperatures": np.asarray(temperatures),
         "extra_token_ids": np.asarray(extra),

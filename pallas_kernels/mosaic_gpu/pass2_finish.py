@@ -49,11 +49,12 @@ class RowOutputs(NamedTuple):
     ids: Any  # [R * K1] i32
     values: Any  # [R * K1] f32: logprobs; logits for "parts"
     ranks: Any  # [R] i32: token ranks; the number of larger logits for "parts"
-    # [n * R] f32: maxima; logs of sums, sums for "parts"; then, if wanted and not for "parts",
-    # logs of sums of exponentials of the logits; then, if wanted, entropies, or what
-    # `RowStatistics.weighted` is for "parts".
-    statistics: Any
-    top_logits: Any = None  # [R * K] f32, if wanted and not for "parts"
+    statistics: Any  # [2 * R] f32: maxima, then logs of sums; sums for "parts"
+    # What is wanted besides, see `more_outputs`: an output of its own, since a slice would be a
+    # launch.
+    top_logits: Any = None  # [R * K] f32
+    log_sum_exp: Any = None  # [R] f32
+    entropy: Any = None  # [R] f32; for "parts" what `RowStatistics.weighted` is
 
 
 class Inputs(NamedTuple):
@@ -84,10 +85,10 @@ def finish_rows(
         compat.shape((max(num_targets * columns, 1),), jnp.int32),
         compat.shape((max(num_targets * columns, 1),), jnp.float32),
         compat.shape((num_targets,), jnp.int32),
-        compat.shape((num_statistics(wanted, mode) * num_targets,), jnp.float32),
+        compat.shape((2 * num_targets,), jnp.float32),
     ]
-    if has_top_logits(wanted, mode):
-        outputs.append(compat.shape((num_targets * wanted.k,), jnp.float32))
+    more = more_outputs(wanted, mode)
+    outputs += [compat.shape((num_targets * size,), jnp.float32) for size in more.values()]
     kernel = GPU.kernel(
         functools.partial(
             _finish_rows_kernel,
@@ -106,7 +107,9 @@ def finish_rows(
         kernel_name="finish_rows",
         interpret=interpret,
     )
-    return RowOutputs(*kernel(inputs))
+    found = kernel(inputs)
+    plain = len(found) - len(more)
+    return RowOutputs(*found[:plain], **dict(zip(more, found[plain:], strict=True)))
 
 
 def num_selected(k: int, mode: Mode) -> int:
@@ -114,14 +117,15 @@ def num_selected(k: int, mode: Mode) -> int:
     return max(k, 1) if mode == "greedy" else k
 
 
-def num_statistics(wanted: Wanted, mode: Mode) -> int:
-    """How many numbers a row `RowOutputs.statistics` has."""
-    return 2 + (wanted.log_sum_exp and mode != "parts") + wanted.entropy
-
-
-def has_top_logits(wanted: Wanted, mode: Mode) -> bool:
-    """Whether there is an output of their own for the top logits."""
-    return wanted.top_logits and wanted.k > 0 and mode != "parts"
+def more_outputs(wanted: Wanted, mode: Mode) -> dict[str, int]:
+    """The optional outputs that there are, by name, with the numbers that each has of a row."""
+    whole = mode != "parts"  # XLA makes the others of parts
+    there = {
+        "top_logits": wanted.k if wanted.top_logits and whole else 0,
+        "log_sum_exp": int(wanted.log_sum_exp and whole),
+        "entropy": int(wanted.entropy),
+    }
+    return {name: size for name, size in there.items() if size}
 
 
 def first_column(mode: Mode) -> int:
@@ -157,7 +161,7 @@ def _finish_rows_kernel(
     values_ref: Any,
     ranks_ref: Any,
     statistics_ref: Any,
-    *others: Any,  # top logits, out, if there are any; scratch
+    *others: Any,  # out, as `more_outputs`; scratch
     tiling: Tiling,
     what: Wanted,
     mode: Mode,
@@ -166,7 +170,9 @@ def _finish_rows_kernel(
     interpreted: bool,
 ) -> None:
     k = what.k
-    top_logits_ref, *scratch = others if has_top_logits(what, mode) else (None, *others)
+    more = more_outputs(what, mode)
+    scratch = others[len(more) :]
+    optional = dict(zip(more, others, strict=False))
     target = lax.axis_index("row")
     # What needs no other number is loaded first, so that it all comes from memory at once.
     logits_row = inputs.targets.row(target)
@@ -200,8 +206,8 @@ def _finish_rows_kernel(
         token,
         temperature,
         maxima,
-        RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref, top_logits_ref),
-        tuple(scratch),
+        RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref, **optional),
+        scratch,
     )
 
     @pl.when(wanted)
@@ -216,8 +222,9 @@ def _finish_rows_kernel(
 def write_parts(row: RowToFinish, found: Combined) -> None:
     """The outputs of a part of a longer row: what was found, and the top K's logits."""
     maximum, total, count, weighted = found
-    more = [] if weighted is None else [weighted]
-    write_statistics(row, [maximum, total, *more], count)
+    write_statistics(row, maximum, total, count)
+    if row.out.entropy is not None:
+        row.out.entropy[row.target] = weighted
     if row.k:
         valid = is_valid(maximum, total)
         pl.when(valid)(lambda: write_top_k(row, maximum, lambda logits: logits))
@@ -240,18 +247,17 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
         rank = write_given_token(row, valid, count, logprobs)
     else:
         rank = jnp.where(valid, jnp.int32(1), jnp.int32(0))
-    more = []
-    if row.wanted.log_sum_exp:
+    write_statistics(row, maximum, log_sum, rank)
+    if row.out.log_sum_exp is not None:
         of_logits = maximum
         if row.temperature is not None:
             of_logits = over_temperature(of_logits, row.temperature)
-        more.append(of_logits + log_sum)
+        row.out.log_sum_exp[row.target] = of_logits + log_sum
     if weighted is not None:
         entropy = log_sum - weighted / total
         if row.temperature is not None:
             entropy = jnp.where(row.temperature > 0, entropy, row.temperature)
-        more.append(entropy)
-    write_statistics(row, [maximum, log_sum, *more], rank)
+        row.out.entropy[row.target] = entropy
     if num_selected(row.k, row.mode):
         pl.when(valid)(lambda: write_top_k(row, maximum, logprobs))
 
@@ -270,14 +276,18 @@ def write_skipped(row: RowToFinish) -> None:
     row.out.ids[row.top - 1] = jnp.int32(-1)
     row.out.values[row.top - 1] = nan
     write_no_top_k(row, nan)
-    write_statistics(row, [nan] * num_statistics(row.wanted, row.mode), jnp.int32(0))
+    write_statistics(row, nan, nan, jnp.int32(0))
+    for ref in (row.out.log_sum_exp, row.out.entropy):
+        if ref is not None:
+            ref[row.target] = nan
 
 
-def write_statistics(row: RowToFinish, statistics: list[jax.Array], rank: jax.Array) -> None:
-    """The row's `RowOutputs.statistics`, and its token rank or count."""
-    for i, number in enumerate(statistics):
-        place = row.target if i == 0 else i * row.num_targets + row.target
-        row.out.statistics[place] = number
+def write_statistics(
+    row: RowToFinish, maximum: jax.Array, summed: jax.Array, rank: jax.Array
+) -> None:
+    """The row's maximum, its sum or the sum's logarithm, and its token rank or count."""
+    row.out.statistics[row.target] = maximum
+    row.out.statistics[row.num_targets + row.target] = summed
     row.out.ranks[row.target] = rank
 
 

@@ -148,17 +148,13 @@ def row_parts(
     tiling = tiling or choose_tiling(num_targets, width, k, logits.dtype.name)
     allowed = None if changes is None else of_logits.unbiased(changes, width)
     out = run(tiling, wanted, "parts", logits, num_targets, selected, targets, interpret, allowed)
-    maximum, sum_exp, *weighted = (
-        out.statistics[i * num_targets : (i + 1) * num_targets]
-        for i in range(pass2_finish.num_statistics(wanted, "parts"))
-    )
     parts = RowParts(
-        maximum=maximum,
-        sum_exp=sum_exp,
+        maximum=out.statistics[:num_targets],
+        sum_exp=out.statistics[num_targets:],
         num_larger=out.ranks,
         top_ids=out.ids[: num_targets * k].reshape(num_targets, k),
         top_logits=out.values[: num_targets * k].reshape(num_targets, k),
-        weighted=weighted[0] if weighted else None,
+        weighted=out.entropy,
     )
     if changes is None or changes.bias is None:
         return parts
@@ -206,7 +202,6 @@ def answers(
     """The outputs of pass 2, and the logprobs of the extra ids [R, C]."""
     num_targets, num_extra = extra_token_ids.shape
     k = wanted.k
-    more = [out.statistics[i * num_targets : (i + 1) * num_targets] for i in (2, 3)]
     top_logits = None
     if wanted.top_logits:
         empty = jnp.zeros((num_targets, 0), jnp.float32)
@@ -220,8 +215,8 @@ def answers(
             if num_extra
             else jnp.zeros((num_targets, 0), jnp.float32)
         ),
-        log_sum_exp=more[0] if wanted.log_sum_exp else None,
-        entropy=more[1 if wanted.log_sum_exp else 0] if wanted.entropy else None,
+        log_sum_exp=out.log_sum_exp,
+        entropy=out.entropy,
         top_logits=top_logits,
     )
 
@@ -236,11 +231,10 @@ def extra_logprobs(
     rows = jnp.arange(num_targets, dtype=jnp.int32) if rows is None else rows
     rows = jnp.clip(rows, 0, num_logits_rows - 1)[:, None]
     found = logits.at[rows, jnp.clip(extra_token_ids, 0, vocabulary - 1)].get()
-    maximum, log_sum = out.statistics[:num_targets], out.statistics[num_targets : 2 * num_targets]
-    scaled = found.astype(jnp.float32) - maximum[:, None]
+    scaled = found.astype(jnp.float32) - out.statistics[:num_targets, None]
     if targets.temperatures is not None:
         temperatures = usable_temperatures(targets.temperatures)[:, None]
         scaled = over_temperature(scaled, temperatures)
-    logprobs = scaled - log_sum[:, None]
+    logprobs = scaled - out.statistics[num_targets:, None]
     known = (extra_token_ids >= 0) & (extra_token_ids < vocabulary)
     return jnp.where(known, logprobs, jnp.float32(jnp.nan))

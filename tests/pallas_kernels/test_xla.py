@@ -100,7 +100,9 @@ def test_each_platforms_program_gives_the_oracles_answer(way, monkeypatch):
 
     @quick_compile.jit
     def call(x, ids, temperatures, extra, num_rows):
-        return xla._topk_logprobs(chosen, 20, x, ids, None, num_rows, temperatures, extra)
+        return xla._topk_logprobs(
+            chosen, Wanted(20), x, ids, None, num_rows, temperatures, extra, None
+        )
 
     found = call(x, ids, temperatures, extra, np.int32(13))
     expected = oracle.topk_logprobs(x, ids, 20, **options)
