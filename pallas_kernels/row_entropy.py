@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import barrier, vary_like
-from pallas_kernels.row_statistics import FIRST_PIECES, MORE_PIECES, Given, _pieces, _tree
+from pallas_kernels.blocks import vary_like
+from pallas_kernels.pieces import in_pairs, pieces, reduced
+from pallas_kernels.row_statistics import FIRST_PIECES, MORE_PIECES, Given
 
 LEAST = -200.0  # the exponential of this is 0 in float32; of -inf, -inf * 0 would be NaN
 
@@ -25,12 +26,8 @@ def weighted_sum_on_cpu(x: jax.Array, given: Given) -> jax.Array:
 
     def added(x: jax.Array, given: Given) -> jax.Array:
         each: Given = jax.tree.map(lambda one: one[:, None], given)
-        total = _tree(
-            [_terms(piece[..., None], each)[..., 0] for piece in _pieces(x, FIRST_PIECES, -jnp.inf)]
-        )
-        while total.shape[1] > 1:
-            total = _tree(_pieces(barrier(total), MORE_PIECES, 0))
-        return total[:, 0]
+        terms = [_terms(x[..., None], each)[..., 0] for x in pieces(x, FIRST_PIECES, -jnp.inf)]
+        return reduced(jnp.add, in_pairs(jnp.add, terms), MORE_PIECES, 0)
 
     def nothing(x: jax.Array, given: Given) -> jax.Array:
         invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)

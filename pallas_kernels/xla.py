@@ -34,6 +34,11 @@ from pallas_kernels.finish import (
 from pallas_kernels.ordered_keys import canonical, floats, just_below
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.row_statistics import Given
+from pallas_kernels.selection_on_cpu import (
+    from_groups_on_cpu,
+    largest_on_cpu,
+    row_maximum_on_cpu,
+)
 from pallas_kernels.types import TopkLogprobs
 from pallas_kernels.wanted import Wanted
 
@@ -46,35 +51,43 @@ class Way(NamedTuple):
     block_rows: Callable[..., int]  # see `blocks`
     groups: bool  # whether the selection has two stages, see `selection`
     first_width: int | None  # of the groups of the first reduction; None: those of the selection
+    row_maximum: Callable[[jax.Array], jax.Array]  # of rows of logits, where no group is needed
+    largest: Callable[[jax.Array], jax.Array]  # of rows of group maxima
     sums: Callable[[jax.Array, Given], tuple[jax.Array, jax.Array]]
     weighted_sum: Callable[[jax.Array, Given], jax.Array]  # for the entropy
-    prune: bool  # see `selection`: a CPU's top_k takes the longer the more larger values it meets
+    two_stages: selection.TwoStages
 
 
 CPU = Way(
     blocks.rows_on_cpu,
     groups=True,
     first_width=selection.NARROWEST_GROUP,
+    row_maximum=row_maximum_on_cpu,
+    largest=largest_on_cpu,
     sums=row_statistics.sums_on_cpu,
     weighted_sum=row_entropy.weighted_sum_on_cpu,
-    prune=True,
+    two_stages=from_groups_on_cpu,
 )
 GPU = Way(
     blocks.rows_on_gpu,
     groups=True,
     first_width=None,
+    row_maximum=selection.row_maximum,
+    largest=selection.largest,
     sums=row_statistics.sums,
     weighted_sum=row_entropy.weighted_sum,
-    prune=False,
+    two_stages=selection.from_groups,
 )
 # A TPU reads chosen groups one after the other, in a loop of R * K trips.
 TPU = Way(
     blocks.rows_on_tpu,
     groups=False,
     first_width=None,
+    row_maximum=selection.row_maximum,
+    largest=selection.largest,
     sums=row_statistics.sums,
     weighted_sum=row_entropy.weighted_sum,
-    prune=False,
+    two_stages=selection.from_groups,
 )
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
@@ -232,19 +245,24 @@ def _read(
     """
     k = wanted.k
     width = selection.group_width(x.shape[1], k) if way.groups else None
-    first = way.first_width or width or x.shape[1]
-    maxima = blocks.barrier(selection.group_maxima(x, first))  # else they are computed twice
-    if width is not None:
-        maxima = selection.wider(maxima, width // first)
-    largest = floats(maxima, x.dtype).astype(jnp.float32)
-    maximum = jnp.max(largest, axis=1)
+    maximum, maxima = _maxima(way, x, width)
     reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum) if part else maximum
     # Larger than what is just below the given token's logit: larger than that, or equal.
     counted = just_below(selected) if wanted.inclusive else selected
     given = Given(reference, counted, temperatures)
     weighted = way.weighted_sum(x, given) if wanted.entropy else None
     statistics = RowStatistics(maximum, *way.sums(x, given), weighted)
-    return statistics, *selection.select_top_k(x, largest, k, width, way.prune)
+    return statistics, *selection.select_top_k(x, maxima, k, width, way.two_stages)
+
+
+def _maxima(way: Way, x: jax.Array, width: int | None) -> tuple[jax.Array, jax.Array | None]:
+    """The largest logit [B] float32 of each row, and its groups' keys if there is a width."""
+    if width is None:
+        return way.row_maximum(x), None
+    first = way.first_width or width
+    maxima = blocks.barrier(selection.group_maxima(x, first))  # else they are computed twice
+    maxima = selection.wider(maxima, width // first)
+    return floats(way.largest(maxima), x.dtype).astype(jnp.float32), maxima
 
 
 def block_of_rows(
