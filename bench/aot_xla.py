@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     results: list[Result] = []
+    begin = time.monotonic()
     for chip, find in CHIPS.items():
         if (sharding := find(chip)) is None:
             print(f"NOT RUN: {chip}: its compiler is not installed")
@@ -128,10 +130,21 @@ def main(arguments: list[str] | None = None) -> int:
         for shape in shapes:
             for dynamic in (False, True) if shape.rows > BLOCK else (False,):
                 results.append(measure(chip, platform, shape, dynamic, sharding))
+                print(progress(results[-1], time.monotonic() - begin), flush=True)
     print_table(results)
     broken = [one for one in results if one.broken]
     print(f"{len(results)} programs compiled, {len(broken)} break a limit")
     return 1 if options.check and broken else 0
+
+
+def progress(result: Result, seconds: float) -> str:
+    """A line about what was compiled last."""
+    rows = "dynamic" if result.dynamic else "all"
+    verdict = "BROKEN" if result.broken else "ok"
+    return (
+        f"{seconds:6.0f} s  {result.chip}  {result.shape}  {rows} rows: {result.launches} launches "
+        f"of {result.launch_limit}, {verdict}"
+    )
 
 
 def gpu(chip: str) -> NamedSharding | None:

@@ -154,4 +154,4 @@ def _unpacked(words: jax.Array, vocabulary: int) -> jax.Array:
     """words [B, W] -> [B, V] bool."""
     bits = jnp.arange(WORD, dtype=jnp.int32)[None, None]
     every: jax.Array = (words[:, :, None] & (jnp.int32(1) << bits)) != 0
-    return every.reshape(words.shape[0], -1)[:, :vocabulary]
+    return every.reshape(words.shape[0], words.shape[1] * WORD)[:, :vocabulary]
