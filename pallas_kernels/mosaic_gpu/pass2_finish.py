@@ -10,7 +10,7 @@ calls of few rows.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,13 @@ from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.keys import key_values
 from pallas_kernels.mosaic_gpu.mask import Mask
 from pallas_kernels.mosaic_gpu.order import scatter
+from pallas_kernels.mosaic_gpu.outputs import (
+    Mode,
+    RowOutputs,
+    first_column,
+    more_outputs,
+    num_selected,
+)
 from pallas_kernels.mosaic_gpu.select import (
     RowOfLogits,
     Scratch,
@@ -37,24 +44,7 @@ from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale, over_tem
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 from pallas_kernels.wanted import Wanted
 
-# What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
-# and their top K stay logits.
-Mode = Literal["given", "greedy", "parts"]
 Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
-
-
-class RowOutputs(NamedTuple):
-    """Outputs of R rows; K1 is K + 1, or K for "parts", whose skipped rows are not initialized."""
-
-    ids: Any  # [R * K1] i32
-    values: Any  # [R * K1] f32: logprobs; logits for "parts"
-    ranks: Any  # [R] i32: token ranks; the number of larger logits for "parts"
-    statistics: Any  # [2 * R] f32: maxima, then logs of sums; sums for "parts"
-    # What is wanted besides, see `more_outputs`: an output of its own, since a slice would be a
-    # launch.
-    top_logits: Any = None  # [R * K] f32
-    log_sum_exp: Any = None  # [R] f32
-    entropy: Any = None  # [R] f32; for "parts" what `RowStatistics.weighted` is
 
 
 class Inputs(NamedTuple):
@@ -110,27 +100,6 @@ def finish_rows(
     found = kernel(inputs)
     plain = len(found) - len(more)
     return RowOutputs(*found[:plain], **dict(zip(more, found[plain:], strict=True)))
-
-
-def num_selected(k: int, mode: Mode) -> int:
-    """The number of tokens of a row to select: the greedy choice is the first."""
-    return max(k, 1) if mode == "greedy" else k
-
-
-def more_outputs(wanted: Wanted, mode: Mode) -> dict[str, int]:
-    """The optional outputs that there are, by name, with the numbers that each has of a row."""
-    whole = mode != "parts"  # XLA makes the others of parts
-    there = {
-        "top_logits": wanted.k if wanted.top_logits and whole else 0,
-        "log_sum_exp": int(wanted.log_sum_exp and whole),
-        "entropy": int(wanted.entropy),
-    }
-    return {name: size for name, size in there.items() if size}
-
-
-def first_column(mode: Mode) -> int:
-    """The column where the top K start."""
-    return 0 if mode == "parts" else 1
 
 
 class RowToFinish(NamedTuple):

@@ -22,8 +22,9 @@ from pallas_kernels.changes import Changes
 from pallas_kernels.finish import RowParts, RowStatistics, finish, usable_temperatures, wanted_rows
 from pallas_kernels.greedy_choice import greedy_of_rows
 from pallas_kernels.mosaic_gpu import pass1_rows, pass2_finish
+from pallas_kernels.mosaic_gpu.outputs import Mode, RowOutputs, num_selected
 from pallas_kernels.mosaic_gpu.pass1_rows import Extra
-from pallas_kernels.mosaic_gpu.pass2_finish import Inputs, Mode, RowOutputs
+from pallas_kernels.mosaic_gpu.pass2_finish import Inputs
 from pallas_kernels.mosaic_gpu.targets import Targets, make_targets, over_temperature
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.parts import with_biased
@@ -180,7 +181,7 @@ def run(
     """
     assert allowed is None or mode == "parts"
     flat = None if allowed is None else allowed.reshape(-1)
-    with_groups = pass2_finish.num_selected(wanted.k, mode) > 0
+    with_groups = num_selected(wanted.k, mode) > 0
     extra = Extra(wanted.entropy, wanted.inclusive)
     partials, groups = pass1_rows.read_rows(
         tiling, logits, num_targets, chosen, targets, with_groups, interpret, extra, flat
