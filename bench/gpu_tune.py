@@ -31,6 +31,7 @@ from pallas_kernels import implementations
 from pallas_kernels.mosaic_gpu import compat, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.shapes import Shape
+from pallas_kernels.wanted import Wanted
 
 CURRENT = "current: "
 MULTIPROCESSORS = 132
@@ -116,7 +117,7 @@ def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Compa
     def contender(tiling: Tiling) -> Contender:
         def program(x: jax.Array, ids: jax.Array) -> Any:
             return run.topk_logprobs(
-                x, ids, shape.k, None, None, None, none, tiling, machine.interpret
+                x, ids, Wanted(shape.k), None, None, None, none, None, tiling, machine.interpret
             )
 
         return peers.jax_contender(program, buffers, token_ids, plug)

@@ -11,6 +11,7 @@ from pallas_kernels.implementations import Implementation, gpu_obstacle
 from pallas_kernels.padded_tables import LogprobsTensors, logprobs_tensors, padded_token_ids
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
 from pallas_kernels.types import Greedy, TopkLogprobs
+from pallas_kernels.wanted import RankTies
 
 __all__ = [
     "topk_logprobs",
@@ -20,6 +21,7 @@ __all__ = [
     "TopkLogprobs",
     "Greedy",
     "Implementation",
+    "RankTies",
     "gpu_obstacle",
     # The tables that serving engines hold.
     "logprobs_tensors",

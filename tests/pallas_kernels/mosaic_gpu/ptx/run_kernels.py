@@ -24,6 +24,7 @@ from rich.table import Table
 from pallas_kernels.mosaic_gpu import h100
 from tests.pallas_kernels.mosaic_gpu.ptx import kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases
+from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases
 from tests.ptx_machine import threads
 from tests.ptx_machine.arithmetic import Errors
 from tests.ptx_machine.parser import PtxError
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     gc.freeze()  # jax has made many objects, and they stay
     compiler, console = kernels.Compiler(options.chip), Console(width=130)
-    wrong = execute_all(all_cases(), options.only, compiler, console)
+    wrong = execute_all([*all_cases(), *option_cases()], options.only, compiler, console)
     other = kernels.others_in_program(compiler)
     print(f"kernels that are others in a whole program than alone: {other or 'none'}")
     wrong += len(other)
