@@ -1,12 +1,14 @@
 """The engine that `engine_deaths` kills or whose processes it kills; prints what became of it.
 
-`python -m tests.heavy.engine_driver scripted|real SLOW` runs requests three times, then closes the
-engine. Lines of JSON: {"pids": ...} when the workers were started, {"ends": ...} for each run.
+`python -m tests.heavy.engine_driver scripted|real` runs requests three times, then closes the
+engine. Lines of JSON: {"doing": ...} whenever the engine or a worker's phase changes, {"ends": ...}
+for each run.
 """
 
 import functools
 import json
 import sys
+import threading
 
 from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, WorkerFailed
 from jax_specdec.engine.worker_client import WorkerProcess
@@ -29,15 +31,27 @@ def settings(kind):
 
 
 def say(**values):
-    print(json.dumps(values), flush=True)
+    print(json.dumps(values) + "\n", end="", flush=True)  # one write, whichever thread
+
+
+def tell_phases(engine, ended):
+    """Print the first worker's phase whenever it is another one."""
+    before = None
+    while not ended.wait(0.01):
+        phase = str(engine.sessions[0].worker.pulse.phase)
+        if phase != before:
+            say(doing=phase)
+        before = phase
 
 
 def main(kind):
     start = WorkerProcess
     if kind == "scripted":
         start = functools.partial(WorkerProcess, program=scripted_process.WORKER)
+    say(doing="starting workers")
+    ended = threading.Event()
     with Engine(settings(kind), start_worker=start) as engine:
-        say(pids=[session.worker.pid for session in engine.sessions])
+        threading.Thread(target=tell_phases, args=(engine, ended), daemon=True).start()
         for run in range(RUNS):
             requests = [
                 Request(
@@ -58,6 +72,8 @@ def main(kind):
             except WorkerFailed:
                 failed = True
             say(ends=ends, lost=lost, failed=failed)
+        ended.set()
+        say(doing="shutting down")
     say(closed=True)
 
 
