@@ -18,7 +18,7 @@ from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.waiting_queue import WaitingQueue
-from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
+from jax_specdec.engine.worker_client import WorkerProcess, together
 from jax_specdec.engine.worker_session import Update, WorkerSession, WorkerStatus
 from jax_specdec.engine.workers import WAIT_SECONDS, Health, StartWorker, Workers
 from jax_specdec.records.batch import FinishReason
@@ -104,8 +104,8 @@ class Engine:
         Raises:
           RequestError: one of the requests cannot be served; then no request was started.
           WorkerFailed: a worker ended early or sent an invalid message, and `on_worker_loss` stops
-            the engine or no decode worker is left. The updates before it closed every request,
-            those that had not begun too.
+            the engine or no decode worker is left; it names every worker that is lost by then. The
+            updates before it closed every request, those that had not begun too.
         """
         for request in requests:
             check(request, self.config)
@@ -234,17 +234,24 @@ class Engine:
         """The next message of each ring that has one; waits for the first."""
         alive = self._workers.alive()
         if not self._workers.coming(prefill_only=False) and not self._workers.ending:
-            yield from self._stop(next(one.lost for one in self.sessions if one.lost))
+            yield from self._stop()
         for session in self._workers.wait(alive):
             waits = len(alive) == 1 and bool(session.request_ids)
-            try:
-                update = session.receive(WAIT_SECONDS if waits else 0)
-            except (RingError, MessageError, ProcessorError) as error:
-                self._workers.end(session, error)
-                continue
+            update = self._take(session, WAIT_SECONDS if waits else 0)
             if update is not None:
-                session.measure(update, self._clock.now(), self.timings)
-                yield replace(update, records=self._act_on(session, update.records))
+                yield update
+
+    def _take(self, session: WorkerSession, timeout: float) -> Update | None:
+        """A worker's next message as the user shall see it; None too if the worker is lost now."""
+        try:
+            update = session.receive(timeout)
+        except (RingError, MessageError, ProcessorError) as error:
+            self._workers.end(session, error)
+            return None
+        if update is None:
+            return None
+        session.measure(update, self._clock.now(), self.timings)
+        return replace(update, records=self._act_on(session, update.records))
 
     def _act_on(self, session: WorkerSession, records: Records) -> Records:
         """Free the slots of requests that leave them; queue those that continue elsewhere.
@@ -295,10 +302,15 @@ class Engine:
             self._to_prefill.clear()
         yield Update(None, None, records, session.process_rank, lost=failure)
         if not goes_on:
-            yield from self._stop(failure)
+            yield from self._stop()
 
-    def _stop(self, failure: WorkerFailed) -> Iterator[Update]:
-        """Close every request, then raise `failure`."""
+    def _stop(self) -> Iterator[Update]:
+        """Close every request, then raise a report of every worker that is lost."""
+        for session in self._workers.fallen():
+            while session.alive and (update := self._take(session, 0)) is not None:
+                yield update
+            failure = self._workers.lose(session)
+            yield Update(None, None, self._end_all(session), session.process_rank, lost=failure)
         self._workers.restart_none()
         for session in self.sessions:
             if session.request_ids:
@@ -307,7 +319,7 @@ class Engine:
             while queue:
                 records = ended(queue.popleft(), FinishReason.WORKER_LOST)
                 yield Update(None, None, records)
-        raise failure
+        raise together([one.lost for one in self.sessions if one.lost is not None])
 
     def _end_all(self, session: WorkerSession) -> Records:
         return self._act_on(session, session.flush(FinishReason.WORKER_LOST))

@@ -44,17 +44,35 @@ MEMORY = (
 
 
 class WorkerFailed(RuntimeError):
-    """The worker ended before its requests did; says how, and what it printed last.
+    """A worker ended before its requests did; says how, and what it printed last.
 
     Attributes:
       report: the message without the advice.
       advice: for the author of a program around the engine; empty where it would not help.
+      failures: one for each worker, where the report is of several that were lost; else empty.
     """
 
-    def __init__(self, report: str, advice: str = "") -> None:
+    def __init__(
+        self, report: str, advice: str = "", failures: Sequence["WorkerFailed"] = ()
+    ) -> None:
         super().__init__(f"{report}\n{advice}" if advice else report)
         self.report = report
         self.advice = advice
+        self.failures = tuple(failures)
+
+
+def together(failures: Sequence[WorkerFailed]) -> WorkerFailed:
+    """One report of all the workers that are lost, at least one."""
+    if len(failures) == 1:
+        return failures[0]
+    count = counted(len(failures), "worker")
+    failure = WorkerFailed(
+        "\n\n".join([f"{count} are lost:", *(each.report for each in failures)]),
+        next((each.advice for each in failures if each.advice), ""),
+        failures,
+    )
+    failure.__cause__ = failures[-1]
+    return failure
 
 
 class WorkerProcess:
