@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout
+from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout, doctor
 from jax_specdec.control import (
     GROUP_KILLED,
     Command,
@@ -99,6 +99,7 @@ class WorkerProcess:
           workplace: what the engine's workers share; None: this one has its own.
           share: the devices that it computes on; None: those that it finds.
           program: the command line of the worker, which reads its `Start` on its standard input.
+            This process is added to it, in words of `ipc.doctor`.
         """
         self._process_rank = process_rank
         self._stops_all = config.on_worker_loss == "stop"
@@ -115,7 +116,8 @@ class WorkerProcess:
         try:
             self._output = self._workplace.output_file(process_rank)
             self._link = self._workplace.server.link()
-            self._process = ChildProcess(program, output=self._output, env=environment)
+            command = [*program, doctor.this_process()]
+            self._process = ChildProcess(command, output=self._output, env=environment)
             # As late as possible: the worker attaches at once, and then nothing stays behind.
             self._ring = RingReader.create(
                 config.ring_slots, config.message_bytes, doorbell=doorbell
