@@ -96,7 +96,8 @@ class WorkerStatus:
       prefill_only: whether it hands requests over after their first token.
       pid: of its process.
       alive: whether it may still send; False once it was found lost.
-      phase: what its processes do, the lead's first, such as "compiling 3".
+      phase: what its processes do, the lead's first, such as "loading 30 of 290" (tensors) or
+        "compiling 3 (step)" (the third program).
       devices: what its first process computes on, in JAX's words, which count the devices that the
         process sees; empty until it has loaded its model.
       given: the devices that it sees or uses, such as "CUDA_VISIBLE_DEVICES=2,3"; empty where
@@ -207,7 +208,7 @@ class WorkerSession:
             prefill_only=self.prefill_only,
             pid=self.worker.pid,
             alive=self.alive,
-            phase=(str(pulse), *map(str, pulse.members)),
+            phase=(str(pulse), *pulse.members),
             devices=pulse.devices,
             given=str(self.worker.share),
             restarts=self.restarts,

@@ -34,7 +34,6 @@ from jax_specdec.control import (
     ControlServer,
     Link,
     Member,
-    Phase,
     Shutdown,
     Silence,
     Start,
@@ -142,8 +141,8 @@ class Lead:
         self._client.beside = self._listen
         join(0, self._size, coordinator)
 
-    def _phases(self) -> tuple[Phase, ...]:
-        return tuple(link.pulse.phase for link in self._links)
+    def _phases(self) -> tuple[str, ...]:
+        return tuple(str(link.pulse) for link in self._links)
 
     def _listen(self) -> None:
         """Hear the followers; one that is silent ends the group. Called by the control thread."""

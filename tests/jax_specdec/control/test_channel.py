@@ -226,15 +226,18 @@ def test_heartbeats_tell_what_changes(listening):
     ControlClient(link.connection, vitals).start()
     wait_for(lambda: (listening.pump(), link.pulse.beats)[1])
     assert (link.pulse.phase, link.pulse.ready) == (Phase.IMPORTING, False)
-    vitals.members = lambda: (Phase.COMPILING,)
+    vitals.members = lambda: ("compiling 3 (step)",)
     vitals.enter(Phase.LOADING, 2, 10)
     vitals.told()
     wait_for(lambda: (listening.pump(), link.pulse.phase is Phase.LOADING)[1])
-    assert (str(link.pulse), link.pulse.members) == ("loading 2 of 10", (Phase.COMPILING,))
-    vitals.members = tuple
+    assert (str(link.pulse), link.pulse.members) == ("loading 2 of 10", ("compiling 3 (step)",))
     vitals.be_ready(("cpu:0",))
     wait_for(lambda: (listening.pump(), link.pulse.ready)[1])
-    assert (link.pulse.devices, link.pulse.takes_its_time) == (("cpu:0",), False)
+    assert (link.pulse.devices, link.pulse.takes_its_time) == (("cpu:0",), True)  # a member does
+    vitals.members = tuple
+    vitals.told()
+    wait_for(lambda: (listening.pump(), not link.pulse.members)[1])
+    assert not link.pulse.takes_its_time
     vitals.advance()
     vitals.advance()
     beats = link.pulse.beats
