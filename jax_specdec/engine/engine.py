@@ -10,12 +10,13 @@ import collections
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ipc import RingError
 from jax_specdec.engine.clock import Clock, MonotonicClock
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
+from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.waiting_queue import WaitingQueue
 from jax_specdec.engine.worker_client import WorkerProcess, together
@@ -26,6 +27,9 @@ from jax_specdec.records.decode import MessageError
 from jax_specdec.records.output_processor import ProcessorError
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, RequestError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger("jax_specdec.engine")
 
@@ -39,8 +43,16 @@ class Engine:
         *,
         start_worker: StartWorker = WorkerProcess,
         clock: Clock | None = None,
+        tracer: "Tracer | None" = None,
     ) -> None:
         """Start all workers: decode ranks are numbered from 0, prefill ranks come after them.
+
+        Args:
+          config: what to run.
+          start_worker: starts a worker's process.
+          clock: tells the time.
+          tracer: of OpenTelemetry (the extra `otel`); makes spans of each request's life, below the
+            span that is current where `generate` is iterated over. None: no spans.
 
         Raises:
           ValueError: there are fewer devices than the workers need.
@@ -56,6 +68,7 @@ class Engine:
         self._set_apart: WorkerSession | None = None  # the worker that they get
         self._pending: collections.deque[Update] = collections.deque()  # not yielded yet
         self._generating = False
+        self._spans = None if tracer is None else Spans(tracer, self._clock)
         self._workers = Workers(config, start_worker, self._clock)
 
     def __enter__(self) -> Self:
@@ -121,17 +134,24 @@ class Engine:
             now = self._workers.begin()
             logger.info("%d requests came", len(requests))
             self._enqueue([QueuedRequest(request=one, submitted=now) for one in requests])
-            while True:
-                yield from self._look_after_workers()
-                self._admit()
-                while self._pending:
-                    yield self._pending.popleft()
-                if not (any(self._queues) or self.running):
-                    break
-                yield from self._receive()
+            for update in self._updates():
+                if self._spans is not None:
+                    self._spans.saw(update, self._clock.now())
+                yield update
         finally:
             self._give_up()
             self._generating = False
+
+    def _updates(self) -> Iterator[Update]:
+        """Serve the requests that wait or run, until there are none."""
+        while True:
+            yield from self._look_after_workers()
+            self._admit()
+            while self._pending:
+                yield self._pending.popleft()
+            if not (any(self._queues) or self.running):
+                break
+            yield from self._receive()
 
     def abort(self, request_id: str) -> bool:
         """End a request; the next update has its last record, with the reason `ABORT`.
@@ -180,6 +200,10 @@ class Engine:
             if queued.alone:
                 queue = self._to_try_alone
             (queue.appendleft if first else queue.append)(queued)
+        if self._spans is not None and requests:
+            now = self._clock.now()
+            for queued in requests:
+                self._spans.queued(queued, now)
 
     def _admit(self) -> None:
         """Give free slots to the requests that wait, always at the worker with most of them.
@@ -208,6 +232,8 @@ class Engine:
         if queued.submitted is not None and not queued.had_slot:
             self.timings.queue.take(self._clock.now() - queued.submitted)
         session.admit(queued)
+        if self._spans is not None:
+            self._spans.placed(queued, session.process_rank, self._clock.now())
         logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
 
     def _admit_alone(self) -> None:
@@ -333,3 +359,5 @@ class Engine:
         for queue in self._queues:
             queue.clear()
         self._pending.clear()
+        if self._spans is not None:
+            self._spans.give_up(self._clock.now())
