@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Self
 from ipc import RingError
 from jax_specdec.engine.clock import Clock, MonotonicClock
 from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.engine.placement import Placement
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
-from jax_specdec.engine.waiting_queue import WaitingQueue
 from jax_specdec.engine.worker_client import WorkerProcess, together
 from jax_specdec.engine.worker_session import Update, WorkerSession, WorkerStatus
 from jax_specdec.engine.workers import WAIT_SECONDS, Health, StartWorker, Workers
@@ -60,12 +60,7 @@ class Engine:
         self.config = config
         self._clock = clock or MonotonicClock()
         self.timings = Timings()
-        # Requests without a slot, in the order in which they will get one.
-        self._to_prefill = WaitingQueue()
-        self._to_decode = WaitingQueue()
-        # Those that were lost with a worker: each gets a worker for itself, one after the other.
-        self._to_try_alone = WaitingQueue()
-        self._set_apart: WorkerSession | None = None  # the worker that they get
+        self._waiting = Placement()  # requests without a slot
         self._pending: collections.deque[Update] = collections.deque()  # not yielded yet
         self._generating = False
         self._spans = None if tracer is None else Spans(tracer, self._clock)
@@ -149,7 +144,7 @@ class Engine:
             self._admit()
             while self._pending:
                 yield self._pending.popleft()
-            if not (any(self._queues) or self.running):
+            if not (self._waiting or self.running):
                 break
             yield from self._receive()
 
@@ -165,11 +160,9 @@ class Engine:
                     session.leave(request_id)
                     self._pending.append(Update(None, None, records, session.process_rank))
                 return bool(records)
-        for queue in self._queues:
-            if (queued := queue.take(request_id)) is not None:
-                self._pending.append(Update(None, None, ended(queued, FinishReason.ABORT)))
-                return True
-        return False
+        if (queued := self._waiting.take(request_id)) is not None:
+            self._pending.append(Update(None, None, ended(queued, FinishReason.ABORT)))
+        return queued is not None
 
     def preempt(self, request_id: str, *, reschedule: bool = True) -> bool:
         """Take a running request's slot away, as a scheduler does that needs the room.
@@ -186,46 +179,19 @@ class Engine:
                 return True
         return False
 
-    @property
-    def _queues(self) -> tuple[WaitingQueue, ...]:
-        return self._to_try_alone, self._to_prefill, self._to_decode
-
     def _enqueue(self, requests: Sequence[QueuedRequest], *, first: bool = False) -> None:
         """Queue requests in their order, behind those that wait already or before them."""
-        for queued in reversed(requests) if first else requests:
-            # A request that has begun needs no prefill worker: a decode worker recomputes its
-            # prompt anyway.
-            fresh = not queued.begun and self._workers.coming(prefill_only=True)
-            queue = self._to_prefill if fresh else self._to_decode
-            if queued.alone:
-                queue = self._to_try_alone
-            (queue.appendleft if first else queue.append)(queued)
+        prefill = self._workers.coming(prefill_only=True)
+        self._waiting.enqueue(requests, prefill=prefill, first=first)
         if self._spans is not None and requests:
             now = self._clock.now()
             for queued in requests:
                 self._spans.queued(queued, now)
 
     def _admit(self) -> None:
-        """Give free slots to the requests that wait, always at the worker with most of them.
-
-        A worker takes requests once it has loaded its model: what waits until then waits here.
-        """
-        self._admit_alone()
-        for queue, prefill_only in ((self._to_prefill, True), (self._to_decode, False)):
-            if not queue:
-                continue
-            sessions = [
-                session
-                for session in self.sessions
-                if session.prefill_only == prefill_only
-                and session.ready
-                and session is not self._set_apart
-            ]
-            while queue and sessions:
-                session = max(sessions, key=lambda session: session.num_free)
-                if not session.num_free:
-                    break
-                self._give_slot(session, queue.popleft())
+        """Give free slots to the requests that wait."""
+        for session, queued in self._waiting.places(self.sessions):
+            self._give_slot(session, queued)
 
     def _give_slot(self, session: WorkerSession, queued: QueuedRequest) -> None:
         """Admit a request, which may have had another slot before."""
@@ -235,21 +201,6 @@ class Engine:
         if self._spans is not None:
             self._spans.placed(queued, session.process_rank, self._clock.now())
         logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
-
-    def _admit_alone(self) -> None:
-        """Set one decode worker apart for requests that may end it, while there are any."""
-        apart = self._set_apart
-        if apart is not None and not apart.alive:
-            apart = None
-        if apart is None and self._to_try_alone:
-            sessions = [each for each in self.sessions if each.ready and not each.prefill_only]
-            apart = max(sessions, key=lambda session: session.num_free, default=None)
-        if apart is not None and not apart.request_ids:
-            if self._to_try_alone:
-                self._give_slot(apart, self._to_try_alone.popleft())
-            else:
-                apart = None
-        self._set_apart = apart
 
     def _look_after_workers(self) -> Iterator[Update]:
         """Hear the workers; report those that are lost."""
@@ -324,8 +275,7 @@ class Engine:
         records = Records(sum((each.batches for each in ends), records.batches))
         self._enqueue(left, first=True)
         if not self._workers.coming(prefill_only=True):
-            self._to_decode.extend(self._to_prefill)
-            self._to_prefill.clear()
+            self._waiting.prefill_no_more()
         yield Update(None, None, records, session.process_rank, lost=failure)
         if not goes_on:
             yield from self._stop()
@@ -341,10 +291,8 @@ class Engine:
         for session in self.sessions:
             if session.request_ids:
                 yield Update(None, None, self._end_all(session), session.process_rank)
-        for queue in self._queues:
-            while queue:
-                records = ended(queue.popleft(), FinishReason.WORKER_LOST)
-                yield Update(None, None, records)
+        for queued in self._waiting.drain():
+            yield Update(None, None, ended(queued, FinishReason.WORKER_LOST))
         raise together([one.lost for one in self.sessions if one.lost is not None])
 
     def _end_all(self, session: WorkerSession) -> Records:
@@ -356,8 +304,7 @@ class Engine:
             for name in session.request_ids:
                 session.abort(name)  # or its record that waits for drafts would come later
                 session.leave(name)
-        for queue in self._queues:
-            queue.clear()
+        self._waiting = Placement()
         self._pending.clear()
         if self._spans is not None:
             self._spans.give_up(self._clock.now())
