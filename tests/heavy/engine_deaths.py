@@ -8,7 +8,7 @@ or stopped. How long an engine takes from one to the other is measured before, u
 many rounds side by side as later. Then:
 
 - after its engine's SIGKILL, no process is alive a second later (the slowest is printed); time that
-  a process waited for a core, because other programs had them all, does not count;
+  a process, or this check, waited for a core, because other programs had them, does not count;
 - after any other blow, every request has one end, with a reason, and the engine closes;
 - no process and no ring is left, nor a socket; of a killed engine, `doctor` removes its directory.
 """
@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -151,6 +152,8 @@ class Round:
     def killed_engine(self):
         below = family(self.engine.pid)
         waits = {pid: [starved(pid) or 0.0] for pid in below}
+        me = f"self/task/{threading.get_native_id()}"
+        own = starved(me)
 
         def all_ended():
             for pid in below:
@@ -165,7 +168,8 @@ class Round:
         taken = time.monotonic() - began
         leftovers.remove(leftovers.find(self.folder))  # a dead engine cannot remove its directory
         self.nothing_left(ignore_folder=False)
-        return "engine killed", taken - max((max(w) - w[0] for w in waits.values()), default=0.0)
+        taken -= max((max(wait) - wait[0] for wait in waits.values()), default=0.0)
+        return "engine killed", max(taken - (starved(me) - own), 0.0)
 
     def judged(self, word):
         """Let the engine come to its end and check what it said."""
