@@ -249,6 +249,8 @@ def rounds(kind, count, at_once):
                 continue
             outcomes[f"{blow}: {word}"] += 1
             moments[moment] += word != "over before"
+            if (done := sum(outcomes.values())) % 50 == 0:
+                print(f"{kind}: {done} of {count} rounds, {failed} failed", flush=True)
             if word == "engine killed":
                 slowest.append(taken)
                 late += [(moment, taken)] * (taken > SECONDS)
