@@ -145,14 +145,10 @@ class Request:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
         return cls._made(id, ids, prompt, params)
 
-    def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> Self:
+    def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> "Request":
         """The request with tokens behind its prompt that were emitted for it, unchecked."""
-        return self._made(
-            self.id,
-            self.prompt_token_ids + token_ids,
-            self.packed_prompt + packed(token_ids),
-            params,
-        )
+        prompt = self.packed_prompt + packed(token_ids)
+        return _Continued._packed_only(self.id, prompt, params)
 
     @property
     def packed_prompt(self) -> bytes:
@@ -171,6 +167,21 @@ class Request:
     def _keep(self, ids: tuple[int, ...], prompt: bytes) -> None:
         object.__setattr__(self, "prompt_token_ids", ids)
         object.__setattr__(self, "_packed", prompt)
+
+
+class _Continued(Request):
+    """A request whose ids are unpacked only where somebody asks: an engine sends them packed."""
+
+    @classmethod
+    def _packed_only(cls, id: str, prompt: bytes, params: SamplingParams) -> Self:
+        request = object.__new__(cls)
+        for name, value in (("id", id), ("params", params), ("_packed", prompt)):
+            object.__setattr__(request, name, value)
+        return request
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return unpacked(self.packed_prompt)
 
 
 def packed(ids: tuple[int, ...]) -> bytes:
