@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import reference
-from pallas_kernels import implementations, topk_logprobs
+from pallas_kernels import blocks, implementations, topk_logprobs
 from pallas_kernels.shapes import Shape
 
 BLOCK = 256
@@ -38,6 +38,8 @@ NO_LAUNCH = {
     "slice-done", "copy-done",
 }  # fmt: skip
 OPERATION = re.compile(r"^ *(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([a-z\-]+)\(")
+# Nothing is launched for an array of no element.
+EMPTY = re.compile(r"^ *(?:ROOT )?%?\S+ = \w+\[(?:\d+,)*0[,\]]")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 
 # From NVIDIA's data sheets and the tuning guides of both architectures.
@@ -205,7 +207,9 @@ def measure(
             lambda x, t, count: topk_logprobs(x, t, shape.k, num_rows=count if dynamic else None)
         )
     text = ours.as_text()
-    trips = -(-shape.rows // BLOCK)  # where the program does not tell
+    rows_at_a_time = blocks.rows_on_tpu if platform == "tpu" else blocks.rows_on_gpu
+    block = rows_at_a_time(given[0], shape.rows, shape.k, dynamic)
+    trips = -(-shape.rows // block)  # where the program does not tell
     return Result(
         chip,
         shape,
@@ -236,7 +240,7 @@ def launches(text: str, trips: int) -> int:
         total = 0
         for line in computations[name]:
             operation = OPERATION.match(line)
-            if operation is None:
+            if operation is None or EMPTY.match(line):
                 continue
             if operation[1] == "while":
                 known = re.search(r"known_trip_count[^0-9]*(\d+)", line)

@@ -14,6 +14,8 @@ from pallas_kernels.selection import selection_size
 CPU_BYTES = 7 << 20
 # Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
 WIDE_ROWS = 256
+# A loop over an unknown number of rows: its start costs as many launches as a third of a block.
+LOOP_ROWS = 320
 
 Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
 Values = TypeVar("Values")  # a tree of arrays
@@ -56,7 +58,7 @@ def rows_on_gpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
     if is_symbolic(logits, num_targets):
         return num_targets
     if dynamic:
-        return min(num_targets, WIDE_ROWS)
+        return min(num_targets, LOOP_ROWS)
     # All, if the selection's temporaries take no more than `WIDE_ROWS` rows in float32 would.
     vocabulary = logits.shape[1]
     bytes_per_row = 16 * selection_size(vocabulary, k)

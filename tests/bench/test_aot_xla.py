@@ -30,6 +30,7 @@ PROGRAM = """HloModule jit_call
 ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {
   %x = f32[8]{0} parameter(0)
   %sorted = (f32[8]{0}, s32[8]{0}) sort(%x), dimensions={0}
+  %nothing = f32[8,0]{1,0} copy(%x)
   %first = (s32[], f32[8]{0}) tuple(%x)
   ROOT %w = (s32[], f32[8]{0}) while(%first), condition=%condition, body=%body TRIPS
 }
