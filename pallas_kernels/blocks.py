@@ -16,6 +16,7 @@ CPU_BYTES = 7 << 20
 WIDE_ROWS = 256
 # A loop over an unknown number of rows: its start costs as many launches as a third of a block.
 LOOP_ROWS = 320
+TPU_LOOP_ROWS = 512
 
 Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
 Values = TypeVar("Values")  # a tree of arrays
@@ -50,7 +51,9 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
 
 def rows_on_tpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
     """The number of rows to work on at a time on a TPU; arguments as `rows_on_cpu`."""
-    return num_targets if is_symbolic(logits, num_targets) else min(num_targets, WIDE_ROWS)
+    if is_symbolic(logits, num_targets) or not dynamic:
+        return num_targets  # the TPU compiler needs no temporaries for them
+    return min(num_targets, TPU_LOOP_ROWS)
 
 
 def rows_on_gpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
