@@ -1,0 +1,62 @@
+"""How much of the logits exists at a time: a few percent of them, or all if they are few.
+
+Three ways, for R rows, V columns of the head on this device, and K:
+
+    one block     few logits: the product as it is, then the read of `topk_logprobs`
+    row blocks    many rows and a large K: the same for some rows at a time
+    columns       otherwise: a part of the vocabulary at a time, for all rows. The head is read once
+"""
+
+from typing import NamedTuple
+
+SHARE = 0.05  # of the float32 logits: all temporaries
+FEW_BYTES = 48 << 20  # logits up to here, in float32, are one block
+LARGE_K = 32  # from here on, merging each part's candidates costs more than a product of few rows
+ENOUGH_ROWS = 256  # a product of fewer reads the head too often
+NARROWEST = 128  # columns of a product: a multiple of what one step of any matrix unit computes
+WIDEST = 512
+MOST_COLUMNS = 8192
+PART_OF_ROWS = 1 << 16  # logits that a CPU reads at a time: they fit a core's cache
+OVERHEAD = 4 << 20  # bytes of temporaries of the read itself, for a row block
+
+
+class Plan(NamedTuple):
+    """rows x columns logits exist at a time; `piece` columns are one product.
+
+    rows: R, or those of a row block.
+    columns: V, or a multiple of `piece`.
+    piece: columns of the head that are copied and multiplied at a time; V: no copy is made.
+    part: rows whose logits are read at a time, where columns are fewer than V.
+    """
+
+    rows: int
+    columns: int
+    piece: int
+    part: int
+
+
+def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int) -> Plan:
+    """The way for R = `rows`, V = `width`, H = `hidden`; sizes are of a head's and a logit's bytes."""
+    logits = 4 * rows * width
+    if logits <= FEW_BYTES or width <= NARROWEST:
+        return Plan(rows, width, width, rows)
+    share = SHARE * logits
+    a_row = width * (4 + (logits_itemsize if logits_itemsize < 4 else 0))
+    block = int((share - OVERHEAD) / a_row) // 8 * 8
+    if k > LARGE_K and block >= ENOUGH_ROWS:
+        return Plan(min(block, rows), width, width, rows)
+    return columns_at_a_time(rows, width, hidden, itemsize, logits_itemsize, k)
+
+
+def columns_at_a_time(
+    rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
+) -> Plan:
+    """The third way."""
+    share = 0.9 * SHARE * 4 * rows * width - rows * (12 * k + 64)
+    a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
+    piece = max(NARROWEST, min(WIDEST, width, int(share / 3 / a_column)))
+    piece = min(piece // NARROWEST * NARROWEST, width)
+    left = share - piece * a_column
+    many = max(1, min(MOST_COLUMNS, int(left / 1.2 / (rows * logits_itemsize))) // piece)
+    columns = piece * max(1, min(many, width // piece))
+    return Plan(rows, columns, piece, min(rows, max(16, PART_OF_ROWS // columns)))

@@ -1,0 +1,87 @@
+"""What the linear calls take, behind the door, and return.
+
+Shapes: N rows of hidden states of size H, a head of V rows, R target rows, K1 = K + 1, C ids a row.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax.export import register_namedtuple_serialization
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels.linear.definition import Definition
+from pallas_kernels.sharding.vocab_shard import VocabShard
+
+
+class LinearTopkLogprobs(NamedTuple):
+    """Logprobs of R target rows from hidden states, with K top columns and C extra ids.
+
+    token_ids: column 0 is the given token; columns 1 to K are the largest logits in descending
+        order, equal logits by id, lowest first; -1 where there is no such token.
+    logprobs: natural logarithms, of the tokens in `token_ids`.
+    token_ranks: 1 + the number of tokens with a strictly larger logit than the given token's; 0
+        where there is no answer.
+    extra_logprobs: of `extra_token_ids`; C = 0 where none were named.
+    log_sum_exp: log(sum(exp(x / T))), with T = 1 without temperatures; NaN without an answer.
+    entropy: -sum(p log p) of p = softmax(x / T), in nats; None where it was not asked for.
+    """
+
+    token_ids: Int32[Array, "R K1"]
+    logprobs: Float32[Array, "R K1"]
+    token_ranks: Int32[Array, " R"]
+    extra_logprobs: Float32[Array, "R C"]
+    log_sum_exp: Float32[Array, " R"]
+    entropy: Float32[Array, " R"] | None
+
+
+class LinearKeptLogprobs(NamedTuple):
+    """Logprobs of R target rows among the C tokens that each row keeps.
+
+    logprobs: of the given tokens; -inf where a token is not kept, NaN without an answer.
+    kept_logprobs: of the kept tokens; NaN where there is none.
+    """
+
+    logprobs: Float32[Array, " R"]
+    kept_logprobs: Float32[Array, "R C"]
+
+
+for _type in (LinearTopkLogprobs, LinearKeptLogprobs):
+    register_namedtuple_serialization(_type, serialized_name=f"pallas_kernels.{_type.__name__}")
+
+
+class Call(NamedTuple):
+    """What is static of a call. Hashable."""
+
+    definition: Definition
+    k: int
+    entropy: bool
+    shard: VocabShard
+    plan: "tuple[int, int, int, int] | None" = None  # see `plan`; None: as the sizes suggest
+
+
+class Inputs(NamedTuple):
+    """A device's own part of a call's arrays."""
+
+    hidden: jax.Array  # [N, H]
+    head: jax.Array  # [W, H], this device's rows of [V, H]
+    bias: jax.Array | None  # [W]
+    token_ids: jax.Array  # [R] int32
+    row_ids: jax.Array | None  # [R] int32
+    num_rows: jax.Array | None  # [] int32
+    temperatures: jax.Array | None  # [R] float32
+    extra_token_ids: jax.Array  # [R, C] int32
+
+    @property
+    def num_targets(self) -> int:
+        return self.token_ids.shape[0]
+
+
+class RowSums(NamedTuple):
+    """What reading rows of logits, or a part of each, gives."""
+
+    maximum: jax.Array  # [R] float32, -inf where there is no logit above it
+    sum_exp: jax.Array  # [R] float32, of exp((x - maximum) / T); NaN where the row is invalid
+    weighted: jax.Array | None  # [R] float32, of s exp(s), s = (x - maximum) / T
+    num_larger: jax.Array  # [R] int32
+    top_ids: jax.Array  # [R, K] int32; anything where the logit is -inf
+    top_logits: jax.Array  # [R, K] float32, descending, ties lowest id first
