@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.blocks import map_blocks, vary_like
 from pallas_kernels.finish import usable_temperatures, wanted_rows
-from pallas_kernels.linear import columns, online
+from pallas_kernels.linear import columns, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
 from pallas_kernels.linear.types import Call, Inputs, LinearTopkLogprobs, RowSums
 from pallas_kernels.logarithm import logarithm
@@ -135,9 +135,8 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
     limit = num_columns(shard, width)
     arrays = (hidden, head, bias, limit)
     k = min(call.k, width)
-    sums, own = columns.read(
-        definition, way, k, call.entropy, *arrays, local, given, inverse
-    )
+    rows = read_columns.Rows(local, given, inverse)
+    sums, own = read_columns.read(definition, way, k, call.entropy, *arrays, rows)
     wrong = mine[:, 0] & known[:, 0] & (_bits(own[:, 0]) != _bits(guess))
     wrong &= ~(jnp.isnan(own[:, 0]) & jnp.isnan(guess))
     again = shard.across_maximum(jnp.any(wrong).astype(jnp.int32)) > 0
@@ -146,7 +145,7 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
         real = shard.across_sum(jnp.where(mine[:, 0], own[:, 0], 0))
         real = jnp.where(known[:, 0], real, jnp.nan)
         return vary_like(
-            (real, columns.recount(definition, way, *arrays, real)), (given, sums.num_larger)
+            (real, columns.recount(definition, way.piece, *arrays, real)), (given, sums.num_larger)
         )
 
     def as_it_is() -> tuple[jax.Array, jax.Array]:

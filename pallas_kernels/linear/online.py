@@ -2,16 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import xla
 from pallas_kernels.linear.types import RowSums
-from pallas_kernels.ordered_keys import strictly_larger
-from pallas_kernels.selection import top_k
-
-FEW = 8  # of a part's logits that may be among the top K: sizes by which they are ordered
-SOME = 64
-
 
 def nothing(rows: int, k: int, entropy: bool) -> RowSums:
     """The sums of no column, for R = `rows`."""
@@ -84,40 +77,3 @@ def joined(a: RowSums, b: RowSums, inverse: jax.Array | None) -> RowSums:
     return a._replace(
         sum_exp=a.sum_exp + b.sum_exp, weighted=weighted, num_larger=a.num_larger + b.num_larger
     )
-
-
-def with_top_k(
-    logits: jax.Array, ids: jax.Array, x: jax.Array, first: jax.Array, by_count: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The top K [B, K] of what was found and of a later part: logits float32 and ids.
-
-    A later part's ids are larger, so of equal logits those found come first.
-
-    Args:
-      logits: [B, K] float32, found before, descending; -inf where there are fewer.
-      ids: [B, K] int32, of these.
-      x: [B, W] logits of the part.
-      first: [] int32, the id of the part's first column.
-      by_count: whether a part with few logits above the K-th largest is to cost less, by a branch.
-    """
-    k, width = logits.shape[1], x.shape[1]
-    if k == 0:
-        return logits, ids
-    live = strictly_larger(x, logits[:, -1:].astype(x.dtype))
-    candidates = jnp.where(live, x.astype(jnp.float32), -jnp.inf)
-    sizes = [*(m for m in (FEW, SOME) if by_count and m < min(k, width)), min(k, width)]
-
-    def best(size: int) -> tuple[jax.Array, jax.Array]:
-        values, places = top_k(candidates, size)
-        values, at = top_k(jnp.concatenate([logits, values], axis=1), k)
-        both = jnp.concatenate([ids, places + first], axis=1)
-        return values, jnp.take_along_axis(both, at, axis=1)
-
-    if len(sizes) == 1:
-        return best(sizes[0])
-    most = jnp.max(jnp.sum(live, axis=1, dtype=jnp.int32))
-    which = sum((most > size).astype(jnp.int32) for size in sizes[:-1])
-    found: tuple[jax.Array, jax.Array] = lax.switch(
-        which, [lambda size=size: best(size) for size in sizes]
-    )
-    return found

@@ -9,14 +9,17 @@ Three ways, for R rows, V columns of the head on this device, and K:
 
 from typing import NamedTuple
 
+from pallas_kernels.linear.candidates import room
+
 SHARE = 0.05  # of the float32 logits: all temporaries
-FEW_BYTES = 48 << 20  # logits up to here, in float32, are one block
+MANY_ROWS = 1024  # from here on, the share is kept to whatever the logits' size
+FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one block
 LARGE_K = 32  # from here on, merging each part's candidates costs more than a product of few rows
-ENOUGH_ROWS = 256  # a product of fewer reads the head too often
+ENOUGH_ROWS = 96  # a product of fewer reads the head too often
 NARROWEST = 128  # columns of a product: a multiple of what one step of any matrix unit computes
 WIDEST = 512
 MOST_COLUMNS = 8192
-PART_OF_ROWS = 1 << 16  # logits that a CPU reads at a time: they fit a core's cache
+PART_OF_ROWS = 1 << 17  # logits that a CPU reads at a time: they fit a core's cache
 OVERHEAD = 4 << 20  # bytes of temporaries of the read itself, for a row block
 
 
@@ -38,7 +41,7 @@ class Plan(NamedTuple):
 def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int) -> Plan:
     """The way for R = `rows`, V = `width`, H = `hidden`; sizes are of a head's and a logit's bytes."""
     logits = 4 * rows * width
-    if logits <= FEW_BYTES or width <= NARROWEST:
+    if (rows < MANY_ROWS and logits <= FEW_BYTES) or width <= NARROWEST:
         return Plan(rows, width, width, rows)
     share = SHARE * logits
     a_row = width * (4 + (logits_itemsize if logits_itemsize < 4 else 0))
@@ -52,7 +55,7 @@ def columns_at_a_time(
     rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
 ) -> Plan:
     """The third way."""
-    share = 0.9 * SHARE * 4 * rows * width - rows * (12 * k + 64)
+    share = 0.9 * SHARE * 4 * rows * width - rows * (8 * (k + room(k)) + 64)
     a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
     piece = max(NARROWEST, min(WIDEST, width, int(share / 3 / a_column)))
     piece = min(piece // NARROWEST * NARROWEST, width)
@@ -60,3 +63,14 @@ def columns_at_a_time(
     many = max(1, min(MOST_COLUMNS, int(left / 1.2 / (rows * logits_itemsize))) // piece)
     columns = piece * max(1, min(many, width // piece))
     return Plan(rows, columns, piece, min(rows, max(16, PART_OF_ROWS // columns)))
+
+
+def backward_piece(rows: int, width: int, hidden: int, itemsize: int) -> int:
+    """How many columns the backward pass recomputes at a time."""
+    logits = 4 * rows * width
+    if (rows < MANY_ROWS and logits <= FEW_BYTES) or width <= NARROWEST:
+        return width
+    # The head's copy, its gradient, and the logits in a few stages.
+    a_column = hidden * (itemsize + 4) + 14 * rows
+    piece = max(NARROWEST, min(WIDEST, int(0.9 * SHARE * logits / a_column)))
+    return min(piece // NARROWEST * NARROWEST, width)
