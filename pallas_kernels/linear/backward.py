@@ -155,9 +155,7 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
         jnp.zeros(rows, jnp.float32),
     )
     inputs_of_all = (hidden, head, bias, limit, changes)
-    found: Gradients = lax.fori_loop(
-        0, -(-width // piece), step, vary_like(nothing, inputs_of_all)
-    )
+    found: Gradients = lax.fori_loop(0, -(-width // piece), step, vary_like(nothing, inputs_of_all))
     return found
 
 
@@ -186,9 +184,7 @@ def cotangents(
         t = inputs.temperatures
         # A temperature of 0 is read as 1: a constant, which does not change.
         usable = changes.valid & (t != 0)
-        by_temperature = like(
-            jnp.where(usable, -sums.logits / jnp.where(usable, t, 1), 0), t
-        )
+        by_temperature = like(jnp.where(usable, -sums.logits / jnp.where(usable, t, 1), 0), t)
     return Inputs(
         hidden=like(by_hidden, inputs.hidden),
         head=like(sums.head, inputs.head),
@@ -205,7 +201,7 @@ def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
     """The gradient in the primal's dtype, summed over the devices that share the primal."""
     axes = _varying(gradient) - _varying(primal)
     if axes:
-        gradient = lax.psum(gradient, tuple(sorted(axes)))
+        gradient = lax.psum(gradient, tuple(sorted(axes)))  # type: ignore[no-untyped-call]
     return vary_like(gradient.astype(primal.dtype), primal)
 
 

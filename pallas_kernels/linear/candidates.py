@@ -1,9 +1,9 @@
 """The running top K of rows whose logits come a part at a time.
 
 The K largest so far, and behind them room for candidates: logits of later parts that are larger
-than the K-th largest was when room was last made. How many a part has shrinks as 1 / (parts seen),
-so most parts only append a few, and order nothing else. Equal logits need no care: what comes later
-has larger ids, is larger than the K-th or left out, and `top_k` keeps the order of what it is given.
+than the K-th largest was when room was last made. A part has the fewer of them the later it comes,
+so most parts append a few and order nothing else. Equal logits need no care: those of a later part
+have larger ids and come later here too, and `top_k` keeps the order of what it is given.
 """
 
 from typing import NamedTuple
@@ -100,9 +100,7 @@ def appended(
         ), start + size
 
     def many() -> tuple[Running, jax.Array]:
-        values, places = top_k(
-            jnp.where(live, x.astype(jnp.float32), -jnp.inf), min(k, width)
-        )
+        values, places = top_k(jnp.where(live, x.astype(jnp.float32), -jnp.inf), min(k, width))
         best = merged(running, values, places + first, k)
         return _with_free(best, free), jnp.zeros_like(used)
 

@@ -24,7 +24,8 @@ class Definition(NamedTuple):
 
     def logits(self, hidden: jax.Array, head: jax.Array, bias: jax.Array | None) -> jax.Array:
         """hidden [N, H], head [W, H], bias [W] -> [N, W] of the logits' dtype."""
-        return self.capped(self.before_cap(hidden, head, bias)).astype(self.logits_dtype)
+        u = self.before_cap(hidden, head, bias)
+        return self.capped(u).astype(self.logits_dtype)
 
     def before_cap(self, hidden: jax.Array, head: jax.Array, bias: jax.Array | None) -> jax.Array:
         """scale * (hidden @ head.T) + bias: [N, W] float32."""
@@ -42,7 +43,9 @@ class Definition(NamedTuple):
         """soft_cap(u), float32."""
         if self.soft_cap is None:
             return u
-        return jnp.float32(self.soft_cap) * jnp.tanh(u / jnp.float32(self.soft_cap))
+        cap = jnp.float32(self.soft_cap)
+        capped: jax.Array = cap * jnp.tanh(u / cap)
+        return capped
 
     def slope(self, u: jax.Array) -> jax.Array:
         """The derivative of soft_cap at u, float32."""

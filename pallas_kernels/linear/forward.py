@@ -1,17 +1,17 @@
 """The answers of one device's part of a call: rows of hidden states, all of the head or a shard.
 
-What travels where the head is split over the vocabulary, for R rows and C extra ids: the given
-tokens' logits and the extra ids' in two sums of R and R * C words, then R * (3 + 2 K) words gathered
+What travels where the head is split over the vocabulary, for R rows and C extra ids: two sums of R
+and R * C words, for the given tokens' logits and the extra ids'. Then R * (3 + 2 K) words gathered
 from every shard (R more with entropy), and one word that says whether to count again.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import map_blocks, vary_like
+from pallas_kernels.blocks import map_blocks, tied, vary_like
 from pallas_kernels.finish import usable_temperatures, wanted_rows
 from pallas_kernels.linear import columns, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
@@ -38,15 +38,17 @@ def inverse_temperatures(temperatures: jax.Array | None) -> jax.Array | None:
     if temperatures is None:
         return None
     usable = usable_temperatures(temperatures)
-    return jnp.where(jnp.isnan(usable), jnp.float32(1), 1 / usable)
+    inverse: jax.Array = jnp.where(jnp.isnan(usable), jnp.float32(1), 1 / usable)
+    return inverse
 
 
 def num_columns(shard: VocabShard, width: int) -> jax.Array:
     """How many of this device's columns are the vocabulary's: [] int32, 0 to `width`."""
     vocab_size = shard.size(width)
     if vocab_size == VocabShard(shard.axis_name).size(width):
-        return jnp.int32(width)
-    return jnp.clip(vocab_size - shard.ids(width)[0], 0, width)
+        return jnp.asarray(width, jnp.int32)
+    count: jax.Array = jnp.clip(vocab_size - shard.ids(width)[0], 0, width)
+    return count
 
 
 def topk_logprobs(call: Call, inputs: Inputs) -> LinearTopkLogprobs:
@@ -77,12 +79,14 @@ def _found(call: Call, inputs: Inputs) -> Found:
         own = [part(x) for x in rest]
         assert hidden is not None
         assert own[1] is not None
-        return _of_rows(call, hidden, inputs.head, inputs.bias, own[0], own[1])
+        # Tied to the loop: else XLA would widen all of a bfloat16 head before it.
+        head = inputs.head if way.rows == rows else tied(inputs.head, start)
+        return _of_rows(call, hidden, head, inputs.bias, own[0], own[1])
 
-    empty = Found(
-        jnp.zeros(named.shape, jnp.float32), online.nothing(rows, call.k, call.entropy)
-    )
-    return map_blocks(work, way.rows, inputs.num_rows, empty, arrays)
+    empty = Found(jnp.zeros(named.shape, jnp.float32), online.nothing(rows, call.k, call.entropy))
+    blocks: Any = map_blocks  # of nested results too
+    found: Found = blocks(work, way.rows, inputs.num_rows, empty, arrays)
+    return found
 
 
 def planned(call: Call, inputs: Inputs) -> Plan:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import xla
 from pallas_kernels.linear.types import RowSums
 
+
 def nothing(rows: int, k: int, entropy: bool) -> RowSums:
     """The sums of no column, for R = `rows`."""
     zeros = jnp.zeros(rows, jnp.float32)

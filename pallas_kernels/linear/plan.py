@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int) -> Plan:
-    """The way for R = `rows`, V = `width`, H = `hidden`; sizes are of a head's and a logit's bytes."""
+    """The way for R = `rows`, V = `width`, H = `hidden`; bytes of a head's, a logit's number."""
     logits = 4 * rows * width
     if (rows < MANY_ROWS and logits <= FEW_BYTES) or width <= NARROWEST:
         return Plan(rows, width, width, rows)

@@ -1,7 +1,7 @@
 """What is read of all rows' logits, a part of the vocabulary at a time.
 
-    pieces   a few columns of the head are copied and multiplied, into a buffer [R, columns]
-    parts    some rows of the buffer are read: sums, the logits named, candidates for the top K
+pieces   a few columns of the head are copied and multiplied, into a buffer [R, columns]
+parts    some rows of the buffer are read: sums, the logits named, candidates for the top K
 """
 
 import functools
@@ -181,9 +181,7 @@ def _sums_on_cpu(x: jax.Array, rows: Rows, entropy: bool) -> tuple[RowSums, jax.
     none = online.nothing(x.shape[0], 0, False)
     weighted = online.weighted_sum(x, maximum, rows.inverse) if entropy else None
     return (
-        none._replace(
-            maximum=maximum, sum_exp=sum_exp, num_larger=num_larger, weighted=weighted
-        ),
+        none._replace(maximum=maximum, sum_exp=sum_exp, num_larger=num_larger, weighted=weighted),
         maxima,
     )
 
