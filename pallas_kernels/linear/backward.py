@@ -19,9 +19,9 @@ from jax import lax
 
 from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.finish import usable_temperatures, wanted_rows
-from pallas_kernels.linear.definition import Definition, head_rows
+from pallas_kernels.linear.definition import Definition, head_rows, loaded, stored
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows
-from pallas_kernels.linear.plan import backward_piece
+from pallas_kernels.linear.plan import backward_part, backward_piece
 from pallas_kernels.linear.types import Call, Inputs, LinearTopkLogprobs
 
 
@@ -109,7 +109,7 @@ def of_piece(
         d = d * changes.inverse[:, None]
     d = jnp.where(changes.valid[:, None], d, 0)
     moved = jnp.sum(d * jnp.where(counts, logits, 0), axis=1)
-    return d * definition.slope(u), moved
+    return jnp.where(counts | (d != 0), d * definition.slope(u), 0), moved
 
 
 def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
@@ -140,23 +140,40 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
         by_head = _product(scaled, hidden, 0).astype(head.dtype)
         if width % piece:
             old = lax.dynamic_slice_in_dim(sums.head, start, piece)
-            by_head = jnp.where(new[:, None], by_head, old)
+            by_head = jnp.where(new[:, None], by_head, loaded(old, head.dtype))
         return Gradients(
-            sums.hidden + _product(scaled, w, 1),
-            lax.dynamic_update_slice_in_dim(sums.head, by_head, start, 0),
+            added(sums.hidden, scaled, w),
+            lax.dynamic_update_slice_in_dim(sums.head, stored(by_head), start, 0),
             by_bias,
             sums.logits + moved,
         )
 
+    part = backward_part(rows, width, size)
+
+    def added(total: jax.Array, scaled: jax.Array, w: jax.Array) -> jax.Array:
+        """total + scaled @ w: [R, H], some rows at a time."""
+        if part == rows:
+            return total + _product(scaled, w, 1)
+
+        def some(j: jax.Array, total: jax.Array) -> jax.Array:
+            start = jnp.minimum(j * part, rows - part)
+            new = start + jnp.arange(part, dtype=jnp.int32) >= j * part
+            own = jnp.where(new[:, None], lax.dynamic_slice_in_dim(scaled, start, part), 0)
+            sums = lax.dynamic_slice_in_dim(total, start, part) + _product(own, w, 1)
+            return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
+
+        found: jax.Array = lax.fori_loop(0, -(-rows // part), some, total)
+        return found
+
     nothing = Gradients(
         jnp.zeros((rows, size), jnp.float32),
-        jnp.zeros_like(head),
+        stored(jnp.zeros_like(head)),
         None if bias is None else jnp.zeros(width, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
     inputs_of_all = (hidden, head, bias, limit, changes)
     found: Gradients = lax.fori_loop(0, -(-width // piece), step, vary_like(nothing, inputs_of_all))
-    return found
+    return found._replace(head=loaded(found.head, head.dtype))
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:

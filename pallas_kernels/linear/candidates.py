@@ -26,9 +26,9 @@ class Running(NamedTuple):
     ids: jax.Array  # [B, K + E] int32
 
 
-def room(k: int) -> int:
-    """E."""
-    return max(LEAST_ROOM, k // 2) if k else 0
+def room(k: int, width: int) -> int:
+    """E, for V = `width`; 0 where K is too large a part of it for more memory."""
+    return max(LEAST_ROOM, k // 2) if k and width >= 200 * k else 0
 
 
 def empty(rows: int, k: int, room: int) -> Running:

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.blocks import barrier, vary_like
-from pallas_kernels.linear.definition import Definition, head_rows
+from pallas_kernels.linear.definition import Definition, head_rows, stored
 from pallas_kernels.ordered_keys import strictly_larger
+
+GIVEN = 64  # columns of a product: as few as have the bits of more
 
 
 def given_logits(
@@ -21,9 +23,8 @@ def given_logits(
     head: jax.Array,
     bias: jax.Array | None,
     columns: jax.Array,
-    piece: int,
 ) -> jax.Array:
-    """The logit [R] float32 of one column each, by the diagonals of products of `piece` columns.
+    """The logit [R] float32 of one column each, by the diagonals of products of a few columns.
 
     Args:
       definition: of the logits.
@@ -31,18 +32,19 @@ def given_logits(
       head: [W, H].
       bias: [W] or None.
       columns: [R] int32 in [0, W).
-      piece: rows of the head in a product.
     """
     rows = hidden.shape[0]
-    block = min(piece, rows)
-    padded = jnp.pad(columns, (0, piece))
+    block = min(GIVEN, rows)
+    padded = jnp.pad(columns, (0, GIVEN))
 
     def step(i: jax.Array, found: jax.Array) -> jax.Array:
         start = jnp.minimum(i * block, rows - block)
-        mine = lax.dynamic_slice_in_dim(padded, start, piece)
+        mine = lax.dynamic_slice_in_dim(padded, start, GIVEN)
         own_bias = None if bias is None else bias[mine]
         x = definition.logits(
-            head_rows(hidden, start, block), barrier(barrier((head, i))[0][mine]), own_bias
+            head_rows(hidden, start, block),
+            barrier(barrier((head, i))[0][mine]),
+            own_bias,
         )
         diagonal = jnp.diagonal(x[:, :block]).astype(jnp.float32)
         return lax.dynamic_update_slice_in_dim(found, diagonal, start, 0)
@@ -62,14 +64,14 @@ def filled(
     buffer: jax.Array,
     piece: int,
 ) -> jax.Array:
-    """The buffer [R or more, columns] with the logits of the columns from `start` on.
+    """The buffer [R or more, columns], `stored`, with the logits of the columns from `start` on.
 
     Columns outside of `real`, a first one and an end, hold -inf.
     """
 
     def step(j: jax.Array, buffer: jax.Array) -> jax.Array:
         x = logits(definition, hidden, head, bias, start + j * piece, real, piece)
-        return lax.dynamic_update_slice(buffer, x, (jnp.int32(0), j * piece))
+        return lax.dynamic_update_slice(buffer, stored(x), (jnp.int32(0), j * piece))
 
     found: jax.Array = lax.fori_loop(0, buffer.shape[1] // piece, step, buffer)
     return found

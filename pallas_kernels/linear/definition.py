@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.blocks import barrier
 
@@ -68,3 +69,20 @@ def head_rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
     mine = barrier((x, start))[0]
     rows: jax.Array = barrier(lax.dynamic_slice_in_dim(mine, start, size))
     return rows
+
+
+def stored(x: jax.Array) -> jax.Array:
+    """x as integers of its size if it has 16 bits, for an array that a loop updates in places.
+
+    XLA's CPU compiler would widen all of a bfloat16 array for each update, and round it again.
+    """
+    if x.dtype.itemsize == 4:
+        return x
+    bits: jax.Array = lax.bitcast_convert_type(x, jnp.uint16)
+    return bits
+
+
+def loaded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """What was `stored` of this dtype."""
+    values: jax.Array = lax.bitcast_convert_type(x, dtype)
+    return values

@@ -5,13 +5,14 @@ and R * C words, for the given tokens' logits and the extra ids'. Then R * (3 + 
 from every shard (R more with entropy), and one word that says whether to count again.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import map_blocks, tied, vary_like
+from pallas_kernels.blocks import barrier, map_blocks, tied, vary_like
 from pallas_kernels.finish import usable_temperatures, wanted_rows
 from pallas_kernels.linear import columns, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
@@ -72,16 +73,15 @@ def _found(call: Call, inputs: Inputs) -> Found:
                 return x
             return lax.dynamic_slice_in_dim(x, start, way.rows)
 
-        if inputs.row_ids is None:
-            hidden = part(inputs.hidden)
-        else:
-            hidden = target_rows(inputs.hidden, part(inputs.row_ids))
-        own = [part(x) for x in rest]
-        assert hidden is not None
-        assert own[1] is not None
         # Tied to the loop: else XLA would widen all of a bfloat16 head before it.
-        head = inputs.head if way.rows == rows else tied(inputs.head, start)
-        return _of_rows(call, hidden, head, inputs.bias, own[0], own[1])
+        whole = way.rows == rows
+        hidden, head = (x if whole else tied(x, start) for x in (inputs.hidden, inputs.head))
+        row_ids = part(inputs.row_ids)
+        of_rows = part(hidden) if row_ids is None else target_rows(hidden, row_ids)
+        own = [part(x) for x in rest]
+        assert of_rows is not None
+        assert own[1] is not None
+        return _of_rows(call, of_rows, head, inputs.bias, own[0], own[1], way.part)
 
     empty = Found(jnp.zeros(named.shape, jnp.float32), online.nothing(rows, call.k, call.entropy))
     blocks: Any = map_blocks  # of nested results too
@@ -109,6 +109,7 @@ def _of_rows(
     bias: jax.Array | None,
     temperatures: jax.Array | None,
     named: jax.Array,
+    part: int,
 ) -> Found:
     """All columns of some rows at a time."""
     shard, width = call.shard, head.shape[0]
@@ -117,8 +118,37 @@ def _of_rows(
         named, width, lambda ids: jnp.take_along_axis(x, ids, axis=1).astype(jnp.float32)
     )
     inverse = inverse_temperatures(temperatures)
-    sums = online.read(x, logits[:, 0], min(call.k, width), inverse, call.entropy)
+    k = min(call.k, width)
+
+    def read(x: jax.Array, given: jax.Array, inverse: jax.Array | None) -> RowSums:
+        return online.read(x, given, k, inverse, call.entropy)
+
+    given, rows = logits[:, 0], x.shape[0]
+    if part >= rows:
+        sums = read(x, given, inverse)
+    else:
+        like = online.nothing(rows, k, call.entropy)
+        sums = _in_parts(read, part, x, (given, inverse), like)
     return Found(logits, _across(call, sums, width, inverse))
+
+
+def _in_parts(
+    read: Callable[..., RowSums], part: int, x: jax.Array, rest: Any, like: RowSums
+) -> RowSums:
+    """What `read` finds of x and the rest, some rows at a time; `like` has the results' shapes."""
+    rows = x.shape[0]
+
+    def some(j: jax.Array, found: RowSums) -> RowSums:
+        start = jnp.minimum(j * part, rows - part)
+        x_of, rest_of = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, part), (x, rest))
+        own = read(barrier(x_of), *rest_of)
+        updated: RowSums = jax.tree.map(
+            lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, start, 0), found, own
+        )
+        return updated
+
+    found: RowSums = lax.fori_loop(0, -(-rows // part), some, vary_like(like, (x, rest)))
+    return found
 
 
 def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
@@ -131,7 +161,7 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
     local = named - shard.ids(width)[0]
     mine = (local >= 0) & (local < width)
     clipped = jnp.clip(local[:, 0], 0, width - 1)
-    guess = columns.given_logits(definition, hidden, head, bias, clipped, way.piece)
+    guess = columns.given_logits(definition, hidden, head, bias, clipped)
     known = (named >= 0) & (named < shard.size(width))
     given = shard.across_sum(jnp.where(mine[:, 0], guess, 0))
     given = jnp.where(known[:, 0], given, jnp.nan)
@@ -148,12 +178,11 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
     def counted_again() -> tuple[jax.Array, jax.Array]:
         real = shard.across_sum(jnp.where(mine[:, 0], own[:, 0], 0))
         real = jnp.where(known[:, 0], real, jnp.nan)
-        return vary_like(
-            (real, columns.recount(definition, way.piece, *arrays, real)), (given, sums.num_larger)
-        )
+        count = columns.recount(definition, way.piece, *arrays, real)
+        return vary_like(real, given), vary_like(count, sums.num_larger)
 
     def as_it_is() -> tuple[jax.Array, jax.Array]:
-        return vary_like((given, sums.num_larger), (given, sums.num_larger))
+        return given, sums.num_larger
 
     given, num_larger = lax.cond(again, counted_again, as_it_is)
     sums = sums._replace(num_larger=num_larger)

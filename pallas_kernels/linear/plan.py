@@ -17,10 +17,12 @@ FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one bl
 LARGE_K = 32  # from here on, merging each part's candidates costs more than a product of few rows
 ENOUGH_ROWS = 96  # a product of fewer reads the head too often
 NARROWEST = 128  # columns of a product: a multiple of what one step of any matrix unit computes
+LEAST_PIECE = 64  # columns of the backward pass
 WIDEST = 512
 MOST_COLUMNS = 8192
 PART_OF_ROWS = 1 << 17  # logits that a CPU reads at a time: they fit a core's cache
-OVERHEAD = 4 << 20  # bytes of temporaries of the read itself, for a row block
+PART = 8  # rows of a row block that are read at a time
+READ = 8  # bytes of temporaries of their read, for each of their logits
 
 
 class Plan(NamedTuple):
@@ -45,9 +47,10 @@ def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int
         return Plan(rows, width, width, rows)
     share = SHARE * logits
     a_row = width * (4 + (logits_itemsize if logits_itemsize < 4 else 0))
-    block = int((share - OVERHEAD) / a_row) // 8 * 8
-    if k > LARGE_K and block >= ENOUGH_ROWS:
-        return Plan(min(block, rows), width, width, rows)
+    block = int((0.85 * share - PART * READ * width) / a_row)
+    if k > LARGE_K and block >= (ENOUGH_ROWS if room(k, width) else 1):
+        blocks = -(-rows // min(block, rows))
+        return Plan(-(-rows // blocks), width, width, PART)
     return columns_at_a_time(rows, width, hidden, itemsize, logits_itemsize, k)
 
 
@@ -55,14 +58,15 @@ def columns_at_a_time(
     rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
 ) -> Plan:
     """The third way."""
-    share = 0.9 * SHARE * 4 * rows * width - rows * (8 * (k + room(k)) + 64)
+    share = 0.9 * SHARE * 4 * rows * width - rows * (8 * (k + room(k, width)) + 64)
     a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
     piece = max(NARROWEST, min(WIDEST, width, int(share / 3 / a_column)))
     piece = min(piece // NARROWEST * NARROWEST, width)
     left = share - piece * a_column
     many = max(1, min(MOST_COLUMNS, int(left / 1.2 / (rows * logits_itemsize))) // piece)
     columns = piece * max(1, min(many, width // piece))
-    return Plan(rows, columns, piece, min(rows, max(16, PART_OF_ROWS // columns)))
+    parts = -(-rows // max(16, PART_OF_ROWS // columns))
+    return Plan(rows, columns, piece, -(-rows // parts))
 
 
 def backward_piece(rows: int, width: int, hidden: int, itemsize: int) -> int:
@@ -72,5 +76,13 @@ def backward_piece(rows: int, width: int, hidden: int, itemsize: int) -> int:
         return width
     # The head's copy, its gradient, and the logits in a few stages.
     a_column = hidden * (itemsize + 4) + 14 * rows
-    piece = max(NARROWEST, min(WIDEST, int(0.9 * SHARE * logits / a_column)))
-    return min(piece // NARROWEST * NARROWEST, width)
+    left = 0.9 * SHARE * logits - 4 * hidden * backward_part(rows, width, hidden)
+    piece = max(LEAST_PIECE, min(WIDEST, int(left / a_column)))
+    return min(piece // LEAST_PIECE * LEAST_PIECE, width)
+
+
+def backward_part(rows: int, width: int, hidden: int) -> int:
+    """How many rows of hidden's gradient are computed at a time, beside their sum."""
+    few = max(LEAST_PIECE, int(0.2 * SHARE * rows * width / hidden))
+    parts = -(-rows // few)
+    return -(-rows // parts)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import row_statistics
-from pallas_kernels.blocks import vary_like
+from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.linear import candidates, online
 from pallas_kernels.linear.columns import filled
-from pallas_kernels.linear.definition import Definition
+from pallas_kernels.linear.definition import Definition, loaded, stored
 from pallas_kernels.linear.plan import Plan
 from pallas_kernels.linear.types import RowSums
 from pallas_kernels.ordered_keys import floats
@@ -97,7 +97,7 @@ def _read(
     assert given is not None
     rows = Rows(named, given, inverse)
     padded = named.shape[0]
-    room = candidates.room(k) if on_cpu else 0
+    room = candidates.room(k, width) if on_cpu else 0
 
     def read_part(
         x: jax.Array, start: jax.Array, seen: jax.Array, state: State, used: jax.Array, rows: Rows
@@ -120,8 +120,9 @@ def _read(
         seen = i * plan.columns
         start = jnp.minimum(seen, width - plan.columns)  # the last part may begin early
         buffer = filled(definition, hidden, head, bias, start, (seen, limit), buffer, plan.piece)
+        dtype = definition.logits_dtype
         if part == padded:
-            state, one = read_part(buffer, start, seen, state, used[0], rows)
+            state, one = read_part(loaded(buffer, dtype), start, seen, state, used[0], rows)
             return buffer, state, one[None]
 
         def some(j: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
@@ -129,6 +130,7 @@ def _read(
             x, own_state, own_rows = jax.tree.map(
                 lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (buffer, state, rows)
             )
+            x = loaded(barrier(x), dtype)
             after, count = read_part(x, start, seen, own_state, used[j], own_rows)
             state = jax.tree.map(
                 lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
@@ -140,7 +142,7 @@ def _read(
         return buffer, *lax.fori_loop(0, padded // part, some, (state, used))
 
     first = (
-        jnp.zeros((padded, plan.columns), definition.logits_dtype),
+        stored(jnp.zeros((padded, plan.columns), definition.logits_dtype)),
         State(
             online.nothing(padded, 0, entropy),
             jnp.zeros(named.shape, jnp.float32),
@@ -150,9 +152,29 @@ def _read(
     )
     trips = -(-width // plan.columns)
     _, state, _ = lax.fori_loop(0, trips, step, vary_like(first, inputs))
-    best = candidates.ordered(state.running, k)
+    best = _ordered(state.running, k, part)
     sums = state.sums._replace(top_logits=best.logits, top_ids=best.ids)
     found: tuple[RowSums, jax.Array] = jax.tree.map(lambda x: x[:num_rows], (sums, state.named))
+    return found
+
+
+def _ordered(running: candidates.Running, k: int, part: int) -> candidates.Running:
+    """The top K of all rows, some at a time."""
+    if running.ids.shape[1] == k:
+        return running
+
+    def some(j: jax.Array, found: candidates.Running) -> candidates.Running:
+        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, j * part, part), running)
+        updated: candidates.Running = jax.tree.map(
+            lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
+            found,
+            candidates.ordered(own, k),
+        )
+        return updated
+
+    rows = running.ids.shape[0]
+    nothing = vary_like(candidates.empty(rows, k, 0), running)
+    found: candidates.Running = lax.fori_loop(0, rows // part, some, nothing)
     return found
 
 

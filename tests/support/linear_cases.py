@@ -1,4 +1,4 @@
-"""Hidden states and heads whose logits are known exactly, and calls with blocks of a chosen size."""
+"""Hidden states and heads whose logits are known exactly, and calls with blocks of any size."""
 
 import jax
 import jax.numpy as jnp

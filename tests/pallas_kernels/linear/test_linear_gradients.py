@@ -21,20 +21,18 @@ DEFINITION = Definition(0.5, 5.0)
 @functools.cache
 def case(dtype="float32"):
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(N, 32)), dtype)
-    hidden = hidden.at[4].set(jnp.nan)
     return {
-        "hidden": hidden,
+        "hidden": jnp.asarray(rng.normal(size=(N, 32)), dtype),
         "head": jnp.asarray(rng.normal(size=(V, 32)) * 0.3, dtype),
         "bias": jnp.asarray(rng.normal(size=V), jnp.float32),
-        "temperatures": jnp.asarray([0, *rng.uniform(0.5, 2, R - 1)], jnp.float32),
+        "temperatures": jnp.asarray([0, *rng.uniform(0.5, 2, R - 2), -1], jnp.float32),
     }
 
 
 RNG = np.random.default_rng(1)
 IDS = jnp.asarray(RNG.integers(0, V, R), jnp.int32)
 EXTRA = jnp.asarray(RNG.integers(-1, V + 1, (R, 2)), jnp.int32)
-ROWS = jnp.asarray([4, -1, N, *RNG.permutation(N)], jnp.int32)
+ROWS = jnp.asarray([4, -1, N, *RNG.permutation(N - 1), 4], jnp.int32)
 WEIGHTS = [np.float32(RNG.normal(size=s)) for s in ((R, K + 1), (R, 2), (R,), (R,))]
 
 
@@ -52,8 +50,8 @@ def plain(hidden, head, bias, temperatures, top_ids, dtype):
     u = 0.5 * (hidden.astype(dtype) @ head.astype(dtype).T) + bias.astype(dtype)[None]
     x = 5 * jnp.tanh(u / 5)
     rows = jnp.clip(ROWS, 0, N - 1)
-    valid = (ROWS >= 0) & (ROWS < N) & (ROWS != 4)
-    t = jnp.where(temperatures == 0, jnp.ones_like(temperatures), temperatures).astype(dtype)
+    valid = (ROWS >= 0) & (ROWS < N) & (temperatures >= 0)
+    t = jnp.where(temperatures <= 0, jnp.ones_like(temperatures), temperatures).astype(dtype)
     y = jnp.where(valid[:, None], x[rows], 0) / t[:, None]
     log_sum = jax.nn.logsumexp(y, axis=1)
     logprobs = y - log_sum[:, None]
@@ -91,7 +89,6 @@ def expected():
     top_ids = np.asarray(ours(None, arrays)[1])
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in arrays.items()}
-        wide["hidden"] = jnp.nan_to_num(wide["hidden"])
         of = jax.grad(lambda arrays: plain(**arrays, top_ids=top_ids, dtype=jnp.float64))
         return {name: np.asarray(x) for name, x in of(wide).items()}
 
@@ -105,7 +102,9 @@ def assert_gradients_close():
     found, _ = gradients(linear_cases.ways(R, V)["columns"])
     for name, right in expected().items():
         np.testing.assert_allclose(found[name], right, atol=3e-5, err_msg=name)
-    assert np.count_nonzero(np.abs(expected()["hidden"]).max(1)) == N - 1  # none of the NaN row
+    assert (
+        np.count_nonzero(np.abs(expected()["hidden"]).max(1)) == N - 1
+    )  # none of the row that nobody reads
     assert found["temperatures"][0] == 0
 
 
@@ -117,8 +116,7 @@ def test_gradients_are_those_of_float64(in_pieces):
 def test_gradients_are_those_of_autodiff_of_the_plain_form():
     """In bfloat16, within what rounding the logits' change to it costs."""
     found, top_ids = gradients(dtype="bfloat16")
-    arrays = dict(case("bfloat16"))
-    arrays["hidden"] = jnp.nan_to_num(arrays["hidden"])
+    arrays = case("bfloat16")
     of = jax.grad(lambda arrays: plain(**arrays, top_ids=top_ids, dtype=jnp.float32))
     for name, right in quick_compile.jit(of)(arrays).items():
         assert found[name].dtype == right.dtype
@@ -142,31 +140,31 @@ def test_a_wrong_derivative_would_be_noticed(monkeypatch, in_pieces):
 
 def test_forward_mode_is_refused():
     hidden, head = case()["hidden"], case()["head"]
-    with pytest.raises(TypeError, match="jvp.*custom_vjp"):
+    with pytest.raises(TypeError, match=r"jvp.*custom_vjp"):
         jax.jvp(lambda h: linear_topk_logprobs(h, head, IDS[:N], 0).logprobs, (hidden,), (hidden,))
 
 
 KEPT = jnp.asarray([[*RNG.permutation(V)[:6], -1, V] for _ in range(N)], jnp.int32)
-GIVEN = jnp.asarray([*KEPT[: N - 2, 2], V, 0], jnp.int32)
+UNKEPT = min({*range(V)} - {*KEPT[N - 3].tolist()})
+GIVEN = jnp.asarray([*KEPT[: N - 3, 2], UNKEPT, V, KEPT[N - 1, 2]], jnp.int32)
 
 
 def kept_loss(logprobs, kept):
     finite = jnp.where(jnp.isfinite(logprobs), logprobs, 0)
-    weights = WEIGHTS[0][0, 0] * jnp.arange(N, dtype=logprobs.dtype)
+    weights = jnp.arange(N, dtype=logprobs.dtype)
     return jnp.sum(finite * weights) + jnp.sum(jnp.where(jnp.isfinite(kept), kept, 0) ** 2)
 
 
 def plain_kept(arrays, dtype):
     """log_softmax of logits that are -inf where a row does not keep the token."""
-    h, w, b = (jnp.nan_to_num(arrays[name]).astype(dtype) for name in ("hidden", "head", "bias"))
+    h, w, b = (arrays[name].astype(dtype) for name in ("hidden", "head", "bias"))
     x = 5 * jnp.tanh((0.5 * h @ w.T + b[None]) / 5)
     rows = jnp.arange(N, dtype=jnp.int32)[:, None]
     mask = jnp.zeros((N, V + 1), bool).at[rows, jnp.where(KEPT < 0, V, KEPT)].set(True)[:, :V]
-    t = arrays["temperatures"][:N]
-    t = jnp.where(t == 0, jnp.ones_like(t), t).astype(dtype)
-    # Row 4 is invalid: zeros in its place, and no result.
-    found = jax.nn.log_softmax(jnp.where(mask, x, -jnp.inf) / t[:, None], axis=1)
-    valid = rows != 4
+    t = arrays["temperatures"][-N:]
+    valid = (t > 0)[:, None]
+    t = jnp.where(t <= 0, jnp.ones_like(t), t).astype(dtype)
+    found = jax.nn.log_softmax(jnp.where(mask, x / t[:, None], -jnp.inf), axis=1)
     at = jnp.where(valid, jnp.take_along_axis(found, jnp.clip(KEPT, 0, V - 1), 1), jnp.nan)
     at = jnp.where((KEPT >= 0) & (KEPT < V), at, jnp.nan)
     given = jnp.take_along_axis(found, jnp.clip(GIVEN, 0, V - 1)[:, None], 1)[:, 0]
@@ -180,7 +178,7 @@ def test_kept_logprobs_and_their_gradients(monkeypatch):
     def kept(arrays):
         out = linear_kept_logprobs(
             arrays["hidden"], arrays["head"], GIVEN, KEPT, bias=arrays["bias"], scale=0.5,
-            soft_cap=5.0, temperatures=arrays["temperatures"][:N],
+            soft_cap=5.0, temperatures=arrays["temperatures"][-N:],
         )  # fmt: skip
         return kept_loss(out.logprobs, out.kept_logprobs), out
 
@@ -191,7 +189,7 @@ def test_kept_logprobs_and_their_gradients(monkeypatch):
         values = plain_kept(wide, jnp.float64)
     for actual, value in zip(out, values, strict=True):
         np.testing.assert_allclose(actual, value, atol=1e-5)
-    assert np.isneginf(out.logprobs[N - 1])
+    assert np.isneginf(out.logprobs[N - 3])
     assert np.isnan(out.logprobs[N - 2])
     for name, gradient in right.items():
-        np.testing.assert_allclose(found[name], gradient, atol=3e-5, err_msg=name)
+        np.testing.assert_allclose(found[name], gradient, 1e-5, 3e-5, err_msg=name)

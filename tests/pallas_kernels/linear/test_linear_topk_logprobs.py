@@ -138,12 +138,12 @@ def test_ranks_are_right_where_the_given_logit_was_guessed_wrong(monkeypatch):
 
 
 def test_the_guess_has_the_bits_of_the_block():
-    """So that the second count is rare. A product's bits are those of its rows and columns alone."""
+    """So that the second count is rare: a number's bits do not depend on the columns beside it."""
     hidden, head, bias, ids = random_case(jnp.float32, rows=100)
     definition = Definition(0.5, 5.0)
 
     def both(hidden, head, bias, ids):
-        guess = columns.given_logits(definition, hidden, head, bias, ids, 64)
+        guess = columns.given_logits(definition, hidden, head, bias, ids)
         real = (jnp.int32(0), jnp.int32(1000))
         starts = [*range(0, 936, 64), 936]
         parts = [
