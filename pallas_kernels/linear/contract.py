@@ -22,6 +22,7 @@ from pallas_kernels.sharding.vocab_shard import AxisName
 from pallas_kernels.types import AnyArray
 
 MAX_KEPT = 4096
+MAX_NAMED = 512
 
 
 def linear_topk_logprobs(
@@ -79,7 +80,7 @@ def linear_topk_logprobs(
       row_ids: [R] int32, the row of hidden that each target row reads; without it R = N.
       num_rows: int32 scalar, may be traced: target rows from there on are skipped.
       temperatures: [R] float32, as `topk_logprobs` has them.
-      extra_token_ids: [R, C] int32, C <= 128: more tokens whose logprobs are wanted.
+      extra_token_ids: [R, C] int32, C <= 512: more tokens whose logprobs are wanted.
       bias: [V] bfloat16, float16 or float32, added to the logits.
       scale: a Python number that the product is multiplied with.
       soft_cap: a positive Python number, cap * tanh(x / cap); None: there is none.
@@ -115,12 +116,9 @@ def linear_topk_logprobs(
             f"token_ids has {num_targets} entries but hidden has {hidden.shape[0]} rows; pass "
             "row_ids to say which row each token belongs to"
         )
-    num_rows, temperatures, extra_token_ids = checks.check_options(
-        num_rows, temperatures, extra_token_ids, num_targets
-    )
+    num_rows, temperatures, _ = checks.check_options(num_rows, temperatures, None, num_targets)
+    extra_token_ids = _check_extra(extra_token_ids, num_targets)
     _check_implementation(implementation)
-    if extra_token_ids is None:
-        extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
     definition = _definition(scale, soft_cap, logits_dtype)
     call = Call(definition, k, bool(entropy), place.shard)
     if num_targets == 0 or hidden.shape[0] == 0:
@@ -242,6 +240,19 @@ def _check_product(hidden: Any, head: Any) -> tuple[jax.Array, jax.Array]:
             "larger one over several devices"
         )
     return hidden, head
+
+
+def _check_extra(ids: Any, num_targets: int) -> jax.Array:
+    """ids as [R, C] int32, C up to MAX_NAMED; C = 0 for None."""
+    if ids is None:
+        return jnp.zeros((num_targets, 0), jnp.int32)
+    array = checks.check_ids("extra_token_ids", ids, (num_targets, "C"))
+    if array.shape[1] > MAX_NAMED:
+        raise ValueError(
+            f"extra_token_ids names {array.shape[1]} ids for each row; the limit is {MAX_NAMED}: "
+            "call once for each part"
+        )
+    return array
 
 
 def _check_bias(bias: Any, width: int) -> jax.Array | None:
