@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels import row_statistics
 from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.linear import candidates, online
-from pallas_kernels.linear.columns import filled
+from pallas_kernels.linear.columns import filled, logits
 from pallas_kernels.linear.definition import Definition, loaded, stored
 from pallas_kernels.linear.plan import Plan
 from pallas_kernels.linear.types import RowSums
@@ -97,13 +97,15 @@ def _read(
     assert given is not None
     rows = Rows(named, given, inverse)
     padded = named.shape[0]
+    # One product is read where it is, if no row need be added to it.
+    direct = plan.piece == plan.columns and padded == num_rows
     room = candidates.room(k, width) if on_cpu else 0
 
     def read_part(
         x: jax.Array, start: jax.Array, seen: jax.Array, state: State, used: jax.Array, rows: Rows
     ) -> tuple[State, jax.Array]:
         """What is known with the logits x [B, columns] of some rows too."""
-        logits = _met(x, start, seen, rows.named, state.named)
+        met = _met(x, start, seen, rows.named, state.named)
         if on_cpu:
             sums, maxima = _sums_on_cpu(x, rows, entropy)
             running = state.running
@@ -113,24 +115,29 @@ def _read(
             sums = online.read(x, rows.given, min(k, plan.columns), rows.inverse, entropy)
             running = candidates.merged(state.running, sums.top_logits, sums.top_ids + start, k)
         sums = sums._replace(top_ids=state.sums.top_ids, top_logits=state.sums.top_logits)
-        return State(online.joined(state.sums, sums, rows.inverse), logits, running), used
+        return State(online.joined(state.sums, sums, rows.inverse), met, running), used
 
     def step(i: jax.Array, carry: Carry) -> Carry:
         buffer, state, used = carry
         seen = i * plan.columns
         start = jnp.minimum(seen, width - plan.columns)  # the last part may begin early
-        buffer = filled(definition, hidden, head, bias, start, (seen, limit), buffer, plan.piece)
-        dtype = definition.logits_dtype
+        real, dtype = (seen, limit), definition.logits_dtype
+        if direct:
+            every = logits(definition, hidden, head, bias, start, real, plan.piece)
+        else:
+            buffer = filled(definition, hidden, head, bias, start, real, buffer, plan.piece)
+            every = buffer
         if part == padded:
-            state, one = read_part(loaded(buffer, dtype), start, seen, state, used[0], rows)
+            x = every if direct else loaded(every, dtype)
+            state, one = read_part(x, start, seen, state, used[0], rows)
             return buffer, state, one[None]
 
         def some(j: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
             state, used = carry
             x, own_state, own_rows = jax.tree.map(
-                lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (buffer, state, rows)
+                lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (every, state, rows)
             )
-            x = loaded(barrier(x), dtype)
+            x = barrier(x) if direct else loaded(barrier(x), dtype)
             after, count = read_part(x, start, seen, own_state, used[j], own_rows)
             state = jax.tree.map(
                 lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
@@ -142,7 +149,7 @@ def _read(
         return buffer, *lax.fori_loop(0, padded // part, some, (state, used))
 
     first = (
-        stored(jnp.zeros((padded, plan.columns), definition.logits_dtype)),
+        stored(jnp.zeros((padded, 0 if direct else plan.columns), definition.logits_dtype)),
         State(
             online.nothing(padded, 0, entropy),
             jnp.zeros(named.shape, jnp.float32),
