@@ -15,7 +15,7 @@ from jax import lax
 from pallas_kernels.ordered_keys import floats, key_of, ordered_keys, strictly_larger
 from pallas_kernels.selection import NARROWEST_GROUP, slices, top_k
 
-SIZES = (8, 32, 128)  # numbers of candidates that a part's rows may append, at most
+SIZES = (8, 16, 64)  # numbers of candidates that a part's rows may append, at most
 LEAST_ROOM = 96
 
 
