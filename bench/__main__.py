@@ -93,6 +93,7 @@ def _parsed(given: list[str]) -> argparse.Namespace:
         prog="python -m bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "suites",

@@ -6,6 +6,7 @@
     python -m bench.aot --accept   the times of this run are the limits from now on
     python -m bench.aot --gpu      the shapes that are measured on a GPU instead of the varied ones
     python -m bench.aot --only N   every N-th shape
+    python -m bench.aot --options  only the calls with optional results and changed logits
     python -m bench.aot --chip B200
     python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
 
@@ -28,15 +29,43 @@ from rich.table import Table
 
 from bench.gpu import estimates, model, sass
 from bench.report.files import environment
+from pallas_kernels.changes import Changes
 from pallas_kernels.mosaic_gpu import h100, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.shapes import AOT, GPU, Shape
+from pallas_kernels.wanted import Wanted
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
 REGISTERS = 168
-INSTRUCTIONS_PER_LOGIT = 9.0
-TEMPORARIES = 0.03  # of the logits' bytes
-LAUNCHES = 3  # pass 1, pass 2, and the extra ids' logprobs: each costs microseconds
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a compiled call may have."""
+
+    per_logit: float  # instructions
+    temporaries: float  # of the logits' bytes
+    # Each costs microseconds. Three: pass 1, pass 2, and the extra ids' logprobs. Where logits are
+    # changed, XLA makes the results of a few numbers a row.
+    launches: int
+
+
+PLAIN = Limits(9.0, 0.03, 3)
+LIMITS = {
+    "separate": PLAIN,
+    "fused": PLAIN,
+    # Separate calls with all optional results, a bit mask, and a mask and a bias of 64 tokens.
+    "results": Limits(11.5, 0.03, 3),
+    "mask": Limits(12.6, 0.03, 11),
+    "bias": Limits(12.6, 0.08, 23),
+}
+OPTIONS = ("results", "mask", "bias")
+OPTION_SHAPES = (
+    Shape(1536, 131_072, 20, "bfloat16"),
+    Shape(64, 131_072, 20, "float32"),
+    Shape(64, 50_257, 20, "bfloat16"),
+)
+BIASES = 64
 OPERATION = re.compile(r"^ *(?:ROOT )?%\S+ = (.+?) ([a-z-]+)\(", re.MULTILINE)
 NO_LAUNCH = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
 SORT = re.compile(r"= [^=\n]* (?:sort|topk)\(|custom_call_target=\"[^\"]*(?:TopK|topk|sort|Sort)")
@@ -71,10 +100,11 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile every shape of the table; exit status 0, or 1 if a checked limit is broken."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
     parser.add_argument("--accept", action="store_true", help="write the limits of the time")
     parser.add_argument("--only", type=int, default=1, metavar="N", help="every N-th shape")
+    parser.add_argument("--options", action="store_true", help="only those with options")
     parser.add_argument("--chip", choices=tuple(h100.CHIPS), default="H100")
     parser.add_argument("--gpu", action="store_true", help="the shapes of the GPU benchmark")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -82,11 +112,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = h100.find(options.chip)
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
-    results = [
-        measure(path, shape, device, seen, options.sass)
+    calls = [
+        (path, shape)
         for shape in (GPU if options.gpu else AOT)[:: options.only]
         for path in ("separate", "fused")
     ]
+    if not options.gpu:
+        more = [(path, shape) for shape in OPTION_SHAPES for path in OPTIONS]
+        calls = [*([] if options.options else calls), *more]
+    results = [measure(path, shape, device, seen, options.sass) for path, shape in calls]
     print_table(results)
     if options.json is not None:
         rows = [as_json(result) for result in results]
@@ -122,7 +156,7 @@ def measure(
     """Compile one path at one shape, and read the compiler's output.
 
     Args:
-      path: "separate" or "fused".
+      path: of `LIMITS`.
       shape: of the logits.
       device: the H100.
       seen: the kernels that this process has compiled; new ones are added.
@@ -130,11 +164,13 @@ def measure(
     """
     compiled = device.compile(lowered(path, shape, device))
     rows = shape.rows
-    width = shape.k if path == "separate" else max(shape.k, 1)
+    width = max(shape.k, 1) if path == "fused" else shape.k
+    masked = path in ("mask", "bias")
     tiling = choose_tiling(rows, shape.vocabulary, width, shape.dtype)
+    kind = "mask" if masked else path  # a bias is a mask to the kernels
     wanted: dict[str, tuple[Any, ...]] = {
-        "read_rows": (tiling, rows, path, width > 0),
-        "finish_rows": (tiling, rows, shape.k, path),
+        "read_rows": (tiling, rows, kind, width > 0),
+        "finish_rows": (tiling, rows, shape.k, kind),
     }
     for ptx in device.dump.glob("*.ptx"):
         name = next(name for name in wanted if ptx.stem.startswith(name))
@@ -152,7 +188,7 @@ def measure(
         temporaries.temp_size_in_bytes,
         len(SORT.findall(text)),
         count_launches(text),
-        estimates.estimate(shape, width, tiling, kernels, model.Chip()),
+        estimates.estimate(shape, width, tiling, kernels, model.Chip(), masked),
     )
 
 
@@ -162,11 +198,20 @@ def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
     logits = device.array((rows, shape.vocabulary), shape.dtype)
     ids, count = device.array((rows,), "int32"), device.array((), "int32")
     extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
-    if path == "separate":
-        separate = jax.jit(run.topk_logprobs, static_argnums=2)
-        return separate.lower(logits, ids, shape.k, ids, count, temperatures, extra)
-    fused = jax.jit(run.greedy_topk_logprobs, static_argnums=1)
-    return fused.lower(logits, shape.k, count, temperatures, extra)
+    if path == "fused":
+        fused = jax.jit(run.greedy_topk_logprobs, static_argnums=1)
+        return fused.lower(logits, Wanted(shape.k), count, temperatures, extra)
+    wanted = Wanted(shape.k)
+    if path == "results":
+        wanted = Wanted(shape.k, log_sum_exp=True, entropy=True, top_logits=True)
+    changes = None
+    if path in ("mask", "bias"):
+        words = device.array((rows, -(-shape.vocabulary // 32)), "int32")
+        table = (rows, BIASES)
+        biases = (device.array(table, "int32"), device.array(table, "float32"))
+        changes = Changes(words, *(biases if path == "bias" else ()))
+    separate = jax.jit(run.topk_logprobs, static_argnums=2)
+    return separate.lower(logits, ids, wanted, ids, count, temperatures, extra, changes)
 
 
 def count_launches(text: str) -> int:
@@ -187,7 +232,7 @@ def per_logit(kernels: tuple[sass.Kernel, ...], tiling: Tiling) -> float | None:
 
 def broken_limits(result: Result) -> list[str]:
     """A sentence for each limit that is broken."""
-    name = result.name
+    name, limits = result.name, LIMITS[result.path]
     out = []
     for kernel in result.kernels:
         if kernel.spills:
@@ -196,13 +241,14 @@ def broken_limits(result: Result) -> list[str]:
             out.append(f"{name}: {kernel.name} uses {kernel.registers} registers > {REGISTERS}")
     # A program that reads a single step has no loop.
     looped = result.tiling.num_steps > result.tiling.splits
-    if looped and (result.per_logit is None or result.per_logit > INSTRUCTIONS_PER_LOGIT):
-        out.append(f"{name}: {result.per_logit} instructions per logit > {INSTRUCTIONS_PER_LOGIT}")
-    if result.share > TEMPORARIES:
-        out.append(f"{name}: temporaries {result.share:.1%} of the logits > {TEMPORARIES:.0%}")
-    if result.launches > LAUNCHES:
-        out.append(f"{name}: {result.launches} kernels are launched > {LAUNCHES}")
-    if result.sorts:
+    if looped and (result.per_logit is None or result.per_logit > limits.per_logit):
+        out.append(f"{name}: {result.per_logit} instructions per logit > {limits.per_logit}")
+    if result.share > limits.temporaries:
+        share = f"{result.share:.1%} of the logits > {limits.temporaries:.0%}"
+        out.append(f"{name}: temporaries {share}")
+    if result.launches > limits.launches:
+        out.append(f"{name}: {result.launches} kernels are launched > {limits.launches}")
+    if result.sorts and result.path not in ("mask", "bias"):  # those sort a few numbers a row
         out.append(f"{name}: the compiled program has {result.sorts} sort or TopK operations")
     return out
 

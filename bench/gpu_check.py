@@ -49,7 +49,9 @@ from pallas_kernels.mosaic_gpu import compat
 def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--rehearse", action="store_true", help="small, interpreted, on any machine"

@@ -31,6 +31,7 @@ from pallas_kernels import implementations
 from pallas_kernels.mosaic_gpu import compat, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.shapes import Shape
+from pallas_kernels.wanted import Wanted
 
 CURRENT = "current: "
 MULTIPROCESSORS = 132
@@ -48,7 +49,7 @@ REHEARSED = (Shape(2, 8448, 1, "bfloat16"),)
 
 def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--rows", type=int, nargs="+", default=(64, 1536), metavar="R")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=(131_072,), metavar="V")
     parser.add_argument("--k", type=int, nargs="+", default=(20,), metavar="K")
@@ -116,7 +117,7 @@ def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Compa
     def contender(tiling: Tiling) -> Contender:
         def program(x: jax.Array, ids: jax.Array) -> Any:
             return run.topk_logprobs(
-                x, ids, shape.k, None, None, None, none, tiling, machine.interpret
+                x, ids, Wanted(shape.k), None, None, None, none, None, tiling, machine.interpret
             )
 
         return peers.jax_contender(program, buffers, token_ids, plug)

@@ -85,7 +85,7 @@ def program(widths):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--die-after", default=0, type=int, help="steps until the engine dies")
     parser.add_argument("--close-after", default=0, type=int, help="steps until it closes the ring")
     parser.add_argument("--then", default="stop", choices=["stop", "go-on"])

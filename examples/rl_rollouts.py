@@ -4,8 +4,9 @@
     python examples/rl_rollouts.py --mode raw        the classic mistake, and how it is noticed
 
 The rollouts' logprobs must be those of the distribution that the tokens were drawn from: here the
-request's own processed mode (temperature and top-k). The learner computes the same from a forward
-pass of its own, over whole sequences, with no cache and no drafts. |log ratio| <= 1e-4 says that
+request's own processed mode (temperature and top-p). The learner computes the same from a forward
+pass of its own, over whole sequences, with no cache and no drafts, and over the tokens that each
+token was drawn among: the kept sets, which come with the rollouts. |log ratio| <= 1e-4 says that
 both describe one policy; only then do the importance ratios of later updates mean anything.
 
 The reward is a toy: the share of vowels. The model is the tiny one that comes with the package.
@@ -19,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec.device import Compiled, LoopConfig, Worker
+from ipc.wire import KEPT_ALL
+from jax_specdec.device import Compiled, LoopConfig, Worker, kept_logprobs
 from jax_specdec.device.drafting import MtpDrafter
 from jax_specdec.device.model import init_cache, llama, load_model
 from jax_specdec.engine import (
@@ -31,9 +33,10 @@ from jax_specdec.engine import (
     decode,
 )
 from jax_specdec.engine import output_processor as processor
+from jax_specdec.export import ColumnBuilder
 
 B, MAX_TOKENS, NUM_DRAFTS = 16, 24, 1
-TEMPERATURE, TOP_K = 0.9, 40
+TEMPERATURE, TOP_P = 0.9, 0.8
 LEARNING_RATE = 0.02
 CLOSE = 1e-4  # what two float32 forward passes of different shapes may differ by
 PROMPT = tuple(byte_tokens.encode("def ", start_document=True).tolist())
@@ -47,44 +50,47 @@ class Outbox(list):
 
 
 def rollouts(config, compiled, params, mode, seed):
-    """Roll out B sequences: ids [B, LENGTH] int32, logprobs [B, MAX_TOKENS] float32, statistics."""
+    """Roll out B sequences: their columns, one row a token, and statistics."""
     worker = Worker(config, params, Outbox(), compiled=compiled)
     state = processor.ProcessorState.empty(num_slots=B)
     for slot in range(B):
         sampling = SamplingParams(
-            max_tokens=MAX_TOKENS, temperature=TEMPERATURE, top_k=TOP_K, seed=seed * B + slot,
-            logprobs=0, logprobs_mode=mode,
+            max_tokens=MAX_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=seed * B + slot,
+            logprobs=0, logprobs_mode=mode, kept_token_ids=True,
         )  # fmt: skip
         request = Request(id=str(slot), prompt_token_ids=PROMPT, params=sampling)
         worker.apply(control.Admit(slot=slot, generation=1, request=request))
         state = processor.admit(state, slot=slot, generation=1, request=request)
-    ids = [list(PROMPT) for _ in range(B)]
-    logprobs = [[] for _ in range(B)]
+    builder = ColumnBuilder()
     while worker.busy:
         worker.advance()
         for words in worker.sender:
             state, records = processor.step(state, decode(words.tobytes()))
-            for record in records:
-                ids[record.slot] += record.token_ids.tolist()
-                logprobs[record.slot] += record.logprobs[:, 0].tolist()
+            builder.add(records)
         worker.sender.clear()
-    return np.array(ids, np.int32), np.array(logprobs, np.float32), state.statistics
+    return builder.columns(), state.statistics
 
 
-def policy_logprobs(params, model, ids):
-    """Compute the emitted tokens' processed logprobs [B, MAX_TOKENS], differentiably."""
+def batch_of(columns):
+    """Arrange rollouts as ids [B, LENGTH], logprobs [B, MAX_TOKENS] and padded kept sets."""
+    rows = columns.rows_by_place(LENGTH)[:, len(PROMPT) :]  # no rollout ends early here
+    ids = np.concatenate([np.tile(np.int32(PROMPT), (B, 1)), columns.token_id[rows]], axis=1)
+    # A fixed width: one compiled program serves every batch.
+    kept = columns.kept.padded(rows, width=byte_tokens.VOCAB_SIZE)
+    return ids, columns.logprob[rows], kept
+
+
+def policy_logprobs(params, model, ids, kept):
+    """Compute the emitted tokens' logprobs [B, MAX_TOKENS] over their kept sets."""
     places = jnp.broadcast_to(jnp.arange(LENGTH - 1, dtype=jnp.int32), (B, LENGTH - 1))
     hidden, _ = llama.forward(params, model, ids[:, :-1], places, init_cache(model, B, LENGTH))
-    x = llama.logits(params, model, hidden[:, len(PROMPT) - 1 :]) / TEMPERATURE
-    # Which tokens top-k keeps is part of the policy, and is not differentiated.
-    smallest_kept = jax.lax.stop_gradient(jax.lax.top_k(x, TOP_K)[0][..., -1:])
-    kept = jax.nn.log_softmax(jnp.where(x >= smallest_kept, x, -jnp.inf))
-    return jnp.take_along_axis(kept, ids[:, len(PROMPT) :, None], axis=-1)[..., 0]
+    x = llama.logits(params, model, hidden[:, len(PROMPT) - 1 :])
+    return kept_logprobs(x, ids[:, len(PROMPT) :], kept, TEMPERATURE)
 
 
-def loss(params, model, ids, behavior, advantages):
+def loss(params, model, ids, behavior, kept, advantages):
     """Compute PPO's clipped surrogate (Schulman et al., arXiv 1707.06347), and the ratios."""
-    ratios = jnp.exp(policy_logprobs(params, model, ids) - behavior)
+    ratios = jnp.exp(policy_logprobs(params, model, ids, kept) - behavior)
     gain = advantages[:, None]
     clipped = jnp.clip(ratios, 0.8, 1.2)
     return -jnp.mean(jnp.minimum(ratios * gain, clipped * gain)), ratios
@@ -106,17 +112,18 @@ def compiled_loop(model):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--mode", default="processed", choices=["raw", "scaled", "processed"])
     mode = LogprobsMode[parser.parse_args(argv).mode.upper()]
     params, model = load_model(dtype="float32")
     config, compiled = compiled_loop(model)
     for iteration in range(2):
-        ids, behavior, statistics = rollouts(config, compiled, params, mode, seed=iteration)
+        columns, statistics = rollouts(config, compiled, params, mode, seed=iteration)
+        ids, behavior, kept = batch_of(columns)
         rewards = rewards_of(ids)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for epoch in range(2):
-            gradient, ratios = update(params, model, ids, behavior, advantages)
+            gradient, ratios = update(params, model, ids, behavior, kept, advantages)
             if epoch == 0:  # no update yet: rollouts and learner must describe one policy
                 log_ratio = jnp.abs(jnp.log(ratios))
                 print(
@@ -126,6 +133,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
                 if not log_ratio.max() <= CLOSE:
                     raise SystemExit(f"it must be <= {CLOSE}: the rollouts are of another policy")
+                all_kept = np.full_like(kept.counts, KEPT_ALL)
+                whole = kept._replace(counts=all_kept, log_kept=np.zeros_like(kept.log_kept))
+                _, wrong = update(params, model, ids, behavior, whole, advantages)
+                print(f"  without the kept sets, the mean ratio would be {wrong.mean():.3f}")
             print(
                 f"  epoch {epoch}: importance ratios from {ratios.min():.3f} to {ratios.max():.3f}"
             )

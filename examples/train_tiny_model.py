@@ -126,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
     add("--check", action="store_true", help="evaluate --weights on held-out text, train nothing")

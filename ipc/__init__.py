@@ -11,7 +11,7 @@
 A ring has one producer and one consumer. Every message arrives once, whole and in order, or the
 reader gets an error. One thread serves several rings with `wait_readable`; an asyncio program uses
 `async for message in reader` or `await reader.receive_async()`. Both need rings that were created
-with doorbell=True. Linux only; needs numpy and posix_ipc, never jax.
+with doorbell=True. Linux only; needs numpy, posix_ipc and xxhash, never jax.
 
 Code outside of this package imports three modules and no others, which may change: this one,
 `ipc.wire` (the bytes of a message) and `ipc.doctor` (what dead processes left in /dev/shm).

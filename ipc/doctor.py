@@ -10,7 +10,6 @@ namespaces, where this process sees other pids or start times. Run it where they
     python -m ipc.doctor [--remove]
 """
 
-import argparse
 import contextlib
 import os
 import stat
@@ -23,7 +22,7 @@ from ipc.errors import RingError
 from ipc.os_errors import explained
 from ipc.peers import ProcessIdentity, current_process, is_alive
 from ipc.protocol import SEMAPHORES
-from ipc.segment_names import PREFIX, SHM_DIRECTORY, creator_of
+from ipc.segment_names import PREFIX, SHM_DIRECTORY, creator_of, from_text, to_text
 
 State = Literal["dead", "alive", "other namespace", "other user"]
 UNKNOWN: State = "other namespace"
@@ -86,6 +85,39 @@ def remove_leftovers(files: list[RingFile]) -> list[RingFile]:
     return removed
 
 
+def this_process() -> str:
+    """Returns this process in words that `state_of` and `remove_rings_of` understand anywhere.
+
+    Raises:
+      RingError: /proc does not say which process this is.
+    """
+    return to_text(current_process())
+
+
+def state_of(process: str, owner: int) -> State | None:
+    """Says whether a process lives, from what its `this_process` returned.
+
+    Args:
+      process: the words; None is returned where they are something else.
+      owner: user id of the file that holds them.
+
+    Raises:
+      RingError: the operating system does not say which processes live.
+    """
+    creator = from_text(process)
+    return None if creator is None else _state(creator, owner, current_process())
+
+
+def remove_rings_of(process: str) -> None:
+    """Removes every name that this process left in /dev/shm, if it is dead.
+
+    Raises:
+      RingError: the operating system refuses to list them, or to say which processes live.
+    """
+    creator = from_text(process)
+    remove_leftovers([file for file in find_ring_files() if file.creator == creator])
+
+
 def report(files: list[RingFile], removed: list[RingFile]) -> str:
     """Returns what `main` prints about the files found and those removed."""
     if not files:
@@ -115,7 +147,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns the exit status: 1 while leftovers remain, 2 where it cannot know, else 0.
     """
-    parser = argparse.ArgumentParser(prog="python -m ipc.doctor", description=__doc__)
+    import argparse  # milliseconds, which processes that only ask for `this_process` need not spend
+
+    parser = argparse.ArgumentParser(
+        prog="python -m ipc.doctor", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
     options = parser.parse_args(arguments)

@@ -9,7 +9,7 @@ from functools import partial
 from os import getpid, sched_getaffinity
 from typing import ClassVar, Self
 
-from ipc.checksum import digest_function
+from ipc.checksum import checked_bytes, flags_of
 from ipc.counters import RingCounters
 from ipc.doorbell import Doorbell
 from ipc.errors import ForeignProcess, PeerDied, RingClosed, RingInUse, RingTimeout
@@ -17,7 +17,6 @@ from ipc.os_errors import explained
 from ipc.peers import PeerWatch, ProcessIdentity, process_start_time
 from ipc.segment import Segment
 from ipc.segment_layout import (
-    FLAG_CHECKSUM,
     FLAG_DOORBELL,
     LINE_CLOSED,
     LINE_POSITION,
@@ -58,7 +57,6 @@ class Endpoint:
     def _open(self, segment: Segment, wait: WaitPolicy) -> None:
         """Opens what may be refused, then meets the peer if it is there."""
         flags, semaphores = segment.header.flags, segment.semaphores
-        self._digest = digest_function() if flags & FLAG_CHECKSUM else None
         self._bell = Doorbell(segment.name) if flags & FLAG_DOORBELL else None
         self._freed = Waiter(semaphores["freed"], wait, self._obstacle, self._peer_shares)
         self._items = Waiter(semaphores["items"], wait, self._obstacle, self._peer_shares)
@@ -76,6 +74,7 @@ class Endpoint:
         self._session = segment.header.session
         self._num_slots = geometry.num_slots
         self._slot_bytes = geometry.slot_bytes
+        self._checked_bytes = checked_bytes(segment.header.flags, geometry.slot_bytes)
         self._num_descriptors = geometry.num_descriptors
         self._buffer = segment.buffer
         self._words = segment.words
@@ -96,7 +95,7 @@ class Endpoint:
         slot_bytes: int = DEFAULT_SLOT_BYTES,
         *,
         wait: WaitPolicy = "predict",
-        checksum: bool = False,
+        checksum: bool | None = None,
         doorbell: bool = False,
     ) -> Self:
         """Creates a ring and takes this side of it; the peer attaches by `.name`.
@@ -107,21 +106,19 @@ class Endpoint:
           wait: how this side waits: "predict" sleeps until shortly before the next message is
             expected and then spins, as long as other programs leave it the core; "spin" looks all
             the time, "block" sleeps in the kernel.
-          checksum: protect every payload with XXH3-64 (needs the `checksum` extra on both sides).
-            Descriptors always carry a CRC-32.
+          checksum: protect payloads with XXH3-64: all (True), none (False), or those of 16 KB or
+            less (None), where it costs little. Descriptors always carry a CRC-32.
           doorbell: add a file descriptor, for asyncio and for many rings in one thread.
 
         Raises:
           OutOfSharedMemory: /dev/shm has no room, or the process may not map so much.
           ValueError: a size is out of range.
-          RingError: xxhash is not installed, or the operating system refuses: no descriptor is
-            left, this user cannot make files in /dev/shm. `__cause__` is the system's own error.
+          RingError: the operating system refuses: no descriptor is left, this user cannot make
+            files in /dev/shm. `__cause__` is the system's own error.
         """
         check_policy(wait)
         geometry = Geometry(num_slots, slot_bytes)
-        if checksum:
-            digest_function()
-        flags = (FLAG_CHECKSUM if checksum else 0) | (FLAG_DOORBELL if doorbell else 0)
+        flags = flags_of(checksum) | (FLAG_DOORBELL if doorbell else 0)
         segment = Segment.create(cls._role, geometry, flags)
         try:
             endpoint = cls(segment, wait)

@@ -7,6 +7,9 @@ from os import getpid
 from time import monotonic_ns
 from typing import NamedTuple
 
+from xxhash import xxh3_64_intdigest
+
+from ipc.checksum import checksum_of
 from ipc.counters import RingCounters
 from ipc.endpoint import Endpoint
 from ipc.errors import CorruptMessage, EndOfStream, PeerDied, RingError, RingTimeout
@@ -16,7 +19,6 @@ from ipc.segment_layout import (
     DESCRIPTOR,
     DESCRIPTOR_FIELDS,
     DESCRIPTOR_MAGIC,
-    FLAG_CHECKSUM,
     FLAG_DOORBELL,
     FLAG_DROPPED,
     FLAG_END,
@@ -203,7 +205,7 @@ class RingReader(Endpoint):
             geometry.num_slots,
             geometry.slot_bytes,
             wait=self._wait_policy,
-            checksum=bool(flags & FLAG_CHECKSUM),
+            checksum=checksum_of(flags),
             doorbell=bool(flags & FLAG_DOORBELL),
         )
 
@@ -239,7 +241,7 @@ class RingReader(Endpoint):
             self._over = self._end_of_stream(flags, sequence)
             raise self._over
         data = self._slots[slot][:size].tobytes()
-        if self._digest is not None and self._digest(data) != checksum:
+        if size <= self._checked_bytes and xxh3_64_intdigest(data) != checksum:
             self._fail(
                 f"the payload of message {sequence} has a wrong checksum (bytes in it: {size})"
             )

@@ -11,20 +11,11 @@ LAST_GAPS = 5  # the interval is the median of so many gaps
 FIRST_NS = 5_000_000  # the longest first interval: a decode step, or less
 FIRST_REHEARSAL_NS = 500_000  # how long a rehearsal takes, until one was measured
 REHEARSAL_DECAY = 1024  # the share of that length that a wait too short for it takes off
-REST_UNITS = 64  # a side that lost its core while it spun sleeps for so many units,
-LONGEST_REST = 2048  # twice as many each time that it loses it soon again, up to these
-LONG_UNITS = 128  # not soon: so many units later
 NEVER = 1 << 63
 
 
 class Rhythm:
     """The intervals between units, and the window in which to spin for the next one.
-
-    Where cores are not free, spinning does harm: the scheduler takes the core from a side that has
-    spun for its share, for milliseconds, and a unit then comes just as late. A side that sleeps is
-    woken at once, as it has used nothing. So a side that lost its core sleeps for the next
-    REST_UNITS units, and for longer each time that a trial fails. Far less than a hundredth of the
-    units pay for the trials, and so the slowest hundredth is that of sleeping.
 
     Attributes:
       unwaited: units that were there at once since the last one that was waited for.
@@ -39,9 +30,6 @@ class Rhythm:
         self._gaps: list[int] = []  # the last ones
         self._gap_ns = 0  # the newest gap until it is learned, then 0
         self._lead_ns = LEAD_NS
-        self._rest = 0  # units for which to sleep
-        self._last_rest = REST_UNITS // 2
-        self._since_rest = 0  # units
         self._window = (NEVER, NEVER)
         self._window_of = (0, 0)  # last_ns and unwaited when the window was chosen
 
@@ -50,16 +38,9 @@ class Rhythm:
         self._gap_ns = (now - self.last_ns) // (self.unwaited + 1)
         self.last_ns = now
         self.unwaited = 0
-        if self._rest:
-            self._rest -= 1
-        else:
-            self._since_rest += 1
 
-    def lost_core(self) -> None:
-        """Notes that this side lost its core while it spun in the window."""
-        longer = min(2 * self._last_rest, LONGEST_REST)
-        self._rest = self._last_rest = REST_UNITS if self._since_rest >= LONG_UNITS else longer
-        self._since_rest = 0
+    def close_window(self) -> None:
+        """Ends the spinning for the next unit."""
         self._window = (NEVER, NEVER)
 
     def window(self, now: int) -> tuple[int, int]:
@@ -73,8 +54,6 @@ class Rhythm:
             self._learn()
             expected = self.last_ns + self.interval_ns * (self.unwaited + 1)
             start = max(now, expected - self._lead_ns)
-            if self._rest:
-                start = NEVER
             self._window, self._window_of = (start, start + 2 * self._lead_ns), unit
         return self._window
 

@@ -24,22 +24,31 @@ from ipc.protocol import SEMAPHORES
 
 SHM_DIRECTORY = Path("/dev/shm")
 PREFIX = "jax-specdec-ring"
-_NAME = re.compile(
-    rf"/{PREFIX}\.([0-9a-f]{{1,16}})-([0-9a-f]{{1,16}})\.(\d{{1,10}})\.(\d{{1,20}})\.[0-9a-f]{{32}}"
-)
+_OWNER = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{1,16})\.(\d{1,10})\.(\d{1,20})")
+_NAME = re.compile(rf"/{PREFIX}\.({_OWNER.pattern})\.[0-9a-f]{{32}}")
 
 
 def new_name(creator: ProcessIdentity) -> str:
     """Returns an unguessable ring name that says who created it."""
-    return (
-        f"/{PREFIX}.{creator.pid_namespace:x}-{creator.time_namespace:x}.{creator.pid}"
-        f".{creator.start_time}.{os.urandom(16).hex()}"
-    )
+    return f"/{PREFIX}.{to_text(creator)}.{os.urandom(16).hex()}"
 
 
 def creator_of(name: str) -> ProcessIdentity | None:
     """Reads the creator out of a ring's name; None if it is not the name of a ring."""
     match = _NAME.fullmatch(name)
+    return None if match is None else from_text(match[1])
+
+
+def to_text(process: ProcessIdentity) -> str:
+    """Writes a process as PIDS-TIMES.PID.START, as in the names of its rings."""
+    return (
+        f"{process.pid_namespace:x}-{process.time_namespace:x}.{process.pid}.{process.start_time}"
+    )
+
+
+def from_text(text: str) -> ProcessIdentity | None:
+    """Reads what `to_text` wrote; None if it is something else."""
+    match = _OWNER.fullmatch(text)
     if match is None:
         return None
     return ProcessIdentity(int(match[3]), int(match[4]), int(match[1], 16), int(match[2], 16))

@@ -5,7 +5,12 @@
     predict  sleep until shortly before the unit is expected (`ipc.rhythm`), then spin for a
              bounded time, then sleep: nearly the latency of spinning, for about LEAD_NS of CPU
              time per message, or up to a sixteenth of the interval where long intervals vary.
-             Where other programs want the cores, it sleeps like `block`
+             Until it has seen that a core is free (`ipc.free_cores`), it sleeps like `block`
+
+Where cores are not free, spinning does harm: the scheduler takes the core from a side that has spun
+for its share, for milliseconds, and a unit then comes just as late. A side that sleeps is woken at
+once, as it has used nothing. So a side begins asleep, spins once a core was free for a while, and
+sleeps again after it lost its core while it spun.
 
 Under `predict`, a rehearsal may run before the spinning: a function that brings into the caches
 what the unit will need. A core that slept, or that shares caches with busy cores, has lost it, and
@@ -28,6 +33,7 @@ from typing import Literal
 
 import posix_ipc
 
+from ipc.free_cores import FreeCores
 from ipc.rhythm import NEVER, RehearsalTime, Rhythm
 from ipc.semaphore import Semaphore
 
@@ -93,6 +99,7 @@ class Waiter:
         self._obstacle = obstacle
         self._peer_shares = peer_shares
         self._rhythm = Rhythm()
+        self._cores = FreeCores()
         self._rehearsal_time = RehearsalTime()
         self._one_core = False
         self._affinity_until = 0
@@ -187,7 +194,8 @@ class Waiter:
 
     def _spin_window(self, now: int) -> tuple[int, int]:
         if self._policy == "predict":
-            return self._rhythm.window(now)
+            window = self._rhythm.window(now)  # which also learns
+            return window if self._cores.look(now) else (NEVER, NEVER)
         return (0, NEVER) if self._policy == "spin" else (NEVER, NEVER)
 
     def _spin(self, until_ns: int) -> bool:
@@ -203,7 +211,8 @@ class Waiter:
                     os.sched_yield()
             looked, now = now, monotonic_ns()
             if now - looked > LOST_CORE_NS:
-                self._rhythm.lost_core()
+                self._cores.lost(now)
+                self._rhythm.close_window()
                 return taken
             if taken:
                 return True

@@ -9,11 +9,16 @@ array of little-endian 32-bit words::
              token ranks  [rows]             a row is a token that has logprobs
              logprobs     [rows, columns + chosen]  per slot, row-major, float32 bits
              top-K ids    [rows, columns - 1]       per slot, row-major
+             kept counts  [kept rows]      a kept row is an emitted token of a slot that asked
+             kept masses  [kept rows]      float32 bits
+             kept ids     [sum of counts]  row after row, ascending within each
 
 Only what exists travels: a slot without logprobs adds its token ids and nothing else, and a slot's
 rows are as wide as its own request asked for. Column 0 of `logprobs` is the token's own logprob
 (its id is among the token ids), columns 1.. are the top K, and the logprobs of the chosen token ids
-follow (the reader knows which ids its request chose).
+follow (the reader knows which ids its request chose). A kept count is the number of token ids that
+the row's distribution kept, or a mark instead of ids: `KEPT_ALL` or `KEPT_MANY`. The kept mass is
+the logarithm of their share.
 
 The functions take the array namespace `xp`, numpy or jax.numpy, and work on NumPy arrays as on
 traced JAX arrays. This module imports neither, so a consumer process stays free of jax.
@@ -31,12 +36,17 @@ from typing import Any, NamedTuple
 Array = Any  # numpy.ndarray or jax.Array: this module computes on both and imports neither
 
 MAGIC = 0x4C53  # "SL": speculative logprobs
-VERSION = 1
+VERSION = 2
 WORD_BYTES = 4
 
 MAX_TOP_K = 512  # columns 1..K of a row
 MAX_CHOSEN = 128  # token ids beside the top K that a request may name
+MAX_KEPT = 1024  # kept token ids of a row; more are a mark
 MAX_DRAFTS = 64  # of a slot and step: far beyond what pays, and each is a row of every step
+
+# What a kept count says where no ids follow, as int32.
+KEPT_ALL = -1  # no token of the vocabulary was cut
+KEPT_MANY = -2  # some were, and more than MAX_KEPT are left
 
 if sys.byteorder != "little":  # pragma: no cover - every platform of JAX is little-endian
     raise ImportError("the message layout is little-endian; this machine is big-endian")
@@ -110,7 +120,8 @@ HEADER = {
 SLOT_WORDS = 4
 SLOT = {
     "state": Field(0, 0, 8),
-    "mode": Field(0, 8, 8),
+    "mode": Field(0, 8, 7),
+    "kept": Field(0, 15, 1),  # its emitted tokens have kept sets
     "columns": Field(0, 16, 16),  # 0: no logprobs, K + 1 otherwise
     "num_tokens": Field(1, 0, 16),
     "num_rows": Field(1, 16, 16),  # tokens that have logprobs
@@ -126,9 +137,9 @@ assert SLOT_WORDS * WORD_BYTES <= 16, "a slot has at most 16 bytes"
 class DeviceCheck(IntEnum):
     """Checks on the device where a message is packed; a failed one sets a bit of `error_checks`."""
 
-    SLOT_COUNTS = 0  # more tokens, rows or drafts than a slot holds, or rows without tokens
+    SLOT_COUNTS = 0  # more tokens, rows, drafts or kept ids than there can be, or rows for none
     TOKEN_ID = 1  # an emitted id outside the vocabulary
-    SLOT_FIELDS = 2  # a state, mode, column or chosen count that does not exist
+    SLOT_FIELDS = 2  # a state, mode, column, chosen count or kept flag that does not exist
     WORDS = 3  # the message is longer than the bucket that the host chose
 
 
@@ -170,7 +181,7 @@ class Layout(NamedTuple):
     token_ranks: Array  # [B]
     logprobs: Array  # [B]
     topk_ids: Array  # [B]
-    num_words: Array  # [] of the whole message
+    num_words: Array  # [] of the message up to here: all of it, where no slot has kept sets
 
 
 def layout(
@@ -201,8 +212,24 @@ def sections(
     return ends - sizes, sizes.sum(axis=1, dtype=sizes.dtype)
 
 
+def kept_rows(xp: Any, state: Array, num_tokens: Array, kept: Array) -> Array:
+    """Returns the kept rows of each slot: its emitted tokens, where it asked for kept sets.
+
+    Args:
+      state, num_tokens, kept: integer arrays [B], fields of the slots.
+
+    Returns:
+      [B] of the dtype of `num_tokens`. A prefill's first token is one row: drafts follow it.
+    """
+    first = state == SlotState.PREFILL_FIRST_TOKEN
+    return xp.where(first, xp.minimum(num_tokens, 1), num_tokens) * kept
+
+
 def words_bound(
-    num_tokens: Sequence[int], columns: Sequence[int], num_chosen: Sequence[int]
+    num_tokens: Sequence[int],
+    columns: Sequence[int],
+    num_chosen: Sequence[int],
+    kept: Sequence[int | None] | None = None,
 ) -> int:
     """Returns the most words that slots with these counts [B] can fill.
 
@@ -210,11 +237,16 @@ def words_bound(
       num_tokens: the most tokens that each slot can emit, its drafts plus one.
       columns: columns of each slot, 0 without logprobs.
       num_chosen: chosen token ids of each slot.
+      kept: the most kept ids of a token of each slot; None for a slot without kept sets, or for
+        all slots.
     """
     words = HEADER_WORDS
-    for tokens, cols, chosen in zip(num_tokens, columns, num_chosen, strict=True):
+    most = [None] * len(num_tokens) if kept is None else kept
+    for tokens, cols, chosen, ids in zip(num_tokens, columns, num_chosen, most, strict=True):
         rows = tokens if cols > 0 else 0
         words += SLOT_WORDS + tokens + rows * (2 * cols + chosen)
+        if ids is not None:
+            words += tokens * (2 + ids)
     return words
 
 

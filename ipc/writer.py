@@ -4,6 +4,8 @@ import zlib
 from os import getpid
 from time import monotonic_ns
 
+from xxhash import xxh3_64_intdigest
+
 from ipc.counters import RingCounters
 from ipc.endpoint import Endpoint
 from ipc.errors import MessageTooLarge, PeerClosed, RingClosed, RingFull
@@ -116,7 +118,7 @@ class RingWriter(Endpoint):
             end = start + len(view)
             payload[start:end] = view  # CONSUMED: the slot's last reader is done
             start = end
-        checksum = 0 if self._digest is None else self._digest(payload[:size])
+        checksum = xxh3_64_intdigest(payload[:size]) if size <= self._checked_bytes else 0
         fields = DESCRIPTOR_FIELDS.pack(
             DESCRIPTOR_MAGIC, VERSION, flags, sequence, self._session, size, monotonic_ns(),
             checksum, slot,

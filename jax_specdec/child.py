@@ -1,16 +1,18 @@
 """What a process of a worker does before it imports anything that takes its time. Never jax.
 
-    python -P -m jax_specdec.child MODULE
+    python -P -m jax_specdec.child MODULE [PARENT]
 
 Its parent (an engine, or the lead of a group) writes one line to its standard input, the `Start`,
-and keeps the pipe open. First the process attaches to its ring, of which nothing then stays behind,
-whoever dies. Then it ties itself to its parent: the kernel kills it, even where it is stopped, and
-a thread ends it where the pipe ends. Then it begins to send heartbeats. Only after all this does it
-import MODULE and call its `main(child)`.
+and keeps the pipe open. A parent that is killed before the line is whole may have made a ring: the
+child removes it, by PARENT (`ipc.doctor.this_process`). First the process attaches to its ring, of
+which nothing then stays behind, whoever dies. Then it ties itself to its parent: the kernel kills
+it, even where it is stopped, and a thread ends it where the pipe ends. Then it begins to send
+heartbeats. Only after all this does it import MODULE and call its `main(child)`.
 
 https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 """
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -53,10 +55,15 @@ class Child:
         return self.client.vitals
 
 
-def begin() -> Child:
-    """Tie this process to its parent, and begin to send heartbeats."""
+def begin(parent: str = "") -> Child:
+    """Tie this process to its parent, and begin to send heartbeats.
+
+    Args:
+      parent: whose rings to remove if it has ended already; empty for nobody's.
+    """
     line = _first_line()
     if not line:  # it ended before it could say anything
+        _remove_rings_of(parent)
         os._exit(1)
     born = json.loads(line)
     ring = None
@@ -88,6 +95,13 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl cannot tie this process to its parent")
 
 
+def _remove_rings_of(parent: str) -> None:
+    from ipc import RingError, doctor
+
+    with contextlib.suppress(RingError, OSError):  # nobody is there to hear of it
+        doctor.remove_rings_of(parent)
+
+
 def _first_line() -> bytes:
     line = b""
     while not line.endswith(b"\n") and (more := os.read(STDIN, 1 << 16)):
@@ -103,9 +117,9 @@ def _end_with_pipe() -> NoReturn:
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point; the argument is the module to run."""
-    (name,) = arguments
-    child = begin()
+    """Entry point; the arguments are the module to run, and perhaps the parent."""
+    name, *parent = arguments
+    child = begin(*parent)
     status: int = importlib.import_module(name).main(child)
     return status
 

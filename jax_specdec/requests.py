@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
+from ipc.wire import MAX_CHOSEN, MAX_KEPT, MAX_TOP_K, LogprobsMode
 
 # Below the range, the rounding of float32 logits (1e-6 near 16) changes probabilities by per cents:
 # use greedy. Above it, logits that differ by 100 change probabilities by 1 %: use a uniform draw.
@@ -44,6 +44,8 @@ class SamplingParams:
       draft_logprobs: also send the draft model's logprobs of the drafts.
       prompt_logprobs: None for none; K for each prompt token's logprob and rank, given the tokens
         before it, and the K most likely there. The first prompt token has none.
+      kept_token_ids: also send the ids that each emitted token's processed distribution kept, and
+        the log of their share: what a learner needs to score the token as it was drawn.
     """
 
     max_tokens: int = 64
@@ -59,6 +61,7 @@ class SamplingParams:
     extra_token_ids: tuple[int, ...] = ()
     draft_logprobs: bool = False
     prompt_logprobs: int | None = None
+    kept_token_ids: bool = False
 
     def __post_init__(self) -> None:
         for name in ("stop_token_ids", "extra_token_ids"):
@@ -89,6 +92,8 @@ class SamplingParams:
             )
         if self.extra_token_ids and self.logprobs is None:
             raise RequestError("extra_token_ids need logprobs: ask for logprobs = 0 at least")
+        if not isinstance(self.kept_token_ids, bool):
+            raise RequestError(f"kept_token_ids = {self.kept_token_ids!r} must be True or False")
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
 
@@ -96,6 +101,15 @@ class SamplingParams:
     def num_columns(self) -> int:
         """Columns of logprobs in each row: 0 without logprobs, K + 1 otherwise."""
         return 0 if self.logprobs is None else self.logprobs + 1
+
+    @property
+    def most_kept(self) -> int | None:
+        """The most kept ids that travel with a token; None where they were not asked for."""
+        if not self.kept_token_ids:
+            return None
+        if self.temperature == 0:
+            return 1
+        return min(self.top_k, MAX_KEPT) if self.top_k else MAX_KEPT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +145,10 @@ class Request:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
         return cls._made(id, ids, prompt, params)
 
-    def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> Self:
+    def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> "Request":
         """The request with tokens behind its prompt that were emitted for it, unchecked."""
-        return self._made(
-            self.id,
-            self.prompt_token_ids + token_ids,
-            self.packed_prompt + packed(token_ids),
-            params,
-        )
+        prompt = self.packed_prompt + packed(token_ids)
+        return _Continued._packed_only(self.id, prompt, params)
 
     @property
     def packed_prompt(self) -> bytes:
@@ -157,6 +167,21 @@ class Request:
     def _keep(self, ids: tuple[int, ...], prompt: bytes) -> None:
         object.__setattr__(self, "prompt_token_ids", ids)
         object.__setattr__(self, "_packed", prompt)
+
+
+class _Continued(Request):
+    """A request whose ids are unpacked only where somebody asks: an engine sends them packed."""
+
+    @classmethod
+    def _packed_only(cls, id: str, prompt: bytes, params: SamplingParams) -> Self:
+        request = object.__new__(cls)
+        for name, value in (("id", id), ("params", params), ("_packed", prompt)):
+            object.__setattr__(request, name, value)
+        return request
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return unpacked(self.packed_prompt)
 
 
 def packed(ids: tuple[int, ...]) -> bytes:

@@ -13,6 +13,7 @@ from pallas_kernels.linear.types import LinearKeptLogprobs, LinearTopkLogprobs
 from pallas_kernels.padded_tables import LogprobsTensors, logprobs_tensors, padded_token_ids
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
 from pallas_kernels.types import Greedy, TopkLogprobs
+from pallas_kernels.wanted import RankTies
 
 __all__ = [
     "topk_logprobs",
@@ -22,6 +23,7 @@ __all__ = [
     "TopkLogprobs",
     "Greedy",
     "Implementation",
+    "RankTies",
     "gpu_obstacle",
     # From hidden states and a head, without logits.
     "linear_topk_logprobs",

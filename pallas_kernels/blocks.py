@@ -15,7 +15,7 @@ CPU_BYTES = 7 << 20
 # Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
 WIDE_ROWS = 256
 
-Outputs = TypeVar("Outputs", bound=tuple[jax.Array, ...])
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
 Values = TypeVar("Values")  # a tree of arrays
 
 
@@ -73,7 +73,7 @@ def map_blocks(
     block: int,
     num_rows: jax.Array | None,
     initial: Outputs,
-    inputs: tuple[jax.Array | None, ...],
+    inputs: Any,
 ) -> Outputs:
     """Call work(start) for each block of rows and put the outputs together.
 
@@ -83,7 +83,7 @@ def map_blocks(
       block: rows at a time.
       num_rows: int32 scalar; blocks from there on keep `initial`. None: all rows.
       initial: a NamedTuple of [R, ...] arrays, R >= block.
-      inputs: what `work` closes over.
+      inputs: a tree of the arrays that `work` closes over.
     """
     rows = initial[0].shape[0]
     if block == rows:

@@ -6,8 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.changes import WORD, Changes
+
 MAX_K = 512
 MAX_EXTRA = 128
+MAX_BIAS = 4096
 MAX_VOCABULARY = 2**24  # token ranks are counted in float32, exact up to here
 LOGITS_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -104,6 +107,32 @@ def check_options(
     if extra_token_ids is not None:
         extra_token_ids = check_extra_token_ids(extra_token_ids, num_targets)
     return num_rows, temperatures, extra_token_ids
+
+
+def check_changes(
+    allowed: Any, bias_token_ids: Any, bias: Any, num_targets: int, vocab_size: int
+) -> Changes | None:
+    """The changes of R target rows; None where nothing is changed."""
+    if allowed is not None:
+        shape = (num_targets, -(-vocab_size // WORD))
+        signed = str(getattr(allowed, "dtype", None)) == "int32"  # as xgrammar has it
+        allowed = _check("allowed", allowed, "int32" if signed else "uint32", shape)
+    if (bias_token_ids is None) != (bias is None):
+        missing = "bias" if bias is None else "bias_token_ids"
+        raise TypeError(f"{missing} is None; pass both bias_token_ids and bias, or none of them")
+    if bias is not None:
+        bias_token_ids = check_ids("bias_token_ids", bias_token_ids, (num_targets, "D"))
+        count = bias_token_ids.shape[1]
+        if count > MAX_BIAS:
+            raise ValueError(
+                f"bias_token_ids names {count} ids for each row; the limit is {MAX_BIAS}: add a "
+                "denser bias to the logits"
+            )
+        bias = _check("bias", bias, "float32", (num_targets, count))
+        if count == 0:
+            bias_token_ids = bias = None
+    changes = Changes(allowed, bias_token_ids, bias)
+    return None if changes == Changes() else changes
 
 
 def check_num_targets(num_targets: int, num_logits_rows: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32, UInt32
 
 from pallas_kernels import checks
 from pallas_kernels.finish import skipped_rows
@@ -13,6 +13,7 @@ from pallas_kernels.implementations import Implementation, choose_implementation
 from pallas_kernels.sharding import partitioned, placement, shards
 from pallas_kernels.transformations import transformable
 from pallas_kernels.types import AnyArray, TopkLogprobs
+from pallas_kernels.wanted import RankTies, Wanted, is_inclusive
 
 
 def topk_logprobs(
@@ -24,6 +25,13 @@ def topk_logprobs(
     num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
     temperatures: Float32[AnyArray, " R"] | None = None,
     extra_token_ids: Int32[AnyArray, "R C"] | None = None,
+    allowed: UInt32[AnyArray, "R W"] | Int32[AnyArray, "R W"] | None = None,
+    bias_token_ids: Int32[AnyArray, "R D"] | None = None,
+    bias: Float32[AnyArray, "R D"] | None = None,
+    rank_ties: RankTies = "strict",
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    top_logits: bool = False,
     implementation: Implementation | None = None,
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -45,6 +53,12 @@ def topk_logprobs(
       -1, logprobs NaN, token rank 0.
       A token id outside [0, V): NaN for that token, token rank 0; the row's top K stand.
 
+    Changes: `allowed` and the bias change logits while they are read, in this order: a forbidden
+    token's logit is -inf, whatever its own and its bias; another one that a bias names is the
+    float32 sum of its logit and its biases, and is not rounded back. All results are those of the
+    changed logits: a row with no token left is invalid, a bias of -inf forbids, a bias of NaN or
+    +inf makes a row invalid. Several biases of a token are added to one another first.
+
     Meshes: logits may be split by rows, by the vocabulary, or by both. Outside of `jax.shard_map`
     nothing need be named: explicit axes and existing arrays tell, and the compiler does for
     automatic axes. Each device reads its own part. Without `row_ids` the results are split as the
@@ -55,8 +69,8 @@ def topk_logprobs(
     not divide evenly, pad the last columns with anything and give `vocab_size`.
 
     Transformations: `vmap` folds a batch into rows. `jvp` and `grad` differentiate the logprobs of
-    all kinds by logits and temperatures; ids and token ranks have no derivative, nor have rows and
-    tokens without an answer.
+    all kinds, `log_sum_exp`, `entropy` and `top_logits` by logits, temperatures and `bias`; ids and
+    token ranks have no derivative, nor have rows and tokens without an answer.
 
     Args:
       logits: [N, V] bfloat16, float16 or float32; with `axis_name` inside `shard_map`, the
@@ -70,6 +84,13 @@ def topk_logprobs(
         token ranks still come from x. T = 0 means greedy and uses T = 1; a negative or infinite T
         gives NaN logprobs.
       extra_token_ids: [R, C] int32, C <= 128: more tokens whose logprobs are wanted.
+      allowed: [R, ceil(V / 32)] uint32 or int32, a bit a token: bit j of word w, the lowest being
+        bit 0, allows token 32 w + j; as xgrammar's token bitmask. Bits from V on are not read.
+      bias_token_ids: [R, D] int32, D <= 4096: tokens that get a bias; ids outside [0, V) get none.
+      bias: [R, D] float32, what is added to their logits.
+      rank_ties: "strict" counts the strictly larger logits, and 1; "inclusive" counts logits at
+        least as large, the token's own among them, as vLLM does.
+      log_sum_exp, entropy, top_logits: whether these results are wanted, see `TopkLogprobs`.
       implementation: "xla", "mosaic_gpu", or None for the fastest that runs here.
       axis_name: the mesh axis over which the vocabulary is sharded.
       vocab_size: V, where columns of padding follow.
@@ -77,7 +98,8 @@ def topk_logprobs(
 
     Returns:
       `TopkLogprobs(token_ids [R, k + 1] int32, logprobs [R, k + 1] float32, token_ranks [R] int32,
-      extra_logprobs [R, C] float32)`; see its docstring.
+      extra_logprobs [R, C] float32, log_sum_exp [R], entropy [R], top_logits [R, k] float32)`; see
+      its docstring. The last three are None unless they are wanted.
 
     Raises:
       TypeError, ValueError: a shape, a dtype, k or the implementation's name is not as above.
@@ -95,11 +117,12 @@ def topk_logprobs(
     num_rows, temperatures, extra_token_ids = checks.check_options(
         num_rows, temperatures, extra_token_ids, num_targets
     )
-    num_extra = 0 if extra_token_ids is None else extra_token_ids.shape[1]
+    changes = checks.check_changes(allowed, bias_token_ids, bias, num_targets, place.vocab_size)
+    wanted = Wanted(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
     if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
-        return skipped_rows(num_targets, k, num_extra)
-    arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
-    return _run(place, implementation, k, arguments)
+        return _skipped(wanted, num_targets, extra_token_ids)
+    arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
+    return _run(place, implementation, wanted, arguments)
 
 
 def greedy_topk_logprobs(
@@ -109,6 +132,13 @@ def greedy_topk_logprobs(
     num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
     temperatures: Float32[AnyArray, " N"] | None = None,
     extra_token_ids: Int32[AnyArray, "N C"] | None = None,
+    allowed: UInt32[AnyArray, "N W"] | Int32[AnyArray, "N W"] | None = None,
+    bias_token_ids: Int32[AnyArray, "N D"] | None = None,
+    bias: Float32[AnyArray, "N D"] | None = None,
+    rank_ties: RankTies = "strict",
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    top_logits: bool = False,
     implementation: Implementation | None = None,
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -120,7 +150,8 @@ def greedy_topk_logprobs(
     logits only once for both. Column 0 of `token_ids` is the greedy choice, in invalid rows too;
     `token_ranks` is 1 where the row is valid, else 0. Take it where all N rows' greedy choices are
     needed anyway; where few rows were accepted or asked for logprobs, `greedy` and then
-    `topk_logprobs` with `row_ids` may be cheaper.
+    `topk_logprobs` with `row_ids` may be cheaper. With `allowed` or a bias it is the choice among
+    the changed logits; inclusive ranks need a second read.
 
     Args, Returns, Raises: as `topk_logprobs`, with R = N.
     """
@@ -131,21 +162,28 @@ def greedy_topk_logprobs(
     num_rows, temperatures, extra_token_ids = checks.check_options(
         num_rows, temperatures, extra_token_ids, num_targets
     )
-    num_extra = 0 if extra_token_ids is None else extra_token_ids.shape[1]
+    changes = checks.check_changes(allowed, bias_token_ids, bias, num_targets, place.vocab_size)
+    wanted = Wanted(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
     if num_targets == 0:
-        return skipped_rows(num_targets, k, num_extra)
-    arguments = (logits, None, None, num_rows, temperatures, extra_token_ids)
-    return _run(place, implementation, k, arguments)
+        return _skipped(wanted, num_targets, extra_token_ids)
+    arguments = (logits, None, None, num_rows, temperatures, extra_token_ids, changes)
+    return _run(place, implementation, wanted, arguments)
+
+
+def _skipped(wanted: Wanted, num_targets: int, extra_token_ids: jax.Array | None) -> TopkLogprobs:
+    """The results of a call that reads no row."""
+    num_extra = 0 if extra_token_ids is None else extra_token_ids.shape[1]
+    return skipped_rows(num_targets, wanted, num_extra)
 
 
 def _run(
     place: placement.Place,
     implementation: Implementation | None,
-    k: int,
+    wanted: Wanted,
     arguments: Any,
 ) -> TopkLogprobs:
     """The call where its logits are; without token ids: of the greedy choice."""
-    call = shards.call_of(implementation, k)
+    call = shards.call_of(implementation, wanted)
     if place.mesh is not None:
         return placement.run(place, call, arguments)
     if place.layout.vocabulary:  # inside `shard_map`
@@ -154,4 +192,4 @@ def _run(
     if place.unknown:
         split = functools.partial(partitioned.run, call, place.shard)
         return transformable(lambda *arguments: split(arguments), place.shard)(*arguments)
-    return shards.whole(runner, place.shard, k, *arguments)
+    return shards.whole(runner, place.shard, wanted, *arguments)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.logarithm import logarithm
 from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.wanted import Wanted
 
 
 class RowStatistics(NamedTuple):
@@ -20,12 +21,15 @@ class RowStatistics(NamedTuple):
     maximum: [B] float32; anything where the row has a NaN: not every backend's maximum keeps it.
     sum_exp: [B] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN, 0
         where it has -inf alone.
-    num_larger: [B] int32, the number of logits strictly larger than the given token's.
+    num_larger: [B] int32, the number of logits strictly larger than the given token's; with
+        inclusive ranks, those equal to it count too.
+    weighted: [B] float32, sum of s exp(s), s = (x - maximum) / temperature; None without entropy.
     """
 
     maximum: jax.Array
     sum_exp: jax.Array
     num_larger: jax.Array
+    weighted: jax.Array | None = None
 
 
 class RowParts(NamedTuple):
@@ -36,6 +40,7 @@ class RowParts(NamedTuple):
     num_larger: jax.Array  # [R] int32
     top_ids: jax.Array  # [R, K] int32, of this part's columns; anything where the logit is -inf
     top_logits: jax.Array  # [R, K] float32, descending, ties lowest id first
+    weighted: jax.Array | None = None  # [R] float32
 
 
 def usable_temperatures(temperatures: jax.Array) -> jax.Array:
@@ -57,43 +62,86 @@ def wanted_rows(
 
 
 def finish(
+    wanted: Wanted,
+    vocab_size: int,
     statistics: RowStatistics,
     token_ids: jax.Array,
     logits: jax.Array,
     top_ids: jax.Array,
-    wanted: jax.Array,
+    rows: jax.Array,
     temperatures: jax.Array | None,
 ) -> TopkLogprobs:
-    """Step 3: logits [B, 1 + K + C] of the given token, the top K and the extra ids -> outputs."""
+    """Step 3: logits [B, 1 + K + C] of the given token, the top K and the extra ids -> outputs.
+
+    rows: [B] bool, those that are not skipped.
+    """
     with jax.named_scope("finish"):
         k = top_ids.shape[1]
-        maximum, sum_exp, num_larger = statistics
-        valid = wanted & jnp.isfinite(maximum) & ~jnp.isnan(sum_exp)
+        maximum, sum_exp, num_larger, weighted = statistics
+        valid = rows & jnp.isfinite(maximum) & ~jnp.isnan(sum_exp)
         scaled = logits - maximum[:, None]
         if temperatures is not None:
             scaled = scaled / temperatures[:, None]
-        logprobs = scaled - logarithm(sum_exp)[:, None]
-        logprobs = jnp.where(valid[:, None], logprobs, jnp.float32(jnp.nan))
+        log_sum = logarithm(sum_exp)
+        logprobs = scaled - log_sum[:, None]
+
+        def answers(x: jax.Array) -> jax.Array:
+            """x [B, ...] in rows that have an answer."""
+            shape = (-1,) + (1,) * (x.ndim - 1)
+            return jnp.where(valid.reshape(shape), x, jnp.float32(jnp.nan))
+
+        logprobs = answers(logprobs)
         known = valid & ~jnp.isnan(logits[:, 0])
+        if wanted.inclusive:  # all are at least -inf; some implementations count padding too
+            rank = jnp.where(logits[:, 0] == -jnp.inf, jnp.int32(vocab_size), num_larger)
+        else:
+            rank = 1 + num_larger
+        # Without a column no operation: XLA could not run interpreted kernels beside it.
+        none = logits[:, :0] if wanted.top_logits else None
         return TopkLogprobs(
             token_ids=jnp.concatenate(
                 [
-                    jnp.where(wanted, token_ids, jnp.int32(-1))[:, None],
+                    jnp.where(rows, token_ids, jnp.int32(-1))[:, None],
                     jnp.where(valid[:, None], top_ids, jnp.int32(-1)),
                 ],
                 axis=1,
             ),
             logprobs=logprobs[:, : k + 1],
-            token_ranks=jnp.where(known, 1 + num_larger, 0),
+            token_ranks=jnp.where(known, rank, 0),
             extra_logprobs=logprobs[:, k + 1 :],
+            log_sum_exp=(
+                answers(over(maximum, temperatures) + log_sum) if wanted.log_sum_exp else None
+            ),
+            entropy=None if weighted is None else answers(entropy(sum_exp, weighted, temperatures)),
+            top_logits=answers(logits[:, 1 : k + 1]) if wanted.top_logits and k else none,
         )
 
 
-def skipped_rows(num_targets: int, k: int, num_extra: int) -> TopkLogprobs:
+def over(x: jax.Array, temperatures: jax.Array | None) -> jax.Array:
+    """x [B] over the temperatures [B], if there are any."""
+    return x if temperatures is None else x / temperatures
+
+
+def entropy(sum_exp: jax.Array, weighted: jax.Array, temperatures: jax.Array | None) -> jax.Array:
+    """[B] of the two sums: both terms are 0 or more, so that no digits are lost."""
+    found = logarithm(sum_exp) - weighted / sum_exp
+    if temperatures is None:
+        return found
+    return jnp.where(jnp.isnan(temperatures), temperatures, found)
+
+
+def skipped_rows(num_targets: int, wanted: Wanted, num_extra: int) -> TopkLogprobs:
     """The outputs of rows that were not worked on."""
+
+    def nan(*shape: int) -> jax.Array:
+        return jnp.full((num_targets, *shape), jnp.nan, jnp.float32)
+
     return TopkLogprobs(
-        token_ids=jnp.full((num_targets, k + 1), -1, jnp.int32),
-        logprobs=jnp.full((num_targets, k + 1), jnp.nan, jnp.float32),
+        token_ids=jnp.full((num_targets, wanted.k + 1), -1, jnp.int32),
+        logprobs=nan(wanted.k + 1),
         token_ranks=jnp.zeros(num_targets, jnp.int32),
-        extra_logprobs=jnp.full((num_targets, num_extra), jnp.nan, jnp.float32),
+        extra_logprobs=nan(num_extra),
+        log_sum_exp=nan() if wanted.log_sum_exp else None,
+        entropy=nan() if wanted.entropy else None,
+        top_logits=nan(wanted.k) if wanted.top_logits else None,
     )

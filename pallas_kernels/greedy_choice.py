@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Int32
 
-from pallas_kernels.blocks import barrier, map_blocks, rows_on_cpu, tied
+from pallas_kernels.blocks import barrier, map_blocks, rows_on_cpu, rows_on_gpu, tied
+from pallas_kernels.changes import Changes, apply
 from pallas_kernels.checks import check_logits
 from pallas_kernels.ordered_keys import floats, key_of, ordered_keys
 from pallas_kernels.platforms import lowered_for
@@ -55,7 +56,7 @@ def _of_rows(
     @jax.custom_batching.custom_vmap
     def choose(logits: jax.Array) -> Greedy:
         place = placement.placed(logits, axis_name, mesh, vocab_size)
-        arguments = (logits, *[None] * 5)
+        arguments = (logits, *[None] * 6)
         if place.mesh is not None:
             return placement.run(place, _part, arguments)
         if place.unknown:
@@ -71,11 +72,9 @@ def _of_rows(
     return jax.jit(choose)
 
 
-def _part(shard: VocabShard, *arguments: jax.Array | None) -> Greedy:
+def _part(shard: VocabShard, *arguments: Any) -> Greedy:
     """`greedy` of the rows of which this device holds the columns of `shard`."""
-    logits = arguments[0]
-    assert logits is not None
-    logits = shard.masked(logits)
+    logits = shard.masked(arguments[0])
     if shard.axis_name is not None:
         return _across_shards(logits, shard)
     return greedy_of_rows(logits)
@@ -94,28 +93,45 @@ def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:
     )
 
 
-def greedy_of_rows(logits: jax.Array) -> Greedy:
-    """`greedy` of at least one whole row, as suits the platform that the program is lowered for."""
+def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
+    """`greedy` of at least one whole row, as suits the platform that the program is lowered for.
 
-    def like(logits: jax.Array) -> Greedy:
+    changes: of the same rows, `prepared`.
+    """
+
+    def like(logits: jax.Array, _: Changes | None) -> Greedy:
         return Greedy(jnp.zeros(logits.shape[0], jnp.int32), jnp.zeros(logits.shape[0], bool))
 
-    # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them.
-    return lowered_for(logits, like=like, cpu=greedy_in_blocks, default=greedy_block)
+    def elsewhere(logits: jax.Array, changes: Changes | None) -> Greedy:
+        # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them. Changed
+        # logits are a copy on all.
+        if changes is None:
+            return greedy_block(logits)
+        return greedy_in_blocks(rows_on_gpu, greedy_block, logits, changes)
+
+    on_cpu = functools.partial(greedy_in_blocks, rows_on_cpu, greedy_block_on_cpu)
+    return lowered_for(logits, changes, like=like, cpu=on_cpu, default=elsewhere)
 
 
-def greedy_in_blocks(logits: jax.Array) -> Greedy:
+def greedy_in_blocks(
+    block_rows: Callable[..., int],
+    choose: Callable[[jax.Array], Greedy],
+    logits: jax.Array,
+    changes: Changes | None,
+) -> Greedy:
     """`greedy` of at least one row, with temporaries of a few blocks."""
     num_rows = logits.shape[0]
-    block = rows_on_cpu(logits, num_rows, 0, False)
+    block = block_rows(logits, num_rows, 0, changes is not None)
 
     def work(start: jax.Array) -> Greedy:
-        if block == num_rows:
-            return greedy_block_on_cpu(logits)
-        return greedy_block_on_cpu(lax.dynamic_slice_in_dim(tied(logits, start), start, block))
+        def part(x: jax.Array) -> jax.Array:
+            return x if block == num_rows else lax.dynamic_slice_in_dim(x, start, block)
+
+        x = logits if block == num_rows else part(tied(logits, start))
+        return choose(apply(x, jax.tree.map(part, changes)))
 
     initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
-    return map_blocks(work, block, None, initial, (logits,))
+    return map_blocks(work, block, None, initial, (logits, changes))
 
 
 def greedy_block(x: jax.Array) -> Greedy:

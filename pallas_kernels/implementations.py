@@ -11,11 +11,13 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 import jax
 
 from pallas_kernels import xla
+from pallas_kernels.changes import prepared
 from pallas_kernels.finish import RowParts
 from pallas_kernels.greedy_choice import greedy_of_rows
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.wanted import Wanted
 
 Implementation = Literal["xla", "mosaic_gpu"]
 Result = TypeVar("Result")
@@ -107,16 +109,11 @@ def cuda_capability() -> float | None:
     return min(numbers, default=None)
 
 
-def xla_greedy_topk_logprobs(
-    logits: jax.Array,
-    k: int,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    extra_token_ids: jax.Array,
-) -> TopkLogprobs:
+def xla_greedy_topk_logprobs(logits: jax.Array, wanted: Wanted, *rest: Any) -> TopkLogprobs:
     """The fused path's result from two reads."""
-    token_ids = greedy_of_rows(logits).token_ids
-    return xla.topk_logprobs(logits, token_ids, k, None, num_rows, temperatures, extra_token_ids)
+    *_, changes = rest
+    token_ids = greedy_of_rows(logits, prepared(changes, logits.shape[1])).token_ids
+    return xla.topk_logprobs(logits, token_ids, wanted, None, *rest)
 
 
 def compiled(
@@ -127,16 +124,16 @@ def compiled(
     """Compiled here too, so that a call outside jit runs one program and not one per operation."""
 
     def transformable_topk(
-        logits: jax.Array, token_ids: jax.Array, k: int, *rest: Any
+        logits: jax.Array, token_ids: jax.Array, wanted: Wanted, *rest: Any
     ) -> TopkLogprobs:
         def call(logits: jax.Array, token_ids: jax.Array, *rest: Any) -> TopkLogprobs:
-            return topk(logits, token_ids, k, *rest)
+            return topk(logits, token_ids, wanted, *rest)
 
         return transformable(call)(logits, token_ids, *rest)
 
-    def transformable_greedy(logits: jax.Array, k: int, *rest: Any) -> TopkLogprobs:
+    def transformable_greedy(logits: jax.Array, wanted: Wanted, *rest: Any) -> TopkLogprobs:
         def call(logits: jax.Array, _: None, __: None, *rest: Any) -> TopkLogprobs:
-            return greedy_topk(logits, k, *rest)
+            return greedy_topk(logits, wanted, *rest)
 
         return transformable(call)(logits, None, None, *rest)
 
@@ -154,49 +151,50 @@ class _Kernel(NamedTuple):
     """
 
     name: str
-    k_position: int
-    k: int
+    position: int  # of `wanted` among the arguments
+    wanted: Wanted
     otherwise: Callable[..., Any] | None  # what runs where kernels cannot; None: that is an error
 
-    def here(self, *arguments: jax.Array | None) -> Any:
+    def here(self, *arguments: Any) -> Any:
         capability = cuda_capability()  # of this host; None: the program is made for another one
         obstacle = None if capability is None else capability_obstacle(capability)
         if obstacle is not None:
             return self.elsewhere(*arguments, obstacle=obstacle)
         from pallas_kernels.mosaic_gpu import run
 
-        return getattr(run, self.name)(*self.with_k(arguments))
+        return getattr(run, self.name)(*self.complete(arguments))
 
-    def elsewhere(
-        self, *arguments: jax.Array | None, obstacle: str = "there is no CUDA device here"
-    ) -> Any:
+    def elsewhere(self, *arguments: Any, obstacle: str = "there is no CUDA device here") -> Any:
         if self.otherwise is None:
             _refuse(obstacle)
-        return self.otherwise(*self.with_k(arguments))
+        return self.otherwise(*self.complete(arguments))
 
-    def with_k(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*arguments[: self.k_position], self.k, *arguments[self.k_position :])
+    def complete(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*arguments[: self.position], self.wanted, *arguments[self.position :])
 
 
 def _on_cuda(
-    name: str, k_position: int, otherwise: Callable[..., Result] | None, like: Callable[..., Result]
+    name: str, position: int, otherwise: Callable[..., Result] | None, like: Callable[..., Result]
 ) -> Callable[..., Result]:
-    """A function of arrays or None, and of a static K at `k_position`."""
+    """A function of arrays or None, and of a static `Wanted` at this position."""
 
     def call(*given: Any) -> Result:
-        k = given[k_position]
-        arguments = (*given[:k_position], *given[k_position + 1 :])
-        kernel = _Kernel(name, k_position, k, otherwise)
+        wanted = given[position]
+        arguments = (*given[:position], *given[position + 1 :])
+        kernel = _Kernel(name, position, wanted, otherwise)
         found: Result = lowered_for(
-            *arguments, like=functools.partial(like, k), default=kernel.elsewhere, cuda=kernel.here
+            *arguments,
+            like=functools.partial(like, wanted),
+            default=kernel.elsewhere,
+            cuda=kernel.here,
         )
         return found
 
     return call
 
 
-def _like_greedy(k: int, logits: jax.Array, *rest: jax.Array | None) -> TopkLogprobs:
-    return xla.like_topk_logprobs(k, logits, None, *rest)
+def _like_greedy(wanted: Wanted, logits: jax.Array, *rest: Any) -> TopkLogprobs:
+    return xla.like_topk_logprobs(wanted, logits, None, *rest)
 
 
 def _with_kernels(

@@ -10,6 +10,8 @@ from numpy.typing import ArrayLike
 
 ABSOLUTE_ERROR = 1e-5
 RELATIVE_ERROR = 2e-7
+ENTROPY_ERROR = 1e-5
+RELATIVE_ENTROPY_ERROR = 2e-6
 
 
 class Expected(NamedTuple):
@@ -19,6 +21,9 @@ class Expected(NamedTuple):
     logprobs: np.ndarray  # [R, K + 1] float64
     token_ranks: np.ndarray  # [R] int32
     extra_logprobs: np.ndarray  # [R, C] float64
+    log_sum_exp: np.ndarray  # [R] float64
+    entropy: np.ndarray  # [R] float64
+    top_logits: np.ndarray  # [R, K] float64
 
 
 def topk_logprobs(
@@ -30,9 +35,16 @@ def topk_logprobs(
     num_rows: Any = None,
     temperatures: Any = None,
     extra_token_ids: Any = None,
+    allowed: Any = None,
+    bias_token_ids: Any = None,
+    bias: Any = None,
+    rank_ties: str = "strict",
 ) -> Expected:
-    """logits [N, V], token_ids [R], row_ids [R], temperatures [R], extra_token_ids [R, C]."""
-    logits = np.asarray(logits).astype(np.float64)
+    """logits [N, V], token_ids [R], row_ids [R], temperatures [R], extra_token_ids [R, C].
+
+    allowed [R, ceil(V / 32)], bias_token_ids and bias [R, D]. All results are there, as if asked.
+    """
+    logits = np.asarray(logits)
     token_ids = np.asarray(token_ids)
     num_targets = len(token_ids)
     extra = np.zeros((num_targets, 0), int) if extra_token_ids is None else extra_token_ids
@@ -42,12 +54,19 @@ def topk_logprobs(
         np.full((num_targets, k + 1), np.nan),
         np.zeros(num_targets, np.int32),
         np.full(extra.shape, np.nan),
+        np.full(num_targets, np.nan),
+        np.full(num_targets, np.nan),
+        np.full((num_targets, k), np.nan),
     )
     for r in range(num_targets):
         row = r if row_ids is None else int(row_ids[r])
         if (num_rows is not None and r >= num_rows) or not 0 <= row < len(logits):
             continue  # skipped
-        x = logits[row]
+        x = changed(
+            logits[row],
+            None if allowed is None else np.asarray(allowed)[r],
+            () if bias is None else zip(bias_token_ids[r], bias[r], strict=True),
+        )
         token = int(token_ids[r])
         out.token_ids[r, 0] = token
         if not is_valid(x):
@@ -58,13 +77,49 @@ def topk_logprobs(
         out.token_ids[r, 1 : 1 + len(ids)] = ids
         out.logprobs[r, 1:] = -np.inf
         out.logprobs[r, 1 : 1 + len(ids)] = lp[ids]
+        out.log_sum_exp[r] = log_sum_exp(x, temperature)
+        out.entropy[r] = entropy(lp)
+        out.top_logits[r] = -np.inf
+        out.top_logits[r, : len(ids)] = x[ids]
         if 0 <= token < len(x):
             out.logprobs[r, 0] = lp[token]
-            out.token_ranks[r] = token_rank(x, token)
+            out.token_ranks[r] = token_rank(x, token, rank_ties)
         for c, other in enumerate(extra[r]):
             if 0 <= other < len(x):
                 out.extra_logprobs[r, c] = lp[other]
     return out
+
+
+def changed(row: Any, allowed: Any, biases: Any) -> np.ndarray:
+    """The changed logits [V] float64 of a row; allowed: words; biases: pairs of id and number."""
+    x = np.asarray(row).astype(np.float64)
+    sums: dict[int, np.float32] = {}
+    with np.errstate(invalid="ignore", over="ignore"):
+        for token, number in biases:
+            sums[int(token)] = sums.get(int(token), np.float32(0)) + np.float32(number)
+        for token, number in sums.items():
+            if 0 <= token < len(x):
+                x[token] = np.float32(x[token]) + number
+    if allowed is not None:
+        for token in range(len(x)):
+            if not int(allowed[token // 32]) >> token % 32 & 1:
+                x[token] = -np.inf
+    return x
+
+
+def log_sum_exp(x: ArrayLike, temperature: float = 1.0) -> float:
+    """log(sum(exp(x / T))) of a valid row [V]; temperature 0 uses 1."""
+    x = np.asarray(x, np.float64)
+    t = temperature or 1.0
+    with np.errstate(over="ignore"):
+        return float(x.max() / t + np.log(np.exp((x - x.max()) / t).sum()))
+
+
+def entropy(logprobs: ArrayLike) -> float:
+    """-sum(p log p) in nats of logprobs [V]."""
+    found = np.asarray(logprobs, np.float64)
+    found = found[found > -np.inf]
+    return float(-(np.exp(found) * found).sum())
 
 
 def is_valid(x: ArrayLike) -> bool:
@@ -89,9 +144,11 @@ def top_ids(x: ArrayLike, k: int) -> np.ndarray:
     return found
 
 
-def token_rank(x: ArrayLike, token: int) -> int:
-    """1 + the number of strictly larger logits."""
+def token_rank(x: ArrayLike, token: int, rank_ties: str = "strict") -> int:
+    """1 + the number of strictly larger logits; or "inclusive", those at least as large."""
     x = np.asarray(x, np.float64)
+    if rank_ties == "inclusive":
+        return int((x >= x[token]).sum())
     return 1 + int((x > x[token]).sum())
 
 
@@ -127,6 +184,22 @@ def assert_matches(actual: Any, expected: Expected) -> None:
     np.testing.assert_array_equal(np.asarray(actual.token_ranks), expected.token_ranks)
     assert_logprobs_close(actual.logprobs, expected.logprobs)
     assert_logprobs_close(actual.extra_logprobs, expected.extra_logprobs)
+    if actual.log_sum_exp is not None:
+        assert_logprobs_close(actual.log_sum_exp, expected.log_sum_exp)
+    if actual.entropy is not None:
+        assert_entropies_close(actual.entropy, expected.entropy)
+    if actual.top_logits is not None:
+        np.testing.assert_array_equal(actual.top_logits, expected.top_logits.astype(np.float32))
+
+
+def assert_entropies_close(actual: Any, expected: Any) -> None:
+    """Within the contract's bound; NaN at the same places."""
+    actual = np.asarray(actual)
+    assert actual.dtype == np.float32, actual.dtype
+    bound = ENTROPY_ERROR + RELATIVE_ENTROPY_ERROR * np.abs(expected)
+    error = np.abs(actual.astype(np.float64) - expected)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    assert np.all((error <= bound) | np.isnan(expected)), (actual, expected, error)
 
 
 def edge_rows(vocabulary: int, dtype: Any, group_width: int) -> np.ndarray:

@@ -42,6 +42,11 @@ def strictly_larger(x: jax.Array, than: jax.Array) -> jax.Array:
     return (_integers(x) ^ turned) > (other ^ turned)
 
 
+def just_below(x: jax.Array) -> jax.Array:
+    """The next smaller float of x's dtype; anything where x is -inf or NaN."""
+    return floats(ordered_keys(x) - 1, x.dtype)
+
+
 def canonical(x: jax.Array) -> jax.Array:
     """0.0 for -0.0, and -inf for NaN of either sign; every other value keeps its bits."""
     # Not `x == 0`, which is true of a subnormal where XLA flushes it.

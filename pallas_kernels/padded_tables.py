@@ -49,7 +49,8 @@ def logprobs_tensors(
 
     Returns:
       `LogprobsTensors`. A column after a row's own number holds id -1 and logprob -inf. Token
-      ranks are 1 + the number of larger logits; vLLM's own count tied tokens too.
+      ranks are 1 + the number of larger logits; vLLM's own count tied tokens too, as
+      `rank_ties="inclusive"` does.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `topk_logprobs`.

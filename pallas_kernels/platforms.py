@@ -28,16 +28,16 @@ def _flat(function: Callable[..., Any], tree: Any) -> Flat:
 
 
 def lowered_for(
-    *arguments: jax.Array | None,
+    *arguments: Any,
     like: Callable[..., Result],
     default: Callable[..., Result],
     **others: Callable[..., Result],
 ) -> Result:
     """What the platform's function returns: one of `others` by name ("cpu"), else `default`.
 
-    All functions take the arguments. `like` is traced for the results' shapes and dtypes alone.
-    Under `shard_map` the results vary over every mesh axis over which an argument does: that is a
-    part of their type.
+    All functions take the arguments, trees of arrays. `like` is traced for the results' shapes and
+    dtypes alone. Under `shard_map` the results vary over every mesh axis over which an argument
+    does: that is a part of their type.
     """
     arrays, tree = jax.tree.flatten(arguments)
     results = jax.tree.structure(jax.eval_shape(like, *arguments))

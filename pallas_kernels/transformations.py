@@ -4,11 +4,15 @@ A batch is folded into rows: one call on A * R target rows, whatever the kernels
 would do. The derivative is written down instead of traced, since a loop of unknown length has no
 reverse mode, and a kernel has neither:
 
-    d logprob[r, c] = (dx[id] - sum_v p[v] dx[v]) / T        x: row r's logits, p: softmax(x / T)
+    d logprob[r, c]  = (dx[id] - sum_v p[v] dx[v]) / T     x: row r's logits, p: softmax(x / T)
+    d log_sum_exp[r] = sum_v p[v] dx[v] / T
+    d entropy[r]     = -sum_v p[v] (s[v] - mean of s) dx[v] / T                s = (x - m) / T
+    d top_logit[r, c] = dx[id]
 
-for a row without an invalid value and a token inside the vocabulary; everywhere else it is 0. The
-temperature's derivative is the same with -(x[v] - m) / T in the place of dx[v]. Ids and token ranks
-have none.
+for a row without an invalid value and a token inside the vocabulary; everywhere else it is 0. With
+changes x is the changed logit: dx[v] is that of the logit plus those of its biases, and 0 for a
+forbidden token. The temperature's derivative is the same with -s[v] in the place of dx[v], and of
+log_sum_exp with -x[v] / T. Ids and token ranks have none.
 """
 
 from collections.abc import Callable
@@ -17,9 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import changes as of_logits
+from pallas_kernels.changes import Changes
 from pallas_kernels.finish import skipped_rows, usable_temperatures
-from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
+from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
 from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.wanted import Wanted
 
 Call = Callable[..., TopkLogprobs]
 
@@ -29,7 +36,8 @@ def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
 
     Args:
       call: a function of (logits [N, W], token_ids [R] or None for the greedy choice, row_ids [R]
-        or None, num_rows [] or None, temperatures [R] or None, extra_token_ids [R, C]).
+        or None, num_rows [] or None, temperatures [R] or None, extra_token_ids [R, C],
+        `Changes` of R rows or None).
       shard: the vocabulary's columns that logits hold.
 
     Returns:
@@ -43,7 +51,7 @@ def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
         return out, jax.tree.map(lambda _: True, out)
 
     # The call itself has no derivative; the logprobs that it found get one.
-    differentiable = jax.custom_jvp(lambda out, *_: (out.logprobs, out.extra_logprobs))
+    differentiable = jax.custom_jvp(lambda out, *_: _with_derivative(out))
 
     @differentiable.defjvp
     def _jvp(primals: Any, tangents: Any) -> Any:
@@ -56,16 +64,24 @@ def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
         num_rows: jax.Array | None,
         temperatures: jax.Array | None,
         extra_token_ids: jax.Array | None,
+        changes: Changes | None = None,
     ) -> TopkLogprobs:
         if extra_token_ids is None:
             targets = next(x for x in (token_ids, row_ids, logits) if x is not None)
             extra_token_ids = jnp.zeros((targets.shape[0], 0), jnp.int32)
-        constant, t = jax.lax.stop_gradient((logits, temperatures))
-        out = batched(constant, token_ids, row_ids, num_rows, t, extra_token_ids)
-        logprobs, extra = differentiable(out, logits, row_ids, temperatures, extra_token_ids)
-        return TopkLogprobs(out.token_ids, logprobs, out.token_ranks, extra)
+        constant, t, other = jax.lax.stop_gradient((logits, temperatures, changes))
+        out = batched(constant, token_ids, row_ids, num_rows, t, extra_token_ids, other)
+        found = differentiable(out, logits, row_ids, temperatures, extra_token_ids, changes)
+        result: TopkLogprobs = out._replace(**found)
+        return result
 
     return transformed
+
+
+def _with_derivative(out: TopkLogprobs) -> dict[str, jax.Array]:
+    """The results that have a derivative, by name."""
+    names = ("logprobs", "extra_logprobs", "log_sum_exp", "entropy", "top_logits")
+    return {name: x for name in names if (x := getattr(out, name)) is not None}
 
 
 def _folded(
@@ -78,6 +94,7 @@ def _folded(
     num_rows: jax.Array | None,
     temperatures: jax.Array | None,
     extra_token_ids: jax.Array,
+    changes: Changes | None,
 ) -> TopkLogprobs:
     """`size` calls as one: the outputs [size, R, ...]."""
     logits_batched, *_ = is_batched
@@ -91,8 +108,9 @@ def _folded(
     token_ids, row_ids, num_rows, temperatures, extra = map(
         each,
         (token_ids, row_ids, num_rows, temperatures, extra_token_ids),
-        is_batched[1:],
+        is_batched[1:6],
     )
+    changes = jax.tree.map(each, changes, is_batched[6])
     assert extra is not None
     num_targets = extra.shape[1]
     is_greedy = token_ids is None
@@ -118,31 +136,40 @@ def _folded(
         None,
         flat(temperatures),
         flat(extra),
+        jax.tree.map(flat, changes),
     )
-    out = TopkLogprobs(*(x.reshape(size, num_targets, *x.shape[1:]) for x in out))
+    out = TopkLogprobs(
+        *jax.tree.map(lambda x: x.reshape(size, num_targets, *x.shape[1:]), tuple(out))
+    )
     if not is_greedy or wanted is None:
         return out
-    skipped = skipped_rows(num_targets, out.token_ids.shape[2] - 1, extra.shape[2])
+    like = Wanted(
+        out.token_ids.shape[2] - 1,
+        out.log_sum_exp is not None,
+        out.entropy is not None,
+        out.top_logits is not None,
+    )
+    skipped = skipped_rows(num_targets, like, extra.shape[2])
 
     def where(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
         return jnp.where(wanted.reshape(wanted.shape + (1,) * (x.ndim - 2)), x, of_skipped)
 
-    return TopkLogprobs(*map(where, out, skipped))
+    result: TopkLogprobs = jax.tree.map(where, out, skipped)
+    return result
 
 
-def _tangent(shard: VocabShard, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """What a change of the logits and of the temperatures changes of both kinds of logprobs."""
-    out, logits, row_ids, temperatures, extra_token_ids = primals
-    _, d_logits, _, d_temperatures, _ = tangents
-    logits, d_logits = jnp.asarray(logits), jnp.asarray(d_logits)
-    num_targets = out.token_ids.shape[0]
+def _tangent(shard: VocabShard, primals: Any, tangents: Any) -> dict[str, jax.Array]:
+    """What a change of logits, temperatures and biases changes of `_with_derivative`."""
+    out, logits, row_ids, temperatures, extra_token_ids, changes = primals
+    _, d_logits, _, d_temperatures, _, d_changes = tangents
+    num_targets, k = out.token_ids.shape[0], out.token_ids.shape[1] - 1
     rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
     rows = jnp.clip(rows, 0, logits.shape[0] - 1)
     ids = jnp.concatenate([out.token_ids, extra_token_ids], axis=1)
     logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)
     known = ~jnp.isnan(logprobs) & (ids >= 0)
 
-    x = shard.masked(logits)[rows].astype(jnp.float32)
+    x, dx = _changed(shard, rows, (logits, changes), (d_logits, d_changes))
     maximum = shard.maximum(jnp.where(jnp.isnan(x), -jnp.inf, x))
     valid = jnp.isfinite(maximum) & ~shard.any(jnp.isnan(x))
     # Zeros where a row has no answer: 0 * NaN would not be 0 when this is transposed.
@@ -154,18 +181,68 @@ def _tangent(shard: VocabShard, primals: Any, tangents: Any) -> tuple[jax.Array,
     weights = jnp.exp(shifted)
     total = shard.sum(weights)
     weights = weights / jnp.where(total > 0, total, 1)[:, None]
+    finite = jnp.where(jnp.isfinite(shifted), shifted, 0)  # s
+    center = shard.sum(weights * finite)[:, None]
 
-    mean = shard.sum(weights * d_logits[rows].astype(jnp.float32))
-    changes = named_logits(d_logits, rows, jnp.where(known, ids, 0), shard) - mean[:, None]
+    named = _named(dx, jnp.where(known, ids, 0), shard)
+    mean = shard.sum(weights * dx)[:, None]
+    moved, of_sum, of_entropy = named - mean, mean, -_weighted(shard, weights, finite, center, dx)
     if t is not None:
-        changes = changes / t
-        finite = jnp.where(jnp.isfinite(shifted), shifted, 0)
-        mean = shard.sum(weights * finite)
-        scaled = named_logits(logits, rows, jnp.where(known, ids, 0), shard) - maximum[:, None]
+        moved, of_sum, of_entropy = moved / t, of_sum / t, of_entropy / t
+        scaled = _named(x, jnp.where(known, ids, 0), shard) - maximum[:, None]
         scaled = jnp.where(jnp.isfinite(scaled), scaled, 0) / t
         # A temperature of 0 is read as 1: a constant, which does not change.
         slope = jnp.where(temperatures[:, None] == 0, 0.0, d_temperatures[:, None] / t)
-        changes += (mean[:, None] - scaled) * slope
-    changes = jnp.where(known & valid[:, None], changes, 0)
-    k = out.logprobs.shape[1] - 1
-    return changes[:, : k + 1], changes[:, k + 1 :]
+        moved += (center - scaled) * slope
+        of_sum -= (center + jnp.where(valid, maximum, 0)[:, None] / t) * slope
+        of_entropy += _weighted(shard, weights, finite, center, finite) * slope
+    moved = jnp.where(known & valid[:, None], moved, 0)
+    changed = {"logprobs": moved[:, : k + 1], "extra_logprobs": moved[:, k + 1 :]}
+
+    def answers(x: jax.Array, found: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isnan(found) | ~valid, 0, x[:, 0])
+
+    if out.log_sum_exp is not None:
+        changed["log_sum_exp"] = answers(of_sum, out.log_sum_exp)
+    if out.entropy is not None:
+        changed["entropy"] = answers(of_entropy, out.entropy)
+    if out.top_logits is not None:
+        is_there = valid[:, None] & (ids[:, 1 : k + 1] >= 0)
+        changed["top_logits"] = jnp.where(is_there, named[:, 1 : k + 1], 0)
+    return changed
+
+
+def _changed(
+    shard: VocabShard, rows: jax.Array, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The changed logits [R, W] float32 of these rows, and their tangents."""
+    (logits, changes), (d_logits, d_changes) = primals, tangents
+    width = logits.shape[1]
+    logits, d_logits = jnp.asarray(logits), jnp.asarray(d_logits)
+    x = shard.masked(logits)[rows].astype(jnp.float32)
+    dx = d_logits[rows].astype(jnp.float32)
+    if changes is None:
+        return x, dx
+    first = shard.ids(width)[0]
+    mine = of_logits.of_shard(of_logits.prepared(changes, shard.size(width)), first, width)
+    assert mine is not None
+    x = of_logits.apply(x, mine)
+    if changes.bias is not None:  # by id, in any order: derivatives of sums are sums
+        inside = (changes.bias_token_ids >= 0) & (changes.bias_token_ids < shard.size(width))
+        ids = jnp.where(inside, changes.bias_token_ids, jnp.int32(-1))
+        moved = Changes(None, ids, d_changes.bias)
+        dx = of_logits.apply(dx, of_logits.of_shard(moved, first, width))
+    forbidden = of_logits.apply(jnp.zeros_like(dx), Changes(mine.allowed)) == -jnp.inf
+    return x, jnp.where(forbidden, 0, dx)
+
+
+def _named(x: jax.Array, ids: jax.Array, shard: VocabShard) -> jax.Array:
+    """x [R, W] at ids [R, C] of all shards' columns: [R, C]."""
+    return shard.looked_up(ids, x.shape[1], lambda at: jnp.take_along_axis(x, at, axis=1))
+
+
+def _weighted(
+    shard: VocabShard, weights: jax.Array, s: jax.Array, center: jax.Array, by: jax.Array
+) -> jax.Array:
+    """[R, 1]: the sum of p (s - mean of s) `by`."""
+    return shard.sum(weights * (s - center) * by)[:, None]

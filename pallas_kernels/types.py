@@ -24,12 +24,21 @@ class TopkLogprobs(NamedTuple):
     token_ranks: 1 + the number of tokens with a strictly larger logit than the given token's; 0
         where there is no answer.
     extra_logprobs: of `extra_token_ids`; C = 0 where none were named.
+
+    The others are None where they were not asked for, and NaN for rows without an answer:
+
+    log_sum_exp: log(sum(exp(x / T))), with T = 1 without temperatures.
+    entropy: -sum(p log p) of p = softmax(x / T), in nats.
+    top_logits: the logits of columns 1 to K, before the temperature; -inf where the id is -1.
     """
 
     token_ids: Int32[Array, "R K1"]
     logprobs: Float32[Array, "R K1"]
     token_ranks: Int32[Array, " R"]
     extra_logprobs: Float32[Array, "R C"]
+    log_sum_exp: Float32[Array, " R"] | None = None
+    entropy: Float32[Array, " R"] | None = None
+    top_logits: Float32[Array, "R K"] | None = None
 
 
 class Greedy(NamedTuple):

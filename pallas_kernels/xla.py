@@ -15,13 +15,14 @@ combine the compact results before step 4.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import blocks, row_statistics, selection
+from pallas_kernels import blocks, row_entropy, row_statistics, selection
+from pallas_kernels.changes import Changes, apply, prepared
 from pallas_kernels.finish import (
     RowParts,
     RowStatistics,
@@ -30,7 +31,7 @@ from pallas_kernels.finish import (
     usable_temperatures,
     wanted_rows,
 )
-from pallas_kernels.ordered_keys import canonical, floats
+from pallas_kernels.ordered_keys import canonical, floats, just_below
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.row_statistics import Given
 from pallas_kernels.selection_on_cpu import (
@@ -39,6 +40,7 @@ from pallas_kernels.selection_on_cpu import (
     row_maximum_on_cpu,
 )
 from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.wanted import Wanted
 
 comparable = canonical  # of values that `lax.top_k` is to order
 
@@ -52,6 +54,7 @@ class Way(NamedTuple):
     row_maximum: Callable[[jax.Array], jax.Array]  # of rows of logits, where no group is needed
     largest: Callable[[jax.Array], jax.Array]  # of rows of group maxima
     sums: Callable[[jax.Array, Given], tuple[jax.Array, jax.Array]]
+    weighted_sum: Callable[[jax.Array, Given], jax.Array]  # for the entropy
     two_stages: selection.TwoStages
 
 
@@ -62,6 +65,7 @@ CPU = Way(
     row_maximum=row_maximum_on_cpu,
     largest=largest_on_cpu,
     sums=row_statistics.sums_on_cpu,
+    weighted_sum=row_entropy.weighted_sum_on_cpu,
     two_stages=from_groups_on_cpu,
 )
 GPU = Way(
@@ -71,6 +75,7 @@ GPU = Way(
     row_maximum=selection.row_maximum,
     largest=selection.largest,
     sums=row_statistics.sums,
+    weighted_sum=row_entropy.weighted_sum,
     two_stages=selection.from_groups,
 )
 # A TPU reads chosen groups one after the other, in a loop of R * K trips.
@@ -81,6 +86,7 @@ TPU = Way(
     row_maximum=selection.row_maximum,
     largest=selection.largest,
     sums=row_statistics.sums,
+    weighted_sum=row_entropy.weighted_sum,
     two_stages=selection.from_groups,
 )
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
@@ -89,76 +95,81 @@ WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 def topk_logprobs(
     logits: jax.Array,
     token_ids: jax.Array,
-    k: int,
+    wanted: Wanted,
     row_ids: jax.Array | None,
     num_rows: jax.Array | None,
     temperatures: jax.Array | None,
     extra_token_ids: jax.Array,
+    changes: Changes | None = None,
 ) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` for checked arguments; extra_token_ids may be [R, 0]."""
 
-    run = {name: functools.partial(_topk_logprobs, way, k) for name, way in WAYS.items()}
-    arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
-    like = functools.partial(like_topk_logprobs, k)
+    run = {name: functools.partial(_topk_logprobs, way, wanted) for name, way in WAYS.items()}
+    arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
+    like = functools.partial(like_topk_logprobs, wanted)
     return lowered_for(*arguments, like=like, **run)
 
 
 def row_parts(
     logits: jax.Array,
     selected: jax.Array,
-    k: int,
+    wanted: Wanted,
     row_ids: jax.Array | None,
     num_rows: jax.Array | None,
     temperatures: jax.Array | None,
+    changes: Changes | None = None,
 ) -> RowParts:
     """Steps 1 to 3 for R rows of logits [N, V], which may be a part of longer ones.
 
-    selected [R] float32 is the given token's logit, which may be in another part; temperatures are
-    usable ones. The rest is as `topk_logprobs`. Rows that are skipped hold anything.
+    selected [R] float32 is the given token's changed logit, which may be in another part;
+    temperatures are usable ones, changes `prepared` and of this part. The rest is as
+    `topk_logprobs`. Rows that are skipped hold anything.
     """
 
-    run = {name: functools.partial(_row_parts, way, k) for name, way in WAYS.items()}
-    like = functools.partial(like_row_parts, k)
-    return lowered_for(logits, selected, row_ids, num_rows, temperatures, like=like, **run)
+    run = {name: functools.partial(_row_parts, way, wanted) for name, way in WAYS.items()}
+    like = functools.partial(like_row_parts, wanted)
+    arguments = (logits, selected, row_ids, num_rows, temperatures, changes)
+    return lowered_for(*arguments, like=like, **run)
 
 
 def like_topk_logprobs(
-    k: int, logits: jax.Array, token_ids: jax.Array | None, *rest: jax.Array | None
+    wanted: Wanted, logits: jax.Array, token_ids: jax.Array | None, *rest: Any
 ) -> TopkLogprobs:
     """Results of the shapes and dtypes of `topk_logprobs`; without token_ids: of the fused path."""
     targets = logits if token_ids is None else token_ids
-    *_, extra_token_ids = rest
-    assert extra_token_ids is not None
-    return skipped_rows(targets.shape[0], k, extra_token_ids.shape[1])
+    *_, extra_token_ids, _ = rest
+    return skipped_rows(targets.shape[0], wanted, extra_token_ids.shape[1])
 
 
-def like_row_parts(
-    k: int, logits: jax.Array, selected: jax.Array, *rest: jax.Array | None
-) -> RowParts:
+def like_row_parts(wanted: Wanted, logits: jax.Array, selected: jax.Array, *rest: Any) -> RowParts:
     """Results of the shapes and dtypes of `row_parts`."""
     zeros = jnp.zeros(selected.shape[0], jnp.float32)
     return RowParts(
         maximum=zeros,
         sum_exp=zeros,
         num_larger=zeros.astype(jnp.int32),
-        top_ids=jnp.zeros((selected.shape[0], k), jnp.int32),
-        top_logits=jnp.zeros((selected.shape[0], k), jnp.float32),
+        top_ids=jnp.zeros((selected.shape[0], wanted.k), jnp.int32),
+        top_logits=jnp.zeros((selected.shape[0], wanted.k), jnp.float32),
+        weighted=zeros if wanted.entropy else None,
     )
 
 
 def _topk_logprobs(
     way: Way,
-    k: int,
+    wanted: Wanted,
     logits: jax.Array,
     token_ids: jax.Array,
     row_ids: jax.Array | None,
     num_rows: jax.Array | None,
     temperatures: jax.Array | None,
     extra_token_ids: jax.Array,
+    changes: Changes | None,
 ) -> TopkLogprobs:
-    num_targets = token_ids.shape[0]
-    block = way.block_rows(logits, num_targets, k, num_rows is not None)
-    wanted = wanted_rows(logits.shape[0], num_targets, row_ids, num_rows)
+    num_targets, vocab_size = token_ids.shape[0], logits.shape[1]
+    small = num_rows is not None or changes is not None  # a changed block is a copy
+    block = way.block_rows(logits, num_targets, wanted.k, small)
+    rows = wanted_rows(logits.shape[0], num_targets, row_ids, num_rows)
+    changes = prepared(changes, vocab_size)
     usable = None if temperatures is None else usable_temperatures(temperatures)
 
     def work(start: jax.Array) -> TopkLogprobs:
@@ -168,44 +179,53 @@ def _topk_logprobs(
             return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
 
         x = block_of_rows(logits, row_ids, start, block, num_targets)
+        x = changed_block(x, jax.tree.map(part, changes))
         temperature = None if usable is None else part(usable)
         given, extra_ids = part(token_ids), part(extra_token_ids)
         selected = chosen_logits(x, given[:, None])
         extra = chosen_logits(x, extra_ids)
-        statistics, top_ids, top_logits = _read(way, x, selected[:, 0], k, temperature, part=False)
+        statistics, top_ids, top_logits = _read(
+            way, x, selected[:, 0], wanted, temperature, part=False
+        )
         named = [selected.astype(jnp.float32), top_logits, extra.astype(jnp.float32)]
         columns = jnp.concatenate(named, axis=1)
-        return finish(statistics, given, columns, top_ids, part(wanted), temperature)
+        return finish(
+            wanted, vocab_size, statistics, given, columns, top_ids, part(rows), temperature
+        )
 
-    inputs = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
-    initial = skipped_rows(num_targets, k, extra_token_ids.shape[1])
+    inputs = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
+    initial = skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
     return blocks.map_blocks(work, block, num_rows, initial, inputs)
 
 
 def _row_parts(
     way: Way,
-    k: int,
+    wanted: Wanted,
     logits: jax.Array,
     selected: jax.Array,
     row_ids: jax.Array | None,
     num_rows: jax.Array | None,
     temperatures: jax.Array | None,
+    changes: Changes | None,
 ) -> RowParts:
     num_targets = selected.shape[0]
-    block = way.block_rows(logits, num_targets, k, num_rows is not None)
+    small = num_rows is not None or changes is not None
+    block = way.block_rows(logits, num_targets, wanted.k, small)
 
     def work(start: jax.Array) -> RowParts:
         def part(x: jax.Array) -> jax.Array:
             return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
 
         x = block_of_rows(logits, row_ids, start, block, num_targets)
+        x = changed_block(x, jax.tree.map(part, changes))
         temperature = None if temperatures is None else part(temperatures)
         mine = part(selected).astype(x.dtype)
-        statistics, *top = _read(way, x, mine, k, temperature, part=True)
-        return RowParts(*statistics, *top)
+        found, ids, top_logits = _read(way, x, mine, wanted, temperature, part=True)
+        sums = (found.maximum, found.sum_exp, found.num_larger)
+        return RowParts(*sums, ids, top_logits, found.weighted)
 
-    initial = like_row_parts(k, logits, selected)
-    inputs = (logits, selected, row_ids, num_rows, temperatures)
+    initial = like_row_parts(wanted, logits, selected)
+    inputs = (logits, selected, row_ids, num_rows, temperatures, changes)
     return blocks.map_blocks(work, block, num_rows, initial, inputs)
 
 
@@ -213,7 +233,7 @@ def _read(
     way: Way,
     x: jax.Array,
     selected: jax.Array,
-    k: int,
+    wanted: Wanted,
     temperatures: jax.Array | None,
     *,
     part: bool,
@@ -223,11 +243,15 @@ def _read(
     selected is [B] of x's dtype. Where x is a part of longer rows, a row of it that has -inf alone
     gives a sum of 0; otherwise it gives NaN, from -inf - -inf.
     """
+    k = wanted.k
     width = selection.group_width(x.shape[1], k) if way.groups else None
     maximum, maxima = _maxima(way, x, width)
     reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum) if part else maximum
-    sum_exp, num_larger = way.sums(x, Given(reference, selected, temperatures))
-    statistics = RowStatistics(maximum, sum_exp, num_larger)
+    # Larger than what is just below the given token's logit: larger than that, or equal.
+    counted = just_below(selected) if wanted.inclusive else selected
+    given = Given(reference, counted, temperatures)
+    weighted = way.weighted_sum(x, given) if wanted.entropy else None
+    statistics = RowStatistics(maximum, *way.sums(x, given), weighted)
     return statistics, *selection.select_top_k(x, maxima, k, width, way.two_stages)
 
 
@@ -251,6 +275,14 @@ def block_of_rows(
         return lax.dynamic_slice_in_dim(blocks.tied(logits, start), start, block)
     rows = lax.dynamic_slice_in_dim(row_ids, start, block)
     copied: jax.Array = blocks.barrier(gather_rows(blocks.tied(logits, start), rows))
+    return copied
+
+
+def changed_block(x: jax.Array, changes: Changes | None) -> jax.Array:
+    """The changed logits of a block x [B, V]: a copy, which is made once."""
+    if changes is None:
+        return x
+    copied: jax.Array = blocks.barrier(apply(x, changes))
     return copied
 
 

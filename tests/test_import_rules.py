@@ -39,22 +39,25 @@ ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
 ROOMS = {
     "wording": set(),
     "requests": set(),
+    "kept_sets": set(),
     "control": {"requests"},
     "child": {"control"},
     "checkpoint": {"wording"},
     "text": {"checkpoint"},
-    "records": {"requests", "wording"},
-    "export": {"engine", "records", "requests", "text", "wording"},
+    "records": {"kept_sets", "requests", "wording"},
+    "export": {"engine", "records", "kept_sets", "requests", "text", "wording"},
     "engine": {"records", "requests", "control", "checkpoint", "text", "wording"},
     "cli": {
         "engine", "export", "records", "requests", "control", "checkpoint", "text", "wording",
     },
     "device.model": {"checkpoint", "wording"},
-    "device.sampling": {"device.model", "wording"},
+    "device.sampling": {"device.model", "kept_sets", "wording"},
     "device.drafting": {
         "device.sampling", "device.model", "checkpoint", "control", "text", "wording",
     },
-    "device.messages": {"device.sampling", "device.model", "requests", "wording"},
+    "device.messages": {
+        "device.sampling", "device.model", "kept_sets", "requests", "wording",
+    },
     "device.loop": {
         "device.messages", "device.drafting", "device.sampling", "device.model", "checkpoint",
         "requests", "wording",

@@ -19,6 +19,7 @@ from pallas_kernels import topk_logprobs
 from pallas_kernels.mosaic_gpu import run
 from pallas_kernels.mosaic_gpu.tiling import choose_tiling
 from pallas_kernels.shapes import Shape
+from pallas_kernels.wanted import Wanted
 
 PLAIN = "log_softmax + top_k"
 UNSTABLE = "log_softmax + top_k, unstable"
@@ -79,6 +80,7 @@ def make_contenders(
     buffers = [random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = random_ids(shape)
     k, interpret = shape.k, machine.interpret
+    wanted, options = Wanted(k), {"interpret": interpret}
     tiling = choose_tiling(shape.rows, shape.vocabulary, k, shape.dtype)
     extra = jnp.zeros((shape.rows, 0), jnp.int32)
     rows = jnp.int32(shape.rows)
@@ -86,8 +88,8 @@ def make_contenders(
     programs: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
         PLAIN: lambda x, t: reference.topk_logprobs(x, t, k),
         "xla": lambda x, t: topk_logprobs(x, t, k, implementation="xla"),
-        OURS: lambda x, t: run.topk_logprobs(x, t, k, None, None, None, extra, interpret=interpret),
-        FUSED: lambda x, _: run.greedy_topk_logprobs(x, k, rows, None, extra, interpret=interpret),
+        OURS: lambda x, t: run.topk_logprobs(x, t, wanted, None, None, None, extra, **options),
+        FUSED: lambda x, _: run.greedy_topk_logprobs(x, wanted, rows, None, extra, **options),
         FLOOR: lambda x, _: floor.row_maxima(tiling, x, interpret),
         COPY: lambda x, _: -x,
     }

@@ -15,6 +15,7 @@ from pallas_kernels import TopkLogprobs, implementations, oracle, xla
 from pallas_kernels.mosaic_gpu import run
 from pallas_kernels.mosaic_gpu.tiling import choose_tiling
 from pallas_kernels.shapes import VOCABULARIES, Shape
+from pallas_kernels.wanted import Wanted
 
 ORACLE_ROWS = 4
 LOGITS_AT_MOST = 1 << 28
@@ -57,8 +58,12 @@ def everything(interpret: Any = None) -> Iterator[tuple[str, Check]]:
 def separate_path(k: int, interpret: Any) -> Call:
     """A jitted call of logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids."""
 
+    wanted = Wanted(k)
+
     def call(x: Any, ids: Any, rows: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
-        return run.topk_logprobs(x, ids, k, rows, num, temperatures, extra, interpret=interpret)
+        return run.topk_logprobs(
+            x, ids, wanted, rows, num, temperatures, extra, interpret=interpret
+        )
 
     return jax.jit(call)
 
@@ -66,8 +71,10 @@ def separate_path(k: int, interpret: Any) -> Call:
 def fused_path(k: int, interpret: Any) -> Call:
     """A jitted call of logits, num_rows, temperatures, extra_token_ids."""
 
+    wanted = Wanted(k)
+
     def call(x: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
-        return run.greedy_topk_logprobs(x, k, num, temperatures, extra, interpret=interpret)
+        return run.greedy_topk_logprobs(x, wanted, num, temperatures, extra, interpret=interpret)
 
     return jax.jit(call)
 
@@ -91,11 +98,11 @@ def check_shape(shape: Shape, interpret: Any) -> None:
     row_ids, num_rows, temperatures, extra = options(shape, rng)
     rest = (row_ids, num_rows, temperatures, extra)
     actual = separate_path(shape.k, interpret)(x, token_ids, *rest)
-    expected = jax.jit(xla.topk_logprobs, static_argnums=2)(x, token_ids, shape.k, *rest)
+    expected = jax.jit(xla.topk_logprobs, static_argnums=2)(x, token_ids, Wanted(shape.k), *rest)
     compare(actual, expected)
     few = slice(0, ORACLE_ROWS)
     oracle.assert_matches(
-        TopkLogprobs(*(part[few] for part in actual)),
+        jax.tree.map(lambda part: part[few], actual),
         oracle.topk_logprobs(
             np.asarray(x[row_ids[few]]),
             np.asarray(token_ids[few]),
@@ -144,7 +151,7 @@ def check_against_oracle(
     """Check both paths on all rows of x [R, V]."""
     separate, fused = calls or (separate_path(shape.k, interpret), fused_path(shape.k, interpret))
     row_ids, num_rows, temperatures, extra = options(shape, np.random.default_rng(0))
-    named = {
+    named: dict[str, Any] = {
         "num_rows": num_rows,
         "temperatures": np.asarray(temperatures),
         "extra_token_ids": np.asarray(extra),

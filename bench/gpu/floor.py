@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.compat import GPU
-from pallas_kernels.mosaic_gpu.pass1_rows import read_block, read_edge
+from pallas_kernels.mosaic_gpu.reading import read_block, read_edge
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 
 

@@ -105,6 +105,7 @@ def main(arguments: list[str]) -> int:
         prog="python -m bench profile",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
     options = parser.parse_args(arguments)

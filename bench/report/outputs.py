@@ -52,7 +52,7 @@ def check_package(name: str, purpose: str, extra: str) -> None:
     """
     if importlib.util.find_spec(name) is None:
         raise OutputError(
-            f"{purpose} needs {name}, which is not installed: pip install 'jax-specdec[{extra}]'"
+            f"{purpose} needs {name}, which is not installed: pip install -e '.[{extra}]'"
         )
 
 

@@ -177,6 +177,7 @@ def main(arguments: list[str]) -> int:
         prog="python -m bench report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
     options = parser.parse_args(arguments)

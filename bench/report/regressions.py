@@ -85,6 +85,7 @@ def main(arguments: list[str]) -> int:
         prog="python -m bench compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("old", type=Path, metavar="OLD", help="results of an earlier run")
     parser.add_argument("new", type=Path, metavar="NEW", help="results of a later one")

@@ -61,12 +61,13 @@ def step_of(data: Any) -> Step:
 
 
 class RingReceiver:
-    """This project's ring, with the default wait policy."""
+    """This project's ring, with its defaults."""
 
     wait: ClassVar[WaitPolicy] = "predict"
+    checksum: ClassVar[bool | None] = None
 
     def __init__(self) -> None:
-        self.reader = RingReader.create(SLOTS, SLOT_BYTES, wait=self.wait)
+        self.reader = RingReader.create(SLOTS, SLOT_BYTES, wait=self.wait, checksum=self.checksum)
         self.address = (self.reader.name, self.wait)
 
     def receive(self) -> Step:
@@ -98,10 +99,13 @@ class RingSender:
 class RingChecksumReceiver(RingReceiver):
     """The ring with XXH3-64 over every payload, on both sides."""
 
-    def __init__(self) -> None:
-        _module("xxhash")
-        self.reader = RingReader.create(SLOTS, SLOT_BYTES, wait=self.wait, checksum=True)
-        self.address = (self.reader.name, self.wait)
+    checksum = True
+
+
+class RingNoChecksumReceiver(RingReceiver):
+    """The ring without any; by default, only short payloads have one."""
+
+    checksum = False
 
 
 class SysVReceiver:
@@ -369,6 +373,7 @@ CONTENDERS: dict[str, tuple[type[Receiver], type[Sender]]] = {
     "ring, block": (RingBlockReceiver, RingSender),
     "ring, spin": (RingSpinReceiver, RingSender),
     "ring, checksum": (RingChecksumReceiver, RingSender),
+    "ring, no checksum": (RingNoChecksumReceiver, RingSender),
     "SysV fixed struct": (SysVReceiver, SysVSender),
     "ZeroMQ msgpack": (MsgpackReceiver, MsgpackSender),
     "ZeroMQ copy=False": (ZmqReceiver, ZmqSender),

@@ -7,6 +7,7 @@ compute is refused by name, never ignored. Both spellings of rotary positions an
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, Ro
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}  # if config.json names none; others use D / H
 COMPUTE_DTYPES = ("bfloat16", "float32")
+
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # as the Hugging Face Hub names a model
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,7 @@ def read_config(directory: Path, *, dtype: str = "") -> HfConfig:
     """
     path = directory / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{directory} has no config.json: name a directory in Hugging Face layout "
-            "(config.json, model.safetensors, tokenizer.json)"
-        )
+        raise FileNotFoundError(_what_it_is(directory))
     fields = read_json(path)
     architecture = _architecture(path, fields)
     _refuse_what_is_not_computed(path, fields)
@@ -70,6 +71,28 @@ def read_config(directory: Path, *, dtype: str = "") -> HfConfig:
         stops = fields.get("eos_token_id")
     length = fields.get("max_position_embeddings")
     return HfConfig(architecture, model, _ids(path, stops), None if length is None else int(length))
+
+
+def _what_it_is(name: Path) -> str:
+    """What a name without a config.json in it may be, and the way out."""
+    layout = "a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json)"
+    if name.suffix == ".gguf":
+        return (
+            f"{name} is a GGUF file, which is not read: name {layout}, such as the one that it was "
+            "made from; transformers' from_pretrained(..., gguf_file=...) and save_pretrained make "
+            "one of it"
+        )
+    if name.is_file():
+        return f"{name} is a file: name {layout}, perhaps {name.parent}"
+    if name.is_dir():
+        return f"{name} has no config.json: name {layout}"
+    if _HUB_ID.fullmatch(str(name)):
+        return (
+            f"there is no directory {name}, and nothing is downloaded: if that is a model on the "
+            f"Hugging Face Hub, `hf download {name} --local-dir {name.name}` fetches it (pip "
+            f"install huggingface_hub); then name {name.name}"
+        )
+    return f"there is no directory {name}: name {layout}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

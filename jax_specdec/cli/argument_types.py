@@ -1,8 +1,32 @@
 """Reading of options that several commands share, with the standard library alone."""
 
 import argparse
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser, and those of its commands, that takes options by their whole names only.
+
+    An abbreviation would mean another option as soon as one with that name is added.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with an error that says which arguments are not known, and what is near the first."""
+        first = unknown[0].partition("=")[0]
+        near = closest(first, [name for name in self._option_string_actions if name != "-"])
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """ "; did you mean X?" with the known name that is nearest to `name`; "" where none is near."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def found(path: Path | None) -> str:

@@ -27,7 +27,8 @@ The worker drafts several tokens a step, verifies them in one forward pass, comp
 token ranks of the accepted rows alone, packs them on the device and sends one message a step. This
 process decodes the messages into records of each request; it never imports jax.
 
-Each request's text grows on the screen, colored by logprob. At the end, a table shows what
+Each request's text grows on the screen, colored by logprob; accepted drafts are underlined. At the
+end, a table shows what
 speculation did and what it took to move the logprobs.
 """
 
@@ -99,7 +100,8 @@ def _add_requests(group: Any) -> None:
     )
     group.add_argument(
         "--prompts", type=Path, metavar="FILE",
-        help=r"one prompt a line instead of the built-in ones; \n stands for a new line",
+        help=r"one prompt a line instead of the built-in ones; \n stands for a new line, and "
+        "the name - for standard input",
     )  # fmt: skip
 
 
@@ -231,10 +233,10 @@ def _decode(
 def _sum_up(
     engine: "Engine", collector: "Collector", console: "Console", options: argparse.Namespace
 ) -> None:
-    from jax_specdec.cli import demo_screen, demo_tables
+    from jax_specdec.cli import demo_screen, demo_tables, token_colors
 
     demo_screen.full_texts(collector, console)
-    demo_screen.legend(console)
+    token_colors.legend(console)
     demo_tables.show(collector, console)
     if options.data_parallel > 1 or options.disaggregated or options.preempt_every:
         demo_tables.show_workers(engine.status, collector, console)

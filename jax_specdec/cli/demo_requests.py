@@ -129,6 +129,8 @@ class Output:
       token_ids: all tokens of the records.
       token_logprobs: each token's own logprob; None where no logprobs were asked for.
       token_ranks: each token's rank; None where no logprobs were asked for.
+      token_accepted: whether each token was a draft.
+      num_drafts, num_accepted: drafts that were verified, and those of them that were accepted.
       draft_logprobs: the draft model's logprob of each draft that was verified; empty where they
         were not asked for, or there is no draft model.
     """
@@ -138,6 +140,9 @@ class Output:
     token_ids: list[int] = field(default_factory=list, init=False)
     token_logprobs: list[float] | None = field(init=False)
     token_ranks: list[int] | None = field(init=False)
+    token_accepted: list[bool] = field(default_factory=list, init=False)
+    num_drafts: int = field(default=0, init=False)
+    num_accepted: int = field(default=0, init=False)
     draft_logprobs: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -148,6 +153,9 @@ class Output:
         """Append the next record of this request."""
         self.records.append(record)
         self.token_ids += record.token_ids.tolist()
+        self.token_accepted += [at < record.num_accepted for at in range(record.num_tokens)]
+        self.num_drafts += record.num_drafts
+        self.num_accepted += record.num_accepted
         logprobs, ranks = record.logprobs, record.token_ranks
         if self.token_logprobs is not None and logprobs is not None:
             self.token_logprobs += logprobs[:, 0].tolist()

@@ -3,7 +3,8 @@
 import codecs
 import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -14,35 +15,22 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from jax_specdec.cli import token_colors
 from jax_specdec.cli.demo_requests import Collector, Output
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.text import byte_tokens
 from jax_specdec.wording import counted
 
-# The upper end of each band of logprobs (natural logarithm), and the color of the band.
-_BANDS = ((-3.0, "red"), (-1.5, "dark_orange"), (-0.5, "yellow"), (-0.1, "chartreuse3"))
-_SURE = "green"
-_UNKNOWN = "white"  # no logprobs were asked for
 REDRAW_SECONDS = 0.1
+RATE_SECONDS = 3.0  # that the shown tokens a second are of
 STARTING = "starting the model worker: it imports jax and compiles ..."
-
-
-def color(logprob: float | None) -> str:
-    """The color of a token by its logprob."""
-    if logprob is None:
-        return _UNKNOWN
-    if math.isnan(logprob):
-        return "magenta"
-    for upper, name in _BANDS:
-        if logprob < upper:
-            return name
-    return _SURE
+LEGEND_HEIGHT = 6  # lines that a terminal has at least, for one of them to be the legend
 
 
 class ColoredText:
-    """One output's text as runs of one color; only new tokens are decoded and colored.
+    """One output's text as runs of one style; only new tokens are decoded and styled.
 
-    A character takes the color of its last byte, which makes it visible.
+    A character takes the style of its last byte, which makes it visible.
 
     Attributes:
       runs: (text, style), the prompt first; the text is what the model wrote, line ends included.
@@ -61,7 +49,8 @@ class ColoredText:
         asked = output.token_logprobs
         for index in range(start, self._next):
             text = self._decoder.decode(byte_tokens.token_bytes(output.token_ids[index]))
-            self._append(text, color(None if asked is None else asked[index]))
+            logprob = None if asked is None else asked[index]
+            self._append(text, token_colors.style(logprob, output.token_accepted[index]))
         if output.finish_reason is not None:  # the text may end in half a character
             self._append(self._decoder.decode(b"", final=True), self.runs[-1][1])
 
@@ -123,7 +112,7 @@ def screen(console: Console) -> Iterator[Screen]:
 class _LiveScreen:
     def __init__(self, live: Live, console: Console) -> None:
         self._live, self._console = live, console
-        self._view = LiveView()
+        self._view = LiveView(explain=console.color_system is not None)
         self._drawn_at = -math.inf
 
     def update(self, collector: Collector) -> None:
@@ -137,18 +126,38 @@ class _LiveScreen:
         say(text, self._console)
 
 
+class Rate:
+    """How many of something came a second, over the last seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Count by `clock`, which returns seconds."""
+        self._clock = clock
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def update(self, count: int) -> float | None:
+        """The rate now that `count` came in all; None until some time has passed."""
+        now = self._clock()
+        self._counts.append((now, count))
+        while now - self._counts[0][0] > RATE_SECONDS and len(self._counts) > 2:
+            self._counts.popleft()
+        began, before = self._counts[0]
+        return (count - before) / (now - began) if now > began else None
+
+
 class LiveView:
     """The growing texts; a line is made again only for new records or another width.
 
     Lines are segments and not `Text`, which would take several times as long to draw.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rate: Rate | None = None, explain: bool = True) -> None:
+        """Draw with a line for the legend where `explain` is set, and there is room."""
+        self._rate, self._explain = rate or Rate(), explain
         self._texts: dict[str, ColoredText] = {}
         self._lines: dict[str, tuple[object, list[Segment]]] = {}
 
     def draw(self, collector: Collector, width: int, height: int) -> RenderableType:
-        """A line for each request that there is room for, and one about all of them.
+        """A line for each request that there is room for, the legend, and a line about all of them.
 
         Requests keep their order while all of them fit. Otherwise the running ones come first, then
         the waiting ones; those that are done are only counted.
@@ -156,7 +165,8 @@ class LiveView:
         outputs = list(collector.outputs.values())
         running = [o for o in outputs if o.records and o.finish_reason is None]
         waiting = [o for o in outputs if not o.records]
-        room = max(height - 1, 0)
+        explained = self._explain and collector.messages > 0 and height >= LEGEND_HEIGHT
+        room = max(height - 1 - explained, 0)
         shown = outputs if len(outputs) <= room else (running + waiting)[:room]
         segments = [segment for output in shown for segment in self._line(output, width)]
         note = STARTING
@@ -164,11 +174,22 @@ class LiveView:
             done = len(outputs) - len(running) - len(waiting)
             emitted = sum(output.num_tokens for output in outputs)
             note = (
-                f"{done} of {len(outputs)} done, {len(running)} running, {len(waiting)} waiting, "
-                f"{counted(emitted, 'token')}, step {collector.messages}"
+                f"{done} of {len(outputs)} done, {len(running)} running, {len(waiting)} waiting"
+                f"{self._pace(outputs, emitted)}, {counted(emitted, 'token')}, "
+                f"step {collector.messages}"
             )
         status = Text(note, style="bold", no_wrap=True, overflow="ellipsis")
-        return Group(Segments(segments), status) if segments else status
+        below = [token_colors.legend_text(), status] if explained else [status]
+        return Group(Segments(segments), *below) if segments else Group(*below)
+
+    def _pace(self, outputs: list[Output], emitted: int) -> str:
+        """Tokens a second, and the share of drafts accepted so far, as far as they are known."""
+        rate, drafts = self._rate.update(emitted), sum(output.num_drafts for output in outputs)
+        said = "" if rate is None else f", {rate:.0f} tokens/s"
+        if drafts:
+            accepted = sum(output.num_accepted for output in outputs)
+            said += f", {accepted / drafts:.0%} of drafts accepted"
+        return said
 
     def _line(self, output: Output, width: int) -> list[Segment]:
         """The request's K, its state and the end of its text; kept until something changes."""
@@ -236,15 +257,3 @@ def full_texts(collector: Collector, console: Console) -> None:
         text = ColoredText(output)
         text.update()
         console.print(Text.assemble((f"{name}: ", "bold"), text.whole()), soft_wrap=True)
-
-
-def legend(console: Console) -> None:
-    """Print what the colors mean, if the console has colors."""
-    if console.color_system is None:
-        return
-    text = Text("colors by logprob: ")
-    names = [f"below {upper:g}" for upper, _ in _BANDS] + ["above"]
-    for name, style in zip(names, [c for _, c in _BANDS] + [_SURE], strict=True):
-        text.append(f" {name} ", style=style)
-    text.append(" not asked ", style=_UNKNOWN)
-    console.print(text)

@@ -1,4 +1,4 @@
-"""`jax-specdec doctor`: rings in shared memory, and those that dead processes left behind."""
+"""`jax-specdec doctor`: rings and directories of engines, and what dead processes left of them."""
 
 import argparse
 from typing import Any
@@ -8,15 +8,31 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "doctor",
-        help="list rings in shared memory, and remove those of dead processes",
-        description="List every ring in /dev/shm and the process that made it. A process that is "
-        "killed before both sides have attached leaves its ring there until it is removed.",
+        help="list rings and directories of engines, and remove those of dead processes",
+        description="List every ring in /dev/shm and every engine's directory, with the state of "
+        "the process that made it. An engine that is killed leaves its directory, and one that is "
+        "closed the output of its lost workers.",
     )
-    parser.add_argument("--remove", action="store_true", help="remove the rings of dead processes")
+    parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
 
 
 def run(options: argparse.Namespace) -> int:
-    """List all rings, and with --remove remove those of dead processes."""
-    from ipc import doctor
+    """List everything, and with --remove remove what dead processes left.
 
-    return doctor.main(["--remove"] if options.remove else [])
+    Returns the exit status: 1 while leftovers remain, 2 where it cannot know, else 0.
+    """
+    from ipc import doctor
+    from jax_specdec.engine import leftovers
+
+    status = doctor.main(["--remove"] if options.remove else [])
+    if status == 2:  # it has said why nothing can be known of processes
+        return status
+    found = leftovers.find()
+    removed = leftovers.remove(found) if options.remove else []
+    for each in found:
+        print(each.line("removed" if each in removed else each.state))
+    left = [each for each in found if each.state == "dead" and each not in removed]
+    print(
+        f"directories of engines: {len(found)}, {len(removed)} removed, {len(left)} of dead engines"
+    )
+    return int(bool(status or left))

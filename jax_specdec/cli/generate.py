@@ -5,6 +5,7 @@ has by then appears at once when its turn comes. Records are written as their re
 """
 
 import collections
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,16 +29,23 @@ class TextsInOrder:
     """Shows the texts one after the other, each as it grows."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], table: TokenTable, show: Callable[[str, str], None]
+        self,
+        prompts: Sequence[Prompt],
+        table: TokenTable,
+        show: Callable[[str, str], None],
+        style: Callable[[float | None, bool], str] | None = None,
     ) -> None:
         """Show nothing before the first record: until then, the terminal shows the loading.
 
         Args:
           prompts: the prompts, in the order of their texts.
           table: the strings of the tokenizer.
-          show: takes (kind, text), where kind is "title", "prompt", "text" or "error".
+          show: takes (kind, text), where kind is "title", "prompt", "text", "error" or a style.
+          style: makes the style of a token from its logprob and whether it was an accepted draft;
+            it becomes the kind of the tokens of requests that asked for logprobs. None: "text".
         """
         self._show = show
+        self._style = style
         self._table = table
         self._waiting = collections.deque(prompts)
         self._titles = len(prompts) > 1
@@ -53,7 +61,8 @@ class TextsInOrder:
             self._begin()
         id = record.request_id
         stream = self._streams[id]
-        self._put(id, "text", stream.push(record.token_ids.tolist()))
+        for kind, ids in self._runs(record):
+            self._put(id, kind, stream.push(ids))
         reason = record.finish_reason
         if reason is not None:
             self._put(id, "text", stream.finish())
@@ -61,6 +70,20 @@ class TextsInOrder:
                 self._put(id, "error", f"[ended early: {openai.finish_reason(reason)}]")
             self._ended.add(id)
             self._advance()
+
+    def _runs(self, record: Record) -> Iterator[tuple[str, list[int]]]:
+        """Yield the record's tokens, those of one kind together."""
+        ids = record.token_ids.tolist()
+        logprobs = None if self._style is None else record.logprobs
+        if self._style is None or logprobs is None:
+            yield "text", ids
+            return
+        kinds = [
+            self._style(logprob, at < record.num_accepted)
+            for at, logprob in enumerate(logprobs[:, 0].tolist())
+        ]
+        for kind, run in itertools.groupby(zip(kinds, ids, strict=True), lambda pair: pair[0]):
+            yield kind, [token_id for _, token_id in run]
 
     def _put(self, id: str, kind: str, text: str) -> None:
         if not text:

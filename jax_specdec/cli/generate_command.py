@@ -56,10 +56,16 @@ def _add_files(group: Any) -> None:
         "--model", type=Path, required=True, metavar="DIR",
         help="config.json, model.safetensors (or several files and their index), tokenizer.json",
     )  # fmt: skip
-    group.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE",
-        help=r"one prompt a line (\n stands for a new line); in a file whose name ends in .jsonl "
-        'one object a line, {"prompt": ...} or {"messages": [...]}, with parameters of its own',
+    prompts = group.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT",
+        help="a prompt, as it is; - is all of standard input. May be given several times",
+    )  # fmt: skip
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help=r"one prompt a line (\n stands for a new line; the name - for standard input); in a "
+        'file whose name ends in .jsonl one object a line, {"prompt": ...} or {"messages": [...]}, '
+        "with parameters of its own",
     )  # fmt: skip
     group.add_argument(
         "--output", type=Path, metavar="FILE",
@@ -78,6 +84,10 @@ def _add_sampling(group: Any) -> None:
         "--logprobs-mode", choices=("raw", "scaled", "processed"), default="raw",
         help="the distribution that logprobs describe: the model's (raw), with the temperature "
         "(scaled), or the one that is sampled from (processed) (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--kept-token-ids", action="store_true",
+        help="add the ids that each token was drawn among, as a learner needs them",
     )  # fmt: skip
 
 
@@ -125,13 +135,17 @@ def run(options: argparse.Namespace) -> int:
 
     from jax_specdec.checkpoint.hf_names import open_model
     from jax_specdec.cli import generate
-    from jax_specdec.cli.prompts import read_prompts
+    from jax_specdec.cli.prompts import given_prompts, read_prompts
     from jax_specdec.cli.resumable_jsonl import JsonlOutput
     from jax_specdec.text.tokenizer import Tokenizer
 
     model = open_model(options.model, dtype=options.dtype)
     tokenizer = Tokenizer(options.model, model.config.vocab_size)
-    prompts = read_prompts(options.prompts, tokenizer, _defaults(options, model))
+    defaults = _defaults(options, model)
+    if options.prompts is None:
+        prompts = given_prompts(options.prompt, tokenizer, defaults)
+    else:
+        prompts = read_prompts(options.prompts, tokenizer, defaults)
     settings = (options.model.resolve().name, model.config.dtype)
     opened: contextlib.AbstractContextManager[JsonlOutput | None] = (
         JsonlOutput(options.output) if options.output else contextlib.nullcontext()
@@ -147,9 +161,12 @@ def run(options: argparse.Namespace) -> int:
         result = generate.Run(
             {prompt.request.id: prompt for prompt in left}, table, settings[0], settings, output
         )
-        texts = generate.TextsInOrder(left, table, _discard if options.quiet else shower())
+        show, style = (_discard, None) if options.quiet else shower()
+        texts = generate.TextsInOrder(left, table, show, style)
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
         _generate(config, result, texts, options)
+        if style and any(prompt.request.params.logprobs is not None for prompt in left):
+            _explain()
         for line in result.summary():
             print(line, file=sys.stderr)
         return 1 if result.failed else 0
@@ -201,6 +218,7 @@ def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
         stop_token_ids=() if options.ignore_eos else model.hf.eos_token_ids,
         logprobs=options.logprobs,
         logprobs_mode=LogprobsMode[options.logprobs_mode.upper()],
+        kept_token_ids=options.kept_token_ids,
     )
 
 
@@ -260,12 +278,17 @@ def _discard(kind: str, text: str) -> None:
     """Show nothing."""
 
 
-def shower() -> Callable[[str, str], None]:
-    """A function that writes to standard output; to a terminal in styles, without control codes."""
+def shower() -> tuple[Callable[[str, str], None], Callable[[float | None, bool], str] | None]:
+    """What `TextsInOrder` takes to show texts on standard output.
+
+    On a terminal, texts are in styles, and without control codes.
+    """
     if not sys.stdout.isatty():
-        return _write
+        return _write, None
     from rich.console import Console
     from rich.text import Text
+
+    from jax_specdec.cli import token_colors
 
     console = Console()
     styles = {"title": "bold", "prompt": "dim", "text": "", "error": "red"}
@@ -273,9 +296,18 @@ def shower() -> Callable[[str, str], None]:
     def show(kind: str, text: str) -> None:
         # A model may emit characters that move the cursor.
         harmless = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
-        console.print(Text(harmless, styles[kind]), end="", soft_wrap=True)
+        console.print(Text(harmless, styles.get(kind, kind)), end="", soft_wrap=True)
 
-    return show
+    return show, token_colors.style
+
+
+def _explain() -> None:
+    """Print what the colors mean."""
+    from rich.console import Console
+
+    from jax_specdec.cli import token_colors
+
+    token_colors.legend(Console(), unknown=False)
 
 
 def _write(kind: str, text: str) -> None:

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
 
+from jax_specdec.cli import argument_types
+
 COMMANDS = (
     "demo",
     "doctor",
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = _parsed(arguments)
     command = _module(options.command)
 
     from ipc import RingError
@@ -57,15 +59,19 @@ def _run(arguments: Sequence[str] | None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command that is asked for; an unknown one is answered with the nearest."""
+    parser = argument_types.Parser(
         prog="jax-specdec", description="Exact token logprobs for speculative decoding in JAX."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         _module(name).add(commands)
-    return parser
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices[options.command].refuse(unknown)
+    return options
 
 
 class _Version(argparse.Action):

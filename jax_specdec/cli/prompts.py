@@ -3,23 +3,35 @@ r"""A file of prompts to requests. No jax.
 A text file has one prompt a line, in which `\n`, `\t` and `\\` stand for the characters that they
 name. A file whose name ends in .jsonl has one object a line: "prompt", "messages" or
 "prompt_token_ids", and the fields of `SamplingParams` in which the line differs from the others.
+The name "-" stands for standard input, which is a text file.
 """
 
 import dataclasses
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
 from ipc.wire import LogprobsMode
+from jax_specdec.cli.argument_types import closest
 from jax_specdec.requests import Request, RequestError, SamplingParams
 
+STANDARD_INPUT = Path("-")
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 _LISTS = ("stop_token_ids", "extra_token_ids")
+# OpenAI's fields that have another name here.
+_OTHERS = {
+    "stop": "write stop_sequences, a list of lists of token ids, or stop_token_ids",
+    "max_completion_tokens": "write max_tokens",
+    "top_logprobs": 'write "logprobs": true beside it, or the number as "logprobs"',
+    "echo": "write prompt_logprobs, the number of most likely tokens of each of the prompt's",
+    "n": "write as many lines, each with a seed of its own",
+}
 _MODES = {mode.name.lower(): mode for mode in LogprobsMode}
 
 
@@ -54,23 +66,43 @@ def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list
       OSError: the file cannot be read.
       RequestError: as `prompt_lines`, or a line is not a prompt; says which line and why.
     """
-    is_jsonl = path.suffix == ".jsonl"
+    is_jsonl, place = path.suffix == ".jsonl", _name(path)
     prompts: list[Prompt] = []
     names: dict[str, int] = {}
     for number, line in prompt_lines(path):
-        seeded = dataclasses.replace(defaults, seed=(defaults.seed + number) % 2**32)
         try:
             fields = _json(line) if is_jsonl else {"prompt": unescape(line)}
-            prompt = _prompt(fields, str(number), encoder, seeded)
+            prompt = _prompt(fields, str(number), encoder, _seeded(defaults, number))
         except ValueError as error:  # from JSON, from a value, or from the chat template
-            raise RequestError(f"{path}, line {number}: {error}") from error
+            raise RequestError(f"{place}, line {number}: {error}") from error
         if (before := names.setdefault(prompt.request.id, number)) != number:
             raise RequestError(
-                f"{path}, line {number}: line {before} has the id {prompt.request.id!r} too; "
+                f"{place}, line {number}: line {before} has the id {prompt.request.id!r} too; "
                 "give every line its own"
             )
         prompts.append(prompt)
     return prompts
+
+
+def given_prompts(texts: Sequence[str], encoder: Encoder, defaults: SamplingParams) -> list[Prompt]:
+    """Prompts whose texts are given, as they are, named by their numbers from 1.
+
+    The text "-" stands for all of standard input, without the line end that it may end with.
+
+    Raises:
+      RequestError: standard input is not UTF-8 text, or a prompt is empty.
+    """
+    if texts.count("-") > 1:
+        raise RequestError("standard input can be read once: give --prompt - once")
+    prompts = []
+    for number, text in enumerate(texts, 1):
+        whole = _text(STANDARD_INPUT).removesuffix("\n") if text == "-" else text
+        prompts.append(_prompt({"prompt": whole}, str(number), encoder, _seeded(defaults, number)))
+    return prompts
+
+
+def _seeded(defaults: SamplingParams, number: int) -> SamplingParams:
+    return dataclasses.replace(defaults, seed=(defaults.seed + number) % 2**32)
 
 
 def unescape(text: str) -> str:
@@ -87,18 +119,26 @@ def prompt_lines(path: Path) -> list[tuple[int, str]]:
       OSError: the file cannot be read.
       RequestError: it is not UTF-8 text, or all its lines are empty.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
-            f"{error.start}; write one prompt a line"
-        ) from error
-    numbered = enumerate(text.split("\n"), 1)
+    numbered = enumerate(_text(path).split("\n"), 1)
     lines = [(number, line.removesuffix("\r")) for number, line in numbered if line.strip()]
     if not lines:
-        raise RequestError(f"{path} holds no prompts: write one a line")
+        raise RequestError(f"{_name(path)} holds no prompts: write one a line")
     return lines
+
+
+def _text(path: Path) -> str:
+    raw = sys.stdin.buffer.read() if path == STANDARD_INPUT else path.read_bytes()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{_name(path)} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
+            f"{error.start}; write one prompt a line"
+        ) from error
+
+
+def _name(path: Path) -> str:
+    return "standard input" if path == STANDARD_INPUT else str(path)
 
 
 def _json(line: str) -> Any:
@@ -157,10 +197,17 @@ def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> Samp
         given["logprobs"] = given.pop("top_logprobs", 0) if asked else None
     types = get_type_hints(SamplingParams)
     if unknown := [name for name in given if name not in types]:
-        known = ", ".join(["id", *PROMPTS, *types])
-        raise RequestError(f"{unknown[0]!r} is not known; known are {known}")
+        known = ["id", *PROMPTS, *types]
+        raise RequestError(f"{unknown[0]!r} {_way_out(unknown[0], known)}")
     changes = {name: _field(name, value, types[name]) for name, value in given.items()}
     return dataclasses.replace(defaults, **changes)
+
+
+def _way_out(name: str, known: list[str]) -> str:
+    """What to write instead of a field that is not known."""
+    if name in _OTHERS:
+        return f"is not known here; {_OTHERS[name]}"
+    return f"is not known{closest(name, known)}; known are {', '.join(known)}"
 
 
 def _field(name: str, value: Any, kind: Any) -> Any:

@@ -9,8 +9,12 @@ from jax_specdec.wording import counted
 
 HELP = """\
 Write one HTML page of a file that `demo --json` or `generate` wrote, or of any OpenAI-style
-responses, one a line. Tokens are colored by logprob; hovering over one shows its top K, its rank,
-whether it was a draft, and the drafts of its step. The page needs no network: it loads nothing.
+responses: one a line, a JSON array, or the output of OpenAI's batch API. Tokens are colored by
+logprob, the prompt's too where they are known; hovering over one shows its top K, its rank, whether
+it was a draft, and the drafts of its step. The page needs no network: it loads nothing.
+
+With two files, equal ids stand side by side, and tokens can be colored by the difference of their
+logprobs. In the page, n goes to the next surprising token, and / to the search.
 """
 
 
@@ -22,39 +26,57 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="responses, one a line (JSONL)")
+    parser.add_argument("file", type=Path, metavar="FILE", help="responses (JSONL or JSON)")
+    parser.add_argument(
+        "other", type=Path, metavar="FILE2", nargs="?", help="others to set beside them"
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PAGE",
         help="where to write the page (default: FILE with the ending .html)",
     )  # fmt: skip
-    parser.add_argument("--title", help="title of the page (default: the name of FILE)")
+    parser.add_argument("--title", help="title of the page (default: the names of the files)")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page, and print where it is.
+    """Write the page, print where it is, and open it where that is wanted.
 
     Raises:
       OSError: a file cannot be read or written.
-      ValueError: FILE holds no responses, or the page would replace it.
+      ValueError: a file holds no responses, or the page would replace it.
     """
     from jax_specdec.export import html_page
 
-    source: Path = options.file
-    target: Path = options.output or source.with_suffix(".html")
-    if target.exists() and source.exists() and target.samefile(source):
-        raise ValueError(f"the page would replace {source}: name another file with --output")
-    try:
-        with source.open(encoding="utf-8") as lines:
-            responses = html_page.read(lines)
-    except (html_page.ViewError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: {error}") from error
-    page = html_page.page(responses, source.name if options.title is None else options.title)
+    sources: list[Path] = [options.file] + ([options.other] if options.other else [])
+    target: Path = options.output or options.file.with_suffix(".html")
+    view = html_page.View()
+    for source in sources:
+        if target.exists() and source.exists() and target.samefile(source):
+            raise ValueError(f"the page would replace {source}: name another file with --output")
+        try:
+            with source.open(encoding="utf-8-sig") as lines:
+                view.add(lines, source.name)
+        except (html_page.ViewError, UnicodeDecodeError) as error:
+            raise ValueError(f"{source}: {error}") from error
+    names = " and ".join(source.name for source in sources)
+    page = html_page.page(view, names if options.title is None else options.title)
     try:
         # A file name, which the page shows, need not be UTF-8.
         target.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(target)) from error
-    num_tokens = sum(len(one.tokens) for one in responses)
-    written = f"{counted(len(responses), 'response')}, {counted(num_tokens, 'token')}"
+    responses, tokens = view.num_responses, view.num_tokens
+    written = f"{counted(responses, 'response')}, {counted(tokens, 'token')}"
     sys.stdout.write(f"wrote {written} to {target}\n")
+    if options.open:
+        _open(target)
     return 0
+
+
+def _open(page: Path) -> None:
+    """Open a page in the user's browser; say so where there is none."""
+    import webbrowser
+
+    address = page.resolve().as_uri()
+    if not webbrowser.open(address):
+        sys.stderr.write(f"no browser was found: open {address} in one\n")

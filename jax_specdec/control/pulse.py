@@ -37,9 +37,10 @@ class Pulse:
       ready: it has loaded its model and carries commands out.
       progress: a number that grows with every step and every part of a prompt.
       phase: what it is doing.
-      done, total: of the parts that it loads, or of the programs that it compiles; a total of 0 is
-        not known.
-      members: phases of the other processes of its group.
+      done, total: of the tensors that it loads, or of the programs that it compiles; a total of 0
+        is not known.
+      what: the name of the program that it compiles.
+      members: what the other processes of its group do, each as `str` of its pulse.
       devices: what it computes on, in JAX's words.
       missing: it has noticed that a command did not arrive.
     """
@@ -51,23 +52,21 @@ class Pulse:
     phase: Phase = Phase.STARTING
     done: int = 0
     total: int = 0
-    members: tuple[Phase, ...] = ()
+    what: str = ""
+    members: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     missing: bool = False
 
     @property
     def takes_its_time(self) -> bool:
         """Whether any process of the worker is in a phase of which no progress is expected."""
-        return any(phase.takes_its_time for phase in (self.phase, *self.members))
+        return any(_phase_of(text).takes_its_time for text in (self.phase, *self.members))
 
     def __str__(self) -> str:
-        if not self.done and not self.total:
-            return str(self.phase)
-        return (
-            f"{self.phase} {self.done} of {self.total}"
-            if self.total
-            else (f"{self.phase} {self.done}")
-        )
+        text = str(self.phase)
+        if self.done or self.total:
+            text += f" {self.done} of {self.total}" if self.total else f" {self.done}"
+        return f"{text} ({self.what})" if self.what else text
 
     def to_bytes(self) -> bytes:
         """The pulse without the number of beats, which the hearer counts."""
@@ -84,9 +83,10 @@ class Pulse:
           ValueError: the bytes are not a pulse.
         """
         try:
-            taken, ready, progress, phase, done, total, members, devices, missing = msgpack.unpackb(
-                data
-            )
+            (taken, ready, progress, phase, done, total, what, members, devices,
+             missing) = msgpack.unpackb(data)  # fmt: skip
+            for text in members:
+                _phase_of(text)
             return cls(
                 beats=beats,
                 taken=_count(taken),
@@ -95,11 +95,12 @@ class Pulse:
                 phase=Phase(phase),
                 done=_count(done),
                 total=_count(total),
-                members=tuple(map(Phase, members)),
+                what=str(what),
+                members=tuple(members),
                 devices=tuple(map(str, devices)),
                 missing=bool(missing),
             )
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
             raise ValueError(f"not a heartbeat: {data[:200]!r} ({error!r})") from error
 
 
@@ -108,27 +109,34 @@ class Vitals:
 
     Attributes:
       pulse: as it stands now.
-      members: asked for the phases of the other processes of the group, at every heartbeat.
+      members: asked what the other processes of the group do, at every heartbeat.
     """
 
     def __init__(self) -> None:
         self.pulse = Pulse(phase=Phase.IMPORTING)
-        self.members: Callable[[], tuple[Phase, ...]] = tuple
+        self.members: Callable[[], tuple[str, ...]] = tuple
         self.told: Callable[[], None] = lambda: None  # wakes the thread that sends heartbeats
         self._writing = threading.Lock()
 
-    def enter(self, phase: Phase, done: int = 0, total: int = 0) -> None:
+    def enter(self, phase: Phase, done: int = 0, total: int = 0, what: str = "") -> None:
         """Begin a phase, or a further part of it."""
-        if (phase, done, total) != (self.pulse.phase, self.pulse.done, self.pulse.total):
-            self.change(phase=phase, done=done, total=total)
+        pulse = self.pulse
+        if (phase, done, total, what) != (pulse.phase, pulse.done, pulse.total, pulse.what):
+            self.change(phase=phase, done=done, total=total, what=what)
+
+    def load(self, done: int, total: int) -> None:
+        """Say how many tensors of the model are there."""
+        self.enter(Phase.LOADING, done, total)
 
     def advance(self) -> None:
         """Count a step."""
-        self.change(phase=Phase.STEPPING, done=0, total=0, progress=self.pulse.progress + 1)
+        self.enter(Phase.STEPPING)
+        self.change(progress=self.pulse.progress + 1)
 
     def be_ready(self, devices: tuple[str, ...]) -> None:
         """Say at once that commands are carried out from now on."""
-        self.change(phase=Phase.IDLE, done=0, total=0, ready=True, devices=devices)
+        self.enter(Phase.IDLE)
+        self.change(ready=True, devices=devices)
         self.told()
 
     def change(self, **values: Any) -> None:
@@ -168,6 +176,11 @@ class Silence:
     def hear(self) -> None:
         """Note a sign of life between two looks."""
         self._seconds = 0.0
+
+
+def _phase_of(text: str) -> Phase:
+    """The phase at the beginning of `str` of a pulse. ValueError: there is none."""
+    return Phase(text.split(maxsplit=1)[0])
 
 
 def _count(value: object) -> int:

@@ -25,6 +25,7 @@ from jax_specdec.device.messages.step_messages import (
     target_message,
 )
 from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.kept_logprobs import kept_logprobs
 from jax_specdec.device.sampling.verify import Drafts, Verified, verify
 from jax_specdec.device.worker.device_checks import DeviceCheckError, check
 from jax_specdec.device.worker.worker import Worker
@@ -42,6 +43,8 @@ __all__ = [
     "Verified",
     "row_logprobs",
     "select_rows",
+    # The learner's side of kept sets.
+    "kept_logprobs",
     # Its messages.
     "step_output",
     "StepOutput",

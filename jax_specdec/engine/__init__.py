@@ -16,8 +16,9 @@ from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import Update, WorkerStatus
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason, PromptRows
-from jax_specdec.records.decode import Message, MessageError, decode
+from jax_specdec.records.decode import Message, decode
 from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.errors import MessageError
 from jax_specdec.records.record import Record, Records, TokenRows
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request, RequestError, SamplingParams

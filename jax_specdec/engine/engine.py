@@ -10,22 +10,26 @@ import collections
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ipc import RingError
 from jax_specdec.engine.clock import Clock, MonotonicClock
 from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.engine.placement import Placement
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
+from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
-from jax_specdec.engine.waiting_queue import WaitingQueue
-from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
+from jax_specdec.engine.worker_client import WorkerProcess, together
 from jax_specdec.engine.worker_session import Update, WorkerSession, WorkerStatus
 from jax_specdec.engine.workers import WAIT_SECONDS, Health, StartWorker, Workers
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.decode import MessageError
+from jax_specdec.records.errors import MessageError
 from jax_specdec.records.output_processor import ProcessorError
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, RequestError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger("jax_specdec.engine")
 
@@ -39,8 +43,16 @@ class Engine:
         *,
         start_worker: StartWorker = WorkerProcess,
         clock: Clock | None = None,
+        tracer: "Tracer | None" = None,
     ) -> None:
         """Start all workers: decode ranks are numbered from 0, prefill ranks come after them.
+
+        Args:
+          config: what to run.
+          start_worker: starts a worker's process.
+          clock: tells the time.
+          tracer: of OpenTelemetry (the extra `otel`); makes spans of each request's life, below the
+            span that is current where `generate` is iterated over. None: no spans.
 
         Raises:
           ValueError: there are fewer devices than the workers need.
@@ -48,14 +60,10 @@ class Engine:
         self.config = config
         self._clock = clock or MonotonicClock()
         self.timings = Timings()
-        # Requests without a slot, in the order in which they will get one.
-        self._to_prefill = WaitingQueue()
-        self._to_decode = WaitingQueue()
-        # Those that were lost with a worker: each gets a worker for itself, one after the other.
-        self._to_try_alone = WaitingQueue()
-        self._set_apart: WorkerSession | None = None  # the worker that they get
+        self._waiting = Placement()  # requests without a slot
         self._pending: collections.deque[Update] = collections.deque()  # not yielded yet
         self._generating = False
+        self._spans = None if tracer is None else Spans(tracer, self._clock)
         self._workers = Workers(config, start_worker, self._clock)
 
     def __enter__(self) -> Self:
@@ -104,8 +112,8 @@ class Engine:
         Raises:
           RequestError: one of the requests cannot be served; then no request was started.
           WorkerFailed: a worker ended early or sent an invalid message, and `on_worker_loss` stops
-            the engine or no decode worker is left. The updates before it closed every request,
-            those that had not begun too.
+            the engine or no decode worker is left; it names every worker that is lost by then. The
+            updates before it closed every request, those that had not begun too.
         """
         for request in requests:
             check(request, self.config)
@@ -121,17 +129,24 @@ class Engine:
             now = self._workers.begin()
             logger.info("%d requests came", len(requests))
             self._enqueue([QueuedRequest(request=one, submitted=now) for one in requests])
-            while True:
-                yield from self._look_after_workers()
-                self._admit()
-                while self._pending:
-                    yield self._pending.popleft()
-                if not (any(self._queues) or self.running):
-                    break
-                yield from self._receive()
+            for update in self._updates():
+                if self._spans is not None:
+                    self._spans.saw(update, self._clock.now())
+                yield update
         finally:
             self._give_up()
             self._generating = False
+
+    def _updates(self) -> Iterator[Update]:
+        """Serve the requests that wait or run, until there are none."""
+        while True:
+            yield from self._look_after_workers()
+            self._admit()
+            while self._pending:
+                yield self._pending.popleft()
+            if not (self._waiting or self.running):
+                break
+            yield from self._receive()
 
     def abort(self, request_id: str) -> bool:
         """End a request; the next update has its last record, with the reason `ABORT`.
@@ -145,11 +160,9 @@ class Engine:
                     session.leave(request_id)
                     self._pending.append(Update(None, None, records, session.process_rank))
                 return bool(records)
-        for queue in self._queues:
-            if (queued := queue.take(request_id)) is not None:
-                self._pending.append(Update(None, None, ended(queued, FinishReason.ABORT)))
-                return True
-        return False
+        if (queued := self._waiting.take(request_id)) is not None:
+            self._pending.append(Update(None, None, ended(queued, FinishReason.ABORT)))
+        return queued is not None
 
     def preempt(self, request_id: str, *, reschedule: bool = True) -> bool:
         """Take a running request's slot away, as a scheduler does that needs the room.
@@ -166,64 +179,28 @@ class Engine:
                 return True
         return False
 
-    @property
-    def _queues(self) -> tuple[WaitingQueue, ...]:
-        return self._to_try_alone, self._to_prefill, self._to_decode
-
     def _enqueue(self, requests: Sequence[QueuedRequest], *, first: bool = False) -> None:
         """Queue requests in their order, behind those that wait already or before them."""
-        for queued in reversed(requests) if first else requests:
-            # A request that has begun needs no prefill worker: a decode worker recomputes its
-            # prompt anyway.
-            fresh = not queued.begun and self._workers.coming(prefill_only=True)
-            queue = self._to_prefill if fresh else self._to_decode
-            if queued.alone:
-                queue = self._to_try_alone
-            (queue.appendleft if first else queue.append)(queued)
+        prefill = self._workers.coming(prefill_only=True)
+        self._waiting.enqueue(requests, prefill=prefill, first=first)
+        if self._spans is not None and requests:
+            now = self._clock.now()
+            for queued in requests:
+                self._spans.queued(queued, now)
 
     def _admit(self) -> None:
-        """Give free slots to the requests that wait, always at the worker with most of them.
-
-        A worker takes requests once it has loaded its model: what waits until then waits here.
-        """
-        self._admit_alone()
-        for queue, prefill_only in ((self._to_prefill, True), (self._to_decode, False)):
-            if not queue:
-                continue
-            sessions = [
-                session
-                for session in self.sessions
-                if session.prefill_only == prefill_only
-                and session.ready
-                and session is not self._set_apart
-            ]
-            while queue and sessions:
-                session = max(sessions, key=lambda session: session.num_free)
-                if not session.num_free:
-                    break
-                self._give_slot(session, queue.popleft())
+        """Give free slots to the requests that wait."""
+        for session, queued in self._waiting.places(self.sessions):
+            self._give_slot(session, queued)
 
     def _give_slot(self, session: WorkerSession, queued: QueuedRequest) -> None:
         """Admit a request, which may have had another slot before."""
         if queued.submitted is not None and not queued.had_slot:
             self.timings.queue.take(self._clock.now() - queued.submitted)
         session.admit(queued)
+        if self._spans is not None:
+            self._spans.placed(queued, session.process_rank, self._clock.now())
         logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
-
-    def _admit_alone(self) -> None:
-        """Set one decode worker apart for requests that may end it, while there are any."""
-        apart = self._set_apart
-        if apart is not None and not apart.alive:
-            apart = None
-        if apart is None and self._to_try_alone:
-            sessions = [each for each in self.sessions if each.ready and not each.prefill_only]
-            apart = max(sessions, key=lambda session: session.num_free, default=None)
-        if apart is not None and not apart.request_ids:
-            if self._to_try_alone:
-                self._give_slot(apart, self._to_try_alone.popleft())
-            else:
-                apart = None
-        self._set_apart = apart
 
     def _look_after_workers(self) -> Iterator[Update]:
         """Hear the workers; report those that are lost."""
@@ -234,17 +211,24 @@ class Engine:
         """The next message of each ring that has one; waits for the first."""
         alive = self._workers.alive()
         if not self._workers.coming(prefill_only=False) and not self._workers.ending:
-            yield from self._stop(next(one.lost for one in self.sessions if one.lost))
+            yield from self._stop()
         for session in self._workers.wait(alive):
             waits = len(alive) == 1 and bool(session.request_ids)
-            try:
-                update = session.receive(WAIT_SECONDS if waits else 0)
-            except (RingError, MessageError, ProcessorError) as error:
-                self._workers.end(session, error)
-                continue
+            update = self._take(session, WAIT_SECONDS if waits else 0)
             if update is not None:
-                session.measure(update, self._clock.now(), self.timings)
-                yield replace(update, records=self._act_on(session, update.records))
+                yield update
+
+    def _take(self, session: WorkerSession, timeout: float) -> Update | None:
+        """A worker's next message as the user shall see it; None too if the worker is lost now."""
+        try:
+            update = session.receive(timeout)
+        except (RingError, MessageError, ProcessorError) as error:
+            self._workers.end(session, error)
+            return None
+        if update is None:
+            return None
+        session.measure(update, self._clock.now(), self.timings)
+        return replace(update, records=self._act_on(session, update.records))
 
     def _act_on(self, session: WorkerSession, records: Records) -> Records:
         """Free the slots of requests that leave them; queue those that continue elsewhere.
@@ -291,23 +275,25 @@ class Engine:
         records = Records(sum((each.batches for each in ends), records.batches))
         self._enqueue(left, first=True)
         if not self._workers.coming(prefill_only=True):
-            self._to_decode.extend(self._to_prefill)
-            self._to_prefill.clear()
+            self._waiting.prefill_no_more()
         yield Update(None, None, records, session.process_rank, lost=failure)
         if not goes_on:
-            yield from self._stop(failure)
+            yield from self._stop()
 
-    def _stop(self, failure: WorkerFailed) -> Iterator[Update]:
-        """Close every request, then raise `failure`."""
+    def _stop(self) -> Iterator[Update]:
+        """Close every request, then raise a report of every worker that is lost."""
+        for session in self._workers.fallen():
+            while session.alive and (update := self._take(session, 0)) is not None:
+                yield update
+            failure = self._workers.lose(session)
+            yield Update(None, None, self._end_all(session), session.process_rank, lost=failure)
         self._workers.restart_none()
         for session in self.sessions:
             if session.request_ids:
                 yield Update(None, None, self._end_all(session), session.process_rank)
-        for queue in self._queues:
-            while queue:
-                records = ended(queue.popleft(), FinishReason.WORKER_LOST)
-                yield Update(None, None, records)
-        raise failure
+        for queued in self._waiting.drain():
+            yield Update(None, None, ended(queued, FinishReason.WORKER_LOST))
+        raise together([one.lost for one in self.sessions if one.lost is not None])
 
     def _end_all(self, session: WorkerSession) -> Records:
         return self._act_on(session, session.flush(FinishReason.WORKER_LOST))
@@ -318,6 +304,7 @@ class Engine:
             for name in session.request_ids:
                 session.abort(name)  # or its record that waits for drafts would come later
                 session.leave(name)
-        for queue in self._queues:
-            queue.clear()
+        self._waiting = Placement()
         self._pending.clear()
+        if self._spans is not None:
+            self._spans.give_up(self._clock.now())

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout
+from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout, doctor
 from jax_specdec.control import (
     GROUP_KILLED,
     Command,
@@ -44,17 +44,35 @@ MEMORY = (
 
 
 class WorkerFailed(RuntimeError):
-    """The worker ended before its requests did; says how, and what it printed last.
+    """A worker ended before its requests did; says how, and what it printed last.
 
     Attributes:
       report: the message without the advice.
       advice: for the author of a program around the engine; empty where it would not help.
+      failures: one for each worker, where the report is of several that were lost; else empty.
     """
 
-    def __init__(self, report: str, advice: str = "") -> None:
+    def __init__(
+        self, report: str, advice: str = "", failures: Sequence["WorkerFailed"] = ()
+    ) -> None:
         super().__init__(f"{report}\n{advice}" if advice else report)
         self.report = report
         self.advice = advice
+        self.failures = tuple(failures)
+
+
+def together(failures: Sequence[WorkerFailed]) -> WorkerFailed:
+    """One report of all the workers that are lost, at least one."""
+    if len(failures) == 1:
+        return failures[0]
+    count = counted(len(failures), "worker")
+    failure = WorkerFailed(
+        "\n\n".join([f"{count} are lost:", *(each.report for each in failures)]),
+        next((each.advice for each in failures if each.advice), ""),
+        failures,
+    )
+    failure.__cause__ = failures[-1]
+    return failure
 
 
 class WorkerProcess:
@@ -81,6 +99,7 @@ class WorkerProcess:
           workplace: what the engine's workers share; None: this one has its own.
           share: the devices that it computes on; None: those that it finds.
           program: the command line of the worker, which reads its `Start` on its standard input.
+            This process is added to it, in words of `ipc.doctor`.
         """
         self._process_rank = process_rank
         self._stops_all = config.on_worker_loss == "stop"
@@ -97,7 +116,8 @@ class WorkerProcess:
         try:
             self._output = self._workplace.output_file(process_rank)
             self._link = self._workplace.server.link()
-            self._process = ChildProcess(program, output=self._output, env=environment)
+            command = [*program, doctor.this_process()]
+            self._process = ChildProcess(command, output=self._output, env=environment)
             # As late as possible: the worker attaches at once, and then nothing stays behind.
             self._ring = RingReader.create(
                 config.ring_slots, config.message_bytes, doorbell=doorbell

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ipc import ReceivedMessage, RingCounters, RingReader, RingTimeout, wire
 from ipc.wire import Kind
-from jax_specdec.control import Admit, Command, Evict, Pulse, Release, Silence
+from jax_specdec.control import Admit, Command, Evict, Heart, Pulse, Release, Silence
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
 from jax_specdec.engine.timings import SlotTimes, Timings
@@ -96,7 +96,8 @@ class WorkerStatus:
       prefill_only: whether it hands requests over after their first token.
       pid: of its process.
       alive: whether it may still send; False once it was found lost.
-      phase: what its processes do, the lead's first, such as "compiling 3".
+      phase: what its processes do, the lead's first, such as "loading 30 of 290" (tensors) or
+        "compiling 3 (step)" (the third program).
       devices: what its first process computes on, in JAX's words, which count the devices that the
         process sees; empty until it has loaded its model.
       given: the devices that it sees or uses, such as "CUDA_VISIBLE_DEVICES=2,3"; empty where
@@ -171,7 +172,7 @@ class WorkerSession:
         self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
         self._pulse = Pulse()  # the last one that was looked at
-        self._beats, self._progress = Silence(START_SECONDS), Silence()
+        self._heart, self._progress = Heart(worker.pid, grace=START_SECONDS), Silence()
         self._rehearsed = self._rehearse if rehearse else None
         # The last target message, behind the state that it was applied to.
         self._last: tuple[ProcessorState, bytes] | None = None
@@ -207,7 +208,7 @@ class WorkerSession:
             prefill_only=self.prefill_only,
             pid=self.worker.pid,
             alive=self.alive,
-            phase=(str(pulse), *map(str, pulse.members)),
+            phase=(str(pulse), *pulse.members),
             devices=pulse.devices,
             given=str(self.worker.share),
             restarts=self.restarts,
@@ -252,10 +253,10 @@ class WorkerSession:
         """An error if the worker was silent for too long; `now` in seconds, monotonic."""
         pulse, last = self.worker.pulse, self._pulse
         self._pulse = pulse
-        self._beats.look(now, sign=pulse.beats != last.beats)
+        beat = pulse.beats != last.beats
         moved = pulse.progress != last.progress or pulse.takes_its_time or not self._slots
         self._progress.look(now, sign=moved)
-        if self._beats.seconds > heartbeat_timeout:
+        if not self._heart.look(now, beat=beat, limit=heartbeat_timeout):
             return WorkerSilent(f"no heartbeat came for {heartbeat_timeout:g} seconds")
         if max_silence is not None and self._progress.seconds > max_silence:
             return WorkerSilent(f"it made no progress for {max_silence:g} seconds (phase: {pulse})")
@@ -284,7 +285,7 @@ class WorkerSession:
             return None
         if received is None:
             return None
-        self._beats.hear()
+        self._heart.hear()
         self._progress.hear()
         before, message = self.state, decode(received.data)
         self.state, records = output_processor.step(before, message)
@@ -362,5 +363,5 @@ class WorkerSession:
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
         self.worker, self.ending, self.lost, self._last = worker, None, None, None
         self._pulse = Pulse()
-        self._beats, self._progress = Silence(START_SECONDS), Silence()
+        self._heart, self._progress = Heart(worker.pid, grace=START_SECONDS), Silence()
         self.restarts += 1

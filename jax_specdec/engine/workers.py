@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ipc import RingError, RingReader, wait_readable
+from ipc import EndOfStream, RingError, RingReader, wait_readable
 from jax_specdec.control import ControlServer
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import MAX_RESTART_DELAY, EngineConfig
@@ -132,6 +132,19 @@ class Workers:
         """Sessions whose worker is lost and has not been reported."""
         return [one for one in self.sessions if one.ending is not None and one.lost is None]
 
+    def fallen(self) -> list[WorkerSession]:
+        """Sessions whose worker has ended without having been reported, found lost or not."""
+        return [
+            session
+            for session in self.sessions
+            if session.lost is None
+            and (
+                session.worker.exit_status is not None
+                if session.ending is None
+                else session.worker.ended
+            )
+        ]
+
     def begin(self) -> float:
         """Look at the workers from now on; returns the time, in seconds of the engine's clock."""
         self._next_look = 0.0
@@ -190,8 +203,7 @@ class Workers:
 
     def lose(self, session: WorkerSession) -> WorkerFailed:
         """The report of a worker that is lost and has ended; plans its successor."""
-        cause = session.ending
-        assert cause is not None
+        cause = session.ending or EndOfStream("its process has ended")
         failure = session.lost = session.worker.failure(cause)
         failure.__cause__ = cause
         names = list(session.request_ids)

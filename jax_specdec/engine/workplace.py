@@ -32,9 +32,13 @@ class Workplace:
     def folder(self) -> Path:
         """A directory that only this user may enter (mode 0700)."""
         if self._folder is None:
-            import tempfile  # milliseconds, which only an engine that starts workers needs
+            # Milliseconds, which only an engine that starts workers needs.
+            import tempfile
 
-            self._folder = Path(tempfile.mkdtemp(prefix="jax-specdec-"))
+            from jax_specdec.engine import leftovers
+
+            self._folder = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
+            leftovers.own(self._folder)
         return self._folder
 
     @property
@@ -70,8 +74,10 @@ class Workplace:
         if folder is None:
             return
         if any(path.parent == folder for path in self._kept):
+            from jax_specdec.engine.leftovers import OWNER
+
             for path in folder.iterdir():
-                if path not in self._kept:
+                if path not in self._kept and path.name != OWNER:
                     with contextlib.suppress(OSError):
                         path.unlink()
         else:

@@ -6,7 +6,9 @@ change. Libraries that a format needs are imported on its first use.
 
 from jax_specdec.export import arrow, metrics, openai
 from jax_specdec.export.column_builder import ColumnBuilder
+from jax_specdec.export.notebook import Colored, colored
 from jax_specdec.export.token_columns import Ragged, TokenColumns
+from jax_specdec.kept_sets import KeptSets, PaddedKept
 from jax_specdec.text.detokenize import TextStream, TokenTable, byte_level_bytes
 
 __all__ = [
@@ -16,7 +18,11 @@ __all__ = [
     "ColumnBuilder",
     "TokenColumns",
     "Ragged",
+    "KeptSets",
+    "PaddedKept",
     "TokenTable",
     "TextStream",
     "byte_level_bytes",
+    "colored",
+    "Colored",
 ]

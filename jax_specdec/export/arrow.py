@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ipc.wire import LogprobsMode
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged, TokenColumns
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason
 
 TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
@@ -23,9 +24,11 @@ def tokens_table(columns: TokenColumns) -> Any:
 
     `request_id` and `kind` are dictionary columns of words. Lists become two columns each:
     `topk_ids` and `topk_logprobs`, `chosen_ids` and `chosen_logprobs`, `draft_chosen_ids` and
-    `draft_chosen_logprobs`.
+    `draft_chosen_logprobs`. Kept sets become three: `kept_count` and `log_kept`, null where they
+    were not asked for, and the list `kept_ids`.
     """
     pa = _pyarrow()
+    without_set = columns.kept.counts == 0
     asked, drafted = columns.token_rank != NOT_ASKED, columns.draft_token_rank != NOT_ASKED
     return pa.table(
         {
@@ -49,6 +52,9 @@ def tokens_table(columns: TokenColumns) -> Any:
             "draft_chosen_logprobs": _lists(
                 pa, columns.draft_chosen, columns.draft_chosen.logprobs
             ),
+            "kept_count": pa.array(columns.kept.counts, mask=without_set),
+            "log_kept": pa.array(columns.kept.log_kept, mask=without_set),
+            "kept_ids": _lists(pa, columns.kept, columns.kept.token_ids),
         }
     )
 
@@ -107,6 +113,11 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
         topk=_ragged(tokens["topk_ids"], tokens["topk_logprobs"]),
         chosen=_ragged(tokens["chosen_ids"], tokens["chosen_logprobs"]),
         draft_chosen=_ragged(tokens["draft_chosen_ids"], tokens["draft_chosen_logprobs"]),
+        kept=KeptSets.of(
+            _filled(tokens["kept_count"], np.int32(0)),
+            _filled(tokens["log_kept"], np.float32(0)),
+            _ragged(tokens["kept_ids"]).ids,
+        ),
     )
 
 
@@ -136,12 +147,12 @@ def _pyarrow(module: str = "pyarrow") -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "Arrow tables and Parquet files need pyarrow: pip install 'jax-specdec[arrow]'",
+            "Arrow tables and Parquet files need pyarrow: pip install 'pyarrow>=16'",
             name=error.name,
         ) from error
 
 
-def _lists(pa: Any, ragged: Ragged, values: NDArray[Any] | None) -> Any:
+def _lists(pa: Any, ragged: Ragged | KeptSets, values: NDArray[Any] | None) -> Any:
     """Arrow lists have 32-bit offsets, so a table holds at most 2**31 - 1 values in one."""
     if ragged.offsets[-1] >= 2**31:
         raise ValueError(

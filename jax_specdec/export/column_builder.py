@@ -19,6 +19,7 @@ from jax_specdec.export.token_columns import (
     Ragged,
     TokenColumns,
 )
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
 
@@ -32,11 +33,14 @@ class ColumnBuilder:
         self._num_tokens: list[int] = []
         self._reasons: list[int] = []
         self._parts: list[dict[str, NDArray[Any]]] = []
+        self._kept: list[KeptSets] = []
 
     def add(self, records: Iterable[Record]) -> None:
         """Append records: of each request all of them, in order, from its first token on."""
-        rows = [self._row(record) for record in records]
+        taken = list(records)
+        rows = [self._row(record) for record in taken]
         if rows:
+            self._kept.append(KeptSets.joined([_kept(record) for record in taken]))
             names = rows[0].keys()
             self._parts.append({n: np.concatenate([row[n] for row in rows]) for n in names})
 
@@ -63,6 +67,7 @@ class ColumnBuilder:
             temperature=np.array([r.params.temperature for r in requests], np.float64),
             mode=np.array([r.params.logprobs_mode for r in requests], np.int8),
             finish_reason=np.array(self._reasons, np.int8),
+            kept=KeptSets.joined(self._kept),
             **joined,
             **lists,
         )
@@ -86,6 +91,11 @@ class ColumnBuilder:
             **_logprobs(record, n),
             **_drafts(record, n),
         }
+
+
+def _kept(record: Record) -> KeptSets:
+    kept = record.kept
+    return KeptSets.none(record.num_tokens) if kept is None else kept
 
 
 def _logprobs(record: Record, n: int) -> dict[str, NDArray[Any]]:

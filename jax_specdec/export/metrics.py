@@ -126,7 +126,7 @@ def _client() -> ModuleType:
         import prometheus_client
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "Prometheus text needs prometheus_client: pip install 'jax-specdec[metrics]'",
+            "Prometheus text needs prometheus_client: pip install 'prometheus_client>=0.20'",
             name=error.name,
         ) from error
     return prometheus_client

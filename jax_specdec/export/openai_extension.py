@@ -17,8 +17,9 @@ def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
     `by_step` has one object for each step with tokens. Every other key has one value a token:
     `token_ids` and `token_kinds` (see the function) always; `token_ranks` (1 the most likely, 0 an
     invalid row) and `topk_ids` (without missing ones) where logprobs were asked for;
-    `chosen_logprobs` where the request named `extra_token_ids`; and where no logprobs were asked
-    for, `tokens`, the strings that the logprobs would have.
+    `chosen_logprobs` where the request named `extra_token_ids`; `kept_counts`, `kept_ids` and
+    `log_kept` where it asked for kept sets; and where no logprobs were asked for, `tokens`, the
+    strings that the logprobs would have.
     """
     result: dict[str, Any] = {"token_ids": [], "token_kinds": [], "by_step": []}
     for record in records:
@@ -105,15 +106,30 @@ def _step(record: Record, table: TokenTable) -> dict[str, Any]:
 def _columns(record: Record, table: TokenTable) -> dict[str, list[Any]]:
     """The columns that come only with logprobs, or only without."""
     ranks, topk_ids, chosen = record.token_ranks, record.topk_ids, record.chosen_logprobs
+    kept = _kept(record)
     if ranks is None or topk_ids is None or chosen is None:
-        return {"tokens": list(map(table.completion_text.__getitem__, record.token_ids.tolist()))}
+        tokens = map(table.completion_text.__getitem__, record.token_ids.tolist())
+        return {"tokens": list(tokens), **kept}
     columns: dict[str, list[Any]] = {
         "token_ranks": ranks.tolist(),
         "topk_ids": _existing(topk_ids.tolist()),
+        **kept,
     }
     if record.request.params.extra_token_ids:
         columns["chosen_logprobs"] = _numbers(chosen.tolist())
     return columns
+
+
+def _kept(record: Record) -> dict[str, list[Any]]:
+    """The columns of kept sets, where they were asked for; a mark has no ids."""
+    kept = record.kept
+    if kept is None:
+        return {}
+    return {
+        "kept_counts": kept.counts.tolist(),
+        "kept_ids": [kept.ids(n).tolist() for n in range(len(kept))],
+        "log_kept": [json_number(mass) for mass in kept.log_kept.tolist()],
+    }
 
 
 def _existing(topk_ids: list[list[int]]) -> list[list[int]]:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jax_specdec.kept_sets import KeptSets
+
 KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `TokenColumns.kind`
 NOT_ASKED = -1  # in `TokenColumns.token_rank`
 
@@ -85,6 +87,7 @@ class TokenColumns:
       chosen: each token's logprobs of the request's `extra_token_ids`.
       draft_chosen: logprobs of the same ids under the draft model, from the row that the draft
         was proposed from; an empty list where `draft_logprob` is unknown.
+      kept: each token's kept set; a count of 0 where its request asked for none.
     """
 
     request_id: NDArray[np.str_]
@@ -105,6 +108,7 @@ class TokenColumns:
     topk: Ragged
     chosen: Ragged
     draft_chosen: Ragged
+    kept: KeptSets
 
     def __len__(self) -> int:
         return len(self.token_id)
@@ -113,8 +117,29 @@ class TokenColumns:
         """The rows of one request, in order; the columns of requests [Q] stay whole."""
         rows = np.flatnonzero(self.request == index)
         taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in TOKEN_COLUMNS}
-        taken |= {name: getattr(self, name).take(rows) for name in TOKEN_LISTS}
+        taken |= {name: getattr(self, name).take(rows) for name in (*TOKEN_LISTS, "kept")}
         return replace(self, **taken)
+
+    def rows_by_place(self, length: int | None = None) -> NDArray[np.intp]:
+        """Which row holds the token at each place of each request's sequence.
+
+        Args:
+          length: L; None: that of the longest sequence.
+
+        Returns:
+          [Q, L]; -1 in prompts and behind ends. So `kept.padded(rows)` and, where it is not -1,
+          `logprob[rows]` have the shape of a learner's batch.
+
+        Raises:
+          ValueError: a sequence is longer than `length`.
+        """
+        longest = int(max(np.diff(self.prompt.offsets).max(initial=0),
+                          (self.position + 1).max(initial=0)))  # fmt: skip
+        if length is not None and length < longest:
+            raise ValueError(f"a sequence has {longest} tokens, more than length = {length}")
+        rows = np.full((len(self.request_id), longest if length is None else length), -1, np.intp)
+        rows[self.request, self.position] = np.arange(len(self))
+        return rows
 
 
 TOKEN_COLUMNS = {

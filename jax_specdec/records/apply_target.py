@@ -14,6 +14,7 @@ from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
+    KEPT_FORMAT,
     Phase,
     ProcessorError,
     ProcessorState,
@@ -111,13 +112,20 @@ def check_rows(
       expected: [N] the requests' `row_format`.
       counts: [N] where the message has tokens of the slot's request; other slots are not checked.
     """
-    wrong = row_format(message.columns, message.num_chosen, message.mode)[slots] != expected
+    said = row_format(message.columns, message.num_chosen, message.mode, message.kept)
+    wrong = said[slots] != expected
     if not wrong.any() or not (wrong & counts).any():
         return
     slot = int(slots[(wrong & counts).argmax()])
     request = requests[slot]
     assert request is not None
     params = request.params
+    if message.kept[slot] != expected[slots == slot] // KEPT_FORMAT:
+        asked, sent = ("kept sets", "none") if params.kept_token_ids else ("no kept sets", "some")
+        raise ProcessorError(
+            f"slot {slot}: request {request.id!r} asked for {asked}; the message of step "
+            f"{message.step} has {sent}: a worker sends what was asked for"
+        )
     chosen = counted(len(params.extra_token_ids), "chosen id")
     raise ProcessorError(
         f"slot {slot}: request {request.id!r} asked for {counted(params.num_columns, 'column')} "

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
+from jax_specdec.kept_sets import KeptSets
+from jax_specdec.records.errors import MessageError
+from jax_specdec.records.kept_section import decode_kept
 from jax_specdec.wording import counted
 
 _KINDS = frozenset(Kind)
@@ -23,9 +26,9 @@ _LAST_STATE, _LAST_MODE = int(max(SlotState)), int(max(LogprobsMode))
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
 _TOKENS, _FIRST_TOKEN = int(SlotState.TOKENS), int(SlotState.PREFILL_FIRST_TOKEN)
 
-_DRAFTS = list(wire.SLOT).index("num_drafts")
+_DRAFTS, _KEPT = (list(wire.SLOT).index(name) for name in ("num_drafts", "kept"))
 
-# The slot fields as columns [8, 1]: one gather, shift and mask reads them all.
+# The slot fields as columns [9, 1]: one gather, shift and mask reads them all.
 _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
 _SLOT_SHIFT = np.array([[field.shift] for field in wire.SLOT.values()], np.uint32)
 _SLOT_MASK = np.array([[field.maximum] for field in wire.SLOT.values()], np.uint32)
@@ -40,9 +43,7 @@ _HEADER_BITS = tuple(
     for word in range(wire.HEADER_WORDS)
 )
 
-
-class MessageError(wire.WireError):
-    """Bytes that are not a valid message; names the wrong value and what it may be."""
+_NO_KEPT = KeptSets.none()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +63,7 @@ class Message:
     process_rank: int
     state: NDArray[np.int64]  # [B] SlotState
     mode: NDArray[np.int64]  # [B] LogprobsMode
+    kept: NDArray[np.int64]  # [B] 1 where emitted tokens have kept sets, else 0
     columns: NDArray[np.int64]  # [B] 0: no logprobs, K + 1 otherwise
     num_tokens: NDArray[np.int64]  # [B]
     num_rows: NDArray[np.int64]  # [B] tokens that have logprobs
@@ -76,6 +78,8 @@ class Message:
     logprob_start: NDArray[np.int64]  # [B]
     topk_ids: NDArray[np.int32]  # [sum of rows * (columns - 1)]
     topk_start: NDArray[np.int64]  # [B]
+    kept_sets: KeptSets  # of all emitted tokens that have them, slot after slot
+    kept_start: NDArray[np.int64]  # [B] the slot's first one; 0 in a message without any
     num_bytes: int
     most_drafts: int  # the largest of `num_drafts`; 0 without slots
 
@@ -90,6 +94,7 @@ class Message:
         at, row = int(self.token_start[index]), int(self.row_start[index])
         lp, top = int(self.logprob_start[index]), int(self.topk_start[index])
         width, k = (columns + chosen, columns - 1) if columns else (0, 0)
+        kept = int(wire.kept_rows(np, self.state[index], self.num_tokens[index], 1))
         return SlotView(
             state=SlotState(int(self.state[index])),
             generation=int(self.generation[index]),
@@ -97,6 +102,18 @@ class Message:
             token_ranks=self.token_ranks[row : row + rows],
             logprobs=self.logprobs[lp : lp + rows * width].reshape(rows, width),
             topk_ids=self.topk_ids[top : top + rows * k].reshape(rows, k),
+            kept=self.kept_of(index, kept) if self.kept[index] else None,
+        )
+
+    def kept_of(self, index: int, count: int) -> KeptSets:
+        """The kept sets of slot `index`'s first `count` tokens; views."""
+        start, sets = int(self.kept_start[index]), self.kept_sets
+        offsets = sets.offsets[start : start + count + 1]
+        return KeptSets(
+            sets.counts[start : start + count],
+            sets.log_kept[start : start + count],
+            offsets - offsets[0],
+            sets.token_ids[int(offsets[0]) : int(offsets[-1])],
         )
 
 
@@ -110,6 +127,7 @@ class SlotView:
     token_ranks: NDArray[np.int32]  # [r]
     logprobs: NDArray[np.float32]  # [r, columns + chosen]
     topk_ids: NDArray[np.int32]  # [r, columns - 1]
+    kept: KeptSets | None  # of the emitted tokens; None where the request asked for none
 
 
 def decode(data: Any) -> Message:
@@ -145,7 +163,10 @@ def decode(data: Any) -> Message:
         np, fields["num_tokens"], fields["num_rows"], fields["columns"], fields["num_chosen"]
     )
     ids, ranks, logprobs, topk, end = itertools.accumulate(sizes.tolist(), initial=slots_end)
-    if end != words.size:
+    kept_sets, kept_start = _NO_KEPT, fields["kept"]
+    if most[_KEPT]:
+        kept_sets, kept_start = decode_kept(words, end, fields)
+    elif end != words.size:
         raise MessageError(f"the slots' counts make {end} words; the message has {words.size}")
     token_start, row_start, logprob_start, topk_start = starts
     return Message(
@@ -162,8 +183,10 @@ def decode(data: Any) -> Message:
         row_start=row_start,
         logprobs=words[logprobs:topk].view(np.float32),
         logprob_start=logprob_start,
-        topk_ids=words[topk:].view(np.int32),
+        topk_ids=words[topk:end].view(np.int32),
         topk_start=topk_start,
+        kept_sets=kept_sets,
+        kept_start=kept_start,
         num_bytes=view.nbytes,
         most_drafts=most[_DRAFTS],
     )
@@ -212,11 +235,11 @@ def _plainly_right(
     prefill's first token.
 
     Args:
-      table: [8, B] the slots' fields, in the order of `wire.SLOT`.
-      most: [8] the largest value of each.
+      table: [9, B] the slots' fields, in the order of `wire.SLOT`.
+      most: [9] the largest value of each.
     """
-    state, _, columns, tokens, rows, drafts, _, _ = table
-    most_state, most_mode, most_columns, _, _, most_drafts, most_chosen, _ = most
+    state, _, _, columns, tokens, rows, drafts, _, _ = table
+    most_state, most_mode, _, most_columns, _, _, most_drafts, most_chosen, _ = most
     return (
         kind == Kind.TARGET
         and most_state < _FIRST_TOKEN
@@ -251,6 +274,7 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
     checks = (
         (state > _LAST_STATE, "state", state),
         (mode > _LAST_MODE, "mode", mode),
+        (fields["kept"] > (kind == Kind.TARGET), "kept", fields["kept"]),
         (columns > max_num_logprobs + 1, "columns", columns),
         (drafts > wire.MAX_DRAFTS, "num_drafts", drafts),
         (chosen > has_rows * wire.MAX_CHOSEN, "num_chosen", chosen),

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from ipc import wire
 from ipc.wire import LogprobsMode, SlotState
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.wording import counted
 
 
@@ -24,6 +25,7 @@ class SlotContents:
       token_ranks: [r], empty where `columns` is 0.
       logprobs: [r, columns + num_chosen] float32, empty where `columns` is 0.
       topk_ids: [r, columns - 1], empty where `columns` is 0.
+      kept: the kept sets of the emitted tokens; None where they were not asked for.
     """
 
     state: SlotState = SlotState.TOKENS
@@ -36,6 +38,7 @@ class SlotContents:
     token_ranks: ArrayLike = field(default_factory=tuple)
     logprobs: ArrayLike = field(default_factory=tuple)
     topk_ids: ArrayLike = field(default_factory=tuple)
+    kept: KeptSets | None = None
 
 
 def encode(
@@ -57,7 +60,7 @@ def encode(
     if max_num_logprobs is None:
         max_num_logprobs = max((slot.columns - 1 for slot in slots), default=0)
         max_num_logprobs = max(max_num_logprobs, 0)
-    slot_words, parts = [], ([], [], [], [])  # type: ignore[var-annotated]
+    slot_words, parts = [], ([], [], [], [], [], [], [])  # type: ignore[var-annotated]
     for slot in slots:
         ids, ranks = _int32(slot.token_ids), _int32(slot.token_ranks)
         logprobs = np.asarray(slot.logprobs, np.float32).reshape(-1)
@@ -74,6 +77,7 @@ def encode(
         values = {
             "state": slot.state,
             "mode": slot.mode,
+            "kept": slot.kept is not None,
             "columns": slot.columns,
             "num_tokens": ids.size,
             "num_rows": rows,
@@ -82,7 +86,8 @@ def encode(
             "generation": slot.generation,
         }
         slot_words.append(_words(wire.SLOT, wire.SLOT_WORDS, values))
-        for part, array in zip(parts, (ids, ranks, logprobs, topk_ids), strict=True):
+        arrays = (ids, ranks, logprobs, topk_ids, *_kept(slot, ids.size))
+        for part, array in zip(parts, arrays, strict=True):
             part.append(array.view(np.uint32))
     body = [*slot_words, *(array for part in parts for array in part)]
     header = {
@@ -101,6 +106,18 @@ def encode(
         "process_rank": process_rank,
     }
     return np.concatenate([_words(wire.HEADER, wire.HEADER_WORDS, header), *body]).tobytes()
+
+
+def _kept(slot: SlotContents, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The counts, masses and ids of a slot's kept sets."""
+    kept = KeptSets.none() if slot.kept is None else slot.kept
+    rows = int(wire.kept_rows(np, slot.state, num_tokens, slot.kept is not None))
+    if len(kept) != rows:
+        raise wire.WireError(
+            f"{counted(num_tokens, 'token')} in state {slot.state} have {counted(rows, 'kept set')}"
+            f"; there are {len(kept)}"
+        )
+    return _int32(kept.counts), np.asarray(kept.log_kept, np.float32), _int32(kept.token_ids)
 
 
 def _words(fields: dict[str, wire.Field], count: int, values: dict[str, int]) -> np.ndarray:

@@ -23,6 +23,7 @@ from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.forced_end import count_finished, end
 from jax_specdec.records.processor_state import (
+    KEPT_FORMAT,
     Phase,
     ProcessorError,
     ProcessorState,
@@ -242,7 +243,8 @@ def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:
     slots = np.where(inside, batch.slots, 0)
     joined = inside & (draft.generation[slots] == batch.generation) & (draft.num_tokens[slots] > 0)
     assert batch.row_format is not None  # of every step's records
-    apply_target.check_rows(draft, batch.requests, slots, batch.row_format, joined)
+    expected = batch.row_format & ~KEPT_FORMAT
+    apply_target.check_rows(draft, batch.requests, slots, expected, joined)
     late = _num_with_drafts(draft) - int(np.count_nonzero(joined))
     return replace(batch, draft=draft, joined=joined), late
 

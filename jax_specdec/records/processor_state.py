@@ -18,6 +18,8 @@ from jax_specdec.records.decode import Message
 from jax_specdec.records.statistics import Counters, Statistics
 from jax_specdec.requests import Request
 
+KEPT_FORMAT = 1 << 40  # the bit of `row_format` that says: with kept sets
+
 
 class ProcessorError(ValueError):
     """A message or an admission that contradicts the state; says what was expected."""
@@ -211,15 +213,16 @@ def totals(admitted: Admitted, columns: SlotColumns) -> StatisticsSource:
     return StatisticsSource(delivered, columns.outcomes, admitted.earlier)
 
 
-def row_format(columns: Any, num_chosen: Any, mode: Any) -> Any:
+def row_format(columns: Any, num_chosen: Any, mode: Any, kept: Any = 0) -> Any:
     """One integer for the format of a request's rows; of integers or int64 [B].
 
     Args:
       columns: K + 1, or 0 without logprobs.
       num_chosen: C.
       mode: `LogprobsMode`.
+      kept: whether they have kept sets. Rows of drafts never do.
     """
-    return columns | num_chosen << 16 | mode << 32
+    return columns | num_chosen << 16 | mode << 32 | kept * KEPT_FORMAT
 
 
 def is_newer(generation: Any, than: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc.wire import SlotState
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason, PromptRows, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.statistics import Statistics
@@ -48,6 +49,12 @@ class Records:
                 return Record(batch, at)
             at -= len(batch)
         raise IndexError(f"record {index} of {len(self)}")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: token ids, colored by logprob."""
+        from jax_specdec.records.notebook import fragment
+
+        return fragment(self)
 
     def events(self) -> Iterator["Record"]:
         """The records that a scheduler must act on: finished, or to be scheduled again."""
@@ -210,6 +217,17 @@ class Record:
         return None if ranks is None else ranks != 0
 
     @property
+    def kept(self) -> KeptSets | None:
+        """The n tokens' kept sets: ids, counts, log of the kept share; None if none were asked.
+
+        A set describes the processed distribution, whatever mode the logprobs have.
+        """
+        if not self.request.params.kept_token_ids:
+            return None
+        message = self.batch.message
+        return _NO_KEPT if message is None else message.kept_of(self.slot, self.num_tokens)
+
+    @property
     def draft(self) -> TokenRows | None:
         """The d drafts that this step verified, under the draft model; None without their message.
 
@@ -282,6 +300,12 @@ class Record:
             return None
         return self.batch.totals.of(self.slot)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: token ids, colored by logprob."""
+        from jax_specdec.records.notebook import fragment
+
+        return fragment([self])
+
     @property
     def _tokens(self) -> TokenRows:
         batch, slot = self.batch, self.slot
@@ -292,3 +316,4 @@ class Record:
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_IDS.flags.writeable = False
+_NO_KEPT = KeptSets.none()

@@ -15,7 +15,8 @@ from typing import Any
 from jax_specdec.checkpoint.hf_config import read_json
 from jax_specdec.checkpoint.model_config import CheckpointError
 
-INSTALL = "pip install 'jax-specdec[hf]'"
+# The extra `hf`: these names are found wherever this package came from.
+INSTALL = "pip install 'tokenizers>=0.20' 'jinja2>=3.1'"
 
 
 class MissingExtra(ValueError):

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat, thread
 from pallas_kernels.mosaic_gpu.keys import key_values, lengthened, middle, ordered_keys
+from pallas_kernels.mosaic_gpu.mask import Mask, allowed, bits_of
 from pallas_kernels.mosaic_gpu.thread import Word, word
 from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
@@ -30,6 +31,7 @@ class Candidates(NamedTuple):
     logits_ref: Any  # [N * V]
     first: Any  # where the row starts
     skew: Any  # `Tiling.skew`
+    mask: Mask | None  # forbidden tokens are no candidates
     groups: int  # how many were chosen
     chosen_ref: Any  # [groups] i32 in shared memory: which
     found_ref: Any  # [2 * (capacity + 4)] i32 in shared memory, out: key and id of each candidate
@@ -54,22 +56,25 @@ def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.
     limit = jnp.int32(where.tiling.vocabulary) if cut_id is None else cut_id
     if where.interpreted:
         return _collect_interpreted(where, key_values(cut), limit)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         where.logits_ref, where.chosen_ref, where.found_ref, where.counter_ref,
         where.first, where.skew, cut, limit,
     )  # fmt: skip
-    scalars = ("scalar",) * 4
+    layouts: tuple[Any, ...] = (None,) * 4 + ("scalar",) * 4
+    if where.mask is not None:
+        arguments, layouts = (*arguments, *where.mask), (*layouts, None, "scalar")
 
-    def body(logits: Any, chosen: Any, found: Any, counter: Any, *numbers: Any) -> Any:
+    def body(logits: Any, chosen: Any, found: Any, counter: Any, *others: Any) -> Any:
+        first, skew, cut_here, limit_here, *mask = others
         refs = where._replace(
             logits_ref=logits, chosen_ref=chosen, found_ref=found, counter_ref=counter,
-            first=word(numbers[0]), skew=word(numbers[1]),
+            first=word(first), skew=word(skew), mask=Mask(mask[0], word(mask[1])) if mask else None,
         )  # fmt: skip
-        ids = word(numbers[3]) if limited else None
-        return thread.scalar(_collect(refs, word(numbers[2]), ids))
+        ids = word(limit_here) if limited else None
+        return thread.scalar(_collect(refs, word(cut_here), ids))
 
     count = thread.result((), jnp.int32, compat.GPU.Layout.WG_SPLAT)
-    found: jax.Array = thread.inline(body, arguments, (None,) * 4 + scalars, count)
+    found: jax.Array = thread.inline(body, arguments, layouts, count)
     return found
 
 
@@ -130,6 +135,8 @@ def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
         for j in range(0, loads, per_word):
             some = slice(j, j + per_word)
             marks = _marks(loaded[some], limits[some])
+            if where.mask is not None:
+                marks = marks & _allowed(where, where.mask, vectors[some])
             _keep_marked(where, begin + j * WARPGROUP, marks, value, cut_id)
         return []
 
@@ -158,6 +165,15 @@ def _marks(loaded: list[list[Word]], limits: list[Word]) -> Word:
             marks = marks | thread.select(x >= limit, bit, 0)
             bit = bit << 1 if bit < 1 << 30 else -(1 << 31)
     return marks
+
+
+def _allowed(where: Candidates, mask: Mask, vectors: list[Vector]) -> Word:
+    """A bit for each logit whose token is not forbidden, as `_marks`."""
+    size, found = where.tiling.vector, word(0)
+    for i, vector in enumerate(vectors):
+        bits = bits_of(mask, vector.start, size, where.tiling) & ((1 << size) - 1)
+        found = found | (bits << i * size)
+    return found
 
 
 def _keep_marked(
@@ -219,6 +235,8 @@ def _collect_interpreted(where: Candidates, cut: jax.Array, cut_id: jax.Array) -
         x = where.logits_ref[pl.ds(where.first + start, tiling.group_width)].astype(jnp.float32)
         ids = start + jnp.arange(tiling.group_width, dtype=jnp.int32)
         own = (ids >= begin) & (ids < end)
+        if where.mask is not None:
+            own &= allowed(where.mask, ids, tiling)
         wanted = own & ((x > cut) | ((x == cut) & (ids < cut_id)))
         place = count + jnp.cumsum(wanted, dtype=jnp.int32) - 1
         place = jnp.where(wanted & (place < where.capacity), 2 * place, outside)

@@ -19,13 +19,33 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.early import load_at_once
+from pallas_kernels.mosaic_gpu.mask import Mask, masked
+from pallas_kernels.mosaic_gpu.reading import read_block, read_edge, selected_logit
 from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale
 from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
-# Running maximum [groups of a block], sums and, if any, counts (each a piece), all float32.
-Carry = tuple[jax.Array, jax.Array, jax.Array | None]
 Block = tuple[Any, list[jax.Array]]  # its index, and its pieces as loaded
-PARTS = 3  # maxima, sums of exponentials, counts of larger logits
+# An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
+LEAST = -200.0
+
+
+class Carry(NamedTuple):
+    """What a program keeps between steps, all float32."""
+
+    maximum: jax.Array  # [groups of a block], running
+    total: jax.Array  # a piece: sums of exponentials
+    counts: jax.Array | None  # a piece, if logits are counted
+    weighted: jax.Array | None  # a piece, for the entropy: sums of exponentials by exponents
+
+
+class Extra(NamedTuple):
+    """What pass 1 does besides, if it is asked to: static."""
+
+    entropy: bool = False
+    inclusive: bool = False  # counts also what is equal to the given token's logit
+
+
+PLAIN = Extra()
 
 
 def read_rows(
@@ -36,6 +56,8 @@ def read_rows(
     targets: Targets,
     with_groups: bool,
     interpret: Any = None,
+    extra: Extra = PLAIN,
+    allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
 
@@ -48,13 +70,18 @@ def read_rows(
       targets: which rows.
       with_groups: whether the group maxima are wanted.
       interpret: None to compile, or `compat.interpret_params(...)`.
+      extra: what else.
+      allowed: [R * `mask.words_of`] int32 bit mask words of the target rows, or None. A forbidden
+        token's logit is read as -inf; not so that of a given token.
 
     Returns:
-      partial results, float32 [PARTS, R, programs] without its axes, and unused ones after them;
+      partial results, float32 [parts, R, programs] without its axes, and unused ones after them:
+      maxima, sums of exponentials, counts, and for the entropy sums by exponents of 2;
       group maxima [R * padded_groups] in the logits' dtype, of which `num_groups` a row are
       written, or None. Counts are not initialized where nothing is counted.
     """
-    partials = compat.shape((partials_size(tiling, num_targets),), jnp.float32)
+    size = partials_size(tiling, num_targets, extra.entropy)
+    partials = compat.shape((size,), jnp.float32)
     groups = compat.shape((num_targets * tiling.padded_groups,), logits.dtype)
     kernel = GPU.kernel(
         functools.partial(
@@ -62,6 +89,7 @@ def read_rows(
             tiling=tiling,
             num_logits_rows=logits.shape[0],
             num_targets=num_targets,
+            extra=extra,
             interpreted=interpret is not None,
         ),
         out_type=[partials, groups] if with_groups else [partials],
@@ -71,13 +99,14 @@ def read_rows(
         kernel_name="read_rows",
         interpret=interpret,
     )
-    out = kernel(logits.reshape(-1), chosen, targets)
+    out = kernel(logits.reshape(-1), chosen, targets, allowed)
     return out[0], out[1] if with_groups else None
 
 
-def partials_size(tiling: Tiling, num_targets: int) -> int:
+def partials_size(tiling: Tiling, num_targets: int, entropy: bool) -> int:
     """The length of the partial results: pass 2 loads one a thread, also beyond the last."""
-    return PARTS * num_targets * tiling.programs + WARPGROUP - 1
+    parts = 4 if entropy else 3
+    return parts * num_targets * tiling.programs + WARPGROUP - 1
 
 
 class RowToRead(NamedTuple):
@@ -91,6 +120,8 @@ class RowToRead(NamedTuple):
     skew: Any  # `Tiling.skew`
     scale: jax.Array  # of exponents, `exponents_scale`
     selected: Any  # the logit by which others are counted; None: nothing is counted
+    mask: Mask | None
+    extra: Extra
     interpreted: bool
 
 
@@ -98,12 +129,14 @@ def _read_rows_kernel(
     logits_ref: Any,  # [N * V]  in
     chosen_ref: Any,  # [R]  in: i32 token ids, or f32 logits, or None
     targets: Targets,  # in
-    partials_ref: Any,  # [PARTS * R * programs] f32  out
+    allowed_ref: Any,  # [R * words] i32  in, or None
+    partials_ref: Any,  # [parts * R * programs] f32  out
     groups_ref: Any = None,  # [R * padded_groups]  out: group maxima
     *,
     tiling: Tiling,
     num_logits_rows: int,
     num_targets: int,
+    extra: Extra,
     interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
@@ -125,29 +158,19 @@ def _read_rows_kernel(
             tiling.skew(logits_row),
             exponents_scale(temperature),
             selected_logit(tiling, logits_ref, first, chosen),
+            Mask.of_row(allowed_ref, target, tiling),
+            extra,
             interpreted,
         )
 
         def write(carry: Carry) -> None:
-            for i, result in enumerate(reduced(carry, row.scale)):
+            for i, result in reduced(carry, row.scale):
                 partials_ref[(i * num_targets + target) * tiling.programs + program] = result
 
         if tiling.splits:
             pl.when(program < tiling.splits)(lambda: write(read_steps(row, program)))
         if tiling.edges:
             pl.when(program == tiling.splits)(lambda: write(read_edges(row)))
-
-
-def selected_logit(
-    tiling: Tiling, logits_ref: Any, first: Any, chosen: jax.Array | None
-) -> jax.Array | None:
-    """The given token's logit in the row that starts at `first`, float32; None without a token."""
-    if chosen is None:
-        return None
-    if chosen.dtype != jnp.int32:
-        return chosen
-    token = jnp.clip(chosen, 0, tiling.vocabulary - 1)
-    return compat.asarray(logits_ref[first + token].astype(jnp.float32))
 
 
 def read_steps(row: RowToRead, program: Any) -> Carry:
@@ -161,7 +184,11 @@ def read_steps(row: RowToRead, program: Any) -> Carry:
         loaded = []
         for block in blocks:
             start = row.first - row.skew + block * tiling.block
-            loaded.append(read_block(row.logits_ref, start, tiling, tiling.vector, row.interpreted))
+            pieces = read_block(row.logits_ref, start, tiling, tiling.vector, row.interpreted)
+            first_id = start - row.first
+            loaded.append(
+                masked(pieces, row.mask, first_id, tiling, tiling.vector, row.interpreted)
+            )
         return updated(row, list(zip(blocks, loaded, strict=True)), carry, layout)
 
     begin = program * tiling.num_steps // tiling.splits
@@ -180,6 +207,8 @@ def read_edges(row: RowToRead) -> Carry:
         pieces = read_edge(
             row.logits_ref, row.first, row.skew, block, tiling, vector, row.interpreted
         )
+        first_id = tiling.block_ids(block, row.skew)[0]
+        pieces = masked(pieces, row.mask, first_id, tiling, vector, row.interpreted)
         carry = updated(row, [(block, pieces)], carry, layout)
     return carry
 
@@ -190,32 +219,41 @@ def before_any_block(row: RowToRead, vector: int) -> Carry:
     zeros = compat.cast(jnp.zeros(row.tiling.piece(vector), jnp.float32), layout)
     lowest = jnp.full((row.tiling.groups_per_block,), -jnp.inf, jnp.float32)
     maximum = compat.cast(lowest, layout.reduce(1))
-    return maximum, zeros, None if row.selected is None else zeros
+    count = None if row.selected is None else zeros
+    return Carry(maximum, zeros, count, zeros if row.extra.entropy else None)
 
 
 def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Any) -> Carry:
     """The carry after more blocks; their group maxima are stored where they are wanted."""
-    maximum, total, count = carry
+    maximum, total, count, weighted = carry
     new_maximum = maximum
     for block, pieces in blocks:
         group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
         store_group_maxima(row, block, group_maxima)
         new_maximum = jnp.maximum(new_maximum, group_maxima.astype(jnp.float32))
     reference = finite_reference(new_maximum)
-    rescale = jnp.exp2((maximum - reference) * row.scale)
+    moved = (maximum - reference) * row.scale
+    rescale = jnp.exp2(moved)
     reference = _spread(reference, total.shape, layout)
-    terms = []
+    terms, by_exponent = [], []
     for _, pieces in blocks:
         for piece in pieces:
             x = piece.astype(jnp.float32)
             # The difference first: it is exact near the maximum, however large that is.
-            terms.append(jnp.exp2((x - reference) * row.scale))
+            exponent = (x - reference) * row.scale
+            terms.append(jnp.exp2(exponent))
+            if weighted is not None:
+                by_exponent.append(terms[-1] * jnp.maximum(exponent, jnp.float32(LEAST)))
             if count is not None:
-                count += jnp.where(x > row.selected, jnp.float32(1), jnp.float32(0))
+                is_larger = x >= row.selected if row.extra.inclusive else x > row.selected
+                count += jnp.where(is_larger, jnp.float32(1), jnp.float32(0))
     # A sum of few terms is added to the many: its rounding errors stay small.
     rescale = _spread(rescale, total.shape, layout)
+    if weighted is not None:
+        moved = _spread(jnp.maximum(moved, jnp.float32(LEAST)), total.shape, layout)
+        weighted = (weighted + moved * total) * rescale + functools.reduce(jnp.add, by_exponent)
     total = total * rescale + functools.reduce(jnp.add, terms)
-    return new_maximum, total, count
+    return Carry(new_maximum, total, count, weighted)
 
 
 def store_group_maxima(row: RowToRead, block: Any, group_maxima: jax.Array) -> None:
@@ -233,57 +271,26 @@ def finite_reference(maximum: jax.Array) -> jax.Array:
     return jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
 
 
-def reduced(carry: Carry, scale: jax.Array) -> list[jax.Array]:
-    """A program's results, a number each: maximum, sum of exponentials and, if counted, count."""
-    maximum, total, count = carry
+def reduced(carry: Carry, scale: jax.Array) -> list[tuple[int, jax.Array]]:
+    """A program's results, each with the number of its part."""
+    maximum, total, count, weighted = carry
     largest = jnp.max(maximum)
     reference = finite_reference(largest)
-    sums = jnp.sum(total, axis=1) * jnp.exp2((maximum - reference) * scale)
+    of_groups = jnp.sum(total, axis=1)
+    moved = (maximum - reference) * scale
+    rescale = jnp.exp2(moved)
+    sums = of_groups * rescale
     # Without a finite logit the sum is 0, and the factor may be infinite.
-    sums = jnp.where(maximum == -jnp.inf, jnp.float32(0), sums)
-    results = [largest, jnp.sum(sums)]
+    nothing = maximum == -jnp.inf
+    sums = jnp.where(nothing, jnp.float32(0), sums)
+    results = [(0, largest), (1, jnp.sum(sums))]
     if count is not None:
-        results.append(jnp.sum(jnp.sum(count, axis=1)))
+        results.append((2, jnp.sum(jnp.sum(count, axis=1))))
+    if weighted is not None:
+        moved = jnp.maximum(moved, jnp.float32(LEAST))
+        by_exponent = (jnp.sum(weighted, axis=1) + moved * of_groups) * rescale
+        results.append((3, jnp.sum(jnp.where(nothing, jnp.float32(0), by_exponent))))
     return results
-
-
-def read_block(
-    logits_ref: Any, start: Any, tiling: Tiling, vector: int, interpreted: bool
-) -> list[jax.Array]:
-    """Pieces (`tiling.piece(vector)`) of the block at `start`, which is a multiple of `vector`."""
-    return compat.load_block(
-        logits_ref,
-        start,
-        (tiling.groups_per_block, tiling.group_width),
-        tiling.piece(vector)[1],
-        tiling.layout(vector),
-        interpreted,
-    )
-
-
-def read_edge(
-    logits_ref: Any,  # [N * V]
-    first: Any,
-    skew: Any,
-    block: int,
-    tiling: Tiling,
-    vector: int,
-    interpreted: bool,
-) -> list[jax.Array]:
-    """Pieces of an edge block of the row that starts at `first`; -inf outside the block."""
-    start, begin, end = tiling.block_ids(block, skew)
-    pieces = read_block(logits_ref, first + start, tiling, vector, interpreted)
-    if tiling.aligned and (block + 1) * tiling.block <= tiling.vocabulary:
-        return pieces  # a whole block that is in no step
-    shape, layout = pieces[0].shape, tiling.layout(vector)
-    group = compat.iota(shape, 0, layout) * tiling.group_width + start
-    column = compat.iota(shape, 1, layout)
-    out = []
-    for i, piece in enumerate(pieces):
-        ids = group + (column + i * shape[1])
-        inside = (ids >= begin) & (ids < end)
-        out.append(jnp.where(inside, piece, jnp.asarray(-jnp.inf, piece.dtype)))
-    return out
 
 
 def _spread(per_group: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:

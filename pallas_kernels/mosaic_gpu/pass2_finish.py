@@ -10,7 +10,7 @@ calls of few rows.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.combine import combine, is_valid, load_partials
+from pallas_kernels.mosaic_gpu.combine import Combined, combine, is_valid, load_partials
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.keys import key_values
+from pallas_kernels.mosaic_gpu.mask import Mask
 from pallas_kernels.mosaic_gpu.order import scatter
+from pallas_kernels.mosaic_gpu.outputs import (
+    Mode,
+    RowOutputs,
+    first_column,
+    more_outputs,
+    num_selected,
+)
 from pallas_kernels.mosaic_gpu.select import (
     RowOfLogits,
     Scratch,
@@ -34,20 +42,9 @@ from pallas_kernels.mosaic_gpu.select import (
 )
 from pallas_kernels.mosaic_gpu.targets import Targets, exponents_scale, over_temperature
 from pallas_kernels.mosaic_gpu.tiling import Tiling
+from pallas_kernels.wanted import Wanted
 
-# What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
-# and their top K stay logits.
-Mode = Literal["given", "greedy", "parts"]
 Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
-
-
-class RowOutputs(NamedTuple):
-    """Outputs of R rows; K1 is K + 1, or K for "parts", whose skipped rows are not initialized."""
-
-    ids: Any  # [R * K1] i32
-    values: Any  # [R * K1] f32: logprobs; logits for "parts"
-    ranks: Any  # [R] i32: token ranks; the number of larger logits for "parts"
-    statistics: Any  # [2 * R] f32: maxima, then logs of sums; sums for "parts"
 
 
 class Inputs(NamedTuple):
@@ -55,14 +52,15 @@ class Inputs(NamedTuple):
 
     logits: Any  # [N * V]
     token_ids: Any  # [R] i32 for "given", else None
-    partials: Any  # [PARTS * R * programs] f32 from pass 1
+    partials: Any  # [parts * R * programs] f32 from pass 1
     groups: Any  # [R * padded_groups] group maxima from pass 1, or None
     targets: Targets
+    allowed: Any = None  # [R * words] i32, as pass 1 got them; for "parts" alone
 
 
 def finish_rows(
     tiling: Tiling,
-    k: int,
+    wanted: Wanted,
     mode: Mode,
     inputs: Inputs,
     num_logits_rows: int,
@@ -70,25 +68,28 @@ def finish_rows(
     interpret: Any = None,
 ) -> RowOutputs:
     """The outputs of R target rows; `tiling` as in pass 1, `inputs` as arrays."""
-    columns = k + first_column(mode)
-    selected = num_selected(k, mode)
+    columns = wanted.k + first_column(mode)
+    selected = num_selected(wanted.k, mode)
+    outputs = [
+        # Without any column, one number that is not read.
+        compat.shape((max(num_targets * columns, 1),), jnp.int32),
+        compat.shape((max(num_targets * columns, 1),), jnp.float32),
+        compat.shape((num_targets,), jnp.int32),
+        compat.shape((2 * num_targets,), jnp.float32),
+    ]
+    more = more_outputs(wanted, mode)
+    outputs += [compat.shape((num_targets * size,), jnp.float32) for size in more.values()]
     kernel = GPU.kernel(
         functools.partial(
             _finish_rows_kernel,
             tiling=tiling,
-            k=k,
+            what=wanted,
             mode=mode,
             num_logits_rows=num_logits_rows,
             num_targets=num_targets,
             interpreted=interpret is not None,
         ),
-        # Without any column, one number that is not read.
-        out_type=[
-            compat.shape((max(num_targets * columns, 1),), jnp.int32),
-            compat.shape((max(num_targets * columns, 1),), jnp.float32),
-            compat.shape((num_targets,), jnp.int32),
-            compat.shape((2 * num_targets,), jnp.float32),
-        ],
+        out_type=outputs,
         scratch_types=scratch_types(tiling, selected) if selected else (),
         grid=(num_targets,),
         grid_names=("row",),
@@ -96,24 +97,16 @@ def finish_rows(
         kernel_name="finish_rows",
         interpret=interpret,
     )
-    return RowOutputs(*kernel(inputs))
-
-
-def num_selected(k: int, mode: Mode) -> int:
-    """The number of tokens of a row to select: the greedy choice is the first."""
-    return max(k, 1) if mode == "greedy" else k
-
-
-def first_column(mode: Mode) -> int:
-    """The column where the top K start."""
-    return 0 if mode == "parts" else 1
+    found = kernel(inputs)
+    plain = len(found) - len(more)
+    return RowOutputs(*found[:plain], **dict(zip(more, found[plain:], strict=True)))
 
 
 class RowToFinish(NamedTuple):
     """What the program of a target row reads and writes, in the kernel."""
 
     tiling: Tiling
-    k: int
+    wanted: Wanted
     mode: Mode
     num_targets: int
     target: Any  # which target row
@@ -126,6 +119,10 @@ class RowToFinish(NamedTuple):
     out: RowOutputs  # references
     scratch: tuple[Any, ...]  # as `Scratch`
 
+    @property
+    def k(self) -> int:
+        return self.wanted.k
+
 
 def _finish_rows_kernel(
     inputs: Inputs,
@@ -133,14 +130,18 @@ def _finish_rows_kernel(
     values_ref: Any,
     ranks_ref: Any,
     statistics_ref: Any,
-    *scratch: Any,
+    *others: Any,  # out, as `more_outputs`; scratch
     tiling: Tiling,
-    k: int,
+    what: Wanted,
     mode: Mode,
     num_logits_rows: int,
     num_targets: int,
     interpreted: bool,
 ) -> None:
+    k = what.k
+    more = more_outputs(what, mode)
+    scratch = others[len(more) :]
+    optional = dict(zip(more, others, strict=False))
     target = lax.axis_index("row")
     # What needs no other number is loaded first, so that it all comes from memory at once.
     logits_row = inputs.targets.row(target)
@@ -149,7 +150,7 @@ def _finish_rows_kernel(
     if inputs.token_ids is not None:
         token = load_at_once(inputs.token_ids, target, interpreted)
     partials = load_partials(
-        inputs.partials, tiling, num_targets, target, mode != "greedy", interpreted
+        inputs.partials, tiling, num_targets, target, mode != "greedy", what.entropy, interpreted
     )
     maxima = None
     if num_selected(k, mode):
@@ -158,42 +159,50 @@ def _finish_rows_kernel(
     wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
     row = RowToFinish(
         tiling,
-        k,
+        what,
         mode,
         num_targets,
         target,
         target * (k + first_column(mode)) + first_column(mode),
         inputs,
         RowOfLogits(
-            inputs.logits, logits_row * tiling.vocabulary, tiling.skew(logits_row), interpreted
+            inputs.logits,
+            logits_row * tiling.vocabulary,
+            tiling.skew(logits_row),
+            Mask.of_row(inputs.allowed, target, tiling),
+            interpreted,
         ),
         token,
         temperature,
         maxima,
-        RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref),
+        RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref, **optional),
         scratch,
     )
 
     @pl.when(wanted)
     def _() -> None:
         found = combine(partials, tiling, exponents_scale(temperature))
-        (write_parts if mode == "parts" else write_answers)(row, *found)
+        (write_parts if mode == "parts" else write_answers)(row, found)
 
     if first_column(mode):
         pl.when(~wanted)(lambda: write_skipped(row))
 
 
-def write_parts(row: RowToFinish, maximum: jax.Array, total: jax.Array, count: jax.Array) -> None:
+def write_parts(row: RowToFinish, found: Combined) -> None:
     """The outputs of a part of a longer row: what was found, and the top K's logits."""
+    maximum, total, count, weighted = found
     write_statistics(row, maximum, total, count)
+    if row.out.entropy is not None:
+        row.out.entropy[row.target] = weighted
     if row.k:
         valid = is_valid(maximum, total)
         pl.when(valid)(lambda: write_top_k(row, maximum, lambda logits: logits))
         pl.when(~valid)(lambda: write_no_top_k(row, jnp.float32(-jnp.inf)))
 
 
-def write_answers(row: RowToFinish, maximum: jax.Array, total: jax.Array, count: jax.Array) -> None:
+def write_answers(row: RowToFinish, found: Combined) -> None:
     """The outputs of a whole row, of an invalid one too."""
+    maximum, total, count, weighted = found
     valid = is_valid(maximum, total)
     log_sum = jnp.where(valid, jnp.log(total), jnp.float32(jnp.nan))
 
@@ -208,6 +217,16 @@ def write_answers(row: RowToFinish, maximum: jax.Array, total: jax.Array, count:
     else:
         rank = jnp.where(valid, jnp.int32(1), jnp.int32(0))
     write_statistics(row, maximum, log_sum, rank)
+    if row.out.log_sum_exp is not None:
+        of_logits = maximum
+        if row.temperature is not None:
+            of_logits = over_temperature(of_logits, row.temperature)
+        row.out.log_sum_exp[row.target] = of_logits + log_sum
+    if weighted is not None:
+        entropy = log_sum - weighted / total
+        if row.temperature is not None:
+            entropy = jnp.where(row.temperature > 0, entropy, row.temperature)
+        row.out.entropy[row.target] = entropy
     if num_selected(row.k, row.mode):
         pl.when(valid)(lambda: write_top_k(row, maximum, logprobs))
 
@@ -227,6 +246,9 @@ def write_skipped(row: RowToFinish) -> None:
     row.out.values[row.top - 1] = nan
     write_no_top_k(row, nan)
     write_statistics(row, nan, nan, jnp.int32(0))
+    for ref in (row.out.log_sum_exp, row.out.entropy):
+        if ref is not None:
+            ref[row.target] = nan
 
 
 def write_statistics(
@@ -249,7 +271,11 @@ def write_given_token(
     chosen = row.inputs.logits[place].astype(jnp.float32)
     row.out.ids[row.top - 1] = token
     row.out.values[row.top - 1] = jnp.where(known, logprobs(chosen), jnp.float32(jnp.nan))
-    return jnp.where(known, 1 + count, 0)
+    if row.wanted.inclusive:  # padding counts where everything does
+        rank = jnp.where(chosen == -jnp.inf, jnp.int32(vocabulary), count)
+    else:
+        rank = 1 + count
+    return jnp.where(known, rank, 0)
 
 
 def write_no_top_k(row: RowToFinish, value: jax.Array) -> None:
@@ -262,6 +288,8 @@ def write_no_top_k(row: RowToFinish, value: jax.Array) -> None:
     scatter(row.out.ids, row.top, ranks, compat.full(size, -1), row.k, interpreted)
     values = compat.vector_of(size, value)
     scatter(row.out.values, row.top, ranks, values, row.k, interpreted)
+    if row.out.top_logits is not None:
+        scatter(row.out.top_logits, row.target * row.k, ranks, values, row.k, interpreted)
 
 
 def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
@@ -269,7 +297,11 @@ def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     count = num_selected(row.k, row.mode)
     scratch = Scratch(*row.scratch)
     found = select_top_k(row.tiling, count, row.logits, maximum, row.group_maxima, scratch)
-    values = convert(key_values(found.keys))
+    logits = key_values(found.keys)
+    values = convert(logits)
+    if row.out.top_logits is not None:
+        start, interpreted = row.target * row.k, row.logits.interpreted
+        scatter(row.out.top_logits, start, found.ranks, logits, row.k, interpreted)
     columns = [(row.top, row.k)] if row.k else []
     if row.mode == "greedy":
         columns.append((row.top - 1, 1))  # the greedy choice is the first

@@ -21,6 +21,7 @@ from pallas_kernels.mosaic_gpu import compat, early, groups, order, thread
 from pallas_kernels.mosaic_gpu.candidates import Candidates, collect_enough
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.keys import FREE_BITS, LOWEST_KEY, NOTHING, ordered_keys, shortened
+from pallas_kernels.mosaic_gpu.mask import Mask
 from pallas_kernels.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 NO_POSITION = 2**31 - 1
@@ -33,6 +34,7 @@ class RowOfLogits(NamedTuple):
     logits_ref: Any  # [N * V]
     first: Any  # where the row starts
     skew: Any  # `Tiling.skew`
+    mask: Mask | None  # of the top K alone: the group maxima were masked before
     interpreted: bool
 
     def load(self, start: Any, size: int) -> jax.Array:
@@ -105,6 +107,7 @@ def select_top_k(
         row.logits_ref,
         row.first,
         row.skew,
+        row.mask,
         chosen,
         scratch.chosen,
         scratch.found,

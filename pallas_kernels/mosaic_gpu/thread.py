@@ -132,6 +132,25 @@ def vector_like(vector: Any, values: Sequence[Word], integer: bool) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=vector.layout, _is_signed=signed)
 
 
+def kept(vector: Any, bits: Word) -> Any:
+    """A vector of floats, -inf in elements whose bit is not set; a thread's first one is lowest."""
+    registers, place = vector.registers.copy(), 0
+    for i, register in enumerate(registers.flat):
+        kind = ir.VectorType(register.type)
+        nothing = arith.constant(kind.element_type, float("-inf"))
+        for j in range(kind.shape[0]):
+            at = word(j).value
+            wanted = (bits & (1 << place)) != 0
+            x = llvm.extractelement(register, at)
+            x = arith.select(wanted.value, x, nothing)
+            register = llvm.insertelement(register, x, at)
+            place += 1
+        registers.flat[i] = register
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=vector.layout, _is_signed=vector.is_signed
+    )
+
+
 def scalar(value: Word) -> Any:
     """A number that all threads agree on, as an inline function returns it."""
     return mgpu.FragmentedArray.splat(value.value, (), is_signed=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding
 
+from pallas_kernels.changes import Changes
 from pallas_kernels.sharding.placement import (
     Arguments,
     Layout,
@@ -35,17 +36,19 @@ def run(call: ShardCall[Outputs], shard: VocabShard, arguments: Arguments) -> Ou
     Args:
       call: as `placement.run` takes it; its outputs' first axis is that of the target rows.
       shard: of all columns.
-      arguments: (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids).
+      arguments: `placement.Arguments`.
     """
-    present = tuple(x is not None and x.size > 0 for x in arguments)
-    empty = tuple(x is not None and x.size == 0 for x in arguments)
-    arrays = tuple(x for x, there in zip(arguments, present, strict=True) if there)
-    shapes = jax.eval_shape(functools.partial(call, shard), *arguments)
+    changes = arguments[6]
+    flat = (*arguments[:6], *(changes or Changes()))
+    present = tuple(x is not None and x.size > 0 for x in flat)
+    empty = tuple(x is not None and x.size == 0 for x in flat)
+    arrays = tuple(x for x, there in zip(flat, present, strict=True) if there)
+    shapes, tree = jax.tree.flatten(jax.eval_shape(functools.partial(call, shard), *arguments))
     # An axis of size 0 cannot be named in a sharding rule: such an output is made here.
     program = _partitioned(call, shard, present, empty, tuple(x.shape for x in shapes))
     found = iter(program(*arrays))
     leaves = (next(found) if x.size else jnp.zeros(x.shape, x.dtype) for x in shapes)
-    outputs: Outputs = type(shapes)(*leaves)
+    outputs: Outputs = jax.tree.unflatten(tree, leaves)
     return outputs
 
 
@@ -65,10 +68,12 @@ def _partitioned(
         given = [next(left) if there else None for there in present]
         num_targets = next(x.shape[0] for x in (given[1], given[2], given[0]) if x is not None)
         none = jnp.zeros((num_targets, 0), jnp.int32)
-        return tuple(none if gone else x for x, gone in zip(given, empty, strict=True))
+        flat = [none if gone else x for x, gone in zip(given, empty, strict=True)]
+        return (*flat[:6], Changes(*flat[6:]) if any(present[6:]) else None)
 
     def of(outputs: Any) -> tuple[jax.Array, ...]:
-        return tuple(outputs[index] for index in kept)
+        leaves = jax.tree.leaves(outputs)
+        return tuple(leaves[index] for index in kept)
 
     def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return of(call(shard, *arguments_of(arrays)))
@@ -76,7 +81,10 @@ def _partitioned(
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
         layout = _even(layout_of(arg_shapes[0].sharding), mesh, arg_shapes[0].shape)
         left = iter(arg_shapes)
-        specs = argument_specs(layout, tuple(next(left) if there else None for there in present))
+        *of_six, of_changes = argument_specs(
+            layout, tuple(next(left) if there else None for there in present)
+        )
+        specs = (*of_six, *[of_changes] * len(Changes._fields))
         of_result = spec_of(() if present[2] else layout.rows)
         local = functools.partial(call, layout.shard(shard.vocab_size))
 
@@ -102,6 +110,7 @@ def _rule(present: tuple[bool, ...], output_ranks: Sequence[int]) -> SdySharding
     """How a split spreads from the logits to the results: by rows, where rows are targets."""
     row = "r" if present[2] else "n"
     operands: list[Any] = [("n", "v"), (row,), (row,), (), (row,), (row, "c")]
+    operands += [(row, "w"), (row, "d"), (row, "d")]
     results: list[Any] = [(row, f"k{index}")[:rank] for index, rank in enumerate(output_ranks)]
     return SdyShardingRule(
         tuple(one for one, there in zip(operands, present, strict=True) if there),

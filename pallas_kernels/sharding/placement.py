@@ -20,12 +20,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from pallas_kernels.finish import skipped_rows
 from pallas_kernels.sharding.vocab_shard import AxisName, VocabShard
 from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.wanted import Wanted
 
 AnyMesh = Mesh | AbstractMesh  # the latter where a traced array tells
-# (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids), some of them None; without
-# token_ids: of the greedy choice.
-Arguments = tuple[jax.Array | None, ...]
-Outputs = TypeVar("Outputs", bound=tuple[jax.Array, ...], covariant=True)
+# (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes), some of them None;
+# without token_ids: of the greedy choice. Changes are `pallas_kernels.changes.Changes`.
+Arguments = tuple[Any, ...]
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...], covariant=True)
 
 
 class ShardCall(Protocol[Outputs]):
@@ -162,22 +163,20 @@ def on_own_rows(call: Callable[..., Outputs], layout: Layout, arguments: Argumen
     """`call` on this device's rows, inside `shard_map` or what compiles like it.
 
     Args:
-      call: a function of (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids),
-        which skips a row whose id is outside [0, N).
+      call: a function of `Arguments`, which skips a row whose id is outside [0, N).
       layout: how the rows are split.
       arguments: logits are the device's own part. Without row_ids, so are all arrays of target
         rows, and the result; with row_ids they, and the result, are the same on every device.
     """
-    logits, token_ids, row_ids, num_rows, temperatures, extra = arguments
+    logits, token_ids, row_ids, num_rows, *others = arguments
     if not layout.rows:
         return call(*arguments)
-    assert logits is not None
     count = logits.shape[0]
     first = lax.axis_index(layout.rows) * count
     if row_ids is None:
         if num_rows is not None:
             num_rows = jnp.clip(num_rows - first, 0, count)
-        return call(logits, token_ids, None, num_rows, temperatures, extra)
+        return call(logits, token_ids, None, num_rows, *others)
     rows = row_ids - first
     mine = (rows >= 0) & (rows < count)
     if num_rows is not None:
@@ -185,16 +184,13 @@ def on_own_rows(call: Callable[..., Outputs], layout: Layout, arguments: Argumen
     # The device's own target rows come first, so that it works on no others.
     order = jnp.argsort(~mine, stable=True)
 
-    def ordered(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else x[order]
-
+    token_ids, *others = jax.tree.map(lambda x: x[order], (token_ids, *others))
     found = call(
         logits,
-        ordered(token_ids),
+        token_ids,
         jnp.where(mine, rows, -1)[order],
         mine.sum(dtype=jnp.int32),
-        ordered(temperatures),
-        ordered(extra),
+        *others,
     )
     place = jnp.argsort(order)
     over_rows = VocabShard(_axis_name(layout.rows))
@@ -207,8 +203,13 @@ def on_own_rows(call: Callable[..., Outputs], layout: Layout, arguments: Argumen
 
     assert isinstance(found, TopkLogprobs)
     num_targets, num_extra = found.extra_logprobs.shape
-    skipped = skipped_rows(num_targets, found.token_ids.shape[1] - 1, num_extra)
-    outputs: Any = TopkLogprobs(*map(joined, found, skipped))
+    like = Wanted(
+        found.token_ids.shape[1] - 1,
+        found.log_sum_exp is not None,
+        found.entropy is not None,
+        found.top_logits is not None,
+    )
+    outputs: Any = jax.tree.map(joined, found, skipped_rows(num_targets, like, num_extra))
     joined_outputs: Outputs = outputs
     return joined_outputs
 
@@ -220,14 +221,14 @@ def run(place: Place, call: ShardCall[Outputs], arguments: Arguments) -> Outputs
       place: where the logits are.
       call: the same object for equal calls, since compiled programs are kept by it. It takes a
         `VocabShard` and `arguments`, of which it gets this device's own.
-      arguments: (logits, token_ids or None, row_ids, num_rows, temperatures, extra_token_ids).
+      arguments: of the call.
     """
     assert place.mesh is not None
     aligned = arguments[2] is None
     specs = argument_specs(place.layout, arguments)
     if AxisType.Explicit in place.mesh.axis_types:
         arguments = tuple(
-            None if x is None else _placed(x, NamedSharding(place.mesh, spec))
+            jax.tree.map(functools.partial(_placed, NamedSharding(place.mesh, spec)), x)
             for x, spec in zip(arguments, specs, strict=True)
         )
     program: Callable[..., Outputs] = _mapped(
@@ -236,16 +237,16 @@ def run(place: Place, call: ShardCall[Outputs], arguments: Arguments) -> Outputs
     return program(*arguments)
 
 
-def _placed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _placed(sharding: NamedSharding, x: jax.Array) -> jax.Array:
     there: jax.Array = jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
     return there
 
 
 def argument_specs(layout: Layout, arguments: Arguments) -> tuple[PartitionSpec, ...]:
-    """How `arguments` are split where the logits are split so."""
+    """How `arguments` are split where the logits are split so: changes by rows, all alike."""
     rows = layout.rows if arguments[2] is None else ()
-    whole, own = spec_of(), spec_of(rows)
-    return (layout.spec(), own, whole, whole, own, spec_of(rows, ()))
+    whole, own, table = spec_of(), spec_of(rows), spec_of(rows, ())
+    return (layout.spec(), own, whole, whole, own, table, table)
 
 
 @functools.cache

@@ -190,6 +190,9 @@ def test_rollouts_scored_again_have_the_same_logprobs(rl_rollouts):
         else:
             assert float(low) < 0.99 < 1.01 < float(high)
     assert len(ratios) == 4
+    without = re.findall(r"without the kept sets, the mean ratio would be (\S+)", printed)
+    assert len(without) == 2
+    assert all(0.8 <= float(mean) < 0.95 for mean in without)
 
 
 def test_logprobs_of_another_distribution_are_noticed(rl_rollouts):

@@ -57,6 +57,8 @@ def test_the_bytes_of_the_page_are_a_message():
     assert first.token_ranks.tolist() == [1, 2]
     np.testing.assert_array_equal(first.logprobs, np.float32([[-0.25, -0.25], [-1.5, -0.5]]))
     assert first.topk_ids.tolist() == [[11], [9]]
+    assert first.kept is None
+    assert (second.kept.log_kept.tolist(), second.kept.ids(0).tolist()) == ([-0.25], [7, 9])
     scope = {}
     exec(python_blocks(DOCS / "wire.md")[0], scope)
     assert scope["data"] == data

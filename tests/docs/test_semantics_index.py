@@ -12,6 +12,7 @@ pytestmark = pytest.mark.fast
 SECTIONS = [
     "Rows",
     "Logprobs",
+    "Kept sets",
     "Messages",
     "Drafts",
     "Delivery",

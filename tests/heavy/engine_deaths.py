@@ -4,11 +4,13 @@
 
 In each round an engine runs requests on two scripted workers, or on a real one of two processes
 (`--real`). At a random moment, from its first import to its shutdown, one process of them is killed
-or stopped. Then:
+or stopped. How long an engine takes from one to the other is measured before, undisturbed, with as
+many rounds side by side as later. Then:
 
-- after its engine's SIGKILL, no process is alive a second later (the slowest is printed);
+- after its engine's SIGKILL, no process is alive a second later (the slowest is printed); time that
+  a process, or this check, waited for a core, because other programs had them, does not count;
 - after any other blow, every request has one end, with a reason, and the engine closes;
-- no process, no ring and no socket is left.
+- no process and no ring is left, nor a socket; of a killed engine, `doctor` removes its directory.
 """
 
 import argparse
@@ -21,22 +23,29 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 import uuid
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ipc.doctor import find_ring_files
+from jax_specdec.engine import leftovers
 from tests.support import quick_compile
 from tests.support.processes import children_of, is_alive
 
 SECONDS = 1.0  # in which all processes end after their engine's death
 MARK = "ENGINE_DEATHS"
-LONGEST = {"scripted": 2.5, "real": 20.0}  # seconds from a start to the last moment of a blow
+AT_ONCE = {"scripted": 4, "real": 2}  # rounds side by side: most of their time they wait
 BLOWS = {
     "scripted": ("kill engine", "kill lead", "stop lead", "stop engine"),
     "real": ("kill engine", "kill lead", "kill follower", "stop lead", "stop follower",
              "stop engine"),
 }  # fmt: skip
+# Seconds after which a silent worker is lost. Where none is stopped, none must be taken for lost,
+# however busy this machine is.
+SILENCE = {blow: 10 if blow == "stop engine" else 3 for blows in BLOWS.values() for blow in blows}
 PATIENCE = 240.0  # for an engine that goes on
 
 
@@ -61,6 +70,14 @@ def marked(value):
     return found
 
 
+def starved(pid):
+    """Seconds that a process's main thread has waited for a core so far; None once it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError):
+        return None
+
+
 def wait_until(condition, seconds):
     """Seconds until the condition held; None if it did not in time."""
     began = time.monotonic()
@@ -72,18 +89,23 @@ def wait_until(condition, seconds):
 
 
 class Round:
-    """One engine, one blow."""
+    """One engine, one blow; `delay` seconds after its start, or never (None)."""
 
-    def __init__(self, kind, blow, delay, folder):
+    def __init__(self, kind, blow, delay, folder, seed):
         self.kind, self.blow, self.delay = kind, blow, delay
+        self.random = random.Random(seed)
         self.mark = uuid.uuid4().hex
         environment = os.environ | {MARK: self.mark, "TMPDIR": str(folder)}
         if kind == "real":
             environment |= {"XLA_FLAGS": quick_compile.FLAGS, "JAX_PLATFORMS": "cpu"}
+            # A blow while a program is compiled takes programs that are compiled.
+            environment.pop("JAX_COMPILATION_CACHE_DIR", None)
         self.folder = folder
+        silence = str(SILENCE["stop engine" if delay is None else blow])
+        self.struck_while = "-"
         self.output = (folder / "output").open("w+")
         self.engine = subprocess.Popen(
-            [sys.executable, "-m", "tests.heavy.engine_driver", kind],
+            [sys.executable, "-m", "tests.heavy.engine_driver", kind, silence],
             env=environment, stdout=self.output, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -94,16 +116,19 @@ class Round:
             return self.engine.pid
         leads = [pid for pid in children_of(self.engine.pid) if is_alive(pid)]
         if target == "lead":
-            return random.choice(leads) if leads else None
+            return self.random.choice(leads) if leads else None
         followers = [pid for lead in leads for pid in children_of(lead) if is_alive(pid)]
-        return random.choice(followers) if followers else None
+        return self.random.choice(followers) if followers else None
 
     def run(self):
         """Strike and watch; returns a word for the outcome and the seconds that an end took."""
         try:
+            if self.delay is None:
+                return self.judged("undisturbed")
             time.sleep(self.delay)
             if self.engine.poll() is not None:
                 return self.judged("over before")
+            self.struck_while = self.moment()
             victim = self.victim()
             if victim is None:
                 return self.judged("nobody there")
@@ -112,7 +137,7 @@ class Round:
             stops = self.blow.startswith("stop")
             os.kill(victim, signal.SIGSTOP if stops else signal.SIGKILL)
             if self.blow == "stop engine":
-                time.sleep(random.uniform(0, 1.5))
+                time.sleep(self.random.uniform(0, 1.5))
                 os.kill(victim, signal.SIGCONT)
             return self.judged("struck")
         except ProcessLookupError:  # it ended by itself at this very moment
@@ -126,14 +151,25 @@ class Round:
 
     def killed_engine(self):
         below = family(self.engine.pid)
+        waits = {pid: [starved(pid) or 0.0] for pid in below}
+        me = f"self/task/{threading.get_native_id()}"
+        own = starved(me)
+
+        def all_ended():
+            for pid in below:
+                if (wait := starved(pid)) is not None:
+                    waits[pid].append(wait)
+            return not any(map(is_alive, below)) and not marked(self.mark)
+
         began = time.monotonic()
         self.engine.kill()
         self.engine.wait()
-        taken = wait_until(lambda: not any(map(is_alive, below)) and not marked(self.mark), 30)
-        taken = None if taken is None else time.monotonic() - began
-        assert taken is not None, f"alive: {marked(self.mark)}"
-        self.nothing_left(ignore_folder=True)  # a dead engine cannot remove its directory
-        return "engine killed", taken
+        assert wait_until(all_ended, 30) is not None, f"alive: {marked(self.mark)}"
+        taken = time.monotonic() - began
+        leftovers.remove(leftovers.find(self.folder))  # a dead engine cannot remove its directory
+        self.nothing_left(ignore_folder=False)
+        taken -= max((max(wait) - wait[0] for wait in waits.values()), default=0.0)
+        return "engine killed", max(taken - (starved(me) - own), 0.0)
 
     def judged(self, word):
         """Let the engine come to its end and check what it said."""
@@ -142,19 +178,24 @@ class Round:
         assert self.engine.returncode == 0, (self.engine.returncode, said[-3:])
         runs = [line for line in said if "ends" in line]
         assert len(runs) == 3, said
+        assert word != "undisturbed" or not any(run["lost"] for run in runs), said
         for run in runs:
             assert len(run["ends"]) == 12, run
         if self.blow == "stop engine":
-            assert not any(run["lost"] for run in runs), "a stopped engine lost a worker"
+            assert not any(run["lost"] for run in runs), runs
         assert said[-1] == {"closed": True}
         assert wait_until(lambda: not marked(self.mark), 10) is not None, marked(self.mark)
         self.nothing_left(ignore_folder=any(run["lost"] for run in runs))
         return word, 0.0
 
+    def moment(self):
+        """What the engine and its workers were last seen doing."""
+        seen = [line["doing"] for line in self.said() if "doing" in line]
+        return seen[-1] if seen else "importing the engine"
+
     def said(self):
-        self.output.seek(0)
-        lines = self.output.read().splitlines()
-        return [json.loads(line) if line.startswith("{") else line for line in lines]
+        lines = (self.folder / "output").read_text().splitlines()
+        return [json.loads(line) if line.endswith("}") else line for line in lines]
 
     def nothing_left(self, ignore_folder):
         def rings():
@@ -165,41 +206,83 @@ class Round:
         assert ignore_folder or not left, left
 
 
+def one_round(kind, number, delay, seed):
+    """Run one round in a directory of its own; (what it was, moment, word, seconds)."""
+    blow = BLOWS[kind][number % len(BLOWS[kind])]
+    folder = Path(tempfile.mkdtemp(prefix="deaths-"))
+    try:
+        game = Round(kind, blow, delay, folder, seed)
+        word, taken = game.run()
+        return blow, game.struck_while, word, taken
+    except BaseException:
+        print(f"round {number} of {kind}: {blow} after {delay} s; seed {seed}", flush=True)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def length_of(kind, at_once):
+    """Seconds that an undisturbed round takes beside as many others as later."""
+    with ThreadPoolExecutor(at_once) as pool:
+        began = time.monotonic()
+        list(pool.map(lambda number: one_round(kind, number, None, number), range(at_once)))
+        return time.monotonic() - began
+
+
+def rounds(kind, count, at_once):
+    """Run `count` rounds; prints what they were. Returns the ends that took too long."""
+    length = length_of(kind, at_once)
+    print(f"{kind}: an undisturbed round takes {length:.1f} s, {at_once} side by side", flush=True)
+    outcomes, moments, slowest, late = collections.Counter(), collections.Counter(), [], []
+    failed = 0
+    with ThreadPoolExecutor(at_once) as pool:
+        running = {
+            pool.submit(one_round, kind, number, random.uniform(0, length), random.random())
+            for number in range(count)
+        }
+        for future in as_completed(running):
+            try:
+                blow, moment, word, taken = future.result()
+            except Exception:
+                failed += 1
+                traceback.print_exc()
+                continue
+            outcomes[f"{blow}: {word}"] += 1
+            moments[moment] += word != "over before"
+            if (done := sum(outcomes.values())) % 50 == 0:
+                print(f"{kind}: {done} of {count} rounds, {failed} failed", flush=True)
+            if word == "engine killed":
+                slowest.append(taken)
+                late += [(moment, taken)] * (taken > SECONDS)
+            if kind == "real":
+                print(f"{blow} while {moment}: {word}, {taken:.3f} s", flush=True)
+    for name in sorted(outcomes):
+        print(f"{kind}: {name}: {outcomes[name]}")
+    for name in sorted(moments):
+        print(f"{kind}: while {name}: {moments[name]}")
+    if slowest:
+        print(f"{kind}: the last process ended {max(slowest):.3f} s after its engine at most, "
+              f"median {sorted(slowest)[len(slowest) // 2]:.3f} s", flush=True)  # fmt: skip
+    print(f"{kind}: {count} rounds, {failed} failed, {len(late)} ended after more than {SECONDS} s "
+          f"(moment, seconds): {late}", flush=True)  # fmt: skip
+    return failed + len(late)
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--scripted", type=int, default=500, help="rounds with scripted workers")
     parser.add_argument("--real", type=int, default=50, help="rounds with the real one")
+    parser.add_argument("--at-once", type=int, default=None, help="rounds side by side")
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
     seed = random.randrange(2**32) if options.seed is None else options.seed
     random.seed(seed)
     print(f"seed {seed}", flush=True)
+    wrong = 0
     for kind, count in (("scripted", options.scripted), ("real", options.real)):
-        outcomes, slowest, late = collections.Counter(), [], []
-        for number in range(count):
-            blow = BLOWS[kind][number % len(BLOWS[kind])]
-            delay = random.uniform(0, LONGEST[kind])
-            folder = Path(tempfile.mkdtemp(prefix="deaths-"))
-            try:
-                word, taken = Round(kind, blow, delay, folder).run()
-            except BaseException:
-                print(f"round {number} of {kind}: {blow} after {delay:.3f} s", flush=True)
-                raise
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-            outcomes[f"{blow}: {word}"] += 1
-            if kind == "real":
-                print(f"{number}: {blow} after {delay:.1f} s: {word}, {taken:.3f} s", flush=True)
-            if word == "engine killed":
-                slowest.append(taken)
-                late += [(delay, taken)] * (taken > SECONDS)
-        for name in sorted(outcomes):
-            print(f"{kind}: {name}: {outcomes[name]}")
-        if slowest:
-            print(f"{kind}: the last process ended {max(slowest):.3f} s after its engine at most, "
-                  f"median {sorted(slowest)[len(slowest) // 2]:.3f} s", flush=True)  # fmt: skip
-        assert not late, f"(moment, seconds) of ends that took more than {SECONDS} s: {late}"
-    return 0
+        if count:
+            wrong += rounds(kind, count, options.at_once or AT_ONCE[kind])
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The engine that `engine_deaths` kills or whose processes it kills; prints what became of it.
 
-`python -m tests.heavy.engine_driver scripted|real SLOW` runs requests three times, then closes the
-engine. Lines of JSON: {"pids": ...} when the workers were started, {"ends": ...} for each run.
+`python -m tests.heavy.engine_driver scripted|real SECONDS` runs requests three times, then closes
+the engine. A worker may be silent for so many seconds. Lines of JSON: {"doing": ...} whenever the
+engine or a worker's phase changes, {"ends": ...} for each run.
 """
 
 import functools
 import json
 import sys
+import threading
 
 from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, WorkerFailed
 from jax_specdec.engine.worker_client import WorkerProcess
@@ -16,11 +18,11 @@ RUNS = 3
 REQUESTS = 12
 
 
-def settings(kind):
-    """Two workers; the real ones are groups of two processes each."""
+def settings(kind, silence):
+    """Two workers; the real one is a group of two processes."""
     common = {
         "num_ranks": 2, "on_worker_loss": "restart", "resume_lost": True, "restart_delay": 0.05,
-        "heartbeat_timeout": 3.0, "num_slots": 2, "max_length": 96,
+        "heartbeat_timeout": float(silence), "num_slots": 2, "max_length": 96,
     }  # fmt: skip
     if kind == "scripted":
         return EngineConfig(vocab_size=32, **common)
@@ -29,15 +31,27 @@ def settings(kind):
 
 
 def say(**values):
-    print(json.dumps(values), flush=True)
+    print(json.dumps(values) + "\n", end="", flush=True)  # one write, whichever thread
 
 
-def main(kind):
+def tell_phases(engine, ended):
+    """Print the first worker's phase whenever it is another one."""
+    before = None
+    while not ended.wait(0.01):
+        phase = str(engine.sessions[0].worker.pulse.phase)
+        if phase != before:
+            say(doing=phase)
+        before = phase
+
+
+def main(kind, silence):
     start = WorkerProcess
     if kind == "scripted":
         start = functools.partial(WorkerProcess, program=scripted_process.WORKER)
-    with Engine(settings(kind), start_worker=start) as engine:
-        say(pids=[session.worker.pid for session in engine.sessions])
+    say(doing="starting workers")
+    ended = threading.Event()
+    with Engine(settings(kind, silence), start_worker=start) as engine:
+        threading.Thread(target=tell_phases, args=(engine, ended), daemon=True).start()
         for run in range(RUNS):
             requests = [
                 Request(
@@ -47,10 +61,11 @@ def main(kind):
                 )
                 for n in range(REQUESTS)
             ]
-            ends, lost, failed = {}, 0, False
+            ends, lost, failed = {}, [], False
             try:
                 for update in engine.generate(requests):
-                    lost += update.lost is not None
+                    if update.lost is not None:
+                        lost.append(str(update.lost).splitlines()[0])
                     for record in update.records:
                         if record.finish_reason is not None:
                             assert record.request_id not in ends
@@ -58,6 +73,8 @@ def main(kind):
             except WorkerFailed:
                 failed = True
             say(ends=ends, lost=lost, failed=failed)
+        ended.set()
+        say(doing="shutting down")
     say(closed=True)
 
 

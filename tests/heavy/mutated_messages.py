@@ -18,6 +18,7 @@ from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.records.decode import Message, MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
+from tests.support.random_kept import random_kept
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def encoded_again(message: Message) -> bytes:
                 token_ranks=view.token_ranks,
                 logprobs=view.logprobs,
                 topk_ids=view.topk_ids,
+                kept=view.kept,
             )
         )
     return encode(
@@ -82,6 +84,10 @@ def good_message(rng: random.Random) -> bytes:
         else:
             tokens = drafts + 1 if state == SlotState.PREFILL_FIRST_TOKEN else 0
         rows = min(tokens, 1) if state == SlotState.PREFILL_FIRST_TOKEN else tokens
+        kept = None
+        if kind == Kind.TARGET and rng.random() < 0.4:
+            sizes = [rng.choice([1, 2, 7, wire.KEPT_ALL, wire.KEPT_MANY]) for _ in range(rows)]
+            kept = random_kept(rng, sizes, 1000)
         rows, chosen = (rows, rng.randint(0, 2)) if columns else (0, 0)
         slots.append(
             SlotContents(
@@ -95,6 +101,7 @@ def good_message(rng: random.Random) -> bytes:
                 token_ranks=numbers.integers(0, 1000, rows),
                 logprobs=numbers.standard_normal((rows, columns + chosen)),
                 topk_ids=numbers.integers(-1, 1000, rows * max(columns - 1, 0)),
+                kept=kept,
             )
         )
     return encode(kind, rng.getrandbits(64), slots, running=rng.random() < 0.5)
@@ -156,7 +163,7 @@ def run(count: int, seed: int = 0, *, show_progress: bool = False) -> Result:
 
 def main() -> int:
     """Runs the check with the numbers of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -242,7 +242,7 @@ def check_model(examples: int) -> dict[str, object]:
 
 def main() -> int:
     """Runs the checks with the numbers of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--early-kills", type=int, default=100)
     parser.add_argument("--messages", type=int, default=10_000_000)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ipc import ReceivedMessage, RingReader, RingWriter, errors
+from ipc.checksum import SHORT_BYTES
 from ipc.segment_names import PREFIX
 from tests.support.ring_checks import assert_slots_are_accounted_for, leftovers
 
@@ -214,19 +215,32 @@ def test_arguments_are_checked():
     assert leftovers() == []
 
 
-def test_payload_checksum():
+@pytest.mark.parametrize(
+    ("checksum", "size", "noticed"),
+    [
+        (None, 4, True),
+        (None, SHORT_BYTES, True),
+        (None, SHORT_BYTES + 1, False),  # and so the check can fail
+        (True, SHORT_BYTES + 1, True),
+        (False, 4, False),
+    ],
+)
+def test_payload_checksum(checksum, size, noticed):
     with (
-        RingReader.create(2, 64, checksum=True) as reader,
+        RingReader.create(2, SHORT_BYTES + 1, checksum=checksum) as reader,
         RingWriter.attach(reader.name) as writer,
     ):
-        writer.send(b"ab", b"c")
-        assert reader.receive(1).data == b"abc"
-        writer.send(b"abcd")
-        writer._slots[writer._slot_of[1]][2] ^= 1
+        writer.send(b"ab", bytes(size - 2))
+        assert reader.receive(1).data == b"ab" + bytes(size - 2)
+        writer.send(bytes(size))
+        writer._slots[writer._slot_of[1]][size - 1] ^= 1
+        if not noticed:
+            assert reader.receive(1).data == bytes(size - 1) + b"\1"
+            return
         for _ in range(2):
             with pytest.raises(
                 errors.CorruptMessage,
-                match=r"the payload of message 1 has a wrong checksum \(bytes in it: 4\)",
+                match=rf"the payload of message 1 has a wrong checksum \(bytes in it: {size}\)",
             ):
                 reader.receive(1)
 
@@ -277,8 +291,9 @@ def test_two_threads_on_one_side_are_refused():
         assert reader.try_receive() is None
 
 
-def test_successor_is_a_new_session_of_the_same_shape():
-    reader = RingReader.create(3, 128, wait="block", doorbell=True, checksum=True)
+@pytest.mark.parametrize("checksum", [None, True, False])
+def test_successor_is_a_new_session_of_the_same_shape(checksum):
+    reader = RingReader.create(3, 128, wait="block", doorbell=True, checksum=checksum)
     following = reader.successor()
     with following, RingWriter.attach(following.name) as writer:
         assert following.session != reader.session

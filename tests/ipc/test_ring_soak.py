@@ -46,7 +46,7 @@ def test_negative_control_without_a_semaphore(tmp_path, without):
 
 
 def test_the_checks_of_the_soak_can_fail(tmp_path):
-    """Without a payload checksum a damaged payload reaches the reader; is_intact notices it."""
+    """Where a damaged payload reaches the reader, is_intact notices it."""
     with RingReader.create(4, 3000) as reader, RingWriter.attach(reader.name) as writer:
         writer.send(*payload(5, 3000))
         data = bytearray(reader.receive(1).data)

@@ -6,7 +6,8 @@ import numpy as np
 import posix_ipc
 import pytest
 
-from ipc import RingReader, RingWriter, rhythm, waiting
+from ipc import RingReader, RingWriter, free_cores, rhythm, waiting
+from ipc.free_cores import FIRST_SPAN_NS, LONGEST_SPAN_NS, FreeCores
 from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS, NEVER
 from ipc.waiting import GLANCES, POLICIES, Waiter
 
@@ -18,10 +19,14 @@ OTHERS = 2500 * US  # how long another program keeps the core
 
 
 class Clockwork:
-    """A semaphore whose units come at given times, and the clock that tells these times."""
+    """A semaphore whose units come at given times, and the clock that tells these times.
 
-    def __init__(self, monkeypatch, policy="predict"):
+    The waiter has seen that its core is free, unless `new` is given.
+    """
+
+    def __init__(self, monkeypatch, policy="predict", new=False):
         self.now = 0
+        self.hogged = 0  # time in which other programs had the core
         self.due = []  # when units come that have not been taken
         self.spun = self.slept = 0  # units that came to a spinning, and to a sleeping waiter
         self.late = 0  # from a timer's end until its core runs again
@@ -29,6 +34,8 @@ class Clockwork:
         self.ran = 0  # since it slept or lost its core
         self.lost = 0  # units that came while another program had the core
         self.waiter = Waiter(self, policy, lambda: None)
+        self.waiter._cores = FreeCores(lambda: self.now - self.hogged)
+        self.waiter._cores.spin = not new
         monkeypatch.setattr(waiting, "monotonic_ns", self.clock)
 
     def run(self):
@@ -37,6 +44,7 @@ class Clockwork:
         if self.ran > self.slice:
             before, self.ran = self.now, 0
             self.now += OTHERS
+            self.hogged += OTHERS
             self.lost += any(before < moment <= self.now for moment in self.due)
 
     def clock(self):
@@ -55,7 +63,11 @@ class Clockwork:
         self.due.pop(0)
 
     def waiting(self, until):
-        self.ran = 0
+        self.ran, began = 0, self.now
+        yield from self.asleep(until)
+        self.hogged += (self.now - began) * (self.slice != NEVER)
+
+    def asleep(self, until):
         if self.due and self.due[0] <= until:
             self.slept += self.due[0] > self.now
             self.now = max(self.now, self.due.pop(0))
@@ -256,51 +268,66 @@ def lost_units(scene, count, gap=5 * MS):
 
 
 @pytest.mark.parametrize("gap", [100 * US, 5 * MS])
-def test_where_spinning_loses_the_core_it_ends(monkeypatch, gap):
-    """The slowest hundredth must be that of a side that sleeps."""
-    scene = Clockwork(monkeypatch)
+@pytest.mark.parametrize("new", [True, False])
+def test_beside_busy_programs_it_sleeps(monkeypatch, gap, new):
+    """The slowest hundredth of the first 200 units must be that of a side that sleeps."""
+    scene = Clockwork(monkeypatch, new=new)
     scene.slice = 60 * US  # every spin loses its core
-    lost, spun = lost_units(scene, 2000, gap)
-    assert 0 < lost < 0.006
-    assert spun < 0.05
-    monkeypatch.setattr(rhythm, "LONGEST_REST", 0)  # negative control: it goes on
+    lost, spun = lost_units(scene, 200, gap)
+    assert (spun == 0) == new
+    assert lost == 0 if new else 0 < lost <= 0.005
+    monkeypatch.setattr(FreeCores, "lost", lambda self, now: None)  # negative control: it goes on
     scene = Clockwork(monkeypatch)
     scene.slice = 60 * US
     assert lost_units(scene, 200, gap)[0] > 0.15
 
 
+@pytest.mark.parametrize("gap", [100 * US, 5 * MS])
+def test_a_new_side_spins_once_a_core_was_free_for_a_while(monkeypatch, gap):
+    scene = Clockwork(monkeypatch, new=True)
+    assert lost_units(scene, 3 * FIRST_SPAN_NS // gap // 2, gap)[1] < 0.7
+    assert lost_units(scene, 100, gap)[1] > 0.95
+
+
 def test_a_yield_that_gives_the_core_to_another_program_counts_too(monkeypatch):
     """A side that is confined to one core yields while it spins, and its peer may be elsewhere."""
 
-    def busy_core(rest):
+    def busy_core():
         scene = Clockwork(monkeypatch)
-        monkeypatch.setattr(rhythm, "LONGEST_REST", rest)
         monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {3})
 
         def others_run():
             before = scene.now
             scene.now += OTHERS
+            scene.hogged += OTHERS
             scene.lost += any(before < moment <= scene.now for moment in scene.due)
 
         monkeypatch.setattr(waiting.os, "sched_yield", others_run)
         return lost_units(scene, 1000)[0]
 
-    assert 0 < busy_core(rhythm.LONGEST_REST) < 0.01
-    assert busy_core(0) > 0.15  # negative control: it goes on
+    assert 0 < busy_core() < 0.01
+    monkeypatch.setattr(FreeCores, "lost", lambda self, now: None)  # negative control: it goes on
+    assert busy_core() > 0.15
 
 
 def test_a_core_that_is_lost_seldom_costs_few_units(monkeypatch):
     scene = Clockwork(monkeypatch)
     lost_units(scene, 10)
+    for _ in range(2):  # the rests do not add up: the second is as short as the first
+        scene.slice = 60 * US
+        lost_units(scene, 1)
+        scene.slice = NEVER
+        assert lost_units(scene, 1999)[1] > 0.9
+
+
+def test_cores_that_look_free_and_are_lost_are_tried_ever_more_seldom(monkeypatch):
+    """Such as those of a container that gets its share of them in slices."""
+    scene = Clockwork(monkeypatch)
     scene.slice = 60 * US
-    lost_units(scene, 1)
-    scene.slice = NEVER
-    assert lost_units(scene, 1999)[1] > 0.9
-    # The rests do not add up: this loss is as short as the one before.
-    scene.slice = 60 * US
-    lost_units(scene, 1)
-    scene.slice = NEVER
-    assert lost_units(scene, 1999)[1] > 0.9
+    scene.waiter._cores._available = lambda: scene.now
+    assert lost_units(scene, 10_000)[0] < 0.005
+    monkeypatch.setattr(free_cores, "LONGEST_SPAN_NS", FIRST_SPAN_NS)  # negative control
+    assert lost_units(scene, 10_000)[0] > 0.02
 
 
 def test_spinning_comes_back_once_cores_are_free(monkeypatch):
@@ -308,7 +335,7 @@ def test_spinning_comes_back_once_cores_are_free(monkeypatch):
     scene.slice = 60 * US
     lost_units(scene, 10_000)
     scene.slice = NEVER
-    lost_units(scene, rhythm.LONGEST_REST)
+    lost_units(scene, LONGEST_SPAN_NS // (5 * MS))
     assert lost_units(scene, 100)[1] > 0.95
 
 
@@ -317,6 +344,7 @@ def test_a_lost_core_ends_the_spinning_of_that_wait(monkeypatch):
     for _ in range(5):
         scene.take(5 * MS)
     scene.slice, spun = 60 * US, []
+    scene.waiter._cores._available = lambda: 0
     spin = scene.waiter._spin
     monkeypatch.setattr(scene.waiter, "_spin", lambda until: spun.append(until) or spin(until))
     assert not scene.waiter.take(scene.now + 100 * MS)
@@ -412,6 +440,7 @@ def test_receive_rehearses_through_a_real_ring():
         # The next message is expected in 30 s, and a rehearsal takes 29.5 s: there is time for it
         # however late this core wakes up.
         waiter = reader._items
+        waiter._cores.spin = True
         waiter._rhythm.last_ns, waiter._rhythm.unwaited = waiting.monotonic_ns(), 0
         waiter._rhythm.interval_ns, waiter._rhythm._gap_ns = 30_000 * MS, 0
         waiter._rehearsal_time.ns = 29_500 * MS

@@ -28,7 +28,7 @@ def test_one_message_byte_by_byte():
     data = encode(
         Kind.TARGET, (9 << 32) + 4, slots, running=True, draft_follows=True, process_rank=2
     )
-    header = [0x4C53 << 16 | 1, 3 | 1 << 8, 1 | 2, 3, 33, 4, 9, 2]
+    header = [0x4C53 << 16 | 2, 3 | 1 << 8, 1 | 2, 3, 33, 4, 9, 2]
     slot_words = [
         *(0 | 1 << 8 | 2 << 16, 2 | 2 << 16, 3 | 1 << 16, 2**32 - 1),
         *(4, 0, 0, 7),
@@ -36,7 +36,7 @@ def test_one_message_byte_by_byte():
     ]
     payload = struct.pack("<3i2i6f2i", 5, 6, 1, 1, 4, -0.5, -0.5, -3, -2, -0.25, -4, 5, 9)
     assert data == struct.pack("<20I", *header, *slot_words) + payload
-    assert wire.VERSION == 1
+    assert wire.VERSION == 2
     decode(data)
 
 
@@ -69,7 +69,7 @@ def test_every_other_kind_and_version_is_refused():
             with pytest.raises(MessageError, match=f"kind {kind} is none of"):
                 decode(words.tobytes())
     words[1] = 3
-    for version in (0, 2, 3, 255, 65535):
+    for version in (0, 1, 3, 255, 65535):
         words[0] = wire.MAGIC << 16 | version
         with pytest.raises(MessageError, match=f"version {version};"):
             decode(words.tobytes())

@@ -9,9 +9,10 @@ import threading
 
 import pytest
 
+from ipc import doctor
 from jax_specdec.control import ControlServer, Start, WorkerConfig, to_line
 from jax_specdec.engine.child_process import ChildProcess
-from tests.support.processes import wait_for
+from tests.support.processes import is_alive, wait_for
 
 pytestmark = pytest.mark.fast
 
@@ -141,3 +142,31 @@ def test_a_start_that_no_pipe_holds_is_refused(tmp_path):
 def test_a_program_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         ChildProcess(("/nowhere",), output=tmp_path / "o", env=os.environ)
+
+
+HALF_BORN = """
+import os, subprocess, sys
+from ipc import RingReader, doctor
+me = doctor.this_process()
+child = "import sys; from jax_specdec import child; child.begin(*sys.argv[1:])"
+arguments = [me] if sys.argv[1] == "told" else []
+process = subprocess.Popen([sys.executable, "-c", child, *arguments], stdin=subprocess.PIPE)
+ring = RingReader.create(2, 64)
+print(process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_ring_whose_engine_was_killed_before_it_told_its_worker_is_removed(told):
+    """Without the parent's name, the ring stays: so it is the child that removes it."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", HALF_BORN, "told" if told else "untold"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(engine.communicate(timeout=60)[0])
+    wait_for(lambda: not is_alive(child))
+    left = [file for file in doctor.find_ring_files() if file.creator.pid == engine.pid]
+    doctor.remove_leftovers(left)
+    assert bool(left) == (not told)

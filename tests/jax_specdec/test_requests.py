@@ -16,6 +16,13 @@ def test_a_request_may_name_128_chosen_ids_and_ask_for_k_up_to_512():
         SamplingParams(logprobs=513)
 
 
+def test_kept_sets_are_asked_for_by_true_or_false():
+    assert SamplingParams(kept_token_ids=True).kept_token_ids
+    for wrong in (1, None, "yes"):
+        with pytest.raises(RequestError, match=r"kept_token_ids = .* must be True or False"):
+            SamplingParams(kept_token_ids=wrong)
+
+
 @pytest.mark.parametrize("id", [["a"], {"a": 1}, 7, b"a", None])
 def test_an_id_is_a_string(id):
     """An engine finds requests by their ids, and sends these to its workers as text."""

@@ -34,6 +34,18 @@ def test_each_row_fills_its_own_columns(with_jit):
     np.testing.assert_array_equal(found.selected_token_ranks, expected.token_ranks)
 
 
+def test_ranks_as_vllm_counts_them():
+    """`(logprobs >= own).sum(-1)`; logprobs may be equal where logits are not, so from logits."""
+    x = np.round(np.random.default_rng(1).normal(size=(R, V))).astype(np.float32)
+    ids = np.arange(R, dtype=np.int32)
+    found = logprobs_tensors(x, ids, K, rank_ties="inclusive")
+    own = np.take_along_axis(x, ids[:, None], axis=1)
+    np.testing.assert_array_equal(found.selected_token_ranks, (x >= own).sum(-1))
+    strict = logprobs_tensors(x, ids, K).selected_token_ranks
+    np.testing.assert_array_equal(strict, 1 + (x > own).sum(-1))
+    assert (np.asarray(strict) != np.asarray(found.selected_token_ranks)).any()
+
+
 def test_logprobs_are_their_own_logits():
     x = jax.random.normal(jax.random.key(0), (R, V)) * 5
     ids = jnp.arange(R, dtype=jnp.int32)

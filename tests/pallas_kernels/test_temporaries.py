@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import greedy, shapes, topk_logprobs
+from pallas_kernels import greedy, greedy_topk_logprobs, shapes, topk_logprobs
 from tests.support import quick_compile
 
 SHARE = 0.25
@@ -61,6 +61,24 @@ def test_temporaries_are_a_share_of_the_logits(shape, dynamic):
         )
 
     assert temporaries(call, logits, ids, ids, count) <= limit(logits)
+
+
+@pytest.mark.parametrize("greedy_too", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_temporaries_of_changed_logits(greedy_too):
+    """With a mask and a bias logits are copied block by block, never all."""
+    shape = shapes.MEMORY[2]
+    logits = jax.ShapeDtypeStruct((512, shape.vocabulary), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((512,), jnp.int32)
+    words = jax.ShapeDtypeStruct((512, -(-shape.vocabulary // 32)), jnp.uint32)
+
+    def call(logits, ids, words):
+        table = ids[:, None]
+        changes = {"allowed": words, "bias_token_ids": table, "bias": table.astype(jnp.float32)}
+        if greedy_too:
+            return greedy_topk_logprobs(logits, 20, entropy=True, implementation="xla", **changes)
+        return topk_logprobs(logits, ids, 20, entropy=True, implementation="xla", **changes)
+
+    assert temporaries(call, logits, ids, words) <= limit(logits)
 
 
 @pytest.mark.parametrize("shape", shapes.MEMORY[:4], ids=str)

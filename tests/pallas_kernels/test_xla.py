@@ -16,6 +16,7 @@ from pallas_kernels import (
     topk_logprobs,
     xla,
 )
+from pallas_kernels.wanted import Wanted
 from tests.support import quick_compile
 
 ELSEWHERE = ("cuda", "rocm", "tpu")
@@ -74,7 +75,7 @@ def lowered_with_any_k(platform, rows, vocabulary, k):
     extra = jax.ShapeDtypeStruct((rows, 0), jnp.int32)
 
     def call(logits, ids, extra):
-        return xla.topk_logprobs(logits, ids, k, None, None, None, extra)
+        return xla.topk_logprobs(logits, ids, Wanted(k), None, None, None, extra)
 
     traced = jax.jit(call).trace(logits, ids, extra)
     return traced.lower(lowering_platforms=(platform,)).as_text()
@@ -99,7 +100,9 @@ def test_each_platforms_program_gives_the_oracles_answer(way, monkeypatch):
 
     @quick_compile.jit
     def call(x, ids, temperatures, extra, num_rows):
-        return xla._topk_logprobs(chosen, 20, x, ids, None, num_rows, temperatures, extra)
+        return xla._topk_logprobs(
+            chosen, Wanted(20), x, ids, None, num_rows, temperatures, extra, None
+        )
 
     found = call(x, ids, temperatures, extra, np.int32(13))
     expected = oracle.topk_logprobs(x, ids, 20, **options)
@@ -122,7 +125,7 @@ def test_many_columns(dtype):
         x = np.round(rng.normal(size=(3, vocabulary)) * 8).astype(jnp.dtype(dtype))
         ids = rng.integers(0, vocabulary, 3).astype(np.int32)
         extra = np.zeros((3, 0), np.int32)
-        found = columns(x, ids, 512, None, None, None, extra)
+        found = columns(x, ids, Wanted(512), None, None, None, extra)
         oracle.assert_matches(found, oracle.topk_logprobs(x, ids, 512))
 
 

@@ -183,6 +183,12 @@ def shift(name: str, kind: str) -> Callable[..., np.ndarray]:
     return run
 
 
+def funnel_right(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """shf.r.wrap: the lower word of both, moved by the last five bits of `by`."""
+    both = (high.astype(np.uint64) << np.uint64(32)) | low
+    return (both >> (by.astype(np.uint64) & np.uint64(31))).astype(np.uint32)
+
+
 def wide_product(kind: str) -> Callable[..., np.ndarray]:
     to = np.int64 if kind == "s32" else np.uint64
     source = signed if kind == "s32" else (lambda x: x)
@@ -293,6 +299,7 @@ def _table() -> dict[str, Operation]:
     ):
         for kind in kinds:
             add(f"{name}.{kind}", _letter(kind), _letter(kind) + "w", shift(name, kind))
+    add("shf.r.wrap.b32", "w", "www", funnel_right)
     add("popc.b32", "w", "w", lambda x: np.bitwise_count(x).astype(np.uint32))
     add("bfe.u32", "w", "www", bit_field)
     add("cvt.f32.bf16", "w", "h", lambda x: bits32(floats(x, "bf16")))

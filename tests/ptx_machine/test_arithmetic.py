@@ -106,6 +106,8 @@ def test_maxima_and_comparisons():
         ("shl.b32", (np.uint32(3), np.uint32(32)), 0),
         ("shr.s32", (np.uint32(0x80000000), np.uint32(40)), 0xFFFFFFFF),
         ("shr.u32", (np.uint32(0x80000000), np.uint32(31)), 1),
+        ("shf.r.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(8)), 0x56ABCD12),
+        ("shf.r.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(32)), 0xABCD1234),
         ("bfe.u32", (np.uint32(0xABCD1234), np.uint32(8), np.uint32(12)), 0xD12),
         ("mul.wide.s32", (np.uint32(2**32 - 2), np.uint32(3)), 2**64 - 6),
         ("mul.wide.u32", (np.uint32(2**32 - 2), np.uint32(3)), 3 * (2**32 - 2)),

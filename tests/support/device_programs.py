@@ -112,6 +112,7 @@ NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 STEP_NUMBER = jax.ShapeDtypeStruct((2,), jnp.uint32)
 RAW = Widths(k=5)
 SCALED = Widths(k=5, chosen=16, mode=LogprobsMode.SCALED)
+KEPT = Widths(kept=True)
 PROCESSED = Widths(k=20, chosen=16, mode=LogprobsMode.PROCESSED)
 # Greedy and sampled, with and without logprobs: which they are is data, and one program has all.
 REQUESTS = [
@@ -232,6 +233,8 @@ MESSAGES = [
         "target_message", "of the fused path",
         functools.partial(target_message, widths=RAW, fused_k=5), devices=(1, 2),
     ),
+    Case("target_message", "kept sets", functools.partial(target_message, widths=KEPT),
+         devices=(1, 2)),
     Case("leading", "bucket", functools.partial(leading, count=256), devices=(1, 2)),
     Case("draft_message", "no logprobs", functools.partial(draft_message, widths=Widths()),
          devices=(1, 2)),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.records.encode import SlotContents
 from jax_specdec.requests import Request, SamplingParams
+from tests.support.random_kept import random_counts, random_kept
 
 VOCABULARY = 5
 
@@ -24,6 +25,7 @@ def random_params(rng):
         extra_token_ids=tuple(range(rng.randint(0, 2))) if logprobs is not None else (),
         draft_logprobs=rng.random() < 0.5,
         prompt_logprobs=rng.choice((None, None, None, None, 0, 2)),
+        kept_token_ids=rng.random() < 0.4,
     )
 
 
@@ -70,7 +72,11 @@ def random_target_slot(rng, params, generation, *, fresh):
         n = drafts + 1
     else:
         return SlotContents(state=state, generation=generation, num_drafts=drafts)
-    return random_rows(rng, params, n, state=state, generation=generation, num_drafts=drafts)
+    slot = random_rows(rng, params, n, state=state, generation=generation, num_drafts=drafts)
+    if not params.kept_token_ids:
+        return slot
+    rows = 1 if state is SlotState.PREFILL_FIRST_TOKEN else n
+    return replace(slot, kept=random_kept(rng, random_counts(rng, rows, VOCABULARY), VOCABULARY))
 
 
 def random_draft_slot(rng, params, generation):

@@ -5,6 +5,8 @@ Slots of a message are any objects with the attributes of a slot's contents (`st
 plain dictionaries.
 """
 
+from tests.support.random_kept import as_lists
+
 
 class Refused(Exception):
     """A message that the reference refuses."""
@@ -309,6 +311,8 @@ class ReferenceProcessor:
             record["valid"].append(contents.token_ranks[j] != 0)
             occupant.cumulative_logprob += row[0]
             record["cumulative_logprob"] = occupant.cumulative_logprob
+        if contents.kept is not None:
+            record["kept"].append(as_lists(contents.kept)[j])
         stop = occupant.stop_after_newest_token()
         if stop is not None:
             reason, what = stop
@@ -343,6 +347,7 @@ class ReferenceProcessor:
             "step": step,
             "token_ids": [],
             **{name: [] if asked else None for name in names},
+            "kept": [] if occupant.request.params.kept_token_ids else None,
             "cumulative_logprob": occupant.cumulative_logprob if asked else None,
             "num_drafts": 0,
             "num_accepted": 0,

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+from tests.support.random_kept import as_lists
+
 
 def plain(value):
     """NumPy values as Python's; NaN as a string, so that it equals itself."""
@@ -21,6 +23,7 @@ def as_dict(record, reference_names):
     values = {name: plain(value_of(record, name)) for name in reference_names}
     reason, statistics = record.finish_reason, record.statistics
     values["finish_reason"] = None if reason is None else reason.name
+    values["kept"] = as_lists(record.kept)
     values["prompt"] = prompt_rows(record.prompt)
     values["statistics"] = None if statistics is None else marginals_of(statistics)
     return values

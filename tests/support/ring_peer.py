@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("job", choices=["produce", "consume"])
     parser.add_argument("name", help="the ring to attach to, or `create` to make one and print it")
     parser.add_argument("progress", type=Path)

@@ -1,23 +1,29 @@
 """Columns for the tests of the export, delivered from encoded messages."""
 
+from dataclasses import replace
+from random import Random
+
 import numpy as np
 from hypothesis import strategies as st
 
+from ipc.wire import KEPT_ALL
 from jax_specdec.export.column_builder import ColumnBuilder
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.output_processor import ProcessorState, admit, step
 from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
+from tests.support.random_kept import random_counts, random_kept
 
 
 def three_requests():
     """Columns of three requests.
 
-    "a" names chosen ids and has drafts, "b" has K = 2 with an invalid row and a missing candidate,
-    and "c" asks for no logprobs.
+    "a" names chosen ids and has drafts, "b" has K = 2 with an invalid row and a missing candidate
+    and asks for kept sets, and "c" asks for no logprobs.
     """
     state = ProcessorState.empty(3)
     asked = [
         request("a", logprobs=0, extra_token_ids=(7, 8), draft_logprobs=True, max_tokens=3),
-        request("b", logprobs=2, temperature=0.5),
+        request("b", logprobs=2, temperature=0.5, kept_token_ids=True),
         request("c"),
     ]
     for slot, one in enumerate(asked):
@@ -25,6 +31,12 @@ def three_requests():
     mixed = tokens(5, 6, drafts=4, columns=3, ranks=[2, 0],
                    logprobs=[[-1.0, -0.5, -np.inf], [np.nan] * 3])  # fmt: skip
     mixed.topk_ids[:] = [[9, -1], [-1, -1]]
+    sets = KeptSets.of(
+        np.array([2, KEPT_ALL], np.int32),
+        np.array([-0.5, 0], np.float32),
+        np.array([5, 9], np.int32),
+    )
+    mixed = replace(mixed, kept=sets)
     first = target(
         0,
         tokens(1, 2, drafts=3, columns=1, chosen=2,
@@ -45,7 +57,8 @@ def three_requests():
 @st.composite
 def streams(draw):
     """Draw runs: for each slot (request, steps), and for each step
-    (ids, drafts, logprobs [n, C], logprobs of the drafts or None where their message has none).
+    (ids, drafts, logprobs [n, C], logprobs of the drafts or None where their message has none,
+    kept sets or None where they were not asked for).
     """
     runs, num_steps = [], draw(st.integers(1, 4))
     for slot in range(draw(st.integers(1, 3))):
@@ -57,6 +70,7 @@ def streams(draw):
             extra_token_ids=tuple(chosen),
             max_tokens=draw(st.integers(1, 9)),
             draft_logprobs=k is not None and draw(st.booleans()),
+            kept_token_ids=draw(st.booleans()),
         )
         steps = []
         for _ in range(num_steps):
@@ -68,7 +82,11 @@ def streams(draw):
             drafted = None
             if asked.params.draft_logprobs and guesses and draw(st.booleans()):
                 drafted = draw(logprobs_table(len(guesses), width))
-            steps.append((ids, guesses, table, drafted))
+            kept = None
+            if asked.params.kept_token_ids:
+                rng = Random(draw(st.integers(0, 2**31)))
+                kept = random_kept(rng, random_counts(rng, len(ids), 4), 50)
+            steps.append((ids, guesses, table, drafted, kept))
         runs.append((asked, steps))
     return runs
 
@@ -87,13 +105,14 @@ def delivered(runs):
     for number in range(len(runs[0][1])):
         targets, guessed = [], []
         for asked, steps in runs:
-            ids, guesses, table, drafted = steps[number]
+            ids, guesses, table, drafted, kept = steps[number]
             shape = {
                 "columns": asked.params.num_columns,
                 "chosen": len(asked.params.extra_token_ids),
             }
             rows = table if shape["columns"] else None
-            targets.append(tokens(*ids, drafts=len(guesses), logprobs=rows, **shape))
+            slot = tokens(*ids, drafts=len(guesses), logprobs=rows, **shape)
+            targets.append(replace(slot, kept=kept))
             one = tokens(*guesses, drafts=len(guesses), logprobs=drafted, **shape)
             guessed.append(silent() if drafted is None else one)
         follows = any(steps[number][3] is not None for _, steps in runs)

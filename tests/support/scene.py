@@ -69,7 +69,9 @@ class Scene:
     number, the worker that replaces it after the second, and so on.
     """
 
-    def __init__(self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, **config):
+    def __init__(
+        self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, tracer=None, **config
+    ):
         self.workers = []
         self.worker = worker
         self.faults = {rank: list(numbers) for rank, numbers in (faults or {}).items()}
@@ -79,6 +81,7 @@ class Scene:
             EngineConfig(vocab_size=VOCAB, num_slots=num_slots, max_length=64, **config),
             start_worker=self.start,
             clock=self.clock,
+            tracer=tracer,
         )
         self.records, self.updates = {}, []
 

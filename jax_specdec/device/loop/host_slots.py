@@ -57,7 +57,7 @@ def asked_of_slots(slots: Sequence[Slot], widths: Widths) -> Asked:
 def target_bound(slots: Sequence[Slot]) -> int:
     """The most words of the next step's target message: its bucket is chosen by this."""
     tokens = [slot.most_tokens if slot.decoding else 0 for slot in slots]
-    return _bound(slots, tokens)
+    return _bound(slots, tokens, kept=True)
 
 
 def draft_bound(slots: Sequence[Slot]) -> int:
@@ -76,8 +76,8 @@ def prompt_bound(slots: Sequence[Slot], scoring: Slot, num_tokens: int) -> int:
 
 
 def for_prompt(slot: Slot) -> Slot:
-    """The slot with the K of its prompt's logprobs in place of its tokens'."""
-    params = replace(slot.params, logprobs=slot.params.prompt_logprobs)
+    """The slot with the K of its prompt's logprobs in place of its tokens' and no kept sets."""
+    params = replace(slot.params, logprobs=slot.params.prompt_logprobs, kept_token_ids=False)
     return replace(slot, params=params)
 
 
@@ -92,11 +92,12 @@ def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
     return min(prefill_chunk, config.num_slots * config.num_positions)
 
 
-def _bound(slots: Sequence[Slot], tokens: Sequence[int]) -> int:
+def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, kept: bool = False) -> int:
     return wire.words_bound(
         tokens,
         [slot.params.num_columns for slot in slots],
         [len(slot.params.extra_token_ids) for slot in slots],
+        [slot.params.most_kept if kept else None for slot in slots],
     )
 
 

@@ -97,6 +97,7 @@ def prompt_message(
         num_rows=of_slot(scored.num),
         num_drafts=nothing,
         num_chosen=of_slot(asked.num_chosen[0]),
+        kept=nothing,
         generation=generation,
     )
     return pack(
@@ -110,5 +111,6 @@ def prompt_message(
         draft_follows=False,
         process_rank=process_rank,
         vocab_size=vocab_size,
-        num_words=most_words(1, size, widths) + most_words(batch - 1, 0, Widths()),
+        num_words=most_words(1, size, widths, vocab_size)
+        + most_words(batch - 1, 0, Widths(), vocab_size),
     )

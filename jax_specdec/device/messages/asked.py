@@ -23,6 +23,7 @@ class Widths(NamedTuple):
     k: int | None = None  # the static K, at least every slot's; None: no slot asks for logprobs
     chosen: int = 0  # C: columns of the table of chosen token ids
     mode: LogprobsMode = LogprobsMode.RAW  # the costliest of the slots' modes
+    kept: bool = False  # some slot asks for kept sets
 
     @property
     def num_columns(self) -> int:
@@ -40,18 +41,21 @@ class Asked(NamedTuple):
     num_chosen: Int32[Array, " B"]
     chosen_ids: Int32[Array, "B C"]  # anything from num_chosen on
     draft_logprobs: Bool[Array, " B"]
+    kept: Bool[Array, " B"]  # the kept sets of emitted tokens
     sampling: Sampling
 
 
 def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
     """The static limits of what the requests of a batch ask for."""
     asking = [one for one in params if one.num_columns]
+    kept = any(one.kept_token_ids for one in params)
     if not asking:
-        return Widths()
+        return Widths(kept=kept)
     return Widths(
         k=k_bucket(max(one.num_columns for one in asking) - 1, vocab_size),
         chosen=chosen_bucket(max(len(one.extra_token_ids) for one in asking)),
         mode=LogprobsMode(max(one.logprobs_mode for one in asking)),
+        kept=kept,
     )
 
 
@@ -84,6 +88,7 @@ def asked_of(
         num_chosen=_on_host([len(one.extra_token_ids) for one in params], np.int32),
         chosen_ids=chosen_ids,
         draft_logprobs=_on_host([one.draft_logprobs for one in params], np.bool_),
+        kept=_on_host([one.kept_token_ids for one in params], np.bool_),
         sampling=sampling_of(params),
     )
     on_device: Asked = jax.device_put(asked)

@@ -15,6 +15,13 @@ from jaxtyping import Array, Bool, Int32, Integer, Shaped, UInt32
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, SlotState
+from jax_specdec.device.messages.pack_kept import (
+    KeptRows,
+    kept_layout,
+    kept_payload,
+    wrong_counts,
+    wrong_ids,
+)
 from jax_specdec.wording import counted
 from pallas_kernels import TopkLogprobs
 
@@ -24,6 +31,7 @@ class SlotFields(NamedTuple):
 
     state: Int32[Array, " B"]  # SlotState
     mode: Int32[Array, " B"]  # LogprobsMode
+    kept: Int32[Array, " B"]  # 1 where the emitted tokens have kept sets, else 0
     columns: Int32[Array, " B"]  # 0 for no logprobs, K + 1 otherwise
     num_tokens: Int32[Array, " B"]
     num_rows: Int32[Array, " B"]  # the leading tokens that have logprobs
@@ -76,6 +84,7 @@ def pack(
     process_rank: Integer[Array, ""] | int,
     vocab_size: int,
     num_words: int,
+    kept: KeptRows | None = None,
 ) -> UInt32[Array, " W"]:
     """Pack one message.
 
@@ -91,6 +100,7 @@ def pack(
       process_rank: which process rank sends.
       vocab_size: V; sent ids must be below it.
       num_words: W, static; the longest message that these shapes can make.
+      kept: the kept sets of the rows that `wire.kept_rows` counts; None where no slot asks.
 
     Returns:
       The words, of which the header's `num_words` are the message and the rest are 0. A failed
@@ -103,12 +113,16 @@ def pack(
     batch, num_positions = token_ids.shape
     k, num_extra = logprobs.token_ids.shape[1] - 1, logprobs.extra_logprobs.shape[1]
     _refuse_unfit(kind, k, num_positions, process_rank, num_words, batch)
-    checks = _checks(slots, token_ids, k, num_extra, kind, vocab_size)
+    checks = _checks(slots, token_ids, k, num_extra, kind, vocab_size, kept)
     counts = _within(slots, num_positions, k, num_extra)
     largest_k = jnp.maximum(jnp.max(counts.columns, initial=0) - 1, 0)
     layout = wire.layout(jnp, *counts)
-    checks |= (layout.num_words > num_words).astype(jnp.uint32) << DeviceCheck.WORDS
     values = _payload(layout, counts, token_ids, rows, logprobs, nowhere=num_words)
+    if kept is not None:
+        places = kept_layout(layout.num_words, kept)
+        layout = layout._replace(num_words=places.num_words)
+        values += kept_payload(places, kept, nowhere=num_words)
+    checks |= (layout.num_words > num_words).astype(jnp.uint32) << DeviceCheck.WORDS
     header = {
         "version": wire.VERSION,
         "magic": wire.MAGIC,
@@ -164,6 +178,7 @@ def _checks(
     num_extra: int,
     kind: int,
     vocab_size: int,
+    kept: KeptRows | None,
 ) -> UInt32[Array, ""]:
     """The header's `error_checks`: a bit for each `DeviceCheck` that failed."""
     num_positions = token_ids.shape[1]
@@ -182,9 +197,14 @@ def _checks(
         DeviceCheck.TOKEN_ID: sent & _outside(token_ids, 0, vocab_size - 1),
         DeviceCheck.SLOT_FIELDS: _outside(slots.state, 0, max(SlotState))
         | _outside(slots.mode, 0, max(wire.LogprobsMode))
+        | _outside(slots.kept, 0, 0 if kept is None else 1)
         | _outside(slots.columns, 0, most("columns", k + 1))
         | _outside(slots.num_chosen, 0, most("num_chosen", num_extra)),
     }
+    if kept is not None:
+        due = wire.kept_rows(jnp, slots.state, slots.num_tokens, slots.kept)
+        failed[DeviceCheck.SLOT_COUNTS] |= wrong_counts(kept, due.sum(dtype=jnp.int32))
+        failed[DeviceCheck.TOKEN_ID] |= wrong_ids(kept, vocab_size)
     bits = [jnp.any(wrong).astype(jnp.uint32) << check for check, wrong in failed.items()]
     return jnp.stack(bits).sum(dtype=jnp.uint32)
 

@@ -9,7 +9,7 @@ Axes: B slots, S positions, V vocabulary, R = B * S rows, K1 = K + 1 columns, C 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.asked import Asked, Widths
@@ -71,18 +71,23 @@ def row_logprobs(
     if widths.mode is not LogprobsMode.PROCESSED:
         return found
     if cut is None:
-        cut = _cut(logits, asked, parallel)
+        in_mode = asked.mode == LogprobsMode.PROCESSED
+        cut = cut_where(in_mode, logits, asked.sampling, parallel)
     return _processed(logits, rows, slot, asked, found, cut, parallel)
 
 
-def _cut(logits: Float[Array, "B S V"], asked: Asked, parallel: Parallel) -> Truncation:
-    """The truncation of the slots in processed mode; the others are taken for greedy: no search."""
-    in_mode = asked.mode == LogprobsMode.PROCESSED
-    none = Sampling.greedy(len(in_mode))
+def cut_where(
+    wanted: Bool[Array, " B"],
+    logits: Float[Array, "B S V"],
+    sampling: Sampling,
+    parallel: Parallel,
+) -> Truncation:
+    """The truncation of the `wanted` slots' rows; the others are taken for greedy: no search."""
+    none = Sampling.greedy(len(wanted))
     return parallel.over_vocabulary(
         lambda shard, logits, sampling: truncation(logits, sampling, shard=shard),
         logits,
-        jax.tree.map(lambda own, other: lax.select(in_mode, own, other), asked.sampling, none),
+        jax.tree.map(lambda own, other: lax.select(wanted, own, other), sampling, none),
     )
 
 

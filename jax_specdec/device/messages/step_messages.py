@@ -16,9 +16,11 @@ from ipc import wire
 from ipc.wire import Kind, SlotState
 from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
-from jax_specdec.device.messages.row_logprobs import row_logprobs
+from jax_specdec.device.messages.pack_kept import KeptRows
+from jax_specdec.device.messages.row_logprobs import cut_where, row_logprobs
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling.distribution import Truncation
+from jax_specdec.device.sampling.kept_set import kept_sets
 from jax_specdec.device.sampling.verify import Drafts, Verified
 from pallas_kernels import TopkLogprobs
 
@@ -108,8 +110,10 @@ def target_message(
             found = row_logprobs(
                 output.logits, output.token_ids, rows, asked, widths, parallel, cut=output.cut
             )
+    kept = row_kept_sets(output, asked, parallel) if widths.kept else None
+    slots = _slots(output, asked, output.num_tokens, num_rows, output.num_drafts)
     return pack(
-        _slots(output, asked, output.num_tokens, num_rows, output.num_drafts),
+        slots._replace(kept=asked.kept.astype(jnp.int32)),
         output.token_ids,
         rows,
         found,
@@ -119,8 +123,28 @@ def target_message(
         draft_follows=draft_follows,
         process_rank=process_rank,
         vocab_size=vocab,
-        num_words=most_words(batch, num_positions, widths),
+        num_words=most_words(batch, num_positions, widths, vocab),
+        kept=kept,
     )
+
+
+def row_kept_sets(output: StepOutput, asked: Asked, parallel: Parallel = ONE_DEVICE) -> KeptRows:
+    """The kept sets of the emitted tokens of the slots that asked, slot after slot.
+
+    They are of the cut that the tokens were drawn with; without `output.cut`, a search finds it.
+    """
+    batch, num_positions, vocab = output.logits.shape
+    rows = select_rows(jnp.where(asked.kept, output.num_rows, 0), num_positions)
+    cut = output.cut
+    if cut is None:
+        cut = cut_where(asked.kept, output.logits, asked.sampling, parallel)
+    own = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
+    found = parallel.over_vocabulary(
+        lambda shard, logits, whole: kept_sets(logits, *whole, shard=shard),
+        output.logits.reshape(batch * num_positions, vocab),
+        (rows.flat, rows.num, own),
+    )
+    return KeptRows(rows.num, found)
 
 
 def draft_message(
@@ -169,7 +193,7 @@ def draft_message(
         draft_follows=False,
         process_rank=process_rank,
         vocab_size=vocab,
-        num_words=most_words(batch, num_drafts, widths),
+        num_words=most_words(batch, num_drafts, widths._replace(kept=False), vocab),
     )
 
 
@@ -189,6 +213,7 @@ def _slots(
         num_rows=num_rows,
         num_drafts=num_drafts,
         num_chosen=asked.num_chosen,
+        kept=jnp.zeros_like(asked.mode),
         generation=asked.generation,
     )
 
@@ -205,8 +230,11 @@ def _nothing() -> tuple[Rows, TopkLogprobs]:
     return Rows(none, jnp.int32(0)), empty
 
 
-def most_words(batch: int, num_positions: int, widths: Widths) -> int:
+def most_words(batch: int, num_positions: int, widths: Widths, vocab_size: int) -> int:
     """The longest message that B slots of S positions can make within `widths`."""
     return wire.words_bound(
-        [num_positions] * batch, [widths.num_columns] * batch, [widths.chosen] * batch
+        [num_positions] * batch,
+        [widths.num_columns] * batch,
+        [widths.chosen] * batch,
+        [min(wire.MAX_KEPT, vocab_size) if widths.kept else None] * batch,
     )

@@ -9,7 +9,7 @@ stored in 16 bits and computed in 32.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -60,13 +60,17 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path, *, dtype: str | None = None
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[ModelParams, ModelConfig, dict[str, str]]:
     """Read a file that `save_checkpoint` wrote.
 
     Args:
       path: the file.
       dtype: compute in this float type instead of the configuration's.
+      tell: called before each tensor, and after the last, with how many are there, of how many.
 
     Returns:
       The converted weights, the configuration and the metadata.
@@ -82,7 +86,11 @@ def load_checkpoint(
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     wanted = named_arrays(shapes)
     _check_tensors(path, tensors, wanted)
-    leaves = [jnp.asarray(tensors[name].astype(jnp.dtype(config.dtype))) for name in wanted]
+    leaves = []
+    for number, name in enumerate(wanted):
+        tell(number, len(wanted))
+        leaves.append(jnp.asarray(tensors[name].astype(jnp.dtype(config.dtype))))
+    tell(len(wanted), len(wanted))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), config, metadata
 
 
@@ -131,7 +139,12 @@ def _check_tensors(
 
 
 def load_model(
-    path: str | Path = "", *, dtype: str = "", num_slots: int = 0, max_length: int = 0
+    path: str | Path = "",
+    *,
+    dtype: str = "",
+    num_slots: int = 0,
+    max_length: int = 0,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[ModelParams, ModelConfig]:
     """Load the model that `path` names.
 
@@ -140,6 +153,7 @@ def load_model(
         `save_checkpoint` wrote; empty for the weights that come with the package.
       dtype: the type to compute in; empty for that of the checkpoint.
       num_slots, max_length: of the caches that will be made, counted in the check of the memory.
+      tell: called with how many of how many tensors are there, as they are read.
 
     Raises:
       FileNotFoundError: there is no such path, or a file of the directory is missing.
@@ -148,9 +162,10 @@ def load_model(
     """
     if path and Path(path).is_dir():
         model = open_model(path, dtype=dtype)
-        return load_weights(model, num_slots=num_slots, max_length=max_length), model.config
+        params = load_weights(model, num_slots=num_slots, max_length=max_length, tell=tell)
+        return params, model.config
     file = path or tiny_weights_path()
-    params, config, _ = load_checkpoint(file, dtype=dtype or None)
+    params, config, _ = load_checkpoint(file, dtype=dtype or None, tell=tell)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     needed = weights + cache_bytes(config, num_slots, max_length)
     check_memory(needed, str(file), config.dtype, available=available_bytes() + weights)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,19 @@ from jax_specdec.device.model.memory import check_memory
 from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
 
 
-def load_weights(model: HfModel, *, num_slots: int = 0, max_length: int = 0) -> ModelParams:
+def load_weights(
+    model: HfModel,
+    *,
+    num_slots: int = 0,
+    max_length: int = 0,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelParams:
     """Read the weights, converted to the type that the model computes in.
 
     Args:
       model: from `hf_names.open_model`.
       num_slots, max_length: of the caches that will be made, counted in the check of the memory.
+      tell: called before each tensor, and after the last, with how many were read, of how many.
 
     Raises:
       InsufficientMemory: weights and caches do not fit; nothing was read.
@@ -38,7 +45,7 @@ def load_weights(model: HfModel, *, num_slots: int = 0, max_length: int = 0) -> 
     check_memory(needed_bytes(model, num_slots, max_length), str(model.directory), config.dtype)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     wanted = named_arrays(shapes)
-    leaves = _read_leaves(model, wanted)
+    leaves = _read_leaves(model, wanted, tell)
     _check_copies(model)
     assert leaves.keys() == wanted.keys()
     params: ModelParams = jax.tree.unflatten(
@@ -48,11 +55,14 @@ def load_weights(model: HfModel, *, num_slots: int = 0, max_length: int = 0) -> 
 
 
 def _read_leaves(
-    model: HfModel, wanted: Mapping[str, jax.ShapeDtypeStruct]
+    model: HfModel,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    tell: Callable[[int, int], None],
 ) -> dict[str, jax.Array]:
     """Every weight by its path: one tensor, or a stack of one tensor a layer."""
     leaves: dict[str, jax.Array] = {}
-    for source in model.sources:
+    for number, source in enumerate(model.sources):
+        tell(number, len(model.sources))
         tensor = _read(model.stored[source.name])
         leaf = wanted[source.leaf]
         if source.layer is None:
@@ -63,6 +73,7 @@ def _read_leaves(
             leaves[source.leaf] = _place(
                 leaves[source.leaf], tensor, jnp.int32(source.layer), source.transposed
             )
+    tell(len(model.sources), len(model.sources))
     return leaves
 
 

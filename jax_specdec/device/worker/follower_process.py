@@ -24,7 +24,7 @@ def main(child: Child) -> int:
     join(start.member.index, start.config.num_processes, start.member.coordinator)
     compilations.watch(child.vitals)
     child.vitals.enter(Phase.LOADING)
-    worker = make_worker(start, Silent(), publish=False)
+    worker = make_worker(start, Silent(), vitals=child.vitals, publish=False)
     child.vitals.be_ready(tuple(map(str, jax.local_devices())))
     while True:
         if child.commands.empty():

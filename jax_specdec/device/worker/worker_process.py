@@ -47,14 +47,16 @@ def serve(
             return
 
 
-def make_worker(start: Start, sender: Sender, *, publish: bool = True) -> Worker:
-    """Load the model and make its worker, with empty slots.
+def make_worker(
+    start: Start, sender: Sender, *, vitals: Vitals | None = None, publish: bool = True
+) -> Worker:
+    """Load the model and make its worker, with empty slots; `vitals` is told of each tensor.
 
     An error that the user can mend ends the process, with the reason on stderr: the engine shows
     it.
     """
     try:
-        params, loop = _load(start)
+        params, loop = _load(start, vitals or Vitals())
     except (OSError, ValueError, MemoryError) as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(1) from error
@@ -75,7 +77,7 @@ def own_devices(start: Start) -> list[jax.Device]:
     return [devices[place] for place in start.local_devices] or devices
 
 
-def _load(start: Start) -> tuple[ModelParams, LoopConfig]:
+def _load(start: Start, vitals: Vitals) -> tuple[ModelParams, LoopConfig]:
     """The weights and the loop that a worker was told to run."""
     config = start.config
     params, model = load_model(
@@ -83,6 +85,7 @@ def _load(start: Start) -> tuple[ModelParams, LoopConfig]:
         dtype=config.dtype,
         num_slots=config.num_slots,
         max_length=config.max_length,
+        tell=vitals.load,
     )
     if config.vocab_size > model.vocab_size:
         raise ValueError(
@@ -125,7 +128,7 @@ def main(child: Child) -> int:
     assert child.ring is not None
     with child.ring as ring, Lead(start, ring, child.client) as lead:
         child.vitals.enter(Phase.LOADING)
-        worker = make_worker(start, lead)
+        worker = make_worker(start, lead, vitals=child.vitals)
         child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
         serve(worker, child.commands, lead.tell, child.vitals)
     return 0

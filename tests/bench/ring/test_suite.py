@@ -21,8 +21,8 @@ CORE = max(os.sched_getaffinity(0))
 SIZES = [size for size, *_ in bench.CASES.values()]
 
 
-CHECKED = ["ring", "ring, spin", "ring, checksum", "multiprocessing.Queue", "multiprocessing.Pipe",
-           "ZeroMQ raw bytes"]  # fmt: skip
+CHECKED = ["ring", "ring, spin", "ring, checksum", "ring, no checksum", "multiprocessing.Queue",
+           "multiprocessing.Pipe", "ZeroMQ raw bytes"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHECKED)

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -83,16 +84,63 @@ def test_the_live_view_fits_and_always_shows_its_status(width, height):
     assert len(lines) <= height
     assert all(len(line) <= width for line in lines)
     assert lines[-1].startswith("12 of 38 done, 8 running, 18 waiting"[:width])
-    if height < 39:  # the running ones are first, and those that are done only counted
-        states = [line.split()[1] for line in lines[:-1]]
+    explained = height >= demo_screen.LEGEND_HEIGHT
+    if explained:
+        assert lines[-2].startswith("colors by logprob:")
+    states = [line.split()[1] for line in lines[: -1 - explained]]
+    if height < 40:  # the running ones are first, and those that are done only counted
         assert "done" not in states
         assert states[:8] == ["270"] * min(8, height - 1)
-        assert states[8:] == ["wait"] * max(0, height - 9)
-        assert len(lines) == min(height, 27)
+        assert states[8:] == ["wait"] * max(0, height - 9 - explained)
+        assert len(lines) == min(height, 28)
     else:
-        assert [line.split()[1] for line in lines[:-1]] == ["done"] * 12 + ["270"] * 8 + [
-            "wait"
-        ] * 18
+        assert states == ["done"] * 12 + ["270"] * 8 + ["wait"] * 18
+
+
+def test_the_status_says_tokens_a_second_and_acceptance_as_they_change():
+    now = [0.0]
+    live = demo_screen.LiveView(demo_screen.Rate(lambda: now[0]))
+    collector = collected("", "abcdefgh")
+
+    def status():
+        shown = console(200, 24)
+        shown.print(live.draw(collector, 200, 24))
+        return printed(shown).splitlines()[-1]
+
+    assert "tokens/s" not in status()
+    assert "100% of drafts accepted" in status()  # deliver() accepts all
+    now[0] = 2.0
+    deliver(collector, collector.outputs["00"].request, b"x" * 40)
+    assert ", 20 tokens/s, " in status()
+    now[0] = 4.0
+    deliver(collector, collector.outputs["00"].request, b"y" * 8, drafts=1)
+    # Over the last three seconds only: 8 tokens since the one before the window's end.
+    assert ", 4 tokens/s, " in status()
+    output = collector.outputs["00"]
+    output.num_drafts += 39
+    total = sum(one.num_drafts for one in collector.outputs.values())
+    accepted = sum(one.num_accepted for one in collector.outputs.values())
+    assert f", {accepted / total:.0%} of drafts accepted, " in status()
+    assert accepted < total
+
+
+def test_accepted_drafts_are_underlined_and_other_tokens_are_not():
+    collector = collected("abcdefgh", prompt="p")  # two steps of three drafts and a bonus token
+    text = demo_screen.ColoredText(collector.outputs["00"])
+    text.update()
+    runs = [(part, "underline" in style) for part, style in text.runs]
+    merged = [
+        ("".join(part for part, _ in group), underlined)
+        for underlined, group in itertools.groupby(runs, lambda run: run[1])
+    ]
+    assert merged == [("p", False), ("abc", True), ("d", False), ("efg", True), ("h", False)]
+
+
+def test_a_terminal_without_colors_has_no_legend():
+    live = demo_screen.LiveView(explain=False)
+    shown = console(80, 24)
+    shown.print(live.draw(collected("abc"), 80, 24))
+    assert "colors by logprob" not in printed(shown)
 
 
 def test_the_live_view_says_that_a_worker_starts():

@@ -49,6 +49,24 @@ def test_one_text_grows_at_a_time_in_the_order_of_the_prompts():
     ]  # fmt: skip
 
 
+def test_tokens_of_requests_with_logprobs_have_styles():
+    """Tokens of one style are shown together, and a character has the style of its last byte."""
+    shown = Shown()
+    texts = generate.TextsInOrder(
+        prompts("a"), TABLE, shown, lambda logprob, accepted: f"{logprob:g} {accepted}"
+    )
+    first = record("a", "abé")
+    first.num_accepted = 2
+    first.logprobs = np.float32([[-0.5, -1], [-0.5, -1], [-0.5, -1], [-2, -1]])
+    texts.add(first)
+    last = record("a", "c", FinishReason.LENGTH)
+    last.logprobs = None
+    texts.add(last)
+    assert shown == [
+        ("prompt", "AB"), ("-0.5 True", "ab"), ("-2 False", "é"), ("text", "c"), ("text", "\n"),
+    ]  # fmt: skip
+
+
 def test_half_characters_early_ends_and_conversations():
     shown = Shown()
     texts = generate.TextsInOrder(prompts("a", chat=True), TABLE, shown)

@@ -1,8 +1,11 @@
 """`jax-specdec generate`: what its options do, and what it refuses before anything runs."""
 
+import argparse
 import functools
+import io
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +13,7 @@ from jax_specdec.cli import generate_command, main
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
-from tests.support import decoding
+from tests.support import decoding, tiny_checkpoint
 from tests.support.tiny_checkpoint import VOCAB
 
 
@@ -103,10 +106,112 @@ def test_another_request_under_the_same_id_is_refused(model, tmp_path, capsys):
 
 
 @pytest.mark.fast
+def test_kept_sets_are_a_wish_of_the_command_line():
+    parser = argparse.ArgumentParser()
+    generate_command.add(parser.add_subparsers())
+    model = SimpleNamespace(hf=SimpleNamespace(eos_token_ids=(2,)))
+    for more, wanted in (([], False), (["--kept-token-ids"], True)):
+        options = parser.parse_args(["generate", "--model", "m", "--prompts", "p", *more])
+        assert generate_command._defaults(options, model).kept_token_ids is wanted
+
+
+@pytest.mark.fast
 def test_a_terminal_gets_nothing_that_moves_its_cursor(monkeypatch, capsys):
-    shown = generate_command.shower()
-    shown("text", "a\x1b[2J\tb\n")
+    show, style = generate_command.shower()
+    show("text", "a\x1b[2J\tb\n")
     assert capsys.readouterr().out == "a\x1b[2J\tb\n"  # a file gets what the model wrote
+    assert style is None
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    generate_command.shower()("text", "a\x1b[2J [bold]b\x9b1m\n")
+    show, style = generate_command.shower()
+    show("text", "a\x1b[2J [bold]b\x9b1m\n")
     assert capsys.readouterr().out.replace("\x1b[0m", "") == "a·[2J [bold]b·1m\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    show, style = generate_command.shower()
+    show(style(-2.0, True), "two")
+    show(style(-0.01, False), "one")
+    drawn = capsys.readouterr().out
+    assert re.fullmatch(r"\x1b\[4;[\d;]+mtwo\x1b\[0m\x1b\[[\d;]+mone\x1b\[0m", drawn)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "given", "ids"),
+    [
+        (["--prompt", "ab"], b"", ["1"]),
+        (["--prompt", "ab", "--prompt", "-"], b"a\n\nb\n", ["1", "2"]),
+        (["--prompts", "-"], b"ab\n\nb\n", ["1", "3"]),
+    ],
+)
+def test_prompts_from_the_command_line_and_from_standard_input(
+    options, given, ids, model, monkeypatch, capsys
+):
+    seen = []
+
+    def start(self, requests):
+        seen.extend(requests)
+        raise ValueError("enough is known")
+
+    monkeypatch.setattr("jax_specdec.engine.engine.Engine.__init__", lambda self, config: None)
+    monkeypatch.setattr("jax_specdec.engine.engine.Engine.__enter__", lambda self: self)
+    monkeypatch.setattr("jax_specdec.engine.engine.Engine.__exit__", lambda *_: None)
+    monkeypatch.setattr("jax_specdec.engine.engine.Engine.generate", start)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+    assert main.main(["generate", "--model", str(model), *options]) == 2
+    assert "enough is known" in capsys.readouterr().err
+    tokenizer = tiny_checkpoint.make_tokenizer()
+    texts = {"1": "ab", "2": "a\n\nb", "3": "b"}
+    assert [one.id for one in seen] == ids
+    assert [list(one.prompt_token_ids) for one in seen] == [
+        tokenizer.encode(texts[id]).ids for id in ids
+    ]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "one of the arguments --prompt --prompts is required"),
+        (["--prompt", "a", "--prompts", "f"], "not allowed with argument --prompt"),
+    ],
+)
+def test_prompts_come_from_one_place(options, said, capsys):
+    with pytest.raises(SystemExit):
+        main.main(["generate", "--model", "m", *options])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        (b"a\xff", ["--prompts", "-"], "standard input is not UTF-8 text: byte 0xff at offset 1"),
+        (b"\n", ["--prompts", "-"], "standard input holds no prompts"),
+        (b"a", ["--prompt", "-", "--prompt", "-"], "standard input can be read once"),
+    ],
+)
+def test_standard_input_that_is_no_prompt_is_named(
+    given, options, said, model, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+    assert main.main(["generate", "--model", str(model), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` fetches it"),
+        ("model.gguf", "model.gguf is a GGUF file, which is not read"),
+        ("/nowhere/at/all", "there is no directory /nowhere/at/all: name a directory in Hugging"),
+        (__file__, "test_generate_command.py is a file: name a directory"),
+        (".", ". has no config.json: name a directory in Hugging Face layout"),
+    ],
+)
+def test_a_model_that_is_something_else_is_answered_with_the_way_out(
+    name, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["generate", "--model", name, "--prompt", "a"]) == 2
+    assert said in capsys.readouterr().err

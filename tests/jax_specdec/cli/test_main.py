@@ -1,5 +1,6 @@
 """The command line itself: versions, usage, signals, and imports that come late."""
 
+import ast
 import re
 import signal
 import subprocess
@@ -67,6 +68,64 @@ def test_two_commands_name_their_drafting_options_alike(capsys):
     demos, generates = named
     assert generates == ["--drafter", "--drafts", "--corpus", "--adaptive-drafts"]
     assert {*demos} == {*generates, "--draft-logprobs"}
+
+
+def options_of(command, capsys):
+    """Every option that the command's help names."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    return sorted({*re.findall(r"(?<![\w-])--[a-z][\w-]*", capsys.readouterr().out)})
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_are_not_abbreviated(name, capsys):
+    """`--prompt` would be `--prompts` today, and another option tomorrow."""
+    options = options_of(name, capsys)
+    assert "--help" in options
+    for option in options:
+        for short in {option[:end] for end in range(3, len(option))} - {*options}:
+            with pytest.raises(SystemExit) as exit_:
+                main([name, short])
+            assert exit_.value.code == 2
+            assert "ambiguous option" not in capsys.readouterr().err
+
+
+def test_an_option_that_is_not_known_is_answered_with_the_nearest(capsys):
+    for given, said in (
+        (["demo", "--draft", "3"], "unrecognized arguments: --draft 3; did you mean --drafts?"),
+        (["doctor", "--remov"], "unrecognized arguments: --remov; did you mean --remove?"),
+        (["doctor", "--zzz"], "unrecognized arguments: --zzz\n"),
+        (["view", "f", "--titel=x"], "--titel=x; did you mean --title?"),
+    ):
+        with pytest.raises(SystemExit):
+            main(given)
+        assert said in capsys.readouterr().err
+
+
+def parsers_that_abbreviate(source):
+    """Lines of `source` that make an ArgumentParser which takes abbreviations."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("ArgumentParser")
+        and not any(
+            one.arg == "allow_abbrev" and ast.unparse(one.value) == "False" for one in node.keywords
+        )
+    ]
+
+
+def test_no_program_here_takes_abbreviations():
+    files = [
+        path
+        for top in ("jax_specdec", "ipc", "bench", "examples", "tests")
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    sources = {path: path.read_text(encoding="utf-8") for path in files}
+    made = [path for path, text in sources.items() if "ArgumentParser(" in text]
+    assert len(made) > 10
+    assert {path: found for path in made if (found := parsers_that_abbreviate(sources[path]))} == {}
+    assert parsers_that_abbreviate("argparse.ArgumentParser(allow_abbrev=True)") == [1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

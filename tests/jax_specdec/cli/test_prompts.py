@@ -62,7 +62,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
          "top_logprobs": 4},
         {"id": 12, "prompt_token_ids": [1, 2], "logprobs": 2, "logprobs_mode": "processed",
          "stop_token_ids": [], "extra_token_ids": [3], "stop_sequences": [[4, 5]],
-         "draft_logprobs": True},
+         "draft_logprobs": True, "kept_token_ids": True},
         {"prompt": "b", "logprobs": False},
         {"prompt": "c", "logprobs": None},
     ]  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
     assert ids.prompt_token_ids == (1, 2)
     assert ids.params == SamplingParams(
         max_tokens=50, logprobs=2, logprobs_mode=LogprobsMode.PROCESSED, extra_token_ids=(3,),
-        stop_sequences=((4, 5),), draft_logprobs=True, seed=3,
+        stop_sequences=((4, 5),), draft_logprobs=True, seed=3, kept_token_ids=True,
     )  # fmt: skip
     assert [request.params.logprobs for request in without] == [None, None]
 
@@ -99,7 +99,12 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"messages": [{"role": "critic"}]}', "line 1: unknown role critic"),
         ('{"prompt_token_ids": [1.5]}', r"prompt_token_ids must be a list of token ids, not \[1.5"),
         ('{"prompt": "a", "id": null}', "id = None must be a string or an integer"),
-        ('{"prompt": "a", "stop": "x"}', "'stop' is not known; known are id, prompt, .*seed"),
+        ('{"prompt": "a", "stop": "x"}', "'stop' is not known here; write stop_sequences, a list"),
+        ('{"prompt": "a", "zzz": 1}', "'zzz' is not known; known are id, prompt, .*seed"),
+        ('{"prompt": "a", "max_token": 1}', r"is not known; did you mean max_tokens\?; known are"),
+        ('{"prompt": "a", "temprature": 1}', r"did you mean temperature\?; known"),
+        ('{"prompt": "a", "max_completion_tokens": 1}', "write max_tokens"),
+        ('{"prompt": "a", "top_logprobs": 1}', 'write "logprobs": true beside it'),
         ('{"prompt": "a", "max_tokens": "5"}', "max_tokens = '5' must be of type int"),
         ('{"prompt": "a", "max_tokens": true}', "max_tokens = True must be of type int"),
         ('{"prompt": "a", "max_tokens": null}', "max_tokens = None must be of type int"),
@@ -107,6 +112,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"prompt": "a", "temperature": "hot"}', "temperature = 'hot' must be of type int or fl"),
         ('{"prompt": "a", "top_p": 2}', "top_p = 2.0 must be above 0"),
         ('{"prompt": "a", "logprobs": 513}', "logprobs = 513 must be from 0 to 512"),
+        ('{"prompt": "a", "kept_token_ids": 1}', "kept_token_ids = 1 must be of type bool"),
         ('{"prompt": "a", "logprobs_mode": "cooked"}', "must be one of raw, scaled, processed"),
         ('{"prompt": "a", "draft_logprobs": 1}', "draft_logprobs = 1 must be of type bool"),
         ('{"prompt": "a", "stop_token_ids": [4294967296]}', "4294967296 must be from 0 to 2147"),

@@ -45,6 +45,7 @@ params = st.builds(
     logprobs=st.none() | st.integers(0, 128),
     logprobs_mode=st.sampled_from(LogprobsMode),
     prompt_logprobs=st.none() | st.integers(0, 128),
+    kept_token_ids=st.booleans(),
 )
 requests = st.builds(
     Request,

@@ -24,6 +24,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_session import WorkerSession
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import StepLost
 from tests.support import decoding
@@ -198,7 +199,12 @@ def test_generations_wrap_around_while_slots_are_reused(expected):
 def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
     """A greedy request's tokens are the same; its logprobs too, up to sums in another order."""
     asked = [
-        replace(item, params=replace(item.params, draft_logprobs=True, prompt_logprobs=1))
+        replace(
+            item,
+            params=replace(
+                item.params, draft_logprobs=True, prompt_logprobs=1, kept_token_ids=True
+            ),
+        )
         for item in requests()
     ]
     undisturbed = decoding.run(asked, "mtp")
@@ -220,6 +226,10 @@ def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
         assert [place for place, _ in same] == [place for place, _ in prompt]
         for (_, row), (_, wanted_row) in zip(prompt, same, strict=True):
             np.testing.assert_allclose(row, wanted_row, atol=1e-4)
+        emitted = [token for record in records[item.id] for token in record.token_ids.tolist()]
+        kept = KeptSets.joined([record.kept for record in records[item.id]])
+        assert kept.counts.tolist() == [1] * len(emitted)  # greedy: one token each
+        assert kept.token_ids.tolist() == emitted
         drafts = sum(record.num_drafts for record in records[item.id])
         assert last.statistics.num_tokens == wanted.statistics.num_tokens
         assert last.statistics.num_drafts == drafts

@@ -70,6 +70,36 @@ def test_what_a_worker_prints_last_is_shown_whatever_its_bytes_are():
     assert reasons == [FinishReason.WORKER_LOST] * 2
 
 
+@pytest.mark.parametrize("on_worker_loss", ["stop", "continue"])
+def test_workers_that_are_lost_at_once_are_all_named(on_worker_loss, tmp_path):
+    """Each with its own reason and file; a worker that lives is not among them under "stop"."""
+    code = """
+rank = start['process_rank']
+print('rank', rank, 'speaks', flush=True)
+if rank < 2 or start['config']['corpus']:
+    os._exit(3 + rank)
+time.sleep(60)
+"""
+    settings = EngineConfig(
+        vocab_size=VOCAB, num_slots=3, max_length=96, num_ranks=3, on_worker_loss=on_worker_loss,
+        output_folder=str(tmp_path), corpus="all" if on_worker_loss == "continue" else "",
+    )  # fmt: skip
+    num_lost = 2 if on_worker_loss == "stop" else 3
+    start = functools.partial(worker_client.WorkerProcess, program=fake_worker(code))
+    with Engine(settings, start_worker=start) as engine:
+        wait_for(lambda: all(one.worker.exit_status for one in engine.sessions[:num_lost]))
+        with pytest.raises(WorkerFailed) as error:
+            list(engine.generate(long_requests(2)))
+    text = str(error.value)
+    assert text.startswith(f"{num_lost} workers are lost:")
+    assert len(error.value.failures) == num_lost
+    for rank in range(3):
+        is_lost = rank < num_lost
+        assert (f"exited with status {3 + rank} " in text) == is_lost
+        assert (f"rank {rank} speaks" in text) == is_lost
+        assert (str(tmp_path / f"worker-{rank}-1.log") in text) == is_lost
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("code", "how", "memory", "restart"),
@@ -128,7 +158,7 @@ def test_all_that_a_lost_worker_printed_stays_in_a_file_that_the_error_names(tmp
     text, _ = failure_of("os.write(2, b'by default'); os._exit(3)")
     path = Path(re.search(r"all of them: (\S+)\)", text)[1])
     assert path.read_text() == "by default"
-    assert os.listdir(path.parent) == [path.name]
+    assert sorted(os.listdir(path.parent)) == ["engine", path.name]  # and whose it is
     shutil.rmtree(path.parent)
 
 

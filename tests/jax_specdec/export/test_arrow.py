@@ -1,7 +1,7 @@
 """Arrow tables and Parquet files: columns come back without loss."""
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ from hypothesis import given
 
 from jax_specdec.export import arrow
 from jax_specdec.export.column_builder import ColumnBuilder
-from jax_specdec.export.token_columns import Ragged
 from tests.support.sample_columns import delivered, streams, three_requests
 
 
@@ -18,7 +17,7 @@ def same(left, right):
     assert type(left) is type(right)
     for field in fields(left):
         a, b = getattr(left, field.name), getattr(right, field.name)
-        if isinstance(a, Ragged):
+        if is_dataclass(a):
             same(a, b)
         elif a is None:
             assert b is None
@@ -37,6 +36,10 @@ def test_the_comparison_can_fail():
     right.draft_chosen.logprobs[3] += 1
     with pytest.raises(AssertionError, match="logprobs"):
         same(left, right)
+    right = three_requests()
+    right.kept.token_ids[1] += 1
+    with pytest.raises(AssertionError, match="token_ids"):
+        same(left, right)
 
 
 def test_parquet_brings_everything_back(tmp_path):
@@ -48,8 +51,8 @@ def test_parquet_brings_everything_back(tmp_path):
 def test_tables_without_a_column_are_refused():
     columns = three_requests()
     tokens_table, requests_table = arrow.tokens_table(columns), arrow.requests_table(columns)
-    before = tokens_table.drop_columns(["draft_chosen_ids", "draft_chosen_logprobs"])
-    with pytest.raises(ValueError, match=r"lacks .* draft_chosen_ids, draft_chosen_logprobs: read"):
+    before = tokens_table.drop_columns(["draft_chosen_ids", "kept_ids", "log_kept"])
+    with pytest.raises(ValueError, match=r"lacks .* draft_chosen_ids, kept_ids, log_kept: read"):
         arrow.from_tables(before, requests_table)
     with pytest.raises(ValueError, match="lacks the columns mode: read"):
         arrow.from_tables(tokens_table, requests_table.drop_columns(["mode"]))
@@ -71,6 +74,9 @@ def test_arrow_knows_null_from_nan():
     assert table["request_id"].to_pylist() == ["a", "a", "b", "b", "c", "c", "a", "c"]
     assert table["kind"].to_pylist()[1] == "recovered"
     assert table["draft_token_id"].to_pylist()[:3] == [1, 11, None]
+    assert table["kept_count"].to_pylist() == [None] * 2 + [2, -1] + [None] * 4
+    assert table["kept_ids"].to_pylist() == [[]] * 2 + [[5, 9], []] + [[]] * 4
+    assert table["log_kept"].to_pylist()[1:4] == [None, -0.5, 0]
     requests = arrow.requests_table(columns)
     assert requests["finish_reason"].to_pylist() == ["length", None, None]
     assert requests["mode"].to_pylist() == ["raw"] * 3
@@ -80,5 +86,5 @@ def test_arrow_knows_null_from_nan():
 @pytest.mark.fast
 def test_without_pyarrow_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax-specdec\[arrow\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'pyarrow>=16'"):
         arrow.tokens_table(ColumnBuilder().columns())

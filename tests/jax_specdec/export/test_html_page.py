@@ -1,18 +1,20 @@
 """The page of a file of responses: what it reads and refuses, and that data stays data."""
 
 import base64
+import dataclasses
 import hashlib
+import itertools
 import json
-import os
-import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
-from jax_specdec.cli.main import main
 from jax_specdec.export import html_page
-from jax_specdec.export.openai import chat_completion, completion
+from jax_specdec.export.openai import Rows, chat_completion, completion
+from jax_specdec.export.shown import KINDS, NOT_ASKED, PROMPT, UNKNOWN
 from tests.jax_specdec.export.test_openai import MADE, TABLE, records_of, snowman, two_steps
+from tests.support.page_blocks import blocks
 from tests.support.processor_messages import request, target, tokens
 
 pytestmark = pytest.mark.fast
@@ -72,33 +74,58 @@ class Elements(HTMLParser):
         self._open = None
 
 
+def shown_in(*lines):
+    """What is shown of the responses in some lines, and their strings in order."""
+    view = html_page.read(lines)
+    return view.files[0], [*view.strings]
+
+
+def words(shown, strings):
+    return [strings[number] for number in shown.tokens]
+
+
+def tops(shown, strings):
+    """Each token's top K as (string, logprob)."""
+    pairs = [
+        (strings[n], p) for n, p in zip(shown.top.ids, shown.top.logprobs.tolist(), strict=True)
+    ]
+    cuts = shown.top.offsets.tolist()
+    return [pairs[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+
+def names(shown):
+    by_number = {number: name for name, number in KINDS.items()} | {PROMPT: "prompt"}
+    return [by_number.get(kind) for kind in shown.kinds.tolist()]
+
+
 @pytest.mark.parametrize("build", [completion, chat_completion])
 def test_both_formats_are_read(build):
-    (shown,) = html_page.read([line(snowman(), build), "\n"])
+    (shown,), strings = shown_in(line(snowman(), build), "\n")
     prefix = "bytes:" if build is completion else ""
-    assert shown.tokens == [
+    assert words(shown, strings) == [
         " a",
         *(rf"{prefix}\x{byte}" for byte in ("e2", "98", "83")),
         " a",
         "</s>",
     ]
-    assert shown.logprobs == pytest.approx([-0.5, -0.125, -0.25, -0.375, -0.5, -0.75])
-    assert shown.kinds == ["accepted", "bonus", "plain", "accepted", "accepted", "bonus"]
-    assert [step.num_tokens for step in shown.steps] == [2, 1, 3]
-    assert [step.num_drafts for step in shown.steps] == [1, 0, 2]
+    assert shown.logprobs.tolist() == [-0.5, -0.125, -0.25, -0.375, -0.5, -0.75]
+    assert names(shown) == ["accepted", "bonus", "plain", "accepted", "accepted", "bonus"]
+    assert shown.steps.tolist() == [[0, 2, 1, 1], [1, 1, 0, 0], [2, 3, 2, 2]]
     assert (shown.id, shown.finish_reason, shown.mode) == ("r", "stop", "raw")
+    assert shown.num_prompt == 0
 
 
 def test_invalid_rows_minus_infinity_and_no_logprobs():
-    shown = html_page.read([line(two_steps()), line(records_of(target(0, tokens(3, 4))))])
-    assert shown[0].logprobs == [-0.5, -2.0, None]
-    assert shown[0].ranks == [4, 5, 0]
-    assert shown[0].top[1] == [(r"bytes:\x98", -0.25), ("b", -2.0)]
-    assert shown[1].logprobs is None
-    assert shown[1].tokens == [" a", "b"]  # from the extension
-    assert shown[1].ids == [3, 4]
-    (empty,) = html_page.read([json.dumps(completion(request(logprobs=1), [], TABLE, **MADE))])
-    assert (empty.tokens, empty.logprobs, empty.ids) == ([], None, [])
+    (asked, plain), strings = shown_in(line(two_steps()), line(records_of(target(0, tokens(3, 4)))))
+    np.testing.assert_array_equal(asked.logprobs, np.float32([-0.5, -2.0, np.nan]))
+    assert asked.ranks.tolist() == [4, 5, 0]
+    assert tops(asked, strings)[1:] == [[(r"bytes:\x98", -0.25), ("b", -2.0)], []]
+    assert (plain.logprobs == NOT_ASKED).all()
+    assert words(plain, strings) == [" a", "b"]  # from the extension
+    assert plain.ids.tolist() == [3, 4]
+    assert plain.ranks.tolist() == [UNKNOWN] * 2
+    (empty,), _ = shown_in(json.dumps(completion(request(logprobs=1), [], TABLE, **MADE)))
+    assert len(empty.tokens) == len(empty.logprobs) == len(empty.ids) == 0
 
 
 def test_a_response_of_another_server_is_shown_without_what_it_lacks():
@@ -109,67 +136,113 @@ def test_a_response_of_another_server_is_shown_without_what_it_lacks():
             {"message": {"content": "bye"}, "logprobs": None, "finish_reason": None},
         ],
     }
-    first, second = html_page.read([json.dumps(response)])
-    assert (first.tokens, first.logprobs, first.kinds, first.steps) == (["hello"], None, None, [])
+    (first, second), strings = shown_in(json.dumps(response))
+    assert words(first, strings) == ["hello"]
+    assert (first.logprobs == NOT_ASKED).all()
+    assert names(first) == [None]
+    assert len(first.steps) == 0
     assert (first.id, second.id) == ("x #0", "x #1")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda r: r.pop("choices"), "'choices' is missing"),
-        (lambda r: r["choices"][0].pop("text"), "'text' is missing"),
-        (lambda r: r["speculation"]["token_ranks"].pop(), "token_ranks has length 2 for 3 tokens"),
-        (lambda r: r["speculation"]["token_kinds"].append("x"), "token_kinds has length 4 for 3"),
-        (lambda r: r["speculation"].update(token_kinds=["x"] * 3), "token_kinds has 'x'; known"),
-        (lambda r: r["speculation"]["by_step"].pop(), "by_step does not add up to 3 tokens"),
-        (
-            lambda r: r["choices"][0]["logprobs"]["token_logprobs"].pop(),
-            "token_logprobs has length 2",
-        ),
-        (lambda r: r["choices"][0]["logprobs"]["top_logprobs"].pop(), "top_logprobs has length 2"),
-        (lambda r: r["choices"][0]["logprobs"].update(token_logprobs=["x"] * 3), "'x'"),
-    ],
+PROMPT_ROWS = Rows(
+    np.int32([3, 4]), np.float32([[-0.5, -0.25], [-3.0, -0.125]]), np.int32([[4], [3]])
 )
-def test_a_line_that_is_not_a_response_is_refused_by_its_number(change, said):
-    response = json.loads(line(two_steps()))
-    if said.startswith("'text'"):
-        response["choices"][0]["logprobs"] = None
-    change(response)
-    with pytest.raises(html_page.ViewError, match=re.escape(said)) as caught:
-        html_page.read(["", json.dumps(response)])
-    assert str(caught.value).startswith("line 2 ")
 
 
-@pytest.mark.parametrize("text", ["{", "3", "null", "[1]", '"choices"'])
-def test_a_line_that_is_not_a_json_object_is_refused(text):
-    with pytest.raises(html_page.ViewError, match="line 1 is no"):
-        html_page.read([text])
+@pytest.mark.parametrize("build", [completion, chat_completion])
+def test_the_tokens_of_a_prompt_come_first_where_their_logprobs_are_known(build):
+    records = two_steps()
+    asked = dataclasses.replace(records[0].request, prompt_token_ids=(4, 3, 4))
+    response = build(asked, records, TABLE, prompt=PROMPT_ROWS, **MADE)
+    (shown,), strings = shown_in(json.dumps(response))
+    assert shown.num_prompt == 3
+    assert words(shown, strings)[:4] == ["b", " a", "b", " a"]
+    assert shown.logprobs[:4].tolist() == pytest.approx([np.nan, -0.5, -3.0, -0.5], nan_ok=True)
+    assert shown.ids[:4].tolist() == [4, 3, 4, 3]
+    assert shown.ranks.tolist() == [UNKNOWN] * 3 + [4, 5, 0]
+    assert names(shown)[:4] == ["prompt"] * 3 + ["accepted"]
+    assert tops(shown, strings)[:3] == [[], [("b", -0.25)], [(" a", -0.125)]]
+    assert shown.prompt == ""  # its tokens are shown instead
+    assert shown.steps[:, 1].sum() == 3
 
 
-def test_an_empty_file_is_refused():
-    with pytest.raises(html_page.ViewError, match="there is no response in it"):
-        html_page.read(["\n", ""])
+@pytest.mark.parametrize("where", ["choice", "response"])
+def test_the_logprobs_of_a_prompt_in_the_manner_of_vllm(where):
+    entries = [
+        None,
+        {"7": {"logprob": -3.0, "rank": 9, "decoded_token": "x"},
+         "5": {"logprob": -0.5, "rank": 1, "decoded_token": "y"}},
+    ]  # fmt: skip
+    choice = {"text": "hello", "logprobs": None, "finish_reason": "stop"}
+    response = {"id": "v", "choices": [choice]}
+    (choice if where == "choice" else response)["prompt_logprobs"] = entries
+    (shown,), strings = shown_in(json.dumps(response))
+    assert words(shown, strings) == ["", "x", "hello"]
+    assert shown.ids.tolist() == [UNKNOWN, 7, UNKNOWN]
+    assert shown.ranks.tolist() == [UNKNOWN, 9, UNKNOWN]
+    assert shown.logprobs.tolist() == pytest.approx([np.nan, -3.0, np.inf], nan_ok=True)
+    assert tops(shown, strings) == [[], [("y", -0.5), ("x", -3.0)], []]
+
+
+@pytest.mark.parametrize(("used", "num_prompt"), [((2, 1), 2), ((9, 1), 0), (None, 0)])
+def test_an_echoed_prompt_is_told_from_what_was_emitted(used, num_prompt):
+    logprobs = {"tokens": ["a", "b", "c"], "token_logprobs": [None, -1.0, -2.0]}
+    response = {"id": "e", "choices": [{"text": "abc", "logprobs": logprobs}]}
+    if used:
+        response["usage"] = dict(zip(("prompt_tokens", "completion_tokens"), used, strict=True))
+    (shown,), _ = shown_in(json.dumps(response))
+    assert shown.num_prompt == num_prompt
+    assert names(shown) == ["prompt"] * num_prompt + [None] * (3 - num_prompt)
 
 
 def test_nothing_that_a_token_says_becomes_markup():
     document = html_page.page(html_page.read([json.dumps(hostile_response())]), title=HOSTILE[0])
     harmless = html_page.page(html_page.read([line(two_steps())]), title="x")
     assert Elements(document).names == Elements(harmless).names
-    # A browser ends a script in more places than Python's parser, but only at a "<".
-    rest = document.partition('type="application/json">')[2]
-    data = json.loads(rest.partition("<")[0])
-    assert data["requests"][0]["prompt"] == HOSTILE[0]  # and nothing of it is lost
-    assert {*HOSTILE} <= {*data["strings"]}
-    # The check can fail: unescaped, the same data would add elements.
-    naive = harmless.replace('"strings":[', f'"strings":["{HOSTILE[0]}",', 1)
+    drawn, _ = blocks(document)  # which have no "<", where alone a browser ends a script
+    assert drawn["requests"][0]["prompt"] == HOSTILE[0]  # and nothing of it is lost
+    assert {*HOSTILE} <= {*drawn["strings"]}
+    # The check can fail: written as it is, the same data would add elements.
+    naive = harmless.replace("<noscript>", f"<noscript>{HOSTILE[0]}", 1)
     assert Elements(naive).names != Elements(harmless).names
+
+
+def test_columns_arrive_as_they_are():
+    view = html_page.read([line(two_steps()), line(snowman())])
+    drawn, details = blocks(html_page.page(view, title="x"))
+    assert drawn["files"] == [{"name": "", "count": 2}]
+    assert drawn["row_start"].tolist() == [0, 3, 9]
+    assert drawn["step_start"].tolist() == [0, 2, 5]
+    strings, (first, second) = drawn["strings"], view.files[0]
+    assert strings == [*view.strings]
+    for name, column in (("token", "tokens"), ("logprob", "logprobs"), ("rank", "ranks"),
+                         ("kind", "kinds")):  # fmt: skip
+        both = np.concatenate([getattr(first, column), getattr(second, column)])
+        np.testing.assert_array_equal(drawn[name], both)
+    assert drawn["step_tokens"].tolist() == [2, 1, 2, 1, 3]
+    assert details["id"].tolist() == [3, 4, 0, 3, 0, 1, 2, 3, 5]
+    # snowman() asked for K = 0: each token's own logprob alone.
+    assert details["top_start"].tolist() == [0, 2, 4, 4, 5, 6, 7, 8, 9, 10]
+    assert [strings[n] for n in details["top_token"][:4]] == [
+        " a", r"bytes:\xe2", r"bytes:\x98", "b",
+    ]  # fmt: skip
+    assert details["top_logprob"][:4].tolist() == [-0.5, -1.5, -0.25, -2.0]
+    assert details["draft_start"].tolist() == [0] * 6
+
+
+def test_two_files_share_their_strings():
+    view = html_page.View()
+    view.add([line(two_steps())], "old")
+    view.add([line(two_steps()), line(snowman())], "new")
+    drawn, _ = blocks(html_page.page(view, title="x"))
+    assert drawn["files"] == [{"name": "old", "count": 1}, {"name": "new", "count": 2}]
+    assert drawn["token"][:3].tolist() == drawn["token"][3:6].tolist()
+    assert (view.num_responses, view.num_tokens) == (3, 12)
 
 
 def test_the_policy_allows_this_script_and_this_style_alone():
     found = Elements(html_page.page(html_page.read([line(two_steps())]), title="x"))
-    style, data, script = found.inside
-    assert json.loads(data)["requests"]
+    style, _, script, _ = found.inside
     (policy,) = [value for _, value in found.attributes if value and "default-src" in value]
     assert policy.startswith("default-src 'none'; ")
     for name, text in (("script", script), ("style", style)):
@@ -185,52 +258,3 @@ def test_the_page_refers_to_nothing_outside():
     assert {name for name, _ in found.attributes} & {"src", "href", "onclick", "onload"} == set()
     for forbidden in ("http:", "https:", "url(", "@import", "innerHTML", "eval(", "fetch("):
         assert forbidden not in document
-
-
-def test_the_command_writes_the_page_beside_the_file(tmp_path, capsys):
-    source = tmp_path / "run.jsonl"
-    source.write_text(line(snowman()) + "\n" + line(two_steps()) + "\n", encoding="utf-8")
-    assert main(["view", str(source)]) == 0
-    page = tmp_path / "run.html"
-    assert capsys.readouterr().out == f"wrote 2 responses, 9 tokens to {page}\n"
-    assert "<title>run.jsonl</title>" in page.read_text(encoding="utf-8")
-    other = tmp_path / "other.html"
-    assert main(["view", str(source), "--output", str(other), "--title", "A & B"]) == 0
-    assert "<title>A &amp; B</title>" in other.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("run.html", b"{}", "the page would replace"),
-        ("run.jsonl", b"{}", "run.jsonl: line 1 is not a completion"),
-        ("run.jsonl", b"\xff\xfe", "'utf-8' codec can't decode"),
-    ],
-)
-def test_the_command_refuses_in_one_line(tmp_path, capsys, name, content, said):
-    source = tmp_path / name
-    source.write_bytes(content)
-    assert main(["view", str(source)]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert source.read_bytes() == content
-    assert len([*tmp_path.iterdir()]) == 1
-
-
-def test_a_file_that_is_not_there(tmp_path, capsys):
-    assert main(["view", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl" in capsys.readouterr().err
-
-
-def test_a_file_name_that_is_not_text(tmp_path):
-    source = tmp_path / os.fsdecode(b"run\xff.jsonl")
-    source.write_text(line(snowman()), encoding="utf-8")
-    assert main(["view", str(source)]) == 0
-    assert "<title>run\\udcff.jsonl</title>" in source.with_suffix(".html").read_text("utf-8")
-
-
-def test_a_page_that_does_not_fit_the_disk_is_named(tmp_path, capsys):
-    (tmp_path / "run.jsonl").write_text(line(snowman()), encoding="utf-8")
-    assert main(["view", str(tmp_path / "run.jsonl"), "--output", "/dev/full"]) == 2
-    assert "No space left on device: '/dev/full'" in capsys.readouterr().err

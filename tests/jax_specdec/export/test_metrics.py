@@ -108,5 +108,5 @@ def test_names_and_labels_are_those_that_dashboards_use():
 
 def test_without_prometheus_client_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax-specdec\[metrics\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'prometheus_client>=0.20'"):
         prometheus_text()

@@ -3,10 +3,12 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from ipc.wire import KEPT_MANY
 from jax_specdec.export.openai import (
     ChatStream,
     CompletionStream,
@@ -19,6 +21,7 @@ from jax_specdec.export.openai import (
     prompt_logprobs,
 )
 from jax_specdec.export.openai_extension import speculation, token_kinds
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import ProcessorState, abort, admit, step
 from jax_specdec.text.detokenize import TokenTable
@@ -288,6 +291,23 @@ def test_drafts_and_chosen_ids_are_extensions():
     assert found["logprobs_mode"] == "raw"
     assert (found["steps"], found["drafts"], found["accepted"]) == (1, 2, 1)
     json.dumps(response, allow_nan=False)
+
+
+def test_kept_sets_are_an_extension():
+    sets = KeptSets.of(
+        np.array([2, KEPT_MANY], np.int32),
+        np.array([-0.5, -np.inf], np.float32),
+        np.array([3, 4], np.int32),
+    )
+    for fields, params in (({}, {}), ({"columns": 1}, {"logprobs": 0})):
+        slot = replace(tokens(3, 4, **fields), kept=sets)
+        found = speculation(records_of(target(0, slot), kept_token_ids=True, **params), TABLE)
+        assert found["kept_counts"] == [2, KEPT_MANY]
+        assert found["kept_ids"] == [[3, 4], []]
+        assert found["log_kept"] == [-0.5, -9999.0]
+        assert ("tokens" in found) == (not params)
+        json.dumps(found, allow_nan=False)
+    assert "kept_ids" not in speculation(records_of(target(0, tokens(3))), TABLE)
 
 
 def test_prompt_logprobs_are_an_extension():

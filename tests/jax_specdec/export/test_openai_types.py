@@ -113,8 +113,10 @@ def test_the_demo_writes_the_type_and_the_page_reads_it(tmp_path):
     response["choices"][0]["finish_reason"] = "stop"  # it has not ended
     found = strict(Completion, response)
     assert found.choices[0].text == "\u00e9"  # the special token is no part of it
-    (shown,) = html_page.read([line])
-    assert shown.tokens == [r"bytes:\xc3", r"bytes:\xa9", "<|eos|>"]
+    view = html_page.read([line])
+    assert [*view.strings][:3] == [r"bytes:\xc3", r"bytes:\xa9", "<|eos|>"]
+    ((shown,),) = view.files
+    assert shown.tokens.tolist() == [0, 1, 2]
     assert shown.prompt == "A"
 
 

@@ -6,10 +6,11 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged, TokenColumns
 from jax_specdec.records.batch import FinishReason
+from tests.support.random_kept import as_lists
 from tests.support.sample_columns import delivered, streams, three_requests
 
 pytestmark = pytest.mark.fast
@@ -66,7 +67,7 @@ def chosen_by_hand(asked, steps):
     """Lists of (id, logprob): one for each delivered token, one for the draft at its position."""
     ids, columns = asked.params.extra_token_ids, asked.params.num_columns
     of_tokens, of_drafts = [], []
-    for emitted, guesses, table, drafted in steps:
+    for emitted, guesses, table, drafted, _ in steps:
         for place in range(len(emitted)):
             row = table[place][columns:] if ids else []
             of_tokens.append(list(zip(ids, row, strict=True)))
@@ -95,6 +96,44 @@ def test_chosen_ids_of_tokens_and_drafts_are_those_that_were_sent(runs):
         known = mine.draft_token_rank != NOT_ASKED
         counts = np.diff(mine.draft_chosen.offsets)
         assert counts.tolist() == (known * len(asked.params.extra_token_ids)).tolist()
+
+
+@given(streams())
+def test_kept_sets_are_those_that_were_sent(runs):
+    columns = delivered(runs)
+    for index, request_id in enumerate(columns.request_id.tolist()):
+        asked, steps = next(run for run in runs if run[0].id == request_id)
+        mine = columns.of_request(index)
+        if not asked.params.kept_token_ids:
+            assert mine.kept.counts.tolist() == [0] * len(mine)
+            continue
+        sent = [row for step in steps for row in as_lists(step[-1])]
+        assert as_lists(mine.kept) == sent[: asked.params.max_tokens]
+
+
+@settings(max_examples=30)
+@given(streams())
+def test_every_token_has_its_place_in_a_table(runs):
+    columns = delivered(runs)
+    rows = columns.rows_by_place(30)
+    assert rows.shape == (len(columns.request_id), 30)
+    assert sorted(rows[rows >= 0].tolist()) == list(range(len(columns)))
+    padded = columns.kept.padded(rows)
+    for index in range(len(columns.request_id)):
+        mine = columns.of_request(index)
+        begin = 2  # prompts have two tokens
+        there = rows[index, begin : begin + len(mine)]
+        assert columns.token_id[there].tolist() == mine.token_id.tolist()
+        assert (rows[index, :begin] == -1).all()
+        assert (rows[index, begin + len(mine) :] == -1).all()
+        for n in range(len(mine)):
+            ids = padded.token_ids[index, begin + n]
+            assert ids[ids >= 0].tolist() == mine.kept.ids(n).tolist()
+    if len(columns):
+        longest = columns.rows_by_place().shape[1]
+        assert longest == int(columns.position.max()) + 1
+        with pytest.raises(ValueError, match=f"has {longest} tokens, more than length = 2"):
+            columns.rows_by_place(2)
 
 
 def test_every_column_is_documented():

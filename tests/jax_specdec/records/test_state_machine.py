@@ -117,6 +117,13 @@ def adds_up_the_logprobs_of_cut_tokens(monkeypatch):
     return {}
 
 
+def takes_the_kept_sets_of_the_slot_before(monkeypatch):
+    def change(state, message):
+        return replace(message, kept_start=np.maximum(message.kept_start - 1, 0))
+
+    return wrap_step(change)
+
+
 def forgets_earlier_steps_in_stop_sequences(monkeypatch):
     monkeypatch.setattr(apply_target, "tail", lambda state, *_: state.columns.tail)
     return {}
@@ -215,6 +222,7 @@ def counts_accepted_drafts_after_the_cut(monkeypatch):
         drops_the_drafts_of_a_step_in_which_a_request_finished,
         takes_any_rows_of_drafts,
         adds_up_the_logprobs_of_cut_tokens,
+        takes_the_kept_sets_of_the_slot_before,
         forgets_earlier_steps_in_stop_sequences,
         delivers_what_comes_after_the_end,
         counts_the_handed_over_tokens_for_nothing,

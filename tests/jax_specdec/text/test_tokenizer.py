@@ -220,7 +220,9 @@ def test_a_missing_library_is_said_with_the_command(library, tmp_path, monkeypat
         return load(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtra, match=rf"{library}: pip install 'jax-specdec\[hf\]'"):
+    with pytest.raises(
+        MissingExtra, match=rf"{library}: pip install 'tokenizers>=0.20' 'jinja2>=3.1'"
+    ):
         OurTokenizer(tmp_path, 500).encode_chat([{"role": "user", "content": "Hi"}])
 
 

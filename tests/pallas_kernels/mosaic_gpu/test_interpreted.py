@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import oracle
 from pallas_kernels.mosaic_gpu import compat, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling
+from pallas_kernels.wanted import Wanted
 from tests.support.interpreted_kernels import run_without_races
 
 CASES = {
@@ -50,7 +51,9 @@ def test_separate_path(name):
     }
 
     def call(x, token_ids, options, interpret):
-        return run.topk_logprobs(x, token_ids, k, **options, tiling=tiling, interpret=interpret)
+        return run.topk_logprobs(
+            x, token_ids, Wanted(k), **options, tiling=tiling, interpret=interpret
+        )
 
     actual = run_without_races(call, x, token_ids, options)
     oracle.assert_matches(actual, oracle.topk_logprobs(x, token_ids, k, **options))
@@ -66,7 +69,7 @@ def test_fused_path(k, rows):
 
     def call(x, num_rows, temperatures, extra, interpret):
         return run.greedy_topk_logprobs(
-            x, k, num_rows, temperatures, extra, tiling=tiling, interpret=interpret
+            x, Wanted(k), num_rows, temperatures, extra, tiling=tiling, interpret=interpret
         )
 
     actual = run_without_races(call, x, np.int32(len(x)), temperatures, extra)
@@ -103,7 +106,7 @@ def test_more_candidates_than_room(tiling, k):
     def call(x, token_ids, interpret):
         nothing = jnp.zeros((len(x), 0), jnp.int32)
         return run.topk_logprobs(
-            x, token_ids, k, None, None, None, nothing, tiling=tiling, interpret=interpret
+            x, token_ids, Wanted(k), None, None, None, nothing, tiling=tiling, interpret=interpret
         )
 
     actual = run_without_races(call, x, token_ids)

@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels import greedy_topk_logprobs, implementations, oracle, shapes, topk_logprobs
 from pallas_kernels.mosaic_gpu import compat, run, select
 from pallas_kernels.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.wanted import Wanted
 from tests.support import quick_compile
 
 SHARED_MEMORY = 227 * 1024  # per program, H100
@@ -119,10 +120,10 @@ def test_lowers_for_cuda(path, rows, vocabulary, k, dtype):
     order = ("row_ids", "num_rows", "temperatures", "extra_token_ids")
 
     def separate(logits, token_ids, *rest):
-        return run.topk_logprobs(logits, token_ids, k, *rest)
+        return run.topk_logprobs(logits, token_ids, Wanted(k), *rest)
 
     def fused(logits, num_rows, temperatures, extra):
-        return run.greedy_topk_logprobs(logits, k, num_rows, temperatures, extra)
+        return run.greedy_topk_logprobs(logits, Wanted(k), num_rows, temperatures, extra)
 
     if path == "separate":
         program = lower(separate, given["logits"], given["token_ids"], *map(given.get, order))
@@ -155,10 +156,11 @@ def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
     kernel = compat.GPU.kernel
     monkeypatch.setattr(compat.GPU, "kernel", recorded)
     given = inputs(70_000, 2048, "bfloat16")
+    one = Wanted(1)
     functions = {
-        "separate": lambda x, ids: run.topk_logprobs(x, ids, 1, None, None, None, ids[:, None]),
-        "fused": lambda x, ids: run.greedy_topk_logprobs(x, 1, None, None, ids[:, None]),
-        "parts": lambda x, ids: run.row_parts(x, ids.astype(jnp.float32), 1, None, None, None),
+        "separate": lambda x, ids: run.topk_logprobs(x, ids, one, None, None, None, ids[:, None]),
+        "fused": lambda x, ids: run.greedy_topk_logprobs(x, one, None, None, ids[:, None]),
+        "parts": lambda x, ids: run.row_parts(x, ids.astype(jnp.float32), one, None, None, None),
     }
     for function in functions.values():
         text = lower(function, given["logits"], given["token_ids"]).as_text()
@@ -175,7 +177,7 @@ def test_lowering_can_fail(monkeypatch):
     given = inputs(4, 131_072, "float32")
 
     def separate(logits, token_ids, *rest):
-        return run.topk_logprobs(logits, token_ids, 128, *rest)
+        return run.topk_logprobs(logits, token_ids, Wanted(128), *rest)
 
     order = ("row_ids", "num_rows", "temperatures", "extra_token_ids")
     with pytest.raises(Exception, match=r"(?i)shared memory|smem"):
@@ -243,10 +245,10 @@ def test_lowers_under_shard_map_and_while_loop():
     def sharded(logits, token_ids):
         def turn(carry):
             turns, _ = carry
-            out = run.topk_logprobs(logits, token_ids, 2, None, turns, None, nothing)
+            out = run.topk_logprobs(logits, token_ids, Wanted(2), None, turns, None, nothing)
             return turns + 1, out.token_ids
 
-        first = run.topk_logprobs(logits, token_ids, 2, None, None, None, nothing)
+        first = run.topk_logprobs(logits, token_ids, Wanted(2), None, None, None, nothing)
         start = (first.token_ranks[0] * 0, first.token_ids)
         return jax.lax.while_loop(lambda carry: carry[0] < 3, turn, start)[1]
 

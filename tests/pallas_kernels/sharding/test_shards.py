@@ -12,6 +12,7 @@ from pallas_kernels import greedy_topk_logprobs, implementations, oracle, topk_l
 from pallas_kernels.mosaic_gpu import run
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels.wanted import Wanted
 from tests.support import quick_compile
 from tests.support.collectives import collectives
 from tests.support.interpreted_kernels import run_without_races
@@ -274,10 +275,12 @@ def test_the_gpu_kernels_parts_are_those_of_xla(k):
     rest = (jnp.int32(8), jnp.full(9, 0.7, jnp.float32))
 
     def call(x, selected, row_ids, *rest, interpret):
-        return run.row_parts(x, selected, k, row_ids, *rest, tiling=tiling, interpret=interpret)
+        return run.row_parts(
+            x, selected, Wanted(k), row_ids, *rest, tiling=tiling, interpret=interpret
+        )
 
     got = run_without_races(call, x, selected, row_ids, *rest)
-    expected = xla.row_parts(x, selected, k, row_ids, *rest)
+    expected = xla.row_parts(x, selected, Wanted(k), row_ids, *rest)
     done = np.array([0, 1, 2, 6, 7])  # neither skipped nor with a NaN
     for name in ("maximum", "num_larger", "top_logits"):
         np.testing.assert_array_equal(getattr(got, name)[done], getattr(expected, name)[done])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode, WireError
-from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
 from jax_specdec.device.messages.buckets import chosen_bucket, k_bucket, words_bucket
 from jax_specdec.requests import SamplingParams
 
@@ -19,11 +19,13 @@ def test_only_what_the_batch_asks_for_is_compiled():
     def widths(**params):
         return widths_of([SamplingParams(), SamplingParams(**params)], V)
 
-    assert widths() == (None, 0, RAW)
-    assert widths(logprobs=0) == (0, 0, RAW)
+    assert widths() == (None, 0, RAW, False)
+    assert widths(logprobs=0) == (0, 0, RAW, False)
+    assert widths(kept_token_ids=True) == (None, 0, RAW, True)
+    assert widths(kept_token_ids=True, logprobs=0) == (0, 0, RAW, True)
     # Without logprobs there is no mode to compute in.
-    assert widths(logprobs_mode=PROCESSED) == (None, 0, RAW)
-    assert widths(logprobs=3, logprobs_mode=SCALED, extra_token_ids=(1, 2)) == (5, 16, SCALED)
+    assert widths(logprobs_mode=PROCESSED) == (None, 0, RAW, False)
+    assert widths(logprobs=3, logprobs_mode=SCALED, extra_token_ids=(1, 2)) == Widths(5, 16, SCALED)
     buckets = {count: chosen_bucket(count) for count in (0, 1, 16, 17, 128)}
     assert buckets == {0: 0, 1: 16, 16: 16, 17: 128, 128: 128}
     with pytest.raises(WireError, match="129 chosen token ids"):
@@ -39,6 +41,7 @@ def test_what_a_batch_asks_for_has_a_row_for_each_request():
     said = [asked.num_columns, asked.num_chosen, asked.generation, asked.verdict]
     assert [x.tolist() for x in said] == [[4, 0], [2, 0], [1, 1], [0, 0]]
     assert asked.sampling.temperature.tolist() == [0, 0.5]
+    assert asked.kept.tolist() == [False, False]
     assert asked_of(params, widths, generation=[7, 9]).generation.tolist() == [7, 9]
     with pytest.raises(ValueError, match="3 generations for 2 requests"):
         asked_of(params, widths, generation=[7, 8, 9])

@@ -1,6 +1,7 @@
 """The packer on the device against the host encoder, its guards and its checks."""
 
 import functools
+from random import Random
 
 import chex
 import jax
@@ -13,19 +14,23 @@ from hypothesis import strategies as st
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.pack import SlotFields, pack, select_rows
+from jax_specdec.device.messages.pack_kept import KeptRows
 from jax_specdec.device.worker import device_checks
 from jax_specdec.device.worker.device_checks import DeviceCheckError
-from jax_specdec.records.decode import MessageError, decode
+from jax_specdec.kept_sets import KeptSets
+from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.errors import MessageError
 from jax_specdec.records.output_processor import ProcessorState, admit
 from jax_specdec.records.output_processor import step as process
 from pallas_kernels import TopkLogprobs, oracle, topk_logprobs
 from tests.support import quick_compile
 from tests.support.processor_messages import request
+from tests.support.random_kept import random_counts, random_kept
 
 pytestmark = pytest.mark.fast
 
-B, S, K, C, V = 4, 3, 5, 2, 1000
+B, S, K, C, V, M = 4, 3, 5, 2, 1000, 6
 
 
 @functools.partial(quick_compile.jit, static_argnames=("kind", "num_words"))
@@ -40,6 +45,7 @@ def packed(
     *,
     kind=Kind.TARGET,
     num_words=512,
+    kept=None,
 ):
     return pack(
         slots,
@@ -53,12 +59,13 @@ def packed(
         process_rank=process_rank,
         vocab_size=V,
         num_words=num_words,
+        kept=kept,
     )
 
 
-def random_step(seed, states, columns, chosen, drafts, cut, generations=range(B)):
+def random_step(seed, states, columns, chosen, drafts, cut, generations=range(B), kept=(0,) * B):
     """Slot fields, ids and kernel results of a random step, and the contents that they mean."""
-    random = np.random.default_rng(seed)
+    random, rng = np.random.default_rng(seed), Random(seed)
     num_tokens, num_rows, contents = [], [], []
     ids = random.integers(0, V, (B, S), dtype=np.int32)
     rows = {"logprobs": [], "extra": [], "ranks": [], "ids": []}
@@ -78,6 +85,7 @@ def random_step(seed, states, columns, chosen, drafts, cut, generations=range(B)
             rows[name].append(values)
         k = max(columns[b] - 1, 0)
         width = chosen[b] if columns[b] else 0
+        emitted = min(tokens, 1) if state == SlotState.PREFILL_FIRST_TOKEN else tokens
         contents.append(
             SlotContents(
                 state=state,
@@ -90,6 +98,7 @@ def random_step(seed, states, columns, chosen, drafts, cut, generations=range(B)
                 token_ranks=ranks,
                 logprobs=np.concatenate([logprobs[:, : columns[b]], extra[:, :width]], axis=1),
                 topk_ids=top[:, 1 : 1 + k],
+                kept=random_kept(rng, random_counts(rng, emitted, M), V) if kept[b] else None,
             )
         )
         num_tokens.append(tokens)
@@ -109,10 +118,19 @@ def random_step(seed, states, columns, chosen, drafts, cut, generations=range(B)
         num_rows=jnp.asarray(num_rows, jnp.int32),
         num_drafts=jnp.asarray(drafts, jnp.int32),
         num_chosen=jnp.asarray([c.num_chosen for c in contents], jnp.int32),
+        kept=jnp.asarray(kept, jnp.int32),
         generation=jnp.asarray(generations, jnp.uint32),
     )
     found = TopkLogprobs(arrays["ids"], arrays["logprobs"], arrays["ranks"], arrays["extra"])
     return slots, jnp.asarray(ids), found, contents
+
+
+def kept_rows(contents):
+    """The kept sets of these contents, as the packer takes them."""
+    sets = KeptSets.joined([slot.kept for slot in contents if slot.kept is not None])
+    rows = np.arange(B * S)
+    padded = sets.padded(np.where(rows < len(sets), rows, -1), width=M)
+    return KeptRows(jnp.int32(len(sets)), jax.tree.map(jnp.asarray, padded))
 
 
 per_slot = functools.partial(st.lists, min_size=B, max_size=B)
@@ -130,15 +148,17 @@ word32 = st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1]) | st.integers(0, 2
     flags=st.tuples(st.booleans(), st.booleans()),
     generations=per_slot(word32),
     process_rank=word32,
+    kept=per_slot(st.integers(0, 1)),
 )
 def test_the_packed_words_are_the_host_encoders(
-    seed, states, columns, chosen, drafts, cut, step, flags, generations, process_rank
+    seed, states, columns, chosen, drafts, cut, step, flags, generations, process_rank, kept
 ):
     slots, ids, found, contents = random_step(
-        seed, states, columns, chosen, drafts, cut, generations
+        seed, states, columns, chosen, drafts, cut, generations, kept
     )
     halves = jnp.array([step & 0xFFFFFFFF, step >> 32], jnp.uint32)
-    words = np.asarray(packed(slots, ids, found, halves, *flags, np.uint32(process_rank)))
+    said = {"kept": kept_rows(contents)} if any(kept) else {}
+    words = np.asarray(packed(slots, ids, found, halves, *flags, np.uint32(process_rank), **said))
     expected = encode(
         Kind.TARGET,
         step,
@@ -178,6 +198,7 @@ def run(slots, ids, found, **options):
         (DeviceCheck.SLOT_FIELDS, {"num_chosen": [1, 1, C + 1, 1]}),
         (DeviceCheck.SLOT_FIELDS, {"state": [0, 6, 0, 0]}),
         (DeviceCheck.SLOT_FIELDS, {"mode": [0, 0, 3, 0]}),
+        (DeviceCheck.SLOT_FIELDS, {"kept": [0, 0, 0, 1]}),
     ],
 )
 def test_a_wrong_count_sets_its_bit_and_cannot_reach_the_header(check, changes):
@@ -201,6 +222,33 @@ def test_an_id_outside_the_vocabulary_sets_its_bit(wrong):
     # What is beyond the slot's tokens is not sent.
     words = run(slots, ids.at[1, 2].set(wrong), found)
     assert wire.HEADER["error"].get(words) == 0
+
+
+@pytest.mark.parametrize(
+    ("check", "change"),
+    [
+        (DeviceCheck.SLOT_COUNTS, lambda x: x._replace(num=x.num + 1)),
+        (DeviceCheck.SLOT_COUNTS, lambda x: x._replace(num=x.num - 1)),
+        (DeviceCheck.SLOT_COUNTS, lambda x: with_value(x, "counts", 0)),
+        (DeviceCheck.SLOT_COUNTS, lambda x: with_value(x, "counts", -3)),
+        (DeviceCheck.SLOT_COUNTS, lambda x: with_value(x, "counts", M + 1)),
+        (DeviceCheck.TOKEN_ID, lambda x: with_value(with_value(x, "counts", 1), "token_ids", V)),
+        (DeviceCheck.TOKEN_ID, lambda x: with_value(with_value(x, "counts", 1), "token_ids", -1)),
+    ],
+)
+def test_wrong_kept_sets_set_their_bit(check, change):
+    *step, contents = random_step(2, [0] * B, [0] * B, [0] * B, [2] * B, [1] * B, kept=[1, 0, 1, 1])
+    good = kept_rows(contents)
+    assert wire.HEADER["error"].get(run(*step, kept=good)) == 0
+    words = run(*step, kept=change(good))
+    assert wire.HEADER["error_checks"].get(words) >> check & 1
+    assert words[0] == wire.MAGIC << 16 | wire.VERSION
+
+
+def with_value(kept, name, value):
+    """The kept sets with another count of row 0, or another first id."""
+    changed = getattr(kept.sets, name).at[(0,) * getattr(kept.sets, name).ndim].set(value)
+    return kept._replace(sets=kept.sets._replace(**{name: changed}))
 
 
 def test_a_failed_check_names_the_whole_number_of_its_step():
@@ -295,7 +343,7 @@ def test_kind_and_k_are_refused_when_traced(jit):
                 jnp.zeros((1, 0)),
             )
             one = jnp.ones(1, jnp.int32)
-            slots = SlotFields(0 * one, 0 * one, one, one, one, 0 * one, 0 * one,
+            slots = SlotFields(0 * one, 0 * one, 0 * one, one, one, one, 0 * one, 0 * one,
                                jnp.ones(1, jnp.uint32))  # fmt: skip
             return pack(slots, one[:, None], select_rows(one, 1), found, kind=kind, step=step,
                         running=True, draft_follows=False, process_rank=0, vocab_size=V,
@@ -334,8 +382,8 @@ def test_chosen_ids_follow_the_top_k_in_the_order_of_the_request():
     found = topk_logprobs(x, token_ids[0], 3, extra_token_ids=jnp.array([chosen] * 2, jnp.int32))
     one = jnp.ones(1, jnp.int32)
     slots = SlotFields(
-        state=0 * one, mode=0 * one, columns=4 * one, num_tokens=2 * one, num_rows=2 * one,
-        num_drafts=one, num_chosen=4 * one, generation=jnp.ones(1, jnp.uint32),
+        state=0 * one, mode=0 * one, kept=0 * one, columns=4 * one, num_tokens=2 * one,
+        num_rows=2 * one, num_drafts=one, num_chosen=4 * one, generation=jnp.ones(1, jnp.uint32),
     )  # fmt: skip
 
     @quick_compile.jit

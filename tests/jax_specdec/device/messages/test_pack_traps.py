@@ -32,7 +32,7 @@ def a_step(columns):
     num_rows = np.where(columns > 0, num_tokens, 0).astype(np.int32)
     zero = np.zeros(B, np.int32)
     slots = SlotFields(
-        state=zero, mode=zero, columns=columns, num_tokens=num_tokens, num_rows=num_rows,
+        state=zero, mode=zero, kept=zero, columns=columns, num_tokens=num_tokens, num_rows=num_rows,
         num_drafts=num_tokens - 1, num_chosen=zero, generation=np.arange(B, dtype=np.uint32),
     )  # fmt: skip
     token_ids = (10 * np.arange(B)[:, None] + np.arange(S)).astype(np.int32)

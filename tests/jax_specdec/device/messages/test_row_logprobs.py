@@ -23,6 +23,7 @@ from jax_specdec.device.sampling.distribution import truncation
 from jax_specdec.device.sampling.verify import verify
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.finish import skipped_rows
+from pallas_kernels.wanted import Wanted
 from tests.support import in_mode, quick_compile
 from tests.support.decoding import VOCAB, random_model
 
@@ -238,7 +239,7 @@ def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
         assert set(others.values()) == {None}  # raw, no chosen ids, one device
         count = int(num_rows)
         calls.append((k, row_ids[:count].tolist(), token_ids[:count].tolist()))
-        return skipped_rows(len(row_ids), k, 0)
+        return skipped_rows(len(row_ids), Wanted(k), 0)
 
     messages = "jax_specdec.device.messages"
     monkeypatch.setattr(f"{messages}.row_logprobs.topk_logprobs", watched)

@@ -124,6 +124,13 @@ def test_caches_that_do_not_fit_are_refused_before_they_are_made(file, monkeypat
         load_model(file, num_slots=4, max_length=101)
 
 
+def test_how_many_tensors_are_there_is_told(file):
+    told = []
+    params, _ = load_model(file, tell=lambda *counts: told.append(counts))
+    count = len(jax.tree.leaves(params))
+    assert told == [(number, count) for number in range(count + 1)]
+
+
 def test_shipped_weights():
     path = tiny_weights_path()
     assert path.stat().st_size <= 4 * 2**20

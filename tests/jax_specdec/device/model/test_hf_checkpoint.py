@@ -36,9 +36,13 @@ def directory(tmp_path):
 def test_round_trip(name, shards, tmp_path):
     config = hf_files.CONFIGS[name]
     params = hf_files.random_params(config)
-    loaded, found = load_model(hf_files.write(tmp_path, config, params, shards=shards))
+    told = []
+    directory = hf_files.write(tmp_path, config, params, shards=shards)
+    loaded, found = load_model(directory, tell=lambda *counts: told.append(counts))
     assert found == config
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert told == [(number, told[-1][1]) for number in range(told[-1][1] + 1)]
+    assert told[-1][1] >= len(jax.tree.leaves(params))  # layers are tensors of their own there
 
 
 def test_the_shipped_weights_in_this_layout_are_the_same_model(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ipc import wire
-from ipc.wire import LogprobsMode
+from ipc.wire import KEPT_ALL, LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter
 from jax_specdec.device.loop import host_slots
@@ -140,6 +140,36 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
     assert np.isneginf(one.logprobs).any()  # excluded tokens
     assert same(two, one)
     assert not same(turned, one)  # the control: the cuts are used
+
+
+def test_kept_sets_on_shards_are_those_of_one_device():
+    """Bit for bit, and what travels between devices is compact: 4 KB a row at most."""
+    target, drafts, sampling, positions = rows()
+    values = zip(*(x.tolist() for x in sampling), strict=True)
+    asks = [
+        SamplingParams(kept_token_ids=True, **dict(zip(sampling._fields, one, strict=True)))
+        for one in values
+    ]
+    widths, number = widths_of(asks, COLUMNS), jnp.zeros(2, jnp.uint32)
+    told = []
+    for shards in (1, 2):
+        found, parallel = verified(shards, True)
+        output = step_output(target, drafts, found, active=positions > 0, running=jnp.bool_(True))
+        message = quick_compile.jit(
+            functools.partial(target_message, widths=widths, parallel=parallel)
+        ).lower(output, asked_of(asks, widths), number).compile()  # fmt: skip
+        words = np.asarray(message(output, asked_of(asks, widths), number))
+        told.append(decode(words[: words[wire.HEADER["num_words"].word]].tobytes()))
+        traffic = collectives(message)
+    one, two = told
+    for name in ("counts", "log_kept", "token_ids"):
+        np.testing.assert_array_equal(getattr(two.kept_sets, name), getattr(one.kept_sets, name))
+    assert {KEPT_ALL, 1} < set(one.kept_sets.counts.tolist())
+    assert len(set(one.kept_sets.counts.tolist())) > 10
+    num_rows = target.shape[0] * target.shape[1]
+    sent = sorted(c.num_bytes for c in traffic)
+    assert sent[-1] <= 4 * num_rows * min(wire.MAX_KEPT, COLUMNS)
+    assert sum(sent[:-1]) <= 8 * 4 * num_rows
 
 
 REQUESTS = [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +17,7 @@ from pallas_kernels import oracle
 from pallas_kernels.mosaic_gpu import pass1_rows, pass2_finish, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.transformations import _folded
+from pallas_kernels.wanted import Wanted
 
 INF, NAN = np.inf, np.nan
 
@@ -118,7 +120,7 @@ def separate(
         tiling,
         k,
         len(row_ids),
-        lambda: run.topk_logprobs(*inputs, k, **arrays, tiling=tiling),
+        lambda: run.topk_logprobs(*inputs, Wanted(k), **arrays, tiling=tiling),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
@@ -145,7 +147,7 @@ def fused(name: str, tiling: Tiling, k: int, options: bool = True, rows: int | N
         tiling,
         k,
         count,
-        lambda: run.greedy_topk_logprobs(logits, k, **arrays, tiling=tiling),
+        lambda: run.greedy_topk_logprobs(logits, Wanted(k), **arrays, tiling=tiling),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
@@ -159,12 +161,12 @@ def parts(name: str, tiling: Tiling, k: int) -> Case:
     selected = rng.choice([0, 1.5, -3, -INF, 7, 30], count).astype(np.float32)
     temperature = 0.7
     arrays = [row_ids, np.int32(count), np.full(count, temperature, np.float32)]
-    inputs = (jnp.asarray(x), jnp.asarray(selected), k, *map(jnp.asarray, arrays))
+    inputs = (jnp.asarray(x), jnp.asarray(selected), Wanted(k), *map(jnp.asarray, arrays))
 
     def call() -> list[np.ndarray]:
         """Results of the kernels, with zeros where `RowParts` promises nothing."""
         out = run.row_parts(*inputs, tiling=tiling)
-        maximum, sum_exp, num_larger, top_ids, top_logits = map(np.array, out)
+        maximum, sum_exp, num_larger, top_ids, top_logits = map(np.array, out[:5])
         for target, row in enumerate(row_ids):
             if row < 0:
                 maximum[target] = sum_exp[target] = 0
@@ -208,15 +210,15 @@ def vmapped(name: str, tiling: Tiling, k: int) -> Case:
     nothing = jnp.zeros((4, 0), jnp.int32)
 
     def one(logits: Any, ids: Any, *rest: Any) -> Any:
-        return run.topk_logprobs(logits, ids, k, *rest, tiling=tiling)
+        return run.topk_logprobs(logits, ids, Wanted(k), *rest, tiling=tiling)
 
     def check(actual: Any) -> None:
-        oracle.assert_matches(type(actual)(*(y.reshape(8, *y.shape[2:]) for y in actual)), expected)
+        oracle.assert_matches(jax.tree.map(lambda y: y.reshape(8, *y.shape[2:]), actual), expected)
 
-    batched = (True, True, False, False, False, False)
+    batched = (True, True, False, False, False, False, None)
 
     def call() -> Any:
-        return _folded(one, 2, batched, *arrays, None, None, None, nothing)
+        return _folded(one, 2, batched, *arrays, None, None, None, nothing, None)
 
     return Case(name, tiling, k, 8, call, check)
 
@@ -235,7 +237,7 @@ def most_logits(name: str, vocabulary: int) -> Case:
 
     def call() -> Any:
         logits: Any = x  # as an array of jax it would be copied
-        return run.topk_logprobs(logits, jnp.asarray(token_ids), k, *rest, tiling=tiling)
+        return run.topk_logprobs(logits, jnp.asarray(token_ids), Wanted(k), *rest, tiling=tiling)
 
     return Case(
         name, tiling, k, len(row_ids), call, lambda actual: oracle.assert_matches(actual, expected)

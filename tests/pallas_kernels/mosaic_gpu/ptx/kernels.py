@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.mosaic_gpu import compat, h100, pass1_rows, pass2_finish, run
+from pallas_kernels.wanted import Wanted
 from tests.ptx_machine import host, machine, threads
 from tests.ptx_machine.memory import Buffer
 from tests.ptx_machine.parser import Program, PtxError, parse
@@ -139,7 +140,7 @@ def others_in_program(compiler: Compiler) -> list[str]:
     kinds += [((rows,), "float32"), ((rows, 2), "int32")]
 
     def call(logits: Any, ids: Any, row_ids: Any, count: Any, temperatures: Any, extra: Any) -> Any:
-        return run.topk_logprobs(logits, ids, k, row_ids, count, temperatures, extra)
+        return run.topk_logprobs(logits, ids, Wanted(k), row_ids, count, temperatures, extra)
 
     stand = Stand(Schedule("", lambda ctas: [list(range(ctas))]), compiler)
     with executed(stand):

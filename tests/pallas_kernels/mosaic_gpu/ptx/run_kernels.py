@@ -24,6 +24,7 @@ from rich.table import Table
 from pallas_kernels.mosaic_gpu import h100
 from tests.pallas_kernels.mosaic_gpu.ptx import kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases
+from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases
 from tests.ptx_machine import threads
 from tests.ptx_machine.arithmetic import Errors
 from tests.ptx_machine.parser import PtxError
@@ -96,7 +97,7 @@ def judge(case: Case, compiler: kernels.Compiler) -> Outcome:
 
 def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--only", default="", help="the cases whose names have this")
     parser.add_argument("--mutants", type=int, default=200, help="how many are tried")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     gc.freeze()  # jax has made many objects, and they stay
     compiler, console = kernels.Compiler(options.chip), Console(width=130)
-    wrong = execute_all(all_cases(), options.only, compiler, console)
+    wrong = execute_all([*all_cases(), *option_cases()], options.only, compiler, console)
     other = kernels.others_in_program(compiler)
     print(f"kernels that are others in a whole program than alone: {other or 'none'}")
     wrong += len(other)

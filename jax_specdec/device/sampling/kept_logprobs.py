@@ -1,0 +1,199 @@
+"""The learner's side of kept sets: a token's logprob over the tokens that it was drawn among.
+
+The rollout truncated its distribution (top-k, top-p, min-p); a learner that normalizes over the
+whole vocabulary scores another policy, and one that truncates by its own logits may cut elsewhere.
+With the recorded set both describe one policy, and the ratio of equal weights is 1.
+
+Axes: `*rows` of any number (often batch and position), V vocabulary, M ids of a set.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jax_specdec.kept_sets import PaddedKept
+
+AnyArray = jax.Array | np.ndarray
+Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, jax.Array, jax.Array]
+
+
+def kept_logprobs(
+    logits: Float[AnyArray, "*rows V"],
+    token_ids: Int32[AnyArray, "*rows"],
+    kept: PaddedKept,
+    temperatures: Float[AnyArray, "..."] | float = 1.0,
+) -> Float32[Array, "*rows"]:
+    """Logprobs of tokens under log_softmax(logits / T), renormalized over their kept sets.
+
+    By the count of a row's set:
+
+    - ids: over these alone. A token that is not among them has -inf, and no gradient. The only
+      token of a set (a greedy request's) has 0.
+    - `KEPT_ALL`: over the whole vocabulary.
+    - `KEPT_MANY`: over the whole vocabulary, less the recorded log of the kept share, which is
+      taken for a constant.
+    - 0, no token is here (a prompt, padding): 0, without a gradient.
+
+    Differentiable in reverse by logits and temperatures. The forward pass looks at M logits a row,
+    and reads whole rows only in a batch where some row has a mark. Its temporaries are
+    proportional to rows times M; in the backward pass the gradient itself is [*rows, V].
+
+    Args:
+      logits: bfloat16, float16 or float32; computed in float32.
+      token_ids: the tokens that were emitted. One outside the vocabulary gives NaN.
+      kept: `KeptSets.padded(...)` or `TokenColumns.padded_kept(...)`: ids [*rows, M], counts and
+        log_kept [*rows], as NumPy or JAX arrays.
+      temperatures: of the requests, [*rows] or what broadcasts to it; 0 (greedy) counts as 1.
+
+    Raises:
+      ValueError: the kept sets are not of these rows.
+    """
+    logits, token_ids, rows = jnp.asarray(logits), jnp.asarray(token_ids), token_ids.shape
+    kept = PaddedKept(
+        jnp.asarray(kept.token_ids, jnp.int32),
+        jnp.asarray(kept.counts, jnp.int32),
+        jnp.asarray(kept.log_kept, jnp.float32),
+    )
+    shapes = (kept.token_ids.shape[:-1], kept.counts.shape, kept.log_kept.shape)
+    if shapes != (rows,) * 3:
+        raise ValueError(
+            f"kept sets of ids {kept.token_ids.shape}, counts {kept.counts.shape} and log_kept "
+            f"{kept.log_kept.shape} do not go with tokens {rows}: they are {(*rows, 'M')}, {rows} "
+            f"and {rows}"
+        )
+    t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
+    found: jax.Array = _logprobs(logits, token_ids, kept, jnp.where(t > 0, t, 1.0))
+    return found
+
+
+@jax.custom_vjp
+def _logprobs(
+    logits: jax.Array, token_ids: jax.Array, kept: PaddedKept, temperatures: jax.Array
+) -> jax.Array:
+    """`kept_logprobs` of temperatures above 0."""
+    return _forward(logits, token_ids, kept, temperatures)[0]
+
+
+def _forward(
+    logits: jax.Array, token_ids: jax.Array, kept: PaddedKept, temperatures: jax.Array
+) -> tuple[jax.Array, Residuals]:
+    vocab_size = logits.shape[-1]
+    own = _at(logits, token_ids[..., None])[..., 0] / temperatures
+    own = jnp.where((token_ids >= 0) & (token_ids < vocab_size), own, jnp.nan)
+    total = _log_sum_exp(_scaled_set(logits, kept, temperatures))
+    inside = (_is_id(kept) & (kept.token_ids == token_ids[..., None])).any(-1)
+    over_all = kept.counts < 0
+
+    def of_rows() -> jax.Array:
+        # The maximum of the logits as they are: what two sums share, XLA would write down.
+        largest = logits.max(-1).astype(jnp.float32)
+        weights = jnp.exp(_relative(logits, largest, temperatures))
+        return largest / temperatures + jnp.log(weights.sum(-1))
+
+    # Whole rows are read only where some row needs it.
+    whole = lax.cond(jnp.any(over_all), of_rows, lambda: jnp.zeros_like(total))
+    total = jnp.where(over_all, whole, total)
+    logprobs = jnp.where(own > -jnp.inf, own - total - jnp.where(over_all, kept.log_kept, 0), own)
+    logprobs = jnp.where(over_all | inside | jnp.isnan(own), logprobs, -jnp.inf)
+    logprobs = jnp.where(kept.counts == 0, 0.0, logprobs)
+    return logprobs, (logits, token_ids, kept, temperatures, total, logprobs)
+
+
+def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
+    logits, token_ids, kept, temperatures, total, logprobs = residuals
+    over_all = kept.counts < 0
+    has_slope = (kept.counts != 0) & (logprobs != -jnp.inf)
+    slope = jnp.where(has_slope, gradient, 0.0) / temperatures
+    vocab_size = logits.shape[-1]
+    # XLA scatters no 16-bit floats on a CPU without widening all of them: it gets integers.
+    bits = jnp.float32 if logits.dtype == jnp.float32 else jnp.uint16
+
+    def as_bits(values: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(values.astype(logits.dtype), bits)
+
+    scaled = _scaled_set(logits, kept, temperatures)
+    shares = jnp.exp(scaled - total[..., None])
+    is_token = _is_id(kept) & (kept.token_ids == token_ids[..., None])
+    of_set = jnp.where(
+        _is_id(kept), slope[..., None] * (is_token.astype(jnp.float32) - shares), 0.0
+    )
+    mean = _mean(shares, scaled)
+
+    def of_rows() -> tuple[jax.Array, jax.Array]:
+        def shares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            z = x.astype(jnp.float32) / temperatures[..., None]
+            return jnp.where(over_all[..., None], jnp.exp(z - total[..., None]), 0.0), z
+
+        ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        is_token = over_all[..., None] & (ids == token_ids[..., None])
+        own = slope[..., None] * (is_token.astype(jnp.float32) - shares(logits)[0])
+        # Shares of their own: what the mean and the gradient share, XLA would write down.
+        again: jax.Array = lax.optimization_barrier(logits)  # type: ignore[no-untyped-call]
+        return as_bits(own), _mean(*shares(again))
+
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(logits.shape, bits), jnp.zeros_like(mean)
+
+    by_logits, whole_mean = lax.cond(jnp.any(over_all), of_rows, nothing)
+    # A row has ids or a mark, and the ids differ: nothing has to be added up.
+    flat = by_logits.reshape(-1, vocab_size)
+    width = kept.token_ids.shape[-1]
+    row = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
+    ids = jnp.where(_is_id(kept), kept.token_ids, vocab_size).reshape(-1, width)
+    flat = flat.at[row, ids].set(as_bits(of_set).reshape(-1, width), mode="drop")
+    gradient = lax.bitcast_convert_type(flat, logits.dtype).reshape(logits.shape)
+    own = _at(logits, token_ids[..., None])[..., 0] / temperatures
+    by_temperature = slope * (jnp.where(over_all, whole_mean, mean) - own)
+    by_temperature = jnp.where(has_slope, by_temperature, 0.0)
+    return gradient, None, None, by_temperature
+
+
+_logprobs.defvjp(_forward, _backward)
+
+
+def _is_id(kept: PaddedKept) -> Bool[Array, "*rows M"]:
+    """Which entries of the sets are ids."""
+    shape = kept.token_ids.shape
+    column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    is_id: jax.Array = column < kept.counts[..., None]
+    return is_id
+
+
+def _scaled_set(
+    logits: jax.Array, kept: PaddedKept, temperatures: jax.Array
+) -> Float32[Array, "*rows M"]:
+    """The sets' logits over the temperatures; -inf where there is no id."""
+    return jnp.where(_is_id(kept), _at(logits, kept.token_ids) / temperatures[..., None], -jnp.inf)
+
+
+def _at(logits: jax.Array, ids: jax.Array) -> Float32[Array, "*rows M"]:
+    """The logits of ids [*rows, M]; any logit for an id outside the vocabulary."""
+    ids = jnp.clip(ids, 0, logits.shape[-1] - 1)
+    return jnp.take_along_axis(logits, ids, axis=-1).astype(jnp.float32)
+
+
+def _relative(
+    logits: jax.Array, largest: jax.Array, temperatures: jax.Array
+) -> Float32[Array, "*rows V"]:
+    """(x - m) / T, with -inf where the whole row is."""
+    x = logits.astype(jnp.float32) - jnp.where(largest == -jnp.inf, 0.0, largest)[..., None]
+    relative: jax.Array = x / temperatures[..., None]
+    return relative
+
+
+def _log_sum_exp(z: Float32[Array, "*rows N"]) -> Float32[Array, "*rows"]:
+    """log(sum(exp(z))), and 0 for a row of -inf."""
+    largest = z.max(-1)
+    largest = jnp.where(largest > -jnp.inf, largest, jnp.where(jnp.isnan(largest), largest, 0.0))
+    total = jnp.exp(z - largest[..., None]).sum(-1)
+    return jnp.where(total == 0, 0.0, largest + jnp.log(total))
+
+
+def _mean(shares: Float32[Array, "*rows N"], z: Float32[Array, "*rows N"]) -> jax.Array:
+    """The mean of z under the shares; -inf has share 0 and counts nothing."""
+    mean: jax.Array = jnp.where(shares > 0, shares * z, 0.0).sum(-1)
+    return mean

@@ -1,0 +1,75 @@
+"""Directories of engines that were killed: found, and removed. Never jax.
+
+An engine has a directory for its socket and its workers' output, and removes it when it is closed,
+but for the output of lost workers. A file in it says whose it is.
+"""
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ipc import doctor
+from jax_specdec.wording import counted
+
+PREFIX = "jax-specdec-"
+OWNER = "engine"  # the file that names the engine's process
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A directory of an engine's.
+
+    Attributes:
+      path: the directory.
+      size: bytes of the files in it.
+      state: of the engine's process; "dead" means that the directory may be removed.
+      outputs: files with what workers printed.
+    """
+
+    path: Path
+    size: int
+    state: doctor.State
+    outputs: int
+
+    def line(self, state: str) -> str:
+        """The directory in a list, with its state or what has become of it."""
+        return f"{state:16} {self.size:>12,} B  {counted(self.outputs, 'output'):12} {self.path}"
+
+
+def own(folder: Path) -> None:
+    """Note in a new directory that it belongs to this process."""
+    (folder / OWNER).write_text(doctor.this_process())
+
+
+def find(directory: Path | None = None) -> list[Leftover]:
+    """The directories of engines, sorted by path.
+
+    Args:
+      directory: where they are; None for the system's temporary directory.
+
+    Raises:
+      RingError: the operating system does not say which processes live.
+    """
+    found = []
+    for path in sorted((directory or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")):
+        try:
+            owner = path / OWNER
+            state = doctor.state_of(owner.read_text(), owner.stat().st_uid)
+            entries = list(path.iterdir())
+            size = sum(entry.lstat().st_size for entry in entries)
+        except (OSError, UnicodeDecodeError):  # no engine's, another user's, or it is gone by now
+            continue
+        if state is not None:
+            outputs = sum(entry.suffix == ".log" for entry in entries)
+            found.append(Leftover(path, size, state, outputs))
+    return found
+
+
+def remove(leftovers: list[Leftover]) -> list[Leftover]:
+    """Remove the directories of dead engines; returns those that are gone."""
+    dead = [each for each in leftovers if each.state == "dead"]
+    for each in dead:
+        shutil.rmtree(each.path, ignore_errors=True)
+    return [each for each in dead if not os.path.lexists(each.path)]

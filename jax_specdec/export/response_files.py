@@ -1,0 +1,103 @@
+"""Files of responses: one a line, a JSON array, one object, or the output of OpenAI's batch API."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax_specdec.export.shown import Shown, Strings, shown_of
+
+
+class ViewError(ValueError):
+    """A file holds something other than responses; says where and what is wrong."""
+
+
+def read(lines: Iterable[str], strings: Strings) -> list[Shown]:
+    """The responses of a file, in order; empty lines are skipped.
+
+    A line of a batch's output counts as the response in it, under its `custom_id`. One that failed
+    is shown without tokens, its error as the reason why it ended.
+
+    Args:
+      lines: of a UTF-8 text. A text that begins with "[", or whose first line is no whole JSON
+        value, is one JSON value; any other has one a line.
+      strings: where the tokens' strings are numbered.
+
+    Raises:
+      ViewError: there is no response, or one is not as expected.
+    """
+    shown = []
+    for place, value in _values(lines):
+        try:
+            shown += _of_batch(value, strings) if _is_batch(value) else shown_of(value, strings)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+            raise ViewError(
+                f"{place} is not a completion or chat completion: {what}; write one with "
+                "jax-specdec demo --json FILE"
+            ) from error
+    if not shown:
+        raise ViewError(
+            "there is no response in it: write one JSON object a line, or an array of them"
+        )
+    return shown
+
+
+def _values(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the JSON values of a file, and the place of each."""
+    numbered = enumerate(lines, 1)
+    begin, first = next(((number, line) for number, line in numbered if line.strip()), (0, ""))
+    if _goes_on(first):
+        value = _json("".join([first, *(line for _, line in numbered)]), begin)
+        if isinstance(value, dict) and isinstance(value.get("data"), list):
+            value = value["data"]  # a list as OpenAI's API writes it
+        if not isinstance(value, list):
+            yield f"line {begin}", value
+            return
+        for index, one in enumerate(value, 1):
+            yield f"element {index} of the array", one
+        return
+    for number, line in itertools.chain([(begin, first)], numbered):
+        if line.strip():
+            yield f"line {number}", _json(line, number)
+
+
+def _goes_on(line: str) -> bool:
+    """Whether the JSON value that begins on a line may have other lines too."""
+    if line.lstrip().startswith("["):
+        return True
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        return 0 < len(line.rstrip()) <= error.pos
+    return False
+
+
+def _json(text: str, number: int) -> Any:
+    """The value of a text that begins on line `number`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line, column = number + error.lineno - 1, error.colno
+        raise ViewError(f"line {line} is not JSON: {error.msg} (column {column})") from error
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, dict) and "custom_id" in value
+
+
+def _of_batch(value: Any, strings: Strings) -> list[Shown]:
+    """The responses in a line of a batch's output.
+
+    Source: https://platform.openai.com/docs/guides/batch
+    """
+    if "body" in value and "response" not in value:
+        raise ValueError("it is a batch's input: the output that the batch gave has the responses")
+    answer = value["response"] or {}
+    body, error = answer.get("body") or {}, value.get("error")
+    if "choices" in body:
+        return shown_of(body | {"id": value["custom_id"]}, strings)
+    error = error or body.get("error") or {}
+    said = error.get("message") or error.get("code") or f"status {answer.get('status_code')}"
+    choice = {"text": "", "finish_reason": f"error: {said}"}
+    return shown_of({"id": value["custom_id"], "choices": [choice]}, strings)

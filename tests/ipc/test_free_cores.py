@@ -1,0 +1,138 @@
+"""When a side may spin: after a span in which a core was free, by numbers that the tests give."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from ipc import free_cores
+from ipc.free_cores import (
+    FIRST_SPAN_NS,
+    LONGEST_SPAN_NS,
+    SOON_SPANS,
+    STALE_SPANS,
+    FreeCores,
+    available_ns,
+)
+
+pytestmark = pytest.mark.fast
+
+SPAN = FIRST_SPAN_NS
+
+
+class Machine:
+    """A core of which `share` is free; asked through `cores`."""
+
+    def __init__(self, share=1.0):
+        self.share, self.now, self.available, self.asked = share, 10**12, 0.0, 0
+        self.cores = FreeCores(self.ask)
+
+    def ask(self):
+        self.asked += 1
+        return None if self.share is None else int(self.available)
+
+    def look(self, after=0):
+        self.now += after
+        self.available += after * (self.share or 0)
+        return self.cores.look(self.now)
+
+    def spans_until_free(self):
+        """Looks four times a span; the spans of FIRST_SPAN_NS until it may spin."""
+        for quarters in range(10_000):
+            if self.look(SPAN // 4):
+                return quarters // 4
+        raise AssertionError("it never may")
+
+
+def test_a_core_must_be_free_for_a_whole_span():
+    machine = Machine()
+    assert not machine.look()
+    assert not machine.look(SPAN - 1)
+    assert machine.look(1)
+    assert machine.asked == 2
+    machine.share = 0.0
+    assert machine.look(10 * SPAN)  # until it is lost
+    assert machine.asked == 2  # while it may spin, nothing is asked
+
+
+@pytest.mark.parametrize(("share", "free"), [(0.0, False), (0.5, False), (0.7, False), (0.8, True)])
+def test_three_quarters_of_a_core_are_free_enough(share, free):
+    machine = Machine(share)
+    for _ in range(40):
+        machine.look(SPAN // 4)
+    assert machine.cores.spin == free
+
+
+def test_several_idle_cores_add_up():
+    machine = Machine(3.9)
+    machine.look()
+    assert machine.look(SPAN)
+
+
+def test_what_was_free_before_a_long_pause_proves_nothing():
+    machine = Machine()
+    machine.look()
+    assert not machine.look(STALE_SPANS * SPAN + 1)
+    assert not machine.look(SPAN - 1)
+    assert machine.look(1)
+
+
+def test_spans_double_where_the_core_is_lost_soon_and_only_there():
+    machine, spans = Machine(), []
+    for _ in range(12):
+        machine.spans_until_free()
+        machine.cores.lost(machine.now)
+        machine.look()
+        spans.append(machine.cores._span_ns // SPAN)
+    assert spans == [min(2**n, LONGEST_SPAN_NS // SPAN) for n in range(1, 13)]
+    assert machine.spans_until_free() == LONGEST_SPAN_NS // SPAN - 1
+    machine.now += SOON_SPANS * LONGEST_SPAN_NS
+    machine.cores.lost(machine.now)
+    machine.look()
+    assert machine.spans_until_free() == 0
+
+
+def test_where_nothing_is_known_it_does_not_spin():
+    machine = Machine(None)
+    for _ in range(20):
+        assert not machine.look(SPAN)
+
+
+def test_time_of_another_thread_is_not_compared():
+    machine = Machine()
+    machine.look()
+    other = threading.Thread(target=machine.look, args=(SPAN,))
+    other.start()
+    other.join()
+    assert not machine.cores.spin
+    assert not machine.look(SPAN)  # nor is its own with that of the other
+    assert machine.look(SPAN)
+
+
+def test_the_system_tells_of_this_thread_and_of_the_cores_that_it_may_use(monkeypatch):
+    before = available_ns()
+    begun = time.thread_time_ns()
+    while time.thread_time_ns() - begun < 5_000_000:
+        pass
+    assert available_ns() - before >= 5_000_000
+    monkeypatch.setattr(free_cores, "thread_time_ns", lambda: 0)
+    cores = os.sched_getaffinity(0)
+    parts = []
+    for core in cores:
+        monkeypatch.setattr(free_cores.os, "sched_getaffinity", lambda pid, core=core: {core})
+        parts.append(available_ns())
+    monkeypatch.setattr(free_cores.os, "sched_getaffinity", lambda pid: cores)
+    assert 0 <= min(parts) <= sum(parts) <= available_ns()
+    monkeypatch.setattr(free_cores.os, "sched_getaffinity", lambda pid: {100_000})
+    assert available_ns() == 0  # no such line: never free
+
+
+@pytest.mark.parametrize("text", [None, "", "cpu  1 2 3", "cpu  1\ncpu0 1 2 x y\n"])
+def test_a_system_without_such_numbers_is_no_error(monkeypatch, tmp_path, text):
+    path = tmp_path / "stat"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(free_cores, "_STAT", str(path))
+    monkeypatch.setattr(free_cores, "thread_time_ns", lambda: 0)
+    assert not available_ns()

@@ -1,0 +1,212 @@
+"""The learner's logprobs over kept sets, their gradients and their memory, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from ipc.wire import KEPT_ALL, KEPT_MANY
+from jax_specdec.device import kept_logprobs
+from jax_specdec.kept_sets import KeptSets, PaddedKept
+from tests.support import quick_compile
+from tests.support.collectives import collectives
+from tests.support.shards import P, mesh_of
+
+pytestmark = pytest.mark.fast
+
+V = 50
+logprobs = quick_compile.jit(kept_logprobs)
+
+
+@quick_compile.jit
+def gradients(logits, token_ids, kept, temperatures, weights):
+    def total(logits, temperatures):
+        found = kept_logprobs(logits, token_ids, kept, temperatures)
+        # A row without a slope may be -inf.
+        return jnp.where(jnp.isfinite(found), found * weights, 0.0).sum()
+
+    return jax.grad(total, argnums=(0, 1))(logits, temperatures)
+
+
+def a_batch(dtype="float32", seed=0):
+    """Rows [3, 4]: sets of every size and mark, one row with no token, one with a foreign token."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(0, 3, (3, 4, V)), dtype)
+    counts = [5, 1, KEPT_ALL, KEPT_MANY, 0, V, 12, 12, 3, KEPT_ALL, 2, 7]
+    ids = [sorted(rng.choice(V, max(count, 0), replace=False).tolist()) for count in counts]
+    token_ids = np.array([rng.choice(row) if row else rng.integers(V) for row in ids], np.int32)
+    token_ids[7] = next(t for t in range(V) if t not in ids[7])
+    masses = [-0.3 if count == KEPT_MANY else -0.1 * (count > 0) for count in counts]
+    sets = KeptSets.of(
+        np.array(counts, np.int32), np.array(masses, np.float32), np.concatenate(ids).astype("i4")
+    )
+    temperatures = rng.uniform(0.5, 2, (3, 4)).astype(np.float32)
+    temperatures[0, 1] = 0  # greedy: one token is kept
+    return x, token_ids.reshape(3, 4), sets.padded(np.arange(12).reshape(3, 4)), temperatures
+
+
+def by_hand(row, token, ids, count, log_kept, temperature):
+    """The logprob in float64, its gradient by the logits [V] and by the temperature."""
+    t = float(temperature) or 1.0
+    z = row.astype(np.float64) / t
+    if count == 0:
+        return 0.0, np.zeros(V), 0.0
+    among = np.arange(V) if count < 0 else np.array(ids[:count])
+    if token not in among:
+        return -np.inf, np.zeros(V), 0.0
+    largest = z[among].max()
+    total = largest + np.log(np.exp(z[among] - largest).sum())
+    shares = np.zeros(V)
+    shares[among] = np.exp(z[among] - total)
+    slope = -shares / t
+    slope[token] += 1 / t
+    by_temperature = (shares[among] @ z[among] - z[token]) / t if temperature else 0.0
+    return z[token] - total - (log_kept if count < 0 else 0), slope, by_temperature
+
+
+def expected(x, token_ids, kept, temperatures):
+    x = np.asarray(x.astype(jnp.float32))
+    rows = [
+        by_hand(x[at], token_ids[at], kept.token_ids[at], kept.counts[at], kept.log_kept[at],
+                temperatures[at])
+        for at in np.ndindex(token_ids.shape)
+    ]  # fmt: skip
+    return tuple(np.array(part).reshape(*token_ids.shape, -1) for part in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_and_gradients_are_those_of_float64(dtype):
+    x, token_ids, kept, temperatures = a_batch(dtype)
+    values, slopes, by_temperature = expected(x, token_ids, kept, temperatures)
+    found = logprobs(x, token_ids, kept, temperatures)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, values[..., 0], atol=1e-5)
+    assert found[0, 1] == 0  # greedy, exactly
+    assert np.isneginf(found[1, 3])
+    assert found[1, 0] == 0
+    weights = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+    by_logits, by_t = gradients(x, token_ids, kept, temperatures, weights)
+    assert by_logits.dtype == x.dtype
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(
+        by_logits.astype(jnp.float32), slopes * weights[..., None], atol=tolerance
+    )
+    np.testing.assert_allclose(by_t, by_temperature[..., 0] * weights, atol=1e-4)
+
+
+def test_that_comparison_can_fail():
+    x, token_ids, kept, temperatures = a_batch()
+    values, slopes, _ = expected(x, token_ids, kept, temperatures)
+    one_less = kept._replace(counts=np.where(kept.counts > 1, kept.counts - 1, kept.counts))
+    found = np.asarray(logprobs(x, token_ids, one_less, temperatures))
+    assert (~np.isclose(found, values[..., 0], atol=1e-3)).sum() >= 3
+    by_logits, _ = gradients(x, token_ids, one_less, temperatures, np.ones((3, 4), np.float32))
+    assert np.abs(by_logits - slopes).max() > 1e-2
+
+
+def test_masked_and_invalid_logits():
+    """-inf inside a set weighs nothing; a row with a NaN in its set is NaN, its neighbors not."""
+    x = jnp.array([[0.0, -jnp.inf, 1.0, 2.0]] * 5)
+    x = x.at[4, 3].set(jnp.nan)
+    kept = PaddedKept(
+        np.array([[0, 1, 2], [0, 1, 2], [1, -1, -1], [-1, -1, -1], [0, 2, 3]], np.int32),
+        np.array([3, 3, 1, KEPT_ALL, 3], np.int32),
+        np.zeros(5, np.float32),
+    )
+    token_ids = np.array([2, 1, 1, 1, 0], np.int32)
+    found = logprobs(x, token_ids, kept, 1.0)
+    np.testing.assert_allclose(found[0], 1 - np.log(1 + np.e), atol=1e-6)
+    assert np.isneginf(found[1:4]).all()
+    assert np.isnan(found[4])
+    by_logits, by_t = gradients(x, token_ids, kept, np.ones(5, np.float32), np.ones(5, np.float32))
+    assert np.isfinite(by_logits[:4]).all()
+    assert not by_logits[1:4].any()
+    assert not by_t[1:4].any()
+
+
+def test_an_unknown_token_is_nan_and_a_missing_one_is_not():
+    x = jnp.zeros((3, V))
+    kept = PaddedKept(
+        np.full((3, 1), -1, np.int32), np.array([-1, -1, 0], np.int32), np.zeros(3, np.float32)
+    )
+    found = logprobs(x, np.array([V, -1, -1], np.int32), kept, 1.0)
+    assert np.isnan(found[:2]).all()
+    assert found[2] == 0
+
+
+def test_kept_sets_of_other_rows_are_refused():
+    x, token_ids, kept, _ = a_batch()
+    with pytest.raises(ValueError, match=r"counts \(2, 4\) .* do not go with tokens \(3, 4\)"):
+        kept_logprobs(x, token_ids, kept._replace(counts=kept.counts[1:]))
+
+
+def test_no_temporary_has_the_vocabularys_size():
+    """In float32 neither direction makes one; in bfloat16 the gradient may exist twice."""
+    rows, vocab, width = 32, 40_000, 16
+
+    def temporaries(function, dtype):
+        shapes = jax.eval_shape(
+            lambda: (
+                jnp.zeros((rows, vocab), dtype),
+                jnp.zeros(rows, jnp.int32),
+                PaddedKept(jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32),
+                           jnp.zeros(rows)),
+                jnp.ones(rows),
+            )
+        )  # fmt: skip
+        compiled = quick_compile.jit(function).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    def total(*arguments):
+        return kept_logprobs(*arguments).sum()
+
+    def over_everything(x, token_ids, kept, t):
+        """The plain way: a negative control."""
+        scaled = jax.nn.log_softmax(x.astype(jnp.float32) / t[:, None])
+        return jnp.take_along_axis(scaled, token_ids[:, None], axis=1).sum()
+
+    small = 64 * rows * width * 4
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        whole = rows * vocab * itemsize
+        assert temporaries(kept_logprobs, dtype) < small
+        most = small if dtype == "float32" else whole + small
+        assert temporaries(jax.grad(total), dtype) < most
+        assert temporaries(jax.grad(over_everything), dtype) >= whole
+
+
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model", None)], ids=["vocabulary", "rows"])
+def test_sharded_logits_stay_where_they_are(spec):
+    """On two devices, with automatic axes: values are those of one device."""
+    x, token_ids, kept, temperatures = a_batch()
+    flat = (
+        x.reshape(12, V), token_ids.reshape(12), PaddedKept(*(y.reshape(12, *y.shape[2:])
+        for y in kept)), temperatures.reshape(12), np.ones(12, np.float32),
+    )  # fmt: skip
+    placed = (jax.device_put(flat[0], NamedSharding(mesh_of(2), spec)), *flat[1:])
+    for function, arguments in ((logprobs, 4), (gradients, 5)):
+        compiled = function.lower(*placed[:arguments]).compile()
+        found, expected = compiled(*placed[:arguments]), function(*flat[:arguments])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+        assert collectives(compiled)
+
+
+def test_no_row_of_sharded_logits_travels():
+    """Neither forward nor back: what travels has the size of the sets."""
+    rows, vocab, width = 8, 20_000, 4
+    mesh = mesh_of(2)
+    x = jax.device_put(jnp.zeros((rows, vocab)), NamedSharding(mesh, P(None, "model")))
+    kept = PaddedKept(
+        np.tile(np.arange(width, dtype=np.int32), (rows, 1)),
+        np.full(rows, width, np.int32),
+        np.zeros(rows, np.float32),
+    )
+    ones = np.ones(rows, np.float32)
+    arguments = (x, np.zeros(rows, np.int32), kept, ones, ones)
+    compiled = gradients.lower(*arguments).compile()
+    assert max(c.num_bytes for c in collectives(compiled)) < 4 * vocab
+    gathered = quick_compile.jit(
+        lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())) + 1
+    )
+    wrong = collectives(gathered.lower(x).compile())
+    assert max(c.num_bytes for c in wrong) >= 4 * vocab  # the control

@@ -1,0 +1,51 @@
+"""While JAX compiles, a worker says so, with the program's number and name."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_specdec.control import Phase, Vitals
+from jax_specdec.device.worker import compilations
+
+pytestmark = pytest.mark.fast
+
+
+class Noted(Vitals):
+    """Vitals that keep all that was said."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def change(self, **values):
+        super().change(**values)
+        self.said.append(str(self.pulse))
+
+
+def test_a_compilation_is_a_phase_with_a_number_and_a_name_and_then_all_is_as_before():
+    vitals = Noted()
+    compilations.watch(vitals)
+    vitals.load(3, 10)
+    argument = jnp.arange(3)
+    floats = jax.block_until_ready(argument.astype(jnp.float32))
+    earlier = vitals.pulse.progress
+    before = len(vitals.said)
+
+    @jax.jit
+    def long_division(x):
+        return x / 3
+
+    long_division(argument)
+    said = list(dict.fromkeys(vitals.said[before:]))
+    assert [text.split(maxsplit=1)[0] for text in said] == ["loading", "compiling"]
+    assert said[1].endswith(" (long_division)")
+    assert str(vitals.pulse) == "loading 3 of 10"
+    assert vitals.pulse.progress > earlier
+    number, earlier = int(said[1].split()[1]), vitals.pulse.progress
+    vitals.advance()
+    assert str(vitals.pulse) == "stepping"
+    long_division(argument)  # nothing is compiled
+    assert vitals.pulse.progress == earlier + 1
+    long_division(floats)
+    assert f"compiling {number + 1} (long_division)" in vitals.said
+    assert vitals.pulse.phase is Phase.STEPPING

@@ -1,0 +1,97 @@
+"""Directories of engines that were killed: they name their engine, and only dead ones' go."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ipc import doctor
+from jax_specdec.cli import main
+from jax_specdec.engine import leftovers
+from jax_specdec.engine.workplace import Workplace
+
+pytestmark = pytest.mark.fast
+
+KILLED = """
+import os
+from jax_specdec.engine.workplace import Workplace
+place = Workplace()
+place.server.link()
+place.output_file(0).write_text("words")
+print(place.folder, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """The directory of an engine that was killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL
+    return Path(done.stdout.strip())
+
+
+@pytest.fixture
+def living(tmp_path, monkeypatch):
+    """An engine's directory of this process, beside it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = Workplace()
+    yield place.folder
+    place.close()
+
+
+def test_what_a_killed_engine_left_is_found_and_removed(killed, living, tmp_path):
+    (tmp_path / "jax-specdec-something").mkdir()  # of somebody else
+    by_path = {each.path: each for each in leftovers.find(tmp_path)}
+    assert {path: each.state for path, each in by_path.items()} == {killed: "dead", living: "alive"}
+    assert (by_path[killed].outputs, by_path[living].outputs) == (1, 0)
+    assert [each.path for each in leftovers.remove(list(by_path.values()))] == [killed]
+    assert not killed.exists()
+    assert living.exists()
+
+
+def test_the_command_lists_it_and_removes_it_when_told(killed, living, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "find_ring_files", list)  # rings of tests that run now
+    assert main.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert str(killed) in printed
+    assert "2, 0 removed, 1 of dead engines" in printed
+    assert main.main(["doctor", "--remove"]) == 0
+    assert "2, 1 removed, 0 of dead engines" in capsys.readouterr().out
+    assert not killed.exists()
+    assert living.exists()
+
+
+def test_where_nothing_can_be_known_of_processes_nothing_is_removed(killed, monkeypatch):
+    monkeypatch.setattr(doctor, "main", lambda _: 2)
+    assert main.main(["doctor", "--remove"]) == 2
+    assert killed.exists()
+
+
+def test_the_output_of_lost_workers_stays_with_its_owner_s_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = Workplace()
+    lost, other = place.output_file(0), place.output_file(1)
+    for path in (lost, other):
+        path.write_text("words")
+    place.keep(lost)
+    place.close()
+    assert sorted(path.name for path in lost.parent.iterdir()) == ["engine", lost.name]
+    (found,) = leftovers.find(tmp_path)
+    assert (found.state, found.outputs) == ("alive", 1)
+
+
+def test_a_place_where_no_worker_was_lost_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = Workplace()
+    place.output_file(0).write_text("words")
+    place.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,137 @@
+"""Files of responses in every shape that is read, and what is refused, by its place."""
+
+import json
+import re
+
+import pytest
+
+from jax_specdec.export import response_files
+from jax_specdec.export.openai import chat_completion, completion
+from jax_specdec.export.response_files import ViewError
+from jax_specdec.export.shown import Strings
+from tests.jax_specdec.export.test_openai import MADE, TABLE, snowman, two_steps
+
+pytestmark = pytest.mark.fast
+
+
+def read(lines):
+    return response_files.read(lines, Strings())
+
+
+def read_text(text):
+    return read(text.splitlines(keepends=True))
+
+
+def response(records, build=completion):
+    return build(records[0].request, records, TABLE, **MADE)
+
+
+def line(records):
+    return json.dumps(response(records))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r.pop("choices"), "'choices' is missing"),
+        (lambda r: r["choices"][0].pop("text"), "'text' is missing"),
+        (lambda r: r["speculation"]["token_ranks"].pop(), "token_ranks has length 2 for 3 tokens"),
+        (lambda r: r["speculation"]["token_kinds"].append("x"), "token_kinds has length 4 for 3"),
+        (lambda r: r["speculation"].update(token_kinds=["x"] * 3), "token_kinds has 'x'; known"),
+        (lambda r: r["speculation"]["by_step"].pop(), "by_step does not add up to 3 tokens"),
+        (
+            lambda r: r["choices"][0]["logprobs"]["token_logprobs"].pop(),
+            "token_logprobs has length 2",
+        ),
+        (lambda r: r["choices"][0]["logprobs"]["top_logprobs"].pop(), "top_logprobs has length 2"),
+        (lambda r: r["choices"][0]["logprobs"].update(token_logprobs=["x"] * 3), "'x'"),
+    ],
+)
+def test_a_line_that_is_not_a_response_is_refused_by_its_number(change, said):
+    found = json.loads(line(two_steps()))
+    if said.startswith("'text'"):
+        found["choices"][0]["logprobs"] = None
+    change(found)
+    with pytest.raises(ViewError, match=re.escape(said)) as caught:
+        read(["", json.dumps(found)])
+    assert str(caught.value).startswith("line 2 ")
+
+
+@pytest.mark.parametrize("text", ["{", "3", "null", '"choices"'])
+def test_a_line_that_is_not_a_json_object_is_refused(text):
+    with pytest.raises(ViewError, match="line 1 is no"):
+        read([text])
+
+
+def test_an_empty_file_is_refused():
+    with pytest.raises(ViewError, match="there is no response in it"):
+        read(["\n", ""])
+
+
+BOTH = [response(two_steps()), response(snowman(), chat_completion)]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("wrapped", ["array", "list of the API"])
+def test_an_array_of_responses_is_read(indent, wrapped):
+    value = BOTH if wrapped == "array" else {"object": "list", "data": BOTH}
+    text = "\n" + json.dumps(value, indent=indent)
+    if wrapped != "array" and indent is None:
+        with pytest.raises(ViewError, match=r"line 2 is not a completion .*'choices' is missing"):
+            read_text(text)  # on one line it is a line
+        return
+    assert [len(one.tokens) for one in read_text(text)] == [3, 6]
+
+
+def test_one_response_over_several_lines_is_read():
+    (shown,) = read_text(json.dumps(BOTH[1], indent=1))
+    assert len(shown.tokens) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "element 1 of the array is not a completion"),
+        ("[", "line 1 is not JSON: Expecting value (column 2)"),
+        ("\n[\n1,\n]", "line 4 is not JSON"),
+        ("[]", "there is no response in it"),
+        ('{"id": 1}\n{', "line 1 is not a completion"),
+        ('{"id": "a", "cho', "line 1 is not JSON: Unterminated string"),
+    ],
+)
+def test_what_is_wrong_in_an_array_or_between_lines_is_named(text, said):
+    with pytest.raises(ViewError, match=re.escape(said)):
+        read_text(text)
+
+
+def test_a_cut_last_line_is_named():
+    with pytest.raises(ViewError, match="line 2 is not JSON"):
+        read_text(json.dumps(BOTH[0]) + "\n" + json.dumps(BOTH[0])[:-5])
+
+
+def batch_line(name, body=None, status=200, error=None):
+    answer = None if body is None else {"status_code": status, "request_id": "q", "body": body}
+    return json.dumps({"id": "batch_req_1", "custom_id": name, "response": answer, "error": error})
+
+
+def test_the_output_of_a_batch_is_read():
+    """https://platform.openai.com/docs/guides/batch has this form."""
+    refused = {"error": {"message": "no such model", "code": "x"}}
+    shown = read([
+        batch_line("one", BOTH[0]),
+        batch_line("two", error={"code": "batch_expired", "message": "too late"}),
+        batch_line("three", refused, status=404),
+        batch_line("four", {}, status=500),
+    ])  # fmt: skip
+    assert [(one.id, len(one.tokens), one.finish_reason) for one in shown] == [
+        ("one", 3, None),
+        ("two", 0, "error: too late"),
+        ("three", 0, "error: no such model"),
+        ("four", 0, "error: status 500"),
+    ]
+
+
+def test_the_input_of_a_batch_is_told_from_its_output():
+    asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    with pytest.raises(ViewError, match="it is a batch's input: the output that the batch gave"):
+        read([json.dumps(asked)])

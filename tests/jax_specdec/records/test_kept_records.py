@@ -1,0 +1,282 @@
+"""Kept sets from bytes to records: the layout twice, hostile values, cuts, hand-overs."""
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipc import wire
+from ipc.wire import KEPT_ALL, KEPT_MANY, Kind, SlotState
+from jax_specdec.kept_sets import KeptSets
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.decode import decode
+from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.errors import MessageError
+from jax_specdec.records.output_processor import (
+    ProcessorError,
+    ProcessorState,
+    Progress,
+    abort,
+    admit,
+    flush,
+    step,
+)
+from tests.jax_specdec.records.test_hostile_messages import allowed_memory, cost
+from tests.support.processor_messages import (
+    admitted,
+    draft,
+    drafts,
+    first_token,
+    request,
+    silent,
+    target,
+    tokens,
+)
+from tests.support.random_kept import as_lists
+
+pytestmark = pytest.mark.fast
+
+FIXED = wire.HEADER_WORDS + wire.SLOT_WORDS  # of a message with one slot
+
+
+def sets(*rows):
+    """Kept sets of rows: a list of ids, or a mark; row n has the mass -n / 8."""
+    ids = [row if isinstance(row, list) else [] for row in rows]
+    counts = [len(row) if isinstance(row, list) else row for row in rows]
+    return KeptSets.of(
+        np.array(counts, np.int32),
+        np.array([-n / 8 for n in range(len(rows))], np.float32),
+        np.array([token_id for row in ids for token_id in row], np.int32),
+    )
+
+
+def kept(*ids, rows, **fields):
+    """A slot with tokens and their kept sets."""
+    return replace(tokens(*ids, **fields), kept=sets(*rows))
+
+
+def by_hand(slots):
+    """The message of slots (tokens, drafts, rows or None), written with `struct` alone."""
+    head, ids, counts, masses, kept_ids = [], [], [], [], []
+    for token_ids, num_drafts, rows in slots:
+        head += [(rows is not None) << 15, len(token_ids), num_drafts, 1]
+        ids += token_ids
+        for n, row in enumerate(rows or []):
+            counts.append(len(row) if isinstance(row, list) else row)
+            masses.append(-n / 8)
+            kept_ids += row if isinstance(row, list) else []
+    body = struct.pack(f"<{len(head)}I{len(ids) + len(counts)}i", *head, *ids, *counts)
+    body += struct.pack(f"<{len(masses)}f{len(kept_ids)}i", *masses, *kept_ids)
+    header = [0x4C53 << 16 | 2, 3, 1, len(slots), 8 + len(body) // 4, 0, 0, 0]
+    return struct.pack("<8I", *header) + body
+
+
+a_set = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5, unique=True).map(sorted)
+a_row = a_set | st.sampled_from([KEPT_ALL, KEPT_MANY])
+
+
+@st.composite
+def a_slot(draw):
+    token_ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))
+    n = len(token_ids)
+    rows = draw(st.none() | st.lists(a_row, min_size=n, max_size=n))
+    return token_ids, n - 1 + draw(st.integers(0, 2)), rows
+
+
+@given(st.lists(a_slot(), max_size=5))
+def test_the_layout_is_that_of_an_independent_encoder(slots):
+    contents = [
+        SlotContents(
+            generation=1, num_drafts=d, token_ids=ids, kept=None if rows is None else sets(*rows)
+        )
+        for ids, d, rows in slots
+    ]
+    data = encode(Kind.TARGET, 0, contents)
+    assert data == by_hand(slots)
+    message = decode(data)
+    for index, (ids, _, rows) in enumerate(slots):
+        view = message.slot(index)
+        assert view.token_ids.tolist() == ids
+        assert as_lists(view.kept) == (None if rows is None else as_lists(sets(*rows)))
+        if rows is not None:
+            sizes = [len(row) if isinstance(row, list) else 0 for row in rows]
+            assert view.kept.offsets.tolist() == [0, *np.cumsum(sizes).tolist()]
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_mutated_kept_words_are_refused_or_mean_what_they_say(data):
+    rows = data.draw(st.lists(a_row, min_size=1, max_size=4))
+    words = np.frombuffer(by_hand([([5] * len(rows), 3, rows)]), np.uint32).copy()
+    at = data.draw(st.integers(FIXED + len(rows), words.size - 1))
+    words[at] = data.draw(st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1]) | st.integers(0, 9))
+    try:
+        found = decode(words.tobytes()).slot(0).kept
+    except MessageError:
+        return
+    assert ((found.counts >= 1) | (found.counts == KEPT_ALL) | (found.counts == KEPT_MANY)).all()
+    assert int(found.offsets[-1]) == len(found.token_ids)
+    for n in range(len(found)):
+        assert (np.diff(found.ids(n)) > 0).all()
+        assert (found.ids(n) >= 0).all()
+
+
+def test_only_what_was_asked_for_travels():
+    plain = len(encode(Kind.TARGET, 0, [tokens(5, 6)]))
+    for rows, words in (([[5], [6]], 6), ([[1, 5, 9], KEPT_ALL], 7), ([KEPT_MANY, KEPT_ALL], 4)):
+        assert len(encode(Kind.TARGET, 0, [kept(5, 6, rows=rows)])) == plain + 4 * words
+    bound = wire.words_bound([2], [0], [0], [3])
+    assert 4 * bound == len(encode(Kind.TARGET, 0, [kept(5, 6, rows=[[1, 2, 3], [4, 5, 6]])]))
+    with pytest.raises(wire.WireError, match=r"2 tokens .* have 2 kept sets; there are 1"):
+        encode(Kind.TARGET, 0, [kept(5, 6, rows=[[5]])])
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "complaint"),
+    [
+        (0, 0, "kept row 0: a count of 0 cannot be"),
+        (1, 2**32 - 3, "kept row 1: a count of -3 cannot be"),
+        (0, 1025, "kept row 0: a count of 1025 cannot be .1 to 1024, -1 .* -2 "),
+        (0, 2**31 - 1, "kept row 0: a count of 2147483647 cannot be"),
+        (0, 1024, "the kept counts make 1043 words; the message has 22"),
+        (0, 2**32 - 1, "the kept counts make 19 words; the message has 22"),
+        (4, 2**32 - 1, "kept row 0: token id -1 cannot be"),
+        (5, 3, "kept row 0: token id 3 after 4 cannot be: ids ascend"),
+        (5, 4, "kept row 0: token id 4 after 4 cannot be"),
+        (6, 2, "kept row 0: token id 2 after 5 cannot be"),
+        (7, 2**31, "kept row 1: token id -2147483648 cannot be"),
+    ],
+)
+def test_a_wrong_value_is_named(word, value, complaint):
+    """After two tokens: counts 3 and 1, two masses, the ids 4, 5, 9 and 0."""
+    data = encode(Kind.TARGET, 0, [kept(5, 6, rows=[[4, 5, 9], [0]])])
+    words = np.frombuffer(data, np.uint32).copy()
+    decode(words)
+    words[FIXED + 2 + word] = value
+    with pytest.raises(MessageError, match=complaint):
+        decode(words)
+
+
+def test_counts_without_room_are_refused_before_anything_is_read():
+    data = np.frombuffer(encode(Kind.TARGET, 0, [tokens(*[5] * 65)]), np.uint32).copy()
+    data[wire.HEADER_WORDS] |= 1 << 15
+    with pytest.raises(MessageError, match="65 kept rows make 207 words; the message has 77"):
+        decode(data)
+
+
+@pytest.mark.parametrize("kind", [Kind.DRAFT, Kind.PROMPT])
+def test_only_a_target_message_has_kept_sets(kind):
+    slot = SlotContents(generation=1, state=SlotState.NOTHING)
+    data = np.frombuffer(encode(kind, 0, [slot]), np.uint32).copy()
+    decode(data)
+    data[wire.HEADER_WORDS] |= 1 << 15
+    with pytest.raises(MessageError, match="kept = 1 cannot be"):
+        decode(data)
+
+
+@pytest.mark.parametrize("ids", [[], [1024] * 65, [KEPT_MANY] * 65], ids=["none", "all", "marks"])
+def test_no_kept_sets_cost_more_than_their_bytes_allow(ids):
+    rows = [list(range(count)) if count > 0 else count for count in ids] or [KEPT_ALL] * 65
+    data = encode(Kind.TARGET, 0, [kept(*[5] * 65, rows=rows)] * 8)
+    state = ProcessorState.empty(8)
+    for slot in range(8):
+        asked = request(f"r{slot}", max_tokens=100_000, kept_token_ids=True)
+        state = admit(state, slot, 1, asked)
+    memory, lines, error = cost(data, state)
+    assert error is None
+    assert memory <= allowed_memory(data, state)
+    assert lines < 2_000
+    # So does a message that is refused at its last id.
+    words = np.frombuffer(data, np.uint32).copy()
+    words[-1] = 2**31
+    memory, lines, error = cost(words.tobytes(), state)
+    assert memory <= allowed_memory(data, state)
+
+
+def test_a_record_has_the_sets_of_its_tokens():
+    state = admitted(kept_token_ids=True)
+    _, (record,) = step(state, target(0, kept(5, 6, rows=[[3, 5], KEPT_ALL])))
+    assert as_lists(record.kept) == [[2, 0.0, [3, 5]], [KEPT_ALL, -0.125, []]]
+    assert record.logprobs is None
+    _, (plain,) = step(admitted(), target(0, tokens(5)))
+    assert plain.kept is None
+
+
+def test_tokens_behind_a_stop_are_cut_with_their_sets():
+    rows = [[1, 5], KEPT_MANY, [2, 7, 9], [8]]
+    for params, count in (
+        ({"stop_token_ids": (7,)}, 3),
+        ({"stop_sequences": ((5, 6),)}, 2),
+        ({"max_tokens": 1}, 1),
+    ):
+        state = admitted(kept_token_ids=True, **params)
+        _, (record,) = step(state, target(0, kept(5, 6, 7, 8, rows=rows)))
+        assert record.finish_reason is not None
+        assert as_lists(record.kept) == as_lists(sets(*rows))[:count]
+
+
+def test_requests_with_and_without_share_a_message():
+    state = admit(ProcessorState.empty(3), 0, 1, request("a", kept_token_ids=True))
+    state = admit(state, 1, 1, request("b", logprobs=1))
+    state = admit(state, 2, 1, request("c", kept_token_ids=True, logprobs=0))
+    slots = (
+        kept(5, 6, rows=[[5], [6, 7]]),
+        tokens(3, columns=2),
+        kept(9, rows=[[0, 9]], columns=1),
+    )
+    _, records = step(state, target(0, *slots))
+    assert [as_lists(record.kept) for record in records] == [
+        [[1, 0.0, [5]], [2, -0.125, [6, 7]]], None, [[2, 0.0, [0, 9]]],
+    ]  # fmt: skip
+    assert records[2].logprobs.shape == (1, 1)
+
+
+def test_sets_that_were_not_asked_for_are_refused_and_missing_ones_too():
+    with pytest.raises(ProcessorError, match=r"asked for kept sets; .* has none"):
+        step(admitted(kept_token_ids=True), target(0, tokens(5)))
+    with pytest.raises(ProcessorError, match=r"asked for no kept sets; .* has some"):
+        step(admitted(), target(0, kept(5, rows=[[5]])))
+
+
+def test_drafts_have_no_sets_and_join_a_record_that_has():
+    state = admitted(kept_token_ids=True, draft_logprobs=True)
+    state, records = step(state, target(0, kept(5, 6, rows=[[5], [6]]), draft_follows=True))
+    assert not records
+    _, (record,) = step(state, draft(0, drafts(5, 7)))
+    assert as_lists(record.kept) == as_lists(sets([5], [6]))
+    assert record.draft.token_ids.tolist() == [5, 7]
+
+
+def test_records_without_tokens_have_no_sets():
+    state = admitted(kept_token_ids=True)
+    _, (record,) = abort(state, "r")
+    assert len(record.kept) == 0
+    for said in (SlotState.PREEMPTED, SlotState.RECOVERY_STOP):
+        _, (record,) = step(state, target(0, silent(said)))
+        assert len(record.kept) == 0
+
+
+def test_an_abort_while_the_record_waits_keeps_its_sets():
+    state = admitted(kept_token_ids=True, draft_logprobs=True)
+    state, _ = step(state, target(0, kept(5, rows=[[4, 5]]), draft_follows=True))
+    _, (record,) = flush(state, FinishReason.WORKER_LOST)
+    assert record.finish_reason is FinishReason.WORKER_LOST
+    assert as_lists(record.kept) == [[2, 0.0, [4, 5]]]
+
+
+def test_a_first_token_has_one_set_and_the_drafts_behind_it_none():
+    slot = replace(first_token(5, 8, 9), kept=sets([2, 5]))
+    for prefill in (True, False):
+        _, (record,) = step(admitted(kept_token_ids=True, prefill=prefill), target(0, slot))
+        assert as_lists(record.kept) == [[2, 0.0, [2, 5]]]
+        assert record.handover_draft_ids.tolist() == [8, 9]
+
+
+def test_a_request_that_goes_on_elsewhere_goes_on_with_sets():
+    progress = Progress(token_ids=(4,))
+    state = admitted(kept_token_ids=True, handed_over=progress, generation=3)
+    _, (record,) = step(state, target(0, kept(5, rows=[[5]], generation=3)))
+    assert as_lists(record.kept) == [[1, 0.0, [5]]]

@@ -1,0 +1,92 @@
+"""Records as a notebook shows them: what they hold stays text, and colors follow logprobs."""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from jax_specdec.export import TokenTable, colored
+from jax_specdec.records import notebook
+from jax_specdec.records.output_processor import ProcessorState, admit, step
+from tests.support.processor_messages import request, target, tokens
+
+pytestmark = pytest.mark.fast
+
+HOSTILE = '</span><script>alert(1)</script>"'
+
+
+def records_of(*messages, id="r", **params):
+    state = admit(ProcessorState.empty(1), 0, 1, request(id=id, **params))
+    for message in messages:
+        state, records = step(state, message)
+    return records
+
+
+class Spans(HTMLParser):
+    """The names of all elements, and each span's style, hint and text."""
+
+    def __init__(self, fragment):
+        super().__init__()
+        self.names, self.spans, self._inside = [], [], False
+        self.feed(fragment)
+
+    def handle_starttag(self, tag, attributes):
+        self.names.append(tag)
+        self._inside = tag == "span"
+        if self._inside:
+            self.spans.append([dict(attributes).get(name) for name in ("style", "title")] + [""])
+
+    def handle_data(self, data):
+        if self._inside:
+            self.spans[-1][2] += data
+
+    def handle_endtag(self, tag):
+        self._inside = False
+
+
+def three(**params):
+    """An accepted draft that was likely, another that was not, and an invalid row."""
+    slot = tokens(3, 4, 5, columns=2, logprobs=[[-0.01, -0.01], [-7.0, -0.5], [math.nan] * 2],
+                  ranks=[1, 9, 0])  # fmt: skip
+    slot.topk_ids[:] = [[3], [7], [-1]]
+    return records_of(target(0, slot), logprobs=1, **params)
+
+
+def test_tokens_are_colored_by_logprob_and_drafts_underlined():
+    records = three()
+    likely, unlikely, invalid = Spans(records._repr_html_()).spans
+    assert [span[2] for span in (likely, unlikely, invalid)] == ["3", "4", "5"]
+    shade = r"rgba\(234,88,12,([\d.]+)\)"
+    assert float(re.search(shade, likely[0])[1]) == 0.0
+    assert float(re.search(shade, unlikely[0])[1]) == 0.9
+    assert not re.search(shade, invalid[0])
+    assert ["border-bottom" in span[0] for span in (likely, unlikely, invalid)] == [
+        True, True, False,
+    ]  # fmt: skip
+    assert unlikely[1] == "id 4\naccepted draft\nlogprob -7, rank 9\n'7': -0.5"
+    assert invalid[1] == "id 5\ninvalid row"
+    assert records[0]._repr_html_() == records._repr_html_()
+
+
+def test_without_logprobs_there_are_no_colors():
+    (span,) = Spans(records_of(target(0, tokens(3)))._repr_html_()).spans
+    assert span == ["", "id 3", "3"]
+    assert "no tokens" in records_of(target(0, tokens(3))).__class__()._repr_html_()
+
+
+def test_texts_and_ids_are_escaped():
+    table = TokenTable([b"a"] * 3 + [HOSTILE.encode(), b" b\n", b"\xe2"] + [b"c"] * 3)
+    shown = colored(three(id=HOSTILE), table)._repr_html_()
+    found = Spans(shown)
+    assert {*found.names} == {"div", "b", "span"}
+    assert [span[2] for span in found.spans] == [HOSTILE, " b\n", r"\xe2"]
+    # The check can fail.
+    assert "script" in Spans(shown.replace("&lt;", "<").replace("&gt;", ">")).names
+
+
+def test_many_tokens_are_counted(monkeypatch):
+    monkeypatch.setattr(notebook, "MOST_TOKENS", 2)
+    shown = three()._repr_html_()
+    assert len(Spans(shown).spans) == 2
+    assert "and 1 token more" in shown

@@ -1,0 +1,50 @@
+"""Masks and biases of every kind, and the logits that they make."""
+
+import numpy as np
+
+from pallas_kernels import oracle
+
+ALL = {"log_sum_exp": True, "entropy": True, "top_logits": True}
+
+
+def bits_of(ids, vocabulary):
+    """Bit mask words [ceil(V / 32)] uint32 that allow these ids."""
+    words = np.zeros(-(-vocabulary // 32), np.uint32)
+    for i in ids:
+        words[i // 32] |= np.uint32(1 << i % 32)
+    return words
+
+
+def changes_of(rng, rows, vocabulary, names=("allowed", "bias")):
+    """Arguments of a call: masks of all, most, few and no tokens; biases, some of one token."""
+    found = {}
+    if "allowed" in names:
+        shares = rng.choice([1.0, 0.9, 0.1, 0.0], rows, p=[0.3, 0.3, 0.3, 0.1])
+        chosen = rng.random((rows, vocabulary)) < shares[:, None]
+        found["allowed"] = np.stack([bits_of(np.flatnonzero(row), vocabulary) for row in chosen])
+    if "bias" in names:
+        count = 6
+        ids = rng.integers(-1, vocabulary + 1, (rows, count)).astype(np.int32)
+        ids[:, 1] = ids[:, 0]  # a token twice; their sums are exact
+        found["bias_token_ids"] = ids
+        numbers = np.array([-100, -0.5, 0, 0.25, 5, 1e3, -np.inf], np.float32)
+        found["bias"] = rng.choice(numbers, (rows, count))
+        if rng.random() < 0.2:
+            found["bias"][rng.integers(rows), 2] = rng.choice([np.nan, np.inf])
+    return found
+
+
+def in_float64(x, arrays):
+    """The changed rows [R, V] of a call without row ids."""
+    return np.stack(
+        [
+            oracle.changed(
+                row,
+                arrays["allowed"][r] if "allowed" in arrays else None,
+                zip(arrays["bias_token_ids"][r], arrays["bias"][r], strict=True)
+                if "bias" in arrays
+                else (),
+            )
+            for r, row in enumerate(x)
+        ]
+    )
