@@ -22,7 +22,8 @@ from pallas_kernels.finish import usable_temperatures, wanted_rows
 from pallas_kernels.linear.definition import Definition, head_rows, loaded, stored
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows
 from pallas_kernels.linear.plan import backward_part, backward_piece
-from pallas_kernels.linear.types import Call, Inputs, LinearTopkLogprobs
+from pallas_kernels.linear.types import Call, Inputs
+from pallas_kernels.types import TopkLogprobs
 
 
 class Changes(NamedTuple):
@@ -46,14 +47,14 @@ class Gradients(NamedTuple):
     logits: jax.Array  # [R], the sum of d logit * logit: the temperature's
 
 
-def changes_of(
-    call: Call, inputs: Inputs, out: LinearTopkLogprobs, given: LinearTopkLogprobs
-) -> Changes:
+def changes_of(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprobs) -> Changes:
     """What `given`, the loss's derivatives by the results `out`, says of each row."""
     ids = jnp.concatenate([out.token_ids, inputs.extra_token_ids], axis=1)
     logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)
     by_logprob = jnp.concatenate([given.logprobs, given.extra_logprobs], axis=1)
     by_logprob = jnp.where(jnp.isnan(logprobs) | (ids < 0), 0, by_logprob)
+    assert out.log_sum_exp is not None
+    assert given.log_sum_exp is not None
     valid = ~jnp.isnan(out.log_sum_exp)
     if inputs.temperatures is not None:
         valid &= ~jnp.isnan(usable_temperatures(inputs.temperatures))
@@ -184,9 +185,7 @@ def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     return found
 
 
-def cotangents(
-    call: Call, inputs: Inputs, out: LinearTopkLogprobs, given: LinearTopkLogprobs
-) -> Inputs:
+def cotangents(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprobs) -> Inputs:
     """The loss's derivatives by the inputs; None for those that have none."""
     changes = changes_of(call, inputs, out, given)
     sums = gradients(call, inputs, changes)

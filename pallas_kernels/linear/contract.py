@@ -10,16 +10,13 @@ import numpy as np
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.linear import differentiable, forward, kept, placement
+from pallas_kernels.finish import skipped_rows
+from pallas_kernels.linear import differentiable, kept, placement
 from pallas_kernels.linear.definition import Definition
-from pallas_kernels.linear.types import (
-    Call,
-    Inputs,
-    LinearKeptLogprobs,
-    LinearTopkLogprobs,
-)
+from pallas_kernels.linear.types import Call, Inputs, LinearKeptLogprobs
 from pallas_kernels.sharding.vocab_shard import AxisName
-from pallas_kernels.types import AnyArray
+from pallas_kernels.types import AnyArray, TopkLogprobs
+from pallas_kernels.wanted import Wanted
 
 MAX_KEPT = 4096
 MAX_NAMED = 512
@@ -39,13 +36,14 @@ def linear_topk_logprobs(
     scale: float = 1.0,
     soft_cap: float | None = None,
     logits_dtype: str = "float32",
+    log_sum_exp: bool = False,
     entropy: bool = False,
     implementation: str | None = None,
     axis_name: AxisName | None = None,
     row_axis_name: AxisName | None = None,
     vocab_size: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
-) -> LinearTopkLogprobs:
+) -> TopkLogprobs:
     """`topk_logprobs` of logits that are never all there: from hidden states and the head.
 
     The logits are defined by one sentence:
@@ -85,7 +83,7 @@ def linear_topk_logprobs(
       scale: a Python number that the product is multiplied with.
       soft_cap: a positive Python number, cap * tanh(x / cap); None: there is none.
       logits_dtype: "bfloat16", "float16" or "float32".
-      entropy: whether the entropy of each row is wanted.
+      log_sum_exp, entropy: whether these results are wanted, see `TopkLogprobs`.
       implementation: "xla" or None.
       axis_name: the mesh axis over which the head is split.
       row_axis_name: outside `shard_map`, the mesh axis of `mesh` over which hidden is split.
@@ -93,7 +91,7 @@ def linear_topk_logprobs(
       mesh: outside `shard_map`, the mesh of the named axes.
 
     Returns:
-      `LinearTopkLogprobs`; see its docstring.
+      `TopkLogprobs` without top logits; see its docstring.
 
     Raises:
       TypeError, ValueError: a shape, a dtype or a number is not as above.
@@ -122,20 +120,21 @@ def linear_topk_logprobs(
     definition = _definition(scale, soft_cap, logits_dtype)
     call = Call(definition, k, bool(entropy), place.shard)
     if num_targets == 0 or hidden.shape[0] == 0:
-        return forward.skipped(call, num_targets, extra_token_ids.shape[1])
+        wanted = Wanted(k, log_sum_exp, entropy)
+        return skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
     arguments = (
         hidden, head, _check_bias(bias, head.shape[0]), token_ids, row_ids, num_rows,
         temperatures, extra_token_ids,
     )  # fmt: skip
-    found: LinearTopkLogprobs = placement.run(place, _topk_of(call), arguments)
-    return found
+    found: TopkLogprobs = placement.run(place, _topk_of(call), arguments)
+    return found if log_sum_exp else found._replace(log_sum_exp=None)
 
 
 @functools.cache
 def _topk_of(call: Call) -> Any:
     """One device's part of the call, always the same object."""
 
-    def topk(*arrays: Any) -> LinearTopkLogprobs:
+    def topk(*arrays: Any) -> TopkLogprobs:
         return differentiable.linear_topk_logprobs(call, Inputs(*arrays))
 
     return jax.jit(topk)

@@ -10,21 +10,22 @@ from typing import Any
 import jax
 
 from pallas_kernels.linear import backward, forward
-from pallas_kernels.linear.types import Call, Inputs, LinearTopkLogprobs
+from pallas_kernels.linear.types import Call, Inputs
+from pallas_kernels.types import TopkLogprobs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear_topk_logprobs(call: Call, inputs: Inputs) -> LinearTopkLogprobs:
+def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
     """`forward.topk_logprobs`, differentiable in reverse mode."""
     return forward.topk_logprobs(call, inputs)
 
 
-def _forward(call: Call, inputs: Inputs) -> tuple[LinearTopkLogprobs, Any]:
+def _forward(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, Any]:
     out = linear_topk_logprobs(call, inputs)
     return out, (inputs, out)
 
 
-def _backward(call: Call, kept: Any, given: LinearTopkLogprobs) -> tuple[Inputs]:
+def _backward(call: Call, kept: Any, given: TopkLogprobs) -> tuple[Inputs]:
     inputs, out = kept
     return (backward.cotangents(call, inputs, out, given),)
 

@@ -16,10 +16,11 @@ from pallas_kernels.blocks import barrier, map_blocks, tied, vary_like
 from pallas_kernels.finish import usable_temperatures, wanted_rows
 from pallas_kernels.linear import columns, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
-from pallas_kernels.linear.types import Call, Inputs, LinearTopkLogprobs, RowSums
+from pallas_kernels.linear.types import Call, Inputs, RowSums
 from pallas_kernels.logarithm import logarithm
 from pallas_kernels.selection import top_k
 from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels.types import TopkLogprobs
 
 
 class Found(NamedTuple):
@@ -52,7 +53,7 @@ def num_columns(shard: VocabShard, width: int) -> jax.Array:
     return count
 
 
-def topk_logprobs(call: Call, inputs: Inputs) -> LinearTopkLogprobs:
+def topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
     """The call, on one device's part of hidden and head."""
     found = _found(call, inputs)
     return _finish(call, inputs, found)
@@ -233,7 +234,7 @@ def _across(call: Call, sums: RowSums, width: int, inverse: jax.Array | None) ->
     return total._replace(top_ids=ids, top_logits=values)
 
 
-def _finish(call: Call, inputs: Inputs, found: Found) -> LinearTopkLogprobs:
+def _finish(call: Call, inputs: Inputs, found: Found) -> TopkLogprobs:
     """From sums to answers: those of rows and tokens without one are as `topk_logprobs` says."""
     sums = found.sums
     wanted = wanted_rows(
@@ -261,7 +262,7 @@ def _finish(call: Call, inputs: Inputs, found: Found) -> LinearTopkLogprobs:
     given = jnp.where(wanted, inputs.token_ids, jnp.int32(-1))
     known = valid & ~jnp.isnan(found.named[:, 0])
     k = call.k
-    return LinearTopkLogprobs(
+    return TopkLogprobs(
         token_ids=jnp.concatenate(
             [given[:, None], jnp.where(there, sums.top_ids, jnp.int32(-1))], axis=1
         ),
@@ -270,20 +271,4 @@ def _finish(call: Call, inputs: Inputs, found: Found) -> LinearTopkLogprobs:
         extra_logprobs=logprobs[:, k + 1 :],
         log_sum_exp=answers(largest + log_sum),
         entropy=entropy,
-    )
-
-
-def skipped(call: Call, num_targets: int, num_extra: int) -> LinearTopkLogprobs:
-    """The outputs of rows that were not worked on."""
-
-    def nan(*shape: int) -> jax.Array:
-        return jnp.full((num_targets, *shape), jnp.nan, jnp.float32)
-
-    return LinearTopkLogprobs(
-        token_ids=jnp.full((num_targets, call.k + 1), -1, jnp.int32),
-        logprobs=nan(call.k + 1),
-        token_ranks=jnp.zeros(num_targets, jnp.int32),
-        extra_logprobs=nan(num_extra),
-        log_sum_exp=nan(),
-        entropy=nan() if call.entropy else None,
     )

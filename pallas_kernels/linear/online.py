@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import xla
 from pallas_kernels.linear.types import RowSums
+from pallas_kernels.wanted import Wanted
 
 
 def nothing(rows: int, k: int, entropy: bool) -> RowSums:
@@ -33,21 +34,15 @@ def read(
       entropy: whether `weighted` is wanted.
     """
     t = None if inverse is None else 1 / inverse
-    found = xla.row_parts(x, selected, k, None, None, t)
-    maximum = jnp.where(jnp.isnan(found.maximum), -jnp.inf, found.maximum)
-    weighted = weighted_sum(x, maximum, inverse) if entropy else None
+    found = xla.row_parts(x, selected, Wanted(k, entropy=entropy), None, None, t)
     return RowSums(
-        maximum, found.sum_exp, weighted, found.num_larger, found.top_ids, found.top_logits
+        jnp.where(jnp.isnan(found.maximum), -jnp.inf, found.maximum),
+        found.sum_exp,
+        found.weighted,
+        found.num_larger,
+        found.top_ids,
+        found.top_logits,
     )
-
-
-def weighted_sum(x: jax.Array, maximum: jax.Array, inverse: jax.Array | None) -> jax.Array:
-    """The sum of s exp(s), s = (x - maximum) / T: [B] float32, 0 or less. 0 exp(-inf) is 0."""
-    reference = jnp.where(jnp.isfinite(maximum), maximum, 0)
-    s = x.astype(jnp.float32) - reference[:, None]
-    if inverse is not None:
-        s = s * inverse[:, None]
-    return jnp.sum(jnp.where(s > -jnp.inf, s * jnp.exp(s), 0), axis=1)
 
 
 def rescaled(parts: RowSums, maximum: jax.Array, inverse: jax.Array | None) -> RowSums:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import row_statistics
+from pallas_kernels import row_entropy, row_statistics
 from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.linear import candidates, online
 from pallas_kernels.linear.columns import filled, logits
@@ -204,13 +204,15 @@ def _sums_on_cpu(x: jax.Array, rows: Rows, entropy: bool) -> tuple[RowSums, jax.
     maximum = jnp.where(jnp.isnan(largest), -jnp.inf, largest)
     t = None if rows.inverse is None else 1 / rows.inverse
     reference = jnp.where(largest == -jnp.inf, 0, largest)
-    sum_exp, num_larger = row_statistics.sums_on_cpu(
-        x, Given(reference, rows.given.astype(x.dtype), t)
-    )
-    none = online.nothing(x.shape[0], 0, False)
-    weighted = online.weighted_sum(x, maximum, rows.inverse) if entropy else None
+    given = Given(reference, rows.given.astype(x.dtype), t)
+    sum_exp, num_larger = row_statistics.sums_on_cpu(x, given)
     return (
-        none._replace(maximum=maximum, sum_exp=sum_exp, num_larger=num_larger, weighted=weighted),
+        online.nothing(x.shape[0], 0, False)._replace(
+            maximum=maximum,
+            sum_exp=sum_exp,
+            num_larger=num_larger,
+            weighted=row_entropy.weighted_sum_on_cpu(x, given) if entropy else None,
+        ),
         maxima,
     )
 

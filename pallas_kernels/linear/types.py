@@ -1,37 +1,16 @@
 """What the linear calls take, behind the door, and return.
 
-Shapes: N rows of hidden states of size H, a head of V rows, R target rows, K1 = K + 1, C ids a row.
+Shapes: N rows of hidden states of size H, a head of V rows, R target rows, C ids a row.
 """
 
 from typing import NamedTuple
 
 import jax
 from jax.export import register_namedtuple_serialization
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32
 
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.sharding.vocab_shard import VocabShard
-
-
-class LinearTopkLogprobs(NamedTuple):
-    """Logprobs of R target rows from hidden states, with K top columns and C extra ids.
-
-    token_ids: column 0 is the given token; columns 1 to K are the largest logits in descending
-        order, equal logits by id, lowest first; -1 where there is no such token.
-    logprobs: natural logarithms, of the tokens in `token_ids`.
-    token_ranks: 1 + the number of tokens with a strictly larger logit than the given token's; 0
-        where there is no answer.
-    extra_logprobs: of `extra_token_ids`; C = 0 where none were named.
-    log_sum_exp: log(sum(exp(x / T))), with T = 1 without temperatures; NaN without an answer.
-    entropy: -sum(p log p) of p = softmax(x / T), in nats; None where it was not asked for.
-    """
-
-    token_ids: Int32[Array, "R K1"]
-    logprobs: Float32[Array, "R K1"]
-    token_ranks: Int32[Array, " R"]
-    extra_logprobs: Float32[Array, "R C"]
-    log_sum_exp: Float32[Array, " R"]
-    entropy: Float32[Array, " R"] | None
 
 
 class LinearKeptLogprobs(NamedTuple):
@@ -45,8 +24,9 @@ class LinearKeptLogprobs(NamedTuple):
     kept_logprobs: Float32[Array, "R C"]
 
 
-for _type in (LinearTopkLogprobs, LinearKeptLogprobs):
-    register_namedtuple_serialization(_type, serialized_name=f"pallas_kernels.{_type.__name__}")
+register_namedtuple_serialization(
+    LinearKeptLogprobs, serialized_name="pallas_kernels.LinearKeptLogprobs"
+)
 
 
 class Call(NamedTuple):

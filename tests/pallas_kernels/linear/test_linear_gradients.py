@@ -11,7 +11,7 @@ from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear import backward
 from pallas_kernels.linear import plan as plans
 from pallas_kernels.linear.definition import Definition
-from pallas_kernels.linear.types import LinearTopkLogprobs
+from pallas_kernels.types import TopkLogprobs
 from tests.support import linear_cases, quick_compile
 
 N, V, R, K = 12, 300, 15, 3
@@ -64,7 +64,7 @@ def plain(hidden, head, bias, temperatures, top_ids, dtype):
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=1)
     named = jnp.concatenate([IDS[:, None], top_ids], axis=1)
     rest = [jnp.where(valid, x, jnp.nan) for x in (log_sum, entropy)]
-    return loss_of(LinearTopkLogprobs(named, at(named), IDS, at(EXTRA), *rest))
+    return loss_of(TopkLogprobs(named, at(named), IDS, at(EXTRA), *rest))
 
 
 def ours(plan, arrays):

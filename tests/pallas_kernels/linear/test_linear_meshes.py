@@ -47,7 +47,9 @@ def placed(kind, split):
 
 
 def call(arrays, **options):
-    return linear_topk_logprobs(**arrays, k=K, entropy=True, num_rows=N - 1, **options)
+    return linear_topk_logprobs(
+        **arrays, k=K, log_sum_exp=True, entropy=True, num_rows=N - 1, **options
+    )
 
 
 def loss(arrays, **options):
