@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pallas_kernels.linear.candidates import room
 
 SHARE = 0.05  # of the float32 logits: all temporaries
+ENOUGH_BYTES = 96 << 20  # of temporaries: with more, nothing is faster
 MANY_ROWS = 1024  # from here on, the share is kept to whatever the logits' size
 FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one block
 LARGE_K = 32  # from here on, merging each part's candidates costs more than a product of few rows
@@ -59,7 +60,8 @@ def columns_at_a_time(
     rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
 ) -> Plan:
     """The third way."""
-    share = 0.98 * SHARE * 4 * rows * width - rows * (8 * (k + room(k, width)) + 64)
+    state = rows * (8 * (k + room(k, width)) + 64)
+    share = min(0.98 * SHARE * 4 * rows * width - state, ENOUGH_BYTES)
     a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
     piece = max(NARROWEST, min(WIDEST, width, int(share / 5 / a_column)))
     piece = min(piece // NARROWEST * NARROWEST, width)
@@ -86,13 +88,14 @@ def backward_piece(rows: int, width: int, hidden: int, itemsize: int) -> int:
         return width
     # The head's copy, its gradient, and the logits in a few stages.
     a_column = hidden * (itemsize + 4) + 14 * rows
-    left = 0.9 * SHARE * logits - 4 * hidden * backward_part(rows, width, hidden)
+    share = min(0.9 * SHARE * logits, ENOUGH_BYTES)
+    left = share - 4 * hidden * backward_part(rows, width, hidden)
     piece = max(LEAST_PIECE, min(WIDEST, int(left / a_column)))
     return min(piece // LEAST_PIECE * LEAST_PIECE, width)
 
 
 def backward_part(rows: int, width: int, hidden: int) -> int:
     """How many rows of hidden's gradient are computed at a time, beside their sum."""
-    few = max(LEAST_PIECE, int(0.2 * SHARE * rows * width / hidden))
+    few = max(LEAST_PIECE, int(0.2 * min(SHARE * rows * width, ENOUGH_BYTES) / hidden))
     parts = -(-rows // few)
     return -(-rows // parts)
