@@ -60,8 +60,8 @@ def columns_at_a_time(
     rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
 ) -> Plan:
     """The third way."""
-    state = rows * (8 * (k + room(k, width)) + 64)
-    share = min(0.98 * SHARE * 4 * rows * width - state, ENOUGH_BYTES)
+    state = rows * (8 * (k + room(k, width)) + 24 * k + 64)  # and what merging takes
+    share = min(0.88 * SHARE * 4 * rows * width - state, ENOUGH_BYTES)
     a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
     piece = max(NARROWEST, min(WIDEST, width, int(share / 5 / a_column)))
     piece = min(piece // NARROWEST * NARROWEST, width)
