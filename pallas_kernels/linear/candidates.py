@@ -16,7 +16,7 @@ from pallas_kernels.ordered_keys import floats, key_of, ordered_keys, strictly_l
 from pallas_kernels.selection import NARROWEST_GROUP, slices, top_k
 
 SIZES = (8, 16, 64)  # numbers of candidates that a part's rows may append, at most
-LEAST_ROOM = 96
+LEAST_ROOM = 64
 
 
 class Running(NamedTuple):

@@ -30,9 +30,7 @@ class Definition(NamedTuple):
 
     def before_cap(self, hidden: jax.Array, head: jax.Array, bias: jax.Array | None) -> jax.Array:
         """scale * (hidden @ head.T) + bias: [N, W] float32."""
-        # The barrier keeps XLA from making another product of it where it is used in another way:
-        # equal columns must have equal bits wherever they are computed.
-        return self.moved(barrier(product(hidden, head)), None if bias is None else bias[None])
+        return self.moved(product(hidden, head), None if bias is None else bias[None])
 
     def moved(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
         """scale * products + bias, float32 of shapes that broadcast."""
