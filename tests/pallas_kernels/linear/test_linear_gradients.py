@@ -86,10 +86,12 @@ def in_pieces(monkeypatch):
 def expected():
     """The gradients in float64, of the case in float32."""
     arrays = case()
-    top_ids = np.asarray(ours(None, arrays)[1])
+    top_ids = np.asarray(quick_compile.jit(functools.partial(ours, None))(arrays)[1])
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in arrays.items()}
-        of = jax.grad(lambda arrays: plain(**arrays, top_ids=top_ids, dtype=jnp.float64))
+        of = quick_compile.jit(
+            jax.grad(lambda arrays: plain(**arrays, top_ids=top_ids, dtype=jnp.float64))
+        )
         return {name: np.asarray(x) for name, x in of(wide).items()}
 
 
@@ -185,8 +187,12 @@ def test_kept_logprobs_and_their_gradients(monkeypatch):
     found, out = quick_compile.jit(jax.grad(kept, has_aux=True))(case())
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in case().items()}
-        right = jax.grad(lambda arrays: kept_loss(*plain_kept(arrays, jnp.float64)))(wide)
-        values = plain_kept(wide, jnp.float64)
+
+        def of_plain(arrays):
+            values = plain_kept(arrays, jnp.float64)
+            return kept_loss(*values), values
+
+        right, values = quick_compile.jit(jax.grad(of_plain, has_aux=True))(wide)
     for actual, value in zip(out, values, strict=True):
         np.testing.assert_allclose(actual, value, atol=1e-5)
     assert np.isneginf(out.logprobs[N - 3])
