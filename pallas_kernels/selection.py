@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.ordered_keys import canonical, floats, key_of, ordered_keys
 from pallas_kernels.pieces import in_pairs
@@ -68,9 +69,9 @@ def row_maximum(x: jax.Array) -> jax.Array:
     return jnp.max(x.astype(jnp.float32), axis=1)
 
 
-def largest(maxima: jax.Array) -> jax.Array:
-    """The largest key [B] of each row of `group_maxima` [B, G]."""
-    return jnp.max(maxima, axis=1)
+def largest(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The largest logit [B] float32 of each row, from `group_maxima` [B, G] of logits of dtype."""
+    return jnp.max(floats(maxima, dtype).astype(jnp.float32), axis=1)
 
 
 def select_top_k(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import blocks, row_entropy, row_statistics, selection
 from pallas_kernels.changes import Changes, apply, prepared
@@ -31,7 +32,7 @@ from pallas_kernels.finish import (
     usable_temperatures,
     wanted_rows,
 )
-from pallas_kernels.ordered_keys import canonical, floats, just_below
+from pallas_kernels.ordered_keys import canonical, just_below
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.row_statistics import Given
 from pallas_kernels.selection_on_cpu import (
@@ -52,7 +53,7 @@ class Way(NamedTuple):
     groups: bool  # whether the selection has two stages, see `selection`
     first_width: int | None  # of the groups of the first reduction; None: those of the selection
     row_maximum: Callable[[jax.Array], jax.Array]  # of rows of logits, where no group is needed
-    largest: Callable[[jax.Array], jax.Array]  # of rows of group maxima
+    largest: Callable[[jax.Array, DTypeLike], jax.Array]  # of rows of group maxima
     sums: Callable[[jax.Array, Given], tuple[jax.Array, jax.Array]]
     weighted_sum: Callable[[jax.Array, Given], jax.Array]  # for the entropy
     two_stages: selection.TwoStages
@@ -262,7 +263,7 @@ def _maxima(way: Way, x: jax.Array, width: int | None) -> tuple[jax.Array, jax.A
     first = way.first_width or width
     maxima = blocks.barrier(selection.group_maxima(x, first))  # else they are computed twice
     maxima = selection.wider(maxima, width // first)
-    return floats(way.largest(maxima), x.dtype).astype(jnp.float32), maxima
+    return way.largest(maxima, x.dtype), maxima
 
 
 def block_of_rows(

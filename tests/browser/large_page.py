@@ -209,6 +209,29 @@ def test_the_pixels_of_a_token_have_the_color_of_its_band(show, tmp_path, width,
     assert most_common(tokens.nth(1).screenshot()) == found[2]
 
 
+def test_a_browser_without_its_own_base64_reads_the_same(show, tmp_path):
+    file = written(tmp_path, long_text(20))
+    texts = "[...document.querySelectorAll('.t')].map(t => t.textContent)"
+    old = show(file, before="delete Uint8Array.fromBase64; window.old = !Uint8Array.fromBase64")
+    assert old.js("window.old")
+    assert old.js(texts) == show(file).js(texts)
+
+
+def test_thousands_of_responses_are_reached_from_each_other(show, tmp_path):
+    many = [
+        response(str(n), ["a", "b"], [-0.125, -6.0 if n == 2500 else -0.125]) for n in range(3000)
+    ]
+    page = show(written(tmp_path, *many))
+    assert page.js(DRAWN) < 1000
+    page.press("n")
+    assert page.js(FOCUSED) == 5001
+    page.page.wait_for_timeout(100)
+    assert page.js(f"({SEEN})(5001)")
+    page.page.wait_for_selector(".t[data-row='0']", state="detached")
+    page.wait(".t[data-row='5003']")
+    assert page.complaints == []
+
+
 def test_a_page_whose_data_is_damaged_says_so(show, tmp_path):
     file = written(tmp_path, json.loads(json.dumps(long_text(1))))
     clean = file.read_text(encoding="utf-8")

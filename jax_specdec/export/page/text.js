@@ -4,6 +4,7 @@
 const MARGIN = 1200; // pixels around the window that are drawn
 const LINE = 27.3, CHARACTER = 8.43; // pixels, of the text's font
 const CHUNK = 3000; // characters after which a chunk ends with a line, and at twice as many anyway
+const GROUP = 100; // cards
 const MOST_STEPS = 1000; // of a request's table
 const PRINTED = 200000; // tokens at most, if a page is printed whole
 
@@ -182,9 +183,17 @@ const clear = (box, height) => {
   box.replaceChildren();
 };
 
+// Only the cards of a group that is near are watched one by one: there may be 100,000 of them.
+const watch = (group) => group.cards.forEach((card) => near.observe(card));
+const leave = (group) => group.cards.forEach((card) => {
+  near.unobserve(card);
+  if (isDrawn(card)) clear(card, card.offsetHeight);
+});
+
 const near = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting, boundingClientRect } of entries) {
     if (!target.isConnected) near.unobserve(target);
+    else if (target.cards) (isIntersecting ? watch : leave)(target);
     else if (isIntersecting) draw(target);
     else clear(target, boundingClientRect.height);
   }
@@ -203,12 +212,17 @@ const makeCard = (r, width) => {
 
 const drawRequests = () => {
   const box = byId("requests"), columns = data.pairs && innerWidth > 800 ? 2 : 1;
-  const width = box.clientWidth / columns;
-  box.append(...(data.pairs
-    ? data.pairs.map((pair) => append(element("div", "pair"), ...pair.map((r) => makeCard(r, width))))
-    : data.order.map((r) => makeCard(r, width))));
+  const width = box.clientWidth / columns, places = data.pairs ?? data.order;
+  for (let begin = 0; begin < places.length; begin += GROUP) {
+    const group = element("div", "group"), part = places.slice(begin, begin + GROUP);
+    group.append(...(data.pairs
+      ? part.map((pair) => append(element("div", "pair"), ...pair.map((r) => makeCard(r, width))))
+      : part.map((r) => makeCard(r, width))));
+    group.cards = part.flat().filter((r) => r >= 0).map((r) => cards[r]);
+    box.append(group);
+    near.observe(group);
+  }
   cards.slice(0, 5).forEach(draw);
-  cards.forEach((card) => near.observe(card));
 };
 
 // The element of a row, if it is drawn; it is drawn where `now` is set.
