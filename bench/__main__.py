@@ -27,6 +27,7 @@ SUITES = {
 }
 MORE = {
     "kernel-grid": "on a CPU: the best of three other ways, for 100 shapes (minutes)",
+    "linear": "logprobs from hidden states and a head, against logits first (minutes)",
     "detokenize": "ids to strings and bytes, against the tokenizers library",
     "imports": "importing the engine's side, against importing numpy and jax",
 }

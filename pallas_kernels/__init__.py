@@ -8,6 +8,8 @@ from pallas_kernels.blocks import vary_like
 from pallas_kernels.contract import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.greedy_choice import greedy, greedy_token_ids
 from pallas_kernels.implementations import Implementation, gpu_obstacle
+from pallas_kernels.linear.contract import linear_kept_logprobs, linear_topk_logprobs
+from pallas_kernels.linear.types import LinearKeptLogprobs
 from pallas_kernels.padded_tables import LogprobsTensors, logprobs_tensors, padded_token_ids
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
 from pallas_kernels.types import Greedy, TopkLogprobs
@@ -23,6 +25,10 @@ __all__ = [
     "Implementation",
     "RankTies",
     "gpu_obstacle",
+    # From hidden states and a head, without logits.
+    "linear_topk_logprobs",
+    "linear_kept_logprobs",
+    "LinearKeptLogprobs",
     # The tables that serving engines hold.
     "logprobs_tensors",
     "LogprobsTensors",

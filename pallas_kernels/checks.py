@@ -17,7 +17,7 @@ LOGITS_DTYPES = ("bfloat16", "float16", "float32")
 
 def check_logits(logits: Any) -> jax.Array:
     """logits as an array, if it is [N, V] in a supported dtype."""
-    array = _array("logits", logits)
+    array = as_array("logits", logits)
     if array.ndim != 2:
         raise ValueError(f"logits has shape {array.shape}; it must be [N, V], two axes")
     if array.dtype.name not in LOGITS_DTYPES:
@@ -30,6 +30,18 @@ def check_logits(logits: Any) -> jax.Array:
         raise ValueError(
             f"logits has {array.shape[1]} columns; the limit is {MAX_VOCABULARY} on a device: "
             "split the vocabulary over several devices"
+        )
+    return array
+
+
+def check_matrix(name: str, value: Any, axes: str) -> jax.Array:
+    """The value as an array, if it has two axes and a supported dtype."""
+    array = as_array(name, value)
+    if array.ndim != 2:
+        raise ValueError(f"{name} has shape {list(array.shape)}; it must be {axes}, two axes")
+    if array.dtype.name not in LOGITS_DTYPES:
+        raise TypeError(
+            f"{name} has dtype {array.dtype.name}; it must be one of {', '.join(LOGITS_DTYPES)}"
         )
     return array
 
@@ -133,7 +145,7 @@ def check_num_targets(num_targets: int, num_logits_rows: int) -> None:
 
 
 def _check(name: str, value: Any, dtype: str, shape: tuple[int | str, ...]) -> jax.Array:
-    array = _array(name, value)
+    array = as_array(name, value)
     if array.dtype.name != dtype:
         raise TypeError(
             f"{name} has dtype {array.dtype.name}; it must be {dtype}: convert it with "
@@ -146,7 +158,8 @@ def _check(name: str, value: Any, dtype: str, shape: tuple[int | str, ...]) -> j
     return array
 
 
-def _array(name: str, value: Any) -> jax.Array:
+def as_array(name: str, value: Any) -> jax.Array:
+    """The value as an array, if it is one of 32 bits or fewer."""
     # Checked before jnp.asarray, which silently turns 64-bit values into 32-bit ones.
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a jax or NumPy array")

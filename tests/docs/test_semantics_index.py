@@ -12,6 +12,7 @@ pytestmark = pytest.mark.fast
 SECTIONS = [
     "Rows",
     "Logprobs",
+    "Logprobs from hidden states",
     "Kept sets",
     "Messages",
     "Drafts",

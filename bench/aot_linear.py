@@ -1,0 +1,82 @@
+"""Compile `linear_topk_logprobs` for an H100 on a machine without one: its temporaries.
+
+    python -m bench.aot_linear            a line for each shape, forward and backward
+    python -m bench.aot_linear --check    the same; exit status 1 if a limit is broken
+
+The limits: temporaries of at most 5 % of the float32 logits (beside, in bfloat16, hidden's gradient
+in float32), and no array of the logits' shape. Needs the `aot` extra, no driver. The time is not
+known from this: nothing runs, and on a GPU XLA tries several kernels for each product.
+"""
+
+import argparse
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.linear import SHARE, Shape
+from pallas_kernels import linear_topk_logprobs
+from pallas_kernels.mosaic_gpu import h100
+
+ROWS = 1040  # of no other axis
+SHAPES = tuple(
+    Shape(ROWS, hidden, 151_936, k, dtype)
+    for hidden in (1024, 4096)
+    for k in (0, 20, 256)
+    for dtype in ("bfloat16", "float32")
+) + (Shape(32_768, 4096, 128_256, 20, "bfloat16"), Shape(32_768, 4096, 128_256, 256, "bfloat16"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile every shape; exit status 0, or 1 if a checked limit is broken."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
+    options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    broken = 0
+    chip = h100.find()
+    for shape in SHAPES:
+        for backward in (False, True) if shape.k == 0 else (False,):
+            broken += not measured(shape, backward, chip)
+    print(f"{broken} programs break a limit")
+    return 1 if options.check and broken else 0
+
+
+def measured(shape: Shape, backward: bool, chip: Any) -> bool:
+    """Compile one shape and print what it takes; whether it keeps the limits."""
+
+    def forward(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> Any:
+        return linear_topk_logprobs(hidden, head, ids, shape.k, logits_dtype=shape.dtype)
+
+    def loss(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> jax.Array:
+        total: jax.Array = forward(hidden, head, ids).logprobs.sum()
+        return total
+
+    arrays = (
+        chip.array((shape.rows, shape.hidden), shape.dtype),
+        chip.array((shape.vocabulary, shape.hidden), shape.dtype),
+        chip.array((shape.rows,), jnp.int32),
+    )
+    program = jax.grad(loss, (0, 1)) if backward else forward
+    compiled: Any = jax.jit(program).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
+    text = compiled.as_text()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    logits = 4 * shape.rows * shape.vocabulary
+    beside = 0
+    if backward and shape.dtype == "bfloat16":
+        beside = 4 * shape.hidden * shape.rows
+    axes = rf"\[({shape.rows},{shape.vocabulary}|{shape.vocabulary},{shape.rows})\]"
+    whole = re.search(axes, text) is not None
+    kept = temporaries <= SHARE * logits + beside and not whole
+    print(
+        f"{shape}{' backward' if backward else ''}: {temporaries / 1e6:.0f} MB of temporaries, "
+        f"{100 * temporaries / logits:.1f} % of the float32 logits, {'ok' if kept else 'BROKEN'}",
+        flush=True,
+    )
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""What the results' changes are of hidden, head, bias and temperatures: recomputed, piece by piece.
+
+With y = logits / T, p = softmax(y), L = log_sum_exp and E = entropy, the derivatives by y[v] are
+
+    logprob of token t   [v = t] - p[v]
+    log_sum_exp          p[v]
+    entropy              -p[v] (y[v] - L + E)
+
+A row or a token without an answer has none. Rounding to the logits' dtype is passed over, as
+autodiff of a cast does. As there too, the logits' change is rounded to the dtype of hidden and head
+before it is multiplied with them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import barrier, vary_like
+from pallas_kernels.finish import usable_temperatures, wanted_rows
+from pallas_kernels.linear.definition import Definition, head_rows, loaded, stored
+from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows
+from pallas_kernels.linear.plan import backward_part, backward_piece
+from pallas_kernels.linear.types import Call, Inputs
+from pallas_kernels.types import TopkLogprobs
+
+
+class Changes(NamedTuple):
+    """The loss's derivatives by each row's results."""
+
+    ids: jax.Array  # [R, 1 + K + C] int32, this device's columns; others are of no token here
+    by_logprob: jax.Array  # [R, 1 + K + C] float32, of each named token
+    by_all: jax.Array  # [R] float32, what p is multiplied with
+    by_entropy: jax.Array | None  # [R] float32
+    log_sum_exp: jax.Array  # [R] float32, 0 where there is no answer
+    valid: jax.Array  # [R] bool
+    inverse: jax.Array | None  # [R] float32, 1 / T
+
+
+class Gradients(NamedTuple):
+    """Float32, but for the head's, which has its dtype."""
+
+    hidden: jax.Array  # [R, H]
+    head: jax.Array  # [W, H]
+    bias: jax.Array | None  # [W]
+    logits: jax.Array  # [R], the sum of d logit * logit: the temperature's
+
+
+def changes_of(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprobs) -> Changes:
+    """What `given`, the loss's derivatives by the results `out`, says of each row."""
+    ids = jnp.concatenate([out.token_ids, inputs.extra_token_ids], axis=1)
+    logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)
+    by_logprob = jnp.concatenate([given.logprobs, given.extra_logprobs], axis=1)
+    by_logprob = jnp.where(jnp.isnan(logprobs) | (ids < 0), 0, by_logprob)
+    assert out.log_sum_exp is not None
+    assert given.log_sum_exp is not None
+    valid = ~jnp.isnan(out.log_sum_exp)
+    if inputs.temperatures is not None:
+        valid &= ~jnp.isnan(usable_temperatures(inputs.temperatures))
+    by_all = given.log_sum_exp - jnp.sum(by_logprob, axis=1)
+    by_entropy = None
+    if out.entropy is not None and given.entropy is not None:
+        by_entropy = jnp.where(valid, given.entropy, 0)
+        by_all -= by_entropy * jnp.where(valid, out.entropy, 0)
+    first = call.shard.ids(inputs.head.shape[0])[0]
+    return Changes(
+        ids - first,
+        by_logprob,
+        jnp.where(valid, by_all, 0),
+        by_entropy,
+        jnp.where(valid, out.log_sum_exp, 0),
+        valid,
+        inverse_temperatures(inputs.temperatures),
+    )
+
+
+def of_piece(
+    definition: Definition,
+    u: jax.Array,
+    real: jax.Array,
+    first: jax.Array,
+    changes: Changes,
+) -> tuple[jax.Array, jax.Array]:
+    """The loss's derivatives by u [R, W] float32, and each row's sum of d logit * logit.
+
+    Args:
+      definition: of the logits.
+      u: the logits of some columns before the soft cap.
+      real: [W] bool, the columns that count.
+      first: [] int32, the first column.
+      changes: of the results.
+    """
+    rows, width = u.shape
+    logits = definition.capped(u).astype(definition.logits_dtype).astype(jnp.float32)
+    y = logits if changes.inverse is None else logits * changes.inverse[:, None]
+    logprob = y - changes.log_sum_exp[:, None]
+    counts = real[None] & changes.valid[:, None] & (logprob > -jnp.inf)
+    p = jnp.where(counts, jnp.exp(logprob), 0)
+    factor = jnp.broadcast_to(changes.by_all[:, None], u.shape)
+    if changes.by_entropy is not None:
+        factor = factor - changes.by_entropy[:, None] * jnp.where(counts, logprob, 0)
+    here = changes.ids - first
+    # An id outside is dropped; a negative one would count from the end.
+    here = jnp.where((here >= 0) & (here < width), here, width)
+    here = jnp.where(real[jnp.clip(here, 0, width - 1)], here, width)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    d = (p * factor).at[row, here].add(changes.by_logprob, mode="drop")
+    if changes.inverse is not None:
+        d = d * changes.inverse[:, None]
+    d = jnp.where(changes.valid[:, None], d, 0)
+    moved = jnp.sum(d * jnp.where(counts, logits, 0), axis=1)
+    return jnp.where(counts | (d != 0), d * definition.slope(u), 0), moved
+
+
+def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
+    """The loss's derivatives by this device's own part of everything."""
+    definition, head, bias = call.definition, inputs.head, inputs.bias
+    hidden = target_rows(inputs.hidden, inputs.row_ids)
+    rows, size = hidden.shape
+    width = head.shape[0]
+    piece = backward_piece(rows, width, size, head.dtype.itemsize)
+    limit = num_columns(call.shard, width)
+
+    def step(i: jax.Array, sums: Gradients) -> Gradients:
+        seen = i * piece
+        start = jnp.minimum(seen, width - piece)
+        columns = start + jnp.arange(piece, dtype=jnp.int32)
+        new = columns >= seen
+        w = head_rows(head, start, piece)
+        own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, piece)
+        u = definition.before_cap(hidden, w, own_bias)
+        du, moved = of_piece(definition, u, new & (columns < limit), start, changes)
+        by_bias = sums.bias
+        if by_bias is not None:
+            old = lax.dynamic_slice_in_dim(by_bias, start, piece)
+            by_bias = lax.dynamic_update_slice_in_dim(
+                by_bias, jnp.where(new, jnp.sum(du, axis=0), old), start, 0
+            )
+        scaled = barrier((du * jnp.float32(definition.scale)).astype(head.dtype))
+        by_head = _product(scaled, hidden, 0).astype(head.dtype)
+        if width % piece:
+            old = lax.dynamic_slice_in_dim(sums.head, start, piece)
+            by_head = jnp.where(new[:, None], by_head, loaded(old, head.dtype))
+        return Gradients(
+            added(sums.hidden, scaled, w),
+            lax.dynamic_update_slice_in_dim(sums.head, stored(by_head), start, 0),
+            by_bias,
+            sums.logits + moved,
+        )
+
+    part = backward_part(rows, width, size)
+
+    def added(total: jax.Array, scaled: jax.Array, w: jax.Array) -> jax.Array:
+        """total + scaled @ w: [R, H], some rows at a time."""
+        if part == rows:
+            return total + _product(scaled, w, 1)
+
+        def some(j: jax.Array, total: jax.Array) -> jax.Array:
+            start = jnp.minimum(j * part, rows - part)
+            new = start + jnp.arange(part, dtype=jnp.int32) >= j * part
+            own = jnp.where(new[:, None], lax.dynamic_slice_in_dim(scaled, start, part), 0)
+            sums = lax.dynamic_slice_in_dim(total, start, part) + _product(own, w, 1)
+            return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
+
+        found: jax.Array = lax.fori_loop(0, -(-rows // part), some, total)
+        return found
+
+    nothing = Gradients(
+        jnp.zeros((rows, size), jnp.float32),
+        stored(jnp.zeros_like(head)),
+        None if bias is None else jnp.zeros(width, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
+    inputs_of_all = (hidden, head, bias, limit, changes)
+    found: Gradients = lax.fori_loop(0, -(-width // piece), step, vary_like(nothing, inputs_of_all))
+    return found._replace(head=loaded(found.head, head.dtype))
+
+
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """a [R, W] times b, summed over this axis of a and the first of b, in float32."""
+    found: jax.Array = lax.dot_general(
+        a, b, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return found
+
+
+def cotangents(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprobs) -> Inputs:
+    """The loss's derivatives by the inputs; None for those that have none."""
+    changes = changes_of(call, inputs, out, given)
+    sums = gradients(call, inputs, changes)
+    by_hidden = sums.hidden
+    if inputs.row_ids is not None:
+        wanted = wanted_rows(inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, None)
+        rows = jnp.where(wanted, inputs.row_ids, inputs.hidden.shape[0])
+        empty = vary_like(jnp.zeros(inputs.hidden.shape, jnp.float32), by_hidden)
+        by_hidden = empty.at[rows].add(by_hidden, mode="drop")
+    by_temperature = None
+    if inputs.temperatures is not None:
+        t = inputs.temperatures
+        # A temperature of 0 is read as 1: a constant, which does not change.
+        usable = changes.valid & (t != 0)
+        by_temperature = like(jnp.where(usable, -sums.logits / jnp.where(usable, t, 1), 0), t)
+    return Inputs(
+        hidden=like(by_hidden, inputs.hidden),
+        head=like(sums.head, inputs.head),
+        bias=None if inputs.bias is None or sums.bias is None else like(sums.bias, inputs.bias),
+        token_ids=None,  # type: ignore[arg-type]
+        row_ids=None,
+        num_rows=None,
+        temperatures=by_temperature,
+        extra_token_ids=None,  # type: ignore[arg-type]
+    )
+
+
+def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
+    """The gradient in the primal's dtype, summed over the devices that share the primal."""
+    axes = _varying(gradient) - _varying(primal)
+    if axes:
+        gradient = lax.psum(gradient, tuple(sorted(axes)))  # type: ignore[no-untyped-call]
+    return vary_like(gradient.astype(primal.dtype), primal)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes of the surrounding `shard_map` over which x may differ."""
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes

@@ -1,0 +1,274 @@
+"""The answers of one device's part of a call: rows of hidden states, all of the head or a shard.
+
+What travels where the head is split over the vocabulary, for R rows and C extra ids: two sums of R
+and R * C words, for the given tokens' logits and the extra ids'. Then R * (3 + 2 K) words gathered
+from every shard (R more with entropy), and one word that says whether to count again.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import barrier, map_blocks, tied, vary_like
+from pallas_kernels.finish import usable_temperatures, wanted_rows
+from pallas_kernels.linear import columns, online, read_columns
+from pallas_kernels.linear.plan import Plan, plan
+from pallas_kernels.linear.types import Call, Inputs, RowSums
+from pallas_kernels.logarithm import logarithm
+from pallas_kernels.selection import top_k
+from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels.types import TopkLogprobs
+
+
+class Found(NamedTuple):
+    """Results of R rows over all of the vocabulary."""
+
+    named: jax.Array  # [R, 1 + C] float32, the logits of the given token and of the extra ids
+    sums: RowSums
+
+
+def target_rows(x: jax.Array, row_ids: jax.Array | None) -> jax.Array:
+    """x [N, H] -> [R, H]; a row outside is clamped."""
+    return x if row_ids is None else x.at[row_ids].get(mode="clip")
+
+
+def inverse_temperatures(temperatures: jax.Array | None) -> jax.Array | None:
+    """1 / T [R] of usable temperatures; 1 where a temperature is not usable."""
+    if temperatures is None:
+        return None
+    usable = usable_temperatures(temperatures)
+    inverse: jax.Array = jnp.where(jnp.isnan(usable), jnp.float32(1), 1 / usable)
+    return inverse
+
+
+def num_columns(shard: VocabShard, width: int) -> jax.Array:
+    """How many of this device's columns are the vocabulary's: [] int32, 0 to `width`."""
+    vocab_size = shard.size(width)
+    if vocab_size == VocabShard(shard.axis_name).size(width):
+        return jnp.asarray(width, jnp.int32)
+    count: jax.Array = jnp.clip(vocab_size - shard.ids(width)[0], 0, width)
+    return count
+
+
+def topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
+    """The call, on one device's part of hidden and head."""
+    found = _found(call, inputs)
+    return _finish(call, inputs, found)
+
+
+def _found(call: Call, inputs: Inputs) -> Found:
+    rows, width = inputs.num_targets, inputs.head.shape[0]
+    way = Plan(*call.plan) if call.plan else planned(call, inputs)
+    if way.columns < width:
+        return _by_columns(call, way, inputs)
+    named = _named(inputs)
+    rest = (inputs.temperatures, named)
+    arrays = (inputs.hidden, inputs.head, inputs.bias, *rest)
+
+    def work(start: jax.Array) -> Found:
+        def part(x: jax.Array | None) -> jax.Array | None:
+            if x is None or way.rows == rows:
+                return x
+            return lax.dynamic_slice_in_dim(x, start, way.rows)
+
+        # Tied to the loop: else XLA would widen all of a bfloat16 head before it.
+        whole = way.rows == rows
+        hidden, head = (x if whole else tied(x, start) for x in (inputs.hidden, inputs.head))
+        row_ids = part(inputs.row_ids)
+        of_rows = part(hidden) if row_ids is None else target_rows(hidden, row_ids)
+        own = [part(x) for x in rest]
+        assert of_rows is not None
+        assert own[1] is not None
+        return _of_rows(call, of_rows, head, inputs.bias, own[0], own[1], way.part)
+
+    empty = Found(jnp.zeros(named.shape, jnp.float32), online.nothing(rows, call.k, call.entropy))
+    blocks: Any = map_blocks  # of nested results too
+    found: Found = blocks(work, way.rows, inputs.num_rows, empty, arrays)
+    return found
+
+
+def planned(call: Call, inputs: Inputs) -> Plan:
+    """How much of the logits exists at a time."""
+    head = inputs.head
+    logits = jnp.dtype(call.definition.logits_dtype)
+    sizes = (head.dtype.itemsize, logits.itemsize)
+    return plan(inputs.num_targets, head.shape[0], head.shape[1], *sizes, call.k)
+
+
+def _named(inputs: Inputs) -> jax.Array:
+    """[R, 1 + C] int32: the given token and the extra ids."""
+    return jnp.concatenate([inputs.token_ids[:, None], inputs.extra_token_ids], axis=1)
+
+
+def _of_rows(
+    call: Call,
+    hidden: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    temperatures: jax.Array | None,
+    named: jax.Array,
+    part: int,
+) -> Found:
+    """All columns of some rows at a time."""
+    shard, width = call.shard, head.shape[0]
+    x = shard.masked(call.definition.logits(hidden, head, bias))
+    logits = shard.looked_up(
+        named, width, lambda ids: jnp.take_along_axis(x, ids, axis=1).astype(jnp.float32)
+    )
+    inverse = inverse_temperatures(temperatures)
+    k = min(call.k, width)
+
+    def read(x: jax.Array, given: jax.Array, inverse: jax.Array | None) -> RowSums:
+        return online.read(x, given, k, inverse, call.entropy)
+
+    given, rows = logits[:, 0], x.shape[0]
+    if part >= rows:
+        sums = read(x, given, inverse)
+    else:
+        like = online.nothing(rows, k, call.entropy)
+        sums = _in_parts(read, part, x, (given, inverse), like)
+    return Found(logits, _across(call, sums, width, inverse))
+
+
+def _in_parts(
+    read: Callable[..., RowSums], part: int, x: jax.Array, rest: Any, like: RowSums
+) -> RowSums:
+    """What `read` finds of x and the rest, some rows at a time; `like` has the results' shapes."""
+    rows = x.shape[0]
+
+    def some(j: jax.Array, found: RowSums) -> RowSums:
+        start = jnp.minimum(j * part, rows - part)
+        x_of, rest_of = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, part), (x, rest))
+        own = read(barrier(x_of), *rest_of)
+        updated: RowSums = jax.tree.map(
+            lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, start, 0), found, own
+        )
+        return updated
+
+    found: RowSums = lax.fori_loop(0, -(-rows // part), some, vary_like(like, (x, rest)))
+    return found
+
+
+def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
+    """All rows, some columns at a time."""
+    shard, width, definition = call.shard, inputs.head.shape[0], call.definition
+    hidden = target_rows(inputs.hidden, inputs.row_ids)
+    head, bias = inputs.head, inputs.bias
+    inverse = inverse_temperatures(inputs.temperatures)
+    named = _named(inputs)
+    local = named - shard.ids(width)[0]
+    mine = (local >= 0) & (local < width)
+    clipped = jnp.clip(local[:, 0], 0, width - 1)
+    guess = columns.given_logits(definition, hidden, head, bias, clipped)
+    known = (named >= 0) & (named < shard.size(width))
+    given = shard.across_sum(jnp.where(mine[:, 0], guess, 0))
+    given = jnp.where(known[:, 0], given, jnp.nan)
+
+    limit = num_columns(shard, width)
+    arrays = (hidden, head, bias, limit)
+    k = min(call.k, width)
+    rows = read_columns.Rows(local, given, inverse)
+    sums, own = read_columns.read(definition, way, k, call.entropy, *arrays, rows)
+    wrong = mine[:, 0] & known[:, 0] & (_bits(own[:, 0]) != _bits(guess))
+    wrong &= ~(jnp.isnan(own[:, 0]) & jnp.isnan(guess))
+    again = shard.across_maximum(jnp.any(wrong).astype(jnp.int32)) > 0
+
+    def counted_again() -> tuple[jax.Array, jax.Array]:
+        real = shard.across_sum(jnp.where(mine[:, 0], own[:, 0], 0))
+        real = jnp.where(known[:, 0], real, jnp.nan)
+        count = columns.recount(definition, way.piece, *arrays, real)
+        return vary_like(real, given), vary_like(count, sums.num_larger)
+
+    def as_it_is() -> tuple[jax.Array, jax.Array]:
+        return given, sums.num_larger
+
+    given, num_larger = lax.cond(again, counted_again, as_it_is)
+    sums = sums._replace(num_larger=num_larger)
+    extra = shard.across_sum(jnp.where(mine[:, 1:], own[:, 1:], 0))
+    extra = jnp.where(known[:, 1:], extra, jnp.nan)
+    logits = jnp.concatenate([given[:, None], extra], axis=1)
+    return Found(logits, _across(call, sums, width, inverse))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    bits: jax.Array = lax.bitcast_convert_type(x, jnp.int32)
+    return bits
+
+
+def _across(call: Call, sums: RowSums, width: int, inverse: jax.Array | None) -> RowSums:
+    """The sums of all shards' columns, with the vocabulary's ids."""
+    shard = call.shard
+    if shard.axis_name is None:
+        return sums
+    k = sums.top_ids.shape[1]
+    words = [_bits(sums.maximum)[:, None], _bits(sums.sum_exp)[:, None], sums.num_larger[:, None]]
+    words += [sums.top_ids + shard.ids(width)[0], _bits(sums.top_logits)]
+    if sums.weighted is not None:
+        words.append(_bits(sums.weighted)[:, None])
+    every = shard.gathered(jnp.concatenate(words, axis=1))  # [shards, R, 3 + 2 K]
+
+    def floats(x: jax.Array) -> jax.Array:
+        values: jax.Array = lax.bitcast_convert_type(x, jnp.float32)
+        return values
+
+    def of(words: jax.Array) -> RowSums:
+        return RowSums(
+            maximum=floats(words[:, 0]),
+            sum_exp=floats(words[:, 1]),
+            weighted=None if sums.weighted is None else floats(words[:, -1]),
+            num_larger=words[:, 2],
+            top_ids=words[:, 3 : 3 + k],
+            top_logits=floats(words[:, 3 + k : 3 + 2 * k]),
+        )
+
+    parts = [of(every[i]) for i in range(every.shape[0])]
+    total = parts[0]
+    for one in parts[1:]:
+        total = online.joined(total, one, inverse)
+    # Shards come in the order of their ids, and each shard's ties too: top_k keeps that order.
+    values, at = top_k(jnp.concatenate([one.top_logits for one in parts], axis=1), call.k)
+    ids = jnp.take_along_axis(jnp.concatenate([one.top_ids for one in parts], axis=1), at, axis=1)
+    return total._replace(top_ids=ids, top_logits=values)
+
+
+def _finish(call: Call, inputs: Inputs, found: Found) -> TopkLogprobs:
+    """From sums to answers: those of rows and tokens without one are as `topk_logprobs` says."""
+    sums = found.sums
+    wanted = wanted_rows(
+        inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, inputs.num_rows
+    )
+    valid = wanted & jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
+    t = None if inputs.temperatures is None else usable_temperatures(inputs.temperatures)
+    log_sum = logarithm(sums.sum_exp)
+    logits = jnp.concatenate([found.named[:, :1], sums.top_logits, found.named[:, 1:]], axis=1)
+    scaled = logits - sums.maximum[:, None]
+    largest = sums.maximum
+    if t is not None:
+        scaled, largest = scaled / t[:, None], largest / t
+
+    def answers(x: jax.Array) -> jax.Array:
+        return jnp.where(valid if x.ndim == 1 else valid[:, None], x, jnp.float32(jnp.nan))
+
+    logprobs = answers(scaled - log_sum[:, None])
+    entropy = None
+    if sums.weighted is not None:
+        entropy = answers(log_sum - sums.weighted / sums.sum_exp)
+        if t is not None:
+            entropy = jnp.where(jnp.isnan(t), t, entropy)
+    there = valid[:, None] & (sums.top_logits > -jnp.inf)
+    given = jnp.where(wanted, inputs.token_ids, jnp.int32(-1))
+    known = valid & ~jnp.isnan(found.named[:, 0])
+    k = call.k
+    return TopkLogprobs(
+        token_ids=jnp.concatenate(
+            [given[:, None], jnp.where(there, sums.top_ids, jnp.int32(-1))], axis=1
+        ),
+        logprobs=logprobs[:, : k + 1],
+        token_ranks=jnp.where(known, 1 + sums.num_larger, 0),
+        extra_logprobs=logprobs[:, k + 1 :],
+        log_sum_exp=answers(largest + log_sum),
+        entropy=entropy,
+    )

@@ -1,0 +1,186 @@
+"""Logprobs among the tokens that each row keeps: O(R C) numbers, and a block of gathered head rows.
+
+A processed distribution (top-k, top-p, a grammar) gives probability to few tokens, and its learner
+needs no other token's logit. Of the head, the kept rows alone are read.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import barrier, vary_like
+from pallas_kernels.finish import usable_temperatures
+from pallas_kernels.linear.backward import like
+from pallas_kernels.linear.forward import inverse_temperatures
+from pallas_kernels.linear.types import Call, LinearKeptLogprobs
+
+BLOCK_BYTES = 8 << 20  # of gathered head rows
+
+
+class Kept(NamedTuple):
+    """A device's own part of a call's arrays."""
+
+    hidden: jax.Array  # [R, H]
+    head: jax.Array  # [W, H]
+    bias: jax.Array | None  # [W]
+    token_ids: jax.Array  # [R] int32
+    kept_token_ids: jax.Array  # [R, C] int32; outside [0, V): none
+    temperatures: jax.Array | None  # [R] float32
+
+
+class _Local(NamedTuple):
+    columns: jax.Array  # [R, C] int32 in [0, W)
+    mine: jax.Array  # [R, C] bool: this device has the token
+    real: jax.Array  # [R, C] bool: it is a token
+
+
+def _local(call: Call, inputs: Kept) -> _Local:
+    width, ids = inputs.head.shape[0], inputs.kept_token_ids
+    real = (ids >= 0) & (ids < call.shard.size(width))
+    columns = ids - call.shard.ids(width)[0]
+    mine = real & (columns >= 0) & (columns < width)
+    return _Local(jnp.clip(columns, 0, width - 1), mine, real)
+
+
+def _block(inputs: Kept) -> int:
+    rows, count = inputs.kept_token_ids.shape
+    of_row = max(1, count) * inputs.head.shape[1] * inputs.head.dtype.itemsize
+    return max(1, min(rows, BLOCK_BYTES // of_row))
+
+
+def _before_cap(
+    call: Call, hidden: jax.Array, head: jax.Array, bias: jax.Array | None, columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The logits [B, C] float32 of hidden [B, H] before the soft cap, and the head's rows."""
+    gathered = barrier(head[columns])
+    products = lax.dot_general(
+        hidden, gathered, (((1,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
+    return call.definition.moved(products, None if bias is None else bias[columns]), gathered
+
+
+def _logits(call: Call, inputs: Kept, local: _Local) -> jax.Array:
+    """[R, C] float32 of all devices, -inf where there is no token."""
+    rows, block = inputs.hidden.shape[0], _block(inputs)
+
+    def step(i: jax.Array, found: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * block, rows - block)
+        hidden, columns = (
+            lax.dynamic_slice_in_dim(x, start, block) for x in (inputs.hidden, local.columns)
+        )
+        u, _ = _before_cap(call, hidden, inputs.head, inputs.bias, columns)
+        x = call.definition.capped(u).astype(call.definition.logits_dtype).astype(jnp.float32)
+        return lax.dynamic_update_slice_in_dim(found, x, start, 0)
+
+    empty = vary_like(jnp.zeros(local.columns.shape, jnp.float32), (inputs, local))
+    own = lax.fori_loop(0, -(-rows // block), step, empty)
+    every = call.shard.across_sum(jnp.where(local.mine, own, 0))
+    return jnp.where(local.real, every, -jnp.inf)
+
+
+def _logprobs(logits: jax.Array, inputs: Kept) -> tuple[jax.Array, jax.Array]:
+    """[R, C] float32, NaN where there is none, and whether a row has any."""
+    maximum = jnp.max(logits, axis=1)
+    valid = jnp.isfinite(maximum)
+    scaled = logits - jnp.where(valid, maximum, 0)[:, None]
+    if inputs.temperatures is not None:
+        t = usable_temperatures(inputs.temperatures)
+        valid &= ~jnp.isnan(t)
+        scaled = scaled / t[:, None]
+    found = scaled - jnp.log(jnp.sum(jnp.exp(scaled), axis=1))[:, None]
+    return found, valid
+
+
+def _forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
+    local = _local(call, inputs)
+    logits = _logits(call, inputs, local)
+    found, valid = _logprobs(logits, inputs)
+    among = local.real & (inputs.kept_token_ids == inputs.token_ids[:, None])
+    given = jnp.max(jnp.where(among, found, -jnp.inf), axis=1)
+    known = (inputs.token_ids >= 0) & (inputs.token_ids < call.shard.size(inputs.head.shape[0]))
+    kept = jnp.where(valid[:, None] & local.real, found, jnp.nan)
+    return LinearKeptLogprobs(jnp.where(valid & known, given, jnp.nan), kept), logits
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear_kept_logprobs(call: Call, inputs: Kept) -> LinearKeptLogprobs:
+    """One device's part of the call, differentiable in reverse mode."""
+    return _forward(call, inputs)[0]
+
+
+def _kept_forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, Any]:
+    out, logits = _forward(call, inputs)
+    return out, (inputs, out, logits)
+
+
+def _kept_backward(call: Call, kept: Any, given: LinearKeptLogprobs) -> tuple[Kept]:
+    inputs, out, logits = kept
+    local = _local(call, inputs)
+    answered = ~jnp.isnan(out.kept_logprobs)
+    d_logprobs = jnp.where(answered, given.kept_logprobs, 0)
+    # Of an id that is kept twice, the first place counts.
+    among = answered & (inputs.kept_token_ids == inputs.token_ids[:, None])
+    first = among & (jnp.cumsum(among.astype(jnp.int32), axis=1) == 1)
+    d_logprobs += jnp.where(first, given.logprobs[:, None], 0)
+    p = jnp.where(answered, jnp.exp(out.kept_logprobs), 0)
+    d_y = d_logprobs - p * jnp.sum(d_logprobs, axis=1, keepdims=True)
+    inverse = inverse_temperatures(inputs.temperatures)
+    d = d_y if inverse is None else d_y * inverse[:, None]
+    by_temperature = None
+    if inputs.temperatures is not None:
+        t = inputs.temperatures
+        moved = jnp.sum(d * jnp.where(answered & jnp.isfinite(logits), logits, 0), axis=1)
+        by_temperature = like(jnp.where(t > 0, -moved / jnp.where(t > 0, t, 1), 0), t)
+    by_hidden, by_head, by_bias = _gradients(call, inputs, local, jnp.where(local.mine, d, 0))
+    return (
+        Kept(
+            hidden=like(by_hidden, inputs.hidden),
+            head=like(by_head, inputs.head),
+            bias=None if inputs.bias is None else like(by_bias, inputs.bias),
+            token_ids=None,  # type: ignore[arg-type]
+            kept_token_ids=None,  # type: ignore[arg-type]
+            temperatures=by_temperature,
+        ),
+    )
+
+
+def _gradients(
+    call: Call, inputs: Kept, local: _Local, d: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss's derivatives by hidden, head and bias in float32, from d [R, C] by the logits."""
+    definition = call.definition
+    rows, block = inputs.hidden.shape[0], _block(inputs)
+
+    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        start = jnp.minimum(i * block, rows - block)
+        hidden, columns, own = (
+            lax.dynamic_slice_in_dim(x, start, block) for x in (inputs.hidden, local.columns, d)
+        )
+        new = start + jnp.arange(block, dtype=jnp.int32) >= i * block  # the last block may overlap
+        u, gathered = _before_cap(call, hidden, inputs.head, inputs.bias, columns)
+        du = jnp.where(new[:, None], own * definition.slope(u), 0)
+        scaled = du * jnp.float32(definition.scale)
+        by_hidden = jnp.einsum("rc,rch->rh", scaled, gathered.astype(jnp.float32))
+        by_hidden += lax.dynamic_slice_in_dim(sums[0], start, block)
+        by_rows = scaled[:, :, None] * hidden.astype(jnp.float32)[:, None, :]
+        return (
+            lax.dynamic_update_slice_in_dim(sums[0], by_hidden, start, 0),
+            sums[1].at[columns].add(by_rows),
+            sums[2].at[columns].add(du),
+        )
+
+    nothing = (
+        jnp.zeros(inputs.hidden.shape, jnp.float32),
+        jnp.zeros(inputs.head.shape, jnp.float32),
+        jnp.zeros(inputs.head.shape[0], jnp.float32),
+    )
+    found: tuple[jax.Array, jax.Array, jax.Array] = lax.fori_loop(
+        0, -(-rows // block), step, vary_like(nothing, (inputs, local, d))
+    )
+    return found
+
+
+linear_kept_logprobs.defvjp(_kept_forward, _kept_backward)

@@ -1,0 +1,101 @@
+"""How much of the logits exists at a time: a few percent of them, or all if they are few.
+
+Three ways, for R rows, V columns of the head on this device, and K:
+
+    one block     few logits: the product as it is, then the read of `topk_logprobs`
+    row blocks    many rows and a large K: the same for some rows at a time
+    columns       otherwise: a part of the vocabulary at a time, for all rows. The head is read once
+"""
+
+from typing import NamedTuple
+
+from pallas_kernels.linear.candidates import room
+
+SHARE = 0.05  # of the float32 logits: all temporaries
+ENOUGH_BYTES = 96 << 20  # of temporaries: with more, nothing is faster
+MANY_ROWS = 1024  # from here on, the share is kept to whatever the logits' size
+FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one block
+LARGE_K = 32  # from here on, merging each part's candidates costs more than a product of few rows
+ENOUGH_ROWS = 96  # a product of fewer reads the head too often
+NARROWEST = 128  # columns of a product: a multiple of what one step of any matrix unit computes
+DIRECT = 0.9
+LEAST_PIECE = 64  # columns of the backward pass
+WIDEST = 512
+MOST_COLUMNS = 8192
+PART_OF_ROWS = 1 << 17  # logits that a CPU reads at a time: they fit a core's cache
+PART = 8  # rows of a row block that are read at a time
+READ = 8  # bytes of temporaries of their read, for each of their logits
+
+
+class Plan(NamedTuple):
+    """rows x columns logits exist at a time; `piece` columns are one product.
+
+    rows: R, or those of a row block.
+    columns: V, or a multiple of `piece`.
+    piece: columns of the head that are copied and multiplied at a time; V: no copy is made.
+    part: rows whose logits are read at a time, where columns are fewer than V.
+    """
+
+    rows: int
+    columns: int
+    piece: int
+    part: int
+
+
+def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int) -> Plan:
+    """The way for R = `rows`, V = `width`, H = `hidden`; bytes of a head's, a logit's number."""
+    logits = 4 * rows * width
+    if (rows < MANY_ROWS and logits <= FEW_BYTES) or width <= NARROWEST:
+        return Plan(rows, width, width, rows)
+    share = SHARE * logits
+    a_row = width * (4 + (logits_itemsize if logits_itemsize < 4 else 0))
+    block = int((0.85 * share - PART * READ * width) / a_row)
+    if k > LARGE_K and block >= (ENOUGH_ROWS if room(k, width) else 1):
+        blocks = -(-rows // min(block, rows))
+        return Plan(-(-rows // blocks), width, width, PART)
+    return columns_at_a_time(rows, width, hidden, itemsize, logits_itemsize, k)
+
+
+def columns_at_a_time(
+    rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
+) -> Plan:
+    """The third way."""
+    state = rows * (8 * (k + room(k, width)) + 24 * k + 64)  # and what merging takes
+    share = min(0.86 * SHARE * 4 * rows * width - state, ENOUGH_BYTES)
+    a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
+    piece = max(NARROWEST, min(WIDEST, width, int(share / 5 / a_column)))
+    piece = min(piece // NARROWEST * NARROWEST, width)
+    left = share - piece * a_column
+    many = max(1, min(MOST_COLUMNS, int(left / 1.1 / (rows * logits_itemsize))) // piece)
+    columns = piece * max(1, min(many, width // piece))
+    # One product without a buffer is read where it is: that is worth fewer columns at a time.
+    rounded = rows * logits_itemsize if logits_itemsize < 4 else 0
+    direct = min(MOST_COLUMNS, width, int(0.9 * share / (a_column + rounded)))
+    if direct >= max(NARROWEST, DIRECT * columns if k else 0):
+        direct = direct // NARROWEST * NARROWEST
+        few = max(16, PART_OF_ROWS // direct)
+        part = max(size for size in range(1, min(rows, few) + 1) if rows % size == 0)
+        if part >= few // 2:
+            return Plan(rows, direct, direct, part)
+    parts = -(-rows // max(16, PART_OF_ROWS // columns))
+    return Plan(rows, columns, piece, -(-rows // parts))
+
+
+def backward_piece(rows: int, width: int, hidden: int, itemsize: int) -> int:
+    """How many columns the backward pass recomputes at a time."""
+    logits = 4 * rows * width
+    if (rows < MANY_ROWS and logits <= FEW_BYTES) or width <= NARROWEST:
+        return width
+    # The head's copy, its gradient, and the logits in a few stages.
+    a_column = hidden * (itemsize + 4) + 14 * rows
+    share = min(0.9 * SHARE * logits, ENOUGH_BYTES)
+    left = share - 4 * hidden * backward_part(rows, width, hidden)
+    piece = max(LEAST_PIECE, min(WIDEST, int(left / a_column)))
+    return min(piece // LEAST_PIECE * LEAST_PIECE, width)
+
+
+def backward_part(rows: int, width: int, hidden: int) -> int:
+    """How many rows of hidden's gradient are computed at a time, beside their sum."""
+    few = max(LEAST_PIECE, int(0.2 * min(SHARE * rows * width, ENOUGH_BYTES) / hidden))
+    parts = -(-rows // few)
+    return -(-rows // parts)

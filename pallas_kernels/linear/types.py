@@ -1,0 +1,67 @@
+"""What the linear calls take, behind the door, and return.
+
+Shapes: N rows of hidden states of size H, a head of V rows, R target rows, C ids a row.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax.export import register_namedtuple_serialization
+from jaxtyping import Array, Float32
+
+from pallas_kernels.linear.definition import Definition
+from pallas_kernels.sharding.vocab_shard import VocabShard
+
+
+class LinearKeptLogprobs(NamedTuple):
+    """Logprobs of R target rows among the C tokens that each row keeps.
+
+    logprobs: of the given tokens; -inf where a token is not kept, NaN without an answer.
+    kept_logprobs: of the kept tokens; NaN where there is none.
+    """
+
+    logprobs: Float32[Array, " R"]
+    kept_logprobs: Float32[Array, "R C"]
+
+
+register_namedtuple_serialization(
+    LinearKeptLogprobs, serialized_name="pallas_kernels.LinearKeptLogprobs"
+)
+
+
+class Call(NamedTuple):
+    """What is static of a call. Hashable."""
+
+    definition: Definition
+    k: int
+    entropy: bool
+    shard: VocabShard
+    plan: "tuple[int, int, int, int] | None" = None  # see `plan`; None: as the sizes suggest
+
+
+class Inputs(NamedTuple):
+    """A device's own part of a call's arrays."""
+
+    hidden: jax.Array  # [N, H]
+    head: jax.Array  # [W, H], this device's rows of [V, H]
+    bias: jax.Array | None  # [W]
+    token_ids: jax.Array  # [R] int32
+    row_ids: jax.Array | None  # [R] int32
+    num_rows: jax.Array | None  # [] int32
+    temperatures: jax.Array | None  # [R] float32
+    extra_token_ids: jax.Array  # [R, C] int32
+
+    @property
+    def num_targets(self) -> int:
+        return self.token_ids.shape[0]
+
+
+class RowSums(NamedTuple):
+    """What reading rows of logits, or a part of each, gives."""
+
+    maximum: jax.Array  # [R] float32, -inf where there is no logit above it
+    sum_exp: jax.Array  # [R] float32, of exp((x - maximum) / T); NaN where the row is invalid
+    weighted: jax.Array | None  # [R] float32, of s exp(s), s = (x - maximum) / T
+    num_larger: jax.Array  # [R] int32
+    top_ids: jax.Array  # [R, K] int32; anything where the logit is -inf
+    top_logits: jax.Array  # [R, K] float32, descending, ties lowest id first

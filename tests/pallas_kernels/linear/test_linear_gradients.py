@@ -1,0 +1,201 @@
+"""The derivatives of `linear_topk_logprobs` and `linear_kept_logprobs`: float64, and autodiff."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
+from pallas_kernels.linear import backward
+from pallas_kernels.linear import plan as plans
+from pallas_kernels.linear.definition import Definition
+from pallas_kernels.types import TopkLogprobs
+from tests.support import linear_cases, quick_compile
+
+N, V, R, K = 12, 300, 15, 3
+DEFINITION = Definition(0.5, 5.0)
+
+
+@functools.cache
+def case(dtype="float32"):
+    rng = np.random.default_rng(0)
+    return {
+        "hidden": jnp.asarray(rng.normal(size=(N, 32)), dtype),
+        "head": jnp.asarray(rng.normal(size=(V, 32)) * 0.3, dtype),
+        "bias": jnp.asarray(rng.normal(size=V), jnp.float32),
+        "temperatures": jnp.asarray([0, *rng.uniform(0.5, 2, R - 2), -1], jnp.float32),
+    }
+
+
+RNG = np.random.default_rng(1)
+IDS = jnp.asarray(RNG.integers(0, V, R), jnp.int32)
+EXTRA = jnp.asarray(RNG.integers(-1, V + 1, (R, 2)), jnp.int32)
+ROWS = jnp.asarray([4, -1, N, *RNG.permutation(N - 1), 4], jnp.int32)
+WEIGHTS = [np.float32(RNG.normal(size=s)) for s in ((R, K + 1), (R, 2), (R,), (R,))]
+
+
+def loss_of(out):
+    """Of every differentiable result; NaN, for no answer, counts as 0."""
+    results = (out.logprobs, out.extra_logprobs, out.log_sum_exp, out.entropy)
+    return sum(
+        jnp.sum(jnp.where(jnp.isfinite(x), x, 0) * w.astype(x.dtype))
+        for x, w in zip(results, WEIGHTS, strict=True)
+    )
+
+
+def plain(hidden, head, bias, temperatures, top_ids, dtype):
+    """The same from whole logits, differentiated by JAX, in the precision of `dtype`."""
+    u = 0.5 * (hidden.astype(dtype) @ head.astype(dtype).T) + bias.astype(dtype)[None]
+    x = 5 * jnp.tanh(u / 5)
+    rows = jnp.clip(ROWS, 0, N - 1)
+    valid = (ROWS >= 0) & (ROWS < N) & (temperatures >= 0)
+    t = jnp.where(temperatures <= 0, jnp.ones_like(temperatures), temperatures).astype(dtype)
+    y = jnp.where(valid[:, None], x[rows], 0) / t[:, None]
+    log_sum = jax.nn.logsumexp(y, axis=1)
+    logprobs = y - log_sum[:, None]
+
+    def at(ids):
+        known = valid[:, None] & (ids >= 0) & (ids < V)
+        found = jnp.take_along_axis(logprobs, jnp.clip(ids, 0, V - 1), axis=1)
+        return jnp.where(known, found, jnp.nan)
+
+    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=1)
+    named = jnp.concatenate([IDS[:, None], top_ids], axis=1)
+    rest = [jnp.where(valid, x, jnp.nan) for x in (log_sum, entropy)]
+    return loss_of(TopkLogprobs(named, at(named), IDS, at(EXTRA), *rest))
+
+
+def ours(plan, arrays):
+    out = linear_cases.run(
+        plan, arrays["hidden"], arrays["head"], IDS, K, bias=arrays["bias"], row_ids=ROWS,
+        temperatures=arrays["temperatures"], extra_token_ids=EXTRA, entropy=True,
+        definition=DEFINITION, compiler=lambda f: f,
+    )  # fmt: skip
+    return loss_of(out), out.token_ids[:, 1:]
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """The backward pass takes 256 columns at a time, and so does the test."""
+    monkeypatch.setattr(plans, "FEW_BYTES", 0)
+
+
+@functools.cache
+def expected():
+    """The gradients in float64, of the case in float32."""
+    arrays = case()
+    top_ids = np.asarray(quick_compile.jit(functools.partial(ours, None))(arrays)[1])
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in arrays.items()}
+        of = quick_compile.jit(
+            jax.grad(lambda arrays: plain(**arrays, top_ids=top_ids, dtype=jnp.float64))
+        )
+        return {name: np.asarray(x) for name, x in of(wide).items()}
+
+
+def gradients(plan=None, dtype="float32"):
+    program = quick_compile.jit(jax.grad(functools.partial(ours, plan), has_aux=True))
+    return program(case(dtype))
+
+
+def assert_gradients_close():
+    found, _ = gradients(linear_cases.ways(R, V)["columns"])
+    for name, right in expected().items():
+        np.testing.assert_allclose(found[name], right, atol=3e-5, err_msg=name)
+    assert (
+        np.count_nonzero(np.abs(expected()["hidden"]).max(1)) == N - 1
+    )  # none of the row that nobody reads
+    assert found["temperatures"][0] == 0
+
+
+def test_gradients_are_those_of_float64(in_pieces):
+    """Repeated, skipped and invalid rows, ids outside the vocabulary, a temperature of 0."""
+    assert_gradients_close()
+
+
+def test_gradients_are_those_of_autodiff_of_the_plain_form():
+    """In bfloat16, within what rounding the logits' change to it costs."""
+    found, top_ids = gradients(dtype="bfloat16")
+    arrays = case("bfloat16")
+    of = jax.grad(lambda arrays: plain(**arrays, top_ids=top_ids, dtype=jnp.float32))
+    for name, right in quick_compile.jit(of)(arrays).items():
+        assert found[name].dtype == right.dtype
+        scale = np.abs(np.asarray(right, np.float32)).max()
+        np.testing.assert_allclose(
+            np.asarray(found[name], np.float32), np.asarray(right, np.float32), atol=0.01 * scale
+        )
+
+
+def test_a_wrong_derivative_would_be_noticed(monkeypatch, in_pieces):
+    """Negative control: entropy's part is forgotten."""
+    real = backward.of_piece
+
+    def wrong(definition, u, columns, first, changes):
+        return real(definition, u, columns, first, changes._replace(by_entropy=None))
+
+    monkeypatch.setattr(backward, "of_piece", wrong)
+    with pytest.raises(AssertionError):
+        assert_gradients_close()
+
+
+def test_forward_mode_is_refused():
+    hidden, head = case()["hidden"], case()["head"]
+    with pytest.raises(TypeError, match=r"jvp.*custom_vjp"):
+        jax.jvp(lambda h: linear_topk_logprobs(h, head, IDS[:N], 0).logprobs, (hidden,), (hidden,))
+
+
+KEPT = jnp.asarray([[*RNG.permutation(V)[:6], -1, V] for _ in range(N)], jnp.int32)
+UNKEPT = min({*range(V)} - {*KEPT[N - 3].tolist()})
+GIVEN = jnp.asarray([*KEPT[: N - 3, 2], UNKEPT, V, KEPT[N - 1, 2]], jnp.int32)
+
+
+def kept_loss(logprobs, kept):
+    finite = jnp.where(jnp.isfinite(logprobs), logprobs, 0)
+    weights = jnp.arange(N, dtype=logprobs.dtype)
+    return jnp.sum(finite * weights) + jnp.sum(jnp.where(jnp.isfinite(kept), kept, 0) ** 2)
+
+
+def plain_kept(arrays, dtype):
+    """log_softmax of logits that are -inf where a row does not keep the token."""
+    h, w, b = (arrays[name].astype(dtype) for name in ("hidden", "head", "bias"))
+    x = 5 * jnp.tanh((0.5 * h @ w.T + b[None]) / 5)
+    rows = jnp.arange(N, dtype=jnp.int32)[:, None]
+    mask = jnp.zeros((N, V + 1), bool).at[rows, jnp.where(KEPT < 0, V, KEPT)].set(True)[:, :V]
+    t = arrays["temperatures"][-N:]
+    valid = (t > 0)[:, None]
+    t = jnp.where(t <= 0, jnp.ones_like(t), t).astype(dtype)
+    found = jax.nn.log_softmax(jnp.where(mask, x / t[:, None], -jnp.inf), axis=1)
+    at = jnp.where(valid, jnp.take_along_axis(found, jnp.clip(KEPT, 0, V - 1), 1), jnp.nan)
+    at = jnp.where((KEPT >= 0) & (KEPT < V), at, jnp.nan)
+    given = jnp.take_along_axis(found, jnp.clip(GIVEN, 0, V - 1)[:, None], 1)[:, 0]
+    return jnp.where((valid[:, 0]) & (GIVEN < V), given, jnp.nan), at
+
+
+def test_kept_logprobs_and_their_gradients(monkeypatch):
+    """Against float64, in blocks of two rows; rows without an answer have no derivative."""
+    monkeypatch.setattr("pallas_kernels.linear.kept.BLOCK_BYTES", 2 * 8 * 32 * 4)
+
+    def kept(arrays):
+        out = linear_kept_logprobs(
+            arrays["hidden"], arrays["head"], GIVEN, KEPT, bias=arrays["bias"], scale=0.5,
+            soft_cap=5.0, temperatures=arrays["temperatures"][-N:],
+        )  # fmt: skip
+        return kept_loss(out.logprobs, out.kept_logprobs), out
+
+    found, out = quick_compile.jit(jax.grad(kept, has_aux=True))(case())
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in case().items()}
+
+        def of_plain(arrays):
+            values = plain_kept(arrays, jnp.float64)
+            return kept_loss(*values), values
+
+        right, values = quick_compile.jit(jax.grad(of_plain, has_aux=True))(wide)
+    for actual, value in zip(out, values, strict=True):
+        np.testing.assert_allclose(actual, value, atol=1e-5)
+    assert np.isneginf(out.logprobs[N - 3])
+    assert np.isnan(out.logprobs[N - 2])
+    for name, gradient in right.items():
+        np.testing.assert_allclose(found[name], gradient, 1e-5, 3e-5, err_msg=name)

@@ -1,0 +1,180 @@
+"""Heads split over the vocabulary and hidden states over rows: one device's results, few words."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
+from pallas_kernels.linear import plan as plans
+from tests.support.collectives import bytes_of_a_run, collectives
+from tests.support.quick_compile import OPTIONS
+from tests.support.shards import P
+
+N, V, H, K, C = 16, 512, 24, 5, 2
+KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
+SPLITS = {"rows": ("data", None), "vocabulary": (None, "model"), "both": ("data", "model")}
+
+
+@functools.cache
+def case():
+    rng = np.random.default_rng(0)
+    return {
+        "hidden": np.float32(rng.integers(-4, 5, (N, H))),  # exact products, and so exact ties
+        "head": np.float32(rng.integers(-4, 5, (V, H))),
+        "bias": np.float32(rng.integers(-4, 5, V)),
+        "token_ids": np.int32(rng.integers(-1, V + 1, N)),
+        "temperatures": np.float32(rng.uniform(2, 9, N)),
+        "extra_token_ids": np.int32(rng.integers(-1, V + 1, (N, C))),
+    }
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
+
+
+def placed(kind, split):
+    rows, vocabulary = SPLITS[split]
+    specs = {"hidden": P(rows, None), "head": P(vocabulary, None)}
+    mesh = mesh_of(kind)
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name])) if name in specs else x
+        for name, x in case().items()
+    }
+
+
+def call(arrays, **options):
+    return linear_topk_logprobs(
+        **arrays, k=K, log_sum_exp=True, entropy=True, num_rows=N - 1, **options
+    )
+
+
+def loss(arrays, **options):
+    out = call(arrays, **options)
+    parts = (out.logprobs, out.extra_logprobs, out.entropy, out.log_sum_exp)
+    return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2) for x in parts)
+
+
+def gradient(arrays, **options):
+    names = ("hidden", "head", "bias")
+    fixed = {name: x for name, x in arrays.items() if name not in names}
+    moving = {name: jnp.asarray(arrays[name]) for name in names}
+    return jax.grad(lambda moving: loss({**moving, **fixed}, **options))(moving)
+
+
+@functools.cache
+def expected():
+    arrays = {name: jnp.asarray(x) for name, x in case().items()}
+    program = jax.jit(lambda arrays: (call(arrays), gradient(arrays)), compiler_options=OPTIONS)
+    return program(arrays)
+
+
+def assert_equal(found):
+    out, slopes = found
+    right, right_slopes = expected()
+    np.testing.assert_array_equal(out.token_ids, right.token_ids)
+    np.testing.assert_array_equal(out.token_ranks, right.token_ranks)
+    for name in ("logprobs", "extra_logprobs", "entropy", "log_sum_exp"):
+        np.testing.assert_allclose(getattr(out, name), getattr(right, name), atol=2e-5)
+    for name, slope in slopes.items():
+        np.testing.assert_allclose(slope, right_slopes[name], rtol=1e-4, atol=2e-3, err_msg=name)
+
+
+@pytest.fixture
+def in_columns(monkeypatch):
+    """Each device takes its columns in parts."""
+    monkeypatch.setattr(plans, "FEW_BYTES", 0)
+    monkeypatch.setattr(plans, "NARROWEST", 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        ("explicit", "both"),
+        ("automatic", "both"),
+        *(
+            pytest.param(kind, split, marks=pytest.mark.slow)
+            for kind in KINDS
+            for split in ("rows", "vocabulary")
+        ),
+    ],
+)
+def test_results_and_gradients_are_those_of_one_device(kind, split, in_columns):
+    arrays = placed(kind, split)
+    rows, vocabulary = SPLITS[split]
+    named = {"mesh": mesh_of(kind), "axis_name": vocabulary, "row_axis_name": rows}
+    options = named if kind == "automatic" else {}
+
+    def both(arrays):
+        return call(arrays, **options), gradient(arrays, **options)
+
+    with jax.set_mesh(mesh_of(kind)):
+        found = jax.jit(both, compiler_options=OPTIONS)(arrays)
+    assert_equal(found)
+
+
+def words(program):
+    """Of 4 bytes, that a run carries where no rank is counted twice."""
+    return bytes_of_a_run(program, branch=min) // 4
+
+
+def test_what_travels(in_columns):
+    """Forward R (4 + C + 2 K) words a shard and one, and R more with entropy; backward H R."""
+    mesh = mesh_of("automatic")
+    options = {"mesh": mesh, "axis_name": "model"}
+    arrays = placed("automatic", "vocabulary")
+    compile_ = functools.partial(jax.jit, compiler_options=OPTIONS)
+    forward = compile_(lambda arrays: call(arrays, **options)).lower(arrays).compile()
+    gathered = 4 * N * (3 + 2 * K + 1)
+    assert words(forward) == gathered + N * (1 + C) + 1
+    backward = compile_(lambda arrays: gradient(arrays, **options)).lower(arrays).compile()
+    assert words(backward) == words(forward) + N * H
+    # Nothing as long as a shard's columns travels.
+    assert all(max(s, default=1) < V // 4 for c in collectives(forward) for _, s in c.shapes)
+
+
+def test_over_rows_the_heads_gradient_is_summed_once(in_columns):
+    options = {"mesh": mesh_of("automatic"), "row_axis_name": "data"}
+    arrays = placed("automatic", "rows")
+    program = jax.jit(lambda arrays: gradient(arrays, **options), compiler_options=OPTIONS)
+    program = program.lower(arrays).compile()
+    assert words(program) == V * H + V
+
+
+def test_inside_shard_map_with_padding():
+    """The head's last shard ends in rows of padding, which count for nothing."""
+    arrays = {name: jnp.asarray(x) for name, x in case().items()}
+    vocab = 500
+    real = {**arrays, "head": arrays["head"][:vocab], "bias": arrays["bias"][:vocab]}
+    right = jax.jit(call, compiler_options=OPTIONS)(real)
+    arrays["head"] = arrays["head"].at[vocab:].set(jnp.nan)
+
+    def local(arrays):
+        return call(arrays, axis_name="model", vocab_size=vocab)
+
+    specs = {name: P("model") if name in ("head", "bias") else P() for name in arrays}
+    mapped = jax.shard_map(local, mesh=mesh_of("automatic"), in_specs=(specs,), out_specs=P())
+    found = jax.jit(mapped, compiler_options=OPTIONS)(arrays)
+    np.testing.assert_array_equal(found.token_ids, right.token_ids)
+    np.testing.assert_array_equal(found.token_ranks, right.token_ranks)
+    np.testing.assert_allclose(found.logprobs, right.logprobs, atol=2e-5)
+
+
+def test_kept_logprobs_of_a_split_head():
+    arrays = placed("explicit", "both")
+    kept = jnp.asarray(np.random.default_rng(1).permuted(np.tile(np.arange(V), (N, 1)), axis=1))
+    kept = kept[:, :7].astype(jnp.int32).at[:, 3].set(-1)
+
+    def of(hidden, head):
+        out = linear_kept_logprobs(hidden, head, kept[:, 0], kept)
+        return jnp.sum(out.logprobs), out
+
+    run = jax.grad(of, (0, 1), has_aux=True)
+    right = run(*(jnp.asarray(case()[name]) for name in ("hidden", "head")))
+    with jax.set_mesh(mesh_of("explicit")):
+        found = jax.jit(run)(arrays["hidden"], arrays["head"])
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

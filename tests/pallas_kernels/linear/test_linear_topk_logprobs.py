@@ -1,0 +1,175 @@
+"""`linear_topk_logprobs`: its logits' definition, and what it finds in them block by block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear_topk_logprobs, oracle, topk_logprobs
+from pallas_kernels.linear import columns
+from pallas_kernels.linear.definition import Definition
+from tests.support import linear_cases
+
+V, K = 333, 5
+WAYS = ("one block", "row blocks", "columns", "a product a part")
+
+
+def way(name, rows, width=V):
+    return linear_cases.ways(rows, width)[name]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_edge_in_blocks(name):
+    """Ties over blocks, invalid rows, rows and ids that are skipped, every kind of temperature."""
+    logits = oracle.edge_rows(V, np.float32, 8).astype(np.float64)
+    hidden, head = linear_cases.factors(logits)
+    rng = np.random.default_rng(0)
+    rows = np.array([0, 1, 2, 3, 4, 5, 6, -1, 7, 1, 0], np.int32)
+    given = {
+        "token_ids": rng.integers(0, V, 11).astype(np.int32),
+        "row_ids": rows,
+        "temperatures": np.array([1, 0.5, 2, 1, 1, 1, 1, 1, 1, 0, -1], np.float32),
+        "extra_token_ids": rng.integers(-1, V + 1, (11, 3)).astype(np.int32),
+        "num_rows": np.int32(10),
+    }
+    given["token_ids"][9] = V
+    expected = oracle.topk_logprobs(logits, given["token_ids"], K, **{
+        name: value for name, value in given.items() if name != "token_ids"
+    })  # fmt: skip
+    arrays = {name: jnp.asarray(value) for name, value in given.items()}
+    found = linear_cases.run(way(name, 11), hidden, head, k=K, **arrays)
+    oracle.assert_matches(found, expected)
+
+
+@pytest.mark.parametrize("k", [1, 40])
+@pytest.mark.parametrize("order", ["rising", "falling", "random", "equal"])
+def test_the_top_k_whatever_the_vocabularys_order(order, k):
+    """Rising logits are all candidates of every part, falling ones of the first alone."""
+    rng = np.random.default_rng(1)
+    x = np.round(rng.normal(0, 30, (7, 1000)))
+    x = {"rising": np.sort(x), "falling": -np.sort(x), "random": x, "equal": 0 * x}[order]
+    ids = jnp.asarray(rng.integers(0, 1000, 7), jnp.int32)
+    found = linear_cases.run(way("columns", 7), *linear_cases.factors(x), ids, k)
+    oracle.assert_matches(found, oracle.topk_logprobs(x, ids, k))
+
+
+def random_case(dtype, seed=0, rows=24, width=1000, size=64):
+    rng = np.random.default_rng(seed)
+    hidden = jnp.asarray(rng.normal(size=(rows, size)), dtype)
+    head = jnp.asarray(rng.normal(size=(width, size)) * 0.4, dtype)
+    bias = jnp.asarray(rng.normal(size=width), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, width, rows), jnp.int32)
+    return hidden, head, bias, ids
+
+
+def in_float64(definition, hidden, head, bias):
+    u = definition.scale * np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+    u = u + np.asarray(bias, np.float64)
+    if definition.soft_cap is None:
+        return u
+    return definition.soft_cap * np.tanh(u / definition.soft_cap)
+
+
+@pytest.mark.parametrize("name", ["one block", "columns"])
+@pytest.mark.parametrize("soft_cap", [None, 6.0])
+def test_the_definition_in_float64(name, soft_cap):
+    """Scale, bias and soft cap; log-sum-exp and entropy too. Ids differ at near-ties alone."""
+    hidden, head, bias, ids = random_case(jnp.float32)
+    definition = Definition(0.7, soft_cap)
+    x = in_float64(definition, hidden, head, bias)
+    t = np.linspace(0.5, 2, len(x)).astype(np.float32)
+    found = linear_cases.run(
+        way(name, 24, 1000), hidden, head, ids, K, bias=bias, temperatures=jnp.asarray(t),
+        entropy=True, definition=definition, compiler=jax.jit,
+    )  # fmt: skip
+    y = x / t[:, None]
+    log_sum_exp = np.log(np.exp(y).sum(1))
+    logprobs = y - log_sum_exp[:, None]
+    best = np.take_along_axis(x, np.asarray(found.token_ids[:, 1:]), 1)
+    np.testing.assert_allclose(best, -np.sort(-x)[:, :K], atol=1e-5)
+    np.testing.assert_allclose(
+        found.logprobs, np.take_along_axis(logprobs, np.asarray(found.token_ids), 1), atol=2e-5
+    )
+    np.testing.assert_allclose(found.log_sum_exp, log_sum_exp, atol=2e-5)
+    np.testing.assert_allclose(found.entropy, -(np.exp(logprobs) * logprobs).sum(1), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ids_and_ranks_are_those_of_the_whole_products_logits(dtype):
+    """Where other blocks add in another order, what differs is a near-tie; here none is seen.
+
+    A rounded logit may then fall on the other side: one unit in the last place of bfloat16.
+    """
+    hidden, head, bias, ids = random_case(dtype, rows=48, width=2000)
+    definition = Definition(logits_dtype=dtype)
+    logits = jax.jit(definition.logits)(hidden, head, bias)
+    expected = topk_logprobs(logits, ids, 20)
+    found = linear_cases.run(
+        way("columns", 48, 2000), hidden, head, ids, 20, bias=bias, definition=definition,
+        compiler=jax.jit,
+    )  # fmt: skip
+    x = np.asarray(logits, np.float64)
+    there, here = (np.take_along_axis(x, np.asarray(f.token_ids), 1) for f in (expected, found))
+    margin = np.abs(there - here).max(initial=0, where=there != here)
+    differ = np.count_nonzero(np.asarray(expected.token_ids) != np.asarray(found.token_ids))
+    others = np.count_nonzero(np.asarray(expected.token_ranks) != np.asarray(found.token_ranks))
+    allowed = 2e-6 if dtype == "float32" else 2**-7
+    assert margin <= allowed * np.abs(x).max(), f"{differ} ids differ, by up to {margin}"
+    assert differ <= 0.01 * there.size, f"{differ} ids differ"
+    assert others <= 2, f"{others} ranks differ"
+
+
+def guessed_wrong(*arguments):
+    return jnp.full(arguments[1].shape[0], 3.0, jnp.float32)
+
+
+def test_ranks_are_right_where_the_given_logit_was_guessed_wrong(monkeypatch):
+    hidden, head, bias, ids = random_case(jnp.float32)
+    plan = way("columns", 24, 1000)
+    expected = linear_cases.run(way("one block", 24, 1000), hidden, head, ids, 0, bias=bias)
+    monkeypatch.setattr(columns, "given_logits", guessed_wrong)
+    found = linear_cases.run(plan, hidden, head, ids, 0, bias=bias)
+    np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    # Negative control: without the second count, they would be those of the guess.
+    monkeypatch.setattr(columns, "recount", lambda *a: jnp.zeros(a[2].shape[0], jnp.int32))
+    wrong = linear_cases.run(plan, hidden, head, ids, 0, bias=bias)
+    assert np.any(np.asarray(wrong.token_ranks) != np.asarray(expected.token_ranks))
+
+
+def test_the_guess_has_the_bits_of_the_block():
+    """So that the second count is rare: a number's bits do not depend on the columns beside it."""
+    hidden, head, bias, ids = random_case(jnp.float32, rows=100)
+    definition = Definition(0.5, 5.0)
+
+    def both(hidden, head, bias, ids):
+        guess = columns.given_logits(definition, hidden, head, bias, ids)
+        real = (jnp.int32(0), jnp.int32(1000))
+        starts = [*range(0, 936, 64), 936]
+        parts = [
+            columns.logits(definition, hidden, head, bias, jnp.int32(start), real, 64)
+            for start in starts
+        ]
+        at = jnp.minimum(ids // 64, 15)
+        column = ids - jnp.asarray(starts, jnp.int32)[at]
+        return guess, jnp.stack(parts)[at, jnp.arange(100, dtype=jnp.int32), column]
+
+    guess, real = jax.jit(both)(hidden, head, bias, ids)
+    assert np.count_nonzero(np.asarray(guess) != np.asarray(real)) <= 1
+
+
+def test_the_door():
+    """The call as users make it, of the sizes that a test can afford, with padding in the head."""
+    hidden, head, bias, ids = random_case(jnp.bfloat16)
+    padded = jnp.concatenate([head, jnp.full((24, 64), jnp.nan, head.dtype)])
+    bias = jnp.concatenate([bias, jnp.zeros(24)])
+    found = linear_topk_logprobs(
+        hidden, padded, ids, K, bias=bias, vocab_size=1000, logits_dtype="bfloat16", num_rows=20
+    )
+    logits = jax.jit(Definition(logits_dtype="bfloat16").logits)(hidden, head, bias[:1000])
+    expected = topk_logprobs(logits, ids, K, num_rows=20)
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    nothing = linear_topk_logprobs(hidden[:0], head, ids[:0], K)
+    assert nothing.token_ids.shape == (0, K + 1)

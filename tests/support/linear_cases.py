@@ -1,0 +1,54 @@
+"""Hidden states and heads whose logits are known exactly, and calls with blocks of any size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.linear.definition import Definition
+from pallas_kernels.linear.differentiable import linear_topk_logprobs
+from pallas_kernels.linear.plan import Plan
+from pallas_kernels.linear.types import Call, Inputs
+from pallas_kernels.sharding.vocab_shard import WHOLE
+from tests.support import quick_compile
+
+HUGE = 1e30  # its square is infinite
+
+
+def factors(logits):
+    """hidden [N, 3 N] and head [V, 3 N] in float32 whose product is exactly logits [N, V].
+
+    Each row has three columns of its own: for finite logits, for +inf and for -inf; both make NaN.
+    """
+    rows = len(logits)
+    eye = np.eye(rows, dtype=np.float32)
+    nan = np.isnan(logits)
+    parts = [
+        np.where(np.isfinite(logits), logits, 0),
+        np.where(nan | (logits == np.inf), HUGE, 0),
+        np.where(nan | (logits == -np.inf), -HUGE, 0),
+    ]
+    hidden = np.concatenate([eye, HUGE * eye, HUGE * eye], axis=1).astype(np.float32)
+    head = np.concatenate([part.T for part in parts], axis=1).astype(np.float32)
+    return jnp.asarray(hidden), jnp.asarray(head)
+
+
+def ways(rows, width):
+    """Every way through the logits, by name: see `pallas_kernels.linear.plan`."""
+    return {
+        "one block": Plan(rows, width, width, rows),
+        "row blocks": Plan(3, width, width, 3),
+        "columns": Plan(rows, 128, 64, 5),
+        "a product a part": Plan(rows, 64, 64, rows),
+    }
+
+
+def run(plan, hidden, head, token_ids, k, *, bias=None, row_ids=None, num_rows=None,
+        temperatures=None, extra_token_ids=None, entropy=False, definition=None, shard=WHOLE,
+        compiler=quick_compile.jit):  # fmt: skip
+    """`linear_topk_logprobs` with blocks as this plan says."""
+    if extra_token_ids is None:
+        extra_token_ids = jnp.zeros((len(token_ids), 0), jnp.int32)
+    call = Call(definition or Definition(), k, entropy, shard, plan)
+    arrays = (hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
+    program = compiler(lambda *arrays: linear_topk_logprobs(call, Inputs(*arrays)))
+    return jax.block_until_ready(program(*arrays))
