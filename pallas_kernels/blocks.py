@@ -11,7 +11,7 @@ from pallas_kernels.selection import selection_size
 
 # On a CPU a block's temporaries fit its caches. Starting an operation costs as much as a few
 # thousand logits, and a loop copies each of its blocks: so small calls are one block.
-CPU_BYTES = 1 << 22
+CPU_BYTES = 7 << 20
 # Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
 WIDE_ROWS = 256
 
@@ -42,7 +42,8 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
     rows = max(1, CPU_BYTES // bytes_per_row)
     if dynamic:
         rows = min(rows, max(8, num_targets // 4))
-    return min(num_targets, rows)
+    rows = min(num_targets, rows)
+    return -(-num_targets // -(-num_targets // rows))  # the last block repeats few rows
 
 
 def rows_on_tpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:

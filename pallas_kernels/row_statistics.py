@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import barrier, vary_like
+from pallas_kernels.blocks import vary_like
 from pallas_kernels.ordered_keys import strictly_larger
+from pallas_kernels.pieces import in_pairs, pieces, reduced
 
 # Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums.
 FIRST_PIECES = 8
@@ -38,9 +39,8 @@ def sums(x: jax.Array, given: Given) -> Sums:
 def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
     """`sums`, by adding pieces of each row to one another until one number is left.
 
-    XLA's CPU compiler vectorizes that. Of a plain sum over the row it makes a loop that writes
-    every term and another that adds them, in an order that depends on the number of rows: a row's
-    logprobs would have other bits in another batch. As a complex number, both sums share a loop.
+    A plain sum over the row is slower (see `pieces`), and a row's logprobs would have other bits in
+    another batch. As a complex number, both sums share a loop.
     """
 
     def nothing(x: jax.Array, given: Given) -> Sums:
@@ -58,30 +58,10 @@ def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
 def _added_pieces(x: jax.Array, given: Given) -> Sums:
     """`sums_on_cpu` of rows of which one may be valid."""
     each: Given = jax.tree.map(lambda one: one[:, None], given)
-    terms = [_terms(piece[..., None], each) for piece in _pieces(x, FIRST_PIECES, -jnp.inf)]
-    both = lax.complex(*(_tree(list(part))[..., 0] for part in zip(*terms, strict=True)))
-    while both.shape[1] > 1:
-        both = _tree(_pieces(barrier(both), MORE_PIECES, 0))
-    return both.real[:, 0], both.imag[:, 0].astype(jnp.int32)
-
-
-def _pieces(x: jax.Array, number: int, padding: float) -> list[jax.Array]:
-    """x [B, n] cut into pieces [B, ceil(n / number)]; the last ones are padded."""
-    width = -(-x.shape[1] // number)
-    pieces = [x[:, i * width : (i + 1) * width] for i in range(number)]
-    return [
-        jnp.pad(piece, ((0, 0), (0, width - piece.shape[1])), constant_values=padding)
-        if piece.shape[1] < width
-        else piece
-        for piece in pieces
-    ]
-
-
-def _tree(parts: list[jax.Array]) -> jax.Array:
-    """The sum of 2**n arrays, in pairs."""
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+    terms = [_terms(piece[..., None], each) for piece in pieces(x, FIRST_PIECES, -jnp.inf)]
+    both = lax.complex(*(in_pairs(jnp.add, list(p))[..., 0] for p in zip(*terms, strict=True)))
+    both = reduced(jnp.add, both, MORE_PIECES, 0)
+    return both.real, both.imag.astype(jnp.int32)
 
 
 def _terms(x: jax.Array, given: Given) -> tuple[jax.Array, jax.Array]:

@@ -6,16 +6,21 @@ lowest id first.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.ordered_keys import canonical, key_of, ordered_keys
+from pallas_kernels.ordered_keys import canonical, floats, key_of, ordered_keys
+from pallas_kernels.pieces import in_pairs
 
 WIDEST_GROUP = 128
 NARROWEST_GROUP = 8  # the lanes of a vector register in float32
+
+Selected = tuple[jax.Array, jax.Array]  # logits [B, k] float32 and ids [B, k] int32
+TwoStages = Callable[[jax.Array, jax.Array, int, int], Selected]  # see `from_groups`
 
 
 def group_width(vocabulary: int, k: int) -> int | None:
@@ -53,11 +58,23 @@ def wider(maxima: jax.Array, times: int) -> jax.Array:
     if padding:
         least = np.iinfo(maxima.dtype).min
         maxima = jnp.pad(maxima, ((0, 0), (0, padding)), constant_values=least)
+    if times <= 4:  # XLA's CPU compiler would make one slow reduction of this and the one before
+        return in_pairs(jnp.maximum, [maxima[:, start::times] for start in range(times)])
     return jnp.max(maxima.reshape(maxima.shape[0], -1, times), axis=2)
 
 
+def row_maximum(x: jax.Array) -> jax.Array:
+    """The largest logit [B] float32 of each row of x [B, V], NaN where one is."""
+    return jnp.max(x.astype(jnp.float32), axis=1)
+
+
+def largest(maxima: jax.Array) -> jax.Array:
+    """The largest key [B] of each row of `group_maxima` [B, G]."""
+    return jnp.max(maxima, axis=1)
+
+
 def select_top_k(
-    x: jax.Array, maxima: jax.Array, k: int, width: int | None, prune: bool
+    x: jax.Array, maxima: jax.Array | None, k: int, width: int | None, two_stages: TwoStages
 ) -> tuple[jax.Array, jax.Array]:
     """x [B, V] -> ids [B, k] int32, logits [B, k] float32, descending, ties lowest id first.
 
@@ -66,41 +83,58 @@ def select_top_k(
 
     Args:
       x: the logits.
-      maxima: float32, the groups' largest logits; not read where `width` is None.
+      maxima: the `group_maxima` of this `width`; None where that is.
       k: how many.
       width: of the groups; None selects from the whole row.
-      prune: whether candidates that cannot be of the top K are left out before they are ordered.
+      two_stages: `from_groups`, or what does the same.
     """
     rows = x.shape[0]
     if k == 0:
         return jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows, 0), jnp.float32)
     with jax.named_scope("select_top_k"):
-        if width is None:
+        if width is None or maxima is None:
             values, ids = top_k(x.astype(jnp.float32), k)
         else:
-            values, ids = _from_groups(x, maxima, k, width, prune)
+            values, ids = two_stages(x, maxima, k, width)
     return jnp.where(values > -jnp.inf, ids, jnp.int32(-1)), values
 
 
-def _from_groups(
-    x: jax.Array, maxima: jax.Array, k: int, width: int, prune: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The two stages: logits [B, k] and ids [B, k]."""
+def from_groups(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
+    """The two stages: logits [B, k] float32 and ids [B, k]."""
+    _, groups = top_k(floats(maxima, x.dtype).astype(jnp.float32), k)
+    return among(x, jnp.sort(groups, axis=1), k, width)
+
+
+def among(
+    x: jax.Array,
+    groups: jax.Array,
+    k: int,
+    width: int,
+    least: jax.Array | None = None,
+    used: jax.Array | None = None,
+) -> Selected:
+    """The top k of the logits in chosen groups: logits [B, k] float32 and ids [B, k].
+
+    Args:
+      x: the logits [B, V].
+      groups: [B, C] in ascending order, C >= k.
+      k: how many.
+      width: of the groups.
+      least: [B] float32, none below it is of the top k; None: unknown.
+      used: [B, C] bool, the groups that count; None: all.
+    """
     rows, vocabulary = x.shape
-    largest, groups = top_k(maxima, k)
-    groups = jnp.sort(groups, axis=1)
     # The last group may be short: it is read from further left, without what is not of it.
     starts = jnp.minimum(groups * width, vocabulary - width)
     found = slices(x, starts, width).astype(jnp.float32)
     if vocabulary % width:
         ids = starts[:, :, None] + jnp.arange(width, dtype=jnp.int32)[None, None]
         found = jnp.where(ids >= groups[:, :, None] * width, found, -jnp.inf)
-    if prune:
-        # None below the least of the K maxima can be of the top K.
-        # A minimum, not the last column: where XLA sees a slice of top_k's result, it sorts all n.
-        least = jnp.min(largest, axis=1)
+    if least is not None:
         found = jnp.where(found >= least[:, None, None], found, -jnp.inf)
-    values, places = top_k(found.reshape(rows, k * width), k)
+    if used is not None:
+        found = jnp.where(used[:, :, None], found, -jnp.inf)
+    values, places = top_k(found.reshape(rows, groups.shape[1] * width), k)
     ids = jnp.take_along_axis(starts, places // width, axis=1) + places % width
     return values, ids
 

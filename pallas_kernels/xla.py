@@ -33,6 +33,11 @@ from pallas_kernels.finish import (
 from pallas_kernels.ordered_keys import canonical, floats
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.row_statistics import Given
+from pallas_kernels.selection_on_cpu import (
+    from_groups_on_cpu,
+    largest_on_cpu,
+    row_maximum_on_cpu,
+)
 from pallas_kernels.types import TopkLogprobs
 
 comparable = canonical  # of values that `lax.top_k` is to order
@@ -44,20 +49,40 @@ class Way(NamedTuple):
     block_rows: Callable[..., int]  # see `blocks`
     groups: bool  # whether the selection has two stages, see `selection`
     first_width: int | None  # of the groups of the first reduction; None: those of the selection
+    row_maximum: Callable[[jax.Array], jax.Array]  # of rows of logits, where no group is needed
+    largest: Callable[[jax.Array], jax.Array]  # of rows of group maxima
     sums: Callable[[jax.Array, Given], tuple[jax.Array, jax.Array]]
-    prune: bool  # see `selection`: a CPU's top_k takes the longer the more larger values it meets
+    two_stages: selection.TwoStages
 
 
 CPU = Way(
     blocks.rows_on_cpu,
     groups=True,
     first_width=selection.NARROWEST_GROUP,
+    row_maximum=row_maximum_on_cpu,
+    largest=largest_on_cpu,
     sums=row_statistics.sums_on_cpu,
-    prune=True,
+    two_stages=from_groups_on_cpu,
 )
-GPU = Way(blocks.rows_on_gpu, groups=True, first_width=None, sums=row_statistics.sums, prune=False)
+GPU = Way(
+    blocks.rows_on_gpu,
+    groups=True,
+    first_width=None,
+    row_maximum=selection.row_maximum,
+    largest=selection.largest,
+    sums=row_statistics.sums,
+    two_stages=selection.from_groups,
+)
 # A TPU reads chosen groups one after the other, in a loop of R * K trips.
-TPU = Way(blocks.rows_on_tpu, groups=False, first_width=None, sums=row_statistics.sums, prune=False)
+TPU = Way(
+    blocks.rows_on_tpu,
+    groups=False,
+    first_width=None,
+    row_maximum=selection.row_maximum,
+    largest=selection.largest,
+    sums=row_statistics.sums,
+    two_stages=selection.from_groups,
+)
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 
@@ -199,16 +224,21 @@ def _read(
     gives a sum of 0; otherwise it gives NaN, from -inf - -inf.
     """
     width = selection.group_width(x.shape[1], k) if way.groups else None
-    first = way.first_width or width or x.shape[1]
-    maxima = blocks.barrier(selection.group_maxima(x, first))  # else they are computed twice
-    if width is not None:
-        maxima = selection.wider(maxima, width // first)
-    largest = floats(maxima, x.dtype).astype(jnp.float32)
-    maximum = jnp.max(largest, axis=1)
+    maximum, maxima = _maxima(way, x, width)
     reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum) if part else maximum
     sum_exp, num_larger = way.sums(x, Given(reference, selected, temperatures))
     statistics = RowStatistics(maximum, sum_exp, num_larger)
-    return statistics, *selection.select_top_k(x, largest, k, width, way.prune)
+    return statistics, *selection.select_top_k(x, maxima, k, width, way.two_stages)
+
+
+def _maxima(way: Way, x: jax.Array, width: int | None) -> tuple[jax.Array, jax.Array | None]:
+    """The largest logit [B] float32 of each row, and its groups' keys if there is a width."""
+    if width is None:
+        return way.row_maximum(x), None
+    first = way.first_width or width
+    maxima = blocks.barrier(selection.group_maxima(x, first))  # else they are computed twice
+    maxima = selection.wider(maxima, width // first)
+    return floats(way.largest(maxima), x.dtype).astype(jnp.float32), maxima
 
 
 def block_of_rows(

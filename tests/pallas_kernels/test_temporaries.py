@@ -1,4 +1,4 @@
-"""Memory beside logits and outputs (XLA, on a CPU): a quarter of the logits' bytes, or 5 MiB."""
+"""Memory beside logits and outputs (XLA, on a CPU): a quarter of the logits' bytes, or 8 MiB."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from pallas_kernels import greedy, shapes, topk_logprobs
 from tests.support import quick_compile
 
 SHARE = 0.25
-ALWAYS = 5 << 20
+ALWAYS = 8 << 20
 
 
 def limit(logits):

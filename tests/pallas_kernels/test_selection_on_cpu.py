@@ -1,0 +1,117 @@
+"""The selection in a CPU's form beside the plain one: its bound, what it collects, its branches."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from pallas_kernels import selection, selection_on_cpu
+from tests.support import quick_compile
+
+VOCABULARY = 4001  # the last group is short
+ROWS = 5
+
+
+def random_rows(rng, dtype):
+    return jnp.asarray(rng.normal(size=(ROWS, VOCABULARY)), dtype)
+
+
+def equal_rows(rng, dtype):
+    """Every group has the same maximum: there is no room for all that reach the bound."""
+    return jnp.zeros((ROWS, VOCABULARY), dtype)
+
+
+def rows_of_ties(rng, dtype):
+    return jnp.asarray(rng.integers(-3, 3, (ROWS, VOCABULARY)), dtype)
+
+
+def masked_rows(rng, dtype):
+    """Few finite logits, fewer than k in one row."""
+    x = np.full((ROWS, VOCABULARY), -np.inf)
+    for row, count in enumerate((3, 60, 900, 40, 48)):
+        x[row, rng.choice(VOCABULARY, count, replace=False)] = rng.normal(size=count)
+    return jnp.asarray(x, dtype)
+
+
+def descending_rows(rng, dtype):
+    """All large logits are neighbours."""
+    return jnp.broadcast_to(jnp.arange(VOCABULARY, 0, -1).astype(dtype), (ROWS, VOCABULARY))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("k", [1, 20, 48])
+def test_both_forms_select_the_same(k, dtype):
+    width = 8
+
+    @quick_compile.jit
+    def both(x):
+        maxima = selection.group_maxima(x, width)
+        return tuple(
+            selection.select_top_k(x, maxima, k, width, form)
+            for form in (selection.from_groups, selection_on_cpu.from_groups_on_cpu)
+        )
+
+    rng = np.random.default_rng(k)
+    for rows in (random_rows, equal_rows, rows_of_ties, masked_rows, descending_rows):
+        plain, on_cpu = both(rows(rng, dtype))
+        chex.assert_trees_all_equal(plain, on_cpu, custom_message=rows.__name__)
+
+
+@pytest.mark.parametrize("k", [1, 5, 48])
+def test_at_least_k_maxima_reach_the_bound_and_of_random_ones_at_most_twice_as_many(k):
+    keys = jnp.asarray(np.random.default_rng(k).integers(-(2**31), 2**31, (16, 2000)), jnp.int32)
+    bound = selection_on_cpu.lower_bound(keys, k)
+    reached = (np.asarray(keys) >= np.asarray(bound)[:, None]).sum(axis=1)
+    assert np.all(reached >= k)
+    assert np.median(reached) <= 2 * k
+
+
+def test_there_is_no_bound_where_most_groups_are_wanted():
+    assert selection_on_cpu.lower_bound(jnp.zeros((2, 100), jnp.int32), 60) is None
+
+
+@pytest.mark.parametrize("groups", [1, 63, 64, 65, 500])
+def test_collected_groups_are_those_that_are_live_in_order(groups):
+    live = np.random.default_rng(groups).random((5, groups)) < 0.3
+    size = groups
+
+    def collect(live):
+        return selection_on_cpu.collect(live, selection_on_cpu.ranks_among(live), size)
+
+    expected = np.zeros((5, size), np.int32)
+    for row, found in zip(expected, live, strict=True):
+        places = np.flatnonzero(found)
+        row[: len(places)] = places
+    for call in (collect, jax.jit(collect)):
+        chex.assert_trees_all_equal(np.asarray(call(jnp.asarray(live))), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1, 17, 50_000])
+def test_the_largest_of_each_row(size, dtype):
+    x = jnp.asarray(np.random.default_rng(size).normal(size=(3, size)), dtype)
+    expected = np.asarray(x).astype(np.float32).max(axis=1)
+    for maximum in (selection.row_maximum, selection_on_cpu.row_maximum_on_cpu):
+        chex.assert_trees_all_equal(np.asarray(maximum(x)), expected)
+    keys = selection.group_maxima(x, 8)
+    chex.assert_trees_all_equal(selection.largest(keys), selection_on_cpu.largest_on_cpu(keys))
+
+
+def test_a_symbolic_number_of_rows():
+    (rows,) = export.symbolic_shape("r")
+    k, width = 48, 8
+
+    def select(x):
+        maxima = selection.group_maxima(x, width)
+        form = selection_on_cpu.from_groups_on_cpu
+        return selection.select_top_k(x, maxima, k, width, form)
+
+    shape = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
+    made = export.export(quick_compile.jit(select), platforms=["cpu"])(shape)
+    for count in (1, 6):
+        x = jnp.asarray(np.random.default_rng(count).normal(size=(count, VOCABULARY)), jnp.float32)
+        ids, values = made.call(x)
+        expected, expected_ids = jax.lax.top_k(x, k)
+        chex.assert_trees_all_equal((ids, values), (expected_ids, expected))
