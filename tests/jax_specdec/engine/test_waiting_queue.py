@@ -135,7 +135,7 @@ def work_of_admissions(count):
     for _ in range(5):
         name = session.request_ids[0]
         costs.append(work(lambda name=name: engine.abort(name))[1])  # releases its slot
-        costs.append(work(engine._admit)[1])
+        costs.append(work(engine._scheduler._admit)[1])
         assert len(session.request_ids) == 2
     updates.close()
     engine.close()
