@@ -203,7 +203,6 @@ class Streams:
             self._scheduler.abort(name, reason)
 
     def _deliver(self, update: Update) -> None:
-        self._close_lost(None)
         for record in update.records:
             name = record.request_id
             stream = self._open.get(name)
