@@ -46,8 +46,10 @@ ROOMS = {
     "records": {"requests", "wording"},
     "export": {"engine", "records", "requests", "text", "wording"},
     "engine": {"records", "requests", "control", "checkpoint", "text", "wording"},
+    "serve": {"engine", "export", "records", "requests", "checkpoint", "text", "wording"},
     "cli": {
-        "engine", "export", "records", "requests", "control", "checkpoint", "text", "wording",
+        "serve", "engine", "export", "records", "requests", "control", "checkpoint", "text",
+        "wording",
     },
     "device.model": {"checkpoint", "wording"},
     "device.sampling": {"device.model", "wording"},

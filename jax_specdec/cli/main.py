@@ -20,6 +20,7 @@ COMMANDS = (
     "demo",
     "doctor",
     "generate",
+    "serve",
     "view",
 )
 
