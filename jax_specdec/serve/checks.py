@@ -137,16 +137,16 @@ def _wrong_array(value: list[Any], schema: Schema) -> str | None:
 
 
 def _wrong_object(value: dict[str, Any], schema: Schema) -> str | None:
-    known = schema["properties"]
-    for name in schema.get("required", ()):
-        if value.get(name) is None:
-            return f"{name} is missing"
+    known, needed = schema["properties"], schema.get("required", ())
     for name, one in value.items():
         if name not in known:
             return f"{name!r} is not served; known are {', '.join(known)}"
-        if one is not None and (wrong := _wrong(one, known[name])) is not None:
+        if one is None and name not in needed:
+            continue
+        if (wrong := _wrong(one, known[name])) is not None:
             return f"{name} {wrong}"
-    return None
+    missing = [name for name in needed if name not in value]
+    return f"{missing[0]} is missing" if missing else None
 
 
 _BY_TYPE: dict[str, Callable[[Any, Schema], str | None]] = {
