@@ -55,7 +55,7 @@ class Delivery:
           stops: strings that end the text.
           keep: the string that ends it belongs to it.
         """
-        self._stream = TextStream(table)
+        self._table, self._stream = table, TextStream(table)
         self._stops = StopStrings(stops, keep=keep) if stops else None
         self._held: list[_Held] = []
         self._sum = 0.0  # the logprobs of what was sent
@@ -66,17 +66,23 @@ class Delivery:
 
     def push(self, record: Record) -> list[Part]:
         """What can be sent now; after the last record, all that is left."""
-        begin = self._stream.length
-        text, offsets = self._stream.push_with_offsets(record.token_ids.tolist())
         over = record.finish_reason is not None
-        if over:
-            text += self._stream.finish()
+        begin, ids = self._stream.length, record.token_ids.tolist()
         if self._stops is None:
-            return [Part(record, text, offsets)]
-        self._stops.push(text)
+            text, offsets = self._stream.push_with_offsets(ids)
+            return [Part(record, text + (self._stream.finish() if over else ""), offsets)]
+        offsets = []
+        for token_id in ids:  # one by one: nothing depends on how many came together
+            text, places = self._stream.push_with_offsets([token_id])
+            offsets += places
+            self._stops.push(text)
+            if self._stops.end is not None:
+                break
+        else:
+            if over:
+                self._stops.push(self._stream.finish())
         end = self._stream.length
-        inside = end + self._stream.inside_character
-        self._held.append(_Held(record, offsets, begin, end, inside))
+        self._held.append(_Held(record, offsets, begin, end, end + self._stream.inside_character))
         if self._stops.end is not None:
             return self._cut(self._stops.end)
         parts = []
@@ -86,13 +92,17 @@ class Delivery:
         return parts
 
     def _cut(self, end: int) -> list[Part]:
-        """What is left of the records that were held; tokens that begin behind the end are cut."""
-        parts = []
+        """What is left of the records that were held; tokens that begin behind the end are cut.
+
+        A token without text stays where it stands before the first token that is cut.
+        """
+        parts, open_ = [], True
         for held in self._held:
-            count = sum(offset < end for offset in held.offsets)
-            if count == len(held.offsets) and held.end <= end:
-                parts.append(self._part(held))
-            elif count:
+            count = 0
+            for token_id, offset in zip(held.record.token_ids.tolist(), held.offsets, strict=False):
+                open_ = open_ and (offset < end or not self._table.text_bytes[token_id])
+                count += open_
+            if count or held.begin < end:
                 parts.append(self._part(held, count, end))
         self._held.clear()
         return parts
@@ -100,12 +110,14 @@ class Delivery:
     def _part(self, held: _Held, count: int | None = None, end: int | None = None) -> Part:
         assert self._stops is not None
         record, offsets = held.record, held.offsets
-        rows = record.logprobs
-        if count is not None and count < len(offsets):
+        if count is not None and count < record.num_tokens:
+            rows = record.logprobs
             kept = 0.0 if rows is None else float(rows[:count, 0].astype(np.float64).sum())
             record, offsets = record.cut(count, self._sum + kept), offsets[:count]
         total = record.cumulative_logprob
         self._sum = self._sum if total is None else total
         return Part(
-            record, self._stops.text[held.begin : held.end if end is None else end], offsets
+            record,
+            self._stops.text[held.begin : held.end if end is None else min(held.end, end)],
+            offsets,
         )

@@ -171,7 +171,9 @@ class Run:
                     continue
                 if record.finish_reason is not None and finish_word(record) is None:
                     self._complain(record, delivery)
-                parts = [part for part in delivery.push(record) if part.record.num_tokens]
+                parts = [
+                    part for part in delivery.push(record) if part.text or part.record.num_tokens
+                ]
                 if asked.score_only:
                     yield (), "length", None
                     return
