@@ -38,6 +38,7 @@ ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
 # Each room of jax_specdec, and the rooms that it may import. A door imports the rooms behind it.
 ROOMS = {
     "wording": set(),
+    "compiled_programs": set(),
     "requests": set(),
     "control": {"requests"},
     "child": {"control"},
@@ -49,7 +50,7 @@ ROOMS = {
     "serve": {"engine", "export", "records", "requests", "checkpoint", "text", "wording"},
     "cli": {
         "serve", "engine", "export", "records", "requests", "control", "checkpoint", "text",
-        "wording",
+        "wording", "compiled_programs",
     },
     "device.model": {"checkpoint", "wording"},
     "device.sampling": {"device.model", "wording"},
@@ -63,7 +64,7 @@ ROOMS = {
     },
     "device.worker": {
         "device.loop", "device.messages", "device.drafting", "device.model", "control", "child",
-        "requests", "text", "checkpoint", "wording",
+        "requests", "text", "checkpoint", "wording", "compiled_programs",
     },
 }  # fmt: skip
 ROOMS["device"] = {name for name in ROOMS if name.startswith("device.")} | {"checkpoint"}

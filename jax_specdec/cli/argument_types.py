@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def found(path: Path | None) -> str:
@@ -15,6 +16,15 @@ def found(path: Path | None) -> str:
         return ""
     path.stat()  # its error names the whole path; that of a strict `resolve` only a part of it
     return str(path.resolve())
+
+
+def add_compilation_cache(group: Any) -> None:
+    """Add the option for where compiled programs are kept."""
+    group.add_argument(
+        "--compilation-cache", default="", metavar="DIR",
+        help="where compiled programs are kept for the next start, or off (default: the user's "
+        "cache directory)",
+    )  # fmt: skip
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

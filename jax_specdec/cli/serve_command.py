@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import found, integer
+from jax_specdec.cli.argument_types import add_compilation_cache, found, integer
 
 if TYPE_CHECKING:
     from jax_specdec.engine.config import EngineConfig
@@ -95,6 +95,7 @@ def add(commands: Any) -> None:
         help=f"tokens of a request, prompt included (default: {MAX_LENGTH}, or the checkpoint's "
         "if it has fewer)",
     )  # fmt: skip
+    add_compilation_cache(running)
     running.add_argument(
         "--workers", type=integer(1, 64), default=1, metavar="N",
         help="processes with a model each (default: %(default)s)",
@@ -181,6 +182,7 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         num_ranks=options.workers,
         max_length=length,
         max_waiting=options.max_waiting,
+        compilation_cache=options.compilation_cache,
         on_worker_loss="restart",
         resume_lost=True,
     )

@@ -50,13 +50,14 @@ def backends(tmp_path_factory):
     checkpoints.write(directory, written, dtype=torch.float32, shard_bytes=None)
     save(directory, byte_level)
     reference = HFLM(
-        pretrained=str(directory), device="cpu", dtype="float32", batch_size=1,
+        pretrained=str(directory), device="cpu", dtype="float32", batch_size=1, add_bos_token=True,
         max_length=MAX_LENGTH,
     )  # fmt: skip
     with served("--model", directory, "--max-length", "256", "--slots", "4") as server:
         client = LocalCompletionsAPI(
             base_url=f"{server.url}/v1/completions", model="model", tokenizer=str(directory),
             tokenizer_backend="huggingface", num_concurrent=4, max_length=MAX_LENGTH + 2,
+            add_bos_token=True,
         )  # fmt: skip
         yield reference, client
 
