@@ -5,6 +5,7 @@ says how long each core has been idle so far, in ticks of 10 ms. A side that blo
 to know whether it could spin; one that spins loses its core where it must not.
 """
 
+import io
 import os
 from collections.abc import Callable
 from threading import get_ident
@@ -15,6 +16,8 @@ LONGEST_SPAN_NS = 6_400_000_000  # twice as long each time that it is lost soon 
 SOON_SPANS = 20  # soon: within so many spans
 FREE_SHARE = 0.75  # of one core, over a span
 STALE_SPANS = 4  # nobody waited for so long: the span begins anew
+_STAT = "/proc/stat"
+_MOST_BYTES = 1 << 20
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -26,9 +29,7 @@ def available_ns() -> int | None:
     cores = os.sched_getaffinity(0)
     idle = 0
     try:
-        with open("/proc/stat", "rb", buffering=0) as file:
-            lines = file.read(1 << 20).split(b"\n")
-        for line in lines[1:]:  # the first one is the sum of all cores
+        for line in _read(_STAT).split(b"\n")[1:]:  # the first one is the sum of all cores
             if not line.startswith(b"cpu"):
                 break
             name, _, _, _, idles, waits, *_ = line.split()
@@ -37,6 +38,18 @@ def available_ns() -> int | None:
     except (OSError, ValueError):
         return None
     return idle * _TICK_NS + thread_time_ns()
+
+
+def _read(path: str) -> bytes:
+    # C code alone runs from the opening to the keeping of the file, so that what a signal handler
+    # raises leaves none open.
+    files: list[io.FileIO] = []
+    try:
+        files.extend(map(io.FileIO, (path,)))
+        return files[0].read(_MOST_BYTES) or b""
+    finally:
+        for file in files:
+            file.close()
 
 
 class FreeCores:

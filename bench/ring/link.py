@@ -22,6 +22,10 @@ from bench.ring.contenders import CONTENDERS, Receiver
 from bench.timing import BenchError
 from ipc import RingError
 
+# Before each measurement: the ring learns in 50 ms whether cores are free, and when messages come.
+WARM_UP_NS = 120_000_000
+WARM_UP_MESSAGES = 20
+
 
 @dataclass
 class Link:
@@ -171,15 +175,21 @@ def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float,
         return _measure(one, size, gap, count)
 
 
+def _order(one: Link, size: int, gap: float, count: int) -> None:
+    one.arrived.value = 0
+    one.control.send((size, gap, count, 0))
+
+
 def _measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float, list[float]]:
     receive, clock = one.receiver.receive, time.monotonic_ns
-    warm_up = max(count // 10, 5)
+    until = clock() + WARM_UP_NS
+    while clock() < until:
+        _order(one, size, gap, WARM_UP_MESSAGES)
+        for number in range(WARM_UP_MESSAGES):
+            receive()
+            one.arrived.value = number + 1
     arrived = one.arrived
-    arrived.value = 0
-    one.control.send((size, gap, count + warm_up, 0))
-    for number in range(warm_up):
-        receive()
-        arrived.value = number + 1
+    _order(one, size, gap, count)
     latencies = []
     cpu, start = time.process_time(), clock()
     for _ in range(count):

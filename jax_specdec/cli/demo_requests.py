@@ -14,7 +14,7 @@ from typing import TextIO
 
 from ipc import wire
 from jax_specdec.cli.prompts import prompt_lines, unescape
-from jax_specdec.engine.worker_session import Update
+from jax_specdec.engine.updates import Update
 from jax_specdec.export import openai
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.record import Record

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jax_specdec.cli.demo_requests import Collector, Output
 from jax_specdec.cli.demo_screen import readable, say
-from jax_specdec.engine.worker_session import WorkerStatus
+from jax_specdec.engine.updates import WorkerStatus
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.wording import counted

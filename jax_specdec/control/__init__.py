@@ -25,6 +25,7 @@ from jax_specdec.control.commands import (
     to_bytes,
     to_line,
 )
+from jax_specdec.control.heart import Heart
 from jax_specdec.control.pulse import BEAT_SECONDS, Phase, Pulse, Silence, Vitals
 from jax_specdec.control.server import ControlServer, Link
 
@@ -58,5 +59,6 @@ __all__ = [
     "Phase",
     "Vitals",
     "Silence",
+    "Heart",
     "BEAT_SECONDS",
 ]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 RESEND_SECONDS = 1.0  # a heartbeat that lacks a command sent before that says that it is lost
 NUMBER_BYTES = 8
+MAX_BEAT_BYTES = 1 << 16  # whoever sends more is disconnected
+HEARD_AT_ONCE = 256  # heartbeats; a process that sends them without end holds nobody up
 
 
 class Link:
@@ -114,7 +116,7 @@ class ControlServer:
             if self._socket is None or self._zmq is None:
                 return
             with contextlib.suppress(self._zmq.Again):
-                while True:
+                for _ in range(HEARD_AT_ONCE):
                     self._hear(*self._socket.recv_multipart(self._zmq.NOBLOCK))
             for link in self._links.values():
                 self._push(link)
@@ -165,6 +167,7 @@ class ControlServer:
         socket = self._context.socket(zmq.ROUTER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_BEAT_BYTES)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or it would drop what nobody takes
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process may connect again
             if not self._address.startswith("ipc://"):

@@ -13,8 +13,8 @@ from jax_specdec.control import WorkerConfig
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.stream import EngineClosed, EngineFull, Stream, StreamBehind
+from jax_specdec.engine.updates import Update, WorkerStatus
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.engine.worker_session import Update, WorkerStatus
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.decode import Message, MessageError, decode

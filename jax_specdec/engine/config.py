@@ -40,7 +40,8 @@ class EngineConfig(WorkerConfig):
       max_attempts: workers that may be lost while they have a request. Then it ends with the reason
         `ATTEMPTS_EXHAUSTED`: it may be what ends them. After its first loss it is tried alone.
       heartbeat_timeout: seconds. A worker whose process says nothing of itself for longer is lost;
-        it does so each second, whatever it computes or compiles.
+        it does so each second, whatever it computes or compiles. One that is on this host, and
+        visibly works all the time, is not: it reads a large tensor, for example.
       max_silence: seconds. A worker that has requests and makes no progress for longer hangs, and
         is lost, even if its heart beats. Importing, loading and compiling may last. None: no limit.
       devices: the accelerators that the workers share out, as CUDA_VISIBLE_DEVICES or its kin name

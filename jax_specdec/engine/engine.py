@@ -21,8 +21,9 @@ from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.streams import Streams
 from jax_specdec.engine.timings import Timings
+from jax_specdec.engine.updates import Update, WorkerStatus
 from jax_specdec.engine.worker_client import WorkerProcess
-from jax_specdec.engine.worker_session import Update, WorkerSession, WorkerStatus
+from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import Health, StartWorker, Workers
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request, RequestError

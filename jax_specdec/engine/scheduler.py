@@ -17,8 +17,9 @@ from jax_specdec.engine.placement import Placement
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
+from jax_specdec.engine.updates import Update
 from jax_specdec.engine.worker_client import together
-from jax_specdec.engine.worker_session import Update, WorkerSession
+from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import WAIT_SECONDS, Workers
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import MessageError

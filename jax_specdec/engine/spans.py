@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.queued_request import QueuedRequest
-from jax_specdec.engine.worker_session import Update
+from jax_specdec.engine.updates import Update
 from jax_specdec.records.batch import FinishReason
 
 if TYPE_CHECKING:

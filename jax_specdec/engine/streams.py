@@ -17,9 +17,9 @@ from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.stream import EngineClosed, EngineFull, Stream
+from jax_specdec.engine.updates import Update
 from jax_specdec.engine.wakeup import Wakeup
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.engine.worker_session import Update
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted

@@ -5,22 +5,22 @@ with every message. Never jax.
 """
 
 import collections
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
-from ipc import ReceivedMessage, RingCounters, RingReader, RingTimeout, wire
+from ipc import RingReader, RingTimeout, wire
 from ipc.wire import Kind
-from jax_specdec.control import Admit, Command, Evict, Pulse, Release, Silence
+from jax_specdec.control import Admit, Command, Evict, Heart, Pulse, Release, Silence
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
 from jax_specdec.engine.timings import SlotTimes, Timings
+from jax_specdec.engine.updates import Update, WorkerStatus
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.decode import Message, decode
+from jax_specdec.records.decode import decode
 from jax_specdec.records.output_processor import ProcessorState, Progress
 from jax_specdec.records.record import Records
-from jax_specdec.records.statistics import Counters, Statistics
 
 START_SECONDS = 60.0  # until a process's first heartbeat: Python starts, on a busy machine perhaps
 
@@ -57,70 +57,6 @@ class WorkerHandle(Protocol):
     def failure(self, cause: Exception, /) -> WorkerFailed: ...
 
     def stop(self, *, drain: bool) -> int: ...
-
-
-@dataclass(frozen=True)
-class Update:
-    """The outcome of one message, or of an event without a message, for the requests.
-
-    Attributes:
-      message: None for records that no message caused: an abort, a lost worker.
-      received: the message as it came out of the ring.
-      records: the oldest first. A record without a finish reason is not its request's last one,
-        even where it says `reschedule` or hands drafts over: the engine continues the request.
-      process_rank: of the worker that sent the message or was lost; None where the request held no
-        slot.
-      lost: why the worker ended, in the update that reports its loss.
-    """
-
-    message: Message | None
-    received: ReceivedMessage | None
-    records: Records
-    process_rank: int | None = None
-    lost: WorkerFailed | None = None
-
-    @property
-    def latency_ns(self) -> int | None:
-        """Nanoseconds from the worker's commit to the engine's own copy."""
-        if self.received is None:
-            return None
-        return self.received.receive_time_ns - self.received.send_time_ns
-
-
-@dataclass(frozen=True)
-class WorkerStatus:
-    """One worker's numbers at one moment; after a restart, those of its place.
-
-    Attributes:
-      process_rank: the worker's number, as in its messages.
-      prefill_only: whether it hands requests over after their first token.
-      pid: of its process.
-      alive: whether it may still send; False once it was found lost.
-      phase: what its processes do, the lead's first, such as "loading 30 of 290" (tensors) or
-        "compiling 3 (step)" (the third program).
-      devices: what its first process computes on, in JAX's words, which count the devices that the
-        process sees; empty until it has loaded its model.
-      given: the devices that it sees or uses, such as "CUDA_VISIBLE_DEVICES=2,3"; empty where
-        nothing was shared out.
-      restarts: workers that were started here in place of a lost one.
-      request_ids: of the requests that hold a slot, in order of admission.
-      ring: counters of the current worker's ring.
-      processor: what was not delivered, and why; over all workers that had this place.
-      statistics: acceptance; over all workers that had this place.
-    """
-
-    process_rank: int
-    prefill_only: bool
-    pid: int
-    alive: bool
-    phase: tuple[str, ...]
-    devices: tuple[str, ...]
-    given: str
-    restarts: int
-    request_ids: tuple[str, ...]
-    ring: RingCounters
-    processor: Counters
-    statistics: Statistics
 
 
 class WorkerSession:
@@ -173,7 +109,7 @@ class WorkerSession:
         self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
         self._pulse = Pulse()  # the last one that was looked at
-        self._beats, self._progress = Silence(START_SECONDS), Silence()
+        self._heart, self._progress = Heart(worker.pid, grace=START_SECONDS), Silence()
         self._rehearsed = self._rehearse if rehearse else None
         # The last target message, behind the state that it was applied to.
         self._last: tuple[ProcessorState, bytes] | None = None
@@ -255,10 +191,10 @@ class WorkerSession:
         """An error if the worker was silent for too long; `now` in seconds, monotonic."""
         pulse, last = self.worker.pulse, self._pulse
         self._pulse = pulse
-        self._beats.look(now, sign=pulse.beats != last.beats)
+        beat = pulse.beats != last.beats
         moved = pulse.progress != last.progress or pulse.takes_its_time or not self._slots
         self._progress.look(now, sign=moved)
-        if self._beats.seconds > heartbeat_timeout:
+        if not self._heart.look(now, beat=beat, limit=heartbeat_timeout):
             return WorkerSilent(f"no heartbeat came for {heartbeat_timeout:g} seconds")
         if max_silence is not None and self._progress.seconds > max_silence:
             return WorkerSilent(f"it made no progress for {max_silence:g} seconds (phase: {pulse})")
@@ -287,7 +223,7 @@ class WorkerSession:
             return None
         if received is None:
             return None
-        self._beats.hear()
+        self._heart.hear()
         self._progress.hear()
         before, message = self.state, decode(received.data)
         self.state, records = output_processor.step(before, message)
@@ -366,5 +302,5 @@ class WorkerSession:
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
         self.worker, self.ending, self.lost, self._last = worker, None, None, None
         self._pulse = Pulse()
-        self._beats, self._progress = Silence(START_SECONDS), Silence()
+        self._heart, self._progress = Heart(worker.pid, grace=START_SECONDS), Silence()
         self.restarts += 1

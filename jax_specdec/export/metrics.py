@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax_specdec.engine.timings import BOUNDS, Timings
-from jax_specdec.engine.worker_session import WorkerStatus
+from jax_specdec.engine.updates import WorkerStatus
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import ProcessorState
 from jax_specdec.records.statistics import Counters, Statistics

@@ -1,8 +1,8 @@
 """The engine that `engine_deaths` kills or whose processes it kills; prints what became of it.
 
-`python -m tests.heavy.engine_driver scripted|real` runs requests three times, then closes the
-engine. Lines of JSON: {"doing": ...} whenever the engine or a worker's phase changes, {"ends": ...}
-for each run.
+`python -m tests.heavy.engine_driver scripted|real SECONDS` runs requests three times, then closes
+the engine. A worker may be silent for so many seconds. Lines of JSON: {"doing": ...} whenever the
+engine or a worker's phase changes, {"ends": ...} for each run.
 """
 
 import functools
@@ -18,11 +18,11 @@ RUNS = 3
 REQUESTS = 12
 
 
-def settings(kind):
-    """Two workers; the real ones are groups of two processes each."""
+def settings(kind, silence):
+    """Two workers; the real one is a group of two processes."""
     common = {
         "num_ranks": 2, "on_worker_loss": "restart", "resume_lost": True, "restart_delay": 0.05,
-        "heartbeat_timeout": 3.0, "num_slots": 2, "max_length": 96,
+        "heartbeat_timeout": float(silence), "num_slots": 2, "max_length": 96,
     }  # fmt: skip
     if kind == "scripted":
         return EngineConfig(vocab_size=32, **common)
@@ -44,13 +44,13 @@ def tell_phases(engine, ended):
         before = phase
 
 
-def main(kind):
+def main(kind, silence):
     start = WorkerProcess
     if kind == "scripted":
         start = functools.partial(WorkerProcess, program=scripted_process.WORKER)
     say(doing="starting workers")
     ended = threading.Event()
-    with Engine(settings(kind), start_worker=start) as engine:
+    with Engine(settings(kind, silence), start_worker=start) as engine:
         threading.Thread(target=tell_phases, args=(engine, ended), daemon=True).start()
         for run in range(RUNS):
             requests = [
@@ -61,10 +61,11 @@ def main(kind):
                 )
                 for n in range(REQUESTS)
             ]
-            ends, lost, failed = {}, 0, False
+            ends, lost, failed = {}, [], False
             try:
                 for update in engine.generate(requests):
-                    lost += update.lost is not None
+                    if update.lost is not None:
+                        lost.append(str(update.lost).splitlines()[0])
                     for record in update.records:
                         if record.finish_reason is not None:
                             assert record.request_id not in ends

@@ -128,9 +128,11 @@ def test_the_system_tells_of_this_thread_and_of_the_cores_that_it_may_use(monkey
     assert available_ns() == 0  # no such line: never free
 
 
-def test_a_system_without_such_numbers_is_no_error(monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError
-
-    monkeypatch.setattr("builtins.open", refuse)
-    assert available_ns() is None
+@pytest.mark.parametrize("text", [None, "", "cpu  1 2 3", "cpu  1\ncpu0 1 2 x y\n"])
+def test_a_system_without_such_numbers_is_no_error(monkeypatch, tmp_path, text):
+    path = tmp_path / "stat"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(free_cores, "_STAT", str(path))
+    monkeypatch.setattr(free_cores, "thread_time_ns", lambda: 0)
+    assert not available_ns()

@@ -32,10 +32,10 @@ from jax_specdec.control import (
     Command,
     ControlClient,
     ControlServer,
+    Heart,
     Link,
     Member,
     Shutdown,
-    Silence,
     Start,
     to_bytes,
     to_line,
@@ -65,7 +65,7 @@ class Lead:
         self._ring = ring
         self._client = client
         self._links: list[Link] = []
-        self._heard: list[tuple[int, Silence]] = []  # beats of each follower, and what came since
+        self._heard: list[tuple[int, Heart]] = []  # beats of each follower, and its heart
         self._size = start.config.num_processes
         self._followers: list[subprocess.Popen[str]] = []
         self._sending = threading.Lock()  # held while a message is written, and to end for good
@@ -136,7 +136,7 @@ class Lead:
             with contextlib.suppress(BrokenPipeError):  # its end is noticed by its thread
                 follower.stdin.write(to_line(born))  # far less than a pipe holds
                 follower.stdin.flush()  # and stays open: its end is the lead's
-        self._heard = [(0, Silence(START_SECONDS)) for _ in self._links]
+        self._heard = [(0, Heart(each.pid, grace=START_SECONDS)) for each in self._followers]
         self._client.vitals.members = self._phases
         self._client.beside = self._listen
         join(0, self._size, coordinator)
@@ -149,10 +149,10 @@ class Lead:
         self._server.pump()
         now = time.monotonic()
         for place, link in enumerate(self._links):
-            beats, silence = self._heard[place]
-            silence.look(now, sign=link.pulse.beats != beats)
-            self._heard[place] = link.pulse.beats, silence
-            if silence.seconds > SILENCE_SECONDS and not self._closing:
+            beats, heart = self._heard[place]
+            lives = heart.look(now, beat=link.pulse.beats != beats, limit=SILENCE_SECONDS)
+            self._heard[place] = link.pulse.beats, heart
+            if not lives and not self._closing:
                 follower = self._followers[place]
                 self._end(
                     f"process {place + 1} of {self._size} (pid {follower.pid}) sent no heartbeat "

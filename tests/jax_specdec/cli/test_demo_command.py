@@ -8,8 +8,8 @@ import pytest
 
 from jax_specdec.cli.main import main
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.updates import Update
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.engine.worker_session import Update
 from jax_specdec.records.record import Records
 from tests.support.fake_engine import FakeEngine
 

@@ -165,6 +165,37 @@ def test_what_is_no_heartbeat_of_this_link_is_dropped(connected, said):
     assert (link.pulse.beats, link.pulse.phase) == (before.beats + 1, Phase.IDLE)
 
 
+def test_a_heartbeat_that_is_too_long_is_not_heard_and_the_link_goes_on(connected):
+    listening, link, peer = connected
+    peer.say(phase=Phase.IDLE, devices=("x" * server.MAX_BEAT_BYTES,))
+    hear(listening, link, peer, phase=Phase.STEPPING)
+    assert link.pulse.phase is Phase.STEPPING
+    assert link.pulse.beats == 2  # the first one, and the last: it has connected again
+    hear(listening, link, peer, devices=("x" * (server.MAX_BEAT_BYTES // 2),))
+    assert link.pulse.beats == 3
+    link.tell(b"all is well")
+    wait_for(lambda: (listening.pump(), link._sent == 1)[1])
+    assert peer.take() == [(1, b"all is well")]
+
+
+def test_a_flood_of_heartbeats_holds_nobody_up(connected, monkeypatch):
+    listening, _, peer = connected
+    beat, heard = Pulse().to_bytes(), []
+    hear_one = listening._hear
+
+    def flooded(*parts):
+        heard.append(parts)
+        peer.socket.send(beat)  # there is always one more
+        hear_one(*parts)
+
+    monkeypatch.setattr(listening, "_hear", flooded)
+    for _ in range(100):
+        peer.socket.send(beat)
+    wait_for(listening.ready)
+    listening.pump()
+    assert 0 < len(heard) <= server.HEARD_AT_ONCE
+
+
 def test_a_stranger_is_not_heard_and_gets_nothing(connected):
     listening, link, peer = connected
     stranger = Peer(link.connection, identity="0" * 32)

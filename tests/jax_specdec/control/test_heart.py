@@ -1,0 +1,106 @@
+"""A process that cannot send heartbeats lives as long as it works, by the kernel's counts."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jax_specdec.control.heart import LEAST_TICKS, LOOK_SECONDS, Activity, Heart
+from tests.support.processes import wait_for
+
+pytestmark = pytest.mark.fast
+
+LIMIT = 10.0
+
+
+def stat(ticks=(0, 0), pages=0):
+    """A line of /proc/PID/stat, of a program with a name that is hard to read."""
+    fields = ["R", *["7"] * 8, str(pages), "7", str(ticks[0]), str(ticks[1]), *["7"] * 30]
+    return f"12 (a ) b) {' '.join(fields)}\n"
+
+
+@pytest.fixture
+def counted(tmp_path):
+    """An activity, and a function that sets what the kernel counts."""
+    (tmp_path / "12").mkdir()
+    path = tmp_path / "12" / "stat"
+    return Activity(12, tmp_path), lambda **counts: path.write_text(stat(**counts))
+
+
+def test_work_is_cpu_time_or_pages_between_two_readings(counted):
+    activity, count = counted
+    count(ticks=(5, 5), pages=3)
+    assert not activity.look(100.0)  # there is nothing to compare with
+    count(ticks=(5 + LEAST_TICKS - 1, 5), pages=3)
+    assert not activity.look(100.0 + LOOK_SECONDS)
+    count(ticks=(5 + LEAST_TICKS, 4 + LEAST_TICKS), pages=3)
+    assert not activity.look(100.5 + LOOK_SECONDS)  # too soon: it is as it was
+    assert activity.look(100.0 + 2 * LOOK_SECONDS)
+    assert not activity.look(100.0 + 3 * LOOK_SECONDS)
+    count(ticks=(5 + LEAST_TICKS, 4 + LEAST_TICKS), pages=4)
+    assert activity.look(100.0 + 4 * LOOK_SECONDS)
+
+
+@pytest.mark.parametrize("text", [None, "", "12 (a) R 1 2", stat().replace("7", "x")])
+def test_a_process_of_which_nothing_is_known_does_not_work(tmp_path, text):
+    (tmp_path / "12").mkdir()
+    if text is not None:
+        (tmp_path / "12" / "stat").write_text(text)
+    activity = Activity(12, tmp_path)
+    assert not any(activity.look(now) for now in (1.0, 3.0, 5.0))
+
+
+BUSY = "while True: pass"
+ASLEEP = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize(("code", "works"), [(BUSY, True), (ASLEEP, False)])
+def test_the_kernel_tells_who_works(code, works):
+    with subprocess.Popen([sys.executable, "-S", "-c", code]) as process:
+        try:
+            activity, now = Activity(process.pid), 0.0
+
+            def looked():
+                nonlocal now
+                now += LOOK_SECONDS
+                return activity.look(now)
+
+            if works:
+                wait_for(looked)
+            else:
+                wait_for(lambda: not looked())  # its start was work
+                time.sleep(0.1)
+                assert not looked()
+        finally:
+            process.kill()
+
+
+def life(beats, works, seconds=100):
+    """Seconds for which a process was alive; it beats and works at the seconds that are given."""
+    heart = Heart(0)
+    heart.activity = lambda now: now in works
+    for tenths in range(10 * seconds):
+        now = tenths / 10
+        if not heart.look(now, beat=now in beats, limit=LIMIT):
+            return now
+    return seconds
+
+
+EVER = {n / 10 for n in range(1000)}
+
+
+@pytest.mark.parametrize(
+    ("beats", "works", "until"),
+    [
+        (EVER, set(), 100),
+        (set(), set(), LIMIT),
+        ({20.0}, {1.0}, LIMIT),  # work in the first half is no excuse
+        ({5.0}, set(), 5 + LIMIT),
+        (set(), EVER, 100),
+        (set(), {n for n in EVER if n < 40}, 40 + LIMIT / 2),
+        ({7.0, 52.0}, {n for n in EVER if n < 50}, 52 + LIMIT),
+    ],
+)
+def test_a_silent_process_lives_while_it_works(beats, works, until):
+    assert life(beats, works) == pytest.approx(until, abs=0.3)
