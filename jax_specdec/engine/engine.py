@@ -18,7 +18,7 @@ from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.spans import Spans
-from jax_specdec.engine.stream import Stream
+from jax_specdec.engine.stream import EngineClosed, Stream
 from jax_specdec.engine.streams import Streams
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.updates import Update, WorkerStatus
@@ -66,6 +66,7 @@ class Engine:
         self._scheduler = Scheduler(config, self._workers, self._clock, self._spans)
         self._streams: Streams | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -79,6 +80,8 @@ class Engine:
         Args:
           drain: let the workers publish what they have computed; otherwise they end at once.
         """
+        with self._lock:
+            self._closed = True
         if self._streams is not None:
             self._streams.close()
         self._workers.close(drain=drain)
@@ -234,6 +237,8 @@ class Engine:
             raise RuntimeError("this engine is generating: finish or close that iterator first")
         with self._lock:
             if self._streams is None:
+                if self._closed:
+                    raise EngineClosed("the engine is closed: make a new one")
                 self._streams = Streams(self._scheduler, self.config, self._clock)
                 self._workers.begin()
                 self._workers.wakeup = self._streams.wakeup

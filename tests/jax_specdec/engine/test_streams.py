@@ -203,6 +203,10 @@ def test_closing_ends_what_is_open():
         assert [*scene.streams[name]][-1].finish_reason is FinishReason.ABORT
     with pytest.raises(EngineClosed, match="closed"):
         scene.submit(request("late"))
+    never_served = Scene().engine
+    never_served.close()
+    with pytest.raises(EngineClosed, match="closed"):
+        never_served.submit(request("late"))
 
 
 def test_a_lost_worker_stops_every_stream_with_its_last_record_and_the_error():
