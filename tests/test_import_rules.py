@@ -38,6 +38,7 @@ ACCELERATED = {"jax", "jaxlib", "flax", "optax", "chex", "torch"}
 # Each room of jax_specdec, and the rooms that it may import. A door imports the rooms behind it.
 ROOMS = {
     "wording": set(),
+    "compiled_programs": set(),
     "requests": set(),
     "kept_sets": set(),
     "control": {"requests"},
@@ -47,8 +48,10 @@ ROOMS = {
     "records": {"kept_sets", "requests", "wording"},
     "export": {"engine", "records", "kept_sets", "requests", "text", "wording"},
     "engine": {"records", "requests", "control", "checkpoint", "text", "wording"},
+    "serve": {"engine", "export", "records", "requests", "checkpoint", "text", "wording"},
     "cli": {
-        "engine", "export", "records", "requests", "control", "checkpoint", "text", "wording",
+        "serve", "engine", "export", "records", "requests", "control", "checkpoint", "text",
+        "wording", "compiled_programs",
     },
     "device.model": {"checkpoint", "wording"},
     "device.sampling": {"device.model", "kept_sets", "wording"},
@@ -64,7 +67,7 @@ ROOMS = {
     },
     "device.worker": {
         "device.loop", "device.messages", "device.drafting", "device.model", "control", "child",
-        "requests", "text", "checkpoint", "wording",
+        "requests", "text", "checkpoint", "wording", "compiled_programs",
     },
 }  # fmt: skip
 ROOMS["device"] = {name for name in ROOMS if name.startswith("device.")} | {"checkpoint"}

@@ -41,6 +41,15 @@ def found(path: Path | None) -> str:
     return str(path.resolve())
 
 
+def add_compilation_cache(group: Any) -> None:
+    """Add the option for where compiled programs are kept."""
+    group.add_argument(
+        "--compilation-cache", default="", metavar="DIR",
+        help="where compiled programs are kept for the next start, or off (default: the user's "
+        "cache directory)",
+    )  # fmt: skip
+
+
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `high`. Errors name the option."""
 

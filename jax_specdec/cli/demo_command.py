@@ -5,7 +5,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import found, integer
+from jax_specdec.cli.argument_types import add_compilation_cache, found, integer
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def _add_workers(group: Any) -> None:
         "other workers, or start another worker in its place. Unless everything stops, the "
         "requests of the lost worker go on after their last token (default: %(default)s)",
     )  # fmt: skip
+    add_compilation_cache(group)
 
 
 def _add_files(group: Any) -> None:
@@ -259,6 +260,7 @@ def _config(options: argparse.Namespace, requests: "list[Request]") -> "EngineCo
         prefill_chunk=options.chunked_prefill,
         adaptive=options.adaptive_drafts,
         corpus=found(options.corpus),
+        compilation_cache=options.compilation_cache,
         num_ranks=options.data_parallel,
         tensor_parallel=options.tensor_parallel,
         processes=options.processes,

@@ -14,6 +14,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "closed the output of its lost workers.",
     )
     parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
+    parser.add_argument(
+        "--clear-cache", action="store_true", help="remove the compiled programs that are kept"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -22,8 +25,13 @@ def run(options: argparse.Namespace) -> int:
     Returns the exit status: 1 while leftovers remain, 2 where it cannot know, else 0.
     """
     from ipc import doctor
+    from jax_specdec import compiled_programs
     from jax_specdec.engine import leftovers
 
+    folder = compiled_programs.default_folder()
+    kept = (compiled_programs.clear if options.clear_cache else compiled_programs.contents)(folder)
+    done = "removed from" if options.clear_cache else "in"
+    print(f"compiled programs: {kept.count} ({kept.size / 2**20:.1f} MiB) {done} {folder}")
     status = doctor.main(["--remove"] if options.remove else [])
     if status == 2:  # it has said why nothing can be known of processes
         return status

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import found
+from jax_specdec.cli.argument_types import add_compilation_cache, found
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def _add_running(group: Any) -> None:
         "--max-length", type=int, metavar="T",
         help="tokens that a slot holds (default: those of the longest prompt and its --max-tokens)",
     )  # fmt: skip
+    add_compilation_cache(group)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -254,6 +255,7 @@ def _engine_config(
         dtype=model.config.dtype,
         adaptive=options.adaptive_drafts,
         corpus=found(options.corpus),
+        compilation_cache=options.compilation_cache,
     )
 
 

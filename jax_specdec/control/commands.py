@@ -47,6 +47,9 @@ class WorkerConfig:
       prefill_chunk: prompt tokens that run between two steps.
       prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
         no value depends on it. A prompt whose logprobs are wanted is always run whole.
+      compilation_cache: the folder in which compiled programs are kept for the next start; "off"
+        for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
+        variable JAX_COMPILATION_CACHE_DIR says.
       tensor_parallel: devices among which each worker splits the model; the vocabulary must divide
         among them. A worker without accelerators makes as many CPU devices.
       processes: each of these devices has a process of its own. The first one publishes; the worker
@@ -68,6 +71,7 @@ class WorkerConfig:
     max_length: int = 512
     prefill_chunk: int = 64
     prefix_reuse: bool = True
+    compilation_cache: str = ""
     tensor_parallel: int = 1
     processes: bool = False
     group_host: str = "127.0.0.1"

@@ -12,6 +12,7 @@ from jax_specdec import control
 from jax_specdec.control import WorkerConfig
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.stream import EngineClosed, EngineFull, Stream, StreamBehind
 from jax_specdec.engine.updates import Update, WorkerStatus
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records import output_processor
@@ -37,6 +38,10 @@ __all__ = [
     "Update",
     "WorkerStatus",
     "WorkerFailed",
+    "Stream",
+    "StreamBehind",
+    "EngineFull",
+    "EngineClosed",
     # Records.
     "Record",
     "Records",

@@ -49,6 +49,8 @@ class EngineConfig(WorkerConfig):
         one that is named twice is shared by two workers.
       control_address: where the engine listens for its workers, as ZeroMQ writes it, such as
         "tcp://10.0.0.1:*", which is encrypted. Empty: a socket file that only this user can reach.
+      max_waiting: requests that may wait for a slot; `Engine.submit` refuses one more.
+      max_backlog: records of a stream that may wait for its consumer; one more ends its request.
       output_folder: where the workers' output is kept, in a file for each. Empty: a temporary
         directory, of which only the files of lost workers outlive the engine.
 
@@ -69,6 +71,8 @@ class EngineConfig(WorkerConfig):
     max_silence: float | None = 60.0
     devices: tuple[str, ...] = ()
     control_address: str = ""
+    max_waiting: int = 1024
+    max_backlog: int = 1024
     output_folder: str = ""
 
     def __post_init__(self) -> None:
@@ -85,6 +89,8 @@ class EngineConfig(WorkerConfig):
             ("max_restarts", 0, 2**31 - 1),
             ("restart_delay", 0, MAX_RESTART_DELAY),
             ("max_attempts", 1, 2**31 - 1),
+            ("max_waiting", 1, 2**31 - 1),
+            ("max_backlog", 1, 2**31 - 1),
             ("heartbeat_timeout", LEAST_HEARTBEAT_TIMEOUT, 2**31 - 1),
         )
         for name, low, high in limits:

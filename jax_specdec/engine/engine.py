@@ -2,31 +2,30 @@
 
 It admits requests into its workers' slots, reads all their rings in turn, queues preempted requests
 again, hands prefilled requests over to decode workers, and decides what becomes of the requests of
-a lost worker. Commands and heartbeats travel over the control plane, records through shared memory.
-An engine runs in one thread, which never waits for a worker, and serves one `generate` at a time.
+a lost worker (`scheduler.py`). Commands and heartbeats travel over the control plane, records
+through shared memory. One thread does all of it, and never waits for a worker: that of the caller
+of `generate`, or one that serves the streams of `submit`.
 """
 
 import collections
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
-from ipc import RingError
 from jax_specdec.engine.clock import Clock, MonotonicClock
 from jax_specdec.engine.config import EngineConfig, check
-from jax_specdec.engine.placement import Placement
-from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
+from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.spans import Spans
+from jax_specdec.engine.stream import EngineClosed, Stream
+from jax_specdec.engine.streams import Streams
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.updates import Update, WorkerStatus
-from jax_specdec.engine.worker_client import WorkerProcess, together
+from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
-from jax_specdec.engine.workers import WAIT_SECONDS, Health, StartWorker, Workers
-from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.errors import MessageError
-from jax_specdec.records.output_processor import ProcessorError
-from jax_specdec.records.record import Records
+from jax_specdec.engine.workers import Health, StartWorker, Workers
+from jax_specdec.records.record import Record
 from jax_specdec.requests import Request, RequestError
 
 if TYPE_CHECKING:
@@ -53,19 +52,21 @@ class Engine:
           start_worker: starts a worker's process.
           clock: tells the time.
           tracer: of OpenTelemetry (the extra `otel`); makes spans of each request's life, below the
-            span that is current where `generate` is iterated over. None: no spans.
+            span that is current where `generate` is iterated over or `submit` is called. None: no
+            spans.
 
         Raises:
           ValueError: there are fewer devices than the workers need.
         """
         self.config = config
         self._clock = clock or MonotonicClock()
-        self.timings = Timings()
-        self._waiting = Placement()  # requests without a slot
-        self._pending: collections.deque[Update] = collections.deque()  # not yielded yet
         self._generating = False
         self._spans = None if tracer is None else Spans(tracer, self._clock)
         self._workers = Workers(config, start_worker, self._clock)
+        self._scheduler = Scheduler(config, self._workers, self._clock, self._spans)
+        self._streams: Streams | None = None
+        self._lock = threading.Lock()
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -74,11 +75,15 @@ class Engine:
         self.close(drain=kind is None)
 
     def close(self, *, drain: bool = False) -> None:
-        """Stop every worker and free the shared memory.
+        """Stop every worker and free the shared memory; streams that are open end as aborted.
 
         Args:
           drain: let the workers publish what they have computed; otherwise they end at once.
         """
+        with self._lock:
+            self._closed = True
+        if self._streams is not None:
+            self._streams.close()
         self._workers.close(drain=drain)
 
     @property
@@ -89,7 +94,17 @@ class Engine:
     @property
     def running(self) -> tuple[str, ...]:
         """Ids of the requests that hold a slot, worker by worker."""
-        return tuple(name for session in self.sessions for name in session.request_ids)
+        return self._scheduler.running
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return self._scheduler.num_waiting
+
+    @property
+    def timings(self) -> Timings:
+        """Histograms of waits, tokens, messages and steps."""
+        return self._scheduler.timings
 
     @property
     def status(self) -> tuple[WorkerStatus, ...]:
@@ -100,9 +115,12 @@ class Engine:
         """Whether requests can be served, for a supervisor; any thread may ask, at any time.
 
         Args:
-          patience: seconds that `generate` may be left alone by who iterates over it.
+          patience: seconds that `generate` may be left alone by who iterates over it, and that the
+            thread which serves streams may be away.
         """
-        return self._workers.health(generating=self._generating, patience=patience)
+        failure = None if self._streams is None else self._streams.failure
+        asked = "generate" if self._generating else "the streams" if self._streams else ""
+        return self._workers.health(asked=asked, patience=patience, failure=failure)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Update]:
         """Run `requests`, as many at once as there are slots; yields what each message brought.
@@ -125,187 +143,103 @@ class Engine:
             )
         if self._generating:
             raise RuntimeError("this engine is generating: finish or close that iterator first")
+        if self._streams is not None:
+            raise RuntimeError("this engine serves streams: submit these requests too")
         self._generating = True
         try:
             now = self._workers.begin()
             logger.info("%d requests came", len(requests))
-            self._enqueue([QueuedRequest(request=one, submitted=now) for one in requests])
-            for update in self._updates():
-                if self._spans is not None:
-                    self._spans.saw(update, self._clock.now())
-                yield update
+            self._scheduler.begin([QueuedRequest(request=one, submitted=now) for one in requests])
+            yield from self._scheduler.run()
         finally:
-            self._give_up()
+            self._scheduler.give_up()
             self._generating = False
 
-    def _updates(self) -> Iterator[Update]:
-        """Serve the requests that wait or run, until there are none."""
-        while True:
-            yield from self._look_after_workers()
-            self._admit()
-            while self._pending:
-                yield self._pending.popleft()
-            if not (self._waiting or self.running):
-                break
-            yield from self._receive()
+    def submit(
+        self, request: Request, *, priority: int = 0, deadline: float | None = None
+    ) -> Stream:
+        """Run a request beside those that run already; returns its records as they come.
+
+        Any thread may call it. The first call starts the thread that serves all streams.
+
+        Args:
+          request: the request; its id must differ from those of the requests that are open.
+          priority: a request with a lower one gets a slot before it, and those of the same in the
+            order in which they came. None that runs is stopped for it.
+          deadline: seconds from now, after which it ends with the reason `DEADLINE`; None: never.
+
+        Raises:
+          RequestError: the request cannot be served, or its id is that of an open one.
+          EngineFull: `EngineConfig.max_waiting` requests wait.
+          EngineClosed: the engine drains, or is closed.
+          WorkerFailed: the engine has stopped because of a lost worker.
+          RuntimeError: the engine is generating.
+        """
+        streams = self._serving()
+        context = None if self._spans is None else self._spans.here()
+        stream = streams.submit(request, priority=priority, deadline=deadline, context=context)
+        streams.start()
+        return stream
+
+    async def stream(
+        self, request: Request, *, priority: int = 0, deadline: float | None = None
+    ) -> AsyncIterator[Record]:
+        """Run a request, and yield its records in an asyncio program; arguments as `submit`.
+
+        Leaving the loop early, and cancelling its task, ends the request.
+
+        Raises:
+          RequestError, EngineFull, EngineClosed, WorkerFailed, RuntimeError: as `submit`.
+          StreamBehind: the records were read too slowly.
+        """
+        with self.submit(request, priority=priority, deadline=deadline) as records:
+            async for record in records:
+                yield record
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests, and wait until those of `submit` have ended.
+
+        Args:
+          timeout: seconds to wait at most; None: as long as it takes.
+
+        Returns whether all have ended. `close` ends the others.
+        """
+        return True if self._streams is None else self._streams.drain(timeout)
 
     def abort(self, request_id: str) -> bool:
-        """End a request; the next update has its last record, with the reason `ABORT`.
+        """End a request; its next record is its last one, with the reason `ABORT`.
+
+        Any thread may call it for a request of `submit`, and only between two updates for one of
+        `generate`.
 
         Returns False, and does nothing, where the request has ended or is not known.
         """
-        for session in self.sessions:
-            if request_id in session.request_ids:
-                records = session.abort(request_id)
-                if records:
-                    session.leave(request_id)
-                    self._pending.append(Update(None, None, records, session.process_rank))
-                return bool(records)
-        if (queued := self._waiting.take(request_id)) is not None:
-            self._pending.append(Update(None, None, ended(queued, FinishReason.ABORT)))
-        return queued is not None
+        if self._streams is None:
+            return self._scheduler.abort(request_id)
+        return self._streams.abort(request_id)
 
     def preempt(self, request_id: str, *, reschedule: bool = True) -> bool:
         """Take a running request's slot away, as a scheduler does that needs the room.
 
         The worker answers with a record that has `reschedule` set. The request then waits at the
         head of the queue and continues after its last token. With `reschedule=False` it ends with
-        the reason `RECOVERY_ERROR` instead.
+        the reason `RECOVERY_ERROR` instead. Threads as for `abort`.
 
         Returns False, and does nothing, where the request holds no slot.
         """
-        for session in self._workers.alive():
-            if request_id in session.request_ids:
-                session.evict(request_id, reschedule=reschedule)
-                return True
-        return False
+        if self._streams is None:
+            return self._scheduler.preempt(request_id, reschedule=reschedule)
+        return self._streams.preempt(request_id, reschedule=reschedule)
 
-    def _enqueue(self, requests: Sequence[QueuedRequest], *, first: bool = False) -> None:
-        """Queue requests in their order, behind those that wait already or before them."""
-        prefill = self._workers.coming(prefill_only=True)
-        self._waiting.enqueue(requests, prefill=prefill, first=first)
-        if self._spans is not None and requests:
-            now = self._clock.now()
-            for queued in requests:
-                self._spans.queued(queued, now)
-
-    def _admit(self) -> None:
-        """Give free slots to the requests that wait."""
-        for session, queued in self._waiting.places(self.sessions):
-            self._give_slot(session, queued)
-
-    def _give_slot(self, session: WorkerSession, queued: QueuedRequest) -> None:
-        """Admit a request, which may have had another slot before."""
-        if queued.submitted is not None and not queued.had_slot:
-            self.timings.queue.take(self._clock.now() - queued.submitted)
-        session.admit(queued)
-        if self._spans is not None:
-            self._spans.placed(queued, session.process_rank, self._clock.now())
-        logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
-
-    def _look_after_workers(self) -> Iterator[Update]:
-        """Hear the workers; report those that are lost."""
-        for session in self._workers.look():
-            yield from self._lose(session)
-
-    def _receive(self) -> Iterator[Update]:
-        """The next message of each ring that has one; waits for the first."""
-        alive = self._workers.alive()
-        if not self._workers.coming(prefill_only=False) and not self._workers.ending:
-            yield from self._stop()
-        for session in self._workers.wait(alive):
-            waits = len(alive) == 1 and bool(session.request_ids)
-            update = self._take(session, WAIT_SECONDS if waits else 0)
-            if update is not None:
-                yield update
-
-    def _take(self, session: WorkerSession, timeout: float) -> Update | None:
-        """A worker's next message as the user shall see it; None too if the worker is lost now."""
-        try:
-            update = session.receive(timeout)
-        except (RingError, MessageError, ProcessorError) as error:
-            self._workers.end(session, error)
-            return None
-        if update is None:
-            return None
-        session.measure(update, self._clock.now(), self.timings)
-        return replace(update, records=self._act_on(session, update.records))
-
-    def _act_on(self, session: WorkerSession, records: Records) -> Records:
-        """Free the slots of requests that leave them; queue those that continue elsewhere.
-
-        Returns the records as the user shall see them.
-        """
-        handovers = False
-        for record in records.events():
-            queued = session.leave(record.request_id)
-            ends = record.finish_reason.name if record.finish_reason else "reschedule"
-            logger.debug("request %r: %s", record.request_id, ends)
-            if record.reschedule:
-                self._enqueue([queued], first=True)
-            elif record.finish_reason is FinishReason.PREFILL_HANDOVER:
-                handovers = True
-                drafts = record.handover_draft_ids
-                ids = () if drafts is None else tuple(drafts.tolist())
-                self._enqueue([replace(queued, draft_token_ids=ids)])
-        return handed_on(records) if handovers else records
-
-    def _lose(self, session: WorkerSession) -> Iterator[Update]:
-        """Report a lost worker; queue its requests again or end them, as `EngineConfig` says."""
-        config = self.config
-        failure = self._workers.lose(session)
-        goes_on = config.on_worker_loss != "stop" and self._workers.coming(prefill_only=False)
-        records = self._act_on(session, session.flush())
-        ends: list[Records] = []
-        left: list[QueuedRequest] = []
-        for name in session.request_ids if goes_on else ():
-            # What the worker never took is told to another one, whatever the configuration says.
-            if config.resume_lost or not session.took(name):
-                queued = session.leave(name)
-                queued = replace(queued, attempts=queued.attempts + 1)
-                if queued.attempts < config.max_attempts:
-                    left.append(queued)
-                else:
-                    ends.append(ended(queued, FinishReason.ATTEMPTS_EXHAUSTED))
-                    logger.warning(
-                        "request %r ends: %d workers were lost while they had it",
-                        name,
-                        queued.attempts,
-                    )
-        ends.append(self._end_all(session))
-        records = Records(sum((each.batches for each in ends), records.batches))
-        self._enqueue(left, first=True)
-        if not self._workers.coming(prefill_only=True):
-            self._waiting.prefill_no_more()
-        yield Update(None, None, records, session.process_rank, lost=failure)
-        if not goes_on:
-            yield from self._stop()
-
-    def _stop(self) -> Iterator[Update]:
-        """Close every request, then raise a report of every worker that is lost."""
-        for session in self._workers.fallen():
-            while session.alive and (update := self._take(session, 0)) is not None:
-                yield update
-            failure = self._workers.lose(session)
-            yield Update(None, None, self._end_all(session), session.process_rank, lost=failure)
-        self._workers.restart_none()
-        for session in self.sessions:
-            if session.request_ids:
-                yield Update(None, None, self._end_all(session), session.process_rank)
-        for queued in self._waiting.drain():
-            yield Update(None, None, ended(queued, FinishReason.WORKER_LOST))
-        raise together([one.lost for one in self.sessions if one.lost is not None])
-
-    def _end_all(self, session: WorkerSession) -> Records:
-        return self._act_on(session, session.flush(FinishReason.WORKER_LOST))
-
-    def _give_up(self) -> None:
-        """Forget every request that is left, so that the next `generate` finds free slots."""
-        for session in self.sessions:
-            for name in session.request_ids:
-                session.abort(name)  # or its record that waits for drafts would come later
-                session.leave(name)
-        self._waiting = Placement()
-        self._pending.clear()
-        if self._spans is not None:
-            self._spans.give_up(self._clock.now())
+    def _serving(self) -> Streams:
+        """The streams, from the first call on."""
+        if self._generating:
+            raise RuntimeError("this engine is generating: finish or close that iterator first")
+        with self._lock:
+            if self._streams is None:
+                if self._closed:
+                    raise EngineClosed("the engine is closed: make a new one")
+                self._streams = Streams(self._scheduler, self.config, self._clock)
+                self._workers.begin()
+                self._workers.wakeup = self._streams.wakeup
+            return self._streams

@@ -22,6 +22,10 @@ class Placement:
         """Whether any request waits."""
         return any(self._queues)
 
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return sum(map(len, self._queues))
+
     @property
     def _queues(self) -> tuple[WaitingQueue, ...]:
         return self._to_try_alone, self._to_prefill, self._to_decode
@@ -29,7 +33,7 @@ class Placement:
     def enqueue(
         self, requests: Sequence[QueuedRequest], *, prefill: bool, first: bool = False
     ) -> None:
-        """Queue requests in their order, behind those that wait already or before them.
+        """Queue requests in their order, behind those of their priority that wait or before them.
 
         Args:
           prefill: there are prefill workers.

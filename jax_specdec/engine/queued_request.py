@@ -18,6 +18,7 @@ class QueuedRequest:
       attempts: workers that were lost while they had it.
       submitted: when it came, in seconds of the engine's clock; None once it has had a token.
       had_slot: it does not wait for its first slot.
+      priority: those with a lower one get a slot before it.
     """
 
     request: Request
@@ -26,6 +27,7 @@ class QueuedRequest:
     attempts: int = 0
     submitted: float | None = None
     had_slot: bool = False
+    priority: int = 0
 
     @property
     def begun(self) -> bool:

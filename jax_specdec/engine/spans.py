@@ -51,8 +51,18 @@ class Spans:
         self._lives: dict[str, _Life] = {}
         self._prefilling: set[str] = set()  # ids of requests in that part
 
-    def queued(self, queued: QueuedRequest, now: float) -> None:
-        """A request waits for a slot: a new one, or one that had a slot before."""
+    def here(self) -> Any:
+        """What is current in this thread, for a request that another one will queue."""
+        from opentelemetry import context
+
+        return context.get_current()
+
+    def queued(self, queued: QueuedRequest, now: float, context: Any = None) -> None:
+        """A request waits for a slot: a new one, or one that had a slot before.
+
+        Args:
+          context: what a new one's spans belong to; None for what is current.
+        """
         request = queued.request
         life = self._lives.get(request.id)
         if life is None:
@@ -63,9 +73,9 @@ class Spans:
                 "gen_ai.request.max_tokens": params.max_tokens,
                 "gen_ai.request.temperature": params.temperature,
             }
-            whole = self._start("request", now, None, attributes)
-            context = self._trace.set_span_in_context(whole)
-            life = _Life(whole, context, self._start("queue", now, context))
+            whole = self._start("request", now, context, attributes)
+            inside = self._trace.set_span_in_context(whole, context)
+            life = _Life(whole, inside, self._start("queue", now, inside))
             self._lives[request.id] = life
         else:
             if queued.attempts:

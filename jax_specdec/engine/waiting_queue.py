@@ -1,5 +1,6 @@
 """Requests that wait for a slot, in their order; any of them can leave at once. Never jax."""
 
+import bisect
 import collections
 from collections.abc import Iterable, Iterator
 
@@ -7,42 +8,70 @@ from jax_specdec.engine.queued_request import QueuedRequest
 
 
 class WaitingQueue:
-    """A queue of requests with different ids, for which no operation depends on its length.
+    """A queue of requests with different ids: a lower priority first, then first come first served.
 
+    No operation depends on how many requests wait, only a little on how many priorities they have.
     Iterating over it, `extend` and `clear` take a time in proportion to the requests concerned.
     """
 
     def __init__(self) -> None:
-        self._by_id: collections.OrderedDict[str, QueuedRequest] = collections.OrderedDict()
+        self._lanes: dict[int, collections.OrderedDict[str, QueuedRequest]] = {}
+        self._order: list[int] = []  # the priorities that wait, ascending
+        self._priorities: dict[str, int] = {}  # by request id
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._priorities)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        return iter(self._by_id.values())
+        for priority in self._order:
+            yield from self._lanes[priority].values()
 
     def append(self, queued: QueuedRequest) -> None:
-        """Let a request wait behind all others."""
-        self._by_id[queued.request.id] = queued
+        """Let a request wait behind all others of its priority."""
+        self._lane(queued)[queued.request.id] = queued
 
     def appendleft(self, queued: QueuedRequest) -> None:
-        """Let a request wait before all others."""
-        self._by_id[queued.request.id] = queued
-        self._by_id.move_to_end(queued.request.id, last=False)
+        """Let a request wait before all others of its priority."""
+        lane = self._lane(queued)
+        lane[queued.request.id] = queued
+        lane.move_to_end(queued.request.id, last=False)
 
     def extend(self, queued: Iterable[QueuedRequest]) -> None:
-        """Let requests wait behind all others, in their order."""
+        """Let requests wait behind all others of their priority, in their order."""
         for one in queued:
             self.append(one)
 
     def popleft(self) -> QueuedRequest:
         """Take the request that waits before all others. Raises KeyError if none waits."""
-        return self._by_id.popitem(last=False)[1]
+        if not self._order:
+            raise KeyError("no request waits")
+        name = next(iter(self._lanes[self._order[0]]))
+        return self._taken(name, self._priorities.pop(name))
 
     def take(self, request_id: str) -> QueuedRequest | None:
         """Take the request with this id; None if it does not wait here."""
-        return self._by_id.pop(request_id, None)
+        priority = self._priorities.pop(request_id, None)
+        return None if priority is None else self._taken(request_id, priority)
 
     def clear(self) -> None:
         """Forget all requests."""
-        self._by_id.clear()
+        self._lanes.clear()
+        self._order.clear()
+        self._priorities.clear()
+
+    def _lane(self, queued: QueuedRequest) -> collections.OrderedDict[str, QueuedRequest]:
+        """Where requests of its priority wait; from now on it is one of them."""
+        priority = queued.priority
+        self._priorities[queued.request.id] = priority
+        if priority not in self._lanes:
+            self._lanes[priority] = collections.OrderedDict()
+            bisect.insort(self._order, priority)
+        return self._lanes[priority]
+
+    def _taken(self, name: str, priority: int) -> QueuedRequest:
+        lane = self._lanes[priority]
+        queued = lane.pop(name)
+        if not lane:
+            del self._lanes[priority]
+            del self._order[bisect.bisect_left(self._order, priority)]
+        return queued

@@ -105,6 +105,7 @@ class WorkerSession:
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
         self._attempts = [0] * num_slots
+        self._priorities = [0] * num_slots
         self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
         self._pulse = Pulse()  # the last one that was looked at
@@ -168,6 +169,7 @@ class WorkerSession:
         )
         self._slots[request.id] = slot
         self._attempts[slot] = queued.attempts
+        self._priorities[slot] = queued.priority
         self._times.admit(slot, queued.submitted)
         self._log.start(slot, queued.progress.token_ids)
         self._numbers[slot] = self.worker.tell(
@@ -247,9 +249,9 @@ class WorkerSession:
             state, data = self._last
             output_processor.step(state, decode(data))
 
-    def abort(self, request_id: str) -> Records:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Records:
         """The record that ends a request; empty if its last record is on its way already."""
-        self.state, records = output_processor.abort(self.state, request_id)
+        self.state, records = output_processor.abort(self.state, request_id, reason)
         self._log.extend(records)
         return records
 
@@ -279,6 +281,7 @@ class WorkerSession:
             attempts=self._attempts[slot],
             submitted=self._times.leave(slot),
             had_slot=True,
+            priority=self._priorities[slot],
         )
         self.state = output_processor.release(self.state, slot)
         if self.alive:

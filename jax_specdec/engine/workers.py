@@ -16,6 +16,7 @@ from jax_specdec.control import ControlServer
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import MAX_RESTART_DELAY, EngineConfig
 from jax_specdec.engine.devices import Share, shares
+from jax_specdec.engine.wakeup import Wakeup
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerHandle, WorkerSession
 from jax_specdec.engine.workplace import Workplace
@@ -75,6 +76,7 @@ class Workers:
         self._config, self._start_worker, self._clock = config, start_worker, clock
         self._workplace = Workplace(config.control_address, config.output_folder)
         self._next_look = self._looked = 0.0
+        self.wakeup: Wakeup | None = None  # ends a wait, where another thread may ask for something
         self._due: dict[int, float] = {}  # when to start a successor, by process rank
         num_workers = config.num_ranks + config.num_prefill_ranks
         self._shares = shares(
@@ -172,28 +174,37 @@ class Workers:
                 self.end(session, silent)
         return [session for session in self.ending if session.worker.ended]
 
-    def wait(self, alive: Sequence[WorkerSession]) -> Sequence[WorkerSession]:
+    def wait(self, alive: Sequence[WorkerSession], *, idle: bool) -> Sequence[WorkerSession]:
         """Sessions that may have a message: those whose ring became readable.
 
         A ring that is the only one has no doorbell; `receive` waits for it, while it has requests.
+
+        Args:
+          idle: no request waits or runs.
         """
         if len(alive) == 1 and alive[0].request_ids:
             return alive
-        control = [self._workplace.server] if self._workplace.listens else []
+        control: list[ControlServer | Wakeup] = []
+        if self._workplace.listens:
+            control.append(self._workplace.server)
+        if self.wakeup is not None:
+            control.append(self.wakeup)
         if not any(session.request_ids for session in self.sessions):
-            # Workers load, or are waited for: only a heartbeat or an end can come.
+            # Workers load, or are waited for: only a heartbeat or an end can come, or a request.
             self._next_look = 0.0
             if control:
-                wait_readable(control, BRIEF_SECONDS)
+                wait_readable(control, WAIT_SECONDS if idle else BRIEF_SECONDS)
             else:
                 self._clock.sleep(BRIEF_SECONDS)
             return alive
         by_name = {session.worker.ring.name: session for session in alive}
-        sources: list[RingReader | ControlServer] = [each.worker.ring for each in alive]
+        sources: list[RingReader | ControlServer | Wakeup] = [each.worker.ring for each in alive]
         found = wait_readable([*sources, *control], WAIT_SECONDS)
         if not found or found[-1] in control:
             self._next_look = 0.0
-        return [by_name[ring.name] for ring in found if not isinstance(ring, ControlServer)]
+        return [
+            by_name[ring.name] for ring in found if not isinstance(ring, ControlServer | Wakeup)
+        ]
 
     def end(self, session: WorkerSession, cause: Exception) -> None:
         """Note that a worker is lost; it is reported once it has ended."""
@@ -215,14 +226,21 @@ class Workers:
         """Start no successor that is planned."""
         self._due.clear()
 
-    def health(self, *, generating: bool, patience: float) -> Health:
-        """See `Engine.health`; any thread may ask."""
+    def health(
+        self, *, asked: str, patience: float, failure: BaseException | None = None
+    ) -> Health:
+        """See `Engine.health`; any thread may ask.
+
+        Args:
+          asked: who asks for updates now; empty for nobody.
+          failure: what ended the thread that serves streams.
+        """
         if self._workplace.listens:
             self._workplace.server.pump()
-        problems = []
-        away = self._clock.now() - self._looked if generating else 0.0
+        problems = [] if failure is None else [f"the engine has stopped: {failure}"]
+        away = self._clock.now() - self._looked if asked else 0.0
         if away > patience:
-            problems.append(f"nobody has asked generate for an update for {away:.0f} seconds")
+            problems.append(f"nobody has asked {asked} for an update for {away:.0f} seconds")
         for session in self.sessions:
             what = f"process rank {session.process_rank}"
             if session.process_rank in self._due:
@@ -232,7 +250,7 @@ class Workers:
             elif session.worker.exit_status is not None:
                 problems.append(f"{what}: its process has ended; the next request will report it")
         return Health(
-            alive=self.coming(prefill_only=False) and away <= patience,
+            alive=failure is None and self.coming(prefill_only=False) and away <= patience,
             ready=any(session.ready and not session.prefill_only for session in self.sessions),
             problems=tuple(problems),
         )

@@ -103,6 +103,19 @@ def timings_text(timings: Timings) -> str:
     return _text(client, metrics)
 
 
+def queue_text(num_waiting: int) -> str:
+    """A page of the requests that wait for a slot (`Engine.num_waiting`).
+
+    Raises:
+      ModuleNotFoundError: as `prometheus_text`.
+    """
+    client = _client()
+    full = f"{_PREFIX}waiting_requests"
+    metric = client.Metric(full, "Requests that wait for a slot.", "gauge")
+    metric.add_sample(full, {}, num_waiting)
+    return _text(client, [metric])
+
+
 def _page(sources: Iterable[tuple[int, Iterable[Family]]]) -> str:
     """The text of all process ranks' families: each family once, with every rank's samples."""
     prometheus_client = _client()

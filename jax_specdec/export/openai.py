@@ -84,6 +84,27 @@ def chat_logprobs(records: Iterable[Record], table: TokenTable) -> dict[str, Any
     return {"content": content, "refusal": None} if rows else None
 
 
+def echoed_logprobs(
+    first_id: int, rows: Rows, table: TokenTable, *, stream: TextStream
+) -> dict[str, Any]:
+    """The completions format's logprobs of a prompt that is part of the text (`echo`).
+
+    Args:
+      first_id: the prompt's first token, which nothing predicts: its logprobs are None.
+      rows: of the tokens behind it.
+      table: the strings of the tokenizer.
+      stream: an empty text; it is moved on past the prompt.
+    """
+    found = _completion_rows([rows], table)
+    _, offsets = stream.push_with_offsets([first_id, *rows.token_ids.tolist()])
+    return {
+        "tokens": [table.completion_text[first_id], *found["tokens"]],
+        "token_logprobs": [None, *found["token_logprobs"]],
+        "top_logprobs": [None, *found["top_logprobs"]],
+        "text_offset": offsets,
+    }
+
+
 def prompt_logprobs(rows: Rows, table: TokenTable) -> list[dict[str, Any] | None]:
     """The chat format's entries for a prompt, with None for its first token: an extension.
 

@@ -22,6 +22,8 @@ class FinishReason(IntEnum):
     PREFILL_HANDOVER = 6
     WORKER_LOST = 7
     ATTEMPTS_EXHAUSTED = 8  # workers were lost whenever they had it: perhaps by it
+    STOP_STRING = 9  # whoever reads the text found a string that ends it
+    DEADLINE = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,15 +93,17 @@ def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
     return prompt_logprobs.take(state, message)
 
 
-def abort(state: ProcessorState, request_id: str) -> tuple[ProcessorState, Records]:
-    """End a request at its user's wish, with one record of the reason `ABORT`.
+def abort(
+    state: ProcessorState, request_id: str, reason: FinishReason = FinishReason.ABORT
+) -> tuple[ProcessorState, Records]:
+    """End a request at its user's wish, with one record of the reason.
 
     That record carries the request's tokens where some were waiting for a draft message. For a
     request that has ended or holds no slot there is no record: its last one may be on its way.
     """
     for slot, request in enumerate(state.admitted.requests):
         if request is not None and request.id == request_id:
-            return end(state, np.array([slot]), FinishReason.ABORT)
+            return end(state, np.array([slot]), reason)
     return state, Records()
 
 

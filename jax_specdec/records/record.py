@@ -6,7 +6,7 @@ drafts that a message has for it. Arrays are views of the message's own buffer.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -305,6 +305,20 @@ class Record:
         from jax_specdec.records.notebook import fragment
 
         return fragment([self])
+
+    def cut(self, count: int, cumulative_logprob: float) -> "Record":
+        """The record with only its first `count` tokens, where a text ended among them.
+
+        Args:
+          count: tokens to keep.
+          cumulative_logprob: of all tokens up to these.
+        """
+        batch = replace(
+            self.batch.take(np.array([self.index])),
+            num_tokens=np.array([count]),
+            cumulative_logprob=np.array([cumulative_logprob]),
+        )
+        return Record(batch, 0)
 
     @property
     def _tokens(self) -> TokenRows:

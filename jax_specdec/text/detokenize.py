@@ -135,6 +135,11 @@ class TextStream:
             parts.append(self._counted(self._decoder.decode(raw[1:])))
         return "".join(parts), offsets
 
+    @property
+    def inside_character(self) -> bool:
+        """Whether the last token ended inside a character, which is no part of the text yet."""
+        return bool(self._decoder.getstate()[0])
+
     def finish(self) -> str:
         """U+FFFD if the text ends inside a character, otherwise the empty string."""
         return self._counted(self._decoder.decode(b"", final=True))

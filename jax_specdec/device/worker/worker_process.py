@@ -13,7 +13,7 @@ from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import tensor_parallel
-from jax_specdec.device.worker import compilations
+from jax_specdec.device.worker import compilation_cache, compilations
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.text.tokenizer import text_encoder
@@ -124,6 +124,7 @@ def main(child: Child) -> int:
         elif devices > 1:
             # Before JAX looks for devices. The number of accelerators is given.
             jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
+    compilation_cache.begin(start.config.compilation_cache)
     compilations.watch(child.vitals)
     assert child.ring is not None
     with child.ring as ring, Lead(start, ring, child.client) as lead:

@@ -31,8 +31,9 @@ class Id(str):
     __hash__ = str.__hash__
 
 
-def queued(name):
-    return QueuedRequest(request=Request(id=Id(name), prompt_token_ids=(1,)))
+def queued(name, priority=0):
+    request = Request(id=Id(name), prompt_token_ids=(1,))
+    return QueuedRequest(request=request, priority=priority)
 
 
 def work(call):
@@ -50,6 +51,30 @@ def work(call):
     finally:
         sys.settrace(before)
     return result, lines + Id.compared
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_priorities_come_first_and_arrivals_within_them(seed):
+    """A sorted list gives the same order; `appendleft` goes before its own priority only."""
+    rng, queue, model = random.Random(seed), WaitingQueue(), []
+    for number in range(200):
+        one = queued(f"r{number}", rng.randint(-2, 2))
+        match rng.choice(("append", "append", "appendleft", "popleft", "take")):
+            case "append":
+                queue.append(one)
+                model.append((one.priority, number, one))
+            case "appendleft":
+                queue.appendleft(one)
+                model.append((one.priority, -number, one))
+            case "popleft" if model:
+                model.sort(key=lambda each: each[:2])
+                assert queue.popleft() is model.pop(0)[2]
+            case "take" if model:
+                gone = model.pop(rng.randrange(len(model)))
+                assert queue.take(gone[2].request.id) is gone[2]
+        model.sort(key=lambda each: each[:2])
+        assert list(queue) == [one for _, _, one in model]
+        assert len(queue) == len(model)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -115,12 +140,12 @@ def test_aborting_a_request_costs_the_same_however_many_wait():
 
 def test_that_check_can_fail(monkeypatch):
     """A queue that looks for the id, as it once was."""
+    take = WaitingQueue.take
 
     def search(queue, request_id):
         for one in list(queue):
             if one.request.id == request_id:
-                del queue._by_id[request_id]
-                return one
+                return take(queue, request_id)
         return None
 
     monkeypatch.setattr(WaitingQueue, "take", search)
@@ -135,7 +160,7 @@ def work_of_admissions(count):
     for _ in range(5):
         name = session.request_ids[0]
         costs.append(work(lambda name=name: engine.abort(name))[1])  # releases its slot
-        costs.append(work(engine._admit)[1])
+        costs.append(work(engine._scheduler._admit)[1])
         assert len(session.request_ids) == 2
     updates.close()
     engine.close()

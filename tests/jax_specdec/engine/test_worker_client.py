@@ -265,7 +265,7 @@ def test_only_rings_with_a_message_are_read_when_there_are_several():
         for session in engine.sessions:
             session.admit(QueuedRequest(request=long_requests(1)[0]))
         writer.send(encode(Kind.TARGET, 0, [], process_rank=1))
-        assert engine._workers.wait([quiet, busy]) == [busy]
+        assert engine._workers.wait([quiet, busy], idle=False) == [busy]
         assert busy.receive(0).message.step == 0
         assert quiet.receive(0) is None
 

@@ -245,7 +245,7 @@ def test_abort_ends_a_request_once():
 def test_finish_reasons_are_those_of_the_contract():
     assert [reason.name for reason in FinishReason] == [
         "STOP_TOKEN", "STOP_SEQUENCE", "LENGTH", "ABORT", "RECOVERY_ERROR", "PREFILL_HANDOVER",
-        "WORKER_LOST", "ATTEMPTS_EXHAUSTED",
+        "WORKER_LOST", "ATTEMPTS_EXHAUSTED", "STOP_STRING", "DEADLINE",
     ]  # fmt: skip
 
 

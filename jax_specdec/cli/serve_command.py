@@ -1,0 +1,188 @@
+"""`jax-specdec serve`: an OpenAI-compatible server with exact logprobs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax_specdec.cli.argument_types import add_compilation_cache, found, integer
+
+if TYPE_CHECKING:
+    from jax_specdec.engine.config import EngineConfig
+    from jax_specdec.serve.model import ServedModel
+
+HELP = """\
+Serve a model over HTTP as OpenAI's API has it: /v1/completions, /v1/chat/completions, /v1/models,
+and /health, /metrics, /openapi.json. Without --model, it is the tiny model that comes along. It
+listens on this machine only, unless --host says otherwise. SIGTERM and Ctrl-C let open requests
+end first.
+"""
+MAX_LENGTH = 1024  # where neither an option nor the checkpoint says less
+KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
+INSTALL = "pip install starlette uvicorn prometheus_client"
+
+
+def add(commands: Any) -> None:
+    """Add the command to the command line."""
+    from jax_specdec.control import DRAFTERS
+
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's API has it",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR",
+        help="a checkpoint in Hugging Face layout (default: the tiny model)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--name", help="what clients call the model (default: its directory's name)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
+    parser.add_argument(
+        "--port", type=integer(0, 65535), default=8000,
+        help="0 for a free one (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--api-key", default="", metavar="KEY",
+        help="what clients must send as a bearer token (default: the environment's "
+        f"{KEY_VARIABLE}, which other users cannot read; else none is asked for)",
+    )  # fmt: skip
+    bounds = parser.add_argument_group("bounds")
+    bounds.add_argument(
+        "--max-body", type=integer(1), default=1 << 24, metavar="BYTES",
+        help="of a request (default: %(default)s)",
+    )  # fmt: skip
+    bounds.add_argument(
+        "--max-open", type=integer(1), default=1024, metavar="N",
+        help="requests at once (default: %(default)s)",
+    )  # fmt: skip
+    bounds.add_argument(
+        "--max-waiting", type=integer(1), default=1024, metavar="N",
+        help="choices that may wait for a slot (default: %(default)s)",
+    )  # fmt: skip
+    bounds.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS",
+        help="of one request (default: %(default)s)",
+    )  # fmt: skip
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "--drafter", choices=DRAFTERS,
+        help="where drafts come from (default: mtp if the model has a head, otherwise ngram)",
+    )  # fmt: skip
+    running.add_argument(
+        "--drafts", type=integer(0), default=3, metavar="N",
+        help="the most draft tokens a step (default: %(default)s)",
+    )  # fmt: skip
+    running.add_argument(
+        "--corpus", type=Path, metavar="FILE", help="a text that the suffix drafter searches too"
+    )
+    running.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="",
+        help="the type to compute in (default: the checkpoint's)",
+    )  # fmt: skip
+    running.add_argument(
+        "--slots", type=integer(1), default=8, metavar="B",
+        help="requests that decode together (default: %(default)s)",
+    )  # fmt: skip
+    running.add_argument(
+        "--max-length", type=integer(2), metavar="T",
+        help=f"tokens of a request, prompt included (default: {MAX_LENGTH}, or the checkpoint's "
+        "if it has fewer)",
+    )  # fmt: skip
+    add_compilation_cache(running)
+    running.add_argument(
+        "--workers", type=integer(1, 64), default=1, metavar="N",
+        help="processes with a model each (default: %(default)s)",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal ends it; returns the exit status, 0 after draining.
+
+    Raises:
+      ValueError: an option cannot be used, or a library is missing.
+      OSError: a file cannot be read, or the address is taken.
+    """
+    try:
+        import uvicorn
+
+        from jax_specdec.serve.app import Bounds, Service
+        from jax_specdec.serve.listener import Listener, bound
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
+            raise
+        raise ValueError(f"the server needs {error.name}: {INSTALL}") from error
+    from jax_specdec.engine import Engine
+
+    if not options.timeout > 0:
+        raise ValueError(f"--timeout {options.timeout:g} must be above 0")
+    model, config = _model(options)
+    key = options.api_key or os.environ.get(KEY_VARIABLE, "")
+    bounds = Bounds(max_body=options.max_body, max_open=options.max_open, timeout=options.timeout)
+    socket = bound(options.host, options.port)
+    with socket, Engine(config) as engine:
+        service = Service(engine, model, bounds=bounds, api_key=key)
+        server = uvicorn.Config(
+            service.app, log_level="warning", timeout_graceful_shutdown=int(options.timeout) + 1
+        )
+        host, port = socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving {model.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+        Listener(server, service).run(sockets=[socket])
+        engine.drain(0)
+    return 0
+
+
+def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
+    """The model to serve, and the engine that runs it."""
+    from jax_specdec.engine.config import EngineConfig
+    from jax_specdec.serve.model import TINY, checkpoint_model, tiny_model
+
+    created = int(time.time())
+    weights, dtype, has_mtp, limit = "", options.dtype, True, MAX_LENGTH
+    if options.model is None:
+        length = options.max_length or limit
+        model = tiny_model(name=options.name or TINY, created=created, max_length=length)
+    else:
+        from jax_specdec.checkpoint.hf_names import open_model
+
+        checkpoint = open_model(options.model, dtype=dtype)
+        most = checkpoint.hf.max_length or 2**31 - 1
+        length = options.max_length or min(limit, most)
+        if length > most:
+            raise ValueError(
+                f"--max-length {length} is more than the {most} positions that the model was made "
+                "for"
+            )
+        weights, dtype = str(options.model.resolve()), checkpoint.config.dtype
+        has_mtp = checkpoint.config.num_mtp_layers > 0
+        name = options.name or options.model.resolve().name
+        model = checkpoint_model(
+            options.model, checkpoint, name=name, created=created, max_length=length
+        )
+    drafter = options.drafter or ("mtp" if has_mtp else "ngram")
+    if drafter == "mtp" and not has_mtp:
+        raise ValueError(f"{options.model} has no MTP head: choose --drafter ngram, suffix or none")
+    if options.corpus and drafter != "suffix":
+        raise ValueError(f"--corpus is for --drafter suffix; {drafter} searches no text")
+    return model, EngineConfig(
+        vocab_size=model.vocab_size,
+        weights=weights,
+        dtype=dtype,
+        drafter=drafter if options.drafts else "none",
+        num_drafts=options.drafts if drafter != "none" else 0,
+        corpus=found(options.corpus),
+        num_slots=options.slots,
+        num_ranks=options.workers,
+        max_length=length,
+        max_waiting=options.max_waiting,
+        compilation_cache=options.compilation_cache,
+        on_worker_loss="restart",
+        resume_lost=True,
+    )

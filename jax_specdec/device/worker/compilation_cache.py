@@ -1,0 +1,42 @@
+"""jax's persistent compilation cache, for the processes of a worker."""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+from jax_specdec import compiled_programs
+
+LEAST_SECONDS = 0.1  # a program that compiles faster is not worth a file
+
+
+def begin(setting: str) -> None:
+    """Keep compiled programs, and use those that are kept.
+
+    Args:
+      setting: `WorkerConfig.compilation_cache`: a folder, "off", or empty for the usual folder, or
+        for jax's own settings where the environment has JAX_COMPILATION_CACHE_DIR.
+
+    Raises:
+      OSError: the folder that is named cannot be used.
+    """
+    if setting == compiled_programs.OFF:
+        jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call]
+        return
+    if not setting and "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = Path(setting) if setting else compiled_programs.default_folder()
+    try:
+        compiled_programs.prepare(folder)
+    except OSError as error:
+        if setting:
+            raise
+        print(f"compiled programs are not kept: {error}", file=sys.stderr, flush=True)
+        return
+    for name, value in (
+        ("jax_compilation_cache_dir", str(folder)),
+        ("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]

@@ -1,0 +1,259 @@
+"""Requests on workers, in rounds: admitted, read, handed over, queued again, ended. Never jax.
+
+A scheduler runs in one thread, which never waits for a worker: the caller's own while it iterates
+over `Engine.generate`, or the one that serves an engine's streams.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ipc import RingError
+from jax_specdec.engine.clock import Clock
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.placement import Placement
+from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
+from jax_specdec.engine.spans import Spans
+from jax_specdec.engine.timings import Timings
+from jax_specdec.engine.updates import Update
+from jax_specdec.engine.worker_client import together
+from jax_specdec.engine.worker_session import WorkerSession
+from jax_specdec.engine.workers import WAIT_SECONDS, Workers
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.errors import MessageError
+from jax_specdec.records.output_processor import ProcessorError
+from jax_specdec.records.record import Records
+
+logger = logging.getLogger("jax_specdec.engine")
+
+
+class Scheduler:
+    """Admits requests into workers' slots, reads all rings in turn, and acts on what they say.
+
+    Attributes:
+      workers: its workers.
+      timings: histograms of what it sees.
+    """
+
+    def __init__(
+        self, config: EngineConfig, workers: Workers, clock: Clock, spans: Spans | None
+    ) -> None:
+        self.workers = workers
+        self.timings = Timings()
+        self._config, self._clock, self._spans = config, clock, spans
+        self._waiting = Placement()  # requests without a slot
+        self._pending: deque[Update] = deque()  # not yielded yet
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._waiting or self.running)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Ids of the requests that hold a slot, worker by worker."""
+        return tuple(name for session in self.workers.sessions for name in session.request_ids)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot; any thread may ask."""
+        return len(self._waiting)
+
+    def begin(self, requests: Sequence[QueuedRequest], context: Any = None) -> None:
+        """Queue new requests, each behind those of its priority.
+
+        Args:
+          context: of OpenTelemetry, that their spans are made in; None for what is current.
+        """
+        self._enqueue(requests, context=context)
+
+    def round(self) -> Iterator[Update]:
+        """Hear the workers, give slots away, and take a message of each ring that has one.
+
+        Waits for the first message; where no request waits or runs, for what wakes the engine.
+
+        Raises:
+          WorkerFailed: a worker is lost and no other may go on; see `Engine.generate`.
+        """
+        yield from self._seen(self._prepare())
+        yield from self._seen(self._receive())
+
+    def run(self) -> Iterator[Update]:
+        """Rounds until no request is left; raises as `round`."""
+        while True:
+            yield from self._seen(self._prepare())
+            if not self.busy:
+                break
+            yield from self._seen(self._receive())
+
+    def pending(self) -> Iterator[Update]:
+        """What aborts have caused and no round has yielded yet."""
+        return self._seen(self._undelivered())
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request, with a record of the reason; see `Engine.abort`."""
+        for session in self.workers.sessions:
+            if request_id in session.request_ids:
+                records = session.abort(request_id, reason)
+                if records:
+                    session.leave(request_id)
+                    self._pending.append(Update(None, None, records, session.process_rank))
+                return bool(records)
+        if (queued := self._waiting.take(request_id)) is not None:
+            self._pending.append(Update(None, None, ended(queued, reason)))
+        return queued is not None
+
+    def preempt(self, request_id: str, *, reschedule: bool) -> bool:
+        """Take a running request's slot away; see `Engine.preempt`."""
+        for session in self.workers.alive():
+            if request_id in session.request_ids:
+                session.evict(request_id, reschedule=reschedule)
+                return True
+        return False
+
+    def give_up(self) -> None:
+        """Forget every request that is left, so that the next ones find free slots."""
+        for session in self.workers.sessions:
+            for name in session.request_ids:
+                session.abort(name)  # or its record that waits for drafts would come later
+                session.leave(name)
+        self._waiting = Placement()
+        self._pending.clear()
+        if self._spans is not None:
+            self._spans.give_up(self._clock.now())
+
+    def _enqueue(
+        self, requests: Sequence[QueuedRequest], *, first: bool = False, context: Any = None
+    ) -> None:
+        """Queue requests in their order, behind those that wait already or before them."""
+        prefill = self.workers.coming(prefill_only=True)
+        self._waiting.enqueue(requests, prefill=prefill, first=first)
+        if self._spans is not None and requests:
+            now = self._clock.now()
+            for queued in requests:
+                self._spans.queued(queued, now, context)
+
+    def _admit(self) -> None:
+        """Give free slots to the requests that wait."""
+        for session, queued in self._waiting.places(self.workers.sessions):
+            self._give_slot(session, queued)
+
+    def _give_slot(self, session: WorkerSession, queued: QueuedRequest) -> None:
+        """Admit a request, which may have had another slot before."""
+        if queued.submitted is not None and not queued.had_slot:
+            self.timings.queue.take(self._clock.now() - queued.submitted)
+        session.admit(queued)
+        if self._spans is not None:
+            self._spans.placed(queued, session.process_rank, self._clock.now())
+        logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
+
+    def _prepare(self) -> Iterator[Update]:
+        """The first half of a round, which waits for nothing."""
+        for session in self.workers.look():
+            yield from self._lose(session)
+        self._admit()
+        yield from self._undelivered()
+
+    def _undelivered(self) -> Iterator[Update]:
+        while self._pending:
+            yield self._pending.popleft()
+
+    def _receive(self) -> Iterator[Update]:
+        """The next message of each ring that has one; waits for the first."""
+        alive = self.workers.alive()
+        if not self.workers.coming(prefill_only=False) and not self.workers.ending:
+            yield from self._stop()
+        for session in self.workers.wait(alive, idle=not self.busy):
+            waits = len(alive) == 1 and bool(session.request_ids)
+            update = self._take(session, WAIT_SECONDS if waits else 0)
+            if update is not None:
+                yield update
+
+    def _seen(self, updates: Iterable[Update]) -> Iterator[Update]:
+        """Updates on their way out, shown to the spans."""
+        for update in updates:
+            if self._spans is not None:
+                self._spans.saw(update, self._clock.now())
+            yield update
+
+    def _take(self, session: WorkerSession, timeout: float) -> Update | None:
+        """A worker's next message as the user shall see it; None too if the worker is lost now."""
+        try:
+            update = session.receive(timeout)
+        except (RingError, MessageError, ProcessorError) as error:
+            self.workers.end(session, error)
+            return None
+        if update is None:
+            return None
+        session.measure(update, self._clock.now(), self.timings)
+        return replace(update, records=self._act_on(session, update.records))
+
+    def _act_on(self, session: WorkerSession, records: Records) -> Records:
+        """Free the slots of requests that leave them; queue those that continue elsewhere.
+
+        Returns the records as the user shall see them.
+        """
+        handovers = False
+        for record in records.events():
+            queued = session.leave(record.request_id)
+            ends = record.finish_reason.name if record.finish_reason else "reschedule"
+            logger.debug("request %r: %s", record.request_id, ends)
+            if record.reschedule:
+                self._enqueue([queued], first=True)
+            elif record.finish_reason is FinishReason.PREFILL_HANDOVER:
+                handovers = True
+                drafts = record.handover_draft_ids
+                ids = () if drafts is None else tuple(drafts.tolist())
+                self._enqueue([replace(queued, draft_token_ids=ids)])
+        return handed_on(records) if handovers else records
+
+    def _lose(self, session: WorkerSession) -> Iterator[Update]:
+        """Report a lost worker; queue its requests again or end them, as `EngineConfig` says."""
+        config = self._config
+        failure = self.workers.lose(session)
+        goes_on = config.on_worker_loss != "stop" and self.workers.coming(prefill_only=False)
+        records = self._act_on(session, session.flush())
+        ends: list[Records] = []
+        left: list[QueuedRequest] = []
+        for name in session.request_ids if goes_on else ():
+            # What the worker never took is told to another one, whatever the configuration says.
+            if config.resume_lost or not session.took(name):
+                queued = session.leave(name)
+                queued = replace(queued, attempts=queued.attempts + 1)
+                if queued.attempts < config.max_attempts:
+                    left.append(queued)
+                else:
+                    ends.append(ended(queued, FinishReason.ATTEMPTS_EXHAUSTED))
+                    logger.warning(
+                        "request %r ends: %d workers were lost while they had it",
+                        name,
+                        queued.attempts,
+                    )
+        ends.append(self._end_all(session))
+        records = Records(sum((each.batches for each in ends), records.batches))
+        self._enqueue(left, first=True)
+        if not self.workers.coming(prefill_only=True):
+            self._waiting.prefill_no_more()
+        yield Update(None, None, records, session.process_rank, lost=failure)
+        if not goes_on:
+            yield from self._stop()
+
+    def _stop(self) -> Iterator[Update]:
+        """Close every request, then raise a report of every worker that is lost."""
+        for session in self.workers.fallen():
+            while session.alive and (update := self._take(session, 0)) is not None:
+                yield update
+            failure = self.workers.lose(session)
+            yield Update(None, None, self._end_all(session), session.process_rank, lost=failure)
+        self.workers.restart_none()
+        for session in self.workers.sessions:
+            if session.request_ids:
+                yield Update(None, None, self._end_all(session), session.process_rank)
+        for queued in self._waiting.drain():
+            yield Update(None, None, ended(queued, FinishReason.WORKER_LOST))
+        raise together([one.lost for one in self.workers.sessions if one.lost is not None])
+
+    def _end_all(self, session: WorkerSession) -> Records:
+        return self._act_on(session, session.flush(FinishReason.WORKER_LOST))

@@ -1,0 +1,45 @@
+"""A way to end another thread's wait for messages. Never jax."""
+
+import contextlib
+import os
+import threading
+
+
+class Wakeup:
+    """A descriptor that any thread can make readable, for `ipc.wait_readable`."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._set = False
+        self._lock = threading.Lock()  # or a write could meet a descriptor that was given back
+
+    def set(self) -> None:
+        """End the wait that is under way, or else the next one; after `close`, nothing."""
+        self._set = True
+        with self._lock, contextlib.suppress(BlockingIOError):  # it is readable already
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Let the next wait last. Look for what was announced afterwards, never before."""
+        self._set = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def ready(self) -> bool:
+        """Whether it was set since the last `clear`."""
+        return self._set
+
+    def try_receive(self) -> None:
+        """Do what `clear` does."""
+        self.clear()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        """Give the descriptor back. Calling it again does nothing."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,4 @@
+"""An OpenAI-compatible server around an engine (extra `serve`); `jax-specdec serve` runs it.
+
+Nothing here imports jax.
+"""

@@ -1,0 +1,86 @@
+"""Logprobs beyond OpenAI's formats: a prompt's as vLLM writes them, and columns in base64. No jax.
+
+Source of the former: `prompt_logprobs` in
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
+"""
+
+import base64
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec.export.openai import Rows
+from jax_specdec.records.batch import PromptRows
+from jax_specdec.records.record import Record
+from jax_specdec.text.detokenize import TokenTable
+
+
+def joined(parts: Sequence[PromptRows], k: int) -> tuple[Rows, NDArray[np.int32]]:
+    """The rows of a whole prompt but its first token, with K = `k` at most, and token ranks [n]."""
+    empty = np.empty(0, np.int32)
+    rows = Rows(
+        np.concatenate([empty, *(part.token_ids for part in parts)]),
+        np.concatenate(
+            [np.empty((0, k + 1), np.float32), *(part.logprobs[:, : k + 1] for part in parts)]
+        ),
+        np.concatenate([np.empty((0, k), np.int32), *(part.topk_ids[:, :k] for part in parts)]),
+    )
+    return rows, np.concatenate([empty, *(part.token_ranks for part in parts)])
+
+
+def vllm_prompt_logprobs(
+    rows: Rows, token_ranks: NDArray[np.int32], table: TokenTable
+) -> list[dict[str, Any] | None]:
+    """One object a prompt token: its id and those of the top K to logprob, rank and text.
+
+    The first token's is None.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for (token_id, (logprob, *values), ids), rank in zip(rows, token_ranks.tolist(), strict=True):
+        entry = {str(token_id): _entry(logprob, rank, token_id, table)}
+        for place, (candidate, value) in enumerate(zip(ids, values, strict=False), 1):
+            if candidate != token_id:
+                entry[str(candidate)] = _entry(value, place, candidate, table)
+        found.append(entry)
+    return found
+
+
+def _entry(logprob: float | None, rank: int, token_id: int, table: TokenTable) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": table.text[token_id]}
+
+
+def base64_columns(records: Iterable[Record], k: int | None, chosen: int) -> dict[str, Any]:
+    """The tokens of records as arrays: little-endian, in base64, each with its type and shape.
+
+    `token_ids` [n] int32; where K logprobs were asked for, `logprobs` [n, K+1] float32 (the token's
+    own first; -inf and NaN as they are), `token_ranks` [n] int32, `topk_ids` [n, K] int32; with C
+    chosen ids `chosen_logprobs` [n, C] float32.
+
+    Args:
+      k: K of the request; None where it asked for none.
+      chosen: C.
+    """
+    some = [record for record in records if record.num_tokens]
+    found = {"token_ids": _column([one.token_ids for one in some], (), np.int32)}
+    if k is not None:
+        found |= {
+            "logprobs": _column([one.logprobs for one in some], (k + 1,), np.float32),
+            "token_ranks": _column([one.token_ranks for one in some], (), np.int32),
+            "topk_ids": _column([one.topk_ids for one in some], (k,), np.int32),
+        }
+        if chosen:
+            parts = [one.chosen_logprobs for one in some]
+            found["chosen_logprobs"] = _column(parts, (chosen,), np.float32)
+    return found
+
+
+def _column(parts: Sequence[Any], shape: tuple[int, ...], dtype: type) -> dict[str, Any]:
+    array = np.concatenate([np.empty((0, *shape), dtype), *parts])
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return {
+        "dtype": np.dtype(dtype).name,
+        "shape": list(array.shape),
+        "data": base64.b64encode(little.tobytes()).decode("ascii"),
+    }

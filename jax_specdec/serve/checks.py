@@ -1,0 +1,168 @@
+"""Values of JSON against the schemas of `fields.py`, with errors for a person. No jax.
+
+Only the words of JSON Schema that those schemas use are known. A list of token ids may be long: its
+items are looked at in one go.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.fields import NEUTRAL, Schema
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+}
+_WORDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a string",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+def check_body(body: Any, fields: Mapping[str, Schema], required: str) -> dict[str, Any]:
+    """The fields of a body that are given, checked.
+
+    Raises:
+      ApiError: says which field is wrong and what it may be.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {_shown(body)}")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in NEUTRAL:
+            if not any(_same(value, one) for one in NEUTRAL[name]):
+                takes = " or ".join(map(json.dumps, NEUTRAL[name]))
+                raise ApiError(
+                    400,
+                    f"{name} = {_shown(value)} is not served yet: leave it out (or give {takes})",
+                    param=name,
+                    code="unsupported_value",
+                )
+        elif name not in fields:
+            raise _unknown(name, fields)
+        else:
+            check(name, value, fields[name])
+    if required not in given:
+        raise ApiError(400, f"{required} is missing", param=required)
+    return {name: value for name, value in given.items() if name not in NEUTRAL}
+
+
+def check(name: str, value: Any, schema: Schema) -> None:
+    """Check a field's value.
+
+    Raises:
+      ApiError: as `check_body`.
+    """
+    if (wrong := _wrong(value, schema)) is not None:
+        raise ApiError(400, f"{name} = {_shown(value)}: {wrong}", param=name)
+
+
+def _unknown(name: str, fields: Iterable[str]) -> ApiError:
+    known = [*fields, *NEUTRAL]
+    near = difflib.get_close_matches(name, known, 1)
+    way = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+    return ApiError(400, f"{name!r} is not served; {way}", param=name, code="unknown_parameter")
+
+
+def _wrong(value: Any, schema: Schema) -> str | None:
+    """What is wrong with a value, or None."""
+    if "anyOf" in schema:
+        return _none_of(value, schema["anyOf"])
+    if "enum" in schema:
+        choices = schema["enum"]
+        if any(_same(value, one) for one in choices):
+            return None
+        return f"must be one of {', '.join(map(str, choices))}"
+    kind = schema["type"]
+    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        return f"must be {_WORDS[kind]}"
+    return _BY_TYPE[kind](value, schema) if kind in _BY_TYPE else None
+
+
+def _none_of(value: Any, schemas: list[Schema]) -> str | None:
+    """What is wrong by the schema that fits best: the last one that allows the value's type."""
+    found = [_wrong(value, each) for each in schemas]
+    if None in found:
+        return None
+    for wrong in reversed(found):
+        if wrong is not None and wrong not in {f"must be {word}" for word in _WORDS.values()}:
+            return wrong
+    return " or ".join(dict.fromkeys(wrong for wrong in found if wrong))
+
+
+def _wrong_number(value: float, schema: Schema) -> str | None:
+    low, high = schema["minimum"], schema["maximum"]
+    if low <= value <= high:  # which neither NaN nor an infinity is
+        return None
+    return f"must be from {low} to {high}"
+
+
+def _wrong_string(value: str, schema: Schema) -> str | None:
+    if len(value) < schema.get("minLength", 0):
+        return "must not be empty"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return "has half of a surrogate pair: write the character itself"
+    return None
+
+
+def _wrong_array(value: list[Any], schema: Schema) -> str | None:
+    low, high = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+    if not low <= len(value) <= high:
+        return f"has {len(value)} items and must have {low} to {high}"
+    items = schema["items"]
+    if items.get("type") == "integer":
+        if not all(type(item) is int for item in value):
+            return "must hold whole numbers"
+        if value and not items["minimum"] <= min(value) <= max(value) <= items["maximum"]:
+            return f"must hold whole numbers from {items['minimum']} to {items['maximum']}"
+        return None
+    for number, item in enumerate(value):
+        if (wrong := _wrong(item, items)) is not None:
+            return f"item {number} {wrong}"
+    return None
+
+
+def _wrong_object(value: dict[str, Any], schema: Schema) -> str | None:
+    known, needed = schema["properties"], schema.get("required", ())
+    for name, one in value.items():
+        if name not in known:
+            return f"{name!r} is not served; known are {', '.join(known)}"
+        if one is None and name not in needed:
+            continue
+        if (wrong := _wrong(one, known[name])) is not None:
+            return f"{name} {wrong}"
+    missing = [name for name in needed if name not in value]
+    return f"{missing[0]} is missing" if missing else None
+
+
+_BY_TYPE: dict[str, Callable[[Any, Schema], str | None]] = {
+    "integer": _wrong_number,
+    "number": _wrong_number,
+    "string": _wrong_string,
+    "array": _wrong_array,
+    "object": _wrong_object,
+}
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality in which true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _shown(value: Any, most: int = 80) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,140 @@
+"""One choice of an answer, as JSON: whole, or in the chunks of a stream. No jax."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax_specdec.export import openai
+from jax_specdec.export.openai_extension import request_extension, speculation
+from jax_specdec.records.batch import FinishReason, PromptRows
+from jax_specdec.records.record import Record
+from jax_specdec.requests import Request
+from jax_specdec.serve.arrays import base64_columns, joined, vllm_prompt_logprobs
+from jax_specdec.serve.asked import Asked
+from jax_specdec.serve.delivery import Part
+from jax_specdec.serve.model import ServedModel
+from jax_specdec.text.detokenize import TextStream
+
+
+class Choice:
+    """What one request has brought so far, in the words of the API.
+
+    Attributes:
+      index: the choice's number in the answer.
+      num_tokens: tokens of its text.
+    """
+
+    def __init__(self, index: int, request: Request, asked: Asked, model: ServedModel) -> None:
+        self.index, self.num_tokens = index, 0
+        self._request, self._asked, self._model = request, asked, model
+        self._prompt: list[PromptRows] = []
+        self._text = TextStream(model.table)  # before the part that comes next
+        self._begun = False
+
+    def add_prompt(self, rows: PromptRows) -> None:
+        """Keep a part of the prompt's logprobs, which come before the first token."""
+        self._prompt.append(rows)
+
+    def json(
+        self, parts: Sequence[Part], finish: str | None, stop_reason: int | str | None
+    ) -> dict[str, Any]:
+        """The choice with what these parts add; the first call also has what is about the prompt.
+
+        Args:
+          parts: the next records.
+          finish: why it ended, in the API's word; None in a chunk that is not the last.
+          stop_reason: the string or the token id that ended it, where one did.
+        """
+        records = [part.record for part in parts if part.record.num_tokens]
+        if self._asked.score_only:
+            parts, records = [], []
+        text = "".join(part.text for part in parts)
+        first, self._begun = not self._begun, True
+        self.num_tokens += sum(record.num_tokens for record in records)
+        found: dict[str, Any] = {"index": self.index}
+        found |= (
+            self._chat(text, records, first)
+            if self._asked.chat
+            else self._plain(text, records, first)
+        )
+        found |= {"finish_reason": finish, "stop_reason": stop_reason}
+        if self._asked.columns:
+            params = self._request.params
+            columns = base64_columns(records, params.logprobs, len(params.extra_token_ids))
+            found |= {"logprobs": None, "columns": columns}
+        return found | self._extras(records, first)
+
+    def _chat(self, text: str, records: Sequence[Record], first: bool) -> dict[str, Any]:
+        logprobs = None
+        if self._asked.logprobs is not None and not self._asked.columns:
+            logprobs = openai.chat_logprobs(records, self._model.table)
+        key = "delta" if self._asked.stream else "message"
+        said: dict[str, Any] = {"content": text}
+        if first:
+            said = {"role": "assistant"} | said
+        if not self._asked.stream:
+            said["refusal"] = None
+        return {key: said, "logprobs": logprobs or _empty(self._asked, _CHAT)}
+
+    def _plain(self, text: str, records: Sequence[Record], first: bool) -> dict[str, Any]:
+        asked, table = self._asked, self._model.table
+        wanted = asked.logprobs is not None and not asked.columns
+        logprobs = None
+        if asked.echo and first:
+            ids = self._request.prompt_token_ids
+            text = table.decode(ids) + text
+            if wanted:
+                assert asked.logprobs is not None
+                rows, _ = joined(self._prompt, asked.logprobs)
+                logprobs = openai.echoed_logprobs(ids[0], rows, table, stream=self._text)
+            else:
+                self._text.push(ids)
+            self._text.finish()  # even where the prompt ends inside a character
+        if wanted and records:
+            more = openai.completion_logprobs(records, table, stream=self._text)
+            assert more is not None
+            logprobs = more if logprobs is None else {
+                name: [*logprobs[name], *more[name]] for name in more
+            }  # fmt: skip
+        return {"text": text, "logprobs": logprobs or _empty(asked, _COMPLETION)}
+
+    def _extras(self, records: Sequence[Record], first: bool) -> dict[str, Any]:
+        asked, request, table = self._asked, self._request, self._model.table
+        found: dict[str, Any] = {}
+        if asked.prompt_logprobs and first:
+            k = request.params.prompt_logprobs
+            assert k is not None
+            found["prompt_logprobs"] = vllm_prompt_logprobs(*joined(self._prompt, k), table)
+        if asked.token_ids:
+            if first:
+                found["prompt_token_ids"] = list(request.prompt_token_ids)
+            found["token_ids"] = [one for record in records for one in record.token_ids.tolist()]
+        if asked.speculation:
+            found["speculation"] = speculation(records, table)
+            if not asked.stream:
+                found["speculation"] |= request_extension(request, records, table)
+        return found
+
+
+def stop_reason(record: Record, eos: Sequence[int]) -> int | None:
+    """The token that ended a request, unless it is one that ends every text."""
+    token_id = record.stop_token_id
+    return None if token_id in eos else token_id
+
+
+def finish_word(record: Record) -> str | None:
+    """The API's word for why a request ended; None where that is an error, or it goes on."""
+    reason = record.finish_reason
+    if reason in (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LENGTH):
+        return openai.finish_reason(reason)
+    return None
+
+
+_COMPLETION: dict[str, Any] = {
+    "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+}  # fmt: skip
+_CHAT: dict[str, Any] = {"content": [], "refusal": None}
+
+
+def _empty(asked: Asked, format: dict[str, Any]) -> dict[str, Any] | None:
+    """The logprobs of no token: None where none were asked for."""
+    return format if asked.logprobs is not None and not asked.columns else None

@@ -1,0 +1,123 @@
+"""One choice's records as its client gets them: text beside tokens, cut at a stop string. No jax.
+
+A record is held back while a stop string may begin in its text, and with it its logprobs: nothing
+is sent that a later token would take back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_specdec.records.record import Record
+from jax_specdec.text.detokenize import TextStream, TokenTable
+from jax_specdec.text.stop_strings import StopStrings
+
+
+@dataclass(frozen=True)
+class Part:
+    """A record to be sent.
+
+    Attributes:
+      record: with the tokens that are sent.
+      text: what they complete.
+      offsets: where each of them begins in the text, in characters.
+    """
+
+    record: Record
+    text: str
+    offsets: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A record whose text is [begin, end); it may go once the text is certain up to `needs`."""
+
+    record: Record
+    offsets: Sequence[int]
+    begin: int
+    end: int
+    needs: int
+
+
+class Delivery:
+    """Takes the records of a request in their order.
+
+    Attributes:
+      found: the stop string that ended the text; then no further record may be given.
+    """
+
+    def __init__(self, table: TokenTable, stops: Sequence[str] = (), *, keep: bool = False) -> None:
+        """Begin a text.
+
+        Args:
+          table: the strings of the tokenizer.
+          stops: strings that end the text.
+          keep: the string that ends it belongs to it.
+        """
+        self._table, self._stream = table, TextStream(table)
+        self._stops = StopStrings(stops, keep=keep) if stops else None
+        self._held: list[_Held] = []
+        self._sum = 0.0  # the logprobs of what was sent
+
+    @property
+    def found(self) -> str | None:
+        return None if self._stops is None else self._stops.found
+
+    def push(self, record: Record) -> list[Part]:
+        """What can be sent now; after the last record, all that is left."""
+        over = record.finish_reason is not None
+        begin, ids = self._stream.length, record.token_ids.tolist()
+        if self._stops is None:
+            text, offsets = self._stream.push_with_offsets(ids)
+            return [Part(record, text + (self._stream.finish() if over else ""), offsets)]
+        offsets = []
+        for token_id in ids:  # one by one: nothing depends on how many came together
+            text, places = self._stream.push_with_offsets([token_id])
+            offsets += places
+            self._stops.push(text)
+            if self._stops.end is not None:
+                break
+        else:
+            if over:
+                self._stops.push(self._stream.finish())
+        end = self._stream.length
+        self._held.append(_Held(record, offsets, begin, end, end + self._stream.inside_character))
+        if self._stops.end is not None:
+            return self._cut(self._stops.end)
+        parts = []
+        certain = self._stops.certain
+        while self._held and (over or self._held[0].needs <= certain):
+            parts.append(self._part(self._held.pop(0)))
+        return parts
+
+    def _cut(self, end: int) -> list[Part]:
+        """What is left of the records that were held; tokens that begin behind the end are cut.
+
+        A token without text stays where it stands before the first token that is cut.
+        """
+        parts, open_ = [], True
+        for held in self._held:
+            count = 0
+            for token_id, offset in zip(held.record.token_ids.tolist(), held.offsets, strict=False):
+                open_ = open_ and (offset < end or not self._table.text_bytes[token_id])
+                count += open_
+            if count or held.begin < end:
+                parts.append(self._part(held, count, end))
+        self._held.clear()
+        return parts
+
+    def _part(self, held: _Held, count: int | None = None, end: int | None = None) -> Part:
+        assert self._stops is not None
+        record, offsets = held.record, held.offsets
+        if count is not None and count < record.num_tokens:
+            rows = record.logprobs
+            kept = 0.0 if rows is None else float(rows[:count, 0].astype(np.float64).sum())
+            record, offsets = record.cut(count, self._sum + kept), offsets[:count]
+        total = record.cumulative_logprob
+        self._sum = self._sum if total is None else total
+        return Part(
+            record,
+            self._stops.text[held.begin : held.end if end is None else min(held.end, end)],
+            offsets,
+        )

@@ -1,0 +1,146 @@
+"""The fields of a request's body, as JSON schemas: what is served, and what is not yet. No jax.
+
+The server publishes these schemas (`openapi.py`) and checks bodies by them (`checks.py`).
+
+Sources: https://platform.openai.com/docs/api-reference, and for what goes beyond it
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
+"""
+
+from typing import Any
+
+from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
+from jax_specdec.requests import MAX_TEMPERATURE, MAX_TOKEN_ID
+
+MAX_STOPS = 16
+MAX_CHOICES = 128  # of one HTTP request: its prompts, each `n` times
+
+Schema = dict[str, Any]
+
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
+_TOKEN_IDS = {"type": "array", "items": _TOKEN_ID}
+_TEXT = {"type": "string"}
+_SWITCH = {"type": "boolean", "default": False}
+_TOP_K = {"type": "integer", "minimum": 0, "maximum": MAX_TOP_K}
+_STOP = {"type": "string", "minLength": 1}
+
+
+def _whole(low: int, high: int, default: int | None = None) -> Schema:
+    given = {} if default is None else {"default": default}
+    return {"type": "integer", "minimum": low, "maximum": high} | given
+
+
+def _number(low: float, high: float, default: float) -> Schema:
+    return {"type": "number", "minimum": low, "maximum": high, "default": default}
+
+
+# A value of None (null) is that of a field which is left out, everywhere.
+COMMON: dict[str, Schema] = {
+    "model": _TEXT,
+    "n": _whole(1, MAX_CHOICES, 1),
+    "seed": _whole(0, 2**32 - 1),
+    "temperature": _number(0, MAX_TEMPERATURE, 1.0),
+    "top_p": _number(0, 1, 1.0),
+    "top_k": _whole(-1, 2**31 - 1, 0),
+    "min_p": _number(0, 1, 0.0),
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},
+    "stop_token_ids": _TOKEN_IDS,
+    "include_stop_str_in_output": _SWITCH,
+    "ignore_eos": _SWITCH,
+    "stream": _SWITCH,
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": _SWITCH},
+        "additionalProperties": False,
+    },
+    "user": _TEXT,
+    "priority": _whole(-(2**31), 2**31 - 1, 0),
+    # Beyond OpenAI's: vLLM's names where it has them.
+    "prompt_logprobs": _TOP_K,
+    "return_token_ids": _SWITCH,
+    "extra_token_ids": _TOKEN_IDS | {"maxItems": MAX_CHOSEN},
+    "logprobs_mode": {"enum": [mode.name.lower() for mode in LogprobsMode], "default": "raw"},
+    "draft_logprobs": _SWITCH,
+    "speculation": _SWITCH,
+    "logprobs_columns": _SWITCH,
+}
+
+COMPLETION: dict[str, Schema] = {
+    "prompt": {
+        "anyOf": [
+            _TEXT,
+            {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES},
+            _TOKEN_IDS | {"minItems": 1},
+            {
+                "type": "array",
+                "items": _TOKEN_IDS | {"minItems": 1},
+                "minItems": 1,
+                "maxItems": MAX_CHOICES,
+            },
+        ]
+    },
+    "max_tokens": _whole(0, 2**31 - 1, 16),
+    "echo": _SWITCH,
+    "logprobs": _TOP_K,
+    **COMMON,
+}
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text"]}, "text": _TEXT},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]},
+        "name": _TEXT,
+    },
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+
+CHAT: dict[str, Schema] = {
+    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+    "max_tokens": _whole(1, 2**31 - 1),
+    "max_completion_tokens": _whole(1, 2**31 - 1),
+    "logprobs": _SWITCH,
+    "top_logprobs": _TOP_K,
+    **COMMON,
+}
+
+# Not served yet: only the value that changes nothing is taken.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none",),
+}
+
+
+def body_schema(fields: dict[str, Schema], required: str) -> Schema:
+    """The schema of a whole body, for a description of the server."""
+    properties = {name: _or_null(schema, name == required) for name, schema in fields.items()}
+    neutral = {name: {"enum": [*values, None]} for name, values in NEUTRAL.items()}
+    return {
+        "type": "object",
+        "properties": properties | neutral,
+        "required": [required],
+        "additionalProperties": False,
+    }
+
+
+def _or_null(schema: Schema, required: bool) -> Schema:
+    if required:
+        return schema
+    given = {key: schema[key] for key in ("default",) if key in schema}
+    return {
+        "anyOf": [{k: v for k, v in schema.items() if k != "default"}, {"type": "null"}]
+    } | given

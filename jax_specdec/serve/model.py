@@ -1,0 +1,93 @@
+"""The model that a server offers: its name, its texts and its limits. No jax."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jax_specdec.checkpoint.hf_names import HfModel
+from jax_specdec.text import byte_tokens
+from jax_specdec.text.detokenize import TokenTable
+from jax_specdec.text.tokenizer import Tokenizer
+
+TINY = "tiny"
+
+
+class Encoder(Protocol):
+    """Text and conversations to token ids."""
+
+    def encode(self, text: str) -> tuple[int, ...]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What requests are read with, and answered with.
+
+    Attributes:
+      name: what clients call it.
+      created: when it was first served, in seconds since 1970.
+      encoder: its tokenizer.
+      table: the strings of its tokens.
+      vocab_size: V.
+      max_length: prompt and emitted tokens of a request.
+      eos_token_ids: tokens that end a text.
+    """
+
+    name: str
+    created: int
+    encoder: Encoder
+    table: TokenTable
+    vocab_size: int
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+
+
+class TinyEncoder:
+    """Bytes, for the model that comes with the package; a text begins a document.
+
+    That model has read Python and no conversations: messages become comments.
+    """
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(byte_tokens.encode(text, start_document=True).tolist())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        lines = [f"# {one['role']}: {one['content']}\n" for one in messages]
+        return self.encode("".join([*lines, "# assistant:"]))
+
+
+def tiny_model(*, name: str, created: int, max_length: int) -> ServedModel:
+    """The model that comes with the package."""
+    special = range(byte_tokens.EOS_ID, byte_tokens.VOCAB_SIZE)
+    names = {one: byte_tokens.token_bytes(one).decode() for one in special}
+    return ServedModel(
+        name=name,
+        created=created,
+        encoder=TinyEncoder(),
+        table=TokenTable(byte_tokens.token_bytes, names),
+        vocab_size=byte_tokens.VOCAB_SIZE,
+        max_length=max_length,
+        eos_token_ids=(byte_tokens.EOS_ID,),
+    )
+
+
+def checkpoint_model(
+    directory: Path, model: HfModel, *, name: str, created: int, max_length: int
+) -> ServedModel:
+    """A checkpoint in Hugging Face layout.
+
+    Raises:
+      FileNotFoundError, MissingExtra, CheckpointError: as `Tokenizer`.
+    """
+    tokenizer = Tokenizer(directory, model.config.vocab_size)
+    return ServedModel(
+        name=name,
+        created=created,
+        encoder=tokenizer,
+        table=tokenizer.table(),
+        vocab_size=model.config.vocab_size,
+        max_length=max_length,
+        eos_token_ids=model.hf.eos_token_ids,
+    )

@@ -1,0 +1,232 @@
+"""A request's choices in the engine, and the answer that they make, whole or as events. No jax.
+
+Each choice is a stream of the engine. Whoever waits for an answer and leaves ends its choices.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+from jax_specdec.engine import (
+    Engine,
+    EngineClosed,
+    EngineFull,
+    FinishReason,
+    RequestError,
+    Stream,
+    StreamBehind,
+    WorkerFailed,
+)
+from jax_specdec.export.openai import DONE, server_sent_event
+from jax_specdec.records.record import Record
+from jax_specdec.serve.asked import Asked
+from jax_specdec.serve.choices import Choice, finish_word, stop_reason
+from jax_specdec.serve.delivery import Delivery, Part
+from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.model import ServedModel
+
+Json = dict[str, Any]
+
+
+class Run:
+    """The choices of one HTTP request, submitted; leave the block, and those that run are ended."""
+
+    def __init__(
+        self, engine: Engine, model: ServedModel, asked: Asked, *, timeout: float | None
+    ) -> None:
+        """Submit every choice, or none.
+
+        Args:
+          engine: runs them.
+          model: what they are written with.
+          asked: the request.
+          timeout: seconds until they are ended; None: never.
+
+        Raises:
+          ApiError: the engine takes no more requests now.
+        """
+        self._model, self._asked, self._timeout = model, asked, timeout
+        self._streams: list[Stream] = []
+        self._choices = [
+            Choice(index, request, asked, model) for index, request in enumerate(asked.requests)
+        ]
+        self._created = int(time.time())
+        try:
+            for request in asked.requests:
+                self._streams.append(
+                    engine.submit(request, priority=asked.priority, deadline=timeout)
+                )
+        except Exception as error:
+            self.end()
+            raise _refused(error) from error
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the choices that still run."""
+        for stream in self._streams:
+            stream.abort()
+
+    async def answer(self) -> Json:
+        """The whole answer.
+
+        Raises:
+          ApiError: a choice ended early.
+        """
+        choices = await asyncio.gather(
+            *(self._whole(*pair) for pair in zip(self._choices, self._streams, strict=True))
+        )
+        kind = "chat.completion" if self._asked.chat else "text_completion"
+        answer = self._header(kind) | {"choices": choices, "usage": self._usage}
+        if self._asked.chat and self._asked.prompt_logprobs:  # where vLLM has it
+            answer["prompt_logprobs"] = choices[0]["prompt_logprobs"]
+            for choice in choices:
+                del choice["prompt_logprobs"]
+        return answer
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events; an error is the last one but for the end."""
+        kind = "chat.completion.chunk" if self._asked.chat else "text_completion"
+        header = self._header(kind)
+        no_usage = {"usage": None} if self._asked.include_usage else {}
+        with self:
+            try:
+                async for choice in self._chunks():
+                    chunk = header | {"choices": [choice]} | no_usage
+                    if self._asked.chat and "prompt_logprobs" in choice:
+                        chunk["prompt_logprobs"] = choice.pop("prompt_logprobs")
+                    yield server_sent_event(chunk)
+                if self._asked.include_usage:
+                    yield server_sent_event(header | {"choices": [], "usage": self._usage})
+            except ApiError as error:
+                yield server_sent_event(error.body)
+            yield DONE
+
+    async def _chunks(self) -> AsyncIterator[Json]:
+        """The chunks of all choices, as they come."""
+        pairs = list(zip(self._choices, self._streams, strict=True))
+        if len(pairs) == 1:
+            async for chunk in self._pieces(*pairs[0]):
+                yield chunk
+            return
+        queue: asyncio.Queue[Json | BaseException | None] = asyncio.Queue(len(pairs))
+
+        async def pump(choice: Choice, stream: Stream) -> None:
+            try:
+                async for chunk in self._pieces(choice, stream):
+                    await queue.put(chunk)
+                await queue.put(None)
+            except ApiError as error:
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(pump(*pair)) for pair in pairs]
+        try:
+            left = len(tasks)
+            while left:
+                found = await queue.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pieces(self, choice: Choice, stream: Stream) -> AsyncIterator[Json]:
+        async with contextlib.aclosing(self._parts(choice, stream)) as parts:
+            async for some, finish, reason in parts:
+                yield choice.json(some, finish, reason)
+
+    async def _whole(self, choice: Choice, stream: Stream) -> Json:
+        every: list[Part] = []
+        word, why = None, None
+        async for some, finish, reason in self._parts(choice, stream):
+            every += some
+            word, why = finish or word, reason if finish else why
+        return choice.json(every, word, why)
+
+    async def _parts(
+        self, choice: Choice, stream: Stream
+    ) -> AsyncGenerator[tuple[Sequence[Part], str | None, int | str | None]]:
+        """What each record lets be sent; the last one comes with the reason of the end.
+
+        Raises:
+          ApiError: the request ended early.
+        """
+        asked = self._asked
+        delivery = Delivery(self._model.table, asked.stops, keep=asked.keep_stop)
+        try:
+            async for record in stream:
+                if record.prompt is not None:
+                    choice.add_prompt(record.prompt)
+                    continue
+                if record.finish_reason is not None and finish_word(record) is None:
+                    self._complain(record, delivery)
+                parts = [
+                    part for part in delivery.push(record) if part.text or part.record.num_tokens
+                ]
+                if asked.score_only:
+                    yield (), "length", None
+                    return
+                if delivery.found is not None:
+                    stream.abort(FinishReason.STOP_STRING)
+                    yield parts, "stop", delivery.found
+                    return
+                finish = finish_word(record)
+                if parts or finish:
+                    yield parts, finish, stop_reason(record, self._model.eos_token_ids)
+        except (EngineClosed, StreamBehind, WorkerFailed) as error:
+            raise _refused(error) from error
+
+    def _complain(self, record: Record, delivery: Delivery) -> None:
+        """Raise the error of a request that ended early."""
+        reason = record.finish_reason
+        assert reason is not None
+        if reason is FinishReason.DEADLINE:
+            raise ApiError(
+                504,
+                f"the answer was not complete after {self._timeout:g} seconds (--timeout): ask for "
+                "fewer tokens",
+                code="timeout",
+            )
+        raise ApiError(503, f"the request ended early: {reason.name.lower()}", code="ended_early")
+
+    @property
+    def _usage(self) -> Json:
+        asked = self._asked
+        each = len(asked.requests) // asked.prompts  # choices of a prompt
+        prompt = sum(len(one.packed_prompt) // 4 for one in asked.requests[::each])
+        emitted = sum(choice.num_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": emitted,
+            "total_tokens": prompt + emitted,
+        }
+
+    def _header(self, kind: str) -> Json:
+        return {
+            "id": self._asked.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model.name,
+        }
+
+
+def _refused(error: Exception) -> Exception:
+    """The answer to a request that the engine did not take, or did not finish."""
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineFull):
+        return ApiError(429, str(error), code="engine_full")
+    if isinstance(error, EngineClosed | StreamBehind | WorkerFailed):
+        return ApiError(503, str(error), code="unavailable")
+    return error

@@ -1,0 +1,54 @@
+"""Strings that end a text: where, and how much of it is certain meanwhile. No jax.
+
+The text ends where the first of them is complete, character by character. So its end depends on the
+text alone, and not on the tokens or the steps in which the text came.
+"""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """One text as it comes, up to the first of some strings.
+
+    Attributes:
+      text: what has come, also behind the end.
+      found: the string that ended it; None until one did.
+      end: characters before that string, or with it where it is kept; None until one was found.
+    """
+
+    def __init__(self, strings: Sequence[str], *, keep: bool = False) -> None:
+        """Begin with an empty text.
+
+        Args:
+          strings: none of them empty.
+          keep: the string itself belongs to the text.
+        """
+        self.text = ""
+        self.found: str | None = None
+        self.end: int | None = None
+        self._strings, self._keep = tuple(strings), keep
+        self._longest = max(map(len, strings), default=1)
+
+    def push(self, text: str) -> None:
+        """Add what comes next; nothing changes behind the end."""
+        if self.end is not None:
+            return
+        begin = max(len(self.text) - self._longest + 1, 0)
+        self.text += text
+        # The one that is complete first; of two that are so together, the longer one.
+        places = [(self.text.find(one, begin), one) for one in self._strings]
+        ends = [(at + len(one), -len(one), one) for at, one in places if at >= 0]
+        if ends:
+            behind, _, self.found = min(ends)
+            self.end = behind if self._keep else behind - len(self.found)
+
+    @property
+    def certain(self) -> int:
+        """Characters that stay, whatever comes: no string can begin among them any more."""
+        if self.end is not None:
+            return self.end
+        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
+            rest = self.text[-length:]
+            if any(len(one) > length and one.startswith(rest) for one in self._strings):
+                return len(self.text) - length
+        return len(self.text)

@@ -1,0 +1,221 @@
+"""Streams under any sequence of events, compared with a model; and 2,000 requests of random lives.
+
+The model knows which requests are open, which of them were asked to end and why, and all tokens of
+an undisturbed run. What a stream delivers is a beginning of these, or all of them.
+"""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jax_specdec.engine import EngineClosed, EngineFull
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Request, SamplingParams
+from tests.support.scripted_worker import VOCAB, continuation
+from tests.support.streaming import StreamingScene
+
+pytestmark = pytest.mark.fast
+
+MAX_WAITING = 4
+BACKLOG = 64
+NATURAL = {FinishReason.LENGTH, FinishReason.STOP_TOKEN}
+OF_LOSSES = {FinishReason.WORKER_LOST, FinishReason.ATTEMPTS_EXHAUSTED}
+
+
+def kill(worker):
+    """Let a worker end before its next message."""
+    worker.dies_after = worker.sent
+
+
+def check_end(scene, name, allowed):
+    """Check a stream that is over: its reason, its tokens, and that nothing comes after its end."""
+    stream, records = scene.streams[name], scene.read[name]
+    assert list(stream) == []
+    ends = [record.finish_reason for record in records if record.finish_reason is not None]
+    assert ends == [stream.finish_reason] == [records[-1].finish_reason]
+    assert stream.finish_reason in allowed
+    tokens, logprobs = continuation(stream.request)
+    got = scene.tokens(name)
+    assert got == (tokens if stream.finish_reason in NATURAL else tokens[: len(got)])
+    rows = [x for r in records if r.num_tokens for x in r.logprobs[:, 0].tolist()]
+    assert rows == logprobs[: len(got)]
+
+
+class StreamMachine(RuleBasedStateMachine):
+    """Submit, abort, preempt, loss, deadline, drain and reads, in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.scene = StreamingScene(
+            num_slots=2,
+            num_ranks=2,
+            max_waiting=MAX_WAITING,
+            max_backlog=BACKLOG,
+            on_worker_loss="restart",
+            resume_lost=True,
+            restart_delay=0.01,
+            max_restarts=10_000,
+            max_attempts=3,
+        )
+        self.allowed = {}  # the reasons for which each request may end
+        self.killed = self.draining = False
+
+    @property
+    def open(self):
+        return set(self.scene.engine._streams.open_ids)
+
+    @rule(
+        max_tokens=st.sampled_from((1, 2, 20)),
+        priority=st.integers(-1, 1),
+        deadline=st.sampled_from((None, None, 0.05, 5.0)),
+        stops=st.booleans(),
+    )
+    def submit(self, max_tokens, priority, deadline, stops):
+        name = f"r{len(self.allowed)}"
+        stop = (7,) if stops else ()
+        params = SamplingParams(max_tokens=max_tokens, logprobs=0, stop_token_ids=stop)
+        request = Request(id=name, prompt_token_ids=(len(name), max_tokens), params=params)
+        waiting = len(self.open) - len(self.scene.engine.running)
+        try:
+            self.scene.submit(request, priority=priority, deadline=deadline)
+        except EngineFull:
+            assert waiting >= MAX_WAITING
+        except EngineClosed:
+            assert self.draining
+        else:
+            assert not self.draining
+            assert waiting < MAX_WAITING
+            self.allowed[name] = NATURAL | ({FinishReason.DEADLINE} if deadline else set())
+            if self.killed:
+                self.allowed[name] |= OF_LOSSES
+
+    @precondition(lambda self: self.allowed)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.allowed)))
+        assert self.scene.engine.abort(name) == (name in self.open)
+        self.allowed[name] = self.allowed[name] | {FinishReason.ABORT}
+
+    @precondition(lambda self: self.allowed)
+    @rule(data=st.data(), reschedule=st.booleans())
+    def preempt(self, data, reschedule):
+        name = data.draw(st.sampled_from(sorted(self.allowed)))
+        holds = self.scene.engine.preempt(name, reschedule=reschedule)
+        assert holds == (name in self.scene.engine.running)
+        if not reschedule:
+            self.allowed[name] = self.allowed[name] | {FinishReason.RECOVERY_ERROR}
+
+    @rule(rank=st.integers(0, 1))
+    def lose(self, rank):
+        worker = self.scene.engine.sessions[rank].worker
+        if not worker.stopped:
+            kill(worker)
+        self.killed = True
+        self.allowed = {name: reasons | OF_LOSSES for name, reasons in self.allowed.items()}
+
+    @rule(count=st.integers(1, 8))
+    def serve(self, count):
+        for _ in range(count):
+            self.scene.round()
+
+    @rule(seconds=st.sampled_from((0.02, 1.0)))
+    def time_passes(self, seconds):
+        self.scene.clock.time += seconds
+
+    @precondition(lambda self: self.allowed)
+    @rule(data=st.data())
+    def read(self, data):
+        self.scene.take(data.draw(st.sampled_from(sorted(self.allowed))))
+
+    @precondition(lambda self: len(self.allowed) > 6)
+    @rule()
+    def drain(self):
+        assert self.scene.engine.drain(0) == (not self.open)
+        self.draining = True
+
+    @invariant()
+    def slots_are_those_of_open_requests(self):
+        engine = self.scene.engine
+        assert len(set(engine.running)) == len(engine.running)
+        assert set(engine.running) <= self.open
+        for session in engine.sessions:
+            assert session.num_free + len(session.request_ids) == 2
+
+    def teardown(self):
+        self.scene.finish()
+        for name, allowed in self.allowed.items():
+            check_end(self.scene, name, allowed)
+        assert not self.scene.engine.running
+        assert self.scene.engine.drain(0)
+        self.scene.engine.close()
+
+
+TestStreams = StreamMachine.TestCase
+TestStreams.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_two_thousand_requests_of_random_lives_all_end_and_leave_nothing():
+    rng = random.Random(5)
+    scene = StreamingScene(
+        num_slots=8, num_ranks=2, max_waiting=32, max_backlog=8, on_worker_loss="restart",
+        resume_lost=True, restart_delay=0.01, max_restarts=10_000, max_attempts=2,
+    )  # fmt: skip
+    engine, allowed, refused, live = scene.engine, {}, 0, []
+    while len(allowed) < 2000:
+        name = f"r{len(allowed)}"
+        params = SamplingParams(max_tokens=rng.choice((1, 2, 3, 12)), logprobs=0)
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(3))
+        deadline = rng.choice((None,) * 9 + (0.02,))
+        try:
+            scene.submit(
+                Request(id=name, prompt_token_ids=prompt, params=params),
+                priority=rng.choice((0, 0, 0, -1, 3)),
+                deadline=deadline,
+            )
+        except EngineFull:
+            refused += 1
+            scene.round()
+        else:
+            allowed[name] = NATURAL | OF_LOSSES | ({FinishReason.DEADLINE} if deadline else set())
+            live.append(name)
+        chance = rng.random()
+        if chance < 0.05:
+            gone = rng.choice(live)
+            engine.abort(gone)
+            allowed[gone] = allowed[gone] | {FinishReason.ABORT}
+        elif chance < 0.08 and engine.running:
+            engine.preempt(rng.choice(engine.running))
+        elif chance < 0.085 and not (worker := engine.sessions[rng.randint(0, 1)].worker).stopped:
+            kill(worker)
+        for name in live:
+            scene.take(name)
+        live = [name for name in live if scene.streams[name].finish_reason is None]
+    scene.finish()
+    for name in allowed:
+        check_end(scene, name, allowed[name])
+    assert refused > 100
+    assert sum(each.restarts for each in engine.sessions) > 5
+    reasons = {stream.finish_reason for stream in scene.streams.values()}
+    assert reasons >= {FinishReason.LENGTH, FinishReason.ABORT, FinishReason.DEADLINE}
+    assert engine._streams.open_ids == ()
+    assert engine.num_waiting == 0
+    assert [session.num_free for session in engine.sessions] == [8, 8]
+    assert not engine._streams._inbox
+    assert len(engine._streams._deadlines) == 0
+    engine.close()
+
+
+def test_that_check_can_fail():
+    scene = StreamingScene()
+    params = SamplingParams(max_tokens=9, logprobs=0)
+    scene.submit(Request(id="r", prompt_token_ids=(1,), params=params))
+    scene.finish()
+    check_end(scene, "r", NATURAL)
+    with pytest.raises(AssertionError):
+        check_end(scene, "r", {FinishReason.ABORT})
+    scene.read["r"].insert(0, scene.read["r"][0])
+    with pytest.raises(AssertionError):
+        check_end(scene, "r", NATURAL)

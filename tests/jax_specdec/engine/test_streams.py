@@ -1,0 +1,286 @@
+"""Requests that join a running engine: their order, bounds, ends, and what their streams tell."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jax_specdec.engine import EngineClosed, EngineFull, StreamBehind, WorkerFailed
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Request, RequestError, SamplingParams
+from tests.support.scene import Scene, check, long_requests, make_requests
+from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation
+from tests.support.streaming import StreamingScene
+
+pytestmark = pytest.mark.fast
+
+
+def request(name, max_tokens=5):
+    return Request(
+        id=name, prompt_token_ids=(3,), params=SamplingParams(max_tokens=max_tokens, logprobs=0)
+    )
+
+
+def test_streams_deliver_what_generate_delivers():
+    requests = make_requests(12)
+    scene = StreamingScene()
+    for each in requests:
+        scene.submit(each)
+    scene.finish()
+    scene.engine.close()
+    check(scene, requests)
+    assert {s.finish_reason for s in scene.streams.values()} <= {
+        FinishReason.LENGTH, FinishReason.STOP_TOKEN,
+    }  # fmt: skip
+
+
+def steps_to_the_first_token(beside):
+    """Steps of the worker from the submission of a 2-token request to its first token."""
+    scene = StreamingScene(num_slots=8)
+    for n in range(beside):
+        scene.submit(request(f"long{n}", 50))
+    (worker,) = scene.workers
+    while beside and any(not scene.streams[f"long{n}"].num_waiting for n in range(beside)):
+        scene.round()
+    before = worker.step
+    worker.rng.randint = lambda low, high: low  # its prompt is short, and nothing is drafted
+    stream = scene.submit(request("short", 2))
+    while not stream.num_waiting:
+        scene.round()
+    steps = worker.step - before
+    scene.engine.close()
+    return steps
+
+
+def test_a_short_request_waits_for_no_long_one():
+    alone = steps_to_the_first_token(beside=0)
+    assert alone >= 1
+    assert alone <= steps_to_the_first_token(beside=7) <= alone + 3
+
+
+def test_that_check_can_fail():
+    """With `generate`, the short one would come when the long ones have ended."""
+    assert steps_to_the_first_token(beside=8) > steps_to_the_first_token(beside=0) + 3
+
+
+def admitted(scene):
+    return [
+        command.request.id
+        for command in scene.workers[0].commands
+        if type(command).__name__ == "Admit"
+    ]
+
+
+def test_a_lower_priority_comes_first_then_who_came_first():
+    scene = StreamingScene(num_slots=1)
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1), ("e", 5)):
+        scene.submit(request(name), priority=priority)
+    scene.finish()
+    assert admitted(scene) == ["d", "a", "c", "b", "e"]
+
+
+def test_as_many_wait_as_may_and_one_more_is_refused():
+    scene = StreamingScene(num_slots=1, max_waiting=3)
+    for n in range(3):
+        scene.submit(request(f"r{n}"))
+    with pytest.raises(EngineFull, match=r"3 requests wait for a slot, as many as may"):
+        scene.submit(request("r3"))
+    scene.round()  # one has a slot now
+    scene.submit(request("r3"))
+    with pytest.raises(EngineFull):
+        scene.submit(request("r4"))
+    scene.finish()
+    assert all(len(scene.read[f"r{n}"]) for n in range(4))
+
+
+def test_what_cannot_be_served_is_refused_where_it_is_submitted():
+    scene = StreamingScene()
+    with pytest.raises(RequestError, match="exceed the 64 tokens of a slot"):
+        scene.submit(request("long", 64))
+    scene.submit(request("twice"))
+    with pytest.raises(RequestError, match="'twice' is that of an open request"):
+        scene.submit(request("twice"))
+    scene.finish()
+    scene.submit(request("twice"))  # it is free again
+    with pytest.raises(RuntimeError, match="serves streams"):
+        next(scene.engine.generate([request("r")]))
+    scene.finish()
+
+
+def test_submitting_beside_generate_is_refused():
+    scene = Scene()
+    updates = scene.engine.generate(long_requests())
+    next(updates)
+    with pytest.raises(RuntimeError, match="this engine is generating"):
+        scene.engine.submit(request("r"))
+    updates.close()
+    scene.engine.close()
+
+
+def test_a_deadline_ends_a_request_that_runs_or_waits():
+    scene = StreamingScene(num_slots=1)
+    scene.submit(request("runs", 60), deadline=0.2)
+    scene.submit(request("waits"), deadline=0.1)
+    scene.submit(request("stays"), deadline=1e6)
+    scene.round()
+    scene.clock.time += 0.15
+    scene.round()
+    scene.round()
+    assert scene.streams["waits"].finish_reason is FinishReason.DEADLINE
+    assert scene.streams["runs"].finish_reason is None
+    scene.clock.time += 0.15
+    scene.finish()
+    assert scene.streams["runs"].finish_reason is FinishReason.DEADLINE
+    tokens = continuation(scene.streams["runs"].request)[0]
+    assert 0 < len(scene.tokens("runs")) < 60
+    assert scene.tokens("runs") == tokens[: len(scene.tokens("runs"))]
+    assert scene.streams["stays"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_consumer_that_is_too_slow_is_told_and_nobody_waits_for_it():
+    scene = StreamingScene(max_backlog=4)
+    scene.submit(request("slow", 60))
+    other = scene.submit(request("other", 20))
+    for _ in range(200):
+        scene.round()
+        scene.take("other")
+        if not scene.engine._streams.open_ids:
+            break
+    assert other.finish_reason is FinishReason.LENGTH
+    slow = scene.streams["slow"]
+    assert slow.num_waiting == 4
+    for _ in range(4):
+        next(slow)
+    with pytest.raises(StreamBehind, match=r"request 'slow': 4 records wait .*max_backlog"):
+        next(slow)
+    scene.submit(request("slow"))  # its id is free, and it gets no record of the old one
+    scene.finish()
+    assert scene.tokens("slow") == continuation(request("slow"))[0]
+    assert all(session.num_free == 2 for session in scene.engine.sessions)
+
+
+def test_leaving_a_stream_ends_its_request():
+    scene = StreamingScene()
+    with scene.submit(request("left", 60)):
+        scene.round()
+    scene.finish()
+    assert scene.streams["left"].finish_reason is FinishReason.ABORT
+    assert scene.engine.abort("left") is False
+
+
+def test_preempting_a_stream_changes_nothing_but_its_slot():
+    scene = StreamingScene()
+    scene.submit(request("r", 30))
+    while not scene.streams["r"].num_waiting:
+        scene.round()
+    assert scene.engine.preempt("r")
+    assert not scene.engine.preempt("nobody")
+    scene.finish()
+    assert scene.tokens("r") == continuation(request("r", 30))[0]
+    assert any(record.reschedule for record in scene.read["r"])
+
+
+def test_draining_takes_no_more_and_waits_for_those_that_are_open():
+    scene = StreamingScene()
+    scene.submit(request("r"))
+    assert not scene.engine.drain(0)
+    with pytest.raises(EngineClosed, match="draining"):
+        scene.submit(request("s"))
+    scene.finish()
+    assert scene.engine.drain(0)
+    assert scene.streams["r"].finish_reason is FinishReason.LENGTH
+
+
+def test_closing_ends_what_is_open():
+    scene = StreamingScene(num_slots=1)
+    for name in ("runs", "waits"):
+        scene.submit(request(name, 50))
+    scene.round()
+    scene.engine.close()
+    for name in ("runs", "waits"):
+        assert [*scene.streams[name]][-1].finish_reason is FinishReason.ABORT
+    with pytest.raises(EngineClosed, match="closed"):
+        scene.submit(request("late"))
+    never_served = Scene().engine
+    never_served.close()
+    with pytest.raises(EngineClosed, match="closed"):
+        never_served.submit(request("late"))
+
+
+def test_a_lost_worker_stops_every_stream_with_its_last_record_and_the_error():
+    scene = StreamingScene(num_slots=1, faults={0: [3]})
+    for name in ("runs", "waits"):
+        scene.submit(request(name, 50))
+    with pytest.raises(WorkerFailed):
+        scene.finish()
+    for name in ("runs", "waits"):
+        assert scene.streams[name].finish_reason is FinishReason.WORKER_LOST
+        with pytest.raises(WorkerFailed):
+            list(scene.streams[name])
+    with pytest.raises(WorkerFailed):
+        scene.submit(request("late"))
+    health = scene.engine.health()
+    assert not health.alive
+    assert "the engine has stopped" in health.problems[0]
+
+
+def test_where_others_go_on_a_lost_workers_streams_just_end():
+    scene = StreamingScene(
+        num_slots=1, num_ranks=2, on_worker_loss="continue", faults={0: [3]}, max_attempts=1
+    )
+    for name in ("a", "b", "c"):
+        scene.submit(request(name, 20))
+    scene.finish()
+    reasons = sorted(stream.finish_reason.name for stream in scene.streams.values())
+    assert reasons == ["LENGTH", "LENGTH", "WORKER_LOST"]
+    for stream in scene.streams.values():
+        assert list(stream) == []  # no error, and nothing more
+
+
+@pytest.fixture
+def engine():
+    """With its thread; its worker answers at once."""
+    config = EngineConfig(vocab_size=VOCAB, num_slots=2, max_length=64)
+    with Engine(config, start_worker=lambda config, **_: ScriptedWorker(config.num_slots)) as made:
+        yield made
+
+
+def test_threads_submit_and_read_at_once(engine):
+    requests = {f"{n}": request(f"{n}", 20) for n in range(12)}
+    got = {}
+
+    def read(name):
+        got[name] = [t for r in engine.submit(requests[name]) for t in r.token_ids.tolist()]
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in requests]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(30)
+    assert got == {name: continuation(each)[0] for name, each in requests.items()}
+    assert engine.drain(30)
+
+
+def test_asyncio_tasks_read_side_by_side_and_cancelling_one_ends_its_request(engine):
+    requests = [request(f"{n}", 20) for n in range(6)]
+
+    async def read(one):
+        return [t async for record in engine.stream(one) for t in record.token_ids.tolist()]
+
+    async def read_a_little():
+        async for _ in engine.stream(request("endless", 60)):
+            await asyncio.sleep(3600)
+
+    async def main():
+        left = asyncio.create_task(read_a_little())
+        got = await asyncio.gather(*map(read, requests))
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert left.cancelled()
+        return got
+
+    assert asyncio.run(main()) == [continuation(one)[0] for one in requests]
+    assert engine.drain(30)
+    assert "endless" not in engine.running

@@ -1,0 +1,256 @@
+"""The openai package against a live server: sync, async, streamed, both endpoints."""
+
+import asyncio
+import base64
+import math
+
+import numpy as np
+import openai
+import pytest
+
+from jax_specdec.engine import FinishReason, Request, SamplingParams
+from tests.support.http_server import EOS, MODEL, TABLE, VOCAB, finished, until
+from tests.support.scripted_worker import continuation, logprob
+
+pytestmark = pytest.mark.fast
+
+PROMPT = "hello you"
+IDS = MODEL.encoder.encode(PROMPT)
+
+
+def expected(ids=IDS, max_tokens=20, stop_ids=(EOS,)):
+    """Ids, logprobs and text of an undisturbed run."""
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids)
+    tokens, logprobs = continuation(Request(id="r", prompt_token_ids=ids, params=params))
+    return tokens, logprobs, TABLE.decode(tokens)
+
+
+def complete(client, **changes):
+    return client.completions.create(
+        **{"model": "scripted", "prompt": PROMPT, "max_tokens": 20, **changes}
+    )
+
+
+def test_the_model_is_listed(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == ("scripted", "model")
+
+
+def test_a_completion_has_the_text_its_logprobs_and_the_usage(client):
+    tokens, logprobs, text = expected()
+    answer = complete(client, logprobs=2)
+    (choice,) = answer.choices
+    assert choice.text == text
+    assert choice.finish_reason == ("stop" if tokens[-1] == EOS else "length")
+    assert choice.logprobs.token_logprobs == logprobs
+    assert choice.logprobs.tokens == [TABLE.completion_text[one] for one in tokens]
+    assert choice.logprobs.text_offset[0] == 0
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(IDS), len(tokens))
+
+
+def test_streamed_chunks_add_up_to_the_whole(client):
+    whole = complete(client, logprobs=1).choices[0]
+    chunks = list(complete(client, logprobs=1, stream=True, stream_options={"include_usage": True}))
+    choices = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert len(choices) > 3
+    assert "".join(one.text for one in choices) == whole.text
+    assert [x for one in choices for x in one.logprobs.token_logprobs] == (
+        whole.logprobs.token_logprobs
+    )
+    assert [x for one in choices for x in one.logprobs.text_offset] == whole.logprobs.text_offset
+    assert [one.finish_reason for one in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1].finish_reason == whole.finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(whole.logprobs.tokens)
+
+
+def test_a_chat_completion_whole_and_streamed(client):
+    _, logprobs, text = expected()
+    asked = {
+        "model": "scripted", "max_tokens": 20, "logprobs": True, "top_logprobs": 1,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello "}]},
+                     {"role": "assistant", "content": "you"}],
+    }  # fmt: skip
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert (choice.message.role, choice.message.content) == ("assistant", text)
+    assert [entry.logprob for entry in choice.logprobs.content] == logprobs
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content for delta in deltas) == text
+    got = [entry.logprob for one in chunks for entry in one.choices[0].logprobs.content]
+    assert got == logprobs
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+
+
+def test_without_max_tokens_a_chat_goes_on_to_the_end_of_its_slot(client):
+    messages = [{"role": "user", "content": PROMPT}]
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    answer = client.chat.completions.create(model="scripted", messages=messages, extra_body=extra)
+    assert answer.usage.total_tokens == MODEL.max_length
+    assert answer.choices[0].token_ids == expected(max_tokens=55, stop_ids=())[0]
+
+
+def test_asyncio_clients_side_by_side(server):
+    prompts = [f"prompt {n}" for n in range(12)]
+
+    async def one(client, prompt, stream):
+        asked = {"model": "scripted", "prompt": prompt, "max_tokens": 20, "stream": stream}
+        answer = await client.completions.create(**asked)
+        if not stream:
+            return answer.choices[0].text
+        return "".join([chunk.choices[0].text async for chunk in answer])
+
+    async def main():
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(
+                *(one(client, prompt, n % 2 == 0) for n, prompt in enumerate(prompts))
+            )
+
+    assert asyncio.run(main()) == [expected(MODEL.encoder.encode(one))[2] for one in prompts]
+
+
+def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(client):
+    prompts = ["one", "two"]
+    answer = complete(client, prompt=prompts, n=2)
+    texts = [expected(MODEL.encoder.encode(one))[2] for one in prompts]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == [texts[0]] * 2 + [texts[1]] * 2
+    assert answer.usage.prompt_tokens == 6
+    by_index = {}
+    for chunk in complete(client, prompt=[list(MODEL.encoder.encode(p)) for p in prompts], n=2,
+                          stream=True):  # fmt: skip
+        choice = chunk.choices[0]
+        by_index[choice.index] = by_index.get(choice.index, "") + choice.text
+    assert by_index == {0: texts[0], 1: texts[0], 2: texts[1], 3: texts[1]}
+
+
+def test_each_choice_has_a_seed_of_its_own(server, client):
+    before = len(server.workers[0].commands)
+    complete(client, n=3, seed=41, temperature=0.5, max_tokens=1)
+    admitted = [c for c in server.workers[0].commands[before:] if hasattr(c, "request")]
+    assert sorted(c.request.params.seed for c in admitted) == [41, 42, 43]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_cuts_text_and_logprobs_and_ends_the_request(server, client, stream):
+    tokens, logprobs, text = expected(max_tokens=50)
+    before = finished(server, FinishReason.STOP_STRING)
+    stop = text[5:8]
+    assert "\ufffd" not in stop
+    at = text.index(stop)
+    answer = complete(
+        client, max_tokens=50, stop=["never", stop], logprobs=0, stream=stream,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == text[:at]
+    kept = [one for choice in choices for one in choice.token_ids]
+    assert kept == tokens[: len(kept)]
+    got = [x for choice in choices for x in choice.logprobs.token_logprobs]
+    assert got == logprobs[: len(kept)]
+    offsets = [x for choice in choices for x in choice.logprobs.text_offset]
+    assert all(offset < at for offset in offsets)
+    assert TABLE.decode(tokens[: len(kept)]).startswith(text[:at])  # and no token fewer
+    assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", stop)
+    until(lambda: finished(server, FinishReason.STOP_STRING) == before + 1)
+
+
+def test_a_stop_string_may_stay(client):
+    text = expected(max_tokens=50)[2]
+    answer = complete(
+        client, max_tokens=50, stop=text[5:8], extra_body={"include_stop_str_in_output": True}
+    )
+    assert answer.choices[0].text == text[: text.index(text[5:8]) + 3]
+
+
+def test_echo_scores_the_prompt_before_the_text(client):
+    tokens, logprobs, _ = expected(max_tokens=3)
+    scores = [None, *(logprob(list(IDS[:n])) for n in range(1, len(IDS)))]
+    (choice,) = complete(client, echo=True, logprobs=1, max_tokens=3).choices
+    assert choice.text == TABLE.decode(IDS) + TABLE.decode(tokens)
+    assert choice.logprobs.token_logprobs == scores + logprobs
+    assert choice.logprobs.tokens[0] == TABLE.completion_text[IDS[0]]
+    assert choice.logprobs.top_logprobs[0] is None
+    assert len(choice.logprobs.text_offset) == len(IDS) + len(tokens)
+    chunks = [c.choices[0] for c in complete(client, echo=True, logprobs=1, max_tokens=3,
+                                             stream=True)]  # fmt: skip
+    assert "".join(one.text for one in chunks) == choice.text
+    assert [x for c in chunks for x in c.logprobs.token_logprobs] == scores + logprobs
+
+
+def test_no_tokens_with_echo_only_scores_the_prompt(client):
+    answer = complete(client, echo=True, logprobs=0, max_tokens=0)
+    (choice,) = answer.choices
+    assert choice.text == TABLE.decode(IDS)
+    assert choice.logprobs.token_logprobs[1:] == [
+        logprob(list(IDS[:n])) for n in range(1, len(IDS))
+    ]
+    assert answer.usage.completion_tokens == 0
+    assert choice.finish_reason == "length"
+
+
+def test_prompt_logprobs_are_where_vllm_puts_them(client):
+    extra = {"prompt_logprobs": 1}
+    found = complete(client, extra_body=extra, max_tokens=1).choices[0].prompt_logprobs
+    assert found[0] is None
+    assert len(found) == len(IDS)
+    own = found[3][str(IDS[3])]
+    assert own["logprob"] == logprob(list(IDS[:3]))
+    assert own["rank"] == 1
+    assert own["decoded_token"] == TABLE.text[IDS[3]]
+    messages = [{"role": "user", "content": PROMPT}]
+    chat = client.chat.completions.create(
+        model="scripted", messages=messages, max_tokens=1, extra_body=extra
+    )
+    assert chat.prompt_logprobs == found
+
+
+def test_columns_hold_the_same_logprobs_as_bytes(client):
+    tokens, logprobs, _ = expected()
+    (choice,) = complete(client, logprobs=2, extra_body={"logprobs_columns": True}).choices
+    assert choice.logprobs is None
+
+    def array(name):
+        column = choice.columns[name]
+        raw = np.frombuffer(base64.b64decode(column["data"]), column["dtype"])
+        return raw.reshape(column["shape"])
+
+    assert array("token_ids").tolist() == tokens
+    assert array("logprobs")[:, 0].tolist() == logprobs
+    assert array("logprobs").shape == (len(tokens), 3)
+    assert array("topk_ids").shape == (len(tokens), 2)
+    assert (array("token_ranks") == 1).all()
+
+
+def test_what_speculation_did_stands_beside_it(client):
+    (choice,) = complete(client, logprobs=0, extra_body={"draft_logprobs": True}).choices
+    steps = choice.speculation["by_step"]
+    assert sum(step["num_tokens"] for step in steps) == len(expected()[0])
+    assert any(step["num_accepted"] for step in steps)
+    total = choice.speculation["cumulative_logprob"]
+    assert math.isclose(total, sum(expected()[1]))
+    plain = complete(client).choices[0]
+    assert not hasattr(plain, "speculation")
+
+
+def test_stop_token_ids_end_a_text_and_are_named(client):
+    tokens = expected()[0]
+    stop = tokens[4]
+    first = tokens.index(stop)
+    extra = {"stop_token_ids": [stop], "return_token_ids": True}
+    (choice,) = complete(client, extra_body=extra).choices
+    assert choice.token_ids == tokens[: first + 1]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
+def test_a_wrong_request_is_an_error_of_the_client_library(client):
+    with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'") as error:
+        complete(client, extra_body={"temprature": 1})
+    assert (error.value.param, error.value.code) == ("temprature", "unknown_parameter")
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+        complete(client, model="gpt")
+    with pytest.raises(openai.BadRequestError, match=f"vocabulary has {VOCAB} tokens"):
+        complete(client, logprobs=VOCAB + 1)

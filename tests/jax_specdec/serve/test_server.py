@@ -1,0 +1,253 @@
+"""The server around the answers: keys, bounds, errors, clients that leave, draining, health."""
+
+import json
+import threading
+
+import httpx
+import pytest
+
+from ipc import RingTimeout
+from jax_specdec.engine import FinishReason
+from jax_specdec.serve.app import Bounds
+from tests.support.http_server import finished, serving, until
+from tests.support.scripted_worker import ScriptedWorker
+
+pytestmark = pytest.mark.fast
+
+BODY = {"prompt": "abc", "max_tokens": 3}
+
+
+class Waiting(ScriptedWorker):
+    """A worker whose steps a test allows; the engine waits meanwhile, as for a slow one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.allowed = threading.Semaphore(0)
+
+    def receive(self, timeout, *, rehearse=None):
+        if not self.allowed.acquire(timeout=min(timeout, 0.02)):
+            raise RingTimeout("no step is allowed")
+        return super().receive(timeout)
+
+
+@pytest.fixture
+def waiting():
+    bounds = Bounds(max_open=2, max_body=1000, timeout=None)
+    with (
+        serving(worker=Waiting, bounds=bounds, max_waiting=2, num_slots=1) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        yield server, http
+
+
+def error(answer, status):
+    assert answer.status_code == status
+    found = answer.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+def test_health_metrics_and_description(http, server):
+    http.post("/v1/completions", json=BODY).raise_for_status()
+    assert http.get("/health").json() == {"status": "ready", "problems": []}
+    page = http.get("/metrics").text
+    assert "jax_specdec_waiting_requests 0.0" in page
+    assert 'jax_specdec_finished_requests_total{process_rank="0",reason="length"}' in page
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= set(paths)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)],
+)
+def test_unknown_places_and_methods(http, method, path, status):
+    error(http.request(method, path), status)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "the body is not JSON"),
+        (b"[" * 100_000, "the body is not JSON"),
+        (b"[1]", "must be a JSON object, not [1]"),
+        (b"{}", "prompt is missing"),
+        (json.dumps({"prompt": ""}), None),
+        (json.dumps({"prompt": "a" * 64}), "64 prompt tokens and max_tokens = 16 exceed the 64"),
+        (json.dumps({"prompt": [1, -1]}), "prompt = [1, -1]"),
+        (json.dumps({"prompt": [31_000]}), "prompt token id 31000 is outside the vocabulary"),
+        (json.dumps({"prompt": []}), "has 0 items"),
+        (json.dumps({"prompt": "\ud800"}), "half of a surrogate pair"),
+        (json.dumps({"prompt": "a", "n": True}), "n = true: must be a whole number"),
+        (json.dumps({"prompt": "a", "n": 129}), "must be from 1 to 128"),
+        (json.dumps({"prompt": ["a"] * 100, "n": 2}), "128 choices"),
+        (json.dumps({"prompt": "a", "temperature": 1e-9}), "temperature = 1e-09 must be 0"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature = NaN: must be from 0"),
+        (b'{"prompt": "a", "seed": 1e400}', "seed = Infinity: must be a whole number"),
+        (json.dumps({"prompt": "a", "seed": 10**400}), "must be from 0 to 4294967295"),
+        (json.dumps({"prompt": "a", "stop": ""}), "must not be empty"),
+        (json.dumps({"prompt": "a", "stop": ["a"] * 17}), "has 17 items"),
+        (json.dumps({"prompt": "a", "stream_options": {"x": 1}, "stream": True}), "'x' is not"),
+        (json.dumps({"prompt": "a", "stream_options": {}}), None),
+        (json.dumps({"prompt": "a", "max_tokens": 0}), "needs echo or prompt_logprobs"),
+        (json.dumps({"prompt": "a", "logit_bias": {"1": 5}}), "logit_bias = {\"1\": 5} is not"),
+        (json.dumps({"prompt": "a", "presence_penalty": 0.5}), "is not served yet"),
+        (json.dumps({"prompt": "a", "min_tokens": 2}), "min_tokens = 2 is not served yet"),
+        (json.dumps({"prompt": "a", "min_tokens": None, "presence_penalty": 0}), None),
+        (json.dumps({"prompt": "a", "response_format": {"type": "json_object"}}), "not served yet"),
+        (json.dumps({"prompt": "a", "logprob": 1}), "did you mean 'logprobs'?"),
+        (json.dumps({"prompt": "a", "extra_token_ids": [1]}), "extra_token_ids need logprobs"),
+        (json.dumps({"prompt": "a", "logprobs_mode": "own"}), "must be one of raw, scaled"),
+    ],
+)  # fmt: skip
+def test_every_wrong_value_is_named(http, body, said):
+    answer = http.post(
+        "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+    if said is None:
+        assert answer.status_code in (200, 400)
+        assert "error" not in answer.json() or answer.json()["error"]["message"]
+    else:
+        assert said in error(answer, 400)["message"]
+
+
+def test_wrong_messages_are_named(http):
+    def said(**body):
+        return error(http.post("/v1/chat/completions", json=body), 400)["message"]
+
+    assert "messages is missing" in said()
+    assert "content is missing" in said(messages=[{"role": "user"}])
+    assert "must be one of system" in said(messages=[{"role": "robot", "content": ""}])
+    assert "no system message" in said(messages=[{"role": "system", "content": "x"}])
+    message = {"role": "user", "content": "hi"}
+    assert "needs logprobs = true" in said(messages=[message], top_logprobs=2)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+    assert "type must be one of text" in said(messages=[image])
+    assert "text is missing" in said(messages=[{"role": "user", "content": [{"type": "text"}]}])
+
+
+def test_a_body_must_be_json_by_its_type(http):
+    answer = http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert "must be application/json" in error(answer, 415)["message"]
+
+
+def test_with_a_key_only_those_who_know_it_are_served():
+    with serving(api_key="secret") as server, httpx.Client(base_url=server.url) as http:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            answer = http.post("/v1/completions", json=BODY, headers=headers)
+            assert error(answer, 401)["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        error(http.get("/v1/models"), 401)
+        known = {"authorization": "Bearer secret"}
+        assert http.post("/v1/completions", json=BODY, headers=known).status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+def test_a_body_that_is_too_large_is_refused(waiting):
+    _, http = waiting
+    answer = http.post("/v1/completions", json=BODY | {"user": "x" * 1000})
+    assert "more than 1000 bytes" in error(answer, 413)["message"]
+
+
+def test_what_takes_too_long_is_ended_whole_and_streamed():
+    with (
+        serving(worker=Waiting, bounds=Bounds(timeout=0.2)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        answer = http.post("/v1/completions", json=BODY)
+        assert error(answer, 504)["code"] == "timeout"
+        answer = http.post("/v1/completions", json=BODY | {"stream": True})
+        events = [line for line in answer.text.splitlines() if line]
+        assert json.loads(events[0].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert events[1:] == ["data: [DONE]"]
+        until(lambda: not server.engine.running)
+
+
+def test_as_many_wait_as_may(waiting):
+    server, http = waiting
+    first = threading.Thread(target=lambda: http.post("/v1/completions", json=BODY))
+    first.start()
+    until(lambda: server.engine.running)
+    answer = http.post("/v1/completions", json=BODY | {"n": 3})
+    assert error(answer, 429)["code"] == "engine_full"
+    server.workers[0].allowed.release(1000)
+    first.join(30)
+    until(lambda: not server.engine.running)
+    assert http.post("/v1/completions", json=BODY | {"n": 2}).status_code == 200
+
+
+def test_as_many_requests_are_open_as_may(waiting):
+    server, http = waiting
+    threads = [
+        threading.Thread(target=lambda: http.post("/v1/completions", json=BODY)) for _ in range(2)
+    ]
+    for each in threads:
+        each.start()
+    until(lambda: server.service._open == 2)
+    assert error(http.post("/v1/completions", json=BODY), 429)["code"] == "too_many_requests"
+    server.workers[0].allowed.release(1000)
+    for each in threads:
+        each.join(30)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(stream):
+    with serving(worker=Waiting) as server:
+        worker, before = server.workers[0], finished(server, FinishReason.ABORT)
+        body = BODY | {"stream": stream, "max_tokens": 50, "ignore_eos": True}
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            if stream:
+                with http.stream("POST", "/v1/completions", json=body) as answer:
+                    worker.allowed.release(6)
+                    next(answer.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post("/v1/completions", json=body, timeout=0.3)
+        until(lambda: finished(server, FinishReason.ABORT) == before + 1)
+        until(lambda: not server.engine.running and server.service._open == 0)
+
+
+def test_a_lost_worker_is_replaced_and_clients_see_nothing():
+    with (
+        serving(on_worker_loss="restart", resume_lost=True, restart_delay=0.0) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        body = BODY | {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        server.workers[0].dies_after = server.workers[0].sent + 5
+        again = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert again == whole
+        assert len(server.workers) == 2
+
+
+def test_an_engine_that_has_stopped_answers_errors_and_is_not_healthy():
+    with serving() as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        server.workers[0].dies_after = 3
+        body = BODY | {"max_tokens": 40, "ignore_eos": True}
+        assert error(http.post("/v1/completions", json=body), 503)["code"] == "ended_early"
+        assert error(http.post("/v1/completions", json=body), 503)["code"] == "unavailable"
+        health = http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+
+
+def test_draining_finishes_what_is_open():
+    with serving(worker=Waiting) as server:
+        answers = []
+
+        def ask():
+            body = BODY | {"max_tokens": 5, "ignore_eos": True}
+            answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60))
+
+        client = threading.Thread(target=ask)
+        client.start()
+        until(lambda: server.engine.running)
+        server.listener.handle_exit(15, None)
+        assert server.service.draining
+        server.workers[0].allowed.release(1000)
+        server.thread.join(30)
+        client.join(30)
+        assert not server.thread.is_alive()
+        (answer,) = answers
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")

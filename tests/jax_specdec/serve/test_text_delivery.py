@@ -1,0 +1,93 @@
+"""What a client gets of records with stop strings, against the definition; cut records."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.output_processor import ProcessorState, admit
+from jax_specdec.serve.delivery import Delivery
+from jax_specdec.text.detokenize import TextStream, TokenTable
+from tests.jax_specdec.text.test_stop_strings import reference
+from tests.support.processor_messages import request, run, target, tokens
+
+pytestmark = pytest.mark.fast
+
+TABLE = TokenTable([b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"", b"\xc3\xa9b"], {8: "</s>"})
+
+
+def fake_record(ids, last=False):
+    """A record of ids without logprobs, as far as a delivery looks at it."""
+
+    def cut(count, total):
+        return fake_record(ids[:count])
+
+    return SimpleNamespace(
+        token_ids=np.array(ids, np.int32), num_tokens=len(ids), logprobs=None, cut=cut,
+        cumulative_logprob=None, finish_reason=FinishReason.LENGTH if last else None,
+    )  # fmt: skip
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), min_size=1, max_size=8),
+    st.lists(st.text("abé", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
+def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep):
+    ids = [one for group in groups for one in group]
+    stream = TextStream(TABLE)
+    whole, offsets = stream.push_with_offsets(ids)
+    whole += stream.finish()
+    delivery, parts = Delivery(TABLE, stops, keep=keep), []
+    for number, group in enumerate(groups):
+        parts += delivery.push(fake_record(group, last=number == len(groups) - 1))
+        if delivery.found is not None:
+            break
+    text = "".join(part.text for part in parts)
+    kept = [one for part in parts for one in part.record.token_ids.tolist()]
+    found = reference(whole, stops) if stops else None
+    if found is None:
+        assert (delivery.found, text, kept) == (None, whole, ids)
+        return
+    end = found[2] if keep else found[1]
+    assert delivery.found == found[0]
+    assert text == whole[:end]
+    stream, ends = TextStream(TABLE), []
+    for one in ids:
+        stream.push([one])
+        ends.append(stream.length)
+    complete = next(n for n, at in enumerate(ends) if at >= found[2])  # the last one that counts
+    behind = [n for n in range(len(ids)) if offsets[n] >= end and TABLE.text_bytes[ids[n]]]
+    assert kept == ids[: min([*behind, complete + 1])]
+    assert [x for part in parts for x in part.offsets] == offsets[: len(kept)]
+
+
+def test_a_record_is_cut_with_its_logprobs():
+    state = admit(ProcessorState.empty(1), 0, 1, request(max_tokens=9, logprobs=1))
+    _, (records,) = run(state, target(0, tokens(2, 3, 4, columns=2)))
+    record = records[0]
+    cut = record.cut(2, -0.5)
+    assert cut.token_ids.tolist() == [2, 3]
+    np.testing.assert_array_equal(cut.logprobs, record.logprobs[:2])
+    np.testing.assert_array_equal(cut.topk_ids, record.topk_ids[:2])
+    assert cut.token_ranks.tolist() == record.token_ranks.tolist()[:2]
+    assert cut.cumulative_logprob == -0.5
+    assert (cut.num_drafts, cut.num_accepted) == (record.num_drafts, record.num_accepted)
+    assert record.num_tokens == 3  # the other one is as it was
+
+
+def test_the_sum_of_a_cut_text_is_that_of_its_tokens():
+    state = admit(ProcessorState.empty(1), 0, 1, request(max_tokens=9, logprobs=0))
+    _, released = run(
+        state, target(0, tokens(0, columns=1)), target(1, tokens(1, 0, 1, columns=1))
+    )  # fmt: skip
+    records = [record for each in released for record in each]
+    delivery = Delivery(TABLE, ["ba"])
+    parts = [part for record in records for part in delivery.push(record)]
+    assert delivery.found == "ba"
+    assert [one for part in parts for one in part.record.token_ids.tolist()] == [0]
+    whole = records[0].cumulative_logprob
+    assert parts[-1].record.cumulative_logprob == whole

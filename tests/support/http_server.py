@@ -1,0 +1,90 @@
+"""A server of HTTP over scripted workers, in threads of this process, at a free port."""
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import uvicorn
+
+from jax_specdec.engine import Engine, EngineConfig
+from jax_specdec.export import TokenTable
+from jax_specdec.serve.app import Bounds, Service
+from jax_specdec.serve.listener import Listener, bound
+from jax_specdec.serve.model import ServedModel
+from tests.support.scripted_worker import VOCAB, ScriptedWorker
+
+EOS = VOCAB - 1
+# Tokens of several characters, halves of one, and none that is special but the last.
+PIECES = [
+    b"a", b"b", b"c", b" ", b"ab", b"bc", b"\xc3", b"\xa9", b"the ", b"\n", b"x", b"yz", b"0", b"1",
+    b"--", b".", b"q", b"r", b"s", b"t", b"u", b"v", b"w", b"A", b"B", b"C", b"D", b"E", b"F", b"G",
+    b"H", b"",
+]  # fmt: skip
+TABLE = TokenTable(PIECES, {EOS: "</s>"})
+MAX_LENGTH = 64
+
+
+class Encoder:
+    """Characters to ids; a conversation is its contents."""
+
+    def encode(self, text):
+        return tuple(ord(c) % EOS for c in text)
+
+    def encode_chat(self, messages):
+        if messages[0]["role"] == "system":
+            raise ValueError("the chat template refuses these messages: no system message")
+        return self.encode("".join(one["content"] for one in messages))
+
+
+MODEL = ServedModel(
+    name="scripted",
+    created=1,
+    encoder=Encoder(),
+    table=TABLE,
+    vocab_size=VOCAB,
+    max_length=MAX_LENGTH,
+    eos_token_ids=(EOS,),
+)
+
+
+@contextlib.contextmanager
+def serving(*, api_key="", bounds=None, worker=ScriptedWorker, **config):
+    """Serve until the block ends; yields the base URL, the engine and the service."""
+    workers = []
+
+    def start(config, *, process_rank, **_):
+        workers.append(worker(config.num_slots, process_rank=process_rank, draft_messages=True))
+        return workers[-1]
+
+    settings = EngineConfig(vocab_size=VOCAB, max_length=MAX_LENGTH, **{"num_slots": 4, **config})
+    with bound("127.0.0.1", 0) as socket, Engine(settings, start_worker=start) as engine:
+        service = Service(engine, MODEL, bounds=bounds or Bounds(), api_key=api_key)
+        listener = Listener(uvicorn.Config(service.app, log_level="warning"), service)
+        thread = threading.Thread(target=listener.run, args=([socket],))
+        thread.start()
+        try:
+            yield SimpleNamespace(
+                url=f"http://127.0.0.1:{socket.getsockname()[1]}",
+                engine=engine,
+                service=service,
+                workers=workers,
+                listener=listener,
+                thread=thread,
+            )
+        finally:
+            listener.should_exit = True
+            thread.join(30)
+
+
+def until(condition, seconds=30.0):
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to hold"
+        time.sleep(0.005)
+
+
+def finished(server, reason):
+    """How many requests the first worker's processor has seen end for a reason."""
+    return server.engine.status[0].processor.finished[reason - 1]
