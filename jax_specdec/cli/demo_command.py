@@ -221,14 +221,18 @@ def _decode(
     engine: "Engine", collector: "Collector", screen: "Screen", options: argparse.Namespace
 ) -> None:
     """Collect and draw what each message brings, and preempt where that is wanted."""
+    from jax_specdec.cli.starting import phases_of
+
     screen.update(collector)
-    for update in engine.generate([output.request for output in collector.outputs.values()]):
-        collector.add(update)
-        if update.lost and options.on_worker_loss != "stop":
-            screen.note(update.lost.report)
-        if options.preempt_every:
-            _preempt(engine, collector, options.preempt_every)
-        screen.update(collector)
+    with screen.starting(collector, phases_of(engine)) as begun:
+        for update in engine.generate([output.request for output in collector.outputs.values()]):
+            begun()
+            collector.add(update)
+            if update.lost and options.on_worker_loss != "stop":
+                screen.note(update.lost.report)
+            if options.preempt_every:
+                _preempt(engine, collector, options.preempt_every)
+            screen.update(collector)
 
 
 def _sum_up(

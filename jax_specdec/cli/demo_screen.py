@@ -5,7 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from rich.cells import cell_len
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from jax_specdec.cli import token_colors
 from jax_specdec.cli.demo_requests import Collector, Output
+from jax_specdec.cli.starting import Phases, Starting, repeated
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.text import byte_tokens
 from jax_specdec.wording import counted
@@ -95,6 +96,11 @@ class Screen(Protocol):
     def update(self, collector: Collector) -> None:
         """Show what has been collected."""
 
+    def starting(
+        self, collector: Collector, phases: Phases
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Show what workers do, until the block ends or the function that it yields is called."""
+
     def note(self, text: str) -> None:
         """Print a sentence that stays, above what is drawn."""
 
@@ -121,6 +127,18 @@ class _LiveScreen:
             size = self._console.size
             self._live.update(self._view.draw(collector, size.width, size.height), refresh=True)
             self._drawn_at = time.monotonic()
+
+    @contextmanager
+    def starting(self, collector: Collector, phases: Phases) -> Iterator[Callable[[], None]]:
+        line = Starting(phases).line
+
+        def draw() -> None:
+            size = self._console.size
+            view = self._view.draw(collector, size.width, size.height, line())
+            self._live.update(view, refresh=True)
+
+        with repeated(draw) as end:
+            yield end
 
     def note(self, text: str) -> None:
         say(text, self._console)
@@ -156,9 +174,12 @@ class LiveView:
         self._texts: dict[str, ColoredText] = {}
         self._lines: dict[str, tuple[object, list[Segment]]] = {}
 
-    def draw(self, collector: Collector, width: int, height: int) -> RenderableType:
+    def draw(
+        self, collector: Collector, width: int, height: int, starting: str = STARTING
+    ) -> RenderableType:
         """A line for each request that there is room for, the legend, and a line about all of them.
 
+        The last one is `starting` before the first message.
         Requests keep their order while all of them fit. Otherwise the running ones come first, then
         the waiting ones; those that are done are only counted.
         """
@@ -169,7 +190,7 @@ class LiveView:
         room = max(height - 1 - explained, 0)
         shown = outputs if len(outputs) <= room else (running + waiting)[:room]
         segments = [segment for output in shown for segment in self._line(output, width)]
-        note = STARTING
+        note = starting
         if collector.messages:
             done = len(outputs) - len(running) - len(waiting)
             emitted = sum(output.num_tokens for output in outputs)
@@ -236,6 +257,10 @@ class _PlainScreen:
             self._said.add(name)
             emitted = counted(output.num_tokens, "token")
             say(f"request {name} done: {emitted} ({readable(reason)})", self._console)
+
+    @contextmanager
+    def starting(self, collector: Collector, phases: Phases) -> Iterator[Callable[[], None]]:
+        yield lambda: None
 
     def note(self, text: str) -> None:
         say(text, self._console)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     import contextlib
 
     from jax_specdec.checkpoint.hf_names import open_model
-    from jax_specdec.cli import generate
+    from jax_specdec.cli import generate, standard_output
     from jax_specdec.cli.prompts import given_prompts, read_prompts
     from jax_specdec.cli.resumable_jsonl import JsonlOutput
     from jax_specdec.text.tokenizer import Tokenizer
@@ -162,12 +161,12 @@ def run(options: argparse.Namespace) -> int:
         result = generate.Run(
             {prompt.request.id: prompt for prompt in left}, table, settings[0], settings, output
         )
-        show, style = (_discard, None) if options.quiet else shower()
+        show, style = standard_output.shower(quiet=options.quiet)
         texts = generate.TextsInOrder(left, table, show, style)
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
         _generate(config, result, texts, options)
         if style and any(prompt.request.params.logprobs is not None for prompt in left):
-            _explain()
+            standard_output.explain_colors()
         for line in result.summary():
             print(line, file=sys.stderr)
         return 1 if result.failed else 0
@@ -178,13 +177,18 @@ def _generate(
 ) -> None:
     """Run the prompts; an error that ends the run gets a note on what was kept."""
     from ipc import RingError
+    from jax_specdec.cli import standard_output, starting
     from jax_specdec.engine.engine import Engine
     from jax_specdec.engine.worker_client import WorkerFailed
 
     prompts = result.prompts.values()
     try:
-        with Engine(config) as engine:
+        with (
+            Engine(config) as engine,
+            standard_output.waiting(starting.phases_of(engine)) as begun,
+        ):
             for update in engine.generate([prompt.request for prompt in prompts]):
+                begun()
                 result.add(update.records)
                 for record in update.records:
                     texts.add(record)
@@ -274,47 +278,3 @@ def _report_resumption(
     if len(left) < len(prompts):
         done = f"{len(prompts) - len(left)} of {counted(len(prompts), 'request')}"
         print(f"in the output already: {done}", file=sys.stderr)
-
-
-def _discard(kind: str, text: str) -> None:
-    """Show nothing."""
-
-
-def shower() -> tuple[Callable[[str, str], None], Callable[[float | None, bool], str] | None]:
-    """What `TextsInOrder` takes to show texts on standard output.
-
-    On a terminal, texts are in styles, and without control codes.
-    """
-    if not sys.stdout.isatty():
-        return _write, None
-    from rich.console import Console
-    from rich.text import Text
-
-    from jax_specdec.cli import token_colors
-
-    console = Console()
-    styles = {"title": "bold", "prompt": "dim", "text": "", "error": "red"}
-
-    def show(kind: str, text: str) -> None:
-        # A model may emit characters that move the cursor.
-        harmless = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
-        console.print(Text(harmless, styles.get(kind, kind)), end="", soft_wrap=True)
-
-    return show, token_colors.style
-
-
-def _explain() -> None:
-    """Print what the colors mean."""
-    from rich.console import Console
-
-    from jax_specdec.cli import token_colors
-
-    token_colors.legend(Console(), unknown=False)
-
-
-def _write(kind: str, text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, "standard output") from error

@@ -23,7 +23,7 @@ end first.
 """
 MAX_LENGTH = 1024  # where neither an option nor the checkpoint says less
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
-INSTALL = "pip install starlette uvicorn prometheus_client"
+INSTALL = "pip install 'prometheus_client>=0.20' 'starlette>=0.40' 'uvicorn>=0.30'"
 
 
 def add(commands: Any) -> None:

@@ -1,7 +1,8 @@
 """The door without jax: requests in, records of tokens and logprobs out.
 
-`Engine` runs requests on worker processes. An engine of your own uses `decode`, from bytes to a
-validated message, and `output_processor`, from a message to records; both are pure functions.
+`Engine` runs requests on worker processes; what may go wrong is in `errors`. An engine of your own
+uses `decode`, from bytes to a validated message, and `output_processor`, from a message to records;
+both are pure functions.
 
 Docs, examples and users import this door, and `jax_specdec.export` for common formats; the modules
 behind them may change. Nothing here imports jax.
@@ -10,19 +11,18 @@ behind them may change. Nothing here imports jax.
 from ipc.wire import LogprobsMode
 from jax_specdec import control
 from jax_specdec.control import WorkerConfig
+from jax_specdec.engine import errors
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.stream import EngineClosed, EngineFull, Stream, StreamBehind
+from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.updates import Update, WorkerStatus
-from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.decode import Message, decode
 from jax_specdec.records.encode import SlotContents, encode
-from jax_specdec.records.errors import MessageError
 from jax_specdec.records.record import Record, Records, TokenRows
 from jax_specdec.records.statistics import Statistics
-from jax_specdec.requests import Request, RequestError, SamplingParams
+from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.text import byte_tokens
 
 __all__ = [
@@ -30,18 +30,14 @@ __all__ = [
     "Request",
     "SamplingParams",
     "LogprobsMode",
-    "RequestError",
     # The engine and its workers.
     "Engine",
     "EngineConfig",
     "WorkerConfig",
     "Update",
     "WorkerStatus",
-    "WorkerFailed",
     "Stream",
-    "StreamBehind",
-    "EngineFull",
-    "EngineClosed",
+    "errors",
     # Records.
     "Record",
     "Records",
@@ -52,7 +48,6 @@ __all__ = [
     # For an engine of your own: bytes to records, and commands to a worker.
     "decode",
     "Message",
-    "MessageError",
     "output_processor",
     "encode",
     "SlotContents",

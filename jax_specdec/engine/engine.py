@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Self
 
 from jax_specdec.engine.clock import Clock, MonotonicClock
 from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.engine.errors import EngineClosed
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.spans import Spans
-from jax_specdec.engine.stream import EngineClosed, Stream
+from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.streams import Streams
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.updates import Update, WorkerStatus

@@ -11,6 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from jax_specdec.engine.errors import StreamBehind
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
@@ -18,18 +19,6 @@ from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
     import asyncio
-
-
-class EngineFull(RuntimeError):
-    """As many requests wait for a slot as may; says how many. Nothing of the request was kept."""
-
-
-class EngineClosed(RuntimeError):
-    """The engine takes no more requests, or ended before this one did."""
-
-
-class StreamBehind(RuntimeError):
-    """The consumer of a stream read too slowly; its request was ended."""
 
 
 class Stream:

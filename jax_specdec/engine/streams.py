@@ -14,12 +14,12 @@ from typing import Any
 
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.engine.errors import EngineClosed, EngineFull, WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.scheduler import Scheduler
-from jax_specdec.engine.stream import EngineClosed, EngineFull, Stream
+from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.wakeup import Wakeup
-from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
@@ -177,6 +177,9 @@ class Streams:
         self.wakeup.clear()
         while self._inbox:
             self._inbox.popleft()()
+        if len(self._deadlines) > 2 * len(self._open) + 64:  # most of them have ended
+            self._deadlines = [one for one in self._deadlines if one[2].finish_reason is None]
+            heapq.heapify(self._deadlines)
         while self._deadlines and (
             self._deadlines[0][2].finish_reason is not None
             or self._deadlines[0][0] <= self._clock.now()

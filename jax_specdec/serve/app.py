@@ -4,6 +4,7 @@ Starlette routes and answers (https://www.starlette.io); nothing of HTTP is writ
 """
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -13,9 +14,10 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jax_specdec.engine import Engine
 from jax_specdec.export import metrics
@@ -109,39 +111,25 @@ class Service:
                     f"{self._open} requests are open, as many as may (--max-open): try again later",
                     code="too_many_requests",
                 )
-            self._open += 1
-            try:
+            with contextlib.ExitStack() as open_:
+                self._open += 1
+                open_.callback(self._close_one)
                 body = await self._body(request)
                 # Text to tokens may take a while, for a long prompt.
-                wanted = await asyncio.to_thread(read, body, self._model)
+                wanted = await asyncio.to_thread(lambda: read(_json(body), self._model))
                 run = Run(self._engine, self._model, wanted, timeout=self._bounds.timeout)
+                open_.enter_context(run)
                 if wanted.stream:
-                    return self._events(run)
-                with run:
-                    return JSONResponse(await _unless_gone(request, run.answer()))
-            finally:
-                self._open -= 1
+                    return _Events(run, open_.pop_all())
+                return JSONResponse(await _unless_gone(request, run.answer()))
 
         return self._guarded(endpoint)
 
-    def _events(self, run: Run) -> Response:
-        """The answer in chunks; it counts as open until its end."""
-        service = self
+    def _close_one(self) -> None:
+        self._open -= 1
 
-        async def counted() -> Any:
-            service._open += 1
-            try:
-                async for event in run.events():
-                    yield event
-            finally:
-                service._open -= 1
-                run.end()
-
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(counted(), media_type="text/event-stream", headers=headers)
-
-    async def _body(self, request: Request) -> Any:
-        """The JSON value of a body, which is neither too large nor too slow."""
+    async def _body(self, request: Request) -> bytes:
+        """A body that is neither too large nor too slow."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, f"content-type is {kind!r} and must be application/json")
@@ -159,10 +147,9 @@ class Service:
                     parts.append(part)
         except TimeoutError:
             raise ApiError(408, "the body did not come in time (--timeout)") from None
-        try:
-            return json.loads(b"".join(parts))
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from error
+        except ClientDisconnect:
+            raise ApiError(408, "the client has left", code="client_left") from None
+        return b"".join(parts)
 
     async def _models(self, _: Request) -> Response:
         model = self._model
@@ -183,7 +170,8 @@ class Service:
             status = "draining"
         else:
             status = "ready" if health.ready else "loading"
-        answer = {"status": status, "problems": list(health.problems)}
+        workers = [list(one.phase) for one in self._engine.status]
+        answer = {"status": status, "problems": list(health.problems), "workers": workers}
         return JSONResponse(answer, 200 if status == "ready" else 503)
 
     async def _metrics(self, _: Request) -> Response:
@@ -194,6 +182,27 @@ class Service:
 
     async def _description(self, _: Request) -> Response:
         return JSONResponse(description(keyed=bool(self._api_key)))
+
+
+class _Events(StreamingResponse):
+    """An answer in chunks."""
+
+    def __init__(self, run: Run, open_: contextlib.ExitStack) -> None:
+        """Send what `run` brings, and close `open_` at the end, whether it was begun or not."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(run.events(), media_type="text/event-stream", headers=headers)
+        self._open = open_
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._open, contextlib.suppress(ClientDisconnect):
+            await super().__call__(scope, receive, send)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:

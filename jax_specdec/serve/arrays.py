@@ -51,16 +51,20 @@ def _entry(logprob: float | None, rank: int, token_id: int, table: TokenTable) -
     return {"logprob": logprob, "rank": rank, "decoded_token": table.text[token_id]}
 
 
-def base64_columns(records: Iterable[Record], k: int | None, chosen: int) -> dict[str, Any]:
+def base64_columns(
+    records: Iterable[Record], k: int | None, chosen: int, *, kept: bool
+) -> dict[str, Any]:
     """The tokens of records as arrays: little-endian, in base64, each with its type and shape.
 
     `token_ids` [n] int32; where K logprobs were asked for, `logprobs` [n, K+1] float32 (the token's
     own first; -inf and NaN as they are), `token_ranks` [n] int32, `topk_ids` [n, K] int32; with C
-    chosen ids `chosen_logprobs` [n, C] float32.
+    chosen ids `chosen_logprobs` [n, C] float32; with kept sets those of `KeptSets`: `kept_counts`
+    [n] int32, `log_kept` [n] float32 and `kept_ids` [m] int32, one set after the other.
 
     Args:
       k: K of the request; None where it asked for none.
       chosen: C.
+      kept: whether it asked for kept sets.
     """
     some = [record for record in records if record.num_tokens]
     found = {"token_ids": _column([one.token_ids for one in some], (), np.int32)}
@@ -73,6 +77,13 @@ def base64_columns(records: Iterable[Record], k: int | None, chosen: int) -> dic
         if chosen:
             parts = [one.chosen_logprobs for one in some]
             found["chosen_logprobs"] = _column(parts, (chosen,), np.float32)
+    if kept:
+        sets = [one.kept for one in some if one.kept is not None]
+        found |= {
+            "kept_counts": _column([one.counts for one in sets], (), np.int32),
+            "log_kept": _column([one.log_kept for one in sets], (), np.float32),
+            "kept_ids": _column([one.token_ids for one in sets], (), np.int32),
+        }
     return found
 
 

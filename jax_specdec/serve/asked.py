@@ -167,7 +167,8 @@ def _asked(
         prompt_logprobs="prompt_logprobs" in given,
         token_ids=given.get("return_token_ids", False),
         speculation=any(
-            given.get(name) for name in ("speculation", "draft_logprobs", "extra_token_ids")
+            given.get(name)
+            for name in ("speculation", "draft_logprobs", "extra_token_ids", "kept_token_ids")
         ),
         columns=columns,
         priority=given.get("priority", 0),
@@ -206,6 +207,7 @@ def _params(
             extra_token_ids=tuple(given.get("extra_token_ids", ())),
             draft_logprobs=given.get("draft_logprobs", False),
             prompt_logprobs=max(prompt_k, default=None),
+            kept_token_ids=given.get("kept_token_ids", False),
         )
     except RequestError as error:
         said = str(error)

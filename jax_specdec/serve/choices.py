@@ -59,7 +59,12 @@ class Choice:
         found |= {"finish_reason": finish, "stop_reason": stop_reason}
         if self._asked.columns:
             params = self._request.params
-            columns = base64_columns(records, params.logprobs, len(params.extra_token_ids))
+            columns = base64_columns(
+                records,
+                params.logprobs,
+                len(params.extra_token_ids),
+                kept=params.kept_token_ids,
+            )
             found |= {"logprobs": None, "columns": columns}
         return found | self._extras(records, first)
 

@@ -60,6 +60,7 @@ COMMON: dict[str, Schema] = {
     "extra_token_ids": _TOKEN_IDS | {"maxItems": MAX_CHOSEN},
     "logprobs_mode": {"enum": [mode.name.lower() for mode in LogprobsMode], "default": "raw"},
     "draft_logprobs": _SWITCH,
+    "kept_token_ids": _SWITCH,
     "speculation": _SWITCH,
     "logprobs_columns": _SWITCH,
 }

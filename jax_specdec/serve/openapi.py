@@ -35,6 +35,18 @@ _MEANINGS = {
     503: "the server cannot serve it now",
     504: "the answer took too long",
 }
+_HEALTH: Schema = {
+    "type": "object",
+    "properties": {
+        "status": {"enum": ["loading", "ready", "draining", "failed"]},
+        "problems": {"type": "array", "items": {"type": "string"}},
+        "workers": {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "string"}},
+        },
+    },
+    "required": ["status", "problems", "workers"],
+}
 _USAGE = {
     "type": "object",
     "properties": {
@@ -62,9 +74,9 @@ def description(*, keyed: bool) -> dict[str, Any]:
         ),
         "/health": _get(
             "Whether requests are served now.",
-            {"type": "object", "required": ["status", "problems"]},
+            _HEALTH,
             False,
-            also={503: {"type": "object", "required": ["status", "problems"]}},
+            also={503: _HEALTH},
         ),
         "/metrics": _text("Numbers for Prometheus.", "text/plain"),
         "/openapi.json": _get("This description.", {"type": "object"}, False),

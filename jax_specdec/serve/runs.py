@@ -9,13 +9,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
-from jax_specdec.engine import (
-    Engine,
+from jax_specdec.engine import Engine, FinishReason, Stream
+from jax_specdec.engine.errors import (
     EngineClosed,
     EngineFull,
-    FinishReason,
     RequestError,
-    Stream,
     StreamBehind,
     WorkerFailed,
 )
@@ -95,18 +93,18 @@ class Run:
         kind = "chat.completion.chunk" if self._asked.chat else "text_completion"
         header = self._header(kind)
         no_usage = {"usage": None} if self._asked.include_usage else {}
-        with self:
-            try:
-                async for choice in self._chunks():
-                    chunk = header | {"choices": [choice]} | no_usage
-                    if self._asked.chat and "prompt_logprobs" in choice:
-                        chunk["prompt_logprobs"] = choice.pop("prompt_logprobs")
-                    yield server_sent_event(chunk)
-                if self._asked.include_usage:
-                    yield server_sent_event(header | {"choices": [], "usage": self._usage})
-            except ApiError as error:
-                yield server_sent_event(error.body)
-            yield DONE
+        try:
+            async for choice in self._chunks():
+                chunk = header | {"choices": [choice]} | no_usage
+                if self._asked.chat and "prompt_logprobs" in choice:
+                    chunk["prompt_logprobs"] = choice.pop("prompt_logprobs")
+                yield server_sent_event(chunk)
+            if self._asked.include_usage:
+                yield server_sent_event(header | {"choices": [], "usage": self._usage})
+        except ApiError as error:
+            yield server_sent_event(error.body)
+            self.end()
+        yield DONE
 
     async def _chunks(self) -> AsyncIterator[Json]:
         """The chunks of all choices, as they come."""
@@ -170,7 +168,7 @@ class Run:
                     choice.add_prompt(record.prompt)
                     continue
                 if record.finish_reason is not None and finish_word(record) is None:
-                    self._complain(record, delivery)
+                    self._complain(record)
                 parts = [
                     part for part in delivery.push(record) if part.text or part.record.num_tokens
                 ]
@@ -187,7 +185,7 @@ class Run:
         except (EngineClosed, StreamBehind, WorkerFailed) as error:
             raise _refused(error) from error
 
-    def _complain(self, record: Record, delivery: Delivery) -> None:
+    def _complain(self, record: Record) -> None:
         """Raise the error of a request that ended early."""
         reason = record.finish_reason
         assert reason is not None

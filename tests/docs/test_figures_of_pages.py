@@ -9,7 +9,8 @@ import pytest
 
 from ipc import wire
 from jax_specdec.device.messages.buckets import k_bucket, words_bucket
-from jax_specdec.engine import EngineConfig, RequestError, SamplingParams, decode
+from jax_specdec.engine import EngineConfig, SamplingParams, decode
+from jax_specdec.engine.errors import RequestError
 from tests.support.pages import DOCS, python_blocks
 from tests.support.paths import ROOT
 

@@ -10,7 +10,8 @@ import json
 import sys
 import threading
 
-from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, WorkerFailed
+from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.worker_client import WorkerProcess
 from tests.support import scripted_process
 

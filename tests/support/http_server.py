@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import uvicorn
 
+from ipc import RingTimeout
 from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.export import TokenTable
 from jax_specdec.serve.app import Bounds, Service
@@ -46,6 +47,32 @@ MODEL = ServedModel(
     max_length=MAX_LENGTH,
     eos_token_ids=(EOS,),
 )
+
+
+class WaitingWorker(ScriptedWorker):
+    """A worker whose steps a test allows; the engine waits meanwhile, as for a slow one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.allowed = threading.Semaphore(0)
+
+    def receive(self, timeout, *, rehearse=None):
+        if not self.allowed.acquire(timeout=min(timeout, 0.02)):
+            raise RingTimeout("no step is allowed")
+        return super().receive(timeout)
+
+
+class StallingWorker(ScriptedWorker):
+    """A worker that makes no further step once a request has so many tokens, until that ends."""
+
+    MOST = 30
+
+    def receive(self, timeout, *, rehearse=None):
+        long = any(slot and len(slot.ids) - len(slot.prompt) >= self.MOST for slot in self.slots)
+        if long and not self.new_commands:
+            time.sleep(min(timeout, 0.02))
+            raise RingTimeout("it stalls")
+        return super().receive(timeout)
 
 
 @contextlib.contextmanager

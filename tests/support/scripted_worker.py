@@ -4,9 +4,12 @@ The next token is a function of the whole sequence so far, as in greedy decoding
 step emits is drawn. Like the real worker, it launches a step before it publishes the one before.
 """
 
+import math
 import random
 import zlib
 from types import SimpleNamespace
+
+import numpy as np
 
 from ipc import RingCounters
 from ipc.errors import PeerDied
@@ -14,6 +17,7 @@ from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Evict, Phase, Pulse, Release
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.encode import SlotContents, encode
 
 VOCAB = 32
@@ -38,6 +42,16 @@ def continuation(request):
         if tokens[-1] in request.params.stop_token_ids:
             break
     return tokens, logprobs
+
+
+def kept_among(tokens):
+    """Kept sets of two ids each: the token and the next one, which have half of the share."""
+    ids = [sorted({token, (token + 1) % VOCAB}) for token in tokens]
+    return KeptSets.of(
+        np.full(len(ids), 2, np.int32),
+        np.full(len(ids), math.log(0.5), np.float32),
+        np.array(ids, np.int32).reshape(-1),
+    )
 
 
 class ScriptedWorker:
@@ -262,6 +276,7 @@ class ScriptedWorker:
             logprobs=[[p] + [-9.0] * (columns - 1) for p in logprobs] if columns else (),
             token_ranks=[1] * count if columns else (),
             topk_ids=[[0] * (columns - 1)] * count if columns else (),
+            kept=kept_among(tokens) if slot.params.kept_token_ids else None,
         )
         return contents, drafts
 

@@ -20,6 +20,9 @@ from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.messages.step_messages import StepOutput
 
+# What every request needs that has two prompt tokens; what others need depends on what they ask.
+PROGRAMS = ("admit", "prefill_chunk", "step", "target_message", "leading")
+
 
 @dataclass
 class Compiled:
@@ -75,7 +78,12 @@ class Compiled:
             static_argnames=static,
         )
         self.leading = jax.jit(
-            lambda words, count: words[:count],
+            leading,
             static_argnums=1,
             out_shardings=parallel.everywhere,  # every process reads them
         )
+
+
+def leading(words: jax.Array, count: int) -> jax.Array:
+    """The first `count` of the words [n]."""
+    return words[:count]

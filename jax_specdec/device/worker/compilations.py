@@ -1,5 +1,6 @@
 """The phases of compiling, as JAX tells them: a worker that compiles is not one that hangs."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -11,15 +12,19 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 _EVENTS = "/jax/core/compile/"
 
 
-def watch(vitals: Vitals) -> None:
+def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
     """Keep `vitals` at the phase COMPILING while a program is compiled: its number, its name.
 
-    Programs are compiled when they are first needed, and requests decide which ones are, so how
-    many there will be is not known. Every event of JAX's counts as progress: a long trace ends, and
-    so does a lowering.
+    Programs are compiled when they are first needed, and requests decide which ones are. So the
+    total is that of the programs that were compiled, and of those in `needed` that were not: it
+    grows where requests need others. Every event of JAX's counts as progress: a long trace ends,
+    and so does a lowering.
+
+    Args:
+      needed: names of programs that will be compiled; where there are none, no total is said.
     """
     before: list[Pulse] = []
-    count = 0
+    count, left = 0, set(needed)
 
     def heard(event: str, duration_secs: float, **more: Any) -> None:
         nonlocal count
@@ -28,7 +33,9 @@ def watch(vitals: Vitals) -> None:
             if not before:
                 before.append(vitals.pulse)
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-            vitals.enter(Phase.COMPILING, count, what=name)
+            left.discard(name)
+            total = count + len(left) if needed else 0
+            vitals.enter(Phase.COMPILING, count, total, what=name)
         elif event == COMPILED and before:
             pulse = before.pop()
             vitals.enter(pulse.phase, pulse.done, pulse.total)

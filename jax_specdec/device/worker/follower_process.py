@@ -4,6 +4,7 @@ import jax
 
 from jax_specdec.child import Child
 from jax_specdec.control import Advance, Phase
+from jax_specdec.device.loop.programs import PROGRAMS
 from jax_specdec.device.worker import compilation_cache, compilations
 from jax_specdec.device.worker.process_group import join, leave
 from jax_specdec.device.worker.worker_process import make_worker
@@ -23,7 +24,7 @@ def main(child: Child) -> int:
     assert start.member is not None
     join(start.member.index, start.config.num_processes, start.member.coordinator)
     compilation_cache.begin(start.config.compilation_cache)
-    compilations.watch(child.vitals)
+    compilations.watch(child.vitals, PROGRAMS)
     child.vitals.enter(Phase.LOADING)
     worker = make_worker(start, Silent(), vitals=child.vitals, publish=False)
     child.vitals.be_ready(tuple(map(str, jax.local_devices())))

@@ -9,6 +9,7 @@ import jax
 from jax_specdec.child import Child
 from jax_specdec.control import Advance, Command, Phase, Start, Vitals
 from jax_specdec.device.drafting.by_name import make_drafter
+from jax_specdec.device.loop.programs import PROGRAMS
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.params import ModelParams
@@ -125,7 +126,7 @@ def main(child: Child) -> int:
             # Before JAX looks for devices. The number of accelerators is given.
             jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
     compilation_cache.begin(start.config.compilation_cache)
-    compilations.watch(child.vitals)
+    compilations.watch(child.vitals, PROGRAMS)
     assert child.ring is not None
     with child.ring as ring, Lead(start, ring, child.client) as lead:
         child.vitals.enter(Phase.LOADING)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jax_specdec.cli import generate_command, main
+from jax_specdec.cli import generate_command, main, standard_output
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
@@ -117,17 +117,17 @@ def test_kept_sets_are_a_wish_of_the_command_line():
 
 @pytest.mark.fast
 def test_a_terminal_gets_nothing_that_moves_its_cursor(monkeypatch, capsys):
-    show, style = generate_command.shower()
+    show, style = standard_output.shower(quiet=False)
     show("text", "a\x1b[2J\tb\n")
     assert capsys.readouterr().out == "a\x1b[2J\tb\n"  # a file gets what the model wrote
     assert style is None
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    show, style = generate_command.shower()
+    show, style = standard_output.shower(quiet=False)
     show("text", "a\x1b[2J [bold]b\x9b1m\n")
     assert capsys.readouterr().out.replace("\x1b[0m", "") == "a·[2J [bold]b·1m\n"
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    show, style = generate_command.shower()
+    show, style = standard_output.shower(quiet=False)
     show(style(-2.0, True), "two")
     show(style(-0.01, False), "one")
     drawn = capsys.readouterr().out

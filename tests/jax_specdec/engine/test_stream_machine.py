@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jax_specdec.engine import EngineClosed, EngineFull
+from jax_specdec.engine.errors import EngineClosed, EngineFull
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scripted_worker import VOCAB, continuation

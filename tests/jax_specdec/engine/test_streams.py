@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from jax_specdec.engine import EngineClosed, EngineFull, StreamBehind, WorkerFailed
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.errors import EngineClosed, EngineFull, StreamBehind, WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError, SamplingParams
 from tests.support.scene import Scene, check, long_requests, make_requests
@@ -137,6 +137,19 @@ def test_a_deadline_ends_a_request_that_runs_or_waits():
     assert 0 < len(scene.tokens("runs")) < 60
     assert scene.tokens("runs") == tokens[: len(scene.tokens("runs"))]
     assert scene.streams["stays"].finish_reason is FinishReason.LENGTH
+
+
+def test_requests_that_have_ended_are_not_kept_for_their_deadlines():
+    scene = StreamingScene(num_slots=1)
+    scene.submit(request("r0", 1), deadline=1e6 + 1)
+    scene.submit(request("last", 1), priority=1, deadline=1e6)  # before those of all others
+    for n in range(1, 300):
+        scene.submit(request(f"r{n}", 1), deadline=1e6 + 1)
+        while f"r{n - 1}" in scene.engine._streams.open_ids:
+            scene.round()
+    assert "last" in scene.engine._streams.open_ids
+    assert len(scene.engine._streams._deadlines) < 100
+    scene.finish()
 
 
 def test_a_consumer_that_is_too_slow_is_told_and_nobody_waits_for_it():

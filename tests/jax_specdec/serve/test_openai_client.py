@@ -9,7 +9,16 @@ import openai
 import pytest
 
 from jax_specdec.engine import FinishReason, Request, SamplingParams
-from tests.support.http_server import EOS, MODEL, TABLE, VOCAB, finished, until
+from tests.support.http_server import (
+    EOS,
+    MODEL,
+    TABLE,
+    VOCAB,
+    StallingWorker,
+    finished,
+    serving,
+    until,
+)
 from tests.support.scripted_worker import continuation, logprob
 
 pytestmark = pytest.mark.fast
@@ -23,6 +32,12 @@ def expected(ids=IDS, max_tokens=20, stop_ids=(EOS,)):
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids)
     tokens, logprobs = continuation(Request(id="r", prompt_token_ids=ids, params=params))
     return tokens, logprobs, TABLE.decode(tokens)
+
+
+def array(column):
+    """A column of an answer."""
+    raw = np.frombuffer(base64.b64decode(column["data"]), column["dtype"])
+    return raw.reshape(column["shape"])
 
 
 def complete(client, **changes):
@@ -135,17 +150,22 @@ def test_each_choice_has_a_seed_of_its_own(server, client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_cuts_text_and_logprobs_and_ends_the_request(server, client, stream):
-    tokens, logprobs, text = expected(max_tokens=50)
-    before = finished(server, FinishReason.STOP_STRING)
+def test_a_stop_string_cuts_text_and_logprobs_and_ends_the_request(stream):
+    tokens, logprobs, text = expected(max_tokens=50, stop_ids=())
+    assert len(tokens) > StallingWorker.MOST  # so nothing but the stop string ends it
     stop = text[5:8]
     assert "\ufffd" not in stop
     at = text.index(stop)
-    answer = complete(
-        client, max_tokens=50, stop=["never", stop], logprobs=0, stream=stream,
-        extra_body={"return_token_ids": True},
-    )  # fmt: skip
-    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    with (
+        serving(worker=StallingWorker) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = complete(
+            client, max_tokens=50, stop=["never", stop], logprobs=0, stream=stream,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )  # fmt: skip
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        until(lambda: finished(server, FinishReason.STOP_STRING) == 1)
     assert "".join(choice.text for choice in choices) == text[:at]
     kept = [one for choice in choices for one in choice.token_ids]
     assert kept == tokens[: len(kept)]
@@ -155,7 +175,6 @@ def test_a_stop_string_cuts_text_and_logprobs_and_ends_the_request(server, clien
     assert all(offset < at for offset in offsets)
     assert TABLE.decode(tokens[: len(kept)]).startswith(text[:at])  # and no token fewer
     assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", stop)
-    until(lambda: finished(server, FinishReason.STOP_STRING) == before + 1)
 
 
 def test_a_stop_string_may_stay(client):
@@ -212,17 +231,29 @@ def test_columns_hold_the_same_logprobs_as_bytes(client):
     tokens, logprobs, _ = expected()
     (choice,) = complete(client, logprobs=2, extra_body={"logprobs_columns": True}).choices
     assert choice.logprobs is None
+    found = {name: array(column) for name, column in choice.columns.items()}
+    assert found["token_ids"].tolist() == tokens
+    assert found["logprobs"][:, 0].tolist() == logprobs
+    assert found["logprobs"].shape == (len(tokens), 3)
+    assert found["topk_ids"].shape == (len(tokens), 2)
+    assert (found["token_ranks"] == 1).all()
+    assert "kept_ids" not in found
 
-    def array(name):
-        column = choice.columns[name]
-        raw = np.frombuffer(base64.b64decode(column["data"]), column["dtype"])
-        return raw.reshape(column["shape"])
 
-    assert array("token_ids").tolist() == tokens
-    assert array("logprobs")[:, 0].tolist() == logprobs
-    assert array("logprobs").shape == (len(tokens), 3)
-    assert array("topk_ids").shape == (len(tokens), 2)
-    assert (array("token_ranks") == 1).all()
+def test_kept_sets_come_as_lists_and_as_columns(client):
+    tokens = expected()[0]
+    sets = [sorted({token, (token + 1) % VOCAB}) for token in tokens]
+    (choice,) = complete(client, extra_body={"kept_token_ids": True}).choices
+    assert choice.speculation["kept_ids"] == sets
+    assert choice.speculation["kept_counts"] == [2] * len(tokens)
+    extra = {"kept_token_ids": True, "logprobs_columns": True}
+    chunks = [chunk.choices[0] for chunk in complete(client, stream=True, extra_body=extra)]
+    columns = [chunk.columns for chunk in chunks]
+    ids = np.concatenate([array(each["kept_ids"]) for each in columns])
+    assert ids.reshape(-1, 2).tolist() == sets
+    assert sum(array(each["kept_counts"]).sum() for each in columns) == 2 * len(tokens)
+    shares = np.exp(np.concatenate([array(each["log_kept"]) for each in columns]))
+    np.testing.assert_allclose(shares, [0.5] * len(tokens), rtol=1e-6)
 
 
 def test_what_speculation_did_stands_beside_it(client):

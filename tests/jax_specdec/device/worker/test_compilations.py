@@ -49,3 +49,26 @@ def test_a_compilation_is_a_phase_with_a_number_and_a_name_and_then_all_is_as_be
     long_division(floats)
     assert f"compiling {number + 1} (long_division)" in vitals.said
     assert vitals.pulse.phase is Phase.STEPPING
+
+
+def test_the_total_counts_what_is_needed_and_grows_with_what_else_is():
+    def needed(x):
+        return x * 5
+
+    def also_needed(x):
+        return x * 6
+
+    def other(x):
+        return x * 7
+
+    argument = jax.block_until_ready(jnp.arange(3))
+    vitals = Noted()
+    compilations.watch(vitals, ["needed", "also_needed"])
+    for function in (needed, other, also_needed, other):
+        jax.jit(function)(argument if function is not other else argument.astype(jnp.int32))
+    said = [text for text in dict.fromkeys(vitals.said) if text.startswith("compiling")]
+    assert said == [
+        "compiling 1 of 2 (needed)",
+        "compiling 2 of 3 (other)",
+        "compiling 3 of 3 (also_needed)",
+    ]
