@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from jax_specdec.control import Phase, Vitals
+from jax_specdec.device.drafting.drafters import NoDrafter
+from jax_specdec.device.loop.programs import PROGRAMS, Compiled
+from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.worker import compilations
+from tests.support.decoding import random_model
 
 pytestmark = pytest.mark.fast
 
@@ -65,10 +69,18 @@ def test_the_total_counts_what_is_needed_and_grows_with_what_else_is():
     vitals = Noted()
     compilations.watch(vitals, ["needed", "also_needed"])
     for function in (needed, other, also_needed, other):
-        jax.jit(function)(argument if function is not other else argument.astype(jnp.int32))
+        jax.jit(function)(argument)
     said = [text for text in dict.fromkeys(vitals.said) if text.startswith("compiling")]
     assert said == [
         "compiling 1 of 2 (needed)",
         "compiling 2 of 3 (other)",
         "compiling 3 of 3 (also_needed)",
     ]
+
+
+def test_the_programs_that_every_request_needs_have_the_names_that_jax_says():
+    _, model = random_model()
+    programs = Compiled(LoopConfig(model, NoDrafter(0), num_slots=2, max_length=32))
+    assert {getattr(programs, name).__name__: name for name in PROGRAMS} == {
+        name: name for name in PROGRAMS
+    }
