@@ -120,7 +120,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.gpu:
         more = [(path, shape) for shape in OPTION_SHAPES for path in OPTIONS]
         calls = [*([] if options.options else calls), *more]
-    results = [measure(path, shape, device, seen, options.sass) for path, shape in calls]
+    results = []
+    for number, (path, shape) in enumerate(calls, 1):
+        results.append(measure(path, shape, device, seen, options.sass))
+        print(f"{number} of {len(calls)}: {results[-1].name}", file=sys.stderr, flush=True)
     print_table(results)
     if options.json is not None:
         rows = [as_json(result) for result in results]

@@ -34,7 +34,7 @@ def run(quick: bool) -> list[Comparison]:
 
 
 def measure(shape: Shape, rounds: int | None = None) -> Comparison:
-    """Compare the four ways on the same arrays, in 15 rounds, or 7 where there are many rows."""
+    """Compare the four ways on the same arrays, in 45 rounds, or 7 where there are many rows."""
     logits, token_ids = contenders.random_logits(shape, seed=0), contenders.random_ids(shape)
     as_numpy = np.asarray(logits), np.asarray(token_ids)
 
@@ -51,7 +51,7 @@ def measure(shape: Shape, rounds: int | None = None) -> Comparison:
             OURS: bind(lambda x, t, k: topk_logprobs(x, t, k, implementation="xla")),
         },
         check=contenders.check,
-        rounds=rounds or (15 if shape.rows <= 8 else 7),
+        rounds=rounds or (45 if shape.rows <= 8 else 7),
         min_seconds=0.005,  # short turns: other programs interrupt few of them
         settings={"shape": str(shape), "device": jax.devices()[0].device_kind},
     )

@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.ordered_keys import floats, key_of, ordered_keys
+from pallas_kernels.few_rows import few_rows
+from pallas_kernels.ordered_keys import floats, key_of
 from pallas_kernels.pieces import in_pairs, pieces, reduced
 from pallas_kernels.selection import (
     NARROWEST_GROUP,
@@ -23,16 +24,14 @@ from pallas_kernels.selection import (
 
 PIECES = 16  # of a row of maxima, joined at a time
 COLLECT_K = 32  # from here on, groups are cheaper collected than ordered
-FEW_ROWS = 3  # up to here, every operation's start counts
 SQUARE = 64  # of the matrix that counts groups
 
 
 def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
     """`row_maximum`; a NaN may be overlooked, which is beside larger logits a negative one."""
-    if x.dtype.itemsize == 4:
+    if x.dtype.itemsize == 4 and not few_rows(x):
         return row_maximum(x)
-    keys = ordered_keys(x) if _few_rows(x) else group_maxima(x, NARROWEST_GROUP)
-    return largest_on_cpu(keys, x.dtype)
+    return largest_on_cpu(group_maxima(x, NARROWEST_GROUP), x.dtype)
 
 
 def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -52,7 +51,7 @@ def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> S
     def ordered() -> Selected:
         return _ordered(x, jnp.where(live, maxima, missing), k, width)
 
-    if k < COLLECT_K or _few_rows(x):
+    if k < COLLECT_K or few_rows(x):
         return ordered()
     size = min(2 * k, maxima.shape[1])
     places = ranks_among(live)
@@ -73,10 +72,6 @@ def _ordered(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
     largest, groups = top_k(floats(maxima, x.dtype).astype(jnp.float32), k)
     # A minimum, not the last column: where XLA sees a slice of top_k's result, it sorts all n.
     return among(x, jnp.sort(groups, axis=1), k, width, jnp.min(largest, axis=1))
-
-
-def _few_rows(x: jax.Array) -> bool:
-    return isinstance(x.shape[0], int) and x.shape[0] <= FEW_ROWS  # it may be symbolic
 
 
 def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:

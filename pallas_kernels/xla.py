@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import blocks, row_entropy, row_statistics, selection
 from pallas_kernels.changes import Changes, apply, prepared
+from pallas_kernels.few_rows import few_rows, in_one_thread
 from pallas_kernels.finish import (
     RowParts,
     RowStatistics,
@@ -32,7 +33,7 @@ from pallas_kernels.finish import (
     usable_temperatures,
     wanted_rows,
 )
-from pallas_kernels.ordered_keys import canonical, just_below
+from pallas_kernels.ordered_keys import just_below
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.row_statistics import Given
 from pallas_kernels.selection_on_cpu import (
@@ -42,8 +43,6 @@ from pallas_kernels.selection_on_cpu import (
 )
 from pallas_kernels.types import TopkLogprobs
 from pallas_kernels.wanted import Wanted
-
-comparable = canonical  # of values that `lax.top_k` is to order
 
 
 class Way(NamedTuple):
@@ -237,13 +236,24 @@ def _read(
     """
     k = wanted.k
     width = selection.group_width(x.shape[1], k) if way.groups else None
-    maximum, maxima = _maxima(way, x, width)
-    reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum) if part else maximum
-    # Larger than what is just below the given token's logit: larger than that, or equal.
-    counted = just_below(selected) if wanted.inclusive else selected
-    given = Given(reference, counted, temperatures)
-    weighted = way.weighted_sum(x, given) if wanted.entropy else None
-    statistics = RowStatistics(maximum, *way.sums(x, given), weighted)
+
+    def statistics_and_maxima(
+        x: jax.Array, selected: jax.Array, temperatures: jax.Array | None
+    ) -> tuple[RowStatistics, jax.Array | None]:
+        selected = selected.astype(x.dtype)
+        maximum, maxima = _maxima(way, x, width)
+        reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum) if part else maximum
+        # Larger than what is just below the given token's logit: larger than that, or equal.
+        counted = just_below(selected) if wanted.inclusive else selected
+        given = Given(reference, counted, temperatures)
+        weighted = way.weighted_sum(x, given) if wanted.entropy else None
+        return RowStatistics(maximum, *way.sums(x, given), weighted), maxima
+
+    if way is CPU and few_rows(x):
+        wide = selected.astype(jnp.float32)  # one operation fewer out here
+        statistics, maxima = in_one_thread(statistics_and_maxima, x, wide, temperatures)
+    else:
+        statistics, maxima = statistics_and_maxima(x, selected, temperatures)
     return statistics, *selection.select_top_k(x, maxima, k, width, way.two_stages)
 
 
