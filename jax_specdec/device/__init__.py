@@ -24,7 +24,7 @@ from jax_specdec.device.messages.step_messages import (
     step_output,
     target_message,
 )
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import Drafts, Verified, verify
 from jax_specdec.device.worker.device_checks import DeviceCheckError, check
 from jax_specdec.device.worker.worker import Worker

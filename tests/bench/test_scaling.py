@@ -11,7 +11,8 @@ from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import forward
 from jax_specdec.device.model.params import init_cache
 from jax_specdec.device.sampling import exact_sums, threshold_search
-from jax_specdec.device.sampling.distribution import Sampling, Truncation, truncation
+from jax_specdec.device.sampling.distribution import truncation
+from jax_specdec.device.sampling.parameters import Sampling, Truncation
 from jax_specdec.device.sampling.verify import Drafts, verify
 from pallas_kernels import topk_logprobs
 from tests.support import quick_compile

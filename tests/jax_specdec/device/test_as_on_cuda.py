@@ -18,7 +18,7 @@ from jax_specdec.device.loop.state import init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.model import hf_weights
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import verify
 from pallas_kernels import (
     greedy,

@@ -18,7 +18,7 @@ from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import Context, draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import verify
 from tests.support import quick_compile
 

@@ -10,7 +10,7 @@ import pytest
 
 from jax_specdec.device.drafting import from_function
 from jax_specdec.device.drafting.from_function import CallableDrafter
-from jax_specdec.device.sampling.distribution import Truncation
+from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.device.sampling.verify import Drafts
 from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support.decoding import VOCAB

@@ -20,7 +20,7 @@ from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
 from jax_specdec.device.messages.step_messages import step_output, target_message
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import logits
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import Drafts, verify
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import Request, SamplingParams

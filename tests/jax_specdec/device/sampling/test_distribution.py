@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jax_specdec.device.sampling.distribution import Sampling, processed_probs
+from jax_specdec.device.sampling.distribution import processed_probs
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.random_draws import ACCEPT, DRAFT, categorical, keys, uniform
 from jax_specdec.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, RequestError, SamplingParams
 from tests.support import quick_compile

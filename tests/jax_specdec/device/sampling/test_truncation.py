@@ -13,12 +13,8 @@ from jax import lax
 from scipy import stats
 
 from jax_specdec.device.sampling import exact_sums
-from jax_specdec.device.sampling.distribution import (
-    Sampling,
-    Truncation,
-    processed_probs,
-    truncation,
-)
+from jax_specdec.device.sampling.distribution import processed_probs, truncation
+from jax_specdec.device.sampling.parameters import Sampling, Truncation
 from jax_specdec.device.sampling.random_draws import categorical, gumbel
 from pallas_kernels import oracle
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard

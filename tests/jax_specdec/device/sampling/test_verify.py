@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from jax_specdec.device.drafting import drafters
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER
 from jax_specdec.device.sampling.verify import Drafts, accept_draft, verify
 from tests.support import quick_compile

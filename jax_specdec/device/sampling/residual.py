@@ -1,0 +1,147 @@
+"""The token after the accepted drafts, drawn from what they left of the row's distribution.
+
+Drawn by Gumbel-max in two steps: a group of 256 tokens by the logarithm of its sum, then a token in
+it. That is exactly the row's distribution, for V / 256 + 256 random numbers and one more look at
+one group. After a rejection the draw is from max(p - q, 0), which differs from p in the few tokens
+that q has. These tokens compete with the groups one by one, by their own weights, and the sums of
+their groups are made again without them: a difference of sums would be rounding where little is
+left.
+
+Axes: B slots, one row each; L groups of this device, Q tokens that q has.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int32, Key
+
+from jax_specdec.device.sampling.distribution import compacted
+from jax_specdec.device.sampling.parameters import Truncation
+from jax_specdec.device.sampling.random_draws import best, gumbel, log_of
+from jax_specdec.device.sampling.row_read import RowRead, scaled
+from pallas_kernels import GROUP_WIDTH as WIDTH
+from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups
+
+
+class Drawing(NamedTuple):
+    """B rows to draw from, and what is taken out of them."""
+
+    rows: Int32[Array, " B"]  # their places among all rows
+    cut: Truncation  # [B]
+    sampled: jax.Array  # [B] bool; other rows' draws are not looked at
+    taken_ids: Int32[Array, "B Q"]  # the tokens of q; -1 where there is none
+    log_p: Float32[Array, "B Q"]  # of these tokens; -inf where p has none
+    q: Float32[Array, "B Q"]
+    group_keys: Key[Array, " B"]
+    token_keys: Key[Array, " B"]
+
+
+def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
+    """A token of each row: of p without q, or of p where nothing is left of it."""
+    largest, inverse, log_total = (
+        x[drawing.rows] for x in (found.largest, found.inverse, found.log_total)
+    )
+    log_mass = log_total + drawing.cut.log_kept
+    sums = _kept_groups(logits, found, drawing)
+    sums = _without_taken(logits, sums, drawing, inverse)
+
+    numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
+    scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
+    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.group_keys, numbers), -jnp.inf)
+    place = jnp.argmax(scores, axis=1)[:, None]  # the first of equal ones
+    score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
+    group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
+    token = _in_group(logits, group, drawing, inverse)
+    score, token = _of_all_shards(logits, score, token)
+
+    # A taken token's noise is its own: the sum of its group does not have it.
+    noise = gumbel(drawing.token_keys, drawing.taken_ids)
+    left = jnp.maximum(exponential(drawing.log_p) - drawing.q, 0.0)
+    apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.taken_ids)
+    chosen = jnp.where(apart > score, apart_id, token)
+    # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer, and
+    # all of it is in the taken tokens.
+    _, of_p = best(drawing.log_p + log_mass[:, None] + noise, drawing.taken_ids)
+    return jnp.where(jnp.maximum(score, apart) > -jnp.inf, chosen, of_p)
+
+
+def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
+    """This device's groups of the rows' kept tokens."""
+    own: GroupSums = jax.tree.map(
+        lambda x, missing: logits.own(x[drawing.rows], missing),
+        found.groups,
+        GroupSums(-jnp.inf, 0.0),
+    )
+    is_cut = drawing.sampled & (drawing.cut.cut_logit > -jnp.inf)
+
+    def read_again() -> GroupSums:
+        index, number = compacted(is_cut)
+        rows, inverse = drawing.rows[index], found.inverse[drawing.rows][index]
+        cut = drawing.cut.cut_logit[index], drawing.cut.cut_id[index]
+        kept = logits.kept_sums(cut, inverse, rows, number)
+        place = jnp.where(jnp.arange(len(index)) < number, index, len(index))
+        put: GroupSums = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), own, kept)
+        return put
+
+    return lax.cond(jnp.any(is_cut), read_again, lambda: own)
+
+
+def _without_taken(
+    logits: GroupedRows, sums: GroupSums, drawing: Drawing, inverse: jax.Array
+) -> GroupSums:
+    """The groups without the taken tokens: those that had one are summed again."""
+    taken = drawing.taken_ids
+    there = taken >= 0
+
+    def again() -> GroupSums:
+        batch, count = taken.shape
+        slot = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        group = jnp.where(there, taken // WIDTH, -1)
+        # Each group once, at the place of its first taken token.
+        first = jnp.argmax(group[:, :, None] == group[:, None, :], axis=2).astype(jnp.int32)
+        rows = jnp.broadcast_to(drawing.rows[:, None], taken.shape).reshape(-1)
+        x, ids = logits.tokens(rows, jnp.maximum(group, 0).reshape(-1))
+        x, ids = (part.reshape(batch, count, WIDTH) for part in (x, ids))
+        cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
+        x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
+        x = x.at[slot, jnp.where(there, first, count), taken % WIDTH].set(-jnp.inf, mode="drop")
+        found = sums_of_groups(x, inverse[:, None])
+        mine = there & (first == jnp.arange(count)[None]) & logits.has(group)
+        place = jnp.where(mine, group - logits.first, sums.sums.shape[1])
+        put: GroupSums = jax.tree.map(
+            lambda all, new: all.at[slot, place].set(new, mode="drop"), sums, found
+        )
+        return put
+
+    return lax.cond(jnp.any(there), again, lambda: sums)
+
+
+def _in_group(
+    logits: GroupedRows,
+    group: Int32[Array, " B"],
+    drawing: Drawing,
+    inverse: Float32[Array, " B"],
+) -> Int32[Array, " B"]:
+    """A token of one group of each row, not one that is taken."""
+    x, ids = logits.tokens(drawing.rows, group)
+    taken = (ids[:, :, None] == drawing.taken_ids[:, None, :]).any(axis=2)
+    x = jnp.where(drawing.cut.keeps(x, ids) & ~taken, x, -jnp.inf)
+    largest = x.max(axis=1, keepdims=True)
+    largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
+    _, token = best(scaled(x, largest, inverse[:, None]) + gumbel(drawing.token_keys, ids), ids)
+    return token
+
+
+def _of_all_shards(
+    logits: GroupedRows, score: Float32[Array, " B"], token: Int32[Array, " B"]
+) -> tuple[jax.Array, jax.Array]:
+    """The token of the shard with the largest score; of equal ones the first."""
+    words = jnp.stack([lax.bitcast_convert_type(score, jnp.int32), token])
+    every = logits.shard.gathered(words)
+    scores = lax.bitcast_convert_type(every[:, 0], jnp.float32)
+    shard = jnp.argmax(scores, axis=0)[None]
+    found = (jnp.take_along_axis(x, shard, axis=0)[0] for x in (scores, every[:, 1]))
+    score, token = found
+    return score, token
