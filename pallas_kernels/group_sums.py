@@ -24,13 +24,14 @@ from pallas_kernels.ordered_keys import floats
 WIDTH = 256  # tokens of a group
 EIGHT = selection.NARROWEST_GROUP
 FIRST_LANES, MORE_LANES = 32, EIGHT
+SHORT = (8, 32, 64, 128, 256)  # widths of a group that may be cut off where only -inf follows
 
 
 class GroupSums(NamedTuple):
-    """The groups of R rows. A group without a logit above -inf has a sum of 0."""
+    """Groups of rows, [R, G] or [...]. One without a logit above -inf has a sum of 0."""
 
-    maxima: Float32[Array, "R G"]  # anything where the group has a NaN
-    sums: Float32[Array, "R G"]  # NaN where the group has a NaN or +inf
+    maxima: Float32[Array, "..."]  # anything where the group has a NaN
+    sums: Float32[Array, "..."]  # NaN where the group has a NaN or +inf
 
 
 def number_of_groups(vocabulary: int) -> int:
@@ -52,7 +53,7 @@ def sums_of(
     maxima: Float32[Array, "*groups"],
     inverse: Float32[Array, "*groups"],
 ) -> Float32[Array, "*groups"]:
-    """The sums of groups of W = 256 logits, -inf where there is no token."""
+    """The sums of groups of W logits, one of `SHORT`; -inf where there is no token."""
     finite = jnp.where(maxima > -jnp.inf, maxima, jnp.float32(0))  # of -inf alone, or NaN
 
     def terms(part: jax.Array) -> jax.Array:
@@ -65,14 +66,14 @@ def sums_of(
 
 
 def maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
-    """The largest of each group of W = 256 logits."""
+    """The largest of each group of W logits."""
     return _largest(tokens, (FIRST_LANES, MORE_LANES, 1)).astype(jnp.float32)
 
 
 def sums_of_groups(
     tokens: Float[Array, "*groups W"], inverse: Float32[Array, "*groups"]
 ) -> GroupSums:
-    """Groups of W = 256 logits each, wherever they come from; -inf where there is no token.
+    """Groups of W logits each, wherever they come from; -inf where there is no token.
 
     Args:
       tokens: the logits.

@@ -35,7 +35,7 @@ class Read(NamedTuple):
     """What is left of R rows after the read. K is the most columns that a row may have."""
 
     groups: GroupSums  # [R, G], at each row's temperature
-    raw_sums: Float32[Array, "R G"]  # the sums at temperature 1, where they were asked for
+    raw_sums: Float32[Array, "R _"]  # the sums at temperature 1, where they were asked for
     top_ids: Int32[Array, "R K"]  # columns of the part; -1 where a row has no more, or none needed
     top_logits: Float32[Array, "R K"]  # descending, ties lowest id first
 
@@ -97,7 +97,7 @@ def _read(size: Size, k: int, *arguments: jax.Array) -> Read:
         return _of_block(Part(x, tail, part.offset), inverse, needed, k)
 
     rows = (part.tail, inverse, needed)
-    return _in_blocks(work, size, part.logits, rows, initial, max(k, FEW))
+    return _in_blocks(work, size, part.logits, rows, initial, min(max(k, FEW), part.logits.shape[1]))
 
 
 def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:

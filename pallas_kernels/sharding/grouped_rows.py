@@ -55,6 +55,11 @@ class GroupedRows:
         """Groups that this device may have; the last may be another's, and hold nothing then."""
         return sampled_rows.whole_groups(self.part) + self.part.tail.shape[1]
 
+    @property
+    def width(self) -> int:
+        """W, the tokens of a group: 256, or fewer where there is one group alone."""
+        return self.part.tail.shape[2]
+
     def read(self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1) -> Read:
         """`sampled_rows.read`; every shard gets the whole rows'. k >= 0 on one device only."""
         found = sampled_rows.read(self.part, inverse, needed, k)
@@ -106,7 +111,7 @@ class GroupedRows:
         """The logits and ids of the tokens of one group of each row; -inf of another device's."""
         part, whole = self.part, sampled_rows.whole_groups(self.part)
         local = jnp.clip(groups - self.first, 0, self.num_local - 1)
-        ids = groups[:, None] * WIDTH + jnp.arange(WIDTH, dtype=jnp.int32)[None]
+        ids = groups[:, None] * WIDTH + jnp.arange(self.width, dtype=jnp.int32)[None]
         found = jnp.zeros(ids.shape, part.logits.dtype)
         if whole:
             start = part.offset + jnp.minimum(local, whole - 1) * WIDTH
@@ -208,11 +213,14 @@ def _merged(every: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def _own_tail(logits: jax.Array) -> jax.Array:
     """The group [N, 1, W] that the columns end in; [N, 0, W] where they hold all groups whole."""
-    rest = logits.shape[1] % WIDTH
+    columns = logits.shape[1]
+    rest = columns % WIDTH
     if not rest:
         return jnp.zeros((len(logits), 0, WIDTH), logits.dtype)
-    last = logits[:, logits.shape[1] - rest :]
-    return jnp.pad(last, ((0, 0), (0, WIDTH - rest)), constant_values=-jnp.inf)[:, None]
+    # Where there is one group alone, it need not be filled up: sums with zeros are the same.
+    width = WIDTH if columns > WIDTH else next(n for n in group_sums.SHORT if n >= rest)
+    last = logits[:, columns - rest :]
+    return jnp.pad(last, ((0, 0), (0, width - rest)), constant_values=-jnp.inf)[:, None]
 
 
 def _with_neighbor(logits: jax.Array, shard: VocabShard) -> tuple[Part, jax.Array]:

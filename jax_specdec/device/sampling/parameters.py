@@ -1,6 +1,6 @@
 """What a row is sampled by: its request's parameters, and the cut that they make of it."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,9 @@ def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
     return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
 
-def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Sampling:
+def of_each_row(
+    sampling: Sampling, rows: tuple[int, ...]
+) -> Annotated[Sampling, "B = N"]:
     """The parameters [B] for B * ... rows: [N]."""
 
     def repeated(x: jax.Array) -> jax.Array:

@@ -97,21 +97,26 @@ def _without_taken(
 
     def again() -> GroupSums:
         batch, count = taken.shape
+        most = min(count, logits.num_groups)
         slot = jnp.arange(batch, dtype=jnp.int32)[:, None]
         group = jnp.where(there, taken // WIDTH, -1)
-        # Each group once, at the place of its first taken token.
-        first = jnp.argmax(group[:, :, None] == group[:, None, :], axis=2).astype(jnp.int32)
-        rows = jnp.broadcast_to(drawing.rows[:, None], taken.shape).reshape(-1)
-        x, ids = logits.tokens(rows, jnp.maximum(group, 0).reshape(-1))
-        x, ids = (part.reshape(batch, count, WIDTH) for part in (x, ids))
+        # Each group once: the places of taken tokens that have the first of theirs, in order.
+        first = jnp.argmax(group[:, :, None] == group[:, None, :], axis=2)
+        leads = there & (first == jnp.arange(count)[None])
+        number = jnp.where(leads, jnp.cumsum(leads, axis=1) - 1, most)
+        groups = jnp.full((batch, most), -1, jnp.int32).at[slot, number].set(group, mode="drop")
+        place = jnp.where(there, jnp.take_along_axis(number, first, axis=1), most)
+
+        rows = jnp.broadcast_to(drawing.rows[:, None], groups.shape).reshape(-1)
+        x, ids = logits.tokens(rows, jnp.maximum(groups, 0).reshape(-1))
+        x, ids = (part.reshape(batch, most, -1) for part in (x, ids))
         cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
         x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
-        x = x.at[slot, jnp.where(there, first, count), taken % WIDTH].set(-jnp.inf, mode="drop")
+        x = x.at[slot, place, taken % WIDTH].set(-jnp.inf, mode="drop")
         found = sums_of_groups(x, inverse[:, None])
-        mine = there & (first == jnp.arange(count)[None]) & logits.has(group)
-        place = jnp.where(mine, group - logits.first, sums.sums.shape[1])
+        mine = jnp.where(logits.has(groups), groups - logits.first, sums.sums.shape[1])
         put: GroupSums = jax.tree.map(
-            lambda all, new: all.at[slot, place].set(new, mode="drop"), sums, found
+            lambda all, new: all.at[slot, mine].set(new, mode="drop"), sums, found
         )
         return put
 

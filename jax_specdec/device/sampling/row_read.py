@@ -29,9 +29,9 @@ class RowRead(NamedTuple):
     """The rows' sums and candidates; the same on every vocabulary shard."""
 
     groups: GroupSums  # [N, G], at each row's temperature
-    raw_sums: Float32[Array, "N G"]  # at temperature 1, where they were asked for
-    top_ids: Int32[Array, "N C"]  # of the rows that are cut; -1 where there are no more
-    top_logits: Float32[Array, "N C"]
+    raw_sums: Float32[Array, "N _"]  # at temperature 1, where they were asked for
+    top_ids: Int32[Array, "N _"]  # of the rows that are cut; -1 where there are no more
+    top_logits: Float32[Array, "N _"]
     largest: Float32[Array, " N"]  # m
     inverse: Float32[Array, " N"]  # 1 / T
     total: exact_sums.Mass  # of exp((x - m) / T) over the row
