@@ -51,7 +51,7 @@ def inverse_temperature(temperatures: jax.Array) -> jax.Array:
 def sums_of(
     tokens: Float[Array, "*groups W"],
     maxima: Float32[Array, "*groups"],
-    inverse: Float32[Array, "*groups"],
+    inverse: Float32[Array, "..."],
 ) -> Float32[Array, "*groups"]:
     """The sums of groups of W logits, one of `SHORT`; -inf where there is no token."""
     finite = jnp.where(maxima > -jnp.inf, maxima, jnp.float32(0))  # of -inf alone, or NaN
@@ -70,9 +70,7 @@ def maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
     return _largest(tokens, (FIRST_LANES, MORE_LANES, 1)).astype(jnp.float32)
 
 
-def sums_of_groups(
-    tokens: Float[Array, "*groups W"], inverse: Float32[Array, "*groups"]
-) -> GroupSums:
+def sums_of_groups(tokens: Float[Array, "*groups W"], inverse: Float32[Array, "..."]) -> GroupSums:
     """Groups of W logits each, wherever they come from; -inf where there is no token.
 
     Args:

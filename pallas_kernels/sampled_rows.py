@@ -26,7 +26,7 @@ MANY = 128
 class Part(NamedTuple):
     """A device's part of N rows of logits, as groups: `whole` ones, then those of `tail`."""
 
-    logits: Float[Array, "N C"]  # its columns
+    logits: Float[Array, "N _"]  # its columns
     tail: Float[Array, "N T W"]  # the groups that its columns do not hold whole
     offset: Int32[Array, ""]  # the column where its first group begins
 
@@ -97,7 +97,9 @@ def _read(size: Size, k: int, *arguments: jax.Array) -> Read:
         return _of_block(Part(x, tail, part.offset), inverse, needed, k)
 
     rows = (part.tail, inverse, needed)
-    return _in_blocks(work, size, part.logits, rows, initial, min(max(k, FEW), part.logits.shape[1]))
+    return _in_blocks(
+        work, size, part.logits, rows, initial, min(max(k, FEW), part.logits.shape[1])
+    )
 
 
 def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
@@ -125,10 +127,11 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read
             largest = floats(keys, x.dtype).astype(jnp.float32)
         ids, logits = selection.select_top_k(x, largest, count, width, prune=True)
         more = ((0, 0), (0, columns - count))
-        return (
+        found = (
             jnp.pad(ids, more, constant_values=-1),
             jnp.pad(logits, more, constant_values=-jnp.inf),
         )
+        return blocks.vary_like(found, x)
 
     counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
     enough = jnp.asarray(list(counts[:-1]), jnp.int32)
@@ -316,7 +319,7 @@ def _in_blocks(
         return lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
 
     def leaves_of_work(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.tree.leaves(work(*arguments)))
+        return blocks.vary_like(tuple(jax.tree.leaves(work(*arguments))), arguments)
 
     flat, tree = jax.tree.flatten(initial)
     found = blocks.map_blocks(of, block, num_rows, tuple(flat), (logits, *rows))

@@ -24,7 +24,7 @@ from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
 class GroupedRows:
     """N rows of logits, of which this device holds the columns of `shard`."""
 
-    logits: Float[Array, "N C"]  # its columns; padding is -inf
+    logits: Float[Array, "N _"]  # its columns; padding is -inf
     shard: VocabShard
     vocab_size: int
     part: Part
@@ -66,11 +66,12 @@ class GroupedRows:
         if self.shard.axis_name is None:
             return found
         assert k < 0, "the fused read of raw logprobs is for one device"
-        return lax.cond(
+        gathered: Read = lax.cond(
             jnp.any(needed > 0),
-            lambda: self._gathered(found, True),
-            lambda: self._gathered(found, False),
+            lambda: self._gathered(found, with_top=True),
+            lambda: self._gathered(found, with_top=False),
         )
+        return gathered
 
     def kept_sums(
         self,

@@ -19,13 +19,13 @@ from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.random_draws import DRAFT, best, gumbel, keys
 from jax_specdec.device.sampling.row_read import scaled
-from jax_specdec.device.sampling.verify import CompactQ, Drafts
-from pallas_kernels import TopkLogprobs, VocabShard, inverse_temperature, logarithm, top_candidates
+from jax_specdec.device.sampling.verify import CompactQ, Drafts, Told
+from pallas_kernels import VocabShard, inverse_temperature, logarithm, top_candidates
 
 MOST_TOKENS = 64  # Q, where the vocabulary has as many
 
 # What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
-Tell = Callable[[jax.Array, Drafts], TopkLogprobs]
+Tell = Callable[[jax.Array, Drafts], Told]
 
 
 def none_drawn(num_slots: int, num_drafts: int, vocab_size: int) -> Drafts:

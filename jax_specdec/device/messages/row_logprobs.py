@@ -20,7 +20,7 @@ from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling.distribution import truncation
 from jax_specdec.device.sampling.parameters import Sampling, Truncation
-from jax_specdec.device.sampling.verify import CompactQ, Drafts
+from jax_specdec.device.sampling.verify import CompactQ, Drafts, Told
 from pallas_kernels import TopkLogprobs, named_logits, topk_logprobs
 
 
@@ -144,7 +144,7 @@ def draft_rows(asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE) ->
     # Processed rows are first made as scaled ones are, at their own temperature.
     scaled = widths._replace(mode=min(widths.mode, LogprobsMode.SCALED))
 
-    def tell(logits: jax.Array, drafts: Drafts) -> TopkLogprobs:
+    def tell(logits: jax.Array, drafts: Drafts) -> Told:
         assert drafts.q is not None
         wants = asked.draft_logprobs & (asked.num_columns > 0)
         rows = select_rows(wants.astype(jnp.int32), 1)
@@ -153,9 +153,8 @@ def draft_rows(asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE) ->
             slot = jnp.minimum(rows.flat, len(wants) - 1)
             found = _of_q(found, asked, slot, drafts.q)
         # From the order of the rows to that of the slots: an index out of bounds is dropped.
-        return jax.tree.map(
-            lambda x: jnp.zeros_like(x).at[rows.flat].set(x, mode="drop")[:, None], found
-        )
+        by_slot = (jnp.zeros_like(x).at[rows.flat].set(x, mode="drop")[:, None] for x in found)
+        return Told(*by_slot)
 
     return tell
 

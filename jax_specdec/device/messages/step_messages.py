@@ -158,7 +158,8 @@ def draft_message(
                 "tell=draft_rows(asked, widths)"
             )
         rows = select_rows(num_rows, num_drafts)
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), drafts.told)
+        told = (getattr(drafts.told, name) for name in TopkLogprobs._fields)
+        flat = TopkLogprobs(*(x.reshape(batch * num_drafts, *x.shape[2:]) for x in told))
         found = _as_wide(_picked(flat, rows), widths)
     decodes = _states(output, asked) == SlotState.TOKENS
     return pack(

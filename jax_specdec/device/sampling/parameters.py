@@ -89,9 +89,7 @@ def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
     return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
 
-def of_each_row(
-    sampling: Sampling, rows: tuple[int, ...]
-) -> Annotated[Sampling, "B = N"]:
+def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling, "B = N"]:
     """The parameters [B] for B * ... rows: [N]."""
 
     def repeated(x: jax.Array) -> jax.Array:

@@ -49,13 +49,22 @@ class CompactQ(NamedTuple):
     logprobs: Float32[Array, "B D Q"]  # -inf where there is none
 
 
+class Told(NamedTuple):
+    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
+
+    token_ids: Int32[Array, "B D K1"]
+    logprobs: Float32[Array, "B D K1"]
+    token_ranks: Int32[Array, "B D"]
+    extra_logprobs: Float32[Array, "B D C"]
+
+
 class Drafts(NamedTuple):
     """The tokens that a drafter proposed."""
 
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
     q: CompactQ | None = None  # None: each draft was certain
-    told: TopkLogprobs | None = None  # what a draft message has of B * D drafts, see `drafting`
+    told: Any = None  # a `Told`, where a draft message is to tell of them
 
 
 class Verified(NamedTuple):
