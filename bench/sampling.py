@@ -4,14 +4,13 @@ What sampling costs is its time over that of `topk_logprobs` (K = 20) of the sam
 run. The other peer is the sampler that a JAX user would write: softmax, `lax.top_k` or a sort,
 `jax.random.categorical`, rejection of drafts by p and q. Its logprobs are those of the plain way.
 
-Logits have the shape of real ones: a few likely tokens far above a long tail. Rank r of a row has
-the logit -a log(r) plus normal noise of 0.3, at a random place, a from 1.4 to 2.6 by row: on average
-half of the mass is in ten tokens, and nuclei of 0.95 hold ten to a few thousand. Flat logits
-(normal noise of 0.1) are the worst case.
+Logits have the shape of real ones: a few likely tokens far above a long tail. The token of rank r
+has the logit -a log(r) plus normal noise of 0.3, at a random place; a is from 1.4 to 2.6 by row.
+Flat logits (normal noise of 0.1) are the worst case.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,8 +25,9 @@ from pallas_kernels import topk_logprobs
 
 K, POSITIONS = 20, 4
 LOGPROBS, OURS, PLAIN = "topk_logprobs, K = 20", "verify, draw and logprobs", "plain JAX sampler"
-KINDS = {
-    # Filters of a slot, and the limit over the logprobs alone.
+Filters = dict[str, Any]  # of a slot, beside temperature 1
+KINDS: dict[str, tuple[Filters, float]] = {
+    # With the limit over the logprobs alone.
     "temperature 1": ({}, 1.5),
     "temperature 0.8": ({"temperature": 0.8}, 2.0),
     "top-k 50": ({"top_k": 50}, 2.0),
@@ -35,7 +35,7 @@ KINDS = {
     "top-p 0.9": ({"top_p": 0.9}, 2.5),
     "min-p 0.02": ({"min_p": 0.02}, 2.5),
 }
-MIXED = ({"temperature": 0.0}, {}, {"top_k": 50}, {"top_p": 0.9})
+MIXED: tuple[Filters, ...] = ({"temperature": 0.0}, {}, {"top_k": 50}, {"top_p": 0.9})
 MIXED_LIMIT = 3.0
 
 
@@ -108,7 +108,7 @@ def measure(case: Case, rounds: int = 5) -> Comparison:
         settings={"rows": case.rows, "vocabulary": case.vocabulary, "dtype": case.dtype,
                   "kind": case.kind, "flat": case.flat},
     )  # fmt: skip
-    return Comparison(**{**vars(found), "suite": "sampling", "targets": targets_of(found, case)})
+    return replace(found, suite="sampling", targets=targets_of(found, case))
 
 
 def targets_of(found: Comparison, case: Case) -> tuple[Target, ...]:
@@ -178,7 +178,7 @@ def plain_way(
     filters: tuple[str, ...],
 ) -> Any:
     """The same job as one writes it: every filter on whole rows, a categorical draw of the last."""
-    batch, num_positions, vocab = logits.shape
+    num_positions, vocab = logits.shape[1:]
     probs = plain_probs(logits, sampling, filters)
     ids = drafts.token_ids
     p = jnp.take_along_axis(probs[:, :-1], ids[..., None], axis=2)[..., 0]
@@ -251,9 +251,13 @@ def check_alike(case: Case) -> None:
         )
         expected = np.asarray(exact, np.float64)[0, 0] * count
         drafts, positions = drafts_of(logits), jnp.zeros(count, jnp.int32)
-        for name, way in ((OURS, our_way), (PLAIN, plain_way)):
-            more = (filters_of(case),) if way is plain_way else ()
-            tokens = way(logits, drafts, sampling, positions, *more)[0]
+        draws = {
+            OURS: jax.jit(our_way)(logits, drafts, sampling, positions),
+            PLAIN: jax.jit(plain_way, static_argnums=4)(
+                logits, drafts, sampling, positions, filters_of(case)
+            ),
+        }
+        for name, (tokens, *_) in draws.items():
             observed = np.bincount(np.asarray(tokens)[:, 0], minlength=small.vocabulary)
             _check_counts(name, observed, expected)
 

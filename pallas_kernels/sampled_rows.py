@@ -21,6 +21,7 @@ from pallas_kernels.platforms import lowered_for
 
 FEW = 64  # candidates: most rows that are cut need no more
 MANY = 128
+LISTED_ROWS = 4  # of a list that may be short, at a time on a CPU: the work follows its length
 
 
 class Part(NamedTuple):
@@ -238,6 +239,10 @@ def _candidates(k: int, size: Size, *arguments: jax.Array) -> Top:
     return _in_blocks(work, size, logits, (), initial, k, row_ids, num_rows)
 
 
+class _Count(NamedTuple):
+    larger: Int32[Array, " R"]
+
+
 def num_larger(
     logits: Float[Array, "N V"],
     than: Float32[Array, " R"],
@@ -246,31 +251,30 @@ def num_larger(
 ) -> Int32[Array, " R"]:
     """How many logits of row `row_ids[r]` are strictly larger than `than[r]`."""
 
-    def work(x: jax.Array, than: jax.Array) -> tuple[jax.Array, ...]:
-        larger = strictly_larger(x, than[:, None].astype(x.dtype))
-        return (_sum_of_row(jnp.where(larger, jnp.float32(1), jnp.float32(0))).astype(jnp.int32),)
-
     cpu, default = (
-        functools.partial(_num_larger, work, size)
-        for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+        functools.partial(_num_larger, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
     )
 
-    def like(_: jax.Array, than: jax.Array, *__: jax.Array) -> jax.Array:
-        return jnp.zeros(len(than), jnp.int32)
+    def like(_: jax.Array, than: jax.Array, *__: jax.Array) -> _Count:
+        return _Count(jnp.zeros(len(than), jnp.int32))
 
-    return lowered_for(logits, than, row_ids, num_rows, like=like, cpu=cpu, default=default)
+    found: _Count = lowered_for(
+        logits, than, row_ids, num_rows, like=like, cpu=cpu, default=default
+    )
+    larger: jax.Array = found.larger
+    return larger
 
 
 def _num_larger(
-    work: Callable[..., Outputs],
-    size: Size,
-    logits: jax.Array,
-    than: jax.Array,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-) -> jax.Array:
-    initial = (jnp.zeros(len(than), jnp.int32),)
-    return _in_blocks(work, size, logits, (than,), initial, 0, row_ids, num_rows)[0]
+    size: Size, logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
+) -> _Count:
+    def work(x: jax.Array, than: jax.Array) -> _Count:
+        larger = strictly_larger(x, than[:, None].astype(x.dtype))
+        ones = jnp.where(larger, jnp.float32(1), jnp.float32(0))
+        return _Count(_sum_of_row(ones).astype(jnp.int32))
+
+    initial = _Count(jnp.zeros(len(than), jnp.int32))
+    return _in_blocks(work, size, logits, (than,), initial, 0, row_ids, num_rows)
 
 
 def _sum_of_row(x: jax.Array) -> jax.Array:
@@ -296,6 +300,8 @@ def _in_blocks(
     """`work(x [B, V], *rows)` of blocks of rows, put together; see `blocks.map_blocks`."""
     num_targets = jax.tree.leaves(initial)[0].shape[0]
     block = size(logits, num_targets, k, num_rows is not None)
+    if num_rows is not None and size is blocks.rows_on_cpu:
+        block = min(block, LISTED_ROWS)
 
     def of(start: jax.Array) -> tuple[jax.Array, ...]:
         def part(x: jax.Array) -> jax.Array:
@@ -312,15 +318,17 @@ def _in_blocks(
         like = jax.eval_shape(leaves_of_work, x, *given)
 
         def nothing(*_: jax.Array) -> tuple[jax.Array, ...]:
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+            zeros: tuple[jax.Array, ...] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
             return blocks.vary_like(zeros, (x, given))
 
         # A branch is where XLA copies the block: without, it is read number by number.
-        return lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
+        done: tuple[jax.Array, ...] = lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
+        return done
 
     def leaves_of_work(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         return blocks.vary_like(tuple(jax.tree.leaves(work(*arguments))), arguments)
 
     flat, tree = jax.tree.flatten(initial)
     found = blocks.map_blocks(of, block, num_rows, tuple(flat), (logits, *rows))
-    return jax.tree.unflatten(tree, found)
+    outputs: Outputs = jax.tree.unflatten(tree, found)
+    return outputs

@@ -234,7 +234,7 @@ def _with_neighbor(logits: jax.Array, shard: VocabShard) -> tuple[Part, jax.Arra
     shards //= width
     # Each sends its first columns to the one before it: the last has no next one, and gets zeros.
     ring = [(index, index - 1) for index in range(1, shards)]
-    following = lax.ppermute(logits[:, : WIDTH - 1], shard.axis_name, ring)
+    following = lax.ppermute(logits[:, : WIDTH - 1], shard.axis_name, ring)  # type: ignore[no-untyped-call]
     start = shard.ids(width)[0]
     following = jnp.where(start + width < width * shards, following, -jnp.inf)
     offset = -start % WIDTH

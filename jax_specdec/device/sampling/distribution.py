@@ -105,7 +105,8 @@ def cuts(
             asked & ~settled, cut, lambda left, cut: _by_more(rows, found, sampling, left, cut)
         )
 
-    return lax.cond(jnp.any(asked), some, lambda: nothing)
+    cut: Truncation = lax.cond(jnp.any(asked), some, lambda: nothing)
+    return cut
 
 
 def _by_more(
@@ -144,14 +145,16 @@ def _by_search(
         put: Truncation = jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
         return put
 
-    return lax.fori_loop(0, number, one, cut)
+    found: Truncation = lax.fori_loop(0, number, one, cut)
+    return found
 
 
 def _for_the_rest(
     left: jax.Array, cut: Truncation, call: Callable[[jax.Array, Truncation], Truncation]
 ) -> Truncation:
     """`call(left, cut)` where a row is left."""
-    return lax.cond(jnp.any(left), call, lambda _, cut: cut, left, cut)
+    found: Truncation = lax.cond(jnp.any(left), call, lambda _, cut: cut, left, cut)
+    return found
 
 
 def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:

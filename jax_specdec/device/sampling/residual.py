@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from jax_specdec.device.sampling.distribution import compacted
 from jax_specdec.device.sampling.parameters import Truncation
@@ -23,6 +23,8 @@ from jax_specdec.device.sampling.random_draws import best, gumbel, log_of
 from jax_specdec.device.sampling.row_read import RowRead, scaled
 from pallas_kernels import GROUP_WIDTH as WIDTH
 from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups
+
+SOME_GROUPS = 64  # that the kept tokens of most rows are in
 
 
 class Drawing(NamedTuple):
@@ -68,24 +70,79 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
 
 
 def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
-    """This device's groups of the rows' kept tokens."""
-    own: GroupSums = jax.tree.map(
-        lambda x, missing: logits.own(x[drawing.rows], missing),
-        found.groups,
-        GroupSums(-jnp.inf, 0.0),
-    )
+    """This device's groups of the rows' kept tokens.
+
+    Of a row that is cut, groups are summed again: of most such rows only a few, whose maxima reach
+    the cut; of the others all.
+    """
+    maxima, sums = (x[drawing.rows] for x in found.groups)
+    own = GroupSums(logits.own(maxima, -jnp.inf), logits.own(sums, 0.0))
     is_cut = drawing.sampled & (drawing.cut.cut_logit > -jnp.inf)
+    reached = own.maxima >= drawing.cut.cut_logit[:, None]
+    inverse = found.inverse[drawing.rows]
 
-    def read_again() -> GroupSums:
-        index, number = compacted(is_cut)
-        rows, inverse = drawing.rows[index], found.inverse[drawing.rows][index]
-        cut = drawing.cut.cut_logit[index], drawing.cut.cut_id[index]
-        kept = logits.kept_sums(cut, inverse, rows, number)
-        place = jnp.where(jnp.arange(len(index)) < number, index, len(index))
-        put: GroupSums = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), own, kept)
-        return put
+    def again() -> GroupSums:
+        some = _some_groups(logits, own, reached, drawing, inverse)
+        some = _where(is_cut, some, own)
+        widely = is_cut & (reached.sum(axis=1) > SOME_GROUPS)
+        all_kept: GroupSums = lax.cond(
+            jnp.any(widely),
+            lambda: _all_groups(logits, some, widely, drawing, inverse),
+            lambda: some,
+        )
+        return all_kept
 
-    return lax.cond(jnp.any(is_cut), read_again, lambda: own)
+    kept: GroupSums = lax.cond(jnp.any(is_cut), again, lambda: own)
+    return kept
+
+
+def _some_groups(
+    logits: GroupedRows,
+    own: GroupSums,
+    reached: Bool[Array, "B L"],
+    drawing: Drawing,
+    inverse: Float32[Array, " B"],
+) -> GroupSums:
+    """The kept tokens' sums of the `SOME_GROUPS` groups of each row with the largest maxima.
+
+    Of no others: those of a row that has more are not all.
+    """
+    batch, local = reached.shape
+    most = min(SOME_GROUPS, local)
+    slot = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    best_maxima, place = lax.top_k(jnp.where(reached, own.maxima, -jnp.inf), most)
+    rows = jnp.broadcast_to(drawing.rows[:, None], place.shape).reshape(-1)
+    x, ids = logits.tokens(rows, (place + logits.first).reshape(-1))
+    x, ids = (part.reshape(batch, most, -1) for part in (x, ids))
+    cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
+    again = sums_of_groups(jnp.where(cut.keeps(x, ids), x, -jnp.inf), inverse[:, None])
+    place = jnp.where(best_maxima > -jnp.inf, place, local)
+    return GroupSums(
+        jnp.full_like(own.maxima, -jnp.inf).at[slot, place].set(again.maxima, mode="drop"),
+        jnp.zeros_like(own.sums).at[slot, place].set(again.sums, mode="drop"),
+    )
+
+
+def _all_groups(
+    logits: GroupedRows,
+    sums: GroupSums,
+    widely: Bool[Array, " B"],
+    drawing: Drawing,
+    inverse: Float32[Array, " B"],
+) -> GroupSums:
+    """The sums with those of all groups of the kept tokens of these rows."""
+    index, number = compacted(widely)
+    cut = drawing.cut.cut_logit[index], drawing.cut.cut_id[index]
+    kept = logits.kept_sums(cut, inverse[index], drawing.rows[index], number)
+    place = jnp.where(jnp.arange(len(index)) < number, index, len(index))
+    put: GroupSums = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), sums, kept)
+    return put
+
+
+def _where(rows: Bool[Array, " B"], a: GroupSums, b: GroupSums) -> GroupSums:
+    """The groups [B, L] of `a` in these rows, those of `b` in the others."""
+    chosen: GroupSums = jax.tree.map(lambda x, y: jnp.where(rows[:, None], x, y), a, b)
+    return chosen
 
 
 def _without_taken(
@@ -120,7 +177,8 @@ def _without_taken(
         )
         return put
 
-    return lax.cond(jnp.any(there), again, lambda: sums)
+    found: GroupSums = lax.cond(jnp.any(there), again, lambda: sums)
+    return found
 
 
 def _in_group(

@@ -111,4 +111,5 @@ def with_invalid(
         choice: Greedy = greedy(rows.logits, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
         return choice.token_ids
 
-    return lax.cond(jnp.all(found.valid), lambda: token_ids, again)
+    chosen: jax.Array = lax.cond(jnp.all(found.valid), lambda: token_ids, again)
+    return chosen

@@ -142,7 +142,8 @@ def verify(
                 f"raw_k = {raw_k} needs logits that are whole on each device: leave it out, and "
                 "take `topk_logprobs` of the emitted tokens"
             )
-        return _verify(shard, logits, *whole, accept, raw_k)
+        drafts, sampling, positions, choice = whole
+        return _verify(shard, logits, drafts, sampling, positions, choice, accept, raw_k)
 
     return on_own_part(on_shard, logits, (drafts, sampling, positions, choice), parallel)
 
