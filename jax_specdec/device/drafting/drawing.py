@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
@@ -20,7 +21,7 @@ from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.random_draws import DRAFT, best, gumbel, keys
 from jax_specdec.device.sampling.row_read import scaled
 from jax_specdec.device.sampling.verify import CompactQ, Drafts, Told
-from pallas_kernels import VocabShard, inverse_temperature, logarithm, top_candidates
+from pallas_kernels import VocabShard, greedy, inverse_temperature, logarithm, top_candidates
 
 MOST_TOKENS = 64  # Q, where the vocabulary has as many
 
@@ -83,6 +84,28 @@ def _drawn(
 ) -> tuple[jax.Array, CompactQ]:
     """`draw` where this device holds the columns of `shard`: ids [B, 1] and q [B, 1, Q]."""
     sampling, positions = whole
+
+    def greedily() -> tuple[jax.Array, CompactQ]:
+        x = draft_logits[:, 0]
+        ids = greedy(x, axis_name=shard.axis_name, vocab_size=shard.vocab_size).token_ids
+        first = jnp.arange(min(MOST_TOKENS, shard.size(x.shape[1])), dtype=jnp.int32)[None] == 0
+        q_ids = jnp.where(first, ids[:, None], -1)
+        log_q = jnp.where(q_ids >= 0, jnp.float32(0), -jnp.inf)
+        return ids[:, None], CompactQ(q_ids[:, None], log_q[:, None])
+
+    def by_chance() -> tuple[jax.Array, CompactQ]:
+        return _from_candidates(shard, draft_logits, sampling, positions)
+
+    found: tuple[jax.Array, CompactQ] = lax.cond(
+        jnp.any(sampling.temperature > 0), by_chance, greedily
+    )
+    return found
+
+
+def _from_candidates(
+    shard: VocabShard, draft_logits: jax.Array, sampling: Sampling, positions: jax.Array
+) -> tuple[jax.Array, CompactQ]:
+    """`_drawn` where a slot samples."""
     ids, x = top_candidates(draft_logits[:, 0], MOST_TOKENS, shard)
     count, vocab_size = x.shape[1], shard.size(draft_logits.shape[-1])
     greedy_ids = jnp.maximum(ids[:, 0], 0)  # -1: no logit is a number above -inf

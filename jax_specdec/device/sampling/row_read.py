@@ -108,7 +108,10 @@ def with_invalid(
 
     def again() -> jax.Array:
         shard = rows.shard
-        choice: Greedy = greedy(rows.logits, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
+        with jax.named_scope("invalid_rows"):
+            choice: Greedy = greedy(
+                rows.logits, axis_name=shard.axis_name, vocab_size=shard.vocab_size
+            )
         return choice.token_ids
 
     chosen: jax.Array = lax.cond(jnp.all(found.valid), lambda: token_ids, again)
