@@ -261,8 +261,7 @@ def num_larger(
     found: _Count = lowered_for(
         logits, than, row_ids, num_rows, like=like, cpu=cpu, default=default
     )
-    larger: jax.Array = found.larger
-    return larger
+    return found.larger
 
 
 def _num_larger(
