@@ -283,7 +283,8 @@ def _sum_of_row(x: jax.Array) -> jax.Array:
     first = x[:, :width]
     for i in range(1, pieces):
         first = first + x[:, i * width : (i + 1) * width]
-    return blocks.barrier(first).sum(1) + x[:, pieces * width :].sum(1)
+    found: jax.Array = blocks.barrier(first).sum(1) + x[:, pieces * width :].sum(1)
+    return found
 
 
 def _in_blocks(
