@@ -18,7 +18,6 @@ from pallas_kernels.linear.columns import filled, logits
 from pallas_kernels.linear.definition import Definition, loaded, stored
 from pallas_kernels.linear.plan import Plan
 from pallas_kernels.linear.types import RowSums
-from pallas_kernels.ordered_keys import floats
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.row_statistics import Given
 from pallas_kernels.selection import NARROWEST_GROUP, group_maxima
@@ -200,7 +199,7 @@ def _met(
 def _sums_on_cpu(x: jax.Array, rows: Rows, entropy: bool) -> tuple[RowSums, jax.Array]:
     """`online.read` without a top K, and the `group_maxima` of x."""
     maxima = group_maxima(x, NARROWEST_GROUP)
-    largest = floats(largest_on_cpu(maxima), x.dtype).astype(jnp.float32)
+    largest = largest_on_cpu(maxima, x.dtype)
     maximum = jnp.where(jnp.isnan(largest), -jnp.inf, largest)
     t = None if rows.inverse is None else 1 / rows.inverse
     reference = jnp.where(largest == -jnp.inf, 0, largest)

@@ -13,7 +13,8 @@ from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
-from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter, draw, joined
+from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.loop import host_slots
@@ -40,19 +41,20 @@ def config_of(shards):
 
 def the_same_again(params, context):
     last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
-    return Drafts(jnp.repeat(last, DRAFTS, axis=1), context.limit, None)
+    return Drafts(jnp.repeat(last, DRAFTS, axis=1), context.limit)
 
 
 def drawn_again(model, parallel, params, context):
     rows = model_logits(params, model, context.hidden[:, :1])
-    turns = [draw(rows, context.sampling, context.lengths + d, parallel) for d in range(DRAFTS)]
+    places = [context.lengths + d for d in range(DRAFTS)]
+    turns = [draw(rows, context.sampling, at, parallel, tell=context.tell) for at in places]
     return joined(turns, context.limit)
 
 
 def drafter_of(name, model, parallel):
-    if name == "callable with logits":
+    if name == "callable that draws":
         function = functools.partial(drawn_again, model, parallel)
-        return CallableDrafter(function, DRAFTS, VOCAB, model.dtype)
+        return CallableDrafter(function, DRAFTS, VOCAB, drawn=True)
     return {
         "none": lambda: NoDrafter(),
         "mtp": lambda: MtpDrafter(model, DRAFTS, parallel),
@@ -192,7 +194,7 @@ STEPS = [
     step_case("suffix", devices=()),
     step_case("suffix with corpus", 5),
     step_case("callable"),
-    step_case("callable with logits", 5, devices=()),
+    step_case("callable that draws", 5, devices=()),
     step_case("adaptive mtp", devices=()),
     step_case("adaptive ngram", 5),
     step_case("mtp", prefill_only=True)._replace(variant="mtp, prefill only"),
@@ -253,7 +255,7 @@ MESSAGES = [
         )
         for drafter, widths, devices in (
             ("mtp", RAW, (1,)), ("mtp", SCALED, ()), ("mtp", PROCESSED, (1, 2)),
-            ("callable with logits", RAW, ()),
+            ("callable that draws", RAW, ()),
         )
     ),
 ]  # fmt: skip

@@ -13,9 +13,8 @@ from jax_specdec.device.drafting.drafters import (
     MtpDrafter,
     NgramDrafter,
     NoDrafter,
-    draw,
-    joined,
 )
+from jax_specdec.device.drafting.drawing import Tell, draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 
@@ -32,4 +31,5 @@ __all__ = [
     "make_drafter",
     "draw",
     "joined",
+    "Tell",
 ]

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec.device.drafting.drafters import MtpDrafter, draw, joined
+from jax_specdec.device.drafting.drafters import MtpDrafter
+from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.loop.state import init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.model import hf_weights
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import verify
 from pallas_kernels import (
     greedy,
