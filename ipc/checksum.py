@@ -1,7 +1,7 @@
 """Which payloads carry a checksum (XXH3-64): all, none, or by default those for which it is cheap.
 
-Both sides pay for it, and its price grows with the payload: at most a twentieth of a message's
-time up to SHORT_BYTES, an eighth of it at 530 KB (docs/ring.md).
+Both sides pay for it, and its price grows with the payload: about a twentieth of a message's time
+up to SHORT_BYTES, an eighth of it at 530 KB every 5 ms (docs/ring.md).
 """
 
 from ipc.segment_layout import FLAG_CHECKSUM, FLAG_SHORT_CHECKSUM

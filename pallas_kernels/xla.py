@@ -80,16 +80,7 @@ GPU = Way(
     two_stages=selection.from_groups,
 )
 # A TPU reads chosen groups one after the other, in a loop of R * K trips.
-TPU = Way(
-    blocks.rows_on_tpu,
-    groups=False,
-    first_width=None,
-    row_maximum=selection.row_maximum,
-    largest=selection.largest,
-    sums=row_statistics.sums,
-    weighted_sum=row_entropy.weighted_sum,
-    two_stages=selection.from_groups,
-)
+TPU = GPU._replace(block_rows=blocks.rows_on_tpu, groups=False)
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 

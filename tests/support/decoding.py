@@ -1,6 +1,7 @@
 """Run the worker's own code in this process and keep everything that it computed and sent."""
 
 import functools
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -184,6 +185,8 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
 
 class Local:
     """A worker in this process and the engine's session of it; a test drives both sides."""
+
+    pid = os.getpid()
 
     def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
                  prefill_only=False, **options):  # fmt: skip

@@ -107,7 +107,7 @@ def test_another_request_under_the_same_id_is_refused(model, tmp_path, capsys):
 
 @pytest.mark.fast
 def test_kept_sets_are_a_wish_of_the_command_line():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     generate_command.add(parser.add_subparsers())
     model = SimpleNamespace(hf=SimpleNamespace(eos_token_ids=(2,)))
     for more, wanted in (([], False), (["--kept-token-ids"], True)):

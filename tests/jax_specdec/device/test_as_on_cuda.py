@@ -25,6 +25,8 @@ from pallas_kernels import (
     greedy,
     greedy_topk_logprobs,
     implementations,
+    linear_kept_logprobs,
+    linear_topk_logprobs,
     platforms,
     topk_logprobs,
 )
@@ -139,6 +141,21 @@ def test_the_greedy_choice_is_left_to_xla():
     assert custom_calls(lowered(jax.jit(greedy), ROWS)) == 0
 
 
+@pytest.mark.parametrize("split", ["nothing", "vocabulary"])
+def test_linear_calls_are_left_to_xla(split):
+    where = {"mesh": mesh_of(2), "axis_name": "model"} if split == "vocabulary" else {}
+
+    def call(hidden, head, ids):
+        kept = linear_kept_logprobs(hidden, head, ids, ids[:, None], **where)
+        return linear_topk_logprobs(hidden, head, ids, 3, **where), kept
+
+    hidden = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
+    head = jax.ShapeDtypeStruct((VOCAB, 64), jnp.bfloat16)
+    text = lowered(jax.jit(call), hidden, head, IDS)
+    assert custom_calls(text) == 0
+    assert "dot_general" in text
+
+
 def test_programs_of_another_host_have_no_kernels(monkeypatch):
     """The control of every count above: a host with an older GPU takes XLA there."""
     monkeypatch.setattr(implementations, "cuda_capability", lambda: 8.0)
@@ -155,7 +172,9 @@ def test_results_vary_as_their_arguments_do(monkeypatch):
 
     def call(k, logits, ids):
         found = topk_logprobs(logits, ids, k)
-        seen.append({one.manual_axis_type.varying for one in map(jax.typeof, found)})
+        seen.append(
+            {one.manual_axis_type.varying for one in map(jax.typeof, jax.tree.leaves(found))}
+        )
         return found
 
     def trace(k):
@@ -259,6 +278,9 @@ OTHERS = {
     "jax_specdec/device/model/hf_weights.py: _place": test_weights_are_placed,
     "pallas_kernels/greedy_choice.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
     "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,
+    "pallas_kernels/linear/contract.py: _kept_of": test_linear_calls_are_left_to_xla,
+    "pallas_kernels/linear/contract.py: _topk_of": test_linear_calls_are_left_to_xla,
+    "pallas_kernels/linear/placement.py: mapped": test_linear_calls_are_left_to_xla,
     "pallas_kernels/platforms.py: found": test_xla_where_it_is_asked_for,
     "pallas_kernels/sharding/placement.py: mapped": test_xla_where_it_is_asked_for,
 }

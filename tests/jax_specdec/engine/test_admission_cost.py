@@ -4,6 +4,7 @@ Work is counted in lines of Python, which no machine changes; and once in CPU se
 in which the time of other programs does not count.
 """
 
+import os
 import sys
 import time
 
@@ -32,6 +33,7 @@ class LinkedWorker:
 
     ring = None
     share = Share()
+    pid = os.getpid()
 
     def __init__(self, link):
         self.link = link

@@ -93,7 +93,7 @@ def test_one_response_over_several_lines_is_read():
     [
         ("[1]", "element 1 of the array is not a completion"),
         ("[", "line 1 is not JSON: Expecting value (column 2)"),
-        ("\n[\n1,\n]", "line 4 is not JSON"),
+        ("\n[\n1,\n!]", "line 4 is not JSON"),
         ("[]", "there is no response in it"),
         ('{"id": 1}\n{', "line 1 is not a completion"),
         ('{"id": "a", "cho', "line 1 is not JSON: Unterminated string"),
