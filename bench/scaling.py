@@ -75,7 +75,7 @@ def verification_bytes(setup: Setup) -> tuple[int, int, int]:
     whole = width % GROUP == 0
     groups = width // GROUP + (not whole)
     tokens = min(DRAFT_TOKENS, setup.vocabulary)
-    reduced = rows + slots * setup.drafts * tokens + 3 * rows
+    reduced = rows + slots * setup.drafts * tokens + 2 * rows
     gathered = rows * 2 * (groups + min(CANDIDATES, width) + min(MOST_CANDIDATES, width))
     permuted = 0 if whole else rows * (GROUP - 1) * setup.item_bytes
     return WORD * reduced, WORD * devices * (gathered + 2 * slots), permuted

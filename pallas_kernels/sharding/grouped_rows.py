@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import group_sums, sampled_rows
+from pallas_kernels.blocks import vary_like
 from pallas_kernels.group_sums import WIDTH, GroupSums
 from pallas_kernels.sampled_rows import Part, Read
 from pallas_kernels.selection import top_k
@@ -153,7 +154,8 @@ class GroupedRows:
         else:
             rows = len(found.top_ids)
             top = jnp.full((rows, count), -1, jnp.int32), jnp.full((rows, count), -jnp.inf)
-        return Read(groups, found.raw_sums, *top)
+        # Constants vary over no axis of a mesh; what was gathered does over those of the rows.
+        return Read(groups, found.raw_sums, *vary_like(top, groups))
 
     def _places(self) -> np.ndarray:
         """Where each group [G] is among the shards' columns, shards * L of them."""

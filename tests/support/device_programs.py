@@ -95,9 +95,11 @@ class Loop:
             self.parallel.shardings(specs),
         )
 
-    def output(self, fused_k=None):
+    def output(self, fused_k=None, told=None):
         """What the step returns: logits split by tokens, the rest everywhere."""
-        found = self.compiled.step.trace(self.params, self.state, fused_k=fused_k).out_info[1]
+        ask = () if told is None else (asked(told),)
+        program = self.compiled.step
+        found = program.trace(self.params, self.state, *ask, fused_k=fused_k, told=told).out_info[1]
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
         specs = jax.tree.map(
             lambda x: sharding.split(
@@ -156,7 +158,11 @@ def target_message(of, widths, fused_k=None):
 
 
 def draft_message(of, widths):
-    return (of.output(), asked(widths), STEP_NUMBER), {"widths": widths}
+    return (of.output(told=widths), asked(widths), STEP_NUMBER), {"widths": widths}
+
+
+def telling_step(of, widths):
+    return (of.params, of.state, asked(widths)), {"told": widths}
 
 
 def leading(of, count):
@@ -198,7 +204,18 @@ STEPS = [
     step_case("adaptive mtp", devices=()),
     step_case("adaptive ngram", 5),
     step_case("mtp", prefill_only=True)._replace(variant="mtp, prefill only"),
-]
+    *(
+        Case(
+            "step", f"{drafter}, tells {widths.mode.name}",
+            functools.partial(telling_step, widths=widths), kernels=DRAFTS, drafter=drafter,
+            devices=devices,
+        )
+        for drafter, widths, devices in (
+            ("mtp", RAW, (1,)), ("mtp", SCALED, ()), ("mtp", PROCESSED, (1, 2)),
+            ("callable that draws", RAW, ()),
+        )
+    ),
+]  # fmt: skip
 PROMPTS = [
     Case("admit", "mtp", lambda of: ((of.state, NUMBER, admission(of)), {}), devices=(1, 2)),
     Case("release", "mtp", lambda of: ((of.state, NUMBER), {}), devices=(1, 2)),
@@ -248,15 +265,9 @@ MESSAGES = [
         for widths, devices in ((RAW, (1,)), (SCALED, ()), (PROCESSED, (1, 2)))
     ),
     *(
-        Case(
-            "draft_message", f"{drafter}, {widths.mode.name}",
-            functools.partial(draft_message, widths=widths), kernels=1, drafter=drafter,
-            devices=devices,
-        )
-        for drafter, widths, devices in (
-            ("mtp", RAW, (1,)), ("mtp", SCALED, ()), ("mtp", PROCESSED, (1, 2)),
-            ("callable that draws", RAW, ()),
-        )
+        Case("draft_message", widths.mode.name, functools.partial(draft_message, widths=widths),
+             devices=devices)
+        for widths, devices in ((RAW, (1,)), (PROCESSED, (1, 2)))
     ),
 ]  # fmt: skip
 CASES = [*STEPS, *PROMPTS, *MESSAGES]

@@ -1,10 +1,10 @@
 """Drafts that are drawn: from the most likely tokens of a draft model's logits.
 
 Whatever q a draft is drawn from, verification makes the emitted tokens the target's. So q is the
-draft model's distribution among its `Q` most likely tokens alone, and compact: no logits are kept
+draft model's distribution among its `M` most likely tokens alone, and compact: no logits are kept
 until the draft is verified, and a residual differs from the target's p in few tokens.
 
-Axes: B slots, D drafts, Q tokens of a draft's q, V vocabulary.
+Axes: B slots, D drafts, M tokens of a draft's q, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from jax_specdec.device.sampling.row_read import scaled
 from jax_specdec.device.sampling.verify import CompactQ, Drafts, Told
 from pallas_kernels import VocabShard, greedy, inverse_temperature, logarithm, top_candidates
 
-MOST_TOKENS = 64  # Q, where the vocabulary has as many
+MOST_TOKENS = 64  # M, where the vocabulary has as many
 
 # What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
 Tell = Callable[[jax.Array, Drafts], Told]
@@ -60,7 +60,7 @@ def draw(
 ) -> Drafts:
     """Draw drafts as verification expects them: from q, with random numbers of their own.
 
-    q is the distribution among the Q most likely tokens after temperature, top-k, top-p and min-p,
+    q is the distribution among the M most likely tokens after temperature, top-k, top-p and min-p,
     as if there were no others.
 
     Args:
@@ -82,7 +82,7 @@ def draw(
 def _drawn(
     shard: VocabShard, draft_logits: jax.Array, whole: tuple[Sampling, jax.Array]
 ) -> tuple[jax.Array, CompactQ]:
-    """`draw` where this device holds the columns of `shard`: ids [B, 1] and q [B, 1, Q]."""
+    """`draw` where this device holds the columns of `shard`: ids [B, 1] and q [B, 1, M]."""
     sampling, positions = whole
 
     def greedily() -> tuple[jax.Array, CompactQ]:

@@ -174,7 +174,7 @@ def draft_rows(asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE) ->
 
 def _of_q(found: TopkLogprobs, asked: Asked, slot: Int32[Array, " R"], q: CompactQ) -> TopkLogprobs:
     """Logprobs under q, of one draft a slot, where the slot asked for processed ones."""
-    ids, log_q = q.ids[slot, 0], q.logprobs[slot, 0]  # [R, Q]
+    ids, log_q = q.ids[slot, 0], q.logprobs[slot, 0]  # [R, M]
 
     def under_q(
         named: Int32[Array, "R N"], logprobs: Float32[Array, "R N"]

@@ -183,8 +183,9 @@ def draft_message(
                 "tell=draft_rows(asked, widths)"
             )
         rows = select_rows(num_rows, num_drafts)
-        told = (x.reshape(batch * num_drafts, *x.shape[2:]) for x in drafts.told)
-        flat = TopkLogprobs(*told)
+        told = drafts.told
+        named = (told.token_ids, told.logprobs, told.token_ranks, told.extra_logprobs)
+        flat = TopkLogprobs(*(x.reshape(batch * num_drafts, *x.shape[2:]) for x in named))
         found = _as_wide(_picked(flat, rows), widths)
     decodes = _states(output, asked) == SlotState.TOKENS
     return pack(

@@ -7,7 +7,7 @@ that q has. These tokens compete with the groups one by one, by their own weight
 their groups are made again without them: a difference of sums would be rounding where little is
 left.
 
-Axes: B slots, one row each; L groups of this device, Q tokens that q has.
+Axes: B slots, one row each; L groups of this device, M tokens that q has.
 """
 
 from typing import NamedTuple
@@ -33,9 +33,9 @@ class Drawing(NamedTuple):
     rows: Int32[Array, " B"]  # their places among all rows
     cut: Truncation  # [B]
     sampled: jax.Array  # [B] bool; other rows' draws are not looked at
-    taken_ids: Int32[Array, "B Q"]  # the tokens of q; -1 where there is none
-    log_p: Float32[Array, "B Q"]  # of these tokens; -inf where p has none
-    q: Float32[Array, "B Q"]
+    taken_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
+    log_p: Float32[Array, "B M"]  # of these tokens; -inf where p has none
+    q: Float32[Array, "B M"]
     group_keys: Key[Array, " B"]
     token_keys: Key[Array, " B"]
 

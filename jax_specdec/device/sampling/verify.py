@@ -45,8 +45,8 @@ class CompactQ(NamedTuple):
     of its position, as `drafting.draw` does it.
     """
 
-    ids: Int32[Array, "B D Q"]  # distinct; -1 where there is no further token
-    logprobs: Float32[Array, "B D Q"]  # -inf where there is none
+    ids: Int32[Array, "B D M"]  # distinct; -1 where there is no further token
+    logprobs: Float32[Array, "B D M"]  # -inf where there is none
 
 
 class Told(NamedTuple):
@@ -245,8 +245,8 @@ def _q_of(drafts: Drafts) -> CompactQ:
 
 
 def _looked_up(
-    rows: GroupedRows, read: RowRead, ids: Int32[Array, "B D Q"]
-) -> tuple[Int32[Array, " N"], Float32[Array, "B D Q"]]:
+    rows: GroupedRows, read: RowRead, ids: Int32[Array, "B D M"]
+) -> tuple[Int32[Array, " N"], Float32[Array, "B D M"]]:
     """The greedy tokens of valid rows, and the logits of the tokens of q; one exchange."""
     batch, num_drafts, _ = ids.shape
     slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
@@ -267,9 +267,9 @@ def _log_p(
     read: RowRead,
     cut: Truncation,
     is_sampled: Bool[Array, " N"],
-    ids: Int32[Array, "B D Q"],
-    x: Float32[Array, "B D Q"],
-) -> Float32[Array, "B D Q"]:
+    ids: Int32[Array, "B D M"],
+    x: Float32[Array, "B D M"],
+) -> Float32[Array, "B D M"]:
     """log p of the tokens of q; -inf of tokens that are not kept, and in rows without p."""
     batch, num_drafts, _width = ids.shape
 
@@ -289,7 +289,7 @@ def _drawing(
     cut: Truncation,
     is_sampled: Bool[Array, " N"],
     considered: Bool[Array, "B D"],
-    log_p: Float32[Array, "B D Q"],
+    log_p: Float32[Array, "B D M"],
     q: CompactQ,
     a: Int32[Array, " B"],
 ) -> Drawing:

@@ -5,6 +5,7 @@ drawn one; then rules and noise that are broken on purpose.
 """
 
 import functools
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -17,13 +18,14 @@ from jax_specdec.device.drafting.drawing import draw, none_drawn
 from jax_specdec.device.sampling import residual, row_read
 from jax_specdec.device.sampling import verify as verify_module
 from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.random_draws import RECOVER
+from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, gumbel, keys
 from jax_specdec.device.sampling.verify import Drafts, accept_draft, verify
 from pallas_kernels import GroupSums
 from tests.jax_specdec.device.sampling.test_distribution import expected_probs
 from tests.support import quick_compile
 
 V, SLOTS = 1100, 6000  # five groups, the last one short
+NUM_GROUPS, POSITION = 5, 5
 FILTERS = {
     "none": {},
     "top-k": {"top_k": 300},
@@ -54,23 +56,65 @@ def sampling_of(count, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     )
 
 
-def first_tokens(kind, accept=accept_draft, jit=quick_compile.jit, **filters):
-    """The first token of each of many slots, and how many drafts were accepted."""
-    sampling, positions = sampling_of(SLOTS, **filters), jnp.full(SLOTS, 5, jnp.int32)
+class Spoiled(NamedTuple):
+    """What is broken on purpose; as it stands, nothing."""
 
-    @jit
-    def call(target, draft):
-        logits = jnp.broadcast_to(target, (SLOTS, 2, V))
-        if kind == "drawn":
+    rule: bool = False  # drafts are accepted half of the time, whatever p and q are
+    purpose: int = GROUP  # of the noise that groups get
+    forgotten: float = 0.0  # what the sum of the group with the likeliest token lacks
+    kept: bool = False  # the rejected token stays in the residual
+
+
+SOUND = Spoiled()
+
+
+@functools.partial(quick_compile.jit, static_argnums=0)
+def verified(drawn, target, draft, sampling, num, spoiled):
+    """The first token of each slot, and the number of accepted drafts: one program for all tests.
+
+    Args:
+      drawn: whether drafts are drawn from the draft model's row [V]; else each is the token that
+        the target's row [V] has for the likeliest.
+      num: how many drafts each slot has, 0 or 1.
+      spoiled: `Spoiled` of arrays.
+    """
+    positions = jnp.full(SLOTS, POSITION, jnp.int32)
+    likely = jnp.argmax(target).astype(jnp.int32)
+    read, taken = row_read.read, residual._without_taken
+
+    def forgetful(*arguments, **options):
+        found = read(*arguments, **options)
+        sums = found.groups.sums.at[:, likely // 256].add(-spoiled.forgotten)
+        return found._replace(groups=GroupSums(found.groups.maxima, sums))
+
+    def keeping(logits, sums, drawing, inverse):
+        ids = jnp.where(spoiled.kept, -1, drawing.taken_ids)
+        return taken(logits, sums, drawing._replace(taken_ids=ids), inverse)
+
+    def accept(u, p, q):
+        return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))
+
+    with (
+        mock.patch.object(verify_module, "GROUP", spoiled.purpose),
+        mock.patch.object(row_read, "read", forgetful),
+        mock.patch.object(residual, "_without_taken", keeping),
+    ):
+        if drawn:
             drafts = draw(jnp.broadcast_to(draft, (SLOTS, 1, V)), sampling, positions)
         else:
-            likely = jnp.argsort(-target)[:1].astype(jnp.int32)
-            ids = jnp.broadcast_to(likely, (SLOTS, 1))
-            drafts = Drafts(ids, jnp.full(SLOTS, int(kind == "certain"), jnp.int32))
+            drafts = Drafts(jnp.broadcast_to(likely, (SLOTS, 1)), num)
+        logits = jnp.broadcast_to(target, (SLOTS, 2, V))
         found = verify(logits, drafts, sampling, positions, accept=accept)
-        return found.token_ids[:, 0], found.num_tokens - 1
+    return found.token_ids[:, 0], found.num_tokens - 1
 
-    ids, accepted = call(*map(jnp.asarray, rows()))
+
+def first_tokens(kind, spoiled=SOUND, **filters):
+    """The first token of each of many slots, and how many drafts were accepted."""
+    num = jnp.full(SLOTS, int(kind != "no draft"), jnp.int32)
+    target, draft = map(jnp.asarray, rows())
+    sampling = sampling_of(SLOTS, **filters)
+    spoiled = jax.tree.map(jnp.asarray, spoiled)
+    ids, accepted = verified(kind == "drawn", target, draft, sampling, num, spoiled)
     return np.asarray(ids), int(accepted.sum())
 
 
@@ -105,43 +149,63 @@ def test_tokens_follow_the_targets_distribution(kind, name):
     assert (accepted > 0) == (kind != "no draft")
 
 
-def test_a_broken_acceptance_rule_is_noticed():
-    ids, _ = first_tokens("certain", accept=lambda u, p, q: u < 0.5)
-    assert p_value(ids) < 1e-9
+SPOILED = {
+    "a broken acceptance rule": ("certain", Spoiled(rule=True)),
+    "noise that is used twice": ("no draft", Spoiled(purpose=RECOVER)),
+    "a group sum that forgets a token": ("no draft", Spoiled(forgotten=1.0)),
+    "a residual that keeps the rejected token": ("certain", Spoiled(kept=True)),
+}
 
 
-def test_noise_that_is_used_twice_is_noticed():
-    """A group's noise is that of a token: the same key, and numbers that are ids."""
-    with mock.patch.object(verify_module, "GROUP", RECOVER):
-        ids, _ = first_tokens("no draft", jit=jax.jit)
+@pytest.mark.parametrize("what", SPOILED)
+def test_what_spoils_the_distribution_is_noticed(what):
+    """Noise that is used twice: a group's is that of the token whose id is the group's number."""
+    kind, spoiled = SPOILED[what]
+    ids, _ = first_tokens(kind, spoiled)
     assert p_value(ids) < 1e-6
 
 
-def test_a_group_sum_that_forgets_a_token_is_noticed():
-    """The sum of the group with the likeliest token, without it."""
-    read = row_read.read
-    target = rows()[0]
-    group = int(target.argmax()) // 256
-
-    def forgetful(*arguments, **options):
-        found = read(*arguments, **options)
-        sums = found.groups.sums.at[:, group].add(-1.0)
-        return found._replace(groups=GroupSums(found.groups.maxima, sums))
-
-    with mock.patch.object(row_read, "read", forgetful):
-        ids, _ = first_tokens("no draft")
-    assert p_value(ids) < 1e-6
+DRAWS = 17  # times SLOTS: 102,000
 
 
-def test_a_residual_that_keeps_the_rejected_token_is_noticed():
-    taken = residual._without_taken
+@quick_compile.jit
+def noises(seeds, groups):
+    """The noise of all groups [N, G], and of the tokens [N, 256] of these groups [N]."""
+    at = jnp.full(seeds.shape, POSITION, jnp.int32)
+    numbers = jnp.broadcast_to(jnp.arange(NUM_GROUPS, dtype=jnp.int32), (len(seeds), NUM_GROUPS))
+    ids = groups[:, None] * 256 + jnp.arange(256, dtype=jnp.int32)[None]
+    return gumbel(keys(seeds, at, GROUP), numbers), gumbel(keys(seeds, at, RECOVER), ids)
 
-    def nothing_taken(logits, sums, drawing, inverse):
-        return taken(logits, sums, drawing._replace(taken_ids=drawing.taken_ids * 0 - 1), inverse)
 
-    with mock.patch.object(residual, "_without_taken", nothing_taken):
-        ids, _ = first_tokens("certain")
-    assert p_value(ids) < 1e-6
+def decided_in_float64(row, seeds, temperature):
+    """The tokens [N] that the same noise gives a row [V], and everything else in float64."""
+    missing = NUM_GROUPS * 256 - V
+    scaled = (row.astype(np.float64) - row.max()) / np.float32(temperature)
+    x = np.pad(scaled, (0, missing), constant_values=-np.inf).reshape(NUM_GROUPS, 256)
+    of_groups, _ = noises(seeds, jnp.zeros(len(seeds), jnp.int32))
+    group = (np.log(np.exp(x).sum(axis=1)) + np.asarray(of_groups, np.float64)).argmax(axis=1)
+    _, of_tokens = noises(seeds, jnp.asarray(group, jnp.int32))
+    return group * 256 + (x[group] + np.asarray(of_tokens, np.float64)).argmax(axis=1)
+
+
+def test_float32_decides_less_than_one_draw_in_100_000():
+    """Of 102,000 draws at most one differs from what the same noise decides in float64."""
+    rng = np.random.default_rng(7)
+    sound = jax.tree.map(jnp.asarray, SOUND)
+    without = jnp.zeros(SLOTS, jnp.int32)
+    different = later = 0
+    for n in range(DRAWS):
+        row = rng.normal(0, rng.uniform(0.5, 4), V).astype(np.float32)
+        seeds = jnp.arange(SLOTS, dtype=jnp.uint32) + jnp.uint32(n * SLOTS)
+        sampling = sampling_of(SLOTS, 0.7)._replace(seed=seeds)
+        ids, _ = verified(False, jnp.asarray(row), jnp.asarray(row), sampling, without, sound)
+        exact = decided_in_float64(row, seeds, 0.7)
+        different += int((np.asarray(ids) != exact).sum())
+        # The control: logits that are off by a thousandth.
+        off = row + rng.normal(0, 1e-3, V)
+        later += int((decided_in_float64(off, seeds, 0.7) != exact).sum()) if n == 0 else 0
+    assert different <= 1
+    assert later > 1
 
 
 def test_drafts_from_the_likeliest_tokens_are_accepted_as_often():

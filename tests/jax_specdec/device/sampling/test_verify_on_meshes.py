@@ -15,7 +15,7 @@ from tests.support.collectives import collectives
 from tests.support.quick_compile import UNOPTIMIZED as QUICK
 from tests.support.shards import P
 
-B, S, V = 8, 3, 4096
+B, S, V = 8, 3, 16_384  # a shard has more columns than a row has candidates
 SPLITS = {
     "slots": P("data", None, None),
     "vocabulary": P(None, None, "model"),
