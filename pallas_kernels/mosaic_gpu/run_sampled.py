@@ -40,7 +40,7 @@ def read(
     if part.tail.shape[1] < 2:
         tiling = tiling or choose_fixed_tiling(rows, part.logits.shape[1], part.logits.dtype.name)
         out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, None, interpret)
-        groups, raw_sums = _groups(out, tiling, whole_groups(part) + part.tail.shape[1])
+        groups, raw_sums = of_rows(out, tiling, whole_groups(part) + part.tail.shape[1])
     else:
         groups, raw_sums = _split_groups(part, inverse, raw, interpret)
 
@@ -49,7 +49,7 @@ def read(
             found = _top_of_columns(part.logits, count, interpret)
         else:
             assert tiling is not None
-            found = _top_of_groups(part.logits, tiling, out, count, interpret)
+            found = top_of_groups(part.logits, tiling, out, count, interpret)
         return vary_like(found, (part, inverse, needed))
 
     return Read(
@@ -57,7 +57,7 @@ def read(
     )
 
 
-def _groups(out: GroupOutputs, tiling: Tiling, number: int) -> tuple[GroupSums, jax.Array]:
+def of_rows(out: GroupOutputs, tiling: Tiling, number: int) -> tuple[GroupSums, jax.Array]:
     """[R, G] of what pass 1 has left, and the sums at temperature 1 [R, G], or [R, 0]."""
 
     def of_row(x: jax.Array) -> jax.Array:
@@ -71,20 +71,20 @@ def _groups(out: GroupOutputs, tiling: Tiling, number: int) -> tuple[GroupSums, 
 def _split_groups(
     part: Part, inverse: jax.Array, raw: bool, interpret: Any
 ) -> tuple[GroupSums, jax.Array]:
-    """`_groups` of columns that begin or end inside a group."""
+    """`of_rows` of columns that begin or end inside a group."""
     rows, width = part.tail.shape[0], part.tail.shape[1] * part.tail.shape[2]
     dtype, whole = part.logits.dtype.name, whole_groups(part)
     tail = choose_fixed_tiling(rows, width, dtype)
     out = pass1_groups.read_groups(
         tail, part.tail.reshape(rows, width), inverse, raw, None, interpret
     )
-    last = _groups(out, tail, part.tail.shape[1])
+    last = of_rows(out, tail, part.tail.shape[1])
     if not whole:
         return last
     tiling = choose_fixed_tiling(rows, whole * part.tail.shape[2], dtype)
     offset = part.offset.reshape(1)
     out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, offset, interpret)
-    both = _groups(out, tiling, whole), last
+    both = of_rows(out, tiling, whole), last
     joined: tuple[GroupSums, jax.Array] = jax.tree.map(
         lambda x, y: jnp.concatenate([x, y], axis=1), *both
     )
@@ -113,8 +113,8 @@ def _candidates(logits: jax.Array, needed: jax.Array, k: int, top: Any) -> Top:
     return found
 
 
-def _top_of_groups(
-    logits: jax.Array, tiling: Tiling, out: GroupOutputs, k: int, interpret: Any
+def top_of_groups(
+    logits: jax.Array, tiling: Tiling, out: GroupOutputs, k: int, interpret: Any = None
 ) -> Top:
     """Pass 2."""
     rows = logits.shape[0]

@@ -16,12 +16,11 @@ aligned places: `skew` logits before where they would be in an aligned row, so t
 loaded in every row. The blocks that reach over an end of the row are edges. They are moved inside,
 read one logit at a time, and masked, so that every logit belongs to one group.
 
-Rows that are sampled have groups of their own (`choose_fixed_tiling`): 256 logits from a multiple of
-256 on in every row, since a draw depends on them. There is no skew and no block is moved; where
+Rows that are sampled have groups of their own (`choose_fixed_tiling`): 256 logits from a multiple
+of 256 on in every row, since a draw depends on them. There is no skew and no block is moved; where
 rows start between two vectors, logits are loaded in the widest vectors that every row allows.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,30 +165,28 @@ class Tiling:
 
 
 def choose_fixed_tiling(num_targets: int, vocabulary: int, dtype: str) -> Tiling:
-    """The cut of rows that are sampled: groups of 256 logits from a multiple of 256 on."""
-    step = _blocks_per_step(num_targets, Tiling(vocabulary, dtype, 256, 1, 0, fixed=True))
-    steps = Tiling(vocabulary, dtype, 256, step, 0, fixed=True).num_steps
-    return Tiling(vocabulary, dtype, 256, step, choose_splits(num_targets, steps), fixed=True)
+    """The cut of rows that are sampled: groups of 256 logits from a multiple of 256 on.
+
+    A step is one block: with two, and two exponentials a logit, fewer programs would fit.
+    """
+    steps = Tiling(vocabulary, dtype, 256, 1, 0, fixed=True).num_steps
+    return Tiling(vocabulary, dtype, 256, 1, choose_splits(num_targets, steps), fixed=True)
 
 
 def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tiling:
     """Choose narrow groups for a large K, of which pass 2 reads K, and many splits for few rows."""
     group_width = 256 if k <= 32 and vocabulary >= BLOCK else MIN_GROUP_WIDTH
-    blocks_per_step = _blocks_per_step(num_targets, Tiling(vocabulary, dtype, group_width, 1, 0))
-    steps = Tiling(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
-    splits = choose_splits(num_targets, steps)
-    return Tiling(vocabulary, dtype, group_width, blocks_per_step, splits)
-
-
-def _blocks_per_step(num_targets: int, tiling: Tiling) -> int:
-    """How many blocks a program reads at once, whose loads are in flight together."""
-    blocks_per_step = 1 if tiling.dtype == "float32" else 2
+    blocks_per_step = 2
+    if dtype == "float32":
+        blocks_per_step //= 2
     while blocks_per_step > 1:
-        steps = dataclasses.replace(tiling, blocks_per_step=blocks_per_step).num_steps
+        steps = Tiling(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
         if num_targets * steps >= PROGRAMS_AT_ONCE:
             break
         blocks_per_step //= 2
-    return blocks_per_step
+    steps = Tiling(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
+    splits = choose_splits(num_targets, steps)
+    return Tiling(vocabulary, dtype, group_width, blocks_per_step, splits)
 
 
 def choose_splits(num_targets: int, steps: int) -> int:
