@@ -131,7 +131,11 @@ DRAFTERS = {
     "none": "none",
     "suffix": SuffixDrafter(3, Corpus.of([np.array(PROMPT * 2)])),
 }
-CASES = ["mtp", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "suffix"))]
+CASES = [
+    "mtp",
+    "ngram",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "suffix")),
+]
 
 
 @pytest.mark.parametrize("name", CASES)
