@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
+from pallas_kernels.types import AnyArray
+
 # Of log((1 + s) / (1 - s)) / s - 2 by s**2, and log(2) in two parts, the first of which is exact in
 # a product with an exponent. FreeBSD msun, e_logf.c, http://www.netlib.org/fdlibm/.
 SERIES = (0.66666662693, 0.40000972152, 0.28498786688, 0.24279078841)
@@ -17,7 +19,7 @@ LOG2 = (0.69313812256, 9.0580006145e-06)
 SQRT_HALF = 0x3F3504F3  # as bits
 
 
-def logarithm(x: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
+def logarithm(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
     """log(x) of normal float32 x > 0, within one unit in the last place; else anything."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits - SQRT_HALF) >> 23
