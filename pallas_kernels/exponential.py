@@ -7,16 +7,18 @@ meets a sum that a compiler could contract it with.
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32
+
+from pallas_kernels.types import AnyArray
 
 # 2**f on [-1/2, 1/2] is 1 + f (c1 + f (c2 + ...)), to 2e-9 of itself; a minimax fit in float64.
 EXP2 = (0.6931472, 0.24022648, 0.055503324, 0.009618437, 0.0013398875, 0.00015353362)
 LEAST_EXPONENT = -127  # 2**-127 and less is 0, as -inf gives
 
 
-def exponential(x: jax.Array) -> jax.Array:
+def exponential(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
     """exp(x) float32 of float32 x <= 0; 0 below 2**-126.5, and NaN of NaN.
 
     The relative error is below 2e-7 * (1 + |x|); rounding x to float32 costs as much.

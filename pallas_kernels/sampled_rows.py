@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import blocks, group_sums, selection
 from pallas_kernels.group_sums import EIGHT, WIDTH, GroupSums
@@ -199,7 +199,12 @@ def _kept_sums(size: Size, *arguments: jax.Array) -> GroupSums:
     return _in_blocks(work, size, part.logits, rows, _like_kept(*arguments), 0, row_ids, num_rows)
 
 
-def keeps(x: jax.Array, ids: jax.Array, cut_logit: jax.Array, cut_id: jax.Array) -> jax.Array:
+def keeps(
+    x: Float[Array, "..."],
+    ids: Int32[Array, "..."],
+    cut_logit: Float32[Array, "..."],
+    cut_id: Int32[Array, "..."],
+) -> Bool[Array, "..."]:
     """Whether tokens with logits x and these ids are kept by a cut; all shapes broadcast."""
     value = x.astype(jnp.float32)
     return (value > cut_logit) | ((value == cut_logit) & (ids < cut_id)) | (ids == cut_id)

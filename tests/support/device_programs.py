@@ -207,7 +207,7 @@ STEPS = [
     *(
         Case(
             "step", f"{drafter}, tells {widths.mode.name}",
-            functools.partial(telling_step, widths=widths), kernels=DRAFTS, drafter=drafter,
+            functools.partial(telling_step, widths=widths), kernels=1, drafter=drafter,
             devices=devices,
         )
         for drafter, widths, devices in (

@@ -7,7 +7,7 @@ until the draft is verified, and a residual differs from the target's p in few t
 Axes: B slots, D drafts, M tokens of a draft's q, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,10 @@ from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.random_draws import DRAFT, best, gumbel, keys
 from jax_specdec.device.sampling.row_read import scaled
-from jax_specdec.device.sampling.verify import CompactQ, Drafts, Told
+from jax_specdec.device.sampling.verify import CompactQ, Drafts, Tell
 from pallas_kernels import VocabShard, greedy, inverse_temperature, logarithm, top_candidates
 
 MOST_TOKENS = 64  # M, where the vocabulary has as many
-
-# What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
-Tell = Callable[[jax.Array, Drafts], Told]
 
 
 def none_drawn(num_slots: int, num_drafts: int, vocab_size: int) -> Drafts:

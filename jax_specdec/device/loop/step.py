@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ipc.wire import SlotState
 from jax_specdec.device.drafting.drafters import Context
-from jax_specdec.device.drafting.drawing import Tell
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.row_logprobs import draft_rows
@@ -24,7 +23,7 @@ from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import KVCache, ModelParams
 from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import Drafts, Verified, verify
+from jax_specdec.device.sampling.verify import Drafts, Tell, Verified, verify
 from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
 
 

@@ -186,7 +186,13 @@ def draft_message(
         told = drafts.told
         named = (told.token_ids, told.logprobs, told.token_ranks, told.extra_logprobs)
         flat = TopkLogprobs(*(x.reshape(batch * num_drafts, *x.shape[2:]) for x in named))
-        found = _as_wide(_picked(flat, rows), widths)
+        found = _picked(flat, rows)
+        # They may be of an earlier batch, with other widths. A slot's own columns are in both.
+        found = found._replace(
+            token_ids=_as_wide(found.token_ids, widths.num_columns),
+            logprobs=_as_wide(found.logprobs, widths.num_columns),
+            extra_logprobs=_as_wide(found.extra_logprobs, widths.chosen),
+        )
     decodes = _states(output, asked) == SlotState.TOKENS
     return pack(
         _slots(output, asked, num_tokens, num_rows, jnp.where(decodes, output.num_drafts, 0)),
@@ -211,22 +217,9 @@ def _picked(found: TopkLogprobs, rows: Rows) -> TopkLogprobs:
     return picked
 
 
-def _as_wide(found: TopkLogprobs, widths: Widths) -> TopkLogprobs:
-    """Logprobs with the columns of these widths.
-
-    They may be of an earlier batch. A slot's own columns are there in both: what is cut off or
-    added is nobody's.
-    """
-
-    def wide(x: jax.Array, columns: int) -> jax.Array:
-        return jnp.pad(x[:, :columns], ((0, 0), (0, max(0, columns - x.shape[1]))))
-
-    return TopkLogprobs(
-        wide(found.token_ids, widths.num_columns),
-        wide(found.logprobs, widths.num_columns),
-        found.token_ranks,
-        wide(found.extra_logprobs, widths.chosen),
-    )
+def _as_wide(x: jax.Array, columns: int) -> jax.Array:
+    """x [R, N] with so many columns: what is cut off or added is nobody's."""
+    return jnp.pad(x[:, :columns], ((0, 0), (0, max(0, columns - x.shape[1]))))
 
 
 def _slots(

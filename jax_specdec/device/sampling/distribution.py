@@ -138,7 +138,9 @@ def _by_search(
 
     def one(i: jax.Array, cut: Truncation) -> Truncation:
         row = index[i]
-        x = lax.dynamic_slice_in_dim(rows.logits, row, 1)
+        # As a value of this trip: else XLA would make all logits float32 before the loop.
+        logits = lax.optimization_barrier((rows.logits, row))[0]  # type: ignore[no-untyped-call]
+        x = lax.dynamic_slice_in_dim(logits, row, 1)
         own: Sampling = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), sampling)
         shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
         single = flat_search.searched(x, own, shard)

@@ -67,6 +67,10 @@ class Drafts(NamedTuple):
     told: Any = None  # a `Told`, where a draft message is to tell of them
 
 
+# What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
+Tell = Callable[[jax.Array, Drafts], Told]
+
+
 class Verified(NamedTuple):
     """The emitted tokens: the accepted drafts, then the recovered or the bonus token."""
 

@@ -8,6 +8,7 @@ forward pass.
 
 import functools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,8 +23,7 @@ from tests.support import reference_model
 from tests.support.decoding import random_model, request, run
 
 VOCAB, TOKENS, COUNT = 1100, 3, 2500
-SCALE = 2.0
-PROMPT = (4,) * 8
+PROMPT = (116,) * 8  # one time out of three the model goes on with 116: n-grams are often right
 FILTERS = {  # requests take turns
     "none": {"temperature": 0.9},
     "top-k": {"temperature": 1.0, "top_k": 40},
@@ -40,8 +40,15 @@ def always(u, p, q):
 
 
 @functools.cache
+def model():
+    """Rows with a few likely tokens and a tail of unlikely ones, in all groups."""
+    params, config = random_model(VOCAB, scale=1.0)
+    return replace(params, embedding=3 * params.embedding), config
+
+
+@functools.cache
 def logits_after(prefix):
-    params, config = random_model(VOCAB, scale=SCALE)
+    params, config = model()
     return reference_model.logits(named_arrays(params), config.to_dict(), [*PROMPT, *prefix])[-1]
 
 
@@ -107,9 +114,8 @@ def p_values(drafting, accept):
         request(str(n), PROMPT, seed=n, max_tokens=TOKENS, **FILTERS[names[n % len(names)]])
         for n in range(COUNT)
     ]
-    model = random_model(VOCAB, scale=SCALE)
     result = run(
-        requests, drafting, num_slots=500, max_length=16, chunk=8, accept=accept, model=model
+        requests, drafting, num_slots=500, max_length=16, chunk=8, accept=accept, model=model()
     )
     found = result.state.statistics
     if drafting != "none":
@@ -125,7 +131,11 @@ DRAFTERS = {
     "none": "none",
     "suffix": SuffixDrafter(3, Corpus.of([np.array(PROMPT * 2)])),
 }
-CASES = ["mtp", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "suffix"))]
+CASES = [
+    "mtp",
+    "ngram",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "suffix")),
+]
 
 
 @pytest.mark.parametrize("name", CASES)

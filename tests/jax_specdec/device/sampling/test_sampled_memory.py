@@ -1,4 +1,7 @@
-"""Memory of a sampled step beside its logits, and what the loop's state keeps of drafts."""
+"""Memory of a sampled step beside its logits, and what the loop's state keeps of drafts.
+
+The search for the cut of a flat row is among the programs: it has one row in float32, not all.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +20,6 @@ from tests.support import quick_compile
 from tests.support.decoding import draft_logits_kept, random_model
 
 SHARE = 0.05  # of the logits' bytes
-# Of one row that keeps thousands of tokens, in float32: the search's keys, ids, weights and sums.
-SEARCH = 16
 
 
 def temporaries(call, slots, vocab, dtype):
@@ -32,9 +33,8 @@ def temporaries(call, slots, vocab, dtype):
 
 
 def limit(slots, vocab, dtype):
-    """Bytes: a share of the logits, the float32 copy of one block of rows, one row's search."""
-    logits = slots * 4 * vocab * jnp.dtype(dtype).itemsize
-    return SHARE * logits + 2 * CPU_BYTES + SEARCH * 4 * vocab
+    """Bytes: a share of the logits, and one block of rows with what is made of it."""
+    return SHARE * slots * 4 * vocab * jnp.dtype(dtype).itemsize + CPU_BYTES
 
 
 def with_raw(*arguments):
@@ -42,9 +42,10 @@ def with_raw(*arguments):
 
 
 CASES = [
-    (with_raw, 256, 151_936, "bfloat16"),
-    pytest.param(verify, 256, 151_936, "bfloat16", marks=pytest.mark.slow),
-    pytest.param(with_raw, 64, 32_000, "float32", marks=pytest.mark.slow),
+    (with_raw, 64, 151_936, "bfloat16"),
+    pytest.param(verify, 64, 151_936, "bfloat16", marks=pytest.mark.slow),
+    pytest.param(with_raw, 64, 151_936, "float32", marks=pytest.mark.slow),
+    pytest.param(with_raw, 512, 32_000, "bfloat16", marks=pytest.mark.slow),
 ]
 
 
@@ -56,11 +57,11 @@ def test_temporaries_of_a_sampled_step(call, slots, vocab, dtype):
 def test_a_copy_of_the_logits_would_be_seen():
     """Negative control: p of all rows."""
 
-    def written_out(logits, drafts, sampling, positions):
+    def written_out(logits, *_):
         p = jax.lax.optimization_barrier(jax.nn.softmax(logits.astype(jnp.float32), axis=-1))
-        return verify(jnp.log(p), drafts, sampling, positions)
+        return jax.lax.top_k(p, 20)
 
-    case = 256, 151_936, "bfloat16"
+    case = 64, 151_936, "bfloat16"
     assert temporaries(written_out, *case) > limit(*case)
 
 
