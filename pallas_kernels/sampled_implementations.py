@@ -41,8 +41,8 @@ def read(
     """
     implementations.check_name(implementation)
 
-    def by_xla(*arguments: Any) -> Read:
-        return sampled_rows.read(*arguments, k)
+    def by_xla(part: Part, inverse: jax.Array, needed: jax.Array) -> Read:
+        return sampled_rows.read(part, inverse, needed, k)
 
     if implementation == "xla":
         return by_xla(part, inverse, needed)
