@@ -43,22 +43,28 @@ def choose_implementation(implementation: str | None, logits: jax.Array) -> Runn
       NotImplementedError: the GPU kernels are wanted, but cannot run on logits of this shape. Where
         they cannot run on the device, the lowering of the program says so.
     """
-    if implementation is not None and implementation not in get_args(Implementation):
-        raise ValueError(
-            f"implementation = {implementation!r} is not known; choose one of "
-            f"{', '.join(map(repr, get_args(Implementation)))} or None"
-        )
+    check_name(implementation)
     if implementation == "xla":
         return XLA
     obstacle = shape_obstacle(logits)
     if implementation == "mosaic_gpu":
         if obstacle is not None:
-            _refuse(obstacle)
+            refuse(obstacle)
         return MOSAIC_GPU
     return XLA if obstacle is not None else FASTEST
 
 
-def _refuse(obstacle: str) -> NoReturn:
+def check_name(implementation: str | None) -> None:
+    """Raise ValueError if there is no implementation of this name; None is the choice of one."""
+    if implementation is not None and implementation not in get_args(Implementation):
+        raise ValueError(
+            f"implementation = {implementation!r} is not known; choose one of "
+            f"{', '.join(map(repr, get_args(Implementation)))} or None"
+        )
+
+
+def refuse(obstacle: str) -> NoReturn:
+    """Say why the GPU kernels cannot run."""
     raise NotImplementedError(
         f"implementation = 'mosaic_gpu' cannot run: {obstacle}; use 'xla' or None"
     )
@@ -166,7 +172,7 @@ class _Kernel(NamedTuple):
 
     def elsewhere(self, *arguments: Any, obstacle: str = "there is no CUDA device here") -> Any:
         if self.otherwise is None:
-            _refuse(obstacle)
+            refuse(obstacle)
         return self.otherwise(*self.complete(arguments))
 
     def complete(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ def estimate(
     tiling: Tiling,
     kernels: Sequence[Kernel],
     chip: model.Chip,
-    masked: bool = False,
+    more: int = 0,
 ) -> Estimate:
     """The model's time of a call without extra ids.
 
@@ -62,19 +62,18 @@ def estimate(
       tiling: as compiled.
       kernels: pass 1 and pass 2.
       chip: what it runs on.
-      masked: whether pass 1 reads a bit mask of tokens too.
+      more: bytes that pass 1 reads or writes of a row besides: of a mask, of group sums.
     """
     size = jnp.dtype(shape.dtype).itemsize
     groups = tiling.num_groups * size if selected else 0
     again = min(selected, tiling.num_groups) * tiling.group_width * size
     results = 12 * tiling.programs
-    mask = shape.vocabulary // 8 if masked else 0
     first, second = kernels
     pass1 = model.Launched(
         first.code,
         first.registers,
         shape.rows * tiling.programs,
-        shape.rows * (shape.vocabulary * size + groups + results + mask),
+        shape.rows * (shape.vocabulary * size + groups + results + more),
         trips.of_pass1(tiling),
     )
     pass2 = model.Launched(

@@ -82,11 +82,14 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
 
 
 def of_pass1(tiling: Tiling) -> Trips:
-    """A loop with exponentials is the steps of a program."""
+    """A loop with exponentials is the steps of a program; of two, the longer one turns."""
     steps = -(-tiling.num_steps // max(tiling.splits, 1))
 
     def trips(code: Code, loop: Loop) -> float:
-        return steps if "MUFU.EX2" in code.names(loop) else 1
+        if "MUFU.EX2" not in code.names(loop):
+            return 1
+        loops = [other for other in code.loops if "MUFU.EX2" in code.names(other)]
+        return steps if loop == max(loops, key=lambda other: len(code.names(other))) else 0
 
     return trips
 

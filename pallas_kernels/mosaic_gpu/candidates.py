@@ -82,8 +82,8 @@ class Vector(NamedTuple):
     """Some consecutive logits of a chosen group."""
 
     start: Word  # the id of the first one
-    begin: Word  # ids of the group's block start here; the group's own lie
-    end: Word  # before this
+    begin: Word  # ids of the group's block start here (of fixed groups, the vector's own)
+    end: Word  # and end before this
 
 
 def _vector(where: Candidates, number: Word) -> Vector:
@@ -92,6 +92,10 @@ def _vector(where: Candidates, number: Word) -> Vector:
     each = tiling.group_width // tiling.vector
     place = number >> _log2(each)
     group = word(thread.load(where.chosen_ref, thread.smaller(place, where.groups - 1)))
+    if tiling.fixed:  # where a vector goes beyond the row, it is read from further left
+        begin = group * tiling.group_width + (number & (each - 1)) * tiling.vector
+        start = thread.smaller(begin, tiling.vocabulary - tiling.vector)
+        return Vector(start, begin, thread.select(place < where.groups, tiling.vocabulary, 0))
     block = group >> _log2(tiling.groups_per_block)
     begin = block * tiling.block - where.skew
     start = begin  # as `Tiling.group_ids`, and no more of it than a vocabulary needs

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mosaic_gpu
+import numpy as np
 from jax._src.lib.mlir.dialects import gpu as mlir_gpu
 from jax._src.lib.mlir.dialects import llvm as mlir_llvm
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -151,6 +152,15 @@ def kept(vector: Any, bits: Word) -> Any:
     )
 
 
+def one_each(value: Word, layout: Any, shape: tuple[int, ...]) -> Any:
+    """A vector of floats in a layout in which a thread holds one element, this value."""
+    tiled = layout.to_mgpu()
+    undefined = llvm.mlir_undef(ir.VectorType.get((1,), value.value.type))
+    one = llvm.insertelement(undefined, value.value, word(0).value)
+    registers = np.full(tiled.registers_shape(shape), one, dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+
 def scalar(value: Word) -> Any:
     """A number that all threads agree on, as an inline function returns it."""
     return mgpu.FragmentedArray.splat(value.value, (), is_signed=True)
@@ -179,6 +189,23 @@ def larger(a: Any, b: Any) -> Word:
 def lowest_bit(a: Word) -> Word:
     """The number of the lowest bit that is set; 32 for 0."""
     return Word(math.cttz(a.value))
+
+
+def in_pairs(values: Sequence[Word]) -> Word:
+    """The sum of 2**n floats, in pairs."""
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [Word(arith.addf(a.value, b.value)) for a, b in pairs]
+    return values[0]
+
+
+def sum_over_lanes(x: Word, lanes: int) -> Word:
+    """The sum of floats of 2**n neighboring lanes, in pairs; each of them gets it."""
+    distance = 1
+    while distance < lanes:
+        x = in_pairs([x, Word(utils.shfl_bfly(x.value, distance))])
+        distance *= 2
+    return x
 
 
 def bits_of(x: Word) -> Word:
@@ -269,6 +296,15 @@ def load_aligned(ref: Any, index: Any, count: int) -> list[Any]:
     pointer = place(ref, index, element)
     found = llvm.load(ir.VectorType.get((count,), element), pointer)
     return [llvm.extractelement(found, word(i).value) for i in range(count)]
+
+
+def load_or(ref: Any, index: Any, count: int, condition: Word, otherwise: float) -> Any:
+    """A vector from an index that is a multiple of count; other values where it does not hold."""
+    element = ir.MemRefType(ref.type).element_type
+    kind = ir.VectorType.get((count,), element)
+    found = llvm.load(kind, place(ref, index, element))
+    values = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(element, otherwise))
+    return arith.select(condition.value, found, arith.constant(kind, values))
 
 
 def load_floats(ref: Any, index: Any, count: int) -> list[Word]:

@@ -15,6 +15,10 @@ Where V is no multiple of a vector, most rows start between two of them. Blocks 
 aligned places: `skew` logits before where they would be in an aligned row, so that vectors can be
 loaded in every row. The blocks that reach over an end of the row are edges. They are moved inside,
 read one logit at a time, and masked, so that every logit belongs to one group.
+
+Rows that are sampled have groups of their own (`choose_fixed_tiling`): 256 logits from a multiple
+of 256 on in every row, since a draw depends on them. There is no skew and no block is moved; where
+rows start between two vectors, logits are loaded in the widest vectors that every row allows.
 """
 
 from dataclasses import dataclass
@@ -27,6 +31,7 @@ BLOCK = 4096  # logits, where the vocabulary has so many
 VECTOR_BYTES = 16
 WARPGROUP = 128
 MIN_GROUP_WIDTH = 128  # pass 2 reads a group with a warpgroup
+RUN = 8  # consecutive logits of a thread in a fixed group, however many it loads at once
 
 # An H100 has 132 multiprocessors; with up to 128 registers a thread, 4 programs fit on each. So
 # many run at once; a few more would run alone after them.
@@ -45,6 +50,7 @@ class Tiling:
     group_width: int
     blocks_per_step: int
     splits: int
+    fixed: bool = False  # groups begin at multiples of their width in every row
 
     @property
     def vector(self) -> int:
@@ -55,6 +61,11 @@ class Tiling:
     def aligned(self) -> bool:
         """Whether every row starts at a vector, as the array does."""
         return self.vocabulary % self.vector == 0
+
+    @property
+    def shifted(self) -> bool:
+        """Whether rows have a skew, and so edges at both ends."""
+        return not self.aligned and not self.fixed
 
     @property
     def groups_per_block(self) -> int:
@@ -72,7 +83,7 @@ class Tiling:
     @property
     def num_blocks(self) -> int:
         """The number of blocks that cover a row with the largest skew."""
-        skew = 0 if self.aligned else self.vector - 1
+        skew = self.vector - 1 if self.shifted else 0
         return -(-(self.vocabulary + skew) // self.block)
 
     @property
@@ -87,7 +98,7 @@ class Tiling:
     @property
     def first_block(self) -> int:
         """The first block of the first step."""
-        return 0 if self.aligned else 1
+        return 1 if self.shifted else 0
 
     @property
     def num_steps(self) -> int:
@@ -107,7 +118,7 @@ class Tiling:
 
     def skew(self, row: Any) -> Any:
         """The number of logits by which this row's blocks start earlier than those of row 0."""
-        return row * (self.vocabulary % self.vector) % self.vector
+        return row * (self.vocabulary % self.vector if self.shifted else 0) % self.vector
 
     def block_ids(self, block: Any, skew: Any) -> tuple[Any, Any, Any]:
         """The first id that a block reads, and the first and the last + 1 that belong to it."""
@@ -120,6 +131,10 @@ class Tiling:
 
         At a row's edges a group also reads ids of the groups beside it.
         """
+        if self.fixed:
+            begin = group * self.group_width
+            start = jnp.minimum(begin, self.vocabulary - self.group_width)
+            return start, begin, begin + self.group_width
         start, begin, end = self.block_ids(group // self.groups_per_block, skew)
         return start + group % self.groups_per_block * self.group_width, begin, end
 
@@ -132,6 +147,30 @@ class Tiling:
             lane_dims=(-3, -2),
             vector_dim=-1,
         )
+
+    def fixed_layout(self, vector: int) -> Any:
+        """Registers of a piece of fixed groups: a run of logits a lane, in vectors of so many.
+
+        Which logits a lane has does not depend on the vectors, and so no sum's rounding does.
+        """
+        if vector == RUN:
+            return self.layout(vector)
+        groups, width = self.piece(RUN)
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((groups, width), (groups // 4, width), (RUN,), (vector,))),
+            warp_dims=(-6,),
+            lane_dims=(-4, -3),
+            vector_dim=-1,
+        )
+
+
+def choose_fixed_tiling(num_targets: int, vocabulary: int, dtype: str) -> Tiling:
+    """The cut of rows that are sampled: groups of 256 logits from a multiple of 256 on.
+
+    A step is one block: with two, and two exponentials a logit, fewer programs would fit.
+    """
+    steps = Tiling(vocabulary, dtype, 256, 1, 0, fixed=True).num_steps
+    return Tiling(vocabulary, dtype, 256, 1, choose_splits(num_targets, steps), fixed=True)
 
 
 def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tiling:

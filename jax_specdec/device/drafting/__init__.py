@@ -13,11 +13,11 @@ from jax_specdec.device.drafting.drafters import (
     MtpDrafter,
     NgramDrafter,
     NoDrafter,
-    draw,
-    joined,
 )
+from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
+from jax_specdec.device.sampling.verify import Tell
 
 __all__ = [
     "Drafter",
@@ -32,4 +32,5 @@ __all__ = [
     "make_drafter",
     "draw",
     "joined",
+    "Tell",
 ]

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tests.pallas_kernels.mosaic_gpu.ptx import kernels
-from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, mutant_case
+from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.ptx_machine.parser import PtxError, parse
 
 FLIPS = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
@@ -108,7 +108,7 @@ def noticed(
     kernel_set = originals | {mutated.name: mutated}
     stand = kernels.Stand(schedule, lambda body, options, args: kernel_set[options["kernel_name"]])
     try:
-        with kernels.executed(stand):
+        with kernels.executed(stand, case.modules):
             result = case.call()
         case.check(result)
     except PtxError as error:
@@ -120,6 +120,7 @@ def noticed(
 
 
 def report(
+    case: Case,
     compiler: kernels.Compiler,
     schedule: kernels.Schedule,
     number: int,
@@ -127,9 +128,8 @@ def report(
     console: Console,
 ) -> list[str]:
     """Try some mutants of each kind and say what found them; errors for a kind that none found."""
-    case = mutant_case()
     stand = kernels.Stand(schedule, compiler)
-    with kernels.executed(stand):
+    with kernels.executed(stand, case.modules):
         result = case.call()
     bits = [np.asarray(x).tobytes() for x in jax.tree.leaves(result)]
     originals = {run.kernel.name: run.kernel for run in stand.runs}
@@ -153,9 +153,10 @@ def report(
     out = []
     for kind in sorted(kinds):
         hows = {how: n for (k, how), n in sorted(found.items()) if k == kind}
-        print(f"mutants: {kind}: {', '.join(f'{n} by {how}' for how, n in hows.items())}")
+        numbers = ", ".join(f"{n} by {how}" for how, n in hows.items())
+        print(f"mutants of {case.name}: {kind}: {numbers}")
         if set(hows) == {"missed"}:
-            out.append(f"no mutant of kind {kind} was noticed")
+            out.append(f"{case.name}: no mutant of kind {kind} was noticed")
     for text in missed:
         print(f"  missed: {text}")
     for text in out:

@@ -1,7 +1,7 @@
 """Every path of the GPU kernels, executed from its PTX: `.ci/heavy ptx`.
 
     --only WORD   the cases whose names have it
-    --mutants N   spoil N instructions of two kernels too, one at a time (default 200)
+    --mutants N   spoil N instructions of two calls' kernels too, one at a time (default 200)
     --seed N      which ones
     --chip B200   what the kernels are compiled for
 
@@ -23,8 +23,12 @@ from rich.table import Table
 
 from pallas_kernels.mosaic_gpu import h100
 from tests.pallas_kernels.mosaic_gpu.ptx import kernels, mutants
-from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases
+from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases, mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases
+from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import (
+    sampled_cases,
+    sampled_mutant_case,
+)
 from tests.ptx_machine import threads
 from tests.ptx_machine.arithmetic import Errors
 from tests.ptx_machine.parser import PtxError
@@ -105,13 +109,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     gc.freeze()  # jax has made many objects, and they stay
     compiler, console = kernels.Compiler(options.chip), Console(width=130)
-    wrong = execute_all([*all_cases(), *option_cases()], options.only, compiler, console)
+    cases = [*all_cases(), *option_cases(), *sampled_cases()]
+    wrong = execute_all(cases, options.only, compiler, console)
     other = kernels.others_in_program(compiler)
     print(f"kernels that are others in a whole program than alone: {other or 'none'}")
     wrong += len(other)
     if options.mutants and not wrong:
-        missed = mutants.report(compiler, EXACT[0], options.mutants, options.seed, console)
-        wrong += len(missed)
+        each = options.mutants // 2
+        for case in (mutant_case(), sampled_mutant_case()):
+            missed = mutants.report(case, compiler, EXACT[0], each, options.seed, console)
+            wrong += len(missed)
     return min(wrong, 1)
 
 

@@ -1,0 +1,55 @@
+"""Reads of sampled rows, compiled for `bench.aot`: pass 1 with group sums, pass 2 for candidates.
+
+The calls take the tiling and the kernels that `pallas_kernels.mosaic_gpu.run_sampled` takes, for
+one of its numbers of candidates; which one is needed is known when the program runs.
+"""
+
+from typing import Any
+
+import jax
+from jax.stages import Lowered
+
+from bench.gpu import sass
+from pallas_kernels.mosaic_gpu import h100, pass1_groups, run_sampled
+from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.shapes import Shape
+
+# Sums at the rows' temperatures; beside them, for raw logprobs, sums at temperature 1.
+PATHS = ("sampled", "sampled, raw")
+SHAPES = (
+    Shape(1536, 131_072, 20, "bfloat16"),
+    Shape(64, 151_936, 128, "bfloat16"),
+    Shape(64, 131_072, 20, "float32"),
+    Shape(64, 50_257, 20, "bfloat16"),
+)
+
+
+def tiling_of(shape: Shape) -> Tiling:
+    """The cut of the rows."""
+    return choose_fixed_tiling(shape.rows, shape.vocabulary, shape.dtype)
+
+
+def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
+    """Both passes at one shape, before they are compiled."""
+    tiling, raw = tiling_of(shape), path == PATHS[1]
+    number = -(-shape.vocabulary // tiling.group_width)
+
+    def call(logits: jax.Array, inverse: jax.Array) -> Any:
+        out = pass1_groups.read_groups(tiling, logits, inverse, raw)
+        top = run_sampled.top_of_groups(logits, tiling, out, shape.k)
+        return run_sampled.of_rows(out, tiling, number), top
+
+    logits = device.array((shape.rows, shape.vocabulary), shape.dtype)
+    return jax.jit(call).lower(logits, device.array((shape.rows,), "float32"))
+
+
+def loops_per_logit(kernel: sass.Kernel, tiling: Tiling) -> list[float]:
+    """Instructions a logit of pass 1's loops, ascending: with one exponential, with two."""
+    each = tiling.block * tiling.blocks_per_step / 128
+    loops = [kernel.code.names(loop) for loop in kernel.code.loops]
+    return sorted(len(names) / each for names in loops if "MUFU.EX2" in names)
+
+
+def bytes_of_sums(path: str, tiling: Tiling) -> int:
+    """What pass 1 writes of a row beside the maxima."""
+    return 4 * tiling.num_groups * (1 + PATHS.index(path))

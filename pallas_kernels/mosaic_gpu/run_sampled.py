@@ -1,0 +1,136 @@
+"""The read of sampled rows in the Pallas Mosaic GPU kernels: what `sampled_rows.read` does.
+
+Pass 1 (`pass1_groups`) reads the logits once, for the groups' maxima and sums. Pass 2
+(`pass2_finish`) selects candidates from the groups, if a row needs any. Drawing is left to XLA: it
+works on [R, V / 256] and [R, 256] numbers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import vary_like
+from pallas_kernels.group_sums import GroupSums
+from pallas_kernels.mosaic_gpu import pass1_groups, pass2_finish, run
+from pallas_kernels.mosaic_gpu.pass1_groups import GroupOutputs
+from pallas_kernels.mosaic_gpu.pass2_finish import Inputs
+from pallas_kernels.mosaic_gpu.targets import make_targets
+from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.sampled_rows import FEW, MANY, Part, Read, Top, whole_groups
+from pallas_kernels.wanted import Wanted
+
+
+def read(
+    part: Part,
+    inverse: jax.Array,
+    needed: jax.Array,
+    k: int,
+    tiling: Tiling | None = None,
+    interpret: Any = None,
+) -> Read:
+    """`sampled_rows.read`, with the kernels.
+
+    Where groups end with the columns, or the row ends in its last one, pass 1 reads the columns
+    alone. Else (`part.tail` has two groups) it reads the whole groups among them, and in a launch
+    of its own the tail; candidates, which are the columns', then take a read of their own.
+    """
+    raw, rows = k >= 0, part.logits.shape[0]
+    if part.tail.shape[1] < 2:
+        tiling = tiling or choose_fixed_tiling(rows, part.logits.shape[1], part.logits.dtype.name)
+        out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, None, interpret)
+        groups, raw_sums = of_rows(out, tiling, whole_groups(part) + part.tail.shape[1])
+    else:
+        groups, raw_sums = _split_groups(part, inverse, raw, interpret)
+
+    def top(count: int) -> Top:
+        if part.tail.shape[1] == 2:
+            found = _top_of_columns(part.logits, count, interpret)
+        else:
+            assert tiling is not None
+            found = top_of_groups(part.logits, tiling, out, count, interpret)
+        return vary_like(found, (part, inverse, needed))
+
+    return Read(
+        *vary_like((groups, raw_sums), (part, inverse)), *_candidates(part.logits, needed, k, top)
+    )
+
+
+def of_rows(out: GroupOutputs, tiling: Tiling, number: int) -> tuple[GroupSums, jax.Array]:
+    """[R, G] of what pass 1 has left, and the sums at temperature 1 [R, G], or [R, 0]."""
+
+    def of_row(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, tiling.padded_groups)[:, :number]
+
+    sums = of_row(out.sums)
+    raw = sums[:, :0] if out.raw_sums is None else of_row(out.raw_sums)
+    return GroupSums(of_row(out.maxima).astype(jnp.float32), sums), raw
+
+
+def _split_groups(
+    part: Part, inverse: jax.Array, raw: bool, interpret: Any
+) -> tuple[GroupSums, jax.Array]:
+    """`of_rows` of columns that begin or end inside a group."""
+    rows, width = part.tail.shape[0], part.tail.shape[1] * part.tail.shape[2]
+    dtype, whole = part.logits.dtype.name, whole_groups(part)
+    tail = choose_fixed_tiling(rows, width, dtype)
+    out = pass1_groups.read_groups(
+        tail, part.tail.reshape(rows, width), inverse, raw, None, interpret
+    )
+    last = of_rows(out, tail, part.tail.shape[1])
+    if not whole:
+        return last
+    tiling = choose_fixed_tiling(rows, whole * part.tail.shape[2], dtype)
+    offset = part.offset.reshape(1)
+    out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, offset, interpret)
+    both = of_rows(out, tiling, whole), last
+    joined: tuple[GroupSums, jax.Array] = jax.tree.map(
+        lambda x, y: jnp.concatenate([x, y], axis=1), *both
+    )
+    return joined
+
+
+def _candidates(logits: jax.Array, needed: jax.Array, k: int, top: Any) -> Top:
+    """The largest logits, as many as the row needs that needs most: none, `FEW` or `MANY`."""
+    rows, vocabulary = logits.shape
+    columns = min(max(k, MANY), vocabulary)
+    counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
+
+    def padded(count: int) -> Top:
+        ids = jnp.full((rows, columns), -1, jnp.int32)
+        values = jnp.full((rows, columns), -jnp.inf, jnp.float32)
+        if not count:
+            return vary_like(Top(ids, values), (logits, needed))
+        found = top(count)
+        return Top(ids.at[:, :count].set(found.ids), values.at[:, :count].set(found.logits))
+
+    if len(counts) == 1:
+        return padded(counts[0])
+    enough = jnp.asarray(counts[:-1], jnp.int32)
+    index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
+    found: Top = lax.switch(index, [lambda count=count: padded(count) for count in counts])
+    return found
+
+
+def top_of_groups(
+    logits: jax.Array, tiling: Tiling, out: GroupOutputs, k: int, interpret: Any = None
+) -> Top:
+    """Pass 2."""
+    rows = logits.shape[0]
+    inputs = Inputs(
+        logits.reshape(-1), None, out.partials, out.maxima, make_targets(None, None, None)
+    )
+    found = pass2_finish.finish_rows(tiling, Wanted(k), "parts", inputs, rows, rows, interpret)
+    return _top(found.ids.reshape(rows, k), found.values.reshape(rows, k))
+
+
+def _top_of_columns(logits: jax.Array, k: int, interpret: Any) -> Top:
+    """Both passes of a call without sampling; no logit is larger than infinity."""
+    nothing = jnp.full(logits.shape[0], jnp.inf, jnp.float32)
+    found = run.row_parts(logits, nothing, Wanted(k), None, None, None, interpret=interpret)
+    return _top(found.top_ids, found.top_logits)
+
+
+def _top(ids: jax.Array, logits: jax.Array) -> Top:
+    return Top(jnp.where(logits > -jnp.inf, ids, jnp.int32(-1)), logits)

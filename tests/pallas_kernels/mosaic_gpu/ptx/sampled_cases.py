@@ -1,0 +1,173 @@
+"""Reads of rows that are sampled, to be executed as PTX: sums of fixed groups, and candidates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import oracle
+from pallas_kernels.group_sums import WIDTH, inverse_temperature
+from pallas_kernels.mosaic_gpu import pass1_groups, pass2_finish, run_sampled
+from pallas_kernels.mosaic_gpu.tiling import Tiling
+from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, edge_rows
+
+MODULES = (pass1_groups, pass2_finish)
+# Rounding: exponentials of 2**-22, the scale and its product with a difference, 8 additions; with
+# the largest errors that the PTX ISA allows. A difference of d is exp(-d) of the sum.
+ERROR = 2e-6
+
+
+def fixed(vocabulary: int, dtype: str, blocks_per_step: int = 1, splits: int = 1) -> Tiling:
+    """A cut of rows into fixed groups."""
+    return Tiling(vocabulary, dtype, WIDTH, blocks_per_step, splits, fixed=True)
+
+
+def in_groups(x: np.ndarray) -> np.ndarray:
+    """[R, V] -> [R, G, 256] float64; -inf behind the last token."""
+    missing = -x.shape[1] % WIDTH
+    padded = np.pad(x.astype(np.float64), ((0, 0), (0, missing)), constant_values=-np.inf)
+    return padded.reshape(len(x), -1, WIDTH)
+
+
+def expected_sums(x: np.ndarray, temperatures: np.ndarray) -> np.ndarray:
+    """The sums [R, G] of exp((x - group's maximum) / T) in float64; NaN as `GroupSums` says."""
+    groups = in_groups(x)
+    with np.errstate(invalid="ignore"):
+        largest = groups.max(axis=2, keepdims=True)
+        terms = np.exp((groups - largest) / temperatures.astype(np.float64)[:, None, None])
+    empty = largest[..., 0] == -np.inf
+    return np.where(empty, 0, np.where(np.isinf(largest[..., 0]), np.nan, terms.sum(axis=2)))
+
+
+def check_sums(found: Any, raw: Any, x: np.ndarray, temperatures: np.ndarray) -> None:
+    """Maxima exact, sums within rounding; `raw` at temperature 1, or None."""
+    wrong = np.isnan(in_groups(x)).any(axis=2)
+    maxima = np.array(found.maxima)
+    np.testing.assert_array_equal(np.where(wrong, 0, maxima), np.where(wrong, 0, _largest(x)))
+    checks = [(found.sums, temperatures)]
+    if raw is not None:
+        checks.append((raw, np.ones(len(x), np.float32)))
+    for sums, t in checks:
+        np.testing.assert_allclose(np.asarray(sums), expected_sums(x, t), rtol=ERROR, atol=1e-30)
+
+
+def _largest(x: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        largest: np.ndarray = in_groups(x).max(axis=2)
+    return largest
+
+
+def read(name: str, tiling: Tiling, k: int, raw: bool = False, rows: int | None = None) -> Case:
+    """Sums at the rows' temperatures, at 1 too, and candidates; all of them against float64."""
+    x = edge_rows(tiling)[:rows]
+    rng = np.random.default_rng(tiling.vocabulary)
+    temperatures = rng.choice(TEMPERATURES, len(x)).astype(np.float32)
+    temperatures[:2] = 1, 0.7
+    logits, inverse = jnp.asarray(x), inverse_temperature(jnp.asarray(temperatures))
+    number = in_groups(x).shape[1]
+
+    def call() -> Any:
+        out = pass1_groups.read_groups(tiling, logits, inverse, raw)
+        groups, raw_sums = run_sampled.of_rows(out, tiling, number)
+        raw_sums = raw_sums if raw else None
+        top = run_sampled.top_of_groups(logits, tiling, out, k) if k else None
+        partials = np.asarray(out.partials)[: 2 * len(x) * tiling.programs]
+        return _known(x, groups), raw_sums, top, partials.reshape(2, len(x), -1)
+
+    def check(found: Any) -> None:
+        groups, raw_sums, top, partials = found
+        check_sums(groups, raw_sums, x, np.where(temperatures > 0, temperatures, np.float32(1)))
+        valid = [row for row in range(len(x)) if oracle.is_valid(x[row])]
+        assert not (partials[1].sum(axis=1) > 0)[[*{*range(len(x))} - {*valid}]].any()
+        np.testing.assert_array_equal(partials[0][valid].max(axis=1), x[valid].max(axis=1))
+        total = np.asarray(groups.sums).sum(axis=1)
+        np.testing.assert_allclose(partials[1].sum(axis=1)[valid], total[valid], rtol=1e-5)
+        for row in valid if k else ():
+            ids = oracle.top_ids(x[row].astype(np.float64), k)
+            np.testing.assert_array_equal(top.ids[row, : len(ids)], ids)
+            np.testing.assert_array_equal(
+                top.logits[row, : len(ids)], x[row].astype(np.float32)[ids]
+            )
+            assert (np.asarray(top.ids)[row, len(ids) :] == -1).all()
+
+    return Case(name, tiling, k, len(x), call, check, MODULES)
+
+
+def _known(x: np.ndarray, groups: Any) -> Any:
+    """The groups with 0 where a maximum is promised to be anything."""
+    wrong = np.isnan(in_groups(x)).any(axis=2)
+    return groups._replace(maxima=np.where(wrong, 0, np.array(groups.maxima)))
+
+
+def same_bits(name: str) -> Case:
+    """One group's sum wherever it lies: row, dtype, vectors, programs, columns before it."""
+    rng = np.random.default_rng(1)
+    tokens = (rng.normal(size=(3, 17 * WIDTH + 40)) * 4).astype(jnp.bfloat16)
+    inverse = inverse_temperature(jnp.asarray([1, 0.7, 0.7], jnp.float32))
+    width = tokens.shape[1]
+
+    def sums(x: Any, tiling: Tiling, order: Any, offset: Any = None) -> Any:
+        out = pass1_groups.read_groups(tiling, jnp.asarray(x), inverse[order], True, offset)
+        number = -(-tiling.vocabulary // WIDTH)
+        groups, raw = run_sampled.of_rows(out, tiling, number)
+        return groups.maxima, groups.sums, raw
+
+    def shifted(by: int) -> Any:  # as on a shard whose first group begins at this column
+        return np.concatenate([np.ones((3, by), jnp.bfloat16), tokens], axis=1)
+
+    order = np.arange(3)
+    whole = 17 * WIDTH
+
+    def call() -> Any:
+        longer = np.concatenate([tokens, np.full((3, 4099), -np.inf, jnp.bfloat16)], axis=1)
+        return [
+            sums(tokens, fixed(width, "bfloat16"), order),
+            sums(tokens[::-1], fixed(width, "bfloat16"), order[::-1]),
+            sums(tokens.astype(np.float32), fixed(width, "float32"), order),
+            sums(longer, fixed(longer.shape[1], "bfloat16", 1, 2), order),  # odd
+            sums(longer.astype(np.float32), fixed(longer.shape[1], "float32"), order),
+            sums(shifted(48), fixed(whole, "bfloat16"), order, jnp.asarray([48], jnp.int32)),
+            sums(shifted(1), fixed(whole, "bfloat16"), order, jnp.asarray([1], jnp.int32)),
+            sums(tokens[:, 16 * WIDTH :], fixed(width - 16 * WIDTH, "bfloat16", 1, 0), order),
+        ]
+
+    def check(found: Any) -> None:
+        first = [np.asarray(x) for x in found[0]]
+        for other in found[1:]:
+            there = [np.asarray(x) for x in other]
+            if other is found[1]:
+                there = [x[::-1] for x in there]
+            last = other is found[-1]
+            number = min(there[0].shape[1], first[0].shape[1])
+            for a, b in zip(first, there, strict=True):
+                mine = a[:, -number:] if last else a[:, :number]
+                np.testing.assert_array_equal(mine, b[:, :number])
+        check_sums(_pair(found[0]), found[0][2], tokens, np.asarray([1, 0.7, 0.7], np.float32))
+
+    return Case(name, fixed(width, "bfloat16"), 0, 3, call, check, (pass1_groups,))
+
+
+def _pair(found: Any) -> Any:
+    return run_sampled.GroupSums(found[0], found[1])
+
+
+def sampled_mutant_case() -> Case:
+    """A quick case for spoiled kernels: pass 1 alone, steps and an edge, both temperatures."""
+    return read("sampled", fixed(8452, "bfloat16", 1, 1), 0, raw=True, rows=8)
+
+
+def sampled_cases() -> list[Callable[[], Case]]:
+    """Functions that make the cases, one by one."""
+    bf16, f16, f32 = "bfloat16", "float16", "float32"
+    few = 8
+    return [
+        lambda: read("sampled", fixed(8448, bf16, 2), 5),
+        lambda: read("sampled, raw, split", fixed(12_544, bf16, 1, 2), 3, raw=True),
+        lambda: read("sampled, odd", fixed(12_291, bf16, 1, 2), 7, raw=True),
+        lambda: read("sampled, float32, ragged", fixed(8452, f32, 1, 2), 20, raw=True),
+        lambda: read("sampled, float32, odd", fixed(4867, f32), 0),
+        lambda: read("sampled, even", fixed(8450, f16), 2, rows=few),
+        lambda: read("sampled, more than groups", fixed(4360, bf16, 1, 1), 64, rows=few),
+        lambda: same_bits("sampled, same bits"),
+    ]
