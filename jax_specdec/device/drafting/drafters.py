@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.model.llama import logits
+from jax_specdec.device.model.llama import project
 from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
 from jax_specdec.device.model.prefill import mtp_prefill
@@ -211,7 +211,7 @@ class MtpDrafter:
                 hidden, state = mtp_forward(
                     params, self.config, hidden, drawn[-1].token_ids, place, state
                 )
-            found = logits(params, self.config, hidden)
+            found = project(params, self.config, hidden)
             drawn.append(draw(found, context.sampling, context.lengths + index, self.parallel))
         return joined(drawn, context.limit), state
 
