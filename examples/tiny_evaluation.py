@@ -47,7 +47,7 @@ def sequence_hidden(
 
     # Unrolled: on CPU the gradient of a loop takes twice as long as that of straight code.
     x, _ = lax.scan(body, llama.embed(params, config, ids[:, :s]), params.layers, unroll=True)
-    hidden = [llama.rms_norm(x, params.final_norm, config.norm_eps)]
+    hidden = [llama.norm(config, x, params.final_norm)]
     # Draft n starts from position i of draft n-1 and stands at position i+n-1. As in decoding, it
     # sees the entries 0..i made from the decoder's states, and what its own chain left behind.
     keys: list[jax.Array] = []
@@ -65,7 +65,7 @@ def sequence_hidden(
         layer = jax.tree.map(lambda leaf: leaf[0], mtp_layers.layers)
         x = mtp.mtp_inputs(params, config, hidden[-1], ids[:, n : n + s])
         x, _ = llama.decoder_layer(layer, config, x, positions + (n - 1), chain)
-        hidden.append(llama.rms_norm(x, mtp_layers.final_norm, config.norm_eps))
+        hidden.append(llama.norm(config, x, mtp_layers.final_norm))
     return hidden
 
 

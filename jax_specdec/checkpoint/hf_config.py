@@ -1,9 +1,8 @@
 """A Hugging Face model directory's config.json as a `ModelConfig`. No jax.
 
-Decoders that are Llama's up to optional parts are supported. An option that the decoder does not
-compute is refused by name, never ignored. Both spellings of rotary positions and types are read:
-`rope_parameters` and `dtype` (transformers 5), `rope_theta`, `rope_scaling` and `torch_dtype`
-(before).
+Decoders that are Llama's up to optional parts are supported (`hf_families.py`). An option that the
+decoder does not compute is refused by name, never ignored. Both spellings of types are read:
+`dtype` (transformers 5) and `torch_dtype` (before).
 """
 
 import json
@@ -13,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, RopeScaling
+from jax_specdec.checkpoint.hf_families import FAMILIES, options
+from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}  # if config.json names none; others use D / H
+ARCHITECTURES = tuple(FAMILIES)
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
@@ -58,7 +57,6 @@ def read_config(directory: Path, *, dtype: str = "") -> HfConfig:
         raise FileNotFoundError(_what_it_is(directory))
     fields = read_json(path)
     architecture = _architecture(path, fields)
-    _refuse_what_is_not_computed(path, fields)
     try:
         model = _model(architecture, fields, dtype)
     except KeyError as error:
@@ -121,26 +119,10 @@ def _architecture(path: Path, fields: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def _refuse_what_is_not_computed(path: Path, fields: Mapping[str, Any]) -> None:
-    """Refuse options that change the result and that the decoder lacks."""
-    layers = set(fields.get("layer_types") or ()) - {"full_attention"}
-    checks = (
-        ("hidden_act", fields.get("hidden_act", "silu") in ("silu", "swish"), "silu"),
-        ("mlp_bias", not fields.get("mlp_bias"), "false"),
-        ("use_sliding_window", not fields.get("use_sliding_window"), "false"),
-        ("layer_types", not layers, "full_attention everywhere"),
-        ("quantization_config", not fields.get("quantization_config"), "none: bf16, f16 or f32"),
-    )
-    for name, fine, supported in checks:
-        if not fine:
-            raise CheckpointError(
-                f"{path}: {name} = {fields[name]!r} is not supported, only {supported}"
-            )
-
-
 def _model(architecture: str, fields: Mapping[str, Any], dtype: str) -> ModelConfig:
+    fields = {**FAMILIES[architecture].defaults, **fields}
     heads = fields["num_attention_heads"]
-    head_dim = fields.get("head_dim") or DEFAULT_HEAD_DIM.get(architecture)
+    head_dim = fields.get("head_dim") or FAMILIES[architecture].defaults.get("head_dim")
     if head_dim is None:
         head_dim, rest = divmod(fields["hidden_size"], heads)
         if rest:
@@ -148,57 +130,20 @@ def _model(architecture: str, fields: Mapping[str, Any], dtype: str) -> ModelCon
                 f"hidden_size = {fields['hidden_size']} is not a multiple of num_attention_heads "
                 f"= {heads}, and there is no head_dim"
             )
-    theta, scaling = _rope(fields)
-    bias = bool(fields.get("attention_bias"))
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
-    return ModelConfig(
-        vocab_size=fields["vocab_size"],
-        hidden_size=fields["hidden_size"],
-        num_layers=fields["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        intermediate_size=fields["intermediate_size"],
-        rope_theta=theta,
-        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        num_mtp_layers=0,
-        dtype=_dtype(fields, dtype),
-        qkv_bias=bias or is_qwen2,
-        output_bias=bias and not is_qwen2,
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        rope_scaling=scaling,
-    )
-
-
-def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The rotary base, and how the frequencies are slowed down."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", fields.get("rope_theta", 10_000.0)))
-    for where in (rope, fields):
-        if where.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(
-                f"partial_rotary_factor = {where['partial_rotary_factor']!r} is not supported, "
-                "only 1: the decoder turns every value of a head"
-            )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", float(rope["factor"]))
-    if kind == "llama3":
-        length = rope.get("original_max_position_embeddings")
-        return theta, RopeScaling(
-            "llama3",
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(fields["max_position_embeddings"] if length is None else length),
-        )
-    raise ValueError(
-        f"rotary positions of type {kind!r} are not supported; supported are default, linear and "
-        "llama3"
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": fields["vocab_size"],
+        "hidden_size": fields["hidden_size"],
+        "num_layers": fields["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": fields.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "intermediate_size": fields["intermediate_size"],
+        "norm_eps": float(fields.get("rms_norm_eps", 1e-6)),
+        "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
+        "num_mtp_layers": 0,
+        "dtype": _dtype(fields, dtype),
+    }
+    return ModelConfig(**(sizes | options(architecture, fields)))
 
 
 def _dtype(fields: Mapping[str, Any], chosen: str) -> str:

@@ -1,9 +1,10 @@
 """How a Hugging Face checkpoint's tensors become the decoder's, by name and shape. No jax.
 
-An MTP head is recognized in DeepSeek-V3's layout (https://github.com/deepseek-ai/DeepSeek-V3,
-README_WEIGHTS.md): layer L, after the decoder's last, has the tensors of a layer and `enorm`,
-`hnorm`, `eh_proj` and `shared_head.norm`. It may store `embed_tokens` and `shared_head.head` again,
-which must then equal the decoder's.
+An MTP head of Llama, Qwen2 or Qwen3 is recognized in DeepSeek-V3's layout
+(https://github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md): layer L, after the decoder's last,
+has the tensors of a layer and `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`. It may store
+`embed_tokens` and `shared_head.head` again, which must then equal the decoder's. MiMo has its own
+(https://github.com/XiaomiMiMo/MiMo, modeling_mimo.py): `model.mtp_layers.0`.
 """
 
 import re
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jax_specdec.checkpoint.hf_config import HfConfig, read_config
+from jax_specdec.checkpoint.hf_families import FAMILIES
 from jax_specdec.checkpoint.hf_files import StoredTensor, check_shapes, stored_tensors
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 
@@ -26,6 +28,7 @@ class Source:
     Attributes:
       leaf: the dotted path in `ModelParams`.
       layer: the index in the leaf's leading axis; None for a leaf without one.
+      expert: the index in the axis behind that one; None for a leaf without one.
       name: its name in the file.
       shape: its shape in the file.
       transposed: it is stored [out, in], as torch's linear layers are, and becomes [in, out].
@@ -38,6 +41,7 @@ class Source:
     shape: tuple[int, ...]
     transposed: bool = False
     swapped: bool = False
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class HfModel:
     @property
     def sources(self) -> list[Source]:
         """Every tensor to load."""
-        return list(sources(self.config))
+        return list(sources(self.config, self.hf.architecture))
 
 
 def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
@@ -78,14 +82,17 @@ def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
     directory = Path(directory)
     hf = read_config(directory, dtype=dtype)
     stored = stored_tensors(directory)
-    mtp = f"model.layers.{hf.model.num_layers}."
-    has_mtp = f"{mtp}eh_proj.weight" in stored
+    config = replace(hf.model, num_mtp_layers=1)
+    layout = FAMILIES[hf.architecture].mtp
+    projections = [one.name for one in _mtp(config, layout) if one.leaf == "mtp.projection"]
+    has_mtp = any(name in stored for name in projections)
     config = replace(hf.model, num_mtp_layers=int(has_mtp))
-    wanted = {source.name: source.shape for source in sources(config)}
+    wanted = {source.name: source.shape for source in sources(config, hf.architecture)}
     check_shapes(stored, wanted, directory)
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
-    if has_mtp:
+    if has_mtp and layout == "deepseek":
+        mtp = f"model.layers.{config.num_layers}."
         copies |= {f"{mtp}embed_tokens.weight": EMBEDDING, f"{mtp}shared_head.head.weight": head}
     _refuse_unknown(hf, stored, wanted.keys() | copies.keys())
     present = tuple(pair for pair in copies.items() if pair[0] in stored)
@@ -102,42 +109,61 @@ def _refuse_unknown(hf: HfConfig, stored: dict[str, StoredTensor], known: Set[st
         )
 
 
-def sources(config: ModelConfig) -> Iterator[Source]:
-    """Every tensor that a model of this configuration has."""
-    d, mtp = config.hidden_size, f"model.layers.{config.num_layers}."
+def sources(config: ModelConfig, architecture: str) -> Iterator[Source]:
+    """Every tensor that a model of this configuration and architecture has."""
+    d = config.hidden_size
+    experts = FAMILIES[architecture].experts
     yield Source("embedding", None, EMBEDDING, (config.vocab_size, d))
     for index in range(config.num_layers):
-        yield from _layer(config, "layers", index, f"model.layers.{index}.")
+        yield from _layer(config, "layers", index, f"model.layers.{index}.", experts)
     yield Source("final_norm", None, "model.norm.weight", (d,))
     if not config.tie_embeddings:
         yield Source("head", None, HEAD, (config.vocab_size, d), transposed=True)
     if config.num_mtp_layers:
-        yield Source("mtp.token_norm", None, f"{mtp}enorm.weight", (d,))
-        yield Source("mtp.hidden_norm", None, f"{mtp}hnorm.weight", (d,))
-        # DeepSeek puts the token's half first, the decoder the hidden state's.
-        yield Source("mtp.projection", None, f"{mtp}eh_proj.weight", (d, 2 * d), True, True)
-        yield Source("mtp.final_norm", None, f"{mtp}shared_head.norm.weight", (d,))
-        yield from _layer(config, "mtp.layers", 0, mtp)
+        yield from _mtp(config, FAMILIES[architecture].mtp)
 
 
-def _layer(config: ModelConfig, leaf: str, index: int, prefix: str) -> Iterator[Source]:
-    d, f = config.hidden_size, config.intermediate_size
+def _mtp(config: ModelConfig, layout: str) -> Iterator[Source]:
+    """The tensors of an MTP head; none for an architecture without one."""
+    if not layout:
+        return
+    d, prefix = config.hidden_size, "model.mtp_layers.0."
+    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    if layout == "deepseek":
+        prefix = f"model.layers.{config.num_layers}."
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    token_norm, hidden_norm, projection, final_norm = (f"{prefix}{one}.weight" for one in names)
+    yield Source("mtp.token_norm", None, token_norm, (d,))
+    yield Source("mtp.hidden_norm", None, hidden_norm, (d,))
+    # DeepSeek puts the token's half first, MiMo and the decoder the hidden state's.
+    yield Source("mtp.projection", None, projection, (d, 2 * d), True, layout == "deepseek")
+    yield Source("mtp.final_norm", None, final_norm, (d,))
+    yield from _layer(config, "mtp.layers", 0, prefix, "")
+
+
+def _layer(
+    config: ModelConfig, leaf: str, index: int, prefix: str, experts: str
+) -> Iterator[Source]:
+    d = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     matrices = {
         "query": ("self_attn.q_proj", (q, d)),
         "key": ("self_attn.k_proj", (kv, d)),
         "value": ("self_attn.v_proj", (kv, d)),
         "output": ("self_attn.o_proj", (d, q)),
-        "gate": ("mlp.gate_proj", (f, d)),
-        "up": ("mlp.up_proj", (f, d)),
-        "down": ("mlp.down_proj", (d, f)),
     }
     for name, (stored, shape) in matrices.items():
         yield Source(f"{leaf}.{name}", index, f"{prefix}{stored}.weight", shape, transposed=True)
+    yield from _feed_forward(config, leaf, index, prefix, experts)
+    # Gemma calls the norm before the feed-forward part otherwise: it has one behind attention.
+    behind = "pre_feedforward" if config.post_norms else "post_attention"
     vectors = {
         "attention_norm": ("input_layernorm.weight", d),
-        "mlp_norm": ("post_attention_layernorm.weight", d),
+        "mlp_norm": (f"{behind}_layernorm.weight", d),
     }
+    if config.post_norms:
+        vectors["attention_post_norm"] = ("post_attention_layernorm.weight", d)
+        vectors["mlp_post_norm"] = ("post_feedforward_layernorm.weight", d)
     if config.qkv_bias:
         vectors["query_bias"] = ("self_attn.q_proj.bias", q)
         vectors["key_bias"] = ("self_attn.k_proj.bias", kv)
@@ -149,3 +175,21 @@ def _layer(config: ModelConfig, leaf: str, index: int, prefix: str) -> Iterator[
         vectors["key_norm"] = ("self_attn.k_norm.weight", config.head_dim)
     for name, (stored, size) in vectors.items():
         yield Source(f"{leaf}.{name}", index, prefix + stored, (size,))
+
+
+def _feed_forward(
+    config: ModelConfig, leaf: str, index: int, prefix: str, experts: str
+) -> Iterator[Source]:
+    """The feed-forward part: one, or a router and experts."""
+    d, f, x = config.hidden_size, config.intermediate_size, config.num_experts
+    block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if experts == "mixtral":
+        block, names = "block_sparse_moe", ("w1", "w3", "w2")
+    shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+    if x:
+        yield Source(f"{leaf}.router", index, f"{prefix}{block}.gate.weight", (x, d), True)
+    for expert in range(x) if x else (None,):
+        part = block if expert is None else f"{block}.experts.{expert}"
+        for (name, shape), stored in zip(shapes.items(), names, strict=True):
+            full = f"{prefix}{part}.{stored}.weight"
+            yield Source(f"{leaf}.{name}", index, full, shape, transposed=True, expert=expert)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jax_specdec.checkpoint.rope_scaling import RopeScaling
+
 DTYPES = ("float32", "bfloat16", "float16")
-ROPE_SCALINGS = ("linear", "llama3")
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class CheckpointError(ValueError):
@@ -16,46 +18,12 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are slowed down, so that a model reads past its first training length.
-
-    "linear" divides every frequency by `factor`. "llama3" (https://arxiv.org/abs/2407.21783, as in
-    Llama 3.1) divides the frequencies that turn less than `low_frequency_factor` times in
-    `original_length` positions, keeps those that turn more than `high_frequency_factor` times, and
-    blends between the two.
-
-    Raises:
-      ValueError: a value is outside its range.
-    """
-
-    kind: str
-    factor: float
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_length: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.kind not in ROPE_SCALINGS:
-            raise ValueError(
-                f"rope scaling must be one of {', '.join(ROPE_SCALINGS)}, not {self.kind!r}"
-            )
-        if not (math.isfinite(self.factor) and self.factor >= 1):
-            raise ValueError(f"a rope scaling's factor must be at least 1, not {self.factor!r}")
-        if not 0 < self.low_frequency_factor < self.high_frequency_factor < math.inf:
-            raise ValueError(
-                "a rope scaling needs 0 < low_frequency_factor < high_frequency_factor, not "
-                f"{self.low_frequency_factor!r} and {self.high_frequency_factor!r}"
-            )
-        if self.original_length < 1:
-            raise ValueError(f"original_length must be positive, not {self.original_length!r}")
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a Llama-style decoder with an optional MTP head; hashable, so static under jit.
 
-    Optional parts make it the other models of that family: Qwen2 has `qkv_bias`, Qwen3 `qk_norm`,
-    Llama 3.1 a `rope_scaling`.
+    Optional parts make it the other models of that kind: Qwen2 has `qkv_bias`, Qwen3 `qk_norm`,
+    Llama 3.1 a `rope_scaling`, Mistral a `sliding_window`, Mixtral and Qwen3-MoE experts, and Gemma
+    most of what follows `num_experts`. `checkpoint/hf_families.py` says which family has what.
 
     Raises:
       ValueError: a size is not positive or does not fit the others.
@@ -77,6 +45,20 @@ class ModelConfig:
     output_bias: bool = False  # added to what attention returns
     qk_norm: bool = False  # RMSNorm of each query and key head, before they are turned
     rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None  # positions that a sliding layer's row sees, its own too
+    sliding_layers: tuple[int, ...] = ()  # their indices, ascending; the others see everything
+    sliding_rope_theta: float | None = None  # theirs, without scaling; None: as in all layers
+    num_experts: int = 0  # X; each has `intermediate_size` columns. 0: one feed-forward part
+    experts_per_token: int = 0
+    renormalize_experts: bool = True  # the chosen experts' shares add up to 1
+    activation: str = "silu"  # of the gate
+    post_norms: bool = False  # RMSNorm of what attention and feed-forward part return, too
+    norm_plus_one: bool = False  # RMSNorm multiplies by 1 + weight
+    scale_embedding: bool = False  # embeddings times sqrt(D)
+    attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(Dh)
+    attention_softcap: float | None = None  # c: scores become c tanh(score / c)
+    logit_softcap: float | None = None  # c: logits become c tanh(logit / c)
+    norm_in_head: bool = False  # hidden states lack the final norm; `llama.logits` applies it
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
@@ -94,10 +76,36 @@ class ModelConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be positive and finite, not {value!r}")
+        for name in ("sliding_rope_theta", "attention_scale", "attention_softcap", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be positive and finite, or None, not {value!r}")
+        self._check_sliding()
+        if not 0 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} must be from 0 to "
+                f"num_experts={self.num_experts}"
+            )
+        if self.num_experts and not self.experts_per_token:
+            raise ValueError(f"{self.num_experts} experts need experts_per_token of 1 or more")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}"
+            )
         if self.num_mtp_layers not in (0, 1):
             raise ValueError(f"num_mtp_layers must be 0 or 1, not {self.num_mtp_layers!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+
+    def _check_sliding(self) -> None:
+        layers, window = self.sliding_layers, self.sliding_window
+        if list(layers) != sorted(set(layers) & set(range(self.num_layers))):
+            raise ValueError(
+                f"sliding_layers must be ascending indices below num_layers={self.num_layers}, "
+                f"not {layers}"
+            )
+        if layers and (window is None or window < 1):
+            raise ValueError(f"sliding layers need a sliding_window of 1 or more, not {window!r}")
 
     @classmethod
     def tiny(cls, vocab_size: int = 32, **changes: Any) -> ModelConfig:
@@ -135,7 +143,8 @@ class ModelConfig:
         """The number of weights."""
         d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
         q, kv = self.num_heads * h, self.num_kv_heads * h
-        layer = 2 * d + 2 * d * (q + kv) + 3 * d * f
+        layer = (4 if self.post_norms else 2) * d + 2 * d * (q + kv)
+        layer += self.num_experts * (3 * d * f + d) if self.num_experts else 3 * d * f
         layer += self.qkv_bias * (q + 2 * kv) + self.output_bias * d + self.qk_norm * 2 * h
         mtp = self.num_mtp_layers * (layer + 2 * d * d + 3 * d)
         heads = self.vocab_size * d * (1 if self.tie_embeddings else 2)
@@ -156,4 +165,5 @@ class ModelConfig:
         given = dict(fields)
         if given.get("rope_scaling") is not None:
             given["rope_scaling"] = RopeScaling(**given["rope_scaling"])
+        given["sliding_layers"] = tuple(given.get("sliding_layers", ()))  # JSON has lists
         return cls(**given)

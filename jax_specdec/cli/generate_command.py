@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from jax_specdec.engine.config import EngineConfig
 
 HELP = """\
-Run prompts through a checkpoint in Hugging Face layout (Llama, Qwen2 and Qwen3 families) with
-speculative decoding, and write OpenAI-style records with exact logprobs.
+Run prompts through a checkpoint in Hugging Face layout (Llama, Mistral, Mixtral, Qwen2, Qwen3,
+Qwen3-MoE, Gemma 2 and 3, MiMo) with speculative decoding, and write OpenAI-style records with exact
+logprobs.
 
 Only local files are read; nothing is downloaded. With --output, an interrupted run can go on: run
 the same command again.
@@ -237,7 +238,8 @@ def _engine_config(
     if drafter == "mtp" and not has_mtp:
         raise ValueError(
             f"{options.model} has no MTP head in DeepSeek's layout (model.layers."
-            f"{model.config.num_layers}.eh_proj.weight): choose --drafter ngram, suffix or none"
+            f"{model.config.num_layers}.eh_proj.weight) or MiMo's (model.mtp_layers.0): choose "
+            "--drafter ngram, suffix or none"
         )
     if options.corpus and drafter != "suffix":
         raise ValueError(f"--corpus is for --drafter suffix; {drafter} searches no text")

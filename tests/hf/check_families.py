@@ -15,7 +15,7 @@ from jax_specdec.device.model import llama, mtp
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.params import init_cache, init_mtp_cache
 from tests.hf import checkpoints
-from tests.support import decoding
+from tests.support import decoding, quick_compile
 
 TOLERANCE = 1e-4
 K = 5
@@ -88,6 +88,41 @@ def test_greedy_speculative_decoding_equals_transformers(family, drafter, tmp_pa
     if drafter == "ngram":
         assert accepted > 0
     assert near_ties < 8
+
+
+OPTIONS = [
+    ("Mistral, sliding", {"sliding_window": 7}),
+    ("Qwen2, some layers slide", {"sliding_layers": (0,)}),
+    ("Llama, yarn", {"rope_scaling": {"high_frequency_factor": 1.0}}),
+    ("Qwen3, yarn with scales", {"rope_scaling": {"attention_factor": 1.1}}),
+    ("Mixtral", {"renormalize_experts": False}),
+    ("Qwen3-MoE", {"experts_per_token": 2}),
+    ("Gemma 2", {"attention_softcap": 3.1}),
+    ("Gemma 2", {"logit_softcap": 8.1}),
+    ("Gemma 3", {"sliding_rope_theta": 9000.0}),
+    ("Gemma 3", {"attention_scale": 12**-0.5}),
+    ("Gemma 3", {"activation": "silu"}),
+    ("Gemma 3, yarn, capped", {"sliding_layers": (0, 1)}),
+]
+
+
+@pytest.mark.parametrize(("family", "change"), OPTIONS, ids=str)
+def test_every_option_of_a_family_shows(family, change, tmp_path):
+    """Negative control: the reference is not that of a configuration that is a little off."""
+    written = checkpoints.build(family)
+    params, config = load_model(checkpoints.write(tmp_path, written), dtype="float32")
+    ids = PROMPTS[2]
+    want = reference_logits(written, ids)
+    if "rope_scaling" in change:
+        change = {
+            "rope_scaling": dataclasses.replace(config.rope_scaling, **change["rope_scaling"])
+        }
+    for one, fits in ((config, True), (dataclasses.replace(config, **change), False)):
+        hidden, _ = quick_compile.jit(llama.forward, static_argnums=1)(
+            params, one, *arrays(ids), init_cache(config, 1, 64)
+        )
+        off = np.abs(np.asarray(llama.logits(params, one, hidden)[0]) - want).max()
+        assert off <= TOLERANCE if fits else off > 10 * TOLERANCE
 
 
 def test_the_comparison_notices_another_model(tmp_path):

@@ -6,12 +6,22 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -37,6 +47,19 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 60,
 }
+# Frequencies of 8 pairs: one is kept, five are blended, two are slowed.
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.25,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN_BY_KIND = {
+    "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}  # fmt: skip
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {
+    "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 6, "head_dim": 12,
+    "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
+}  # fmt: skip
 
 # name: class, configuration class, changed fields
 FAMILIES = {
@@ -56,6 +79,28 @@ FAMILIES = {
     "Qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
     "Qwen3, tied, attention bias": (Qwen3ForCausalLM, Qwen3Config, {
         "head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "Qwen2, some layers slide": (Qwen2ForCausalLM, Qwen2Config, {
+        "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "Llama, yarn": (LlamaForCausalLM, LlamaConfig, {"head_dim": 16, "rope_parameters": YARN}),
+    "Qwen3, yarn with scales": (Qwen3ForCausalLM, Qwen3Config, {
+        "head_dim": 16, "rope_parameters": YARN | {
+            "mscale": 1.5, "mscale_all_dim": 0.5, "truncate": False}}),
+    "Mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "Mistral, sliding": (MistralForCausalLM, MistralConfig, {"sliding_window": 6, "head_dim": 12}),
+    "Mixtral": (MixtralForCausalLM, MixtralConfig, {
+        "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "Mixtral, sliding": (MixtralForCausalLM, MixtralConfig, {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "Qwen3-MoE": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {
+        "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}),
+    "Qwen3-MoE, renormalized": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {
+        "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "norm_topk_prob": True}),
+    "Gemma 2": (Gemma2ForCausalLM, Gemma2Config, GEMMA | {
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0}),
+    "Gemma 3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA),
+    "Gemma 3, yarn, capped": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA | {
+        "rope_parameters": YARN_BY_KIND, "final_logit_softcapping": 8.0}),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drawing import draw, joined, none_drawn
-from jax_specdec.device.model.llama import logits
+from jax_specdec.device.model.llama import project
 from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
 from jax_specdec.device.model.prefill import mtp_prefill
@@ -201,7 +201,7 @@ class MtpDrafter:
                 hidden, state = mtp_forward(
                     params, self.config, hidden, drawn[-1].token_ids, place, state
                 )
-            found = logits(params, self.config, hidden)
+            found = project(params, self.config, hidden)
             place = context.lengths + index
             one = draw(found, context.sampling, place, self.parallel, tell=context.tell)
             drawn.append(one)

@@ -59,7 +59,7 @@ def _read_leaves(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     tell: Callable[[int, int], None],
 ) -> dict[str, jax.Array]:
-    """Every weight by its path: one tensor, or a stack of one tensor a layer."""
+    """Every weight by its path: one tensor, or a stack of one tensor a layer (and expert)."""
     leaves: dict[str, jax.Array] = {}
     for number, source in enumerate(model.sources):
         tell(number, len(model.sources))
@@ -70,8 +70,9 @@ def _read_leaves(
         else:
             if source.leaf not in leaves:
                 leaves[source.leaf] = jnp.zeros(leaf.shape, leaf.dtype)
+            place = [one for one in (source.layer, source.expert) if one is not None]
             leaves[source.leaf] = _place(
-                leaves[source.leaf], tensor, jnp.int32(source.layer), source.transposed
+                leaves[source.leaf], tensor, np.array(place, np.int32), source.transposed
             )
     tell(len(model.sources), len(model.sources))
     return leaves
@@ -128,8 +129,9 @@ def _convert(tensor: np.ndarray, source: Source, dtype: np.dtype) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
-def _place(stack: jax.Array, tensor: jax.Array, layer: jax.Array, transposed: bool) -> jax.Array:
-    """Write one layer's tensor into its stack, in place."""
+def _place(stack: jax.Array, tensor: jax.Array, place: jax.Array, transposed: bool) -> jax.Array:
+    """Write the tensor of one layer, or of one layer and expert, into its stack, in place."""
     value = (tensor.T if transposed else tensor).astype(stack.dtype)
-    updated: jax.Array = lax.dynamic_update_index_in_dim(stack, value, layer, axis=0)
-    return updated
+    begin = [*place, *(0 for _ in range(value.ndim))]
+    shape = (1,) * place.shape[0] + value.shape
+    return lax.dynamic_update_slice(stack, value.reshape(shape), begin)

@@ -1,6 +1,7 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, KV cache.
 
-Llama, Qwen2 and Qwen3 differ in optional parameters only: biases, and norms of queries and keys.
+The families differ in options of `ModelConfig` and in optional parameters. Layers may slide: their
+rows see the nearest positions only.
 
 Axis letters: B slots, S positions of one step, P positions of one prefill chunk, T positions of
 the cache, L layers, E hidden size, F feed-forward size, H query heads, G key/value heads, Dh head
@@ -9,23 +10,32 @@ size, V vocabulary.
 Everything is a pure function of (params, config, arrays): jit with `config` static. Layers are
 stacked along a leading axis and run by `lax.scan`, so a model of any depth compiles as one layer.
 
-Sources: Touvron et al., https://arxiv.org/abs/2302.13971; the rotary halves are laid out as in
-Hugging Face's Llama, so that its checkpoints only need their matrices transposed.
+Sources: Touvron et al., https://arxiv.org/abs/2302.13971; sliding layers: Jiang et al.,
+https://arxiv.org/abs/2310.06825; norms behind, soft caps: https://arxiv.org/abs/2408.00118.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model.arithmetic import (
+    activated,
+    matmul,
+    precision,
+    rms_norm,
+    soft_capped,
+)
+from jax_specdec.device.model.experts import experts
 from jax_specdec.device.model.params import KVCache, LayerParams, ModelParams
+from jax_specdec.device.model.rotary import Slides, layer_rotation, rotary
 
 Aux = TypeVar("Aux")
 
@@ -39,7 +49,8 @@ def forward(
 ) -> tuple[Float[Array, "B S E"], KVCache]:
     """Run one step: write the tokens' keys and values, let every row attend to its slot.
 
-    Row (b, s) attends to the entries 0..positions[b, s] of slot b and to nothing else. The caller
+    Row (b, s) attends to the entries 0..positions[b, s] of slot b, in sliding layers to the last
+    `sliding_window` of these, and to nothing else. The caller
     makes sure that those were written, before or in this step; two rows of a slot with one
     position are not allowed. A row whose position is < 0 or >= T is padding: it writes nothing,
     changes no other row, and its output means nothing.
@@ -57,26 +68,40 @@ def forward(
       cache: B slots of T positions.
 
     Returns:
-      The hidden states after the final norm, for `logits` and `mtp_forward`, and the new cache.
+      The hidden states for `logits` and `mtp_forward`, and the new cache. They are those after the
+      final norm, or before it where the configuration says `norm_in_head`.
 
     Raises:
       ValueError: shapes that do not fit each other or the configuration.
     """
     check_step(config, tokens, positions, cache, config.num_layers)
-    x, cache = cached_layers(params.layers, config, embed(params, config, tokens), positions, cache)
-    return rms_norm(x, params.final_norm, config.norm_eps), cache
+    x = embed(params, config, tokens)
+    x, cache = cached_layers(
+        params.layers, config, x, positions, cache, sliding=config.sliding_layers
+    )
+    return x if config.norm_in_head else norm(config, x, params.final_norm), cache
 
 
 def logits(
     params: ModelParams, config: ModelConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
     """Logits of hidden states, in `config.dtype` (accumulated in float32)."""
+    if config.norm_in_head:
+        hidden = norm(config, hidden, params.final_norm)
+    return project(params, config, hidden)
+
+
+def project(
+    params: ModelParams, config: ModelConfig, hidden: Float[Array, "*rows E"]
+) -> Float[Array, "*rows V"]:
+    """Logits of hidden states that are normed already, such as the MTP head's; see `logits`."""
     head, spec = params.head, "...e,ev->...v"
     if head is None:
         head, spec = params.embedding, "...e,ve->...v"
     out = jnp.einsum(
-        spec, hidden, head, precision=_precision(hidden), preferred_element_type=jnp.float32
+        spec, hidden, head, precision=precision(hidden), preferred_element_type=jnp.float32
     )
+    out = soft_capped(out, config.logit_softcap)
     return out.astype(jnp.dtype(config.dtype))
 
 
@@ -107,8 +132,10 @@ def cached_layers(
     x: Float[Array, "B S E"],
     positions: Int32[Array, "B S"],
     cache: KVCache,
+    *,
+    sliding: Sequence[int] = (),
 ) -> tuple[Float[Array, "B S E"], KVCache]:
-    """Run stacked layers; `forward` states the contract."""
+    """Run stacked layers, those named in `sliding` as such; `forward` states the contract."""
     num_layers, _, length = cache.k.shape[:3]
     # T is out of bounds and so dropped. A negative index would wrap round instead, and
     # dynamic_update_slice would shift the whole write to make it fit.
@@ -116,12 +143,22 @@ def cached_layers(
     # A padding row sees entry 0 and gets a finite value: a softmax over nothing would be NaN.
     last_seen = jnp.maximum(positions, 0)
     visible = jnp.arange(length, dtype=jnp.int32)[None, None, :] <= last_seen[:, :, None]
+    near = visible
+    if config.sliding_window is not None:
+        near = in_window(last_seen, length, config.sliding_window)
+    is_sliding = np.isin(np.arange(num_layers), sliding)
 
     def body(
         carry: tuple[jax.Array, KVCache], inputs: tuple[LayerParams, jax.Array]
     ) -> tuple[tuple[jax.Array, KVCache], None]:
         x, cache = carry
         layer, index = inputs
+        # A plain bool where all layers are of one kind: then nothing is selected.
+        slides: Slides = bool(is_sliding[0])
+        seen = near if slides else visible
+        if is_sliding.any() != is_sliding.all():
+            slides = jnp.asarray(is_sliding)[index]
+            seen = jnp.where(slides, near, visible)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
             written = _write(cache, index, target, k, v)
@@ -129,13 +166,20 @@ def cached_layers(
                 lax.dynamic_index_in_dim(y, index, axis=0, keepdims=False)
                 for y in (written.k, written.v)
             )
-            return attention(q, own_k, own_v, visible), written
+            return attention(q, own_k, own_v, seen, *attention_settings(config)), written
 
-        return decoder_layer(layer, config, x, positions, attend), None
+        return decoder_layer(layer, config, x, positions, attend, slides), None
 
     # The cache is carried, not mapped over: a scan's outputs would be a second cache.
     (x, cache), _ = lax.scan(body, (x, cache), (layers, jnp.arange(num_layers, dtype=jnp.int32)))
     return x, cache
+
+
+def in_window(last_seen: Int32[Array, "B S"], length: int, window: int) -> Bool[Array, "B S T"]:
+    """Which of `length` entries a row of a sliding layer sees: the last `window` up to its own."""
+    entries = jnp.arange(length, dtype=jnp.int32)[None, None, :]
+    last = last_seen[:, :, None]
+    return (entries <= last) & (entries > last - window)
 
 
 def _write(
@@ -172,19 +216,38 @@ def decoder_layer(
     x: Float[Array, "B S E"],
     positions: Int32[Array, "B S"],
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]],
+    slides: Slides = False,
 ) -> tuple[Float[Array, "B S E"], Aux]:
     """Run one layer: attention, then the feed-forward part, each added to its input.
 
     `attend` gets the rotated q [B, S, H, Dh] and k [B, S, G, Dh], and v [B, S, G, Dh]. It returns
     [B, S, H * Dh] and anything else, which is passed on. So decoding (which writes a cache) and
-    training (which has none) share this code.
+    training (which has none) share this code. `slides` selects a sliding layer's rotary base.
     """
-    normed = rms_norm(x, layer.attention_norm, config.norm_eps)
-    mixed, aux = attend(*_heads(layer, config, normed, positions))
-    x = x + matmul(mixed, layer.output, layer.output_bias)
-    normed = rms_norm(x, layer.mlp_norm, config.norm_eps)
-    gated = jax.nn.silu(matmul(normed, layer.gate)) * matmul(normed, layer.up)
-    return x + matmul(gated, layer.down), aux
+    normed = norm(config, x, layer.attention_norm)
+    mixed, aux = attend(*_heads(layer, config, normed, positions, slides))
+    mixed = matmul(mixed, layer.output, layer.output_bias)
+    x = x + norm(config, mixed, layer.attention_post_norm)
+    normed = norm(config, x, layer.mlp_norm)
+    return x + norm(config, _feed_forward(layer, config, normed), layer.mlp_post_norm), aux
+
+
+def _feed_forward(
+    layer: LayerParams, config: ModelConfig, x: Float[Array, "B S E"]
+) -> Float[Array, "B S E"]:
+    if config.num_experts:
+        return experts(layer, config, x)
+    gated = activated(matmul(x, layer.gate), config.activation) * matmul(x, layer.up)
+    return matmul(gated, layer.down)
+
+
+def norm(
+    config: ModelConfig, x: Float[Array, "*rows N"], weight: Float[Array, " N"] | None
+) -> Float[Array, "*rows N"]:
+    """RMSNorm as the configuration has it; None for a weight that the model does not have."""
+    if weight is None:
+        return x
+    return rms_norm(x, weight, config.norm_eps, config.norm_plus_one)
 
 
 def _heads(
@@ -192,6 +255,7 @@ def _heads(
     config: ModelConfig,
     x: Float[Array, "B S E"],
     positions: Int32[Array, "B S"],
+    slides: Slides,
 ) -> tuple[Float[Array, "B S H Dh"], Float[Array, "B S G Dh"], Float[Array, "B S G Dh"]]:
     """Queries and keys, normed where the model does so and rotated, and values."""
     b, s, _ = x.shape
@@ -200,11 +264,15 @@ def _heads(
         matmul(x, w, bias).reshape(b, s, config.num_kv_heads, config.head_dim)
         for w, bias in ((layer.key, layer.key_bias), (layer.value, layer.value_bias))
     )
-    if layer.query_norm is not None and layer.key_norm is not None:
-        q = rms_norm(q, layer.query_norm, config.norm_eps)
-        k = rms_norm(k, layer.key_norm, config.norm_eps)
-    frequencies = rotary_frequencies(config)
-    return rotary(q, positions, frequencies), rotary(k, positions, frequencies), v
+    q, k = norm(config, q, layer.query_norm), norm(config, k, layer.key_norm)
+    turn = layer_rotation(config, slides)
+    return rotary(q, positions, *turn), rotary(k, positions, *turn), v
+
+
+def attention_settings(config: ModelConfig) -> tuple[float, float | None]:
+    """The scale and the soft cap of `attention`."""
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    return scale, config.attention_softcap
 
 
 def attention(
@@ -212,22 +280,23 @@ def attention(
     k: Float[Array, "B T G Dh"],
     v: Float[Array, "B T G Dh"],
     visible: Bool[Array, "B S T"],
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B S H*Dh"]:
     """Grouped-query attention: query heads h * H/G .. (h + 1) * H/G - 1 share key head h.
 
-    Every query must see at least one entry.
+    Every query must see at least one entry. Products are times `scale`, by default 1 / sqrt(Dh).
     """
     b, s, h, dh = q.shape
     grouped = q.reshape(b, s, k.shape[2], h // k.shape[2], dh)
-    precision = _precision(q)
     scores = jnp.einsum(
-        "bsgnd,btgd->bgnst", grouped, k, precision=precision, preferred_element_type=jnp.float32
+        "bsgnd,btgd->bgnst", grouped, k, precision=precision(q), preferred_element_type=jnp.float32
     )
-    scores = scores * jnp.float32(dh**-0.5)
+    scores = soft_capped(scores * jnp.float32(dh**-0.5 if scale is None else scale), softcap)
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum(
-        "bgnst,btgd->bsgnd", weights, v, precision=precision, preferred_element_type=jnp.float32
+        "bgnst,btgd->bsgnd", weights, v, precision=precision(q), preferred_element_type=jnp.float32
     )
     return out.astype(q.dtype).reshape(b, s, h * dh)
 
@@ -240,60 +309,7 @@ def embed(
     An id from V on gives NaN, so that its row is reported as invalid instead of being guessed.
     """
     rows = params.embedding.at[tokens].get(mode="fill", fill_value=jnp.nan)
-    return rows.astype(jnp.dtype(config.dtype))
-
-
-def rms_norm(
-    x: Float[Array, "*rows N"], weight: Float[Array, " N"], eps: float
-) -> Float[Array, "*rows N"]:
-    """x over its root mean square (in float32), times weight."""
-    wide = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + jnp.float32(eps))
-    return (wide * scale).astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
-
-
-def matmul(
-    x: Float[Array, "*rows N"], w: Float[Array, "N M"], bias: Float[Array, " M"] | None = None
-) -> Float[Array, "*rows M"]:
-    """x @ w (+ bias), accumulated in float32, never in tf32 on a GPU."""
-    out = jnp.einsum(
-        "...n,nm->...m", x, w, precision=_precision(x), preferred_element_type=jnp.float32
+    rows = rows.astype(jnp.dtype(config.dtype))
+    return (
+        rows * jnp.asarray(config.hidden_size**0.5, rows.dtype) if config.scale_embedding else rows
     )
-    if bias is not None:
-        out = out + jnp.broadcast_to(bias.astype(jnp.float32), out.shape)
-    return out.astype(x.dtype)
-
-
-def _precision(x: jax.Array) -> lax.Precision:
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-
-
-def rotary(
-    x: Float[Array, "B S N Dh"],
-    positions: Int32[Array, "B S"],
-    frequencies: Float32[Array, " Dh//2"],
-) -> Float[Array, "B S N Dh"]:
-    """Rotate each pair (i, i + Dh/2) by position times frequency, in float32."""
-    angle = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequencies,
-                       precision=lax.Precision.HIGHEST)[:, :, None, :]  # fmt: skip
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def rotary_frequencies(config: ModelConfig) -> Float32[Array, " half"]:
-    """Radians a position by which each pair of a head's values is turned."""
-    half = config.head_dim // 2
-    exponent = jnp.arange(half, dtype=jnp.float32) / jnp.float32(-half)
-    frequency: jax.Array = jnp.float32(config.rope_theta) ** exponent
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequency
-    slow: jax.Array = frequency / jnp.float32(scaling.factor)
-    if scaling.kind == "linear":
-        return slow
-    turns = frequency * jnp.float32(scaling.original_length / (2 * math.pi))
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    keep: jax.Array = jnp.clip((turns - jnp.float32(low)) / jnp.float32(high - low), 0, 1)
-    return keep * frequency + (1 - keep) * slow

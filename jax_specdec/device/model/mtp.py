@@ -2,7 +2,11 @@
 
 At position i it joins the decoder's hidden state h_i with the embedding of token i+1 and predicts
 token i+2. For longer drafts it is fed its own output: hidden state h'_i and drafted token i+2 at
-position i+1 predict token i+3, and so on. Embedding and output head are the decoder's.
+position i+1 predict token i+3, and so on. Embedding and output head are the decoder's. Its layer
+sees all positions.
+
+The hidden state is the one after the decoder's final norm. Where the configuration says
+`norm_in_head` it is the one before, as MiMo has it in the code that Xiaomi gave to vLLM.
 
 Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2; the recursion of one head is
 that of EAGLE, https://arxiv.org/abs/2401.15077.
@@ -14,7 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.model.llama import cached_layers, check_step, embed, matmul, rms_norm
+from jax_specdec.device.model.arithmetic import matmul
+from jax_specdec.device.model.llama import cached_layers, check_step, embed, norm
 from jax_specdec.device.model.params import KVCache, ModelParams, MtpParams
 
 
@@ -35,7 +40,7 @@ def mtp_forward(
       mtp_cache: one layer, B slots of T positions, from `params.init_mtp_cache`.
 
     Returns:
-      Hidden states, whose `llama.logits` predict the tokens at positions + 2, and the new cache.
+      Hidden states, whose `llama.project` predicts the tokens at positions + 2, and the new cache.
       An entry made from a drafted hidden state is overwritten once the real one is known: the
       caller runs the accepted positions again with the decoder's hidden states.
 
@@ -49,7 +54,7 @@ def mtp_forward(
         raise ValueError(f"hidden must be [B, S, E] = {expected}: it is {hidden.shape}")
     x = mtp_inputs(params, config, hidden, next_tokens)
     x, mtp_cache = cached_layers(mtp.layers, config, x, positions, mtp_cache)
-    return rms_norm(x, mtp.final_norm, config.norm_eps), mtp_cache
+    return norm(config, x, mtp.final_norm), mtp_cache
 
 
 def mtp_params(params: ModelParams) -> MtpParams:
@@ -70,8 +75,8 @@ def mtp_inputs(
     tokens = embed(params, config, next_tokens)
     joined = jnp.concatenate(
         [
-            rms_norm(hidden, mtp.hidden_norm, config.norm_eps),
-            rms_norm(tokens, mtp.token_norm, config.norm_eps),
+            norm(config, hidden, mtp.hidden_norm),
+            norm(config, tokens, mtp.token_norm),
         ],
         axis=-1,
     )

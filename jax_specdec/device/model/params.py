@@ -32,7 +32,7 @@ class LayerParams:
     value: Float[Array, "... E KV"]
     output: Float[Array, "... Q E"]
     mlp_norm: Float[Array, "... E"]
-    gate: Float[Array, "... E F"]
+    gate: Float[Array, "... E F"]  # of experts: [..., X, E, F]
     up: Float[Array, "... E F"]
     down: Float[Array, "... F E"]
     query_bias: Float[Array, "... Q"] | None = None
@@ -41,6 +41,9 @@ class LayerParams:
     output_bias: Float[Array, "... E"] | None = None
     query_norm: Float[Array, "... Dh"] | None = None
     key_norm: Float[Array, "... Dh"] | None = None
+    attention_post_norm: Float[Array, "... E"] | None = None  # of what attention returns
+    mlp_post_norm: Float[Array, "... E"] | None = None
+    router: Float[Array, "... E X"] | None = None  # which experts a row goes to
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +93,7 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
     sqrt(2 L), as in GPT-2.
     """
     dtype, size = jnp.dtype(config.dtype), config.hidden_size
-    keys = iter(jax.random.split(key, 18))
+    keys = iter(jax.random.split(key, 20))
 
     def normal(shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> jax.Array:
         values = jax.random.normal(next(keys), shape, jnp.float32) * (scale / math.sqrt(fan_in))
@@ -101,20 +104,25 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
     return ModelParams(
         embedding=normal((config.vocab_size, size), size),
         layers=_init_layers(config, config.num_layers, normal),
-        final_norm=jnp.ones((size,), dtype),
+        final_norm=neutral_norm(config, (size,)),
         head=None if config.tie_embeddings else normal((size, config.vocab_size), size),
         mtp=mtp,
     )
 
 
+def neutral_norm(config: ModelConfig, shape: tuple[int, ...]) -> jax.Array:
+    """Weights of norms that change nothing but the scale."""
+    return jnp.full(shape, 0 if config.norm_plus_one else 1, jnp.dtype(config.dtype))
+
+
 def _init_mtp(config: ModelConfig, normal: Normal) -> MtpParams:
-    dtype, size = jnp.dtype(config.dtype), config.hidden_size
+    size = config.hidden_size
     return MtpParams(
-        hidden_norm=jnp.ones((size,), dtype),
-        token_norm=jnp.ones((size,), dtype),
+        hidden_norm=neutral_norm(config, (size,)),
+        token_norm=neutral_norm(config, (size,)),
         projection=normal((2 * size, size), 2 * size),
         layers=_init_layers(config, 1, normal),
-        final_norm=jnp.ones((size,), dtype),
+        final_norm=neutral_norm(config, (size,)),
     )
 
 
@@ -122,31 +130,35 @@ def _init_layers(config: ModelConfig, n: int, normal: Normal) -> LayerParams:
     """A stack of n layers."""
     dtype = jnp.dtype(config.dtype)
     e, f = config.hidden_size, config.intermediate_size
+    each = (n, config.num_experts) if config.num_experts else (n,)
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     residual = 1.0 / math.sqrt(2 * config.num_layers)
 
     def bias(size: int, has: bool) -> jax.Array | None:
         return jnp.zeros((n, size), dtype) if has else None
 
-    def head_norm() -> jax.Array | None:
-        return jnp.ones((n, config.head_dim), dtype) if config.qk_norm else None
+    def optional_norm(size: int, has: bool) -> jax.Array | None:
+        return neutral_norm(config, (n, size)) if has else None
 
     return LayerParams(
-        attention_norm=jnp.ones((n, e), dtype),
+        attention_norm=neutral_norm(config, (n, e)),
         query=normal((n, e, q), e),
         key=normal((n, e, kv), e),
         value=normal((n, e, kv), e),
         output=normal((n, q, e), q, residual),
-        mlp_norm=jnp.ones((n, e), dtype),
-        gate=normal((n, e, f), e),
-        up=normal((n, e, f), e),
-        down=normal((n, f, e), f, residual),
+        mlp_norm=neutral_norm(config, (n, e)),
+        gate=normal((*each, e, f), e),
+        up=normal((*each, e, f), e),
+        down=normal((*each, f, e), f, residual),
         query_bias=bias(q, config.qkv_bias),
         key_bias=bias(kv, config.qkv_bias),
         value_bias=bias(kv, config.qkv_bias),
         output_bias=bias(e, config.output_bias),
-        query_norm=head_norm(),
-        key_norm=head_norm(),
+        query_norm=optional_norm(config.head_dim, config.qk_norm),
+        key_norm=optional_norm(config.head_dim, config.qk_norm),
+        attention_post_norm=optional_norm(e, config.post_norms),
+        mlp_post_norm=optional_norm(e, config.post_norms),
+        router=normal((n, e, config.num_experts), e) if config.num_experts else None,
     )
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_specdec.checkpoint.model_config import ModelConfig, RopeScaling
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.checkpoint.rope_scaling import RopeScaling
 from jax_specdec.device.model import llama, mtp, prefill
 from jax_specdec.device.model.params import (
     KVCache,
@@ -486,7 +487,9 @@ def test_configurations_that_cannot_be_are_refused(change, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("yarn", 2.0), "rope scaling must be one of linear, llama3, not 'yarn'"),
+        (("ntk", 2.0), "rope scaling must be one of linear, llama3, yarn, not 'ntk'"),
+        (("yarn", 2.0, 1.0, 32.0, 64, 0.0), "attention_factor must be positive and finite, not 0"),
+        (("linear", 2.0, 1.0, 4.0, 8192, 1.5), "attention_factor and truncate are yarn's, not li"),
         (("linear", 0.5), "factor must be at least 1, not 0.5"),
         (("llama3", 8.0, 4.0, 4.0), "0 < low_frequency_factor < high_frequency_factor"),
         (("llama3", 8.0, 1.0, 4.0, 0), "original_length must be positive, not 0"),
@@ -532,8 +535,8 @@ def test_a_model_without_mtp_head_says_so():
 def test_a_configuration_survives_json():
     for config in SHAPES.values():
         assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(TypeError, match="num_experts"):
-        ModelConfig.from_dict(CONFIG.to_dict() | {"num_experts": 8})
+    with pytest.raises(TypeError, match="num_shared_experts"):
+        ModelConfig.from_dict(CONFIG.to_dict() | {"num_shared_experts": 8})
 
 
 def test_initial_weights():

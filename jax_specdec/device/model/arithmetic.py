@@ -1,0 +1,52 @@
+"""The few operations that every part of the model is made of, with their precision.
+
+Products are summed in float32, never in tf32 on a GPU. Norms are computed in float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def rms_norm(
+    x: Float[Array, "*rows N"], weight: Float[Array, " N"], eps: float, plus_one: bool = False
+) -> Float[Array, "*rows N"]:
+    """x over its root mean square (in float32), times weight; or times 1 + weight, in float32."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + jnp.float32(eps))
+    if plus_one:
+        factor = 1 + jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
+        return (wide * scale * factor).astype(x.dtype)
+    return (wide * scale).astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
+
+
+def matmul(
+    x: Float[Array, "*rows N"], w: Float[Array, "N M"], bias: Float[Array, " M"] | None = None
+) -> Float[Array, "*rows M"]:
+    """x @ w (+ bias), accumulated in float32."""
+    out = jnp.einsum(
+        "...n,nm->...m", x, w, precision=precision(x), preferred_element_type=jnp.float32
+    )
+    if bias is not None:
+        out = out + jnp.broadcast_to(bias.astype(jnp.float32), out.shape)
+    return out.astype(x.dtype)
+
+
+def activated(gate: Float[Array, "*rows F"], activation: str) -> Float[Array, "*rows F"]:
+    """The gate's columns, through the activation that `ModelConfig` names."""
+    if activation == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True)
+    return jax.nn.silu(gate)
+
+
+def soft_capped(x: Float[Array, "*any"], cap: float | None) -> Float[Array, "*any"]:
+    """x, pressed into -cap .. cap by tanh; None leaves it as it is."""
+    return x if cap is None else jnp.float32(cap) * jnp.tanh(x / jnp.float32(cap))
+
+
+def precision(x: jax.Array) -> lax.Precision:
+    """The products' precision: float32 stays float32."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
