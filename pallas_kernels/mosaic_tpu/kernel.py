@@ -1,0 +1,157 @@
+"""The TPU kernel: rows come from HBM to VMEM once, and everything else happens there.
+
+A grid step serves a batch of target rows, unit by unit. While a unit is worked on, the copies of the
+next one run. Its logits are swept twice (`sweeps`), for maxima and counts, and for sums and
+candidates: whatever reaches the K-th largest of the row's lane maxima (`threshold`) is pushed on
+the stack of its lane (`stacks`). When all units of the batch are done, the K largest are taken from
+the stacks of all their rows at once (`order`).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mosaic_tpu.copies import Copies
+from pallas_kernels.mosaic_tpu.order import order
+from pallas_kernels.mosaic_tpu.plan import LANES, SUBLANES, Plan
+from pallas_kernels.mosaic_tpu.scan import scan
+from pallas_kernels.mosaic_tpu.stacks import Stacks
+from pallas_kernels.mosaic_tpu.sweeps import Found, first_sweep, groups, second_sweep
+from pallas_kernels.mosaic_tpu.threshold import threshold
+from pallas_kernels.mosaic_tpu.unit import SHAPE, Unit
+
+SMALLEST = 1.1754943508222875e-38  # float32's smallest normal number
+
+
+def body(plan: Plan, *refs: Any) -> None:
+    """One grid step."""
+    count_ref, rows_ref, logits_ref, given_ref, *rest = refs
+    stats_ref, values_ref, ids_ref, buffer, maxima, semaphores, *of_selection = rest
+    batch = pl.program_id(0)
+    units = (count_ref[0] + plan.unit - 1) // plan.unit
+    first = batch * plan.batch_units
+    copies = Copies(plan, logits_ref, rows_ref, buffer, semaphores)
+    stacks = Stacks(plan, *(of_selection[:2] if plan.k else (None, None)))
+
+    @pl.when((batch == 0) & (units > 0))
+    def _first() -> None:
+        copies.start(0)
+
+    def serve(index: jax.Array, _: None) -> None:
+        number = first + index
+
+        @pl.when(number + 1 < units)
+        def _next() -> None:
+            copies.start(number + 1)
+
+        unit = Unit(plan, copies, number, index, buffer, given_ref)
+        found = first_sweep(unit, maxima)
+        halves = range(plan.halves if plan.k else 0)
+        bounds = [threshold(groups(unit, maxima, half), plan.k) for half in halves]
+        sums = second_sweep(unit, found, bounds, stacks)
+        for half, (one, more) in enumerate(zip(found, sums, strict=True)):
+            stats_ref[unit.rows(half), :] = _statistics(one, more)
+        for half in halves:
+            select_again(unit, half, bounds[half], count_ref[0], stacks, of_selection[2], values_ref, ids_ref)
+
+    lax.fori_loop(0, jnp.clip(units - first, 0, plan.batch_units), serve, None)
+    if plan.k:
+
+        @pl.when(first < units)
+        def _order() -> None:
+            order(stacks, of_selection[2], values_ref, ids_ref)
+
+
+def select_again(
+    unit: Unit,
+    half: int,
+    bound: jax.Array,
+    count: jax.Array,
+    stacks: Stacks,
+    hard: Any,
+    values_ref: Any,
+    ids_ref: Any,
+) -> None:
+    """Scans half a unit if the stacks cannot serve one of its rows; says so in `hard`."""
+    plan = unit.plan
+    place = lax.broadcasted_iota(jnp.int32, SHAPE, 0)
+    place = unit.number * plan.unit + (place * plan.halves + half)
+    near_zero = jnp.broadcast_to(jnp.abs(bound) < SMALLEST, SHAPE)
+    unfit = jnp.where(near_zero, 1.0, stacks.unfit(unit.rows(half)))
+    unfit = jnp.where(place < count, unfit, 0.0)
+    is_hard = jnp.max(unfit) > 0.0
+    hard[unit.rows(half), :] = jnp.where(is_hard, jnp.ones(SHAPE, jnp.float32), 0.0)
+    pl.when(is_hard)(lambda: scan(unit, half, values_ref, ids_ref))
+
+
+def _statistics(found: Found, sums: list[jax.Array]) -> jax.Array:
+    """[8, 128]: columns of the maximum, the number of larger logits and the sums."""
+    lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
+    out = jnp.zeros(SHAPE, jnp.float32)
+    for column, one in enumerate([found.maximum, found.larger, *sums]):
+        out = jnp.where(lanes == column, one, out)
+    return out
+
+
+def call(
+    plan: Plan,
+    interpret: Any,
+    count: jax.Array,
+    rows: jax.Array,
+    logits: jax.Array,
+    given: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run the kernel.
+
+    Args:
+      plan: of these arrays.
+      interpret: `pltpu.InterpretParams`, or False.
+      count: [1] int32, the number of target rows to work on.
+      rows: [num_units * unit] int32, the row of logits of each target where they are gathered (of
+        16-bit logits, the first of the two rows of its word); else [1].
+      logits: [N, V].
+      given: [num_batches * batch_rows, 4] int32, `unit.Given` of every target.
+
+    Returns:
+      Statistics [rows, 128] float32, see `_statistics`; the top K's logits [rows, width] float32
+      and ids [rows, width] int32. Rows, as those of `given`, are in the order of `run.in_units`.
+    """
+    batch, slots = plan.batch_rows, (plan.slots, plan.batch_rows, LANES)
+    widths = (LANES, plan.out_width, plan.out_width)
+    dtypes = (jnp.float32, jnp.float32, jnp.int32)
+    scratch = [
+        pltpu.VMEM((2, plan.buffer_rows, plan.columns * LANES), logits.dtype),
+        pltpu.VMEM((plan.sections, plan.halves * SUBLANES, LANES), jnp.float32),
+        pltpu.SemaphoreType.DMA((2, plan.num_chunks)),
+    ]
+    if plan.k:
+        shapes = (slots, slots, slots[1:])
+        scratch += [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+    run = pl.pallas_call(
+        functools.partial(body, plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(plan.num_batches,),
+            in_specs=[
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec((batch, given.shape[1]), lambda i, *_: (i, 0)),
+            ],
+            out_specs=[pl.BlockSpec((batch, width), lambda i, *_: (i, 0)) for width in widths],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((plan.num_batches * batch, width), dtype)
+            for width, dtype in zip(widths, dtypes, strict=True)
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=plan.vmem_bytes
+        ),
+        interpret=interpret,
+        name="topk_logprobs",
+    )
+    return tuple(run(count, rows, logits, given))
