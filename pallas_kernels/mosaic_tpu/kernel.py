@@ -21,7 +21,15 @@ from pallas_kernels.mosaic_tpu.order import order
 from pallas_kernels.mosaic_tpu.plan import LANES, SUBLANES, Plan
 from pallas_kernels.mosaic_tpu.scan import scan
 from pallas_kernels.mosaic_tpu.stacks import Stacks
-from pallas_kernels.mosaic_tpu.sweeps import Found, first_sweep, groups, second_sweep
+from pallas_kernels.mosaic_tpu.sweeps import (
+    MOST,
+    Found,
+    candidates,
+    count_again,
+    first_sweep,
+    groups,
+    sums_again,
+)
 from pallas_kernels.mosaic_tpu.threshold import threshold
 from pallas_kernels.mosaic_tpu.unit import SHAPE, Unit
 
@@ -51,13 +59,15 @@ def body(plan: Plan, *refs: Any) -> None:
 
         unit = Unit(plan, copies, number, index, buffer, given_ref)
         found = first_sweep(unit, maxima)
-        halves = range(plan.halves if plan.k else 0)
-        bounds = [threshold(groups(unit, maxima, half), plan.k) for half in halves]
-        sums = second_sweep(unit, found, bounds, stacks)
-        for half, (one, more) in enumerate(zip(found, sums, strict=True)):
-            stats_ref[unit.rows(half), :] = _statistics(one, more)
-        for half in halves:
-            select_again(unit, half, bounds[half], count_ref[0], stacks, of_selection[2], values_ref, ids_ref)
+        for half, one in enumerate(found):
+            statistics(unit, half, one, count_ref[0], stats_ref)
+        if plan.k:
+            halves = range(plan.halves)
+            bounds = [threshold(groups(unit, maxima, half), plan.k) for half in halves]
+            candidates(unit, bounds, stacks)
+            for half in halves:
+                rest = (stacks, of_selection[2], values_ref, ids_ref)
+                select_again(unit, half, bounds[half], count_ref[0], *rest)
 
     lax.fori_loop(0, jnp.clip(units - first, 0, plan.batch_units), serve, None)
     if plan.k:
@@ -65,6 +75,27 @@ def body(plan: Plan, *refs: Any) -> None:
         @pl.when(first < units)
         def _order() -> None:
             order(stacks, of_selection[2], values_ref, ids_ref)
+
+
+def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: Any) -> None:
+    """Writes the statistics of half a unit, and sweeps again where the first sweep was not enough."""
+    wanted = _wanted(unit, half, count)
+    rows = unit.rows(half)
+    stats_ref[rows, :] = _columns([found.maximum, found.larger, found.sum_exp])
+
+    def sums() -> None:
+        _overwrite(stats_ref, rows, 2, sums_again(unit, half, found.maximum))
+
+    def larger() -> None:
+        _overwrite(stats_ref, rows, 1, [count_again(unit, half)])
+
+    if unit.plan.entropy:
+        sums()
+    elif unit.plan.rare:
+        pl.when(_any(~(found.excess <= MOST) & wanted))(sums)
+    if unit.plan.rare:
+        near_zero = jnp.abs(unit.given()[half].limit) < SMALLEST
+        pl.when(_any(near_zero & wanted))(larger)
 
 
 def select_again(
@@ -78,24 +109,41 @@ def select_again(
     ids_ref: Any,
 ) -> None:
     """Scans half a unit if the stacks cannot serve one of its rows; says so in `hard`."""
-    plan = unit.plan
-    place = lax.broadcasted_iota(jnp.int32, SHAPE, 0)
-    place = unit.number * plan.unit + (place * plan.halves + half)
     near_zero = jnp.broadcast_to(jnp.abs(bound) < SMALLEST, SHAPE)
-    unfit = jnp.where(near_zero, 1.0, stacks.unfit(unit.rows(half)))
-    unfit = jnp.where(place < count, unfit, 0.0)
-    is_hard = jnp.max(unfit) > 0.0
+    if not unit.plan.rare:
+        hard[unit.rows(half), :] = jnp.zeros(SHAPE, jnp.float32)
+        return
+    unfit = near_zero | (stacks.unfit(unit.rows(half)) > 0.0)
+    is_hard = _any(unfit & _wanted(unit, half, count))
     hard[unit.rows(half), :] = jnp.where(is_hard, jnp.ones(SHAPE, jnp.float32), 0.0)
     pl.when(is_hard)(lambda: scan(unit, half, values_ref, ids_ref))
 
 
-def _statistics(found: Found, sums: list[jax.Array]) -> jax.Array:
-    """[8, 128]: columns of the maximum, the number of larger logits and the sums."""
+def _wanted(unit: Unit, half: int, count: jax.Array) -> jax.Array:
+    """[8, 128]: whether a row of half the unit is among the wanted ones."""
+    place = lax.broadcasted_iota(jnp.int32, SHAPE, 0) * unit.plan.halves + half
+    return unit.number * unit.plan.unit + place < count
+
+
+def _any(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.where(x, 1.0, 0.0)) > 0.0
+
+
+def _columns(columns: list[jax.Array]) -> jax.Array:
+    """[8, 128] with these columns [8, 1] first."""
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
     out = jnp.zeros(SHAPE, jnp.float32)
-    for column, one in enumerate([found.maximum, found.larger, *sums]):
+    for column, one in enumerate(columns):
         out = jnp.where(lanes == column, one, out)
     return out
+
+
+def _overwrite(stats_ref: Any, rows: Any, first: int, columns: list[jax.Array]) -> None:
+    lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
+    out = stats_ref[rows, :]
+    for i, one in enumerate(columns):
+        out = jnp.where(lanes == first + i, one, out)
+    stats_ref[rows, :] = out
 
 
 def call(
@@ -115,10 +163,11 @@ def call(
       rows: [num_units * unit] int32, the row of logits of each target where they are gathered (of
         16-bit logits, the first of the two rows of its word); else [1].
       logits: [N, V].
-      given: [num_batches * batch_rows, 4] int32, `unit.Given` of every target.
+      given: [num_batches * batch_rows, 3] int32, `unit.Given` of every target.
 
     Returns:
-      Statistics [rows, 128] float32, see `_statistics`; the top K's logits [rows, width] float32
+      Statistics [rows, 128] float32, columns of the maximum, the number of larger logits and the
+      sums; the top K's logits [rows, width] float32
       and ids [rows, width] int32. Rows, as those of `given`, are in the order of `run.in_units`.
     """
     batch, slots = plan.batch_rows, (plan.slots, plan.batch_rows, LANES)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 LANES = 128
 SUBLANES = 8
-STEP = 16  # columns of 128 tokens that a turn of a loop works on: sums of trees, full bundles
-CHUNK = 64  # columns that are copied at a time: 8192 tokens
+STEP = 32  # columns of 128 tokens that a turn of a loop works on: sums of trees, full bundles
+CHUNK = 128  # columns that are copied at a time: 16384 tokens
+GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
 BATCH_ROWS = 64  # whose selections are ordered together
 REST = 8 << 20  # bytes of VMEM beside the logits, the stacks and the outputs
 
@@ -28,6 +29,7 @@ class Plan:
     sections: int  # parts of a row that have a stack of their own in every lane
     depth: int  # of a stack
     interpreted: bool
+    rare: bool = True  # False: without what few rows need, to count what all need
 
     @property
     def is_packed(self) -> bool:
@@ -111,6 +113,6 @@ def choose_plan(
     """The plan of a call on logits of this shape [N, V]."""
     columns = -(-shape[1] // LANES)
     sections = 1 if k <= 64 else 2 if k <= 128 else 8
-    sections = min(sections, columns)
+    sections = min(sections, -(-columns // CHUNK))
     depth = 4 if k <= 20 else 6 if k <= 64 else 8
     return Plan(shape[0], num_targets, shape[1], k, dtype, gathered, entropy, sections, depth, interpreted)

@@ -16,7 +16,7 @@ from pallas_kernels.finish import RowParts, RowStatistics, finish, usable_temper
 from pallas_kernels.greedy_choice import greedy_of_rows
 from pallas_kernels.mosaic_tpu import kernel
 from pallas_kernels.mosaic_tpu.plan import SUBLANES, Plan, choose_plan
-from pallas_kernels.ordered_keys import just_below, ordered_keys
+from pallas_kernels.ordered_keys import just_below
 from pallas_kernels.sharding.vocab_shard import WHOLE, named_logits
 from pallas_kernels.types import TopkLogprobs
 from pallas_kernels.wanted import Wanted
@@ -170,23 +170,16 @@ def given_rows(
     temperatures: jax.Array | None,
     shift: jax.Array,
 ) -> jax.Array:
-    """What the kernel is given of each row: [rows of batches, 4] int32, `unit.Given`.
-
-    x is larger than the selected logit s where, as integers, bits(x) ^ turned > limit: the order of
-    the bits of negative numbers is the reverse (`ordered_keys.strictly_larger`).
-    """
-    counted = just_below(selected) if inclusive else selected
-    key = ordered_keys(counted)
-    bits = jnp.where(key < 0, jnp.int32(-(1 << 31)) - key, key)
-    turned = jnp.where(bits < 0, jnp.int32((1 << 31) - 1), jnp.int32(0))
+    """What the kernel is given of each row: [rows of batches, 3] int32, `unit.Given`."""
+    limit = just_below(selected) if inclusive else selected
     scale = jnp.full(selected.shape, LOG2_E, jnp.float32)
     if temperatures is not None:  # finite in any case: a bad temperature makes no row invalid
         inverse = LOG2_E / jnp.where(temperatures > 0, temperatures, jnp.float32(1))
         scale = jnp.minimum(inverse, jnp.float32(LARGEST))
-    columns = [turned, bits ^ turned, lax.bitcast_convert_type(scale, jnp.int32), shift]
+    columns = [lax.bitcast_convert_type(one, jnp.int32) for one in (limit, scale)]
     rows = plan.num_batches * plan.batch_rows
-    every = jnp.pad(jnp.stack(columns, axis=1), ((0, rows - plan.num_targets), (0, 0)))
-    return in_units(plan, every)
+    every = jnp.stack([*columns, shift], axis=1)
+    return in_units(plan, jnp.pad(every, ((0, rows - plan.num_targets), (0, 0))))
 
 
 def in_units(plan: Plan, x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic_tpu.plan import Plan
+from pallas_kernels.mosaic_tpu.plan import GROUP, Plan
 from pallas_kernels.mosaic_tpu.unit import SHAPE, tree
 
 MAGNITUDE = 0x7FFFFFFF
@@ -66,3 +66,36 @@ def push(stack: Stack, logit: jax.Array, column: jax.Array, wanted: jax.Array) -
     after = (column, *columns[:-1])
     columns = tuple(jnp.where(wanted, new, old) for new, old in zip(after, columns, strict=True))
     return logits, columns
+
+
+def push_each(stack: Stack, x: list[jax.Array], start: Any, bound: jax.Array) -> Stack:
+    """Pushes what reaches the bound, of columns from `start` on."""
+    first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
+    for i, one in enumerate(x):
+        stack = push(stack, one, first + float(i), one >= bound)
+    return stack
+
+
+def push_groups(
+    selection: Any, x: list[jax.Array], start: Any, bound: jax.Array
+) -> tuple[Stack, jax.Array]:
+    """Pushes the largest of each group of columns, if it reaches the bound.
+
+    A selection is a stack and the largest logit that was not looked at: where that one reaches the
+    bound too, the stack lacks a candidate.
+    """
+    stack, lost = selection
+    first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
+    for begin in range(0, len(x), GROUP):
+        group = x[begin : begin + GROUP]
+        entries = [(one, jnp.full(SHAPE, float(i))) for i, one in enumerate(group)]
+        losers: list[jax.Array] = []
+
+        def join(a: Any, b: Any, losers: list[jax.Array] = losers) -> Any:
+            losers.append(jnp.minimum(a[0], b[0]))
+            return jnp.maximum(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
+
+        logit, column = tree(join, entries)
+        lost = tree(jnp.maximum, [lost, *losers])
+        stack = push(stack, logit, first + float(begin) + column, logit >= bound)
+    return stack, lost

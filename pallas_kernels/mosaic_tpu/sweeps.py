@@ -1,4 +1,4 @@
-"""Two sweeps over a unit's rows in VMEM: maxima and counts, then sums and candidates."""
+"""Sweeps over a unit's rows in VMEM: statistics, candidates, and what rare rows need besides."""
 
 from typing import Any, NamedTuple
 
@@ -7,23 +7,31 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_tpu.plan import SUBLANES
-from pallas_kernels.mosaic_tpu.stacks import Stacks, push
-from pallas_kernels.mosaic_tpu.unit import SHAPE, Halves, Unit, tree
+from pallas_kernels.mosaic_tpu.plan import LANES, STEP, SUBLANES
+from pallas_kernels.mosaic_tpu.stacks import Stacks, push_each, push_groups
+from pallas_kernels.mosaic_tpu.unit import SHAPE, Halves, Unit, chains, tree
 from pallas_kernels.row_entropy import LEAST
 
 LOG2_E = 1.4426950408889634
+LEAST_INT = -(1 << 31)
+# By so many powers of 2 a row's largest term may exceed 1: sums stay far below float32's largest.
+MOST = 64.0
 
 
 class Found(NamedTuple):
     """What the first sweep found of 8 rows, [8, 1] float32 each."""
 
     maximum: jax.Array
-    larger: jax.Array
+    larger: jax.Array  # how many are larger than the given token's logit
+    sum_exp: jax.Array  # where `excess` is at most `MOST`
+    excess: jax.Array  # of the maximum over the first guess of it, in powers of 2
 
 
 def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
-    """Waits for the unit's chunks one by one.
+    """Statistics of the unit's rows; waits for its chunks one by one.
+
+    The maximum is subtracted before the exponentials, but is not known yet: the largest of the first
+    columns is taken for it. Where that is far from it, `sums_again` adds once more.
 
     Leaves the largest logit of every lane of every section in maxima [sections, unit, 128].
     """
@@ -33,35 +41,55 @@ def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
     for section in range(plan.sections):
         for half in range(plan.halves):
             maxima[section, _half(half), :] = least
+    first = min(plan.vocabulary, plan.chunk * LANES)
+    unit.copies.wait(unit.number, jnp.int32(0), first)
+
+    def largest(loaded: list[Halves], _: Any, carry: Any) -> Any:
+        every = [[one[half] for one in loaded] for half in range(plan.halves)]
+        return tuple(jnp.maximum(a, chains(jnp.maximum, x)) for a, x in zip(carry, every, strict=True))
+
+    begin = (least,) * plan.halves
+    guesses = unit.over_columns(jnp.int32(0), min(first, STEP * LANES), given, largest, begin)
+    guesses = [jnp.max(one, axis=1, keepdims=True) for one in guesses]
+    reference = [jnp.broadcast_to(one, SHAPE) for one in guesses]
 
     def step(loaded: list[Halves], _: Any, carry: Any) -> Any:
         out = []
-        for half, (maximum, larger) in enumerate(carry):
+        for half, (maximum, larger, total) in enumerate(carry):
             x = [one[half] for one in loaded]
-            bits = [lax.bitcast_convert_type(one, jnp.int32) ^ given[half].turned for one in x]
-            more = [jnp.where(one > given[half].limit, 1.0, 0.0) for one in bits]
-            largest = jnp.maximum(maximum, tree(jnp.maximum, x))
-            out.append((largest, larger + tree(jnp.add, more)))
+            more = [jnp.where(one > given[half].limit, 1.0, 0.0) for one in x]
+            terms = [jnp.exp2((one - reference[half]) * given[half].scale) for one in x]
+            out.append(
+                (
+                    jnp.maximum(maximum, chains(jnp.maximum, x)),
+                    larger + chains(jnp.add, more),
+                    total + chains(jnp.add, terms),
+                )
+            )
         return tuple(out)
 
-    def chunk(index: Any, tokens: int, larger: Any) -> Any:
-        unit.copies.wait(unit.number, index, tokens)
-        begin = tuple((least, zero) for _ in given)
+    def chunk(index: Any, tokens: int, totals: Any) -> Any:
+        pl.when(index > 0)(lambda: unit.copies.wait(unit.number, index, tokens))
+        begin = ((least, zero, zero),) * plan.halves
         ended = unit.over_columns(index, tokens, given, step, begin)
         section = unit.section(index)
-        for half, (maximum, _) in enumerate(ended):
+        for half, (maximum, *_) in enumerate(ended):
             rows = _half(half)
             maxima[section, rows, :] = jnp.maximum(maxima[section, rows, :], maximum)
-        return tuple(a + more for a, (_, more) in zip(larger, ended, strict=True))
-
-    larger = unit.over_chunks(chunk, tuple(zero for _ in given))
-    return [
-        Found(
-            jnp.max(tree(jnp.maximum, groups(unit, maxima, half)), axis=1, keepdims=True),
-            jnp.sum(larger[half], axis=1, keepdims=True),
+        return tuple(
+            (larger + a, total + b)
+            for (larger, total), (_, a, b) in zip(totals, ended, strict=True)
         )
-        for half in range(plan.halves)
-    ]
+
+    totals = unit.over_chunks(chunk, ((zero, zero),) * plan.halves)
+    found = []
+    for half, (larger, total) in enumerate(totals):
+        lanes = tree(jnp.maximum, groups(unit, maxima, half))
+        maximum = jnp.max(lanes, axis=1, keepdims=True)
+        excess = (maximum - guesses[half]) * given[half].scale[:, :1]
+        sum_exp = jnp.sum(total, axis=1, keepdims=True) * jnp.exp2(-excess)
+        found.append(Found(maximum, jnp.sum(larger, axis=1, keepdims=True), sum_exp, excess))
+    return found
 
 
 def groups(unit: Unit, maxima: Any, half: int) -> list[jax.Array]:
@@ -69,60 +97,98 @@ def groups(unit: Unit, maxima: Any, half: int) -> list[jax.Array]:
     return [maxima[section, _half(half), :] for section in range(unit.plan.sections)]
 
 
-def second_sweep(
-    unit: Unit, found: list[Found], bounds: list[jax.Array], stacks: Stacks
-) -> list[list[jax.Array]]:
-    """The sums [8, 1] of each half: of exponentials and, if it is wanted, for the entropy.
-
-    bounds [8, 1]: what reaches them is pushed on the stacks, for K > 0.
-    """
+def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
+    """Pushes what reaches the bounds [8, 1] of each half on the stacks."""
     plan, given = unit.plan, unit.given()
-    count = 1 + plan.entropy
-    zero = jnp.zeros(SHAPE, jnp.float32)
-    finite = [jnp.where(one.maximum == -jnp.inf, 0.0, one.maximum) for one in found]
-    reference = [jnp.broadcast_to(one, SHAPE) for one in finite]
+    halves = range(plan.halves)
     bound = [jnp.broadcast_to(one, SHAPE) for one in bounds]
+    least = jnp.full(SHAPE, -jnp.inf, jnp.float32)
+    for half in halves:
+        stacks.clear(unit.rows(half))
 
     def step(loaded: list[Halves], start: Any, carry: Any) -> Any:
-        out = []
-        column = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32) if plan.k else zero
-        for half, (sums, stack) in enumerate(carry):
-            x = [one[half] for one in loaded]
-            exponents = [(one - reference[half]) * given[half].scale for one in x]
-            terms = [jnp.exp2(one) for one in exponents]
-            more = [tree(jnp.add, terms)]
-            if plan.entropy:
-                least = jnp.float32(LEAST * LOG2_E)
-                raised = [jnp.maximum(one, least) for one in exponents]
-                more.append(
-                    tree(jnp.add, [a * b for a, b in zip(terms, raised, strict=True)])
-                )
-            if plan.k:
-                for i, one in enumerate(x):
-                    stack = push(stack, one, column + float(i), one >= bound[half])
-            out.append((tuple(a + b for a, b in zip(sums, more, strict=True)), stack))
-        return tuple(out)
+        return tuple(
+            push_groups(selection, [one[half] for one in loaded], start, bound[half])
+            for half, selection in enumerate(carry)
+        )
+
+    def step_again(loaded: list[Halves], start: Any, carry: Any) -> Any:
+        return tuple(
+            push_each(stack, [one[half] for one in loaded], start, bound[half])
+            for half, stack in enumerate(carry)
+        )
+
+    def chunk(index: Any, tokens: int, _: None) -> None:
+        section = unit.section(index)
+        first = tuple(stacks.load(section, unit.rows(half)) for half in halves)
+        begin = tuple((stack, least) for stack in first)
+        ended = unit.over_columns(index, tokens, given, step, begin)
+        for half in halves:
+            stacks.store(section, unit.rows(half), ended[half][0])
+        if not plan.rare:
+            return
+        lost = [jnp.where(ended[half][1] >= bound[half], 1.0, 0.0) for half in halves]
+
+        @pl.when(jnp.max(tree(jnp.maximum, lost)) > 0.0)
+        def _again() -> None:
+            pushed = unit.over_columns(index, tokens, given, step_again, first)
+            for half in halves:
+                stacks.store(section, unit.rows(half), pushed[half])
+
+    unit.over_chunks(chunk, None)
+
+
+def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
+    """The sums [8, 1] of half a unit with the maximum known: of exponentials and, if wanted, for the
+    entropy, where what is multiplied is an exponent of 2."""
+    given = unit.given()
+    scale = given[half].scale
+    finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    reference = jnp.broadcast_to(finite, SHAPE)
+    entropy = unit.plan.entropy
+    zero = jnp.zeros(SHAPE, jnp.float32)
+
+    def step(loaded: list[Halves], _: Any, sums: Any) -> Any:
+        exponents = [(one[half] - reference) * scale for one in loaded]
+        terms = [jnp.exp2(one) for one in exponents]
+        more = [chains(jnp.add, terms)]
+        if entropy:
+            raised = [jnp.maximum(one, jnp.float32(LEAST * LOG2_E)) for one in exponents]
+            products = [a * b for a, b in zip(terms, raised, strict=True)]
+            more.append(chains(jnp.add, products))
+        return tuple(a + b for a, b in zip(sums, more, strict=True))
 
     def chunk(index: Any, tokens: int, totals: Any) -> Any:
-        section = unit.section(index)
-        halves = range(plan.halves)
-        begin = tuple(
-            ((zero,) * count, stacks.load(section, unit.rows(half)) if plan.k else ())
-            for half in halves
-        )
-        ended = unit.over_columns(index, tokens, given, step, begin)
-        for half in halves if plan.k else ():
-            stacks.store(section, unit.rows(half), ended[half][1])
-        return tuple(
-            tuple(a + b for a, b in zip(total, sums, strict=True))
-            for total, (sums, _) in zip(totals, ended, strict=True)
-        )
+        begin = (zero,) * len(totals)
+        sums = unit.over_columns(index, tokens, given, step, begin)
+        return tuple(a + b for a, b in zip(totals, sums, strict=True))
 
-    if plan.k:
-        for half in range(plan.halves):
-            stacks.clear(unit.rows(half))
-    totals = unit.over_chunks(chunk, ((zero,) * count,) * plan.halves)
-    return [[jnp.sum(one, axis=1, keepdims=True) for one in sums] for sums in totals]
+    totals = unit.over_chunks(chunk, (zero,) * (1 + entropy))
+    return [jnp.sum(one, axis=1, keepdims=True) for one in totals]
+
+
+def count_again(unit: Unit, half: int) -> jax.Array:
+    """The number [8, 1] of larger logits of half a unit, compared as integers.
+
+    Floats compare subnormal numbers as if they were zeros.
+    """
+    given = unit.given()
+    bits = lax.bitcast_convert_type(given[half].limit, jnp.int32)
+    bits = jnp.where(bits == LEAST_INT, 0, bits)  # -0.0 equals 0.0
+    # The order of the bits of negative numbers is the reverse.
+    turned = jnp.where(bits < 0, -1 - LEAST_INT, 0)
+    limit = bits ^ turned
+
+    def step(loaded: list[Halves], _: Any, larger: jax.Array) -> jax.Array:
+        x = [lax.bitcast_convert_type(one[half], jnp.int32) ^ turned for one in loaded]
+        return larger + tree(jnp.add, [jnp.where(one > limit, 1.0, 0.0) for one in x])
+
+    def chunk(index: Any, tokens: int, larger: jax.Array) -> jax.Array:
+        counted: jax.Array = unit.over_columns(index, tokens, given, step, larger)
+        return counted
+
+    larger = unit.over_chunks(chunk, jnp.zeros(SHAPE, jnp.float32))
+    return jnp.sum(larger, axis=1, keepdims=True)
 
 
 def _half(half: int) -> Any:

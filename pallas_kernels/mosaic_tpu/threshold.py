@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mosaic_tpu.plan import SUBLANES
+from pallas_kernels.mosaic_tpu.unit import SHAPE, tree
 
 LOWEST = -3.4028234663852886e38  # float32
 
@@ -19,15 +20,15 @@ def threshold(groups: list[jax.Array], k: int) -> jax.Array:
     Every group counts the groups that are as large: 128 comparisons a register, and no order.
     """
     turned = [jnp.transpose(group) for group in groups]  # [128, 8]: groups on sublanes
-    rows = lax.broadcasted_iota(jnp.int32, (SUBLANES, 1), 0)
+    place = lax.broadcasted_iota(jnp.int32, SHAPE, 0)
     bound = jnp.full((SUBLANES, 1), LOWEST, jnp.float32)
-    for row in range(SUBLANES):
-        for group in groups:
+    for group in groups:
+        reached = jnp.zeros(SHAPE, jnp.float32)  # by how many groups each is
+        for row in range(SUBLANES):
             one = group[row : row + 1]
-            count = jnp.zeros_like(one)
-            for other in turned:
-                reached = jnp.where(other[:, row : row + 1] >= one, 1.0, 0.0)
-                count = count + jnp.sum(reached, axis=0, keepdims=True)
-            least = jnp.max(jnp.where(count >= k, one, LOWEST), axis=1, keepdims=True)
-            bound = jnp.where(rows == row, jnp.maximum(bound, least), bound)
+            larger = [jnp.where(x[:, row : row + 1] >= one, 1.0, 0.0) for x in turned]
+            count = jnp.sum(tree(jnp.add, larger), axis=0, keepdims=True)
+            reached = jnp.where(place == row, count, reached)
+        kth = jnp.max(jnp.where(reached >= k, group, LOWEST), axis=1, keepdims=True)
+        bound = jnp.maximum(bound, kth)
     return bound

@@ -14,6 +14,7 @@ from pallas_kernels.mosaic_tpu.plan import LANES, STEP, SUBLANES, Plan
 
 SHAPE = (SUBLANES, LANES)
 UPPER = -(1 << 16)  # the upper half of a word
+CHAINS = 4
 
 Halves = tuple[jax.Array, ...]  # [8, 128] each: the even and the odd rows, or all
 # (vectors of some columns, the first of these, carry) -> carry
@@ -21,12 +22,11 @@ Step = Callable[[list[Halves], Any, Any], Any]
 
 
 class Given(NamedTuple):
-    """What is given of 8 rows, [8, 128] each: columns of an int32 array, in this order."""
+    """What is given of 8 rows, [8, 128] each: columns of an int32 array."""
 
-    turned: jax.Array  # see `run.given_rows`
-    limit: jax.Array
-    scale: jax.Array  # float32, factor of logit differences in exponents of 2
-    shift: jax.Array  # by how many bits the wanted half of a word is moved up
+    limit: jax.Array  # float32: what larger logits are larger than
+    scale: jax.Array  # float32: the factor of logit differences in exponents of 2
+    shift: jax.Array  # int32: by how many bits the wanted half of a word is moved up
 
 
 class Unit(NamedTuple):
@@ -37,7 +37,7 @@ class Unit(NamedTuple):
     number: Any
     index: Any  # in its batch
     buffer: Any  # [2, rows, V rounded up]
-    given_ref: Any  # [batch rows, 4] int32
+    given_ref: Any  # [batch rows, 3] int32
 
     def rows(self, half: int) -> Any:
         """The place of these 8 rows in the batch."""
@@ -50,14 +50,18 @@ class Unit(NamedTuple):
 
     def _given(self, half: int) -> Given:
         every = self.given_ref[self.rows(half), :]
-        turned, limit, scale, shift = (
+        limit, scale, shift = (
             jnp.broadcast_to(every[:, i : i + 1], SHAPE) for i in range(len(Given._fields))
         )
-        return Given(turned, limit, lax.bitcast_convert_type(scale, jnp.float32), shift)
+        return Given(_floats(limit), _floats(scale), shift)
 
-    def load(self, start: Any, given: list[Given]) -> Halves:
-        """The logits of 128 tokens from `start` on."""
-        x = self.buffer[self.number % 2, :, pl.ds(start, LANES)]
+    def load(self, start: Any, number: int, given: list[Given]) -> list[Halves]:
+        """The logits of `number` columns from `start` on."""
+        token = pl.multiple_of(start * LANES, LANES)
+        block = self.buffer[self.number % 2, :, pl.ds(token, number * LANES)]
+        return [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
+
+    def _wide(self, x: jax.Array, given: list[Given]) -> Halves:
         if not self.plan.is_packed:
             return (x,)
         words = pltpu.bitcast(x, jnp.int32)  # [8, 128]: an even row below, an odd one above
@@ -80,19 +84,15 @@ class Unit(NamedTuple):
         first = chunk * self.plan.chunk
         steps, rest = divmod(tokens, STEP * LANES)
 
-        def loaded(start: Any, number: int) -> list[Halves]:
-            token = pl.multiple_of(start * LANES, LANES)
-            return [self.load(token + i * LANES, given) for i in range(number)]
-
         def full(i: jax.Array, carry: Any) -> Any:
             start = first + i * STEP
-            return step(loaded(start, STEP), start, carry)
+            return step(self.load(start, STEP, given), start, carry)
 
         if steps:
             carry = lax.fori_loop(0, steps, full, carry)
         if rest:
             start = first + steps * STEP
-            found = loaded(start, -(-rest // LANES))
+            found = self.load(start, -(-rest // LANES), given)
             if rest % LANES:  # what follows the last token is not of the row
                 inside = lax.broadcasted_iota(jnp.int32, SHAPE, 1) < rest % LANES
                 found[-1] = tuple(jnp.where(inside, x, -jnp.inf) for x in found[-1])
@@ -108,7 +108,15 @@ def _floats(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def tree(join: Callable[[jax.Array, jax.Array], jax.Array], parts: list[jax.Array]) -> jax.Array:
+def chains(join: Callable[[Any, Any], Any], parts: list[Any], number: int = CHAINS) -> Any:
+    """The parts joined in a few chains, and these in a tree: fewer are alive than in a tree."""
+    heads = parts[:number]
+    for i, part in enumerate(parts[number:]):
+        heads[i % number] = join(heads[i % number], part)
+    return tree(join, heads)
+
+
+def tree(join: Callable[[Any, Any], Any], parts: list[Any]) -> Any:
     """The parts joined two at a time."""
     while len(parts) > 1:
         odd = parts[len(parts) // 2 * 2 :]
