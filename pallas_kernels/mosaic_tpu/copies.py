@@ -50,7 +50,7 @@ class Copies(NamedTuple):
         width = tokens if plan.interpreted else -(-tokens // LANES) * LANES
         start = pl.multiple_of(index * (plan.chunk * LANES), LANES)
         columns = pl.ds(start, width)
-        slot = unit % 2
+        slot = unit & 1
         semaphore = self.semaphores.at[slot, index]
 
         def one(row: Any, count: int, place: int | jax.Array) -> None:

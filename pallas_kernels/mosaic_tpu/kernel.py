@@ -1,10 +1,13 @@
 """The TPU kernel: rows come from HBM to VMEM once, and everything else happens there.
 
-A grid step serves a batch of target rows, unit by unit. While a unit is worked on, the copies of the
-next one run. Its logits are swept twice (`sweeps`), for maxima and counts, and for sums and
-candidates: whatever reaches the K-th largest of the row's lane maxima (`threshold`) is pushed on
-the stack of its lane (`stacks`). When all units of the batch are done, the K largest are taken from
-the stacks of all their rows at once (`order`).
+A grid step serves a batch of target rows, unit by unit. While a unit is worked on, the copies of
+the next one run. One sweep over its logits in VMEM makes statistics and lane maxima, another one
+finds candidates for the top K (`sweeps`): whatever reaches the K-th largest of the row's lane
+maxima (`threshold`) is pushed on the stack of its lane (`stacks`). When all units of the batch are
+done, the K largest are taken from the stacks of all their rows at once (`order`).
+
+Rare rows take another sweep: those whose stacks overflow, or whose order is that of subnormal
+numbers (`scan`), and those whose maximum is far from the first guess.
 """
 
 import functools
@@ -41,7 +44,7 @@ def body(plan: Plan, *refs: Any) -> None:
     count_ref, rows_ref, logits_ref, given_ref, *rest = refs
     stats_ref, values_ref, ids_ref, buffer, maxima, semaphores, *of_selection = rest
     batch = pl.program_id(0)
-    units = (count_ref[0] + plan.unit - 1) // plan.unit
+    units = lax.div(count_ref[0] + (plan.unit - 1), plan.unit)
     first = batch * plan.batch_units
     copies = Copies(plan, logits_ref, rows_ref, buffer, semaphores)
     stacks = Stacks(plan, *(of_selection[:2] if plan.k else (None, None)))
@@ -78,7 +81,7 @@ def body(plan: Plan, *refs: Any) -> None:
 
 
 def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: Any) -> None:
-    """Writes the statistics of half a unit, and sweeps again where the first sweep was not enough."""
+    """Writes the statistics of half a unit; sweeps again where the first sweep was not enough."""
     wanted = _wanted(unit, half, count)
     rows = unit.rows(half)
     stats_ref[rows, :] = _columns([found.maximum, found.larger, found.sum_exp])
@@ -126,7 +129,8 @@ def _wanted(unit: Unit, half: int, count: jax.Array) -> jax.Array:
 
 
 def _any(x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.where(x, 1.0, 0.0)) > 0.0
+    found: jax.Array = jnp.max(jnp.where(x, 1.0, 0.0)) > 0.0
+    return found
 
 
 def _columns(columns: list[jax.Array]) -> jax.Array:
@@ -194,7 +198,7 @@ def call(
             scratch_shapes=scratch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((plan.num_batches * batch, width), dtype)
+            jax.ShapeDtypeStruct((plan.num_batches * batch, width), dtype)  # type: ignore[no-untyped-call]
             for width, dtype in zip(widths, dtypes, strict=True)
         ],
         compiler_params=pltpu.CompilerParams(

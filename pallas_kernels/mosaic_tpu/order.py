@@ -50,8 +50,8 @@ def write(
     at: Any = slice(None),
 ) -> None:
     """Write values and ids [n, 1] to column `rank` of the outputs' rows `at`, where `rows` says."""
-    block = pl.ds(pl.multiple_of(rank // LANES * LANES, LANES), LANES)
+    block = pl.ds(pl.multiple_of(rank & -LANES, LANES), LANES)
     lanes = lax.broadcasted_iota(jnp.int32, rows.shape, 1)
-    here = (lanes == rank % LANES) & rows
+    here = (lanes == (rank & (LANES - 1))) & rows
     values_ref[at, block] = jnp.where(here, values, values_ref[at, block])
     ids_ref[at, block] = jnp.where(here, ids, ids_ref[at, block])

@@ -102,7 +102,7 @@ class Plan:
 
 
 def choose_plan(
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     num_targets: int,
     k: int,
     dtype: str,
@@ -115,4 +115,6 @@ def choose_plan(
     sections = 1 if k <= 64 else 2 if k <= 128 else 8
     sections = min(sections, -(-columns // CHUNK))
     depth = 4 if k <= 20 else 6 if k <= 64 else 8
-    return Plan(shape[0], num_targets, shape[1], k, dtype, gathered, entropy, sections, depth, interpreted)
+    return Plan(
+        shape[0], num_targets, shape[1], k, dtype, gathered, entropy, sections, depth, interpreted
+    )

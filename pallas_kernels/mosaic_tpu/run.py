@@ -1,7 +1,7 @@
 """`topk_logprobs` by the TPU kernel, which reads the logits once.
 
-The kernel makes statistics and the top K of each row. XLA gathers the logits of the given tokens and
-of `extra_token_ids` before, and makes the outputs after it (`finish`), from a few numbers a row.
+The kernel makes statistics and the top K of each row. XLA gathers the logits of given tokens and
+extra ones before, and makes the outputs after it (`finish`), from a few numbers a row.
 """
 
 from typing import Any

@@ -55,7 +55,8 @@ class Stacks(NamedTuple):
                 size = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
                 bad = (size > 0) & (size < MIN_NORMAL)
             found.append(jnp.where(bad, 1.0, 0.0))
-        return tree(jnp.maximum, found)
+        unfit: jax.Array = tree(jnp.maximum, found)
+        return unfit
 
 
 def push(stack: Stack, logit: jax.Array, column: jax.Array, wanted: jax.Array) -> Stack:

@@ -30,8 +30,8 @@ class Found(NamedTuple):
 def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
     """Statistics of the unit's rows; waits for its chunks one by one.
 
-    The maximum is subtracted before the exponentials, but is not known yet: the largest of the first
-    columns is taken for it. Where that is far from it, `sums_again` adds once more.
+    The maximum is subtracted before the exponentials, but is not known yet: the largest of the
+    first columns is taken for it. Where that is far from it, `sums_again` adds once more.
 
     Leaves the largest logit of every lane of every section in maxima [sections, unit, 128].
     """
@@ -46,7 +46,8 @@ def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
 
     def largest(loaded: list[Halves], _: Any, carry: Any) -> Any:
         every = [[one[half] for one in loaded] for half in range(plan.halves)]
-        return tuple(jnp.maximum(a, chains(jnp.maximum, x)) for a, x in zip(carry, every, strict=True))
+        found = (chains(jnp.maximum, x) for x in every)
+        return tuple(jnp.maximum(a, b) for a, b in zip(carry, found, strict=True))
 
     begin = (least,) * plan.halves
     guesses = unit.over_columns(jnp.int32(0), min(first, STEP * LANES), given, largest, begin)
@@ -139,8 +140,10 @@ def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
 
 
 def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
-    """The sums [8, 1] of half a unit with the maximum known: of exponentials and, if wanted, for the
-    entropy, where what is multiplied is an exponent of 2."""
+    """The sums [8, 1] of half a unit, whose maximum [8, 1] is known.
+
+    They are those of exponentials and, if it is wanted, for the entropy: in exponents of 2.
+    """
     given = unit.given()
     scale = given[half].scale
     finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
@@ -181,14 +184,16 @@ def count_again(unit: Unit, half: int) -> jax.Array:
 
     def step(loaded: list[Halves], _: Any, larger: jax.Array) -> jax.Array:
         x = [lax.bitcast_convert_type(one[half], jnp.int32) ^ turned for one in loaded]
-        return larger + tree(jnp.add, [jnp.where(one > limit, 1.0, 0.0) for one in x])
+        more: jax.Array = chains(jnp.add, [jnp.where(one > limit, 1.0, 0.0) for one in x])
+        return larger + more
 
     def chunk(index: Any, tokens: int, larger: jax.Array) -> jax.Array:
-        counted: jax.Array = unit.over_columns(index, tokens, given, step, larger)
-        return counted
+        found: jax.Array = unit.over_columns(index, tokens, given, step, larger)
+        return found
 
     larger = unit.over_chunks(chunk, jnp.zeros(SHAPE, jnp.float32))
-    return jnp.sum(larger, axis=1, keepdims=True)
+    counted: jax.Array = jnp.sum(larger, axis=1, keepdims=True)
+    return counted
 
 
 def _half(half: int) -> Any:

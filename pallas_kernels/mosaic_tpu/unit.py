@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_tpu.plan import LANES, STEP, SUBLANES, Plan
 
 SHAPE = (SUBLANES, LANES)
 UPPER = -(1 << 16)  # the upper half of a word
-CHAINS = 4
+CHAINS = 4  # dependent operations side by side
 
 Halves = tuple[jax.Array, ...]  # [8, 128] each: the even and the odd rows, or all
 # (vectors of some columns, the first of these, carry) -> carry
@@ -58,7 +58,7 @@ class Unit(NamedTuple):
     def load(self, start: Any, number: int, given: list[Given]) -> list[Halves]:
         """The logits of `number` columns from `start` on."""
         token = pl.multiple_of(start * LANES, LANES)
-        block = self.buffer[self.number % 2, :, pl.ds(token, number * LANES)]
+        block = self.buffer[self.number & 1, :, pl.ds(token, number * LANES)]
         return [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
 
     def _wide(self, x: jax.Array, given: list[Given]) -> Halves:
@@ -101,7 +101,7 @@ class Unit(NamedTuple):
 
     def section(self, chunk: Any) -> Any:
         """The section that a chunk belongs to."""
-        return chunk * self.plan.sections // self.plan.num_chunks
+        return lax.div(chunk * self.plan.sections, self.plan.num_chunks)
 
 
 def _floats(bits: jax.Array) -> jax.Array:
