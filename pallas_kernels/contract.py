@@ -150,8 +150,8 @@ def greedy_topk_logprobs(
     TPUs read the logits only once for both. Column 0 of `token_ids` is the greedy choice, in
     invalid rows too; `token_ranks` is 1 where the row is valid, else 0. Take it where all N rows'
     greedy choices are needed anyway; where few rows were accepted or asked for logprobs, `greedy`
-    and then `topk_logprobs` with `row_ids` may be cheaper. With `allowed` or a bias it is the choice among
-    the changed logits; inclusive ranks need a second read.
+    and then `topk_logprobs` with `row_ids` may be cheaper. With `allowed` or a bias it chooses
+    among the changed logits; inclusive ranks need a second read.
 
     Args, Returns, Raises: as `topk_logprobs`, with R = N.
     """

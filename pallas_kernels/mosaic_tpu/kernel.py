@@ -125,7 +125,8 @@ def select_again(
 def _wanted(unit: Unit, half: int, count: jax.Array) -> jax.Array:
     """[8, 128]: whether a row of half the unit is among the wanted ones."""
     place = lax.broadcasted_iota(jnp.int32, SHAPE, 0) * unit.plan.halves + half
-    return unit.number * unit.plan.unit + place < count
+    wanted: jax.Array = unit.number * unit.plan.unit + place < count
+    return wanted
 
 
 def _any(x: jax.Array) -> jax.Array:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 LANES = 128
 SUBLANES = 8
-STEP = 32  # columns of 128 tokens that a turn of a loop works on: sums of trees, full bundles
+STEP = 32  # columns of 128 tokens that a turn of a loop works on: full bundles
 CHUNK = 128  # columns that are copied at a time: 16384 tokens
+CUT = (STEP, CHUNK)
 GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
 BATCH_ROWS = 64  # whose selections are ordered together
 REST = 8 << 20  # bytes of VMEM beside the logits, the stacks and the outputs
@@ -29,6 +30,7 @@ class Plan:
     sections: int  # parts of a row that have a stack of their own in every lane
     depth: int  # of a stack
     interpreted: bool
+    cut: tuple[int, int] = CUT
     rare: bool = True  # False: without what few rows need, to count what all need
 
     @property
@@ -74,9 +76,14 @@ class Plan:
         return -(-self.vocabulary // LANES)
 
     @property
+    def step(self) -> int:
+        """Columns that a turn of a loop works on."""
+        return self.cut[0]
+
+    @property
     def chunk(self) -> int:
         """Columns that are copied at a time."""
-        return min(CHUNK, self.columns)
+        return min(self.cut[1], self.columns)
 
     @property
     def num_chunks(self) -> int:
@@ -109,12 +116,12 @@ def choose_plan(
     gathered: bool,
     entropy: bool,
     interpreted: bool = False,
+    cut: tuple[int, int] = CUT,
 ) -> Plan:
     """The plan of a call on logits of this shape [N, V]."""
     columns = -(-shape[1] // LANES)
     sections = 1 if k <= 64 else 2 if k <= 128 else 8
-    sections = min(sections, -(-columns // CHUNK))
+    sections = min(sections, -(-columns // cut[1]))
     depth = 4 if k <= 20 else 6 if k <= 64 else 8
-    return Plan(
-        shape[0], num_targets, shape[1], k, dtype, gathered, entropy, sections, depth, interpreted
-    )
+    size = (shape[0], num_targets, shape[1], k, dtype)
+    return Plan(*size, gathered, entropy, sections, depth, interpreted, cut)

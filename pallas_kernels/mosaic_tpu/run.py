@@ -15,7 +15,7 @@ from pallas_kernels.changes import Changes
 from pallas_kernels.finish import RowParts, RowStatistics, finish, usable_temperatures, wanted_rows
 from pallas_kernels.greedy_choice import greedy_of_rows
 from pallas_kernels.mosaic_tpu import kernel
-from pallas_kernels.mosaic_tpu.plan import SUBLANES, Plan, choose_plan
+from pallas_kernels.mosaic_tpu.plan import CUT, SUBLANES, Plan, choose_plan
 from pallas_kernels.ordered_keys import just_below
 from pallas_kernels.sharding.vocab_shard import WHOLE, named_logits
 from pallas_kernels.types import TopkLogprobs
@@ -36,6 +36,7 @@ def topk_logprobs(
     extra_token_ids: jax.Array,
     changes: Changes | None = None,
     interpret: Any = False,
+    cut: tuple[int, int] = CUT,
 ) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` for checked arguments without changes."""
     num_logits_rows, vocabulary = logits.shape
@@ -45,7 +46,7 @@ def topk_logprobs(
     rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
     found = named_logits(logits, rows, named, WHOLE)
     parts = row_parts(
-        logits, found[:, 0], wanted, row_ids, num_rows, temperatures, changes, interpret
+        logits, found[:, 0], wanted, row_ids, num_rows, temperatures, changes, interpret, cut
     )
     columns = jnp.concatenate([found[:, :1], parts.top_logits, found[:, 1:]], axis=1)
     return finish(
@@ -68,6 +69,7 @@ def greedy_topk_logprobs(
     extra_token_ids: jax.Array,
     changes: Changes | None = None,
     interpret: Any = False,
+    cut: tuple[int, int] = CUT,
 ) -> TopkLogprobs:
     """`pallas_kernels.greedy_topk_logprobs` for checked arguments without changes.
 
@@ -78,11 +80,11 @@ def greedy_topk_logprobs(
     if wanted.inclusive:
         chosen = greedy_of_rows(logits).token_ids
         rest = (num_rows, temperatures, extra_token_ids, changes)
-        return topk_logprobs(logits, chosen, wanted, None, *rest, interpret)
+        return topk_logprobs(logits, chosen, wanted, None, *rest, interpret, cut)
     temperatures = None if temperatures is None else usable_temperatures(temperatures)
     nothing = jnp.full(num_targets, jnp.inf, jnp.float32)  # no logit is larger: nothing to count
     more = wanted._replace(k=max(wanted.k, 1))
-    parts = row_parts(logits, nothing, more, None, num_rows, temperatures, changes, interpret)
+    parts = row_parts(logits, nothing, more, None, num_rows, temperatures, changes, interpret, cut)
     rows = wanted_rows(num_targets, num_targets, None, num_rows)
     valid = jnp.isfinite(parts.maximum) & ~jnp.isnan(parts.sum_exp)
     first = parts.top_ids[:, 0]
@@ -117,6 +119,7 @@ def row_parts(
     temperatures: jax.Array | None,
     changes: Changes | None = None,
     interpret: Any = False,
+    cut: tuple[int, int] = CUT,
 ) -> RowParts:
     """`xla.row_parts` on a TPU, without changes."""
     assert changes is None
@@ -129,6 +132,7 @@ def row_parts(
         gathered=row_ids is not None,
         entropy=wanted.entropy,
         interpreted=bool(interpret),
+        cut=cut,
     )
     count = jnp.full((1,), num_targets, jnp.int32)
     if num_rows is not None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_tpu.plan import LANES, STEP, SUBLANES
+from pallas_kernels.mosaic_tpu.plan import LANES, SUBLANES
 from pallas_kernels.mosaic_tpu.stacks import Stacks, push_each, push_groups
 from pallas_kernels.mosaic_tpu.unit import SHAPE, Halves, Unit, chains, tree
 from pallas_kernels.row_entropy import LEAST
@@ -50,7 +50,7 @@ def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
         return tuple(jnp.maximum(a, b) for a, b in zip(carry, found, strict=True))
 
     begin = (least,) * plan.halves
-    guesses = unit.over_columns(jnp.int32(0), min(first, STEP * LANES), given, largest, begin)
+    guesses = unit.over_columns(jnp.int32(0), min(first, plan.step * LANES), given, largest, begin)
     guesses = [jnp.max(one, axis=1, keepdims=True) for one in guesses]
     reference = [jnp.broadcast_to(one, SHAPE) for one in guesses]
 

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mosaic_tpu.copies import Copies
-from pallas_kernels.mosaic_tpu.plan import LANES, STEP, SUBLANES, Plan
+from pallas_kernels.mosaic_tpu.plan import LANES, SUBLANES, Plan
 
 SHAPE = (SUBLANES, LANES)
 UPPER = -(1 << 16)  # the upper half of a word
@@ -80,28 +80,33 @@ class Unit(NamedTuple):
     def over_columns(
         self, chunk: Any, tokens: int, given: list[Given], step: Step, carry: Any
     ) -> Any:
-        """carry = step(...) for the columns of a chunk, `STEP` at a time."""
+        """carry = step(...) for the columns of a chunk, `plan.step` at a time."""
         first = chunk * self.plan.chunk
-        steps, rest = divmod(tokens, STEP * LANES)
+        size = self.plan.step
+        steps, rest = divmod(tokens, size * LANES)
 
         def full(i: jax.Array, carry: Any) -> Any:
-            start = first + i * STEP
-            return step(self.load(start, STEP, given), start, carry)
+            start = first + i * size
+            return step(self.load(start, size, given), start, carry)
 
         if steps:
             carry = lax.fori_loop(0, steps, full, carry)
         if rest:
-            start = first + steps * STEP
+            start = first + steps * size
             found = self.load(start, -(-rest // LANES), given)
             if rest % LANES:  # what follows the last token is not of the row
-                inside = lax.broadcasted_iota(jnp.int32, SHAPE, 1) < rest % LANES
-                found[-1] = tuple(jnp.where(inside, x, -jnp.inf) for x in found[-1])
+                found[-1] = tuple(masked(x, rest % LANES) for x in found[-1])
             carry = step(found, start, carry)
         return carry
 
     def section(self, chunk: Any) -> Any:
         """The section that a chunk belongs to."""
         return lax.div(chunk * self.plan.sections, self.plan.num_chunks)
+
+
+def masked(x: jax.Array, tokens: int) -> jax.Array:
+    """-inf in all lanes but the first ones."""
+    return jnp.where(lax.broadcasted_iota(jnp.int32, SHAPE, 1) < tokens, x, -jnp.inf)
 
 
 def _floats(bits: jax.Array) -> jax.Array:
