@@ -199,7 +199,7 @@ def call(
             scratch_shapes=scratch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((plan.num_batches * batch, width), dtype)  # type: ignore[no-untyped-call]
+            _like(given, (plan.num_batches * batch, width), dtype)
             for width, dtype in zip(widths, dtypes, strict=True)
         ],
         compiler_params=pltpu.CompilerParams(
@@ -209,3 +209,9 @@ def call(
         name="topk_logprobs",
     )
     return tuple(run(count, rows, logits, given))
+
+
+def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An output's type, which varies over the mesh axes of `shard_map` over which x does."""
+    varying = jax.typeof(x).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]

@@ -139,8 +139,8 @@ def row_parts(
         count = jnp.clip(num_rows, 0, num_targets).reshape(1)
     rows, shift = _rows_to_copy(plan, row_ids)
     given = given_rows(plan, selected, wanted.inclusive, temperatures, shift)
-    found = kernel.call(plan, interpret, count, rows, logits, given)
-    found = vary_like(found, (logits, selected, row_ids, num_rows, temperatures))
+    every = (count, rows, logits, given)
+    found = kernel.call(plan, interpret, *vary_like(every, every))
     stats, values, ids = (in_rows(plan, one)[:num_targets] for one in found)
     return RowParts(
         maximum=stats[:, 0],
