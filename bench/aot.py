@@ -9,6 +9,7 @@
     python -m bench.aot --options  only the calls with optional results and changed logits
     python -m bench.aot --chip B200
     python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
+    python -m bench.aot --tpu ...  the TPU kernel instead: see `bench.aot_tpu`
 
 Needs the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheels. No driver.
 """
@@ -27,6 +28,7 @@ from jax.stages import Lowered
 from rich.console import Console
 from rich.table import Table
 
+from bench import aot_tpu
 from bench.gpu import estimates, model, sampled, sass
 from bench.report.files import environment
 from pallas_kernels.changes import Changes
@@ -104,6 +106,9 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile every shape of the table; exit status 0, or 1 if a checked limit is broken."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--tpu" in given:
+        return aot_tpu.main([one for one in given if one != "--tpu"])
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
     parser.add_argument("--accept", action="store_true", help="write the limits of the time")

@@ -91,7 +91,7 @@ def topk_logprobs(
       rank_ties: "strict" counts the strictly larger logits, and 1; "inclusive" counts logits at
         least as large, the token's own among them, as vLLM does.
       log_sum_exp, entropy, top_logits: whether these results are wanted, see `TopkLogprobs`.
-      implementation: "xla", "mosaic_gpu", or None for the fastest that runs here.
+      implementation: "xla", "mosaic_gpu", "mosaic_tpu", or None for the fastest that runs here.
       axis_name: the mesh axis over which the vocabulary is sharded.
       vocab_size: V, where columns of padding follow.
       mesh: outside `shard_map`, the mesh of `axis_name`, if the logits do not tell.
@@ -146,12 +146,12 @@ def greedy_topk_logprobs(
 ) -> TopkLogprobs:
     """`topk_logprobs` of each row's own greedy choice: the fused path of greedy verification.
 
-    Equal to `topk_logprobs(logits, greedy_token_ids(logits), k, ...)`, but the GPU kernels read the
-    logits only once for both. Column 0 of `token_ids` is the greedy choice, in invalid rows too;
-    `token_ranks` is 1 where the row is valid, else 0. Take it where all N rows' greedy choices are
-    needed anyway; where few rows were accepted or asked for logprobs, `greedy` and then
-    `topk_logprobs` with `row_ids` may be cheaper. With `allowed` or a bias it is the choice among
-    the changed logits; inclusive ranks need a second read.
+    Equal to `topk_logprobs(logits, greedy_token_ids(logits), k, ...)`, but the kernels for GPUs and
+    TPUs read the logits only once for both. Column 0 of `token_ids` is the greedy choice, in
+    invalid rows too; `token_ranks` is 1 where the row is valid, else 0. Take it where all N rows'
+    greedy choices are needed anyway; where few rows were accepted or asked for logprobs, `greedy`
+    and then `topk_logprobs` with `row_ids` may be cheaper. With `allowed` or a bias it chooses
+    among the changed logits; inclusive ranks need a second read.
 
     Args, Returns, Raises: as `topk_logprobs`, with R = N.
     """

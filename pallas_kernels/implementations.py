@@ -1,14 +1,16 @@
-"""Which implementation computes a call: XLA anywhere, the GPU kernels where they can run.
+"""Which implementation computes a call: XLA anywhere, kernels where they can run.
 
-What the shapes forbid is known when a call is traced. Whether a program is for CUDA is known when
-it is lowered: a CUDA host may run one on its CPU, and any host may export one for CUDA.
+What the shapes forbid is known when a call is traced. Whether a program is for CUDA or a TPU is
+known when it is lowered: a CUDA host may run one on its CPU, and any host may export one for CUDA.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import xla
 from pallas_kernels.changes import prepared
@@ -19,12 +21,13 @@ from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
 from pallas_kernels.wanted import Wanted
 
-Implementation = Literal["xla", "mosaic_gpu"]
+Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 Result = TypeVar("Result")
 
 MIN_CAPABILITY = 9.0
 MIN_VOCABULARY = 2048  # one block of the narrowest groups, see mosaic_gpu/tiling
 MAX_LOGITS = 2**31 - 1
+MAX_TPU_VOCABULARY = 2**19  # of which two units of rows take half of a v5p's VMEM
 
 
 class Runner(NamedTuple):
@@ -40,18 +43,19 @@ def choose_implementation(implementation: str | None, logits: jax.Array) -> Runn
 
     Raises:
       ValueError: there is none of this name.
-      NotImplementedError: the GPU kernels are wanted, but cannot run on logits of this shape. Where
-        they cannot run on the device, the lowering of the program says so.
+      NotImplementedError: kernels are wanted, but cannot run on logits of this shape. Where they
+        cannot run on the device, the lowering of the program says so.
     """
     check_name(implementation)
     if implementation == "xla":
         return XLA
-    obstacle = shape_obstacle(logits)
-    if implementation == "mosaic_gpu":
-        if obstacle is not None:
-            refuse(obstacle)
-        return MOSAIC_GPU
-    return XLA if obstacle is not None else FASTEST
+    obstacles = {"mosaic_gpu": shape_obstacle(logits), "mosaic_tpu": tpu_obstacle(logits)}
+    if implementation is None:
+        return fastest(tuple(name for name, obstacle in obstacles.items() if obstacle is None))
+    obstacle = obstacles[implementation]
+    if obstacle is not None:
+        refuse(implementation, obstacle)
+    return ONLY[implementation]
 
 
 def check_name(implementation: str | None) -> None:
@@ -63,11 +67,22 @@ def check_name(implementation: str | None) -> None:
         )
 
 
-def refuse(obstacle: str) -> NoReturn:
-    """Say why the GPU kernels cannot run."""
+def refuse(implementation: str, obstacle: str) -> NoReturn:
+    """Say why an implementation cannot run."""
     raise NotImplementedError(
-        f"implementation = 'mosaic_gpu' cannot run: {obstacle}; use 'xla' or None"
+        f"implementation = {implementation!r} cannot run: {obstacle}; use 'xla' or None"
     )
+
+
+def tpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why the TPU kernel cannot run on logits [N, V] on any TPU; None if it can."""
+    if not all(isinstance(size, int) for size in logits.shape):
+        return f"the shape {logits.shape} is symbolic, and a kernel's grid is not"
+    if logits.dtype == jnp.float16:
+        return "the TPU compiler has no vectors of float16: widen them to float32"
+    if logits.shape[1] > MAX_TPU_VOCABULARY:
+        return f"rows of {logits.shape[1]} logits do not fit VMEM ({MAX_TPU_VOCABULARY} do)"
+    return None
 
 
 def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
@@ -151,48 +166,68 @@ def compiled(
 
 
 class _Kernel(NamedTuple):
-    """A function of `mosaic_gpu.run`, imported where a program for CUDA is lowered.
+    """A function of an implementation's `run`, imported where a program is lowered for it.
 
     The import takes a third of a second, and needs parts of jax that may change.
     """
 
+    implementation: str
     name: str
     position: int  # of `wanted` among the arguments
     wanted: Wanted
     otherwise: Callable[..., Any] | None  # what runs where kernels cannot; None: that is an error
 
     def here(self, *arguments: Any) -> Any:
-        capability = cuda_capability()  # of this host; None: the program is made for another one
-        obstacle = None if capability is None else capability_obstacle(capability)
+        obstacle = self.obstacle(arguments)
         if obstacle is not None:
             return self.elsewhere(*arguments, obstacle=obstacle)
-        from pallas_kernels.mosaic_gpu import run
-
+        run = importlib.import_module(f"pallas_kernels.{self.implementation}.run")
         return getattr(run, self.name)(*self.complete(arguments))
 
-    def elsewhere(self, *arguments: Any, obstacle: str = "there is no CUDA device here") -> Any:
+    def obstacle(self, arguments: tuple[Any, ...]) -> str | None:
+        if self.implementation == "mosaic_tpu":
+            changes = arguments[-1]
+            return None if changes is None else "it has no masks and no biases yet"
+        capability = cuda_capability()  # of this host; None: the program is made for another one
+        return None if capability is None else capability_obstacle(capability)
+
+    def elsewhere(self, *arguments: Any, obstacle: str | None = None) -> Any:
         if self.otherwise is None:
-            refuse(obstacle)
+            refuse(self.implementation, obstacle or MISSING[self.implementation])
         return self.otherwise(*self.complete(arguments))
 
     def complete(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*arguments[: self.position], self.wanted, *arguments[self.position :])
 
 
-def _on_cuda(
-    name: str, position: int, otherwise: Callable[..., Result] | None, like: Callable[..., Result]
+PLATFORM = {"mosaic_gpu": "cuda", "mosaic_tpu": "tpu"}
+MISSING = {
+    "mosaic_gpu": "there is no CUDA device here",
+    "mosaic_tpu": "there is no TPU here",
+}
+
+
+def _on(
+    implementations: tuple[str, ...],
+    name: str,
+    position: int,
+    otherwise: Callable[..., Result] | None,
+    like: Callable[..., Result],
 ) -> Callable[..., Result]:
     """A function of arrays or None, and of a static `Wanted` at this position."""
 
     def call(*given: Any) -> Result:
         wanted = given[position]
         arguments = (*given[:position], *given[position + 1 :])
-        kernel = _Kernel(name, position, wanted, otherwise)
+        kernels = {
+            PLATFORM[one]: _Kernel(one, name, position, wanted, otherwise)
+            for one in implementations
+        }
         found: Result = lowered_for(
             *arguments,
             like=functools.partial(like, wanted),
-            default=kernel.elsewhere,
-            cuda=kernel.here,
+            default=next(iter(kernels.values())).elsewhere,
+            **{platform: kernel.here for platform, kernel in kernels.items()},
         )
         return found
 
@@ -204,18 +239,28 @@ def _like_greedy(wanted: Wanted, logits: jax.Array, *rest: Any) -> TopkLogprobs:
 
 
 def _with_kernels(
+    implementations: tuple[str, ...],
     topk: Callable[..., TopkLogprobs] | None,
     greedy_topk: Callable[..., TopkLogprobs] | None,
     row_parts: Callable[..., RowParts] | None,
 ) -> Runner:
-    """The GPU kernels in programs for CUDA, these functions in programs for other platforms."""
+    """Kernels in programs for their platforms, these functions in programs for others."""
     return compiled(
-        _on_cuda("topk_logprobs", 2, topk, xla.like_topk_logprobs),
-        _on_cuda("greedy_topk_logprobs", 1, greedy_topk, _like_greedy),
-        _on_cuda("row_parts", 2, row_parts, xla.like_row_parts),
+        _on(implementations, "topk_logprobs", 2, topk, xla.like_topk_logprobs),
+        _on(implementations, "greedy_topk_logprobs", 1, greedy_topk, _like_greedy),
+        _on(implementations, "row_parts", 2, row_parts, xla.like_row_parts),
     )
 
 
 XLA = compiled(xla.topk_logprobs, xla_greedy_topk_logprobs, xla.row_parts)
-FASTEST = _with_kernels(xla.topk_logprobs, xla_greedy_topk_logprobs, xla.row_parts)
-MOSAIC_GPU = _with_kernels(None, None, None)
+ONLY = {name: _with_kernels((name,), None, None, None) for name in PLATFORM}
+
+
+@functools.cache
+def fastest(implementations: tuple[str, ...]) -> Runner:
+    """These kernels in programs for their platforms, XLA elsewhere."""
+    if not implementations:
+        return XLA
+    return _with_kernels(
+        implementations, xla.topk_logprobs, xla_greedy_topk_logprobs, xla.row_parts
+    )

@@ -40,6 +40,8 @@ def read(
         lowering says so.
     """
     implementations.check_name(implementation)
+    if implementation == "mosaic_tpu":
+        implementations.refuse(implementation, "it has no groups' sums yet")
 
     def by_xla(part: Part, inverse: jax.Array, needed: jax.Array) -> Read:
         return sampled_rows.read(part, inverse, needed, k)
@@ -50,7 +52,7 @@ def read(
     explicit = implementation is not None
     if obstacle is not None:
         if explicit:
-            implementations.refuse(obstacle)
+            implementations.refuse(GPU, obstacle)
         return by_xla(part, inverse, needed)
     found: Read = lowered_for(
         part,
@@ -63,11 +65,11 @@ def read(
     return found
 
 
-NOT_CUDA = "there is no CUDA device here"
+GPU, NOT_CUDA = "mosaic_gpu", "there is no CUDA device here"
 
 
 def _refused(obstacle: str, *_: Any) -> Read:
-    implementations.refuse(obstacle)
+    implementations.refuse(GPU, obstacle)
 
 
 def _on_cuda(by_xla: Callable[..., Read], k: int, explicit: bool) -> Callable[..., Read]:

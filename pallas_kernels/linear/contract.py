@@ -287,9 +287,9 @@ def _definition(scale: Any, soft_cap: Any, logits_dtype: Any) -> Definition:
 
 
 def _check_implementation(implementation: Any) -> None:
-    if implementation == "mosaic_gpu":
+    if implementation in ("mosaic_gpu", "mosaic_tpu"):
         raise NotImplementedError(
-            "implementation = 'mosaic_gpu' has no product with a head; use 'xla' or None"
+            f"implementation = {implementation!r} has no product with a head; use 'xla' or None"
         )
     if implementation not in (None, "xla"):
         raise ValueError(f"implementation = {implementation!r} is not known; choose 'xla' or None")

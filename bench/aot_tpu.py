@@ -1,0 +1,161 @@
+"""Compile the TPU kernel for chips that need not exist, and count its cycles.
+
+    python -m bench.aot --tpu            a table for every shape on v5e, v6e, v5p and 7x
+    python -m bench.aot --tpu --check    the same; exit status 1 if a limit is broken
+    python -m bench.aot --tpu --quick    what two minutes allow
+    python -m bench.aot --tpu --keep     writes the cycles down, as those to compare with
+
+Cycles are the compiler's bundles times the turns of loops: the arithmetic, without waits for copies
+and without what rare rows need. Beside them stands the time in which the chip reads the logits, and
+for v6e what the compiler estimates for the plain way. The limits: cycles within 5 % of those kept;
+the shares of the bytes' time on v5e, and of the plain way's cycles on v6e; a minute and 4 GB to
+compile; one operation that reads the logits beside the gather of the given tokens'. It needs libtpu
+(the `aot-tpu` extra).
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.tpu.programs import BANDWIDTHS, CLOCKS, Compiled
+from pallas_kernels.shapes import Shape
+
+KEPT = Path(__file__).parent / "tpu" / "cycles.json"
+SLACK = 0.05
+SECONDS = 60
+GIGABYTES = 4.0
+READS = 2  # the kernel's, and the gather of the given tokens' logits
+# By K: of the bytes' time on v5e, and how many times better than the plain way on v6e.
+OF_BYTES = {0: 1.3, 20: 1.8}
+THAN_PLAIN = {0: 2.5, 20: 12.0, 64: 15.0}
+LIMITED = tuple(
+    Shape(rows, vocabulary, k, dtype)
+    for rows in (64, 256)
+    for vocabulary in (131_072, 151_936)
+    for k in (0, 20, 64)
+    for dtype in ("bfloat16", "float32")
+)
+OTHERS = (
+    *(Shape(rows, 131_072, 20, "bfloat16") for rows in (1, 2048)),
+    Shape(64, 50_257, 20, "bfloat16"),
+    Shape(64, 262_144, 20, "float32"),
+    Shape(64, 131_072, 512, "bfloat16"),
+)
+QUICK = tuple(Shape(64, 131_072, k, "bfloat16") for k in (0, 20))
+FEW = (Shape(64, 131_072, 0, "bfloat16"), Shape(64, 131_072, 20, "float32"))  # on v5p and 7x
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile every shape; exit status 0, or 1 if a checked limit is broken."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
+    parser.add_argument("--quick", action="store_true", help="few shapes, on v5e and v6e")
+    parser.add_argument("--keep", action="store_true", help="write the cycles to compare with")
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("libtpu") is None:
+        print("NOT RUN: libtpu is not installed: pip install -e '.[aot-tpu]'")
+        return 1 if options.check else 0
+    kept: dict[str, int] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    begin = time.monotonic()
+    results: list[Compiled] = []
+    for chip, way, shape in programs(options.quick):
+        results.append(compiled(chip, way, shape))
+        print(f"{time.monotonic() - begin:6.0f} s  {key(results[-1])}: {results[-1].cycles}")
+    broken = print_table(results, kept)
+    if options.keep:
+        kept.update({key(one): one.cycles for one in results})
+        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    print(f"{len(results)} programs compiled, {broken} break a limit")
+    return 1 if options.check and broken else 0
+
+
+def programs(quick: bool) -> list[tuple[str, str, Shape]]:
+    """Chip, way and shape of each program to compile."""
+    shapes = QUICK if quick else (*LIMITED, *OTHERS)
+    found = [(chip, "kernel", shape) for chip in ("v5e", "v6e") for shape in shapes]
+    if quick:
+        return found
+    found += [(chip, "kernel", shape) for chip in ("v5p", "7x") for shape in FEW]
+    found += [("v6e", "plain", shape) for shape in LIMITED]
+    return found + [(chip, "full", shape) for chip in CLOCKS for shape in FEW]
+
+
+def compiled(chip: str, way: str, shape: Shape) -> Compiled:
+    """One program, compiled by a process of its own."""
+    numbers = [str(x) for x in (shape.rows, shape.vocabulary, shape.k)]
+    command = [sys.executable, "-m", "bench.tpu.programs", chip, way, *numbers, shape.dtype]
+    found = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    if found.returncode:
+        raise RuntimeError(f"{' '.join(command[2:])} failed:\n{found.stderr[-2000:]}")
+    return Compiled(**json.loads(found.stdout.splitlines()[-1]))
+
+
+def key(one: Compiled) -> str:
+    """A program's name."""
+    return f"{one.chip} {one.way} {one.rows} {one.vocabulary} {one.k} {one.dtype}"
+
+
+def bytes_cycles(one: Compiled) -> float:
+    """Cycles in which the chip reads the logits."""
+    size = one.rows * one.vocabulary * (4 if one.dtype == "float32" else 2)
+    return size / BANDWIDTHS[one.chip] * CLOCKS[one.chip]
+
+
+def faults(one: Compiled, plain: Compiled | None, kept: int | None) -> list[str]:
+    """What breaks a limit."""
+    if one.way == "plain":
+        return []
+    found = []
+    if one.seconds > SECONDS or one.gigabytes > GIGABYTES:
+        found.append(f"{one.seconds} s and {one.gigabytes} GB to compile")
+    if one.reads > READS:
+        found.append(f"{one.reads} operations read the logits")
+    if one.way != "kernel":
+        return found
+    share = one.cycles / bytes_cycles(one)
+    if one.chip == "v5e" and one.rows in (64, 256) and share > OF_BYTES.get(one.k, share):
+        found.append(f"{share:.2f} of the bytes' time, {OF_BYTES[one.k]} are allowed")
+    if plain is not None and plain.cycles < THAN_PLAIN[one.k] * one.cycles:
+        found.append(f"{plain.cycles / one.cycles:.1f}x, {THAN_PLAIN[one.k]}x are wanted")
+    if kept is not None and one.cycles > kept * (1 + SLACK):
+        found.append(f"{one.cycles / kept - 1:.1%} more cycles than {kept}")
+    return found
+
+
+def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
+    """Every program's cycles; returns how many break a limit."""
+    by_key = {key(one): one for one in results}
+    table = Table()
+    headers = ("chip", "R, V, K, dtype", "way", "cycles", "us", "of the bytes", "than plain", "")
+    for header in headers:
+        table.add_column(header, justify="right")
+    broken = 0
+    for one in results:
+        plain = by_key.get(key(one).replace(" kernel ", " plain "))
+        plain = plain if one.way == "kernel" else None
+        wrong = faults(one, plain, kept.get(key(one)))
+        broken += bool(wrong)
+        table.add_row(
+            one.chip,
+            f"{one.rows} {one.vocabulary} {one.k} {one.dtype}",
+            one.way,
+            f"{one.cycles:,}",
+            f"{one.cycles / CLOCKS[one.chip] / 1000:.1f}",
+            f"{one.cycles / bytes_cycles(one):.2f}",
+            "" if plain is None else f"{plain.cycles / one.cycles:.1f}x",
+            "; ".join(wrong),
+        )
+    Console(width=160).print(table)
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

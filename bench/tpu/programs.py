@@ -1,0 +1,129 @@
+"""One program compiled for a TPU that need not exist, and its cycles; as a process of its own.
+
+    python -m bench.tpu.programs CHIP WAY ROWS VOCABULARY K DTYPE
+
+prints a line of JSON. libtpu reads where to write its listings when it is loaded, so each program
+has a process. WAY is `plain` (log_softmax, top_k, gather and a count), `kernel`, or `full`: the
+kernel with what rare rows need, whose loops would be counted as if every row took them.
+"""
+
+import functools
+import json
+import os
+import re
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "7x": "tpu7x:2x2x1"}
+# GHz, and GB/s of a core's HBM, from Google's pages on each chip and jax's `TpuInfo`.
+CLOCKS = {"v5e": 1.5, "v6e": 1.75, "v5p": 1.75, "7x": 1.9}
+BANDWIDTHS = {"v5e": 819, "v6e": 1640, "v5p": 2765, "7x": 3690}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a program."""
+
+    chip: str
+    way: str
+    rows: int
+    vocabulary: int
+    k: int
+    dtype: str
+    cycles: int  # without waits for copies
+    seconds: float  # to compile
+    gigabytes: float  # the process, at most
+    temporaries: int  # bytes
+    reads: int  # operations that read the logits
+
+
+def main() -> None:
+    """Compile one program and print what it takes."""
+    chip, way, *numbers, dtype = sys.argv[1:]
+    rows, vocabulary, k = map(int, numbers)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(
+            JAX_PLATFORMS="cpu",
+            TPU_SKIP_MDS_QUERY="1",
+            TPU_ACCELERATOR_TYPE="v5litepod-4",
+            TPU_WORKER_HOSTNAMES="localhost",
+            LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_to_filter=final_bundles",
+        )
+        print(json.dumps(asdict(measure(chip, way, rows, vocabulary, k, dtype, Path(folder)))))
+
+
+def measure(
+    chip: str, way: str, rows: int, vocabulary: int, k: int, dtype: str, folder: Path
+) -> Compiled:
+    """Compile a program with its listings in a folder."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from bench import reference
+    from bench.tpu import bundles
+    from pallas_kernels import topk_logprobs
+    from pallas_kernels.mosaic_tpu import plan, run
+
+    def chosen(*arguments: Any, **options: Any) -> plan.Plan:
+        return replace(plan.choose_plan(*arguments, **options), rare=way == "full")
+
+    def program(x: Any, ids: Any) -> Any:
+        if way == "plain":
+            return reference.topk_logprobs(x, ids, k)
+        return topk_logprobs(x, ids, k, implementation="mosaic_tpu")
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
+    mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    given = array((rows, vocabulary), jnp.dtype(dtype)), array((rows,), jnp.dtype("int32"))
+    begin = time.monotonic()
+    with (
+        mock.patch.object(run, "choose_plan", chosen),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+    ):
+        made = jax.jit(program).trace(*given).lower(lowering_platforms=("tpu",)).compile()
+    seconds = time.monotonic() - begin
+    text = made.as_text()
+    the = plan.choose_plan((rows, vocabulary), rows, k, dtype, gathered=False, entropy=False)
+    cycles = 0
+    for name, listing in bundles.listings(folder).items():
+        loops = bundles.read(listing)
+        if way == "plain":
+            cycles += bundles.plain_cycles(loops, listing, k)
+        elif name.startswith("topk_logprobs"):
+            cycles += bundles.kernel_cycles(loops, the.num_units, the.num_batches)
+        else:
+            cycles += loops.cycles(1)
+    memory = made.memory_analysis()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return Compiled(
+        chip, way, rows, vocabulary, k, dtype, cycles, round(seconds, 1), round(peak, 2),
+        memory.temp_size_in_bytes, reads(text, rows, vocabulary),
+    )  # fmt: skip
+
+
+def reads(text: str, rows: int, vocabulary: int) -> int:
+    """Operations of the entry computation with an operand of the logits' shape."""
+    entry = text[text.index("\nENTRY") :].split("\n}")[0]
+    lines = [line.partition(" = ") for line in entry.splitlines() if " = " in line]
+    logits = {
+        name.replace("ROOT", "").strip()
+        for name, _, rest in lines
+        if rest.split("{")[0].endswith(f"[{rows},{vocabulary}]")
+    }
+    return sum(
+        any(name in logits for name in re.findall(r"%[\w.\-]+", rest)) for _, _, rest in lines
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""How the TPU kernel cuts rows and vocabulary: units of rows, chunks of columns, stacks.
+
+A vector register holds 8 x 128 words of 32 bits: 8 rows on sublanes, 128 tokens on lanes. Logits of
+16 bits come two rows to a word, so that a unit of 16 rows is read as 8 words: even and odd rows.
+"""
+
+from dataclasses import dataclass
+
+LANES = 128
+SUBLANES = 8
+STEP = 32  # columns of 128 tokens that a turn of a loop works on: full bundles
+CHUNK = 128  # columns that are copied at a time: 16384 tokens
+CUT = (STEP, CHUNK)
+GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
+BATCH_ROWS = 64  # whose selections are ordered together
+REST = 8 << 20  # bytes of VMEM beside the logits, the stacks and the outputs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call of the kernel. Hashable."""
+
+    num_logits_rows: int  # N
+    num_targets: int  # R
+    vocabulary: int  # V
+    k: int
+    dtype: str
+    gathered: bool  # whether row ids choose the rows
+    entropy: bool
+    sections: int  # parts of a row that have a stack of their own in every lane
+    depth: int  # of a stack
+    interpreted: bool
+    cut: tuple[int, int] = CUT
+    rare: bool = True  # False: without what few rows need, to count what all need
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a word holds logits of two rows."""
+        return self.dtype != "float32"
+
+    @property
+    def halves(self) -> int:
+        """Vectors of 8 rows that a vector of words becomes."""
+        return 2 if self.is_packed and not self.gathered else 1
+
+    @property
+    def unit(self) -> int:
+        """Target rows that are worked on at a time."""
+        return SUBLANES * self.halves
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of logits in a buffer; of a gathered 16-bit row its neighbour comes along."""
+        return 2 * SUBLANES if self.is_packed else SUBLANES
+
+    @property
+    def num_units(self) -> int:
+        return -(-self.num_targets // self.unit)
+
+    @property
+    def batch_units(self) -> int:
+        """Units whose selections are ordered together."""
+        return min(self.num_units, BATCH_ROWS // self.unit)
+
+    @property
+    def batch_rows(self) -> int:
+        return self.batch_units * self.unit
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_units // self.batch_units)
+
+    @property
+    def columns(self) -> int:
+        """Vectors of 128 tokens of a row, the last of which may be ragged."""
+        return -(-self.vocabulary // LANES)
+
+    @property
+    def step(self) -> int:
+        """Columns that a turn of a loop works on."""
+        return self.cut[0]
+
+    @property
+    def chunk(self) -> int:
+        """Columns that are copied at a time."""
+        return min(self.cut[1], self.columns)
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.columns // self.chunk)
+
+    @property
+    def slots(self) -> int:
+        """Places of a lane's stacks, those of overflow among them."""
+        return self.sections * (self.depth + 1)
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the selection's outputs."""
+        return -(-max(self.k, 1) // LANES) * LANES
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What the kernel may take of VMEM."""
+        logits = 2 * self.buffer_rows * self.columns * LANES * (2 if self.is_packed else 4)
+        rest = 4 * self.batch_rows * LANES * (2 * self.slots + 1)
+        outputs = 2 * 4 * self.batch_rows * (2 * LANES + 2 * self.out_width)
+        return logits + rest + outputs + REST
+
+
+def choose_plan(
+    shape: tuple[int, ...],
+    num_targets: int,
+    k: int,
+    dtype: str,
+    gathered: bool,
+    entropy: bool,
+    interpreted: bool = False,
+    cut: tuple[int, int] = CUT,
+) -> Plan:
+    """The plan of a call on logits of this shape [N, V]."""
+    columns = -(-shape[1] // LANES)
+    sections = 1 if k <= 64 else 2 if k <= 128 else 8
+    sections = min(sections, -(-columns // cut[1]))
+    depth = 4 if k <= 20 else 6 if k <= 64 else 8
+    size = (shape[0], num_targets, shape[1], k, dtype)
+    return Plan(*size, gathered, entropy, sections, depth, interpreted, cut)

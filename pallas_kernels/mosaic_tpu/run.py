@@ -1,0 +1,200 @@
+"""`topk_logprobs` by the TPU kernel, which reads the logits once.
+
+The kernel makes statistics and the top K of each row. XLA gathers the logits of given tokens and
+extra ones before, and makes the outputs after it (`finish`), from a few numbers a row.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import vary_like
+from pallas_kernels.changes import Changes
+from pallas_kernels.finish import RowParts, RowStatistics, finish, usable_temperatures, wanted_rows
+from pallas_kernels.greedy_choice import greedy_of_rows
+from pallas_kernels.mosaic_tpu import kernel
+from pallas_kernels.mosaic_tpu.plan import CUT, SUBLANES, Plan, choose_plan
+from pallas_kernels.ordered_keys import just_below
+from pallas_kernels.sharding.vocab_shard import WHOLE, named_logits
+from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.wanted import Wanted
+
+LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+LARGEST = 3.4028234663852886e38  # float32
+
+
+def topk_logprobs(
+    logits: jax.Array,
+    token_ids: jax.Array,
+    wanted: Wanted,
+    row_ids: jax.Array | None,
+    num_rows: jax.Array | None,
+    temperatures: jax.Array | None,
+    extra_token_ids: jax.Array,
+    changes: Changes | None = None,
+    interpret: Any = False,
+    cut: tuple[int, int] = CUT,
+) -> TopkLogprobs:
+    """`pallas_kernels.topk_logprobs` for checked arguments without changes."""
+    num_logits_rows, vocabulary = logits.shape
+    num_targets = token_ids.shape[0]
+    temperatures = None if temperatures is None else usable_temperatures(temperatures)
+    named = jnp.concatenate([token_ids[:, None], extra_token_ids], axis=1)
+    rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
+    found = named_logits(logits, rows, named, WHOLE)
+    parts = row_parts(
+        logits, found[:, 0], wanted, row_ids, num_rows, temperatures, changes, interpret, cut
+    )
+    columns = jnp.concatenate([found[:, :1], parts.top_logits, found[:, 1:]], axis=1)
+    return finish(
+        wanted,
+        vocabulary,
+        RowStatistics(parts.maximum, parts.sum_exp, parts.num_larger, parts.weighted),
+        token_ids,
+        columns,
+        jnp.where(parts.top_logits > -jnp.inf, parts.top_ids, jnp.int32(-1)),
+        wanted_rows(num_logits_rows, num_targets, row_ids, num_rows),
+        temperatures,
+    )
+
+
+def greedy_topk_logprobs(
+    logits: jax.Array,
+    wanted: Wanted,
+    num_rows: jax.Array | None,
+    temperatures: jax.Array | None,
+    extra_token_ids: jax.Array,
+    changes: Changes | None = None,
+    interpret: Any = False,
+    cut: tuple[int, int] = CUT,
+) -> TopkLogprobs:
+    """`pallas_kernels.greedy_topk_logprobs` for checked arguments without changes.
+
+    The greedy choice is the top 1, whose rank is known: one read serves both. Only where a row is
+    invalid are the logits read once more, and for inclusive ranks.
+    """
+    num_targets, vocabulary = logits.shape
+    if wanted.inclusive:
+        chosen = greedy_of_rows(logits).token_ids
+        rest = (num_rows, temperatures, extra_token_ids, changes)
+        return topk_logprobs(logits, chosen, wanted, None, *rest, interpret, cut)
+    temperatures = None if temperatures is None else usable_temperatures(temperatures)
+    nothing = jnp.full(num_targets, jnp.inf, jnp.float32)  # no logit is larger: nothing to count
+    more = wanted._replace(k=max(wanted.k, 1))
+    parts = row_parts(logits, nothing, more, None, num_rows, temperatures, changes, interpret, cut)
+    rows = wanted_rows(num_targets, num_targets, None, num_rows)
+    valid = jnp.isfinite(parts.maximum) & ~jnp.isnan(parts.sum_exp)
+    first = parts.top_ids[:, 0]
+
+    def look() -> jax.Array:
+        return jnp.where(valid, first, greedy_of_rows(logits).token_ids)
+
+    chosen = lax.cond(jnp.any(rows & ~valid), look, lambda: first)
+    index = jnp.arange(num_targets, dtype=jnp.int32)
+    extra = named_logits(logits, index, extra_token_ids, WHOLE)
+    top = parts.top_logits[:, : wanted.k]
+    return finish(
+        wanted,
+        vocabulary,
+        RowStatistics(
+            parts.maximum, parts.sum_exp, jnp.zeros_like(parts.num_larger), parts.weighted
+        ),
+        chosen,
+        jnp.concatenate([parts.top_logits[:, :1], top, extra], axis=1),
+        jnp.where(top > -jnp.inf, parts.top_ids[:, : wanted.k], jnp.int32(-1)),
+        rows,
+        temperatures,
+    )
+
+
+def row_parts(
+    logits: jax.Array,
+    selected: jax.Array,
+    wanted: Wanted,
+    row_ids: jax.Array | None,
+    num_rows: jax.Array | None,
+    temperatures: jax.Array | None,
+    changes: Changes | None = None,
+    interpret: Any = False,
+    cut: tuple[int, int] = CUT,
+) -> RowParts:
+    """`xla.row_parts` on a TPU, without changes."""
+    assert changes is None
+    num_targets, k = selected.shape[0], wanted.k
+    plan = choose_plan(
+        logits.shape,
+        num_targets,
+        k,
+        logits.dtype.name,
+        gathered=row_ids is not None,
+        entropy=wanted.entropy,
+        interpreted=bool(interpret),
+        cut=cut,
+    )
+    count = jnp.full((1,), num_targets, jnp.int32)
+    if num_rows is not None:
+        count = jnp.clip(num_rows, 0, num_targets).reshape(1)
+    rows, shift = _rows_to_copy(plan, row_ids)
+    given = given_rows(plan, selected, wanted.inclusive, temperatures, shift)
+    every = (count, rows, logits, given)
+    found = kernel.call(plan, interpret, *vary_like(every, every))
+    stats, values, ids = (in_rows(plan, one)[:num_targets] for one in found)
+    return RowParts(
+        maximum=stats[:, 0],
+        sum_exp=stats[:, 2],
+        num_larger=stats[:, 1].astype(jnp.int32),
+        top_ids=ids[:, :k],
+        top_logits=values[:, :k],
+        weighted=stats[:, 3] * jnp.float32(LN_2) if wanted.entropy else None,
+    )
+
+
+def _rows_to_copy(plan: Plan, row_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The first row of logits to copy for each target, and how far its word must be moved up."""
+    if row_ids is None:
+        return jnp.zeros(1, jnp.int32), jnp.zeros(plan.num_targets, jnp.int32)
+    last = plan.num_logits_rows - 1
+    rows = jnp.clip(row_ids, 0, last)
+    first = rows
+    if plan.is_packed:  # two rows a word
+        first = rows & ~1
+        if plan.interpreted:  # there is no row of padding
+            first = jnp.minimum(first, max(last - 1, 0))
+    shift = jnp.where(rows > first, jnp.int32(0), jnp.int32(16))
+    return jnp.pad(first, (0, plan.num_units * plan.unit - plan.num_targets)), shift
+
+
+def given_rows(
+    plan: Plan,
+    selected: jax.Array,
+    inclusive: bool,
+    temperatures: jax.Array | None,
+    shift: jax.Array,
+) -> jax.Array:
+    """What the kernel is given of each row: [rows of batches, 3] int32, `unit.Given`."""
+    limit = just_below(selected) if inclusive else selected
+    scale = jnp.full(selected.shape, LOG2_E, jnp.float32)
+    if temperatures is not None:  # finite in any case: a bad temperature makes no row invalid
+        inverse = LOG2_E / jnp.where(temperatures > 0, temperatures, jnp.float32(1))
+        scale = jnp.minimum(inverse, jnp.float32(LARGEST))
+    columns = [lax.bitcast_convert_type(one, jnp.int32) for one in (limit, scale)]
+    rows = plan.num_batches * plan.batch_rows
+    every = jnp.stack([*columns, shift], axis=1)
+    return in_units(plan, jnp.pad(every, ((0, rows - plan.num_targets), (0, 0))))
+
+
+def in_units(plan: Plan, x: jax.Array) -> jax.Array:
+    """x [rows, n] in the kernel's order: of each unit first the even, then the odd rows."""
+    if plan.halves == 1:
+        return x
+    return x.reshape(-1, SUBLANES, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+
+
+def in_rows(plan: Plan, x: jax.Array) -> jax.Array:
+    """The inverse of `in_units`."""
+    if plan.halves == 1:
+        return x
+    return x.reshape(-1, 2, SUBLANES, x.shape[1]).swapaxes(1, 2).reshape(x.shape)

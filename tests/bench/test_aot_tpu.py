@@ -1,0 +1,70 @@
+"""Cycles from a compiler's listing, on one that was written by hand; what breaks a limit."""
+
+from dataclasses import replace
+
+from bench import aot_tpu
+from bench.tpu import bundles
+from bench.tpu.programs import Compiled, reads
+
+LISTING = """
+LB: loop body
+     0   :  { %s1 = smov 0 }
+   0x1   :  {}
+   0x2 LB: > { %p1_p0 = scmp.ge.s32.totalorder %s5_s1, %s2_s3 /* loop exit test */ }
+   0x3 LB: >> { %v1_v0 = vadd.f32 1.0, %v7_v4 }
+   0x4   :  {}
+   0x5   : >> { %p2_p1 = scmp.ge.s32.totalorder %s6_s1, 8 /* loop exit test */ }
+   0x6   : > { %s1 = smov 1 }
+   0x7   : >> { %s1 = smov 1 }
+   0x8 LB: >> { %p3_p1 = scmp.ge.s32.totalorder (%p2_p1), %s6_s1, 20 /* loop exit test */ }
+   0x9   :  { %s1 = smov 0 }
+"""
+
+
+def test_bundles_times_turns():
+    """An unmarked bundle is of the loop it stands in; so are a loop's last ones."""
+    loops = bundles.read(LISTING)
+    (outer,) = loops.inner
+    assert (loops.bundles, outer.bundles) == (3, 2)
+    assert [(one.bundles, one.turns) for one in outer.inner] == [(4, 8), (1, 20)]
+    assert outer.turns is None
+    assert loops.cycles(3) == 3 + 3 * (2 + 4 * 8 + 20)
+
+
+def test_kernel_of_several_batches():
+    unit = bundles.Loop(bundles=100)
+    grid = bundles.Loop([unit, bundles.Loop(bundles=10, turns=20)], bundles=5, turns=6)
+    program = bundles.Loop([grid], bundles=7, turns=1)
+    assert bundles.kernel_cycles(program, units=16, batches=4) == 7 + 6 * 5 + 1600 + 4 * 200
+
+
+def test_a_search_that_runs_in_one_of_three_turns():
+    search = bundles.Loop(bundles=100, turns=20)
+    program = bundles.Loop([bundles.Loop([search], bundles=10, turns=6)], turns=1)
+    text = "%s1 = smul.u32 2731, %s2"
+    assert bundles.plain_cycles(program, text, 20) == 60 + 2 * 2000
+    assert bundles.plain_cycles(program, "", 20) == 60 + 2000
+
+
+def test_limits():
+    """The control for each: a program that breaks it."""
+    fine = Compiled("v5e", "kernel", 64, 131_072, 0, "bfloat16", 30_000, 5.0, 0.5, 0, 2)
+    assert aot_tpu.faults(fine, None, 29_000) == []
+    assert "more cycles" in aot_tpu.faults(fine, None, 28_000)[0]
+    assert "bytes' time" in aot_tpu.faults(replace(fine, cycles=41_000), None, None)[0]
+    assert "operations read" in aot_tpu.faults(replace(fine, reads=3), None, None)[0]
+    assert "GB to compile" in aot_tpu.faults(replace(fine, seconds=61.0), None, None)[0]
+    v6e = replace(fine, chip="v6e")
+    assert aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=75_000), None) == []
+    assert "are wanted" in aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=70_000), None)[0]
+
+
+def test_operations_that_read_the_logits():
+    text = """
+ENTRY %main (x: bf16[64,300]) -> f32[64] {
+  %x.1 = bf16[64,300]{1,0:T(8,128)(2,1)} parameter(0)
+  %a = f32[64]{0:T(128)} fusion(%ids, %x.1), kind=kLoop
+  ROOT %b = f32[64]{0:T(128)} custom-call(%a, %x.10)
+}
+"""
+    assert reads(text, 64, 300) == 1

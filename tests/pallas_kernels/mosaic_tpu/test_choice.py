@@ -1,0 +1,90 @@
+"""Who is chosen where a program is lowered for a TPU, and what cannot run says why."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import greedy_topk_logprobs, implementations, topk_logprobs
+
+
+def lowered(call, *shapes, platform="tpu"):
+    """The program's text. Another function each time: JAX keeps what it lowered."""
+    return (
+        jax.jit(lambda *x: call(*x)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    )
+
+
+def kernels(text):
+    return text.count("custom_call @tpu_custom_call")
+
+
+def shapes(rows=8, vocabulary=4096, dtype="bfloat16"):
+    return (
+        jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype)),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", [None, "mosaic_tpu"])
+def test_programs_for_a_tpu_have_the_kernel(implementation):
+    def both(x, ids):
+        chosen = topk_logprobs(x, ids, 5, row_ids=ids, implementation=implementation)
+        return chosen, greedy_topk_logprobs(x, 0, implementation=implementation)
+
+    assert kernels(lowered(both, *shapes())) == 2
+
+
+def test_programs_for_other_platforms_have_not():
+    def call(x, ids):
+        return topk_logprobs(x, ids, 5)
+
+    assert kernels(lowered(call, *shapes(), platform="cpu")) == 0
+    assert kernels(lowered(call, *shapes(), platform="cuda")) == 0
+
+    def asked(x, ids):
+        return topk_logprobs(x, ids, 5, implementation="mosaic_tpu")
+
+    for platform in ("cpu", "cuda"):
+        with pytest.raises(NotImplementedError, match="no TPU here; use 'xla' or None"):
+            lowered(asked, *shapes(), platform=platform)
+
+
+def test_what_the_kernel_does_not_serve():
+    """None takes XLA for it; by name, an error says why."""
+    words = np.full((8, 128), 2**32 - 1, np.uint32)
+    cases = {
+        "float16": (shapes(dtype="float16"), {}),
+        "do not fit VMEM": (shapes(vocabulary=2**19 + 1), {}),
+        "no masks": (shapes(), {"allowed": words}),
+    }
+    for why, (given, options) in cases.items():
+
+        def call(x, ids, implementation=None, options=options):
+            return topk_logprobs(x, ids, 1, implementation=implementation, **options)
+
+        assert kernels(lowered(call, *given)) == 0
+        with pytest.raises(NotImplementedError, match=why):
+            lowered(lambda x, ids, call=call: call(x, ids, "mosaic_tpu"), *given)
+
+
+def test_a_symbolic_number_of_rows():
+    (rows,) = jax.export.symbolic_shape("r")
+    logits = jax.ShapeDtypeStruct((rows, 300), jnp.float32)
+    assert "symbolic" in implementations.tpu_obstacle(logits)
+    assert implementations.tpu_obstacle(shapes()[0]) is None
+
+
+def test_a_vocabulary_that_is_split_over_devices():
+    """Each device reads its own columns with the kernel."""
+    mesh = jax.make_mesh(
+        (2,), ("v",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    spec = jax.sharding.PartitionSpec
+
+    def call(x, ids):
+        return topk_logprobs(x, ids, 5, axis_name="v").token_ids
+
+    split = jax.shard_map(call, mesh=mesh, in_specs=(spec(None, "v"), spec()), out_specs=spec())
+    assert kernels(lowered(split, *shapes())) == 1
