@@ -26,7 +26,7 @@ from jax_specdec.device.messages.step_messages import (
 )
 from jax_specdec.device.sampling.kept_logprobs import kept_logprobs
 from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import CompactQ, Drafts, Verified, verify
+from jax_specdec.device.sampling.verify import Drafts, Verified, verify
 from jax_specdec.device.worker.device_checks import DeviceCheckError, check
 from jax_specdec.device.worker.worker import Worker
 
@@ -40,7 +40,6 @@ __all__ = [
     # One step: verify, then the logprobs of what was emitted.
     "verify",
     "Drafts",
-    "CompactQ",
     "Verified",
     "row_logprobs",
     "draft_rows",

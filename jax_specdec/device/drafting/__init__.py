@@ -17,7 +17,7 @@ from jax_specdec.device.drafting.drafters import (
 from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from jax_specdec.device.sampling.verify import Tell
+from jax_specdec.device.sampling.verify import CompactQ, Tell
 
 __all__ = [
     "Drafter",
@@ -32,5 +32,6 @@ __all__ = [
     "make_drafter",
     "draw",
     "joined",
+    "CompactQ",
     "Tell",
 ]

@@ -208,6 +208,21 @@ def test_float32_decides_less_than_one_draw_in_100_000():
     assert later > 1
 
 
+def test_a_row_whose_kept_tokens_are_in_many_groups_draws_the_same():
+    """All groups are summed again where a few, here two, cannot hold the kept tokens."""
+    target, draft = map(jnp.asarray, rows())
+    without, sound = jnp.zeros(SLOTS, jnp.int32), jax.tree.map(jnp.asarray, SOUND)
+    sampling = sampling_of(SLOTS, **FILTERS["top-k"])
+    usual, _ = verified(False, target, draft, sampling, without, sound)
+    with mock.patch.object(residual, "SOME_GROUPS", 2):
+        again, _ = quick_compile.jit(lambda *given: verified.__wrapped__(False, *given))(
+            target, draft, sampling, without, sound
+        )
+    np.testing.assert_array_equal(usual, again)
+    # Two groups alone would not have all of these.
+    assert len(set(np.asarray(usual) // 256)) > 2
+
+
 def test_drafts_from_the_likeliest_tokens_are_accepted_as_often():
     """q among 64 tokens, beside the whole q: acceptance is the sum of min(p, q)."""
     rng = np.random.default_rng(0)
