@@ -39,8 +39,13 @@ class Schedule:
 
     name: str
     batches: Callable[[int], list[list[int]]]  # number of CTAs -> which run together, in order
-    base: int = BASE
+    base: int = BASE  # of a program's arguments, which XLA aligns to 16 bytes
     hardware: threads.Hardware = field(default_factory=threads.Hardware)
+
+    @property
+    def between(self) -> int:
+        """The place of what lies between kernels and of results, which XLA aligns to 128 bytes."""
+        return BASE if self.base == BASE else BASE + 128
 
 
 @dataclass(frozen=True)
@@ -173,15 +178,16 @@ def execute(
     buffers = []
     for i, (x, known) in enumerate(zip(inputs, defined, strict=True)):
         data = np.ascontiguousarray(x)
-        buffers.append(Buffer(f"input {i}", data, schedule.base, writable=False, defined=known))
+        base = schedule.base if known is None else schedule.between
+        buffers.append(Buffer(f"input {i}", data, base, writable=False, defined=known))
     arrays = []
     for i, kind in enumerate(out_types):
         out = np.empty(kind.shape, kind.dtype)
         out.reshape(-1).view(np.uint8)[:] = schedule.hardware.garbage
         arrays.append(out)
-        buffers.append(Buffer(f"output {i}", out, schedule.base, writable=True))
+        buffers.append(Buffer(f"output {i}", out, schedule.between, writable=True))
     ordered = tuple(buffers[i] for i in code.buffers)
-    # Mosaic promises 256 bytes; of a program's arguments XLA promises 16.
+    # Mosaic promises LLVM 256 bytes of all of them, which is more than XLA does.
     launch = threads.Launch(code.grid, code.shared_bytes, ordered, alignment=16)
     batches = schedule.batches(int(np.prod(code.grid)))
     counts = machine.run(compiled.program, launch, batches, schedule.hardware)
