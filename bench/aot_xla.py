@@ -204,7 +204,13 @@ def measure(
     capability = CAPABILITIES.get(chip)
     with mock.patch.object(implementations, "cuda_capability", return_value=capability):
         ours = compiled(
-            lambda x, t, count: topk_logprobs(x, t, shape.k, num_rows=count if dynamic else None)
+            lambda x, t, count: topk_logprobs(
+                x,
+                t,
+                shape.k,
+                num_rows=count if dynamic else None,
+                implementation="xla" if platform == "tpu" else None,
+            )
         )
     text = ours.as_text()
     rows_at_a_time = blocks.rows_on_tpu if platform == "tpu" else blocks.rows_on_gpu

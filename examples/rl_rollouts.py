@@ -86,10 +86,8 @@ def policy_logprobs(params, model, ids, kept):
     hidden, _ = llama.forward(params, model, ids[:, :-1], places, init_cache(model, B, LENGTH))
     head = params.embedding if params.head is None else params.head.T  # a row a token
     # Of the logits, only those of the kept tokens ever exist.
-    states, dtype = hidden[:, len(PROMPT) - 1 :], str(hidden.dtype)
-    return learner_logprobs(
-        states, head, ids[:, len(PROMPT) :], kept, TEMPERATURE, logits_dtype=dtype
-    )
+    states, tokens = hidden[:, len(PROMPT) - 1 :], ids[:, len(PROMPT) :]
+    return learner_logprobs(states, head, tokens, kept, TEMPERATURE, logits_dtype=hidden.dtype.name)
 
 
 def loss(params, model, ids, behavior, kept, advantages):
@@ -120,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", default="processed", choices=["raw", "scaled", "processed"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     options = parser.parse_args(argv)
-    mode = LogprobsMode[options.mode.upper()]
-    params, model = load_model(dtype=options.dtype)
+    mode, (params, model) = LogprobsMode[options.mode.upper()], load_model(dtype=options.dtype)
     config, compiled = compiled_loop(model)
     for iteration in range(2):
         columns, statistics = rollouts(config, compiled, params, mode, seed=iteration)

@@ -20,7 +20,7 @@ class Row:
     beside: str
     title: str  # a pattern of the comparison's title
     value: Callable[[Comparison], str]
-    device: bool = True  # whether a GPU would change it
+    device: bool = True  # whether a GPU or a TPU would change it
     in_readme: bool = False  # README has at most ten; docs/measurements.md has all
 
 
@@ -130,7 +130,7 @@ ROWS = (
 
 def table(rows: Iterable[Row], cpu: Newest, gpu: Newest) -> tuple[list[str], dict[str, Results]]:
     """The lines of a Markdown table, and the results that it was read from, by file name."""
-    lines = ["| What | Beside | Two CPU cores | GPU |", "| --- | --- | --- | --- |"]
+    lines = ["| What | Beside | Two CPU cores | GPU | TPU |", "| --- | --- | --- | --- | --- |"]
     used: dict[str, Results] = {}
     for row in rows:
         cells = []
@@ -141,6 +141,7 @@ def table(rows: Iterable[Row], cpu: Newest, gpu: Newest) -> tuple[list[str], dic
                     text = value
                     used[source.path.name] = source
             cells.append(text)
+        cells.append(NOT_MEASURED if row.device else "-")  # no results of a TPU are there
         lines.append(f"| {row.what} | {row.beside} | {' | '.join(cells)} |")
     return lines, used
 

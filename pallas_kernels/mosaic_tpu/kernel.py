@@ -192,7 +192,7 @@ def call(
             num_scalar_prefetch=2,
             grid=(plan.num_batches,),
             in_specs=[
-                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pltpu.HBM),
                 pl.BlockSpec((batch, given.shape[1]), lambda i, *_: (i, 0)),
             ],
             out_specs=[pl.BlockSpec((batch, width), lambda i, *_: (i, 0)) for width in widths],
@@ -208,6 +208,8 @@ def call(
         interpret=interpret,
         name="topk_logprobs",
     )
+    if not plan.interpreted:  # XLA might copy all rows to VMEM first
+        logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
     return tuple(run(count, rows, logits, given))
 
 

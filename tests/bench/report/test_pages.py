@@ -98,7 +98,7 @@ def test_a_row_of_messages_has_their_slowest_hundredth(tmp_path):
 @pytest.mark.parametrize("render", RENDERERS)
 def test_what_no_file_holds_is_not_measured_and_never_guessed(tmp_path, render):
     text = render([kept(tmp_path, "2026-01-01", 3.0)], [])
-    head = "| What | Beside | Two CPU cores | GPU |\n| --- | --- | --- | --- |\n"
+    head = "| What | Beside | Two CPU cores | GPU | TPU |\n| --- | --- | --- | --- | --- |\n"
     table = text.partition(head)[2].partition("\n\n")[0].splitlines()
     measured = [line for line in table if "x the speed" in line]
     assert len(measured) == 1
@@ -116,7 +116,7 @@ def test_a_result_of_a_gpu_goes_to_its_own_column(tmp_path):
         write_json(tmp_path / "gpu.json", [one])
         text = pages.readme_part(pages.load(tmp_path), [])
         row = next(line for line in text.splitlines() if "131072 logits, K = 20" in line)
-        assert row.split(" | ")[-1].startswith(cell)
+        assert row.split(" | ")[-2].startswith(cell)
 
 
 @pytest.mark.parametrize(
