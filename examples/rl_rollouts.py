@@ -5,9 +5,8 @@
 
 The rollouts' logprobs must be those of the distribution that the tokens were drawn from: here the
 request's own processed mode (temperature and top-p). The learner computes the same from a forward
-pass of its own, over whole sequences, with no cache and no drafts, and over the tokens that each
-token was drawn among: the kept sets, which come with the rollouts. |log ratio| <= 1e-4 says that
-both describe one policy; only then do the importance ratios of later updates mean anything.
+pass of its own, over whole sequences without drafts, and over the tokens that each was drawn among:
+the kept sets of the rollouts. |log ratio| <= 1e-4 says that both describe one policy.
 
 The reward is a toy: the share of vowels. The model is the tiny one that comes with the package.
 """
@@ -84,8 +83,8 @@ def policy_logprobs(params, model, ids, kept):
     """Compute the emitted tokens' logprobs [B, MAX_TOKENS] over their kept sets."""
     places = jnp.broadcast_to(jnp.arange(LENGTH - 1, dtype=jnp.int32), (B, LENGTH - 1))
     hidden, _ = llama.forward(params, model, ids[:, :-1], places, init_cache(model, B, LENGTH))
-    head = params.embedding if params.head is None else params.head.T  # a row a token
-    # Of the logits, only those of the kept tokens ever exist.
+    # A row a token. Of the logits, only those of the kept tokens ever exist.
+    head = params.embedding if params.head is None else params.head.T
     states, tokens = hidden[:, len(PROMPT) - 1 :], ids[:, len(PROMPT) :]
     return learner_logprobs(states, head, tokens, kept, TEMPERATURE, logits_dtype=hidden.dtype.name)
 
