@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, found
+from jax_specdec.cli.argument_types import add_compilation_cache, found, integer
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
@@ -120,6 +120,11 @@ def _add_running(group: Any) -> None:
     group.add_argument(
         "--max-length", type=int, metavar="T",
         help="tokens that a slot holds (default: those of the longest prompt and its --max-tokens)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
+        help="devices among which the worker splits the model; "
+        "without accelerators it makes N CPU devices (default: %(default)s)",
     )  # fmt: skip
     add_compilation_cache(group)
 
@@ -261,6 +266,7 @@ def _engine_config(
         dtype=model.config.dtype,
         adaptive=options.adaptive_drafts,
         corpus=found(options.corpus),
+        tensor_parallel=options.tensor_parallel,
         compilation_cache=options.compilation_cache,
     )
 

@@ -95,6 +95,11 @@ def add(commands: Any) -> None:
         help=f"tokens of a request, prompt included (default: {MAX_LENGTH}, or the checkpoint's "
         "if it has fewer)",
     )  # fmt: skip
+    running.add_argument(
+        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
+        help="devices among which each worker splits the model; "
+        "without accelerators it makes N CPU devices (default: %(default)s)",
+    )  # fmt: skip
     add_compilation_cache(running)
     running.add_argument(
         "--workers", type=integer(1, 64), default=1, metavar="N",
@@ -182,6 +187,7 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         num_ranks=options.workers,
         max_length=length,
         max_waiting=options.max_waiting,
+        tensor_parallel=options.tensor_parallel,
         compilation_cache=options.compilation_cache,
         on_worker_loss="restart",
         resume_lost=True,

@@ -50,8 +50,8 @@ class WorkerConfig:
       compilation_cache: the folder in which compiled programs are kept for the next start; "off"
         for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
         variable JAX_COMPILATION_CACHE_DIR says.
-      tensor_parallel: devices among which each worker splits the model; the vocabulary must divide
-        among them. A worker without accelerators makes as many CPU devices.
+      tensor_parallel: devices among which each worker splits the model. A vocabulary that does not
+        divide among them is padded. A worker without accelerators makes as many CPU devices.
       processes: each of these devices has a process of its own. The first one publishes; the worker
         is lost when any of them is.
       group_host: the host name or address at which the first of these processes is reached by the

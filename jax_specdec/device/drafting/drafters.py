@@ -174,7 +174,7 @@ class MtpDrafter:
             raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
-        shape = (num_slots, self.num_drafts, self.config.vocab_size)
+        shape = (num_slots, self.num_drafts, self.config.num_columns)
         drafts = none_drawn(shape, self.config.dtype)
         return drafts, init_mtp_cache(self.config, num_slots, length)
 

@@ -81,12 +81,15 @@ def own_devices(start: Start) -> list[jax.Device]:
 def _load(start: Start, vitals: Vitals) -> tuple[ModelParams, LoopConfig]:
     """The weights and the loop that a worker was told to run."""
     config = start.config
+    devices = own_devices(start) if start.local_devices else None
     params, model = load_model(
         config.weights,
         dtype=config.dtype,
         num_slots=config.num_slots,
         max_length=config.max_length,
         tell=vitals.load,
+        num_devices=config.tensor_parallel,
+        devices=devices,
     )
     if config.vocab_size > model.vocab_size:
         raise ValueError(
@@ -94,7 +97,6 @@ def _load(start: Start, vitals: Vitals) -> tuple[ModelParams, LoopConfig]:
             f"{model.vocab_size} tokens: set it to {model.vocab_size} or less, or prompts "
             "may hold ids that the model does not know"
         )
-    devices = own_devices(start) if start.local_devices else None
     parallel = tensor_parallel(model, config.tensor_parallel, devices)
     drafter = make_drafter(
         config.drafter,

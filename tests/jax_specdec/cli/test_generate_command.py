@@ -57,7 +57,7 @@ def test_a_model_that_does_not_fit_is_reported_in_the_workers_words(model):
         "import sys\n"
         "from jax_specdec.device.model import memory\n"
         "from jax_specdec import child\n"
-        "memory.available_bytes = lambda: 2**20\n"
+        "memory.available_bytes = lambda *_: 2**20\n"
         "sys.exit(child.main(['jax_specdec.device.worker.worker_process']))"
     )
     start = functools.partial(WorkerProcess, program=(sys.executable, "-c", code))
