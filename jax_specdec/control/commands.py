@@ -21,7 +21,7 @@ from jax_specdec.requests import Request, SamplingParams, packed, unpacked
 GROUP_KILLED = 128
 
 
-DRAFTERS = ("mtp", "ngram", "suffix", "none")  # the values of `WorkerConfig.drafter`
+DRAFTERS = ("mtp", "model", "ngram", "suffix", "none")  # the values of `WorkerConfig.drafter`
 
 
 class ControlError(ValueError):
@@ -38,7 +38,9 @@ class WorkerConfig:
         that come with the package.
       dtype: "bfloat16" or "float32", to compute in; empty for that of the weights. "float16" is for
         a safetensors file or the package's own weights only.
-      drafter: "mtp", "ngram", "suffix" or "none".
+      drafter: "mtp", "model", "ngram", "suffix" or "none".
+      draft_model: for "model", the weights of the smaller model that drafts, as those of `weights`;
+        ids must mean the same in both. Otherwise empty.
       num_drafts: draft tokens a step at most.
       adaptive: draft less for a request whose drafts are seldom accepted.
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
@@ -64,6 +66,7 @@ class WorkerConfig:
     weights: str = ""
     dtype: str = ""
     drafter: str = "mtp"
+    draft_model: str = ""
     num_drafts: int = 3
     adaptive: bool = False
     corpus: str = ""

@@ -110,6 +110,12 @@ class EngineConfig(WorkerConfig):
                 named = ", ".join(filter(None, known))
                 raise ValueError(f"{name} = {value!r} must be one of {named}{more}")
 
+        if (self.drafter == "model") != bool(self.draft_model):
+            raise ValueError(
+                f"drafter = {self.drafter!r} with draft_model = {self.draft_model!r}: the drafter "
+                '"model", and no other, needs a smaller model that drafts'
+            )
+
     @property
     def worker(self) -> WorkerConfig:
         """The part that each worker is told."""

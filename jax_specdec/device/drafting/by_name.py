@@ -9,6 +9,7 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import DRAFTERS
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
+from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
@@ -26,6 +27,7 @@ def make_drafter(
     adaptive: bool = False,
     encode: Encode | None = None,
     parallel: Parallel = ONE_DEVICE,
+    draft_model: ModelConfig | None = None,
 ) -> Drafter:
     """Make the drafter called `name`.
 
@@ -37,6 +39,7 @@ def make_drafter(
       adaptive: draft less for a request whose drafts are seldom accepted; "none" stays as it is.
       encode: the model's own tokenizer, for the corpus; None for byte-level tokens.
       parallel: the devices among which that model is split.
+      draft_model: the configuration of the smaller model that drafts, for the name "model".
 
     Raises:
       ValueError: the name is not known, the model has no head for it, or this drafter or this model
@@ -57,6 +60,10 @@ def make_drafter(
         drafter = NgramDrafter(num_drafts)
     elif name == "suffix":
         drafter = SuffixDrafter(num_drafts, _read(corpus, config, encode) if corpus else None)
+    elif name == "model":
+        if draft_model is None:
+            raise ValueError("the drafter model needs a draft_model: a smaller one that drafts")
+        drafter = DraftModel(draft_model, config, num_drafts, parallel)
     else:
         drafter = MtpDrafter(config, num_drafts, parallel)
     return Adaptive(drafter) if adaptive else drafter

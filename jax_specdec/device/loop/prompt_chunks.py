@@ -55,7 +55,7 @@ def run_chunk(
     tokens = state.tokens.at[slot, places].get(mode="fill", fill_value=0)
     hidden, cache = prefill(params, config.model, tokens[:-1], start, num_valid, slot, state.cache)
     drafter = config.drafter.prefill(
-        params, state.drafter, hidden, tokens[1:], start, num_valid, slot
+        params, state.drafter, hidden, tokens[:-1], tokens[1:], start, num_valid, slot
     )
     done = start + chunk >= length - 1
     # Not at the admission: every step until now has replaced the drafts of all slots.

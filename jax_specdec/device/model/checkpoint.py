@@ -148,6 +148,7 @@ def load_model(
     tell: Callable[[int, int], None] = lambda done, total: None,
     num_devices: int = 1,
     devices: Sequence[jax.Device] | None = None,
+    reserved: int = 0,
 ) -> tuple[ModelParams, ModelConfig]:
     """Load the model that `path` names.
 
@@ -159,6 +160,7 @@ def load_model(
       tell: called with how many of how many tensors are there, as they are read.
       num_devices: that share the model: the first of `devices`, or of all. A directory's weights go
         to them as they are read; a file's are for the caller to place.
+      reserved: bytes on each device that the check of the memory leaves to others.
 
     Returns:
       The weights, and the configuration, with padding where the vocabulary does not divide.
@@ -173,13 +175,14 @@ def load_model(
         model = replace(model, config=padded(model.config, num_devices))
         parallel = tensor_parallel(model.config, num_devices, devices)
         params = load_weights(
-            model, num_slots=num_slots, max_length=max_length, tell=tell, parallel=parallel
-        )
+            model, num_slots=num_slots, max_length=max_length, tell=tell, parallel=parallel,
+            reserved=reserved,
+        )  # fmt: skip
         return params, model.config
     file = path or tiny_weights_path()
     params, config, _ = load_checkpoint(file, dtype=dtype or None, tell=tell)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    needed = weights + cache_bytes(config, num_slots, max_length)
+    needed = weights + cache_bytes(config, num_slots, max_length) + reserved
     check_memory(needed, str(file), config.dtype, available=available_bytes() + weights)
     config = padded(config, num_devices)
     return _with_padding(params, config), config

@@ -33,12 +33,14 @@ def load_weights(
     max_length: int = 0,
     tell: Callable[[int, int], None] = lambda done, total: None,
     parallel: Parallel = ONE_DEVICE,
+    reserved: int = 0,
 ) -> ModelParams:
     """Read the weights, converted to the type that the model computes in.
 
     Args:
       model: from `hf_names.open_model`; its configuration may have padding of the vocabulary.
       parallel: the devices that share the weights.
+      reserved: bytes on each device that the check of the memory leaves to others.
       num_slots, max_length: of the caches that will be made, counted in the check of the memory.
       tell: called before each tensor, and after the last, with how many were read, of how many.
 
@@ -47,7 +49,7 @@ def load_weights(
       CheckpointError: a file changed or is damaged, or two copies of a tensor differ.
     """
     config = model.config
-    needed = needed_bytes(model, num_slots, max_length, parallel.num_shards)
+    needed = reserved + needed_bytes(model, num_slots, max_length, parallel.num_shards)
     check_memory(needed, str(model.directory), config.dtype, num_devices=parallel.num_local)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     specs = named_arrays(params_specs(shapes, parallel.num_shards))

@@ -68,6 +68,7 @@ class ModelParams:
     final_norm: Float[Array, " E"]
     head: Float[Array, "E V"] | None  # None: the embedding, transposed
     mtp: MtpParams | None
+    draft: Any = None  # `ModelParams` of a smaller model that drafts (`drafting.DraftModel`)
 
 
 @jax.tree_util.register_dataclass

@@ -1,8 +1,10 @@
 """The model worker's process: commands come over the control plane, messages go into the ring."""
 
+import functools
 import queue
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 
@@ -12,6 +14,7 @@ from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.programs import PROGRAMS
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
+from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import tensor_parallel
 from jax_specdec.device.worker import compilation_cache, compilations
@@ -82,15 +85,20 @@ def _load(start: Start, vitals: Vitals) -> tuple[ModelParams, LoopConfig]:
     """The weights and the loop that a worker was told to run."""
     config = start.config
     devices = own_devices(start) if start.local_devices else None
-    params, model = load_model(
-        config.weights,
-        dtype=config.dtype,
+    load = functools.partial(
+        load_model,
         num_slots=config.num_slots,
         max_length=config.max_length,
         tell=vitals.load,
         num_devices=config.tensor_parallel,
         devices=devices,
     )
+    params, model = load(config.weights, dtype=config.dtype)
+    small = None
+    if config.draft_model:
+        of_target = cache_bytes(model, config.num_slots, config.max_length, config.tensor_parallel)
+        draft, small = load(config.draft_model, dtype=model.dtype, reserved=of_target)
+        params = replace(params, draft=draft)
     if config.vocab_size > model.vocab_size:
         raise ValueError(
             f"EngineConfig.vocab_size = {config.vocab_size}, but the model has "
@@ -106,6 +114,7 @@ def _load(start: Start, vitals: Vitals) -> tuple[ModelParams, LoopConfig]:
         adaptive=config.adaptive,
         encode=text_encoder(config.weights, model.vocab_size) if config.corpus else None,
         parallel=parallel,
+        draft_model=small,
     )
     return params, LoopConfig(
         model=model,
