@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipc.wire import KEPT_ALL
-from jax_specdec.device import Compiled, LoopConfig, Worker, kept_logprobs
+from jax_specdec.device import Compiled, LoopConfig, Worker, learner_logprobs
 from jax_specdec.device.drafting import MtpDrafter
 from jax_specdec.device.model import init_cache, llama, load_model
 from jax_specdec.engine import (
@@ -38,7 +38,7 @@ from jax_specdec.export import ColumnBuilder
 B, MAX_TOKENS, NUM_DRAFTS = 16, 24, 1
 TEMPERATURE, TOP_P = 0.9, 0.8
 LEARNING_RATE = 0.02
-CLOSE = 1e-4  # what two float32 forward passes of different shapes may differ by
+CLOSE = 1e-4  # what two forward passes of different shapes may differ by, on a CPU
 PROMPT = tuple(byte_tokens.encode("def ", start_document=True).tolist())
 LENGTH = len(PROMPT) + MAX_TOKENS
 
@@ -84,8 +84,12 @@ def policy_logprobs(params, model, ids, kept):
     """Compute the emitted tokens' logprobs [B, MAX_TOKENS] over their kept sets."""
     places = jnp.broadcast_to(jnp.arange(LENGTH - 1, dtype=jnp.int32), (B, LENGTH - 1))
     hidden, _ = llama.forward(params, model, ids[:, :-1], places, init_cache(model, B, LENGTH))
-    x = llama.logits(params, model, hidden[:, len(PROMPT) - 1 :])
-    return kept_logprobs(x, ids[:, len(PROMPT) :], kept, TEMPERATURE)
+    head = params.embedding if params.head is None else params.head.T  # a row a token
+    # Of the logits, only those of the kept tokens ever exist.
+    states, dtype = hidden[:, len(PROMPT) - 1 :], str(hidden.dtype)
+    return learner_logprobs(
+        states, head, ids[:, len(PROMPT) :], kept, TEMPERATURE, logits_dtype=dtype
+    )
 
 
 def loss(params, model, ids, behavior, kept, advantages):
@@ -114,8 +118,10 @@ def compiled_loop(model):
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--mode", default="processed", choices=["raw", "scaled", "processed"])
-    mode = LogprobsMode[parser.parse_args(argv).mode.upper()]
-    params, model = load_model(dtype="float32")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    options = parser.parse_args(argv)
+    mode = LogprobsMode[options.mode.upper()]
+    params, model = load_model(dtype=options.dtype)
     config, compiled = compiled_loop(model)
     for iteration in range(2):
         columns, statistics = rollouts(config, compiled, params, mode, seed=iteration)

@@ -7,7 +7,7 @@ has by then appears at once when its turn comes. Records are written as their re
 import collections
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,16 +199,16 @@ def _prompt_rows(k: int | None, records: Sequence[Record]) -> openai.Rows | None
 
 
 def left_to_do(
-    prompts: Sequence[Prompt], output: JsonlOutput | None, settings: Sequence[str]
+    prompts: Sequence[Prompt], done: Mapping[str, str], settings: Sequence[str]
 ) -> list[Prompt]:
-    """The prompts that have no record in the output yet.
+    """The prompts that have no record in the output yet, which has those of `done`, id to digest.
 
     Raises:
       ValueError: a record has a prompt's id, but another text, other parameters or settings.
     """
     left = []
     for prompt in prompts:
-        found = output.done.get(prompt.request.id) if output is not None else None
+        found = done.get(prompt.request.id)
         if found is None:
             left.append(prompt)
         elif found != prompt.digest(*settings):

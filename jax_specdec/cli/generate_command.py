@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
         JsonlOutput(options.output) if options.output else contextlib.nullcontext()
     )
     with opened as output:
-        left = generate.left_to_do(prompts, output, settings)
+        left = generate.left_to_do(prompts, output.done if output else {}, settings)
         _report_resumption(prompts, left, output)
         if not left:
             return 0

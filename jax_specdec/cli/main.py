@@ -22,6 +22,7 @@ COMMANDS = (
     "demo",
     "doctor",
     "generate",
+    "score",
     "serve",
     "view",
 )

@@ -26,6 +26,7 @@ from jax_specdec.device.messages.step_messages import (
 )
 from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.kept_logprobs import kept_logprobs
+from jax_specdec.device.sampling.learner_logprobs import learner_logprobs
 from jax_specdec.device.sampling.verify import Drafts, Verified, verify
 from jax_specdec.device.worker.device_checks import DeviceCheckError, check
 from jax_specdec.device.worker.worker import Worker
@@ -45,6 +46,7 @@ __all__ = [
     "select_rows",
     # The learner's side of kept sets.
     "kept_logprobs",
+    "learner_logprobs",
     # Its messages.
     "step_output",
     "StepOutput",

@@ -27,7 +27,7 @@ def tokens_table(columns: TokenColumns) -> Any:
     `draft_chosen_logprobs`. Kept sets become three: `kept_count` and `log_kept`, null where they
     were not asked for, and the list `kept_ids`.
     """
-    pa = _pyarrow()
+    pa = pyarrow()
     without_set = columns.kept.counts == 0
     asked, drafted = columns.token_rank != NOT_ASKED, columns.draft_token_rank != NOT_ASKED
     return pa.table(
@@ -61,7 +61,7 @@ def tokens_table(columns: TokenColumns) -> Any:
 
 def requests_table(columns: TokenColumns) -> Any:
     """A `pyarrow.Table`, one row a request, with words for the mode and the finish reason."""
-    pa = _pyarrow()
+    pa = pyarrow()
     reasons = [FinishReason(n).name.lower() if n else None for n in columns.finish_reason.tolist()]
     modes = [LogprobsMode(n).name.lower() for n in columns.mode.tolist()]
     return pa.table(
@@ -123,7 +123,7 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
 
 def write_parquet(folder: Path | str, columns: TokenColumns) -> None:
     """Write `tokens.parquet` and `requests.parquet` into `folder`, and make it if it is missing."""
-    parquet = _pyarrow("pyarrow.parquet")
+    parquet = pyarrow("pyarrow.parquet")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     parquet.write_table(tokens_table(columns), path / TOKENS)
@@ -136,11 +136,12 @@ def read_parquet(folder: Path | str) -> TokenColumns:
     Raises:
       ValueError: as `from_tables`.
     """
-    parquet, path = _pyarrow("pyarrow.parquet"), Path(folder)
+    parquet, path = pyarrow("pyarrow.parquet"), Path(folder)
     return from_tables(parquet.read_table(path / TOKENS), parquet.read_table(path / REQUESTS))
 
 
-def _pyarrow(module: str = "pyarrow") -> Any:
+def pyarrow(module: str = "pyarrow") -> Any:
+    """Import pyarrow, or a module of it; ModuleNotFoundError names the way out."""
     import importlib
 
     try:

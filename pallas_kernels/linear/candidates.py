@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ordered_keys import floats, key_of, ordered_keys, strictly_larger
+from pallas_kernels.ordered_keys import ordered_keys, strictly_larger
 from pallas_kernels.selection import NARROWEST_GROUP, slices, top_k
 
 SIZES = (8, 16, 64)  # numbers of candidates that a part's rows may append, at most
+GROUPS = 6  # of a part, in which a row may have so many as the first size
 LEAST_ROOM = 64
 
 
@@ -80,28 +81,43 @@ def appended(
       k: K.
     """
     width = x.shape[1]
-    floor = running.logits[:, k - 1]
-    live = strictly_larger(x, floor[:, None].astype(x.dtype))
+    floor = running.logits[:, k - 1].astype(x.dtype)
+    live = maxima > ordered_keys(floor)[:, None]
     # Counted in float32, exact below 2**24: on a CPU several times faster than in int32.
     most = jnp.max(jnp.sum(live.astype(jnp.float32), axis=1)).astype(jnp.int32)
     free = running.ids.shape[1] - k
     sizes = [size for size in SIZES if size <= free and size < min(k, width)]
 
     def few(size: int) -> tuple[Running, jax.Array]:
-        before, start = lax.cond(
-            used + size > free,
-            lambda: (with_room(running, k), jnp.zeros_like(used)),
-            lambda: (running, used),
-        )
-        values, places = from_groups(x, maxima, floor, size)
-        here = (jnp.int32(0), k + start)
-        return Running(
-            lax.dynamic_update_slice(before.logits, values, here),
-            lax.dynamic_update_slice(before.ids, places + first, here),
-        ), start + size
+        groups = min(size * GROUPS // SIZES[0], maxima.shape[1])
+        places = first_true(live, groups)
+        found = in_groups(x, places, floor)
+        above = found > -jnp.inf
+        number = jnp.max(jnp.sum(above.astype(jnp.float32), axis=1)).astype(jnp.int32)
+
+        def fits() -> tuple[Running, jax.Array]:
+            before, start = lax.cond(
+                used + size > free,
+                lambda: (with_room(running, k), jnp.zeros_like(used)),
+                lambda: (running, used),
+            )
+            at = first_true(above, size)
+            values = jnp.take_along_axis(found, at, axis=1, mode="fill", fill_value=-jnp.inf)
+            group = jnp.take_along_axis(places, at // NARROWEST_GROUP, axis=1, mode="clip")
+            ids = group * NARROWEST_GROUP + at % NARROWEST_GROUP + first
+            here = (jnp.int32(0), k + start)
+            return Running(
+                lax.dynamic_update_slice(before.logits, values, here),
+                lax.dynamic_update_slice(before.ids, ids, here),
+            ), start + number
+
+        found_now: tuple[Running, jax.Array] = lax.cond(number <= size, fits, many)
+        return found_now
 
     def many() -> tuple[Running, jax.Array]:
-        values, places = top_k(jnp.where(live, x.astype(jnp.float32), -jnp.inf), min(k, width))
+        above = strictly_larger(x, floor[:, None])
+        kept = jnp.where(above, x.astype(jnp.float32), -jnp.inf)
+        values, places = top_k(kept, min(k, width))
         best = merged(running, values, places + first, k)
         return _with_free(best, free), jnp.zeros_like(used)
 
@@ -109,27 +125,43 @@ def appended(
         return running, used
 
     which = (most > 0).astype(jnp.int32)
-    which += sum((most > size).astype(jnp.int32) for size in sizes)
+    which += sum((most > size * GROUPS // SIZES[0]).astype(jnp.int32) for size in sizes)
     branches = [nothing, *(lambda size=size: few(size) for size in sizes), many]
     found: tuple[Running, jax.Array] = lax.switch(which, branches)
     return found
 
 
-def from_groups(
-    x: jax.Array, maxima: jax.Array, floor: jax.Array, size: int
-) -> tuple[jax.Array, jax.Array]:
-    """The logits of x [B, W] above `floor` [B], at most `size`, and their columns: [B, size] each.
+def in_groups(x: jax.Array, groups: jax.Array, floor: jax.Array) -> jax.Array:
+    """The logits of x [B, W] above `floor` [B] in groups [B, C], else -inf: [B, C * width] float32.
 
-    In the order of the columns' groups; -inf where there are fewer.
+    A group outside of x has none.
     """
     width = NARROWEST_GROUP
-    above = ordered_keys(floor.astype(x.dtype))[:, None]
-    live = jnp.where(maxima > above, maxima, key_of(-jnp.inf, x.dtype))
-    count = min(size, maxima.shape[1])
-    _, groups = top_k(floats(live, x.dtype).astype(jnp.float32), count)
-    starts = jnp.sort(groups, axis=1) * width
-    found = slices(x, starts, width).astype(jnp.float32)
-    found = jnp.where(found > floor[:, None, None], found, -jnp.inf)
-    found = found.reshape(x.shape[0], count * width)
-    values, places = top_k(found, size)
-    return values, jnp.take_along_axis(starts, places // width, axis=1) + places % width
+    inside = groups * width < x.shape[1]
+    found = slices(x, jnp.where(inside, groups * width, 0), width)
+    above = strictly_larger(found, floor[:, None, None]) & inside[:, :, None]
+    found = jnp.where(above, found.astype(jnp.float32), -jnp.inf)
+    return found.reshape(x.shape[0], groups.shape[1] * width)
+
+
+def first_true(flags: jax.Array, count: int) -> jax.Array:
+    """The first `count` true entries of each row of flags [B, n]: [B, count] int32, else 32 * n.
+
+    By words of 32 flags, of which the lowest bit is taken out again and again: a few operations on
+    short vectors, where `top_k` would order all of them.
+    """
+    rows, n = flags.shape
+    words = -(-n // 32)
+    padded = jnp.pad(flags, ((0, 0), (0, 32 * words - n))).reshape(rows, words, 32)
+    bits = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
+    left = jnp.sum(jnp.where(padded, bits, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
+    index = jnp.arange(words, dtype=jnp.int32)[None]
+    places = []
+    for _ in range(count):
+        # Of each word the first bit; of these the first one.
+        bit = jax.lax.population_count((left & -left) - 1).astype(jnp.int32)
+        own = jnp.where(left > 0, 32 * index + bit, jnp.int32(32 * n))
+        place = jnp.min(own, axis=1)
+        places.append(place)
+        left = jnp.where(own == place[:, None], left & (left - 1), left)
+    return jnp.stack(places, axis=1)

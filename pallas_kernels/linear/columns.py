@@ -13,7 +13,9 @@ from jax import lax
 from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.linear.definition import Definition, head_rows, stored
 from pallas_kernels.ordered_keys import strictly_larger
+from pallas_kernels.pieces import in_pairs, pieces, reduced
 
+PIECES = 16  # of the columns that are counted again
 GIVEN = 64  # columns of a product: as few as have the bits of more
 
 
@@ -110,8 +112,11 @@ def recount(
         seen = i * piece
         start = jnp.minimum(seen, width - piece)
         x = logits(definition, hidden, head, bias, start, (seen, limit), piece)
-        larger = strictly_larger(x, given[:, None].astype(x.dtype))
-        return count + jnp.sum(larger, axis=1, dtype=jnp.int32)
+        than = given[:, None].astype(x.dtype)
+        # In pieces: a sum of all columns would have them in memory once more. Float32 is exact.
+        larger = [strictly_larger(x, than).astype(jnp.float32) for x in pieces(x, PIECES, -jnp.inf)]
+        total = reduced(jnp.add, in_pairs(jnp.add, larger), PIECES, 0)
+        return count + total.astype(jnp.int32)
 
     zeros = vary_like(jnp.zeros(hidden.shape[0], jnp.int32), (hidden, head, bias, limit, given))
     found: jax.Array = lax.fori_loop(0, -(-width // piece), step, zeros)

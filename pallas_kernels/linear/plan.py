@@ -18,7 +18,6 @@ FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one bl
 LARGE_K = 32  # from here on, merging each part's candidates costs more than a product of few rows
 ENOUGH_ROWS = 96  # a product of fewer reads the head too often
 NARROWEST = 128  # columns of a product: a multiple of what one step of any matrix unit computes
-DIRECT = 0.9
 LEAST_PIECE = 64  # columns of the backward pass
 WIDEST = 512
 MOST_COLUMNS = 8192
@@ -68,10 +67,10 @@ def columns_at_a_time(
     left = share - piece * a_column
     many = max(1, min(MOST_COLUMNS, int(left / 1.1 / (rows * logits_itemsize))) // piece)
     columns = piece * max(1, min(many, width // piece))
-    # One product without a buffer is read where it is: that is worth fewer columns at a time.
+    # One product without a buffer is read where it is: faster, though with fewer columns at a time.
     rounded = rows * logits_itemsize if logits_itemsize < 4 else 0
-    direct = min(MOST_COLUMNS, width, int(0.9 * share / (a_column + rounded)))
-    if direct >= max(NARROWEST, DIRECT * columns if k else 0):
+    direct = min(MOST_COLUMNS, width, int(1.1 * share / (a_column + rounded)))
+    if direct >= NARROWEST:
         direct = direct // NARROWEST * NARROWEST
         few = max(16, PART_OF_ROWS // direct)
         part = max(size for size in range(1, min(rows, few) + 1) if rows % size == 0)

@@ -53,6 +53,14 @@ def kept_logprobs(
       ValueError: the kept sets are not of these rows.
     """
     logits, token_ids, rows = jnp.asarray(logits), jnp.asarray(token_ids), token_ids.shape
+    kept = on_device(kept, rows)
+    t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
+    found: jax.Array = _logprobs(logits, token_ids, kept, jnp.where(t > 0, t, 1.0))
+    return found
+
+
+def on_device(kept: PaddedKept, rows: tuple[int, ...]) -> PaddedKept:
+    """The sets as JAX arrays; ValueError if they are not of these rows."""
     kept = PaddedKept(
         jnp.asarray(kept.token_ids, jnp.int32),
         jnp.asarray(kept.counts, jnp.int32),
@@ -65,9 +73,7 @@ def kept_logprobs(
             f"{kept.log_kept.shape} do not go with tokens {rows}: they are {(*rows, 'M')}, {rows} "
             f"and {rows}"
         )
-    t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
-    found: jax.Array = _logprobs(logits, token_ids, kept, jnp.where(t > 0, t, 1.0))
-    return found
+    return kept
 
 
 @jax.custom_vjp
@@ -85,7 +91,7 @@ def _forward(
     own = _at(logits, token_ids[..., None])[..., 0] / temperatures
     own = jnp.where((token_ids >= 0) & (token_ids < vocab_size), own, jnp.nan)
     total = _log_sum_exp(_scaled_set(logits, kept, temperatures))
-    inside = (_is_id(kept) & (kept.token_ids == token_ids[..., None])).any(-1)
+    inside = (is_id(kept) & (kept.token_ids == token_ids[..., None])).any(-1)
     over_all = kept.counts < 0
 
     def of_rows() -> jax.Array:
@@ -117,10 +123,8 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
 
     scaled = _scaled_set(logits, kept, temperatures)
     shares = jnp.exp(scaled - total[..., None])
-    is_token = _is_id(kept) & (kept.token_ids == token_ids[..., None])
-    of_set = jnp.where(
-        _is_id(kept), slope[..., None] * (is_token.astype(jnp.float32) - shares), 0.0
-    )
+    is_token = is_id(kept) & (kept.token_ids == token_ids[..., None])
+    of_set = jnp.where(is_id(kept), slope[..., None] * (is_token.astype(jnp.float32) - shares), 0.0)
     mean = _mean(shares, scaled)
 
     def of_rows() -> tuple[jax.Array, jax.Array]:
@@ -143,7 +147,7 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
     flat = by_logits.reshape(-1, vocab_size)
     width = kept.token_ids.shape[-1]
     row = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
-    ids = jnp.where(_is_id(kept), kept.token_ids, vocab_size).reshape(-1, width)
+    ids = jnp.where(is_id(kept), kept.token_ids, vocab_size).reshape(-1, width)
     flat = flat.at[row, ids].set(as_bits(of_set).reshape(-1, width), mode="drop")
     gradient = lax.bitcast_convert_type(flat, logits.dtype).reshape(logits.shape)
     own = _at(logits, token_ids[..., None])[..., 0] / temperatures
@@ -155,19 +159,19 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
 _logprobs.defvjp(_forward, _backward)
 
 
-def _is_id(kept: PaddedKept) -> Bool[Array, "*rows M"]:
+def is_id(kept: PaddedKept) -> Bool[Array, "*rows M"]:
     """Which entries of the sets are ids."""
     shape = kept.token_ids.shape
     column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    is_id: jax.Array = column < kept.counts[..., None]
-    return is_id
+    found: jax.Array = column < kept.counts[..., None]
+    return found
 
 
 def _scaled_set(
     logits: jax.Array, kept: PaddedKept, temperatures: jax.Array
 ) -> Float32[Array, "*rows M"]:
     """The sets' logits over the temperatures; -inf where there is no id."""
-    return jnp.where(_is_id(kept), _at(logits, kept.token_ids) / temperatures[..., None], -jnp.inf)
+    return jnp.where(is_id(kept), _at(logits, kept.token_ids) / temperatures[..., None], -jnp.inf)
 
 
 def _at(logits: jax.Array, ids: jax.Array) -> Float32[Array, "*rows M"]:

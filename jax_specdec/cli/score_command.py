@@ -1,0 +1,218 @@
+"""`jax-specdec score`: the logprobs of prompts' own tokens and their top K, as columns."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax_specdec.cli.argument_types import add_compilation_cache
+from jax_specdec.wording import counted
+
+if TYPE_CHECKING:
+    from jax_specdec.checkpoint.hf_names import HfModel
+    from jax_specdec.cli.prompts import Prompt
+    from jax_specdec.cli.scored_parts import ScoredParts
+    from jax_specdec.engine.config import EngineConfig
+    from jax_specdec.requests import SamplingParams
+
+HELP = """\
+Score prompts with a checkpoint in Hugging Face layout: each token's logprob and rank given those
+before it, and the K most likely tokens there, as a teacher gives them to a student.
+
+Writes Parquet files, one row a sequence. An interrupted run can go on: run the same command again.
+"""
+LENGTH_STEP = 128  # slot lengths are multiples of it, so that few programs are compiled
+SECONDS = 30.0  # after which a part is written, and its tokens a second are said
+
+
+def add(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "score",
+        help="write the logprobs of prompts and their top K as columns",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR",
+        help="config.json, model.safetensors (or several files and their index), tokenizer.json",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE",
+        help=r"one prompt a line (\n stands for a new line; the name - for standard input); in a "
+        'file whose name ends in .jsonl one object a line, {"prompt": ...}, {"messages": [...]} or '
+        '{"prompt_token_ids": [...]}, with an "id" or without',
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR",
+        help="a folder for part-00001.parquet and so on; sequences that it has are not run again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--logprobs", type=int, default=0, metavar="K",
+        help="the K most likely tokens of each place, up to 512 (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="",
+        help="the type to compute in (default: the checkpoint's; float32 for a float16 one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slots", type=int, default=8, metavar="B",
+        help="prompts that are in memory together (default: %(default)s)",
+    )  # fmt: skip
+    add_compilation_cache(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status, which is 1 where a prompt was not scored.
+
+    Raises:
+      OSError, ValueError: an option or a file cannot be used; the message is for the user.
+      WorkerFailed: the worker ended early; its note says what was kept.
+    """
+    from jax_specdec.checkpoint.hf_names import open_model
+    from jax_specdec.cli import generate
+    from jax_specdec.cli.prompts import read_prompts
+    from jax_specdec.cli.scored_parts import ScoredParts
+    from jax_specdec.requests import SamplingParams
+    from jax_specdec.text.tokenizer import Tokenizer
+
+    # One token is emitted, and dropped: a request has at least one.
+    params = SamplingParams(max_tokens=1, prompt_logprobs=options.logprobs)
+    model = open_model(options.model, dtype=options.dtype)
+    tokenizer = Tokenizer(options.model, model.config.vocab_size)
+    prompts = read_prompts(options.prompts, tokenizer, params)
+    _check_parameters(prompts, params)
+    settings = (options.model.resolve().name, model.config.dtype)
+    with ScoredParts(options.output, options.logprobs) as parts:
+        left = generate.left_to_do(prompts, parts.done, settings)
+        if len(left) < len(prompts):
+            done = f"{len(prompts) - len(left)} of {counted(len(prompts), 'prompt')}"
+            print(f"in the output already: {done}", file=sys.stderr)
+        if not left:
+            return 0
+        config = _engine_config(options, model, prompts)
+        failed = _score(config, left, parts, options, settings)
+    for id, reason in failed.items():
+        print(f"prompt {id!r} was not scored: {reason}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _check_parameters(prompts: list[Prompt], params: SamplingParams) -> None:
+    from jax_specdec.requests import RequestError
+
+    for prompt in prompts:
+        own = replace(prompt.request.params, seed=params.seed)
+        if own != params:
+            raise RequestError(
+                f"prompt {prompt.request.id!r} has parameters of its own, but scoring has none: "
+                "leave its prompt and its id; --logprobs holds for all lines"
+            )
+
+
+def _score(
+    config: EngineConfig,
+    prompts: list[Prompt],
+    parts: ScoredParts,
+    options: argparse.Namespace,
+    settings: tuple[str, ...],
+) -> dict[str, str]:
+    """Run the prompts; returns the ids of those that were not scored, with the reasons."""
+    from jax_specdec.cli import standard_output, starting
+    from jax_specdec.cli.generate import FINISHED
+    from jax_specdec.engine.engine import Engine
+    from jax_specdec.engine.worker_client import WorkerFailed
+    from jax_specdec.export import openai
+    from jax_specdec.export.scored_sequences import scored_sequence
+
+    by_id = {prompt.request.id: prompt for prompt in prompts}
+    rows: dict[str, list[Any]] = {id: [] for id in by_id}
+    failed: dict[str, str] = {}
+    speed = _Speed(len(prompts))
+    try:
+        with (
+            Engine(config) as engine,
+            standard_output.waiting(starting.phases_of(engine)) as begun,
+        ):
+            for update in engine.generate([prompt.request for prompt in prompts]):
+                begun()
+                for record in update.records:
+                    id = record.request_id
+                    if record.prompt is not None:
+                        rows[id].append(record.prompt)
+                    if record.finish_reason is None:
+                        continue
+                    mine = rows.pop(id)
+                    if record.finish_reason not in FINISHED:
+                        failed[id] = str(openai.finish_reason(record.finish_reason))
+                        continue
+                    prompt = by_id[id]
+                    ids = prompt.request.prompt_token_ids
+                    digest = prompt.digest(*settings)
+                    one = scored_sequence(id, digest, ids, mine, options.logprobs)
+                    speed.add(len(ids))
+                    if parts.add(one) or speed.is_due():
+                        parts.write()
+                        print(speed.line(), file=sys.stderr)
+        parts.write()
+    except (KeyboardInterrupt, WorkerFailed) as end:
+        parts.write()
+        end.add_note(
+            f"{speed.sequences} of {counted(len(prompts), 'prompt')} were scored and are kept in "
+            f"{options.output}: run the same command again for the others"
+        )
+        raise
+    print(speed.line(), file=sys.stderr)
+    return failed
+
+
+class _Speed:
+    """Tokens a second, since the first sequence began."""
+
+    def __init__(self, total: int) -> None:
+        self.sequences = self._tokens = 0
+        self._total = total
+        self._began = self._said = time.monotonic()
+
+    def add(self, tokens: int) -> None:
+        self.sequences += 1
+        self._tokens += tokens
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._said >= SECONDS
+
+    def line(self) -> str:
+        self._said = time.monotonic()
+        seconds = max(self._said - self._began, 1e-9)
+        return (
+            f"{self.sequences} of {counted(self._total, 'prompt')}, "
+            f"{counted(self._tokens, 'token')} in {seconds:.1f} s, loading included "
+            f"({self._tokens / seconds:.0f} a second)"
+        )
+
+
+def _engine_config(
+    options: argparse.Namespace, model: HfModel, prompts: list[Prompt]
+) -> EngineConfig:
+    from jax_specdec.engine.config import EngineConfig
+
+    longest = max(len(prompt.request.prompt_token_ids) for prompt in prompts) + 1
+    limit = model.hf.max_length
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"a prompt of {longest - 1} tokens and the token behind it are more than the {limit} "
+            "positions that the model was made for: shorten it, or cut it in two"
+        )
+    return EngineConfig(
+        drafter="none",
+        num_drafts=0,
+        num_slots=min(options.slots, len(prompts)),
+        max_length=min(-(-longest // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1),
+        vocab_size=model.config.vocab_size,
+        weights=str(options.model.resolve()),
+        dtype=model.config.dtype,
+        compilation_cache=options.compilation_cache,
+    )
