@@ -36,6 +36,9 @@ class WorkerConfig:
       vocab_size: ids below it are legal in a prompt; at most the model's.
       weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
         that come with the package.
+      own_model: "module:function" for a model of your own in place of `weights`, or empty. The
+        worker imports the module and calls `function(config)` with this configuration; it returns
+        the parameters and a `jax_specdec.device.model.OwnModel`.
       dtype: "bfloat16" or "float32", to compute in; empty for that of the weights. "float16" is for
         a safetensors file or the package's own weights only.
       drafter: "mtp", "model", "ngram", "suffix" or "none".
@@ -64,6 +67,7 @@ class WorkerConfig:
 
     vocab_size: int
     weights: str = ""
+    own_model: str = ""
     dtype: str = ""
     drafter: str = "mtp"
     draft_model: str = ""

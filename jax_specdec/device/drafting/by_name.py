@@ -12,6 +12,7 @@ from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
+from jax_specdec.device.model.own_model import Model
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.text import byte_tokens
 
@@ -21,7 +22,7 @@ Encode = Callable[[str], np.ndarray]  # text to token ids [N]
 def make_drafter(
     name: str,
     num_drafts: int,
-    config: ModelConfig,
+    config: Model,
     *,
     corpus: str = "",
     adaptive: bool = False,
@@ -60,6 +61,8 @@ def make_drafter(
         drafter = NgramDrafter(num_drafts)
     elif name == "suffix":
         drafter = SuffixDrafter(num_drafts, _read(corpus, config, encode) if corpus else None)
+    elif not isinstance(config, ModelConfig):
+        raise ValueError(f"the drafter {name} is not for a model of your own: choose another one")
     elif name == "model":
         if draft_model is None:
             raise ValueError("the drafter model needs a draft_model: a smaller one that drafts")
@@ -69,7 +72,7 @@ def make_drafter(
     return Adaptive(drafter) if adaptive else drafter
 
 
-def _read(path: str, config: ModelConfig, encode: Encode | None) -> Corpus:
+def _read(path: str, config: Model, encode: Encode | None) -> Corpus:
     """Read the file's text as one document, in the model's tokens."""
     if encode is None:
         if config.vocab_size != byte_tokens.VOCAB_SIZE:

@@ -3,14 +3,13 @@
 Axes: B slots, D drafts, P positions of a chunk, E hidden size.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.device.loop.state import LoopConfig, LoopState
-from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.prefill import prefill
 from jax_specdec.device.sampling.distribution import Truncation
 from jax_specdec.device.sampling.verify import Drafts
@@ -26,7 +25,7 @@ class Chunk(NamedTuple):
 
 def prefill_chunk(
     config: LoopConfig,
-    params: ModelParams,
+    params: Any,
     state: LoopState,
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -38,7 +37,7 @@ def prefill_chunk(
 
 def run_chunk(
     config: LoopConfig,
-    params: ModelParams,
+    params: Any,
     state: LoopState,
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
