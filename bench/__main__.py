@@ -26,6 +26,7 @@ SUITES = {
     "end-to-end": "the whole decoding loop, with and without logprobs",
 }
 MORE = {
+    "sampling": "verification and drawing of sampled rows, against their logprobs alone",
     "kernel-grid": "on a CPU: the best of three other ways, for 100 shapes (minutes)",
     "linear": "logprobs from hidden states and a head, against logits first (minutes)",
     "detokenize": "ids to strings and bytes, against the tokenizers library",

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from ipc import wire
 
 WORD = 4
-BITS_PER_TRIP = 4  # of the search among shards, see jax_specdec.device.sampling.threshold_search
+GROUP = 256  # tokens of a group, see pallas_kernels/group_sums.py
+CANDIDATES, MOST_CANDIDATES = 128, 1024  # of a row that is cut, at first and if they are too few
+DRAFT_TOKENS = 64  # of the distribution that a draft is drawn from
 
 
 @dataclass(frozen=True)
@@ -56,41 +58,36 @@ def logprob_bytes(rows: int, top_k: int, chosen: int, devices: int) -> tuple[int
     return WORD * rows * (1 + chosen), WORD * devices * rows * (3 + 2 * top_k)
 
 
-def num_digits(vocabulary: int) -> int:
-    """Words of an exact sum of probabilities: see `jax_specdec.device.sampling.exact_sums`."""
-    log = (vocabulary - 1).bit_length()
-    return -(-(log + 21) // (31 - max(1, log)))
+def drafting_bytes(setup: Setup) -> int:
+    """Bytes all-gathered to draw all drafts: every shard's candidates, a draft after the other."""
+    mine = min(DRAFT_TOKENS, setup.vocabulary // setup.devices)
+    return WORD * setup.devices * setup.drafts * setup.slots * 2 * mine
 
 
-def search_trips(vocabulary: int, item_bytes: int) -> int:
-    """Trips of one search among shards: over the bits of a logit, then over those of an id."""
-    bits = 8 * item_bytes, (vocabulary - 1).bit_length()
-    return sum(-(-count // BITS_PER_TRIP) for count in bits)
+def verification_bytes(setup: Setup) -> tuple[int, int, int]:
+    """Bytes all-reduced, all-gathered and permuted, at worst, to verify sampled requests.
 
-
-def truncation_words(vocabulary: int, item_bytes: int) -> int:
-    """Words all-reduced for a row with top-k, top-p and min-p together, at worst."""
-    trips, digits = search_trips(vocabulary, item_bytes), num_digits(vocabulary)
-    sums = (1 << BITS_PER_TRIP) - 1
-    searches = sum(sums * words * trips + words + 1 for words in (1, digits))
-    return 3 + 1 + searches + 3 * digits + 2
-
-
-def sampled_bytes(setup: Setup) -> int:
-    """Bytes all-reduced, at worst, to verify and draw for requests with top-k, top-p and min-p."""
-    digits = num_digits(setup.vocabulary)
-    cut = truncation_words(setup.vocabulary, setup.item_bytes)
-    rows, drafts = setup.rows, setup.slots * setup.drafts
-    # A draft's truncation is carried from where the draft was drawn to where it is verified.
-    verified = rows * (cut + 1 + digits) + drafts * (6 + digits) + 3 * setup.slots
-    drawn = drafts * (cut + 3 + digits)
-    return WORD * (verified + drawn)
+    At worst: a row is cut, one needs 1,024 candidates, and one is invalid. The search of rows whose
+    cut lies beyond is apart.
+    """
+    rows, slots, devices = setup.rows, setup.slots, setup.devices
+    width = setup.vocabulary // devices
+    whole = width % GROUP == 0
+    groups = width // GROUP + (not whole)
+    tokens = min(DRAFT_TOKENS, setup.vocabulary)
+    reduced = rows + slots * setup.drafts * tokens + 2 * rows
+    gathered = rows * 2 * (groups + min(CANDIDATES, width) + min(MOST_CANDIDATES, width))
+    permuted = 0 if whole else rows * (GROUP - 1) * setup.item_bytes
+    return WORD * reduced, WORD * devices * (gathered + 2 * slots), permuted
 
 
 def sampled_collectives(setup: Setup) -> int:
-    """The number of these collectives, about; each waits for the one before."""
-    one_cut = 2 * (search_trips(setup.vocabulary, setup.item_bytes) + 2) + 9
-    return (1 + setup.drafts) * one_cut
+    """The number of collectives of a sampled step, at worst, where all rows are valid.
+
+    Groups' ends, sums and candidates, named logits, 1,024 candidates, the draw; a draft each.
+    """
+    whole = (setup.vocabulary // setup.devices) % GROUP == 0
+    return 5 - whole + setup.drafts
 
 
 def this_design(setup: Setup) -> float:
@@ -150,20 +147,19 @@ def table() -> list[str]:
 
 
 def sampled_table() -> list[str]:
-    """The same if every request samples with top-k, top-p and min-p."""
+    """The same if every request samples with top-k, top-p and min-p, without the logprobs."""
     lines = [
-        "| share a model | NVLink, all-reduced | sent by a GPU | collectives | share of step |",
-        "|---|---|---|---|---|",
+        "| share a model | NVLink, sent by a GPU | collectives | share of step |",
+        "|---|---|---|---|",
     ]
     for devices in (8, 64):
         setup = Setup(devices=devices)
-        reduced, count = sampled_bytes(setup), sampled_collectives(setup)
-        sent = all_reduce(reduced, devices)
+        reduced, gathered, permuted = verification_bytes(setup)
+        gathered += drafting_bytes(setup)
+        sent = all_reduce(reduced, devices) + all_gather(gathered, devices) + permuted
+        count = sampled_collectives(setup)
         share = (sent / setup.link_bandwidth + count * setup.latency) / step_seconds(setup)
-        lines.append(
-            f"| {devices} | {reduced / 1e3:,.0f} kB | {sent / 1e3:,.0f} kB | about {count} | "
-            f"{share:.1%} |"
-        )
+        lines.append(f"| {devices} | {sent / 1e3:,.0f} kB | {count} | {share:.1%} |")
     return lines
 
 

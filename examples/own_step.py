@@ -16,6 +16,7 @@ from jax_specdec.device import (
     Asked,
     Widths,
     draft_message,
+    draft_rows,
     step_output,
     target_message,
     verify,
@@ -76,7 +77,7 @@ def step(
     for place in range(NUM_DRAFTS):
         position = loop.lengths + place
         logits = drafter(tokens, position[:, None] - 1)
-        drawn.append(draw(logits, asked.sampling, position))
+        drawn.append(draw(logits, asked.sampling, position, tell=draft_rows(asked, widths)))
         tokens = tokens.at[request, position[:, None]].set(drawn[-1].token_ids, mode="drop")
     drafts = joined(drawn, limit=jnp.maximum(loop.remaining - 1, 0))
 

@@ -60,7 +60,7 @@ REQUESTS = (
         id="sampled",
         prompt_token_ids=encode("the Rabbit"),
         params=SamplingParams(
-            max_tokens=60, temperature=0.7, top_p=0.9, seed=5, logprobs=0,
+            max_tokens=60, temperature=0.7, top_p=0.9, seed=8, logprobs=0,
             stop_token_ids=encode("?!"),
         ),
     ),

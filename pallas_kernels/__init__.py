@@ -6,11 +6,20 @@ The package needs jax and nothing else of the project.
 
 from pallas_kernels.blocks import vary_like
 from pallas_kernels.contract import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.exponential import exponential
 from pallas_kernels.greedy_choice import greedy, greedy_token_ids
+from pallas_kernels.group_sums import WIDTH as GROUP_WIDTH
+from pallas_kernels.group_sums import GroupSums, inverse_temperature, sums_of_groups
 from pallas_kernels.implementations import Implementation, gpu_obstacle
 from pallas_kernels.linear.contract import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import LinearKeptLogprobs
+from pallas_kernels.logarithm import logarithm
 from pallas_kernels.padded_tables import LogprobsTensors, logprobs_tensors, padded_token_ids
+from pallas_kernels.read_logprobs import logprobs_of_read
+from pallas_kernels.sampled_rows import FEW as FEW_CANDIDATES
+from pallas_kernels.sampled_rows import MANY as MANY_CANDIDATES
+from pallas_kernels.sampled_rows import keeps
+from pallas_kernels.sharding.grouped_rows import GroupedRows, top_candidates
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
 from pallas_kernels.types import Greedy, TopkLogprobs
 from pallas_kernels.wanted import RankTies
@@ -38,4 +47,17 @@ __all__ = [
     "WHOLE",
     "named_logits",
     "vary_like",
+    # What drawing from rows needs.
+    "GroupedRows",
+    "top_candidates",
+    "logprobs_of_read",
+    "GroupSums",
+    "GROUP_WIDTH",
+    "sums_of_groups",
+    "FEW_CANDIDATES",
+    "MANY_CANDIDATES",
+    "inverse_temperature",
+    "exponential",
+    "logarithm",
+    "keeps",
 ]

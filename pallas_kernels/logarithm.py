@@ -8,6 +8,9 @@ batch would not be equal to a loop.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32
+
+from pallas_kernels.types import AnyArray
 
 # Of log((1 + s) / (1 - s)) / s - 2 by s**2, and log(2) in two parts, the first of which is exact in
 # a product with an exponent. FreeBSD msun, e_logf.c, http://www.netlib.org/fdlibm/.
@@ -16,7 +19,7 @@ LOG2 = (0.69313812256, 9.0580006145e-06)
 SQRT_HALF = 0x3F3504F3  # as bits
 
 
-def logarithm(x: jax.Array) -> jax.Array:
+def logarithm(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
     """log(x) of normal float32 x > 0, within one unit in the last place; else anything."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits - SQRT_HALF) >> 23

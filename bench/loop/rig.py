@@ -262,7 +262,7 @@ def _naive(output: StepOutput, *args: Any, widths: Widths, process_rank: int = 0
         vocab = output.logits.shape[-1]
         ids = jnp.maximum(output.token_ids.reshape(-1), 0)
         rows = reference.topk_logprobs(output.logits.reshape(-1, vocab), ids, widths.k)
-        output = output._replace(greedy_rows=rows)
+        output = output._replace(raw=rows)
     return target_message(output, *args, widths=widths, process_rank=process_rank)
 
 

@@ -17,16 +17,16 @@ from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.asked import Asked, Widths, asked_of, widths_of
 from jax_specdec.device.messages.pack import select_rows
-from jax_specdec.device.messages.row_logprobs import row_logprobs
+from jax_specdec.device.messages.row_logprobs import draft_rows, row_logprobs
 from jax_specdec.device.messages.step_messages import (
     StepOutput,
     draft_message,
     step_output,
     target_message,
 )
-from jax_specdec.device.sampling.distribution import Sampling
 from jax_specdec.device.sampling.kept_logprobs import kept_logprobs
 from jax_specdec.device.sampling.learner_logprobs import learner_logprobs
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import Drafts, Verified, verify
 from jax_specdec.device.worker.device_checks import DeviceCheckError, check
 from jax_specdec.device.worker.worker import Worker
@@ -43,6 +43,7 @@ __all__ = [
     "Drafts",
     "Verified",
     "row_logprobs",
+    "draft_rows",
     "select_rows",
     # The learner's side of kept sets.
     "kept_logprobs",

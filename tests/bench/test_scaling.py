@@ -1,21 +1,25 @@
 """The formulas of bench.scaling against compiled programs, and the page's tables against them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+import pallas_kernels
 from bench import scaling
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting.drafters import draw
+from jax_specdec.device.drafting import drawing
+from jax_specdec.device.drafting.drawing import draw, none_drawn
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import forward
 from jax_specdec.device.model.params import init_cache
-from jax_specdec.device.sampling import exact_sums, threshold_search
-from jax_specdec.device.sampling.distribution import Sampling, Truncation, truncation
-from jax_specdec.device.sampling.verify import Drafts, verify
+from jax_specdec.device.sampling import distribution
+from jax_specdec.device.sampling.parameters import Sampling
+from jax_specdec.device.sampling.verify import verify
 from pallas_kernels import topk_logprobs
 from tests.support import quick_compile
-from tests.support.collectives import bytes_of_a_run
+from tests.support.collectives import bytes_of_a_run, of_a_run
 from tests.support.paths import ROOT
 from tests.support.random_params import random_params
 from tests.support.shards import mesh_of
@@ -47,10 +51,11 @@ def test_the_page_has_these_numbers():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("vocab", [2, 300, 32_000, 128_256, 262_144])
-def test_constants_are_those_of_the_code(vocab):
-    assert scaling.num_digits(vocab) == exact_sums.num_digits(vocab)
-    assert scaling.BITS_PER_TRIP == threshold_search.BITS_PER_TRIP
+def test_constants_are_those_of_the_code():
+    assert scaling.GROUP == pallas_kernels.GROUP_WIDTH
+    assert scaling.CANDIDATES == pallas_kernels.MANY_CANDIDATES
+    assert scaling.MOST_CANDIDATES == distribution.MOST_CANDIDATES
+    assert scaling.DRAFT_TOKENS == drawing.MOST_TOKENS
 
 
 @pytest.mark.parametrize(("shards", "rows", "k", "chosen"), [(2, 5, 7, 0), (4, 24, 20, 3)])
@@ -67,45 +72,56 @@ def test_logprobs(shards, rows, k, chosen):
     assert found == sum(scaling.logprob_bytes(rows, k, chosen, shards))
 
 
-@pytest.mark.parametrize(
-    ("batch", "drafts", "vocab", "dtype"), [(3, 2, 4096, jnp.float32), (5, 1, 1000, jnp.bfloat16)]
-)
-def test_verification_and_drafting(batch, drafts, vocab, dtype):
+# On two shards: one holds whole groups, one does not. No row of so few tokens needs a search.
+CASES = [(3, 2, 1000, jnp.float32), (5, 1, 1024, jnp.float32)]
+
+
+@functools.cache
+def verified_and_drawn(batch, drafts, vocab, dtype):
+    """A program that verifies and drafts on two devices."""
     parallel = sharding.Parallel(mesh_of(2))
-    rows = batch * (drafts + 1)
-    setup = scaling.Setup(
-        slots=batch, drafts=drafts, vocabulary=vocab, item_bytes=jnp.dtype(dtype).itemsize
-    )
     sampling = jax.eval_shape(lambda: Sampling.greedy(batch))
-    logits, integers = array(batch, drafts + 1, vocab, dtype=dtype), array(batch, dtype=jnp.int32)
+    proposed = jax.eval_shape(lambda: none_drawn(batch, drafts, vocab))
+    columns = array(batch, drafts + 1, vocab, dtype=dtype), array(batch, drafts, vocab, dtype=dtype)
 
-    def cut(x, sampling):
-        return parallel.over_vocabulary(
-            lambda shard, x, sampling: truncation(x, sampling, shard=shard), x, sampling
-        )
-
-    words = scaling.truncation_words(vocab, setup.item_bytes)
-    assert counted(cut, logits, sampling) == scaling.WORD * rows * words
-
-    proposed = Drafts(
-        array(batch, drafts, dtype=jnp.int32), integers, array(batch, drafts, vocab, dtype=dtype),
-        jax.eval_shape(lambda: Truncation.nothing((batch, drafts), vocab)),
-    )  # fmt: skip
-
-    def step(x, proposed, sampling, positions):
+    def step(x, draft_logits, proposed, sampling, positions):
         verified = verify(x, proposed, sampling, positions, parallel=parallel)
         drawn = [
-            draw(proposed.logits[:, i : i + 1], sampling, positions, parallel)
-            for i in range(drafts)
+            draw(draft_logits[:, i : i + 1], sampling, positions, parallel) for i in range(drafts)
         ]
         return verified, drawn
 
-    program = compiled(step, logits, proposed, sampling, integers)
+    return compiled(step, *columns, proposed, sampling, array(batch, dtype=jnp.int32))
+
+
+def setup_of(batch, drafts, vocab, dtype):
+    return scaling.Setup(
+        devices=2, slots=batch, drafts=drafts, vocabulary=vocab,
+        item_bytes=jnp.dtype(dtype).itemsize,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verification_and_drafting(case):
+    setup = setup_of(*case)
     # The dearest and the cheapest way through: every request samples and truncates, or is greedy.
-    most, least = (bytes_of_a_run(program, branch=branch) for branch in (max, min))
-    bound = scaling.sampled_bytes(setup)
-    assert 0.97 * bound <= most <= bound
-    assert least == scaling.greedy_bytes(rows, batch * drafts)
+    most, least = (bytes_of_a_run(verified_and_drawn(*case), branch=way) for way in (max, min))
+    drafting = scaling.drafting_bytes(setup)
+    assert most == sum(scaling.verification_bytes(setup)) + drafting
+    assert least == scaling.greedy_bytes(setup.rows, setup.slots * setup.drafts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_of_a_sampled_step(case):
+    def sampled(one):  # no greedy choice of all rows: nobody is greedy alone, and all are valid
+        return "jit(choose)" not in one.op_name
+
+    setup = setup_of(*case)
+    found = of_a_run(verified_and_drawn(*case), sampled)
+    assert found == scaling.sampled_collectives(setup)
+    assert scaling.sampled_collectives(scaling.Setup()) <= 8  # with three drafts
+    # An invalid row takes a greedy choice of its own, whose validity nobody asks for.
+    assert of_a_run(verified_and_drawn(*case), lambda one: "invalid_rows" in one.op_name) == 2
 
 
 def test_the_models_own_sums():

@@ -48,12 +48,17 @@ def collective(line):
 
 
 def bytes_of_a_run(compiled, branch=max):
-    """The bytes that the collectives of one run carry; a loop counts as often as it goes round.
+    """The bytes that the collectives of one run carry; see `of_a_run`."""
+    return of_a_run(compiled, lambda one: one.num_bytes, branch)
 
-    Of every two branches, `branch` picks one by its bytes.
+
+def of_a_run(compiled, weigh, branch=max):
+    """The sum of `weigh(collective)` over one run; a loop counts as often as it goes round.
+
+    Of every two branches, `branch` picks one by its sum.
 
     Raises:
-      ValueError: a loop with a collective in it has no known number of trips.
+      ValueError: a loop with a collective that weighs has no known number of trips.
     """
     parts, entry = {}, None
     for line in compiled.as_text().splitlines():
@@ -68,7 +73,7 @@ def bytes_of_a_run(compiled, branch=max):
         total = 0
         for line in parts[name]:
             if found := collective(line):
-                total += found.num_bytes
+                total += weigh(found)
             elif " while(" in line:
                 body = of(re.search(r"body=%?([\w.-]+)", line)[1])
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)

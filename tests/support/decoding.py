@@ -2,8 +2,11 @@
 
 import functools
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,11 +14,13 @@ import numpy as np
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import LoopConfig, admit, release
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
+from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE
 from jax_specdec.device.sampling.verify import accept_draft
@@ -67,6 +72,30 @@ class Sent(list):
         self.append(np.array(data))
 
 
+class ToldWithLogits(NamedTuple):
+    """What a draft message has of drafts, and the logits that it was made of."""
+
+    token_ids: jax.Array
+    logprobs: jax.Array
+    token_ranks: jax.Array
+    extra_logprobs: jax.Array
+    logits: jax.Array  # [B, D, V]
+
+
+@contextmanager
+def draft_logits_kept():
+    """Steps that are traced in here keep the drafts' logits too, for a test to look at."""
+
+    def with_logits(*arguments):
+        tell = draft_rows(*arguments)
+        if tell is None:
+            return None
+        return lambda logits, drafts: ToldWithLogits(*tell(logits, drafts), logits)
+
+    with mock.patch.object(step_module, "draft_rows", with_logits):
+        yield
+
+
 @functools.cache
 def compiled(config):
     """One compilation for all runs of a configuration, and a quick one."""
@@ -106,8 +135,9 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
     sent, outputs, chunks = Sent(), [], []
     shared = compiled(settings)
 
-    def recording_step(params, state, **options):
-        state, output = shared.step(params, state, **options)
+    def recording_step(params, state, *asked, **options):
+        with draft_logits_kept():
+            state, output = shared.step(params, state, *asked, **options)
         outputs.append(jax.tree.map(np.asarray, output))
         return state, distort(output) if distort else output
 
@@ -177,8 +207,9 @@ class Local:
         self.rank = WorkerSession(self, num_slots=num_slots, max_length=max_length,
                          prefill_only=prefill_only)  # fmt: skip
 
-    def step(self, params, state, **options):
-        state, output = self.shared.step(params, state, **options)
+    def step(self, params, state, *asked, **options):
+        with draft_logits_kept():
+            state, output = self.shared.step(params, state, *asked, **options)
         self.outputs.append(jax.tree.map(np.asarray, output))
         return state, output
 

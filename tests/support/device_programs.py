@@ -13,7 +13,8 @@ from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
-from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter, draw, joined
+from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.loop import host_slots
@@ -40,19 +41,20 @@ def config_of(shards):
 
 def the_same_again(params, context):
     last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
-    return Drafts(jnp.repeat(last, DRAFTS, axis=1), context.limit, None)
+    return Drafts(jnp.repeat(last, DRAFTS, axis=1), context.limit)
 
 
 def drawn_again(model, parallel, params, context):
     rows = model_logits(params, model, context.hidden[:, :1])
-    turns = [draw(rows, context.sampling, context.lengths + d, parallel) for d in range(DRAFTS)]
+    places = [context.lengths + d for d in range(DRAFTS)]
+    turns = [draw(rows, context.sampling, at, parallel, tell=context.tell) for at in places]
     return joined(turns, context.limit)
 
 
 def drafter_of(name, model, parallel):
-    if name == "callable with logits":
+    if name == "callable that draws":
         function = functools.partial(drawn_again, model, parallel)
-        return CallableDrafter(function, DRAFTS, VOCAB, model.dtype)
+        return CallableDrafter(function, DRAFTS, VOCAB, drawn=True)
     return {
         "none": lambda: NoDrafter(),
         "mtp": lambda: MtpDrafter(model, DRAFTS, parallel),
@@ -93,9 +95,11 @@ class Loop:
             self.parallel.shardings(specs),
         )
 
-    def output(self, fused_k=None):
+    def output(self, fused_k=None, told=None):
         """What the step returns: logits split by tokens, the rest everywhere."""
-        found = self.compiled.step.trace(self.params, self.state, fused_k=fused_k).out_info[1]
+        ask = () if told is None else (asked(told),)
+        program = self.compiled.step
+        found = program.trace(self.params, self.state, *ask, fused_k=fused_k, told=told).out_info[1]
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
         specs = jax.tree.map(
             lambda x: sharding.split(
@@ -154,7 +158,11 @@ def target_message(of, widths, fused_k=None):
 
 
 def draft_message(of, widths):
-    return (of.output(), asked(widths), STEP_NUMBER), {"widths": widths}
+    return (of.output(told=widths), asked(widths), STEP_NUMBER), {"widths": widths}
+
+
+def telling_step(of, widths):
+    return (of.params, of.state, asked(widths)), {"told": widths}
 
 
 def leading(of, count):
@@ -192,11 +200,22 @@ STEPS = [
     step_case("suffix", devices=()),
     step_case("suffix with corpus", 5),
     step_case("callable"),
-    step_case("callable with logits", 5, devices=()),
+    step_case("callable that draws", 5, devices=()),
     step_case("adaptive mtp", devices=()),
     step_case("adaptive ngram", 5),
     step_case("mtp", prefill_only=True)._replace(variant="mtp, prefill only"),
-]
+    *(
+        Case(
+            "step", f"{drafter}, tells {widths.mode.name}",
+            functools.partial(telling_step, widths=widths), kernels=1, drafter=drafter,
+            devices=devices,
+        )
+        for drafter, widths, devices in (
+            ("mtp", RAW, (1,)), ("mtp", SCALED, ()), ("mtp", PROCESSED, (1, 2)),
+            ("callable that draws", RAW, ()),
+        )
+    ),
+]  # fmt: skip
 PROMPTS = [
     Case("admit", "mtp", lambda of: ((of.state, NUMBER, admission(of)), {}), devices=(1, 2)),
     Case("release", "mtp", lambda of: ((of.state, NUMBER), {}), devices=(1, 2)),
@@ -246,15 +265,9 @@ MESSAGES = [
         for widths, devices in ((RAW, (1,)), (SCALED, ()), (PROCESSED, (1, 2)))
     ),
     *(
-        Case(
-            "draft_message", f"{drafter}, {widths.mode.name}",
-            functools.partial(draft_message, widths=widths), kernels=1, drafter=drafter,
-            devices=devices,
-        )
-        for drafter, widths, devices in (
-            ("mtp", RAW, (1,)), ("mtp", SCALED, ()), ("mtp", PROCESSED, (1, 2)),
-            ("callable with logits", RAW, ()),
-        )
+        Case("draft_message", widths.mode.name, functools.partial(draft_message, widths=widths),
+             devices=devices)
+        for widths, devices in ((RAW, (1,)), (PROCESSED, (1, 2)))
     ),
 ]  # fmt: skip
 CASES = [*STEPS, *PROMPTS, *MESSAGES]

@@ -14,11 +14,11 @@ from jax_specdec.device.drafting.drafters import (
     MtpDrafter,
     NgramDrafter,
     NoDrafter,
-    draw,
-    joined,
 )
+from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
+from jax_specdec.device.sampling.verify import CompactQ, Tell
 
 __all__ = [
     "Drafter",
@@ -34,4 +34,6 @@ __all__ = [
     "make_drafter",
     "draw",
     "joined",
+    "CompactQ",
+    "Tell",
 ]

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting.drafters import Context, draw, joined, none_drawn
+from jax_specdec.device.drafting.drafters import Context
+from jax_specdec.device.drafting.drawing import draw, joined, none_drawn
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import KVCache, init_cache
 from jax_specdec.device.model.prefill import prefill
@@ -41,8 +42,8 @@ class DraftModel:
             raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
-        shape = (num_slots, self.num_drafts, self.target.num_columns)
-        return none_drawn(shape, self.model.dtype), init_cache(self.model, num_slots, length)
+        drafts = none_drawn(num_slots, self.num_drafts, self.target.vocab_size)
+        return drafts, init_cache(self.model, num_slots, length)
 
     def prefill(
         self,
@@ -75,11 +76,13 @@ class DraftModel:
         drawn: list[Drafts] = []
         for number in range(self.num_drafts):
             if number > 0:
-                place = jnp.where(is_live, lengths - 1 + number, -1)[:, None]
+                at = jnp.where(is_live, lengths - 1 + number, -1)[:, None]
                 tokens = self._known(drawn[-1].token_ids)
-                hidden, state = forward(small, self.model, tokens, place, state)
+                hidden, state = forward(small, self.model, tokens, at, state)
             found = self._in_target(logits(small, self.model, hidden))
-            drawn.append(draw(found, context.sampling, lengths + number, self.parallel))
+            place = lengths + number
+            one = draw(found, context.sampling, place, self.parallel, tell=context.tell)
+            drawn.append(one)
         return joined(drawn, context.limit), state
 
     def _known(self, tokens: Int32[Array, "*any"]) -> Int32[Array, "*any"]:

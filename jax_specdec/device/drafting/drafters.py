@@ -7,31 +7,21 @@ normal case.
 Axes: B slots, S positions of a step, T positions of a slot, D drafts, E hidden size, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.drafting.drawing import draw, joined, none_drawn
 from jax_specdec.device.model.llama import project
 from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
 from jax_specdec.device.model.prefill import mtp_prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling.distribution import (
-    Sampling,
-    Truncation,
-    processed_probs,
-    truncation,
-)
-from jax_specdec.device.sampling.explicit_axes import on_own_part
-from jax_specdec.device.sampling.random_draws import DRAFT, categorical, keys
-from jax_specdec.device.sampling.verify import Drafts, Verified
-from pallas_kernels import Greedy, VocabShard, greedy
+from jax_specdec.device.sampling.parameters import Sampling
+from jax_specdec.device.sampling.verify import Drafts, Tell, Verified
 
 State = Any  # a pytree that belongs to the drafter
 
@@ -47,6 +37,7 @@ class Context(NamedTuple):
     positions: Int32[Array, "B S"]  # the rows' positions; -1 where a row emitted nothing
     sampling: Sampling
     limit: Int32[Array, " B"]  # the most drafts that each slot may get now
+    tell: Tell | None = None  # for `draw`: what a draft message is to have of each draft
 
 
 class Drafter(Protocol):
@@ -175,8 +166,7 @@ class MtpDrafter:
             raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
-        shape = (num_slots, self.num_drafts, self.config.num_columns)
-        drafts = none_drawn(shape, self.config.dtype)
+        drafts = none_drawn(num_slots, self.num_drafts, self.config.vocab_size)
         return drafts, init_mtp_cache(self.config, num_slots, length)
 
     def prefill(
@@ -214,87 +204,19 @@ class MtpDrafter:
                     params, self.config, hidden, drawn[-1].token_ids, place, state
                 )
             found = project(params, self.config, hidden)
-            drawn.append(draw(found, context.sampling, context.lengths + index, self.parallel))
+            place = context.lengths + index
+            one = draw(found, context.sampling, place, self.parallel, tell=context.tell)
+            drawn.append(one)
         return joined(drawn, context.limit), state
 
 
 def certain(token_ids: Int32[Array, "B D"], num: Int32[Array, " B"]) -> Drafts:
     """Drafts that were not drawn, and 0 from `num` on."""
     exists = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :] < num[:, None]
-    return Drafts(jnp.where(exists, token_ids, 0), num, None)
+    return Drafts(jnp.where(exists, token_ids, 0), num)
 
 
 def no_drafts(num_slots: int, num_drafts: int) -> Drafts:
     """Empty proposals of width D."""
     zeros = jnp.zeros((num_slots, num_drafts), jnp.int32)
-    return Drafts(zeros, jnp.zeros(num_slots, jnp.int32), None)
-
-
-def none_drawn(shape: tuple[int, int, int], dtype: str) -> Drafts:
-    """Empty proposals with logits of `shape` [B, D, V] and `dtype`, as `draw` makes them."""
-    batch, num_drafts, vocab_size = shape
-    return no_drafts(batch, num_drafts)._replace(
-        logits=jnp.zeros(shape, jnp.dtype(dtype)),
-        cut=Truncation.nothing((batch, num_drafts), vocab_size),
-    )
-
-
-def joined(drawn: Sequence[Drafts], limit: Int32[Array, " B"]) -> Drafts:
-    """The drafts that were drawn one after another, D in all, as one proposal.
-
-    Args:
-      drawn: the results of `draw`, in the order of the positions.
-      limit: how many of them each slot may get.
-    """
-    num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
-    parts = [(one.token_ids, one.logits, one.cut) for one in drawn]
-    token_ids, logits, cut = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
-    return Drafts(token_ids, num, logits, cut)
-
-
-def draw(
-    draft_logits: Float[Array, "B 1 V"],
-    sampling: Sampling,
-    positions: Int32[Array, " B"],
-    parallel: Parallel = ONE_DEVICE,
-) -> Drafts:
-    """Draw drafts as verification expects them: from q, with random numbers of their own.
-
-    Args:
-      draft_logits: the draft model's.
-      sampling: each slot's parameters; a greedy slot gets the greedy token.
-      positions: the sequence position of each draft.
-      parallel: the devices among which the vocabulary of the logits is split; without it, a mesh
-        may split them as it may those of `verify`.
-
-    Returns:
-      One draft a slot (D = 1), with the logits and the cut of q; `joined` makes a longer proposal.
-    """
-    ids, cut = on_own_part(_drawn, draft_logits, (sampling, positions), parallel)
-    return Drafts(ids, jnp.ones_like(positions), draft_logits, cut)
-
-
-def _drawn(
-    shard: VocabShard, draft_logits: jax.Array, whole: tuple[Sampling, jax.Array]
-) -> tuple[jax.Array, Truncation]:
-    """`draw` where this device holds the columns of `shard`: ids [B, 1], and their cut."""
-    sampling, positions = whole
-
-    def choose() -> Greedy:
-        return greedy(draft_logits[:, 0], axis_name=shard.axis_name, vocab_size=shard.vocab_size)
-
-    def sampled() -> tuple[jax.Array, Truncation]:
-        choice = choose()
-        cut = truncation(draft_logits, sampling, shard=shard, choice=choice)
-        q = processed_probs(draft_logits, sampling, shard=shard, choice=choice, cut=cut)
-        ids = categorical(keys(sampling.seed, positions, DRAFT), q[:, 0], shard=shard)
-        return ids[:, None], cut
-
-    def greedily() -> tuple[jax.Array, Truncation]:
-        ids = choose().token_ids[:, None]
-        return ids, Truncation.greedy(ids)
-
-    found: tuple[jax.Array, Truncation] = lax.cond(
-        jnp.any(sampling.temperature > 0), sampled, greedily
-    )
-    return found
+    return Drafts(zeros, jnp.zeros(num_slots, jnp.int32))

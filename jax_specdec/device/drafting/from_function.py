@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.device.drafting.drafters import Context, State, certain, no_drafts, none_drawn
-from jax_specdec.device.sampling.distribution import Truncation
-from jax_specdec.device.sampling.verify import Drafts
+from jax_specdec.device.drafting.drafters import Context, State, certain, no_drafts
+from jax_specdec.device.drafting.drawing import none_drawn
+from jax_specdec.device.sampling.verify import CompactQ, Drafts
 
 DraftFunction = Callable[[Any, Context], Drafts]  # of the loop's params, and what a step left
 
@@ -21,12 +21,12 @@ class CallableDrafter:
     - `token_ids`: the tokens that follow `context.tokens[b, : context.lengths[b]]`.
     - `num`: how many of them count. A slot's drafts also end at `context.limit[b]`, and at the
       first id outside the vocabulary: -1 says "no more" as well as `num` does.
-    - `logits` and `cut`: None where each draft is certain. Otherwise each draft is drawn by
-      `drafting.draw` at its position, `context.lengths + d`, from logits of `logits_dtype`, and
+    - `q` and `told`: None where each draft is certain. Otherwise (`drawn=True`) each draft is drawn
+      by `drafting.draw(logits, context.sampling, context.lengths + d, tell=context.tell)`, and
       `drafting.joined` makes one `Drafts` of them.
 
     Two rules keep the emitted tokens' distribution that of the target. Certain drafts depend on
-    nothing but `context`. With logits, drafts come from `drafting.draw`, and neither `num` nor the
+    nothing but `context`. Drawn drafts come from `drafting.draw`, and neither `num` nor the
     logits depend on drafts drawn later, or on rows of `context.hidden` that emitted nothing.
 
     The function is traced once. It is part of the static value, so it must be hashable and pure.
@@ -34,14 +34,14 @@ class CallableDrafter:
 
     >>> def the_same_again(params, context):
     ...     last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
-    ...     return Drafts(jnp.repeat(last, 2, axis=1), context.limit, None)
+    ...     return Drafts(jnp.repeat(last, 2, axis=1), context.limit)
     >>> drafter = CallableDrafter(the_same_again, num_drafts=2, vocab_size=264)
     """
 
     function: DraftFunction
     num_drafts: int
     vocab_size: int
-    logits_dtype: str | None = None
+    drawn: bool = False  # whether the drafts have a q
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -52,17 +52,16 @@ class CallableDrafter:
             raise ValueError(f"vocab_size = {self.vocab_size} must be positive")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
-        if self.logits_dtype is None:
+        if not self.drawn:
             return no_drafts(num_slots, self.num_drafts), ()
-        shape = (num_slots, self.num_drafts, self.vocab_size)
-        return none_drawn(shape, self.logits_dtype), ()
+        return none_drawn(num_slots, self.num_drafts, self.vocab_size), ()
 
     def prefill(self, *_: Any) -> State:
         return ()
 
     def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
         drafts = self.function(params, context)
-        self._check(drafts, context.limit.shape[0])
+        self._check(drafts, context)
         # An id outside the vocabulary could be accepted as a certainty.
         known = (drafts.token_ids >= 0) & (drafts.token_ids < self.vocab_size)
         willing = jnp.cumprod(known.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
@@ -70,23 +69,29 @@ class CallableDrafter:
         ids = certain(drafts.token_ids, num).token_ids
         return drafts._replace(token_ids=ids, num=num), state
 
-    def _check(self, drafts: Drafts, batch: int) -> None:
-        """Refuse, while tracing, drafts that the loop could not verify."""
+    def _check(self, drafts: Drafts, context: Context) -> None:
+        """Refuse, while tracing, drafts that the loop could not verify or tell of."""
         name = getattr(self.function, "__name__", repr(self.function))
         if not isinstance(drafts, Drafts):
             raise TypeError(f"{name} returned a {type(drafts).__name__}; expected a Drafts")
+        batch = context.limit.shape[0]
         expected = self.init(batch, 0)[0]
-        for field, got, wanted in zip(Drafts._fields, drafts, expected, strict=True):
-            if _described(got) != _described(wanted):
-                origin = ": `drafting.draw` makes it" if got is None else ""
+        for field in ("token_ids", "num", "q"):
+            got, wanted = (_described(getattr(one, field)) for one in (drafts, expected))
+            if got != wanted:
+                origin = ": `drafting.draw` makes it" if getattr(drafts, field) is None else ""
                 raise ValueError(
-                    f"{name} returned {field} = {_described(got)}; expected {_described(wanted)}"
-                    f"{origin} (B = {batch}, D = {self.num_drafts}, V = {self.vocab_size}, "
-                    f"logits_dtype = {self.logits_dtype})"
+                    f"{name} returned {field} = {got}; expected {wanted}{origin} (B = {batch}, "
+                    f"D = {self.num_drafts}, V = {self.vocab_size}, drawn = {self.drawn})"
                 )
+        if self.drawn and context.tell is not None and drafts.told is None:
+            raise ValueError(
+                f"{name} returned told = None, but a request asks for its drafts' logprobs: give "
+                "`drafting.draw` the argument tell=context.tell"
+            )
 
 
-def _described(value: jax.Array | Truncation | None) -> str:
+def _described(value: jax.Array | CompactQ | None) -> str:
     """Shape and dtype of each array, to compare and to read."""
     arrays = jax.tree.leaves(value)
     return ", ".join(f"{jnp.result_type(x).name}{list(jnp.shape(x))}" for x in arrays) or "None"

@@ -6,6 +6,7 @@ requests asked for and from how far their prompts have come.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 import numpy as np
 
@@ -101,22 +102,36 @@ def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, kept: bool = False) 
     )
 
 
-def wants_one_read(slots: Sequence[Slot]) -> bool:
-    """Whether one read of every row is cheaper than an argmax and the accepted rows again.
+class OneRead(Enum):
+    """What one read of every row can serve, beside logprobs."""
 
-    Every slot must be greedy, and ask for nothing but the top K of the raw logits (for a greedy
-    request scaled is the same). The fused read also selects K of rejected rows and of rows that no
-    request asks about, so half of the slots at least must want logprobs.
+    NOTHING = auto()
+    GREEDY = auto()  # verification of slots that are all greedy
+    SAMPLED = auto()  # verification where a slot samples
+
+
+def wants_one_read(slots: Sequence[Slot]) -> OneRead:
+    """Whether one read of every row is cheaper than verification and the accepted rows again.
+
+    No slot may ask for more than the top K of the raw logits (for a greedy request scaled is the
+    same). The fused read also selects K of rejected rows and of rows that no request asks about,
+    so half of the slots at least must want logprobs.
     """
     taken = [slot.params for slot in slots if slot.occupied]
     asked = sum(params.num_columns > 0 for params in taken)
     plain = all(
-        params.temperature == 0
-        and params.logprobs_mode is not LogprobsMode.PROCESSED
-        and not params.extra_token_ids
+        not params.extra_token_ids
+        and (
+            params.logprobs_mode is LogprobsMode.RAW
+            or not params.num_columns
+            or (params.temperature == 0 and params.logprobs_mode is LogprobsMode.SCALED)
+        )
         for params in taken
     )
-    return plain and 2 * asked >= len(taken) > 0
+    if not plain or not 2 * asked >= len(taken) > 0:
+        return OneRead.NOTHING
+    greedy = all(params.temperature == 0 for params in taken)
+    return OneRead.GREEDY if greedy else OneRead.SAMPLED
 
 
 def admission(

@@ -61,7 +61,7 @@ class Compiled:
         self.step = jax.jit(
             functools.partial(step, self.config),
             donate_argnums=1,
-            static_argnames="fused_k",
+            static_argnames=("fused_k", "fused_greedy", "told"),
             out_shardings=(places, None),
         )
         static = ("widths", "process_rank")

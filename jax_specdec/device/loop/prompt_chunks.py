@@ -5,14 +5,12 @@ Axes: B slots, D drafts, P positions of a chunk, E hidden size.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.model.prefill import prefill
-from jax_specdec.device.sampling.distribution import Truncation
-from jax_specdec.device.sampling.verify import Drafts
+from jax_specdec.device.sampling.verify import CompactQ, Drafts
 
 
 class Chunk(NamedTuple):
@@ -76,15 +74,14 @@ def _first_drafts(state: LoopState, slot: Int32[Array, ""]) -> tuple[Drafts, Boo
     drafts = Drafts(
         state.drafts.token_ids.at[slot].set(jnp.maximum(ids, 0)),
         state.drafts.num.at[slot].set((ids >= 0).sum(dtype=jnp.int32)),
-        state.drafts.logits,
+        state.drafts.q,
+        state.drafts.told,
     )
-    if drafts.logits is not None:
-        # Whatever the sampling makes of these logits, the draft has probability 1.
-        tokens = jnp.arange(drafts.logits.shape[-1], dtype=jnp.int32)
-        row = jnp.where(tokens[None, :] == ids[:, None], 0.0, -jnp.inf)
-        drafts = drafts._replace(logits=drafts.logits.at[slot].set(row.astype(drafts.logits.dtype)))
-        if state.drafts.cut is not None:
-            nothing = Truncation.nothing(ids.shape, tokens.size)
-            cut = jax.tree.map(lambda x, one: x.at[slot].set(one), state.drafts.cut, nothing)
-            drafts = drafts._replace(cut=cut)
+    if drafts.q is not None:  # as a drawn draft's, but with one token
+        first = jnp.arange(drafts.q.ids.shape[-1], dtype=jnp.int32)[None] == 0
+        q = CompactQ(
+            drafts.q.ids.at[slot].set(jnp.where(first, ids[:, None], -1)),
+            drafts.q.logprobs.at[slot].set(jnp.where(first, 0.0, -jnp.inf)),
+        )
+        drafts = drafts._replace(q=q)
     return drafts, state.certain.at[slot].set((ids >= 0).any())

@@ -16,7 +16,7 @@ from jax_specdec.device.drafting.drafters import Drafter
 from jax_specdec.device.model.own_model import Model, empty_cache
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import AcceptRule, Drafts, accept_draft
 
 AnyArray = jax.Array | np.ndarray
@@ -60,7 +60,7 @@ class LoopState(NamedTuple):
     drafter: Any  # the drafter's own state
     drafts: Drafts
     handed_over: Int32[Array, "B D"]  # the drafts of a slot's first step; -1 where there are none
-    certain: Bool[Array, " B"]  # the drafts are those, and were drawn from no known logits
+    certain: Bool[Array, " B"]  # the drafts are those, and were drawn from no known q
     tokens: Int32[Array, "B T"]  # prompt and emitted tokens
     lengths: Int32[Array, " B"]  # known tokens
     active: Bool[Array, " B"]  # decoding
@@ -115,11 +115,13 @@ def state_shardings(config: LoopConfig) -> Any:
     if config.parallel.mesh is None:
         return None
     state = jax.eval_shape(lambda: init_state(replace(config, parallel=ONE_DEVICE)))
-    return config.parallel.shardings(state_specs(state, config.parallel.num_shards))
+    places = config.parallel.shardings(state_specs(state, config.parallel.num_shards))
+    # One for all arrays of the drafts: which they have depends on what their message is to tell.
+    return places._replace(drafts=config.parallel.everywhere)
 
 
 def state_specs(state: Any, num_shards: int) -> Any:
-    """How a state is split among devices: caches by heads, logits by tokens.
+    """How a state is split among devices: caches by heads; the rest is on all of them.
 
     Args:
       state: a `LoopState` of arrays or of their shapes.
@@ -133,11 +135,8 @@ def state_specs(state: Any, num_shards: int) -> Any:
         axis = -2 if isinstance(x, KVCache) else None  # of [L, B, T, KVH, Dh]
         return jax.tree.map(lambda leaf: split(leaf.shape, axis, num_shards), x)
 
-    specs = jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
-    if state.drafts.logits is None:
-        return specs
-    of_logits = split(state.drafts.logits.shape, -1, num_shards)  # [B, D, V]
-    return specs._replace(drafts=specs.drafts._replace(logits=of_logits))
+    specs: Any = jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
+    return specs
 
 
 def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopState:

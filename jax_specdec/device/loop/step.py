@@ -10,23 +10,33 @@ Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, E hidden size,
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from ipc.wire import SlotState
 from jax_specdec.device.drafting.drafters import Context
 from jax_specdec.device.loop.state import LoopConfig, LoopState
+from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.own_model import head as logits
 from jax_specdec.device.model.own_model import run as forward
 from jax_specdec.device.model.params import KVCache
-from jax_specdec.device.sampling.distribution import Sampling
-from jax_specdec.device.sampling.verify import Drafts, Verified, verify
+from jax_specdec.device.sampling.parameters import Sampling
+from jax_specdec.device.sampling.verify import Drafts, Tell, Verified, verify
 from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
 
 
 def step(
-    config: LoopConfig, params: Any, state: LoopState, *, fused_k: int | None = None
+    config: LoopConfig,
+    params: Any,
+    state: LoopState,
+    asked: Asked | None = None,
+    *,
+    fused_k: int | None = None,
+    fused_greedy: bool = True,
+    told: Widths | None = None,
 ) -> tuple[LoopState, StepOutput]:
     """Verify every active slot's drafts, emit tokens, and draft the next ones.
 
@@ -35,10 +45,13 @@ def step(
     3. The slots' tokens grow by what was emitted; a stop token or a limit ends a slot.
     4. The drafter proposes for the slots that go on.
 
-    With `fused_k`, one read of the target's logits serves the greedy choice and the logprobs (up
-    to that static K) of every row: the cheaper path where a kernel can do it, where every slot is
-    greedy, and where most rows' logprobs are wanted. Otherwise `target_message` reads the accepted
-    rows that were asked for.
+    With `fused_k`, one read of the target's logits serves verification and the raw logprobs (up
+    to that static K) of every row: the cheaper path where most rows' logprobs are wanted. Without
+    `fused_greedy`, slots may be sampled. Otherwise `target_message` reads the accepted rows that
+    were asked for.
+
+    With `told`, the static widths of `asked`, what the next draft message has of the drafts is made
+    as they are drawn.
 
     A `prefill_only` loop emits one token a request, and sends the drafts that follow it along.
     """
@@ -46,10 +59,12 @@ def step(
     temperature = jnp.where(state.active, state.sampling.temperature, 0.0)
     sampling = state.sampling._replace(temperature=temperature)
     rows, cache = _run_rows(config, params, state)
-    greedy_rows = None if fused_k is None else _read_once(config, rows.logits, fused_k)
-    verified = _verify(config, state, rows, sampling, greedy_rows)
+    verified = _verify(config, state, rows, sampling, fused_k, fused_greedy)
     grown = _grow(config, state, rows, verified)
-    proposed, drafter = _propose(config, params, state, rows, verified, grown, sampling)
+    tell = None
+    if asked is not None and told is not None:
+        tell = draft_rows(asked, told, config.parallel)
+    proposed, drafter = _propose(config, params, state, rows, verified, grown, sampling, tell)
 
     active = grown.goes_on & (not config.prefill_only)
     output = step_output(
@@ -60,10 +75,9 @@ def step(
         running=jnp.any(active | state.prefilling),
     )
     output = output._replace(
-        # Drafts that were handed over were drawn from no logits.
+        # Drafts that were handed over were not drawn here.
         drafts=output.drafts._replace(num=jnp.where(state.certain, 0, output.num_drafts)),
         state=_slot_states(config, state),
-        greedy_rows=greedy_rows,
     )
     if config.prefill_only:
         # The first token, then the drafts: those are the decode node's to verify.
@@ -72,6 +86,10 @@ def step(
             num_tokens=output.num_tokens + proposed.num,
             num_drafts=proposed.num,
         )
+    if told is not None and proposed.told is not None and state.drafts.told is None:
+        # No slot whose drafts were verified now had asked: its rows are nobody's.
+        nothing = jax.tree.map(jnp.zeros_like, proposed.told)
+        output = output._replace(drafts=output.drafts._replace(told=nothing))
     state = state._replace(
         cache=cache,
         drafter=drafter,
@@ -132,12 +150,15 @@ def _verify(
     state: LoopState,
     rows: _Rows,
     sampling: Sampling,
-    greedy_rows: TopkLogprobs | None,
+    fused_k: int | None,
+    fused_greedy: bool,
 ) -> Verified:
     """Verify the slots' drafts; slots that are not active emit nothing."""
-    choice = None
-    if greedy_rows is not None:
-        choice = Greedy(greedy_rows.token_ids[:, 0], greedy_rows.token_ranks > 0)
+    choice = raw = None
+    if fused_k is not None and fused_greedy:
+        # A greedy request's emitted tokens are its rows' greedy choices, accepted drafts too.
+        raw = _read_once(config, rows.logits, fused_k)
+        choice = Greedy(raw.token_ids[:, 0], raw.token_ranks > 0)
     verified = verify(
         rows.logits,
         state.drafts,
@@ -146,8 +167,10 @@ def _verify(
         accept=config.accept,
         choice=choice,
         parallel=config.parallel,
+        raw_k=None if fused_greedy else fused_k,
     )
-    return verified._replace(num_tokens=jnp.where(state.active, verified.num_tokens, 0))
+    num_tokens = jnp.where(state.active, verified.num_tokens, 0)
+    return verified._replace(num_tokens=num_tokens, raw=raw if fused_greedy else verified.raw)
 
 
 def _grow(config: LoopConfig, state: LoopState, rows: _Rows, verified: Verified) -> _Grown:
@@ -175,6 +198,7 @@ def _propose(
     verified: Verified,
     grown: _Grown,
     sampling: Sampling,
+    tell: Tell | None,
 ) -> tuple[Drafts, Any]:
     """Let the drafter propose for the slots that go on; its proposals and its state."""
     # A draft beyond the length limit could only be cut: it is not made.
@@ -189,6 +213,7 @@ def _propose(
         positions=jnp.where(grown.emitted, rows.positions, -1),
         sampling=sampling,
         limit=jnp.where(grown.goes_on, limit, 0),
+        tell=tell,
     )
     proposed, drafter = config.drafter.propose(params, state.drafter, context)
     if proposed.token_ids.shape != state.drafts.token_ids.shape:

@@ -6,6 +6,8 @@ batch asks for at most is static (`Widths`), so a batch of raw logprobs runs no 
 Axes: B slots, S positions, V vocabulary, R = B * S rows, K1 = K + 1 columns, C chosen token ids.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,9 +15,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.asked import Asked, Widths
-from jax_specdec.device.messages.pack import Rows
+from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling.distribution import Sampling, Truncation, truncation
+from jax_specdec.device.sampling.distribution import truncation
+from jax_specdec.device.sampling.parameters import Sampling, Truncation
+from jax_specdec.device.sampling.verify import CompactQ, Drafts, Tell, Told
 from pallas_kernels import TopkLogprobs, named_logits, topk_logprobs
 
 
@@ -121,12 +125,80 @@ def _processed(
         # NaN says that the row is invalid or the token unknown: that stays.
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
 
-    logprobs = renormalized(found.token_ids, found.logprobs)
+    return _in_mode(found, asked.chosen_ids[slot], is_processed, renormalized)
+
+
+def draft_rows(asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE) -> Tell | None:
+    """What draft messages have of drafts, made as they are drawn: the `tell` of `drafting.draw`.
+
+    Raw and scaled logprobs are of the draft model's logits, processed ones of the q that the draft
+    was drawn from. Rows of slots that did not ask for their drafts' enter no kernel.
+
+    Args:
+      asked: by slot.
+      widths: static, of `asked`.
+      parallel: the devices among which the logits' vocabulary is split.
+
+    Returns:
+      A function of logits [B, 1, V] and drafts (D = 1) to logprobs [B, 1, ...] by slot; None where
+      no slot asks for logprobs.
+    """
+    if widths.k is None:
+        return None
+    # Processed rows are first made as scaled ones are, at their own temperature.
+    scaled = widths._replace(mode=min(widths.mode, LogprobsMode.SCALED))
+
+    def tell(logits: jax.Array, drafts: Drafts) -> Told:
+        assert drafts.q is not None
+        wants = asked.draft_logprobs & (asked.num_columns > 0)
+        rows = select_rows(wants.astype(jnp.int32), 1)
+        found = row_logprobs(logits, drafts.token_ids, rows, asked, scaled, parallel)
+        if widths.mode is LogprobsMode.PROCESSED:
+            slot = jnp.minimum(rows.flat, len(wants) - 1)
+            found = _of_q(found, asked, slot, drafts.q)
+
+        # From the order of the rows to that of the slots: an index out of bounds is dropped.
+        def by_slot(x: jax.Array) -> jax.Array:
+            return jnp.zeros_like(x).at[rows.flat].set(x, mode="drop")[:, None]
+
+        return Told(
+            by_slot(found.token_ids),
+            by_slot(found.logprobs),
+            by_slot(found.token_ranks),
+            by_slot(found.extra_logprobs),
+        )
+
+    return tell
+
+
+def _of_q(found: TopkLogprobs, asked: Asked, slot: Int32[Array, " R"], q: CompactQ) -> TopkLogprobs:
+    """Logprobs under q, of one draft a slot, where the slot asked for processed ones."""
+    ids, log_q = q.ids[slot, 0], q.logprobs[slot, 0]  # [R, M]
+
+    def under_q(
+        named: Int32[Array, "R N"], logprobs: Float32[Array, "R N"]
+    ) -> Float32[Array, "R N"]:
+        same = (named[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, None, :]
+        processed = jnp.where(same, log_q[:, None, :], -jnp.inf).max(axis=2)
+        return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
+
+    is_processed = (asked.mode == LogprobsMode.PROCESSED)[slot][:, None]
+    return _in_mode(found, asked.chosen_ids[slot], is_processed, under_q)
+
+
+def _in_mode(
+    found: TopkLogprobs,
+    chosen_ids: Int32[Array, "R C"],
+    is_processed: Bool[Array, "R 1"],
+    processed: Callable[[jax.Array, jax.Array], jax.Array],
+) -> TopkLogprobs:
+    """The rows with `processed(ids, logprobs)`; top columns that are excluded hold id -1."""
+    logprobs = processed(found.token_ids, found.logprobs)
     is_top = jnp.arange(found.token_ids.shape[1], dtype=jnp.int32)[None, :] > 0
     excluded = is_processed & is_top & (logprobs == -jnp.inf)
     extra_logprobs = found.extra_logprobs
     if extra_logprobs.shape[1]:
-        extra_logprobs = renormalized(asked.chosen_ids[slot], extra_logprobs)
+        extra_logprobs = processed(chosen_ids, extra_logprobs)
     return TopkLogprobs(
         jnp.where(excluded, -1, found.token_ids), logprobs, found.token_ranks, extra_logprobs
     )

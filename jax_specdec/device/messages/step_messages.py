@@ -19,8 +19,8 @@ from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.pack_kept import KeptRows
 from jax_specdec.device.messages.row_logprobs import cut_where, row_logprobs
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling.distribution import Truncation
 from jax_specdec.device.sampling.kept_set import kept_sets
+from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.device.sampling.verify import Drafts, Verified
 from pallas_kernels import TopkLogprobs
 
@@ -33,10 +33,10 @@ class StepOutput(NamedTuple):
     num_tokens: Int32[Array, " B"]  # the leading ones, which are sent
     num_rows: Int32[Array, " B"]  # the leading ones that were emitted, from rows of the target
     num_drafts: Int32[Array, " B"]  # verified; with a prefill's first token, handed over
-    drafts: Drafts  # verified in this step; `num` counts those that were drawn from `logits`
+    drafts: Drafts  # verified in this step; `num` counts those that were drawn
     state: Int32[Array, " B"]  # SlotState
     running: Bool[Array, ""]  # some slot goes on after this step
-    greedy_rows: TopkLogprobs | None = None  # the greedy choices of B * S rows, on the fused path
+    raw: TopkLogprobs | None = None  # of the tokens of B * S rows, where verifying them gave it
     cut: Truncation | None = None  # of `logits` [B, S], as `verify` found it
 
 
@@ -69,6 +69,7 @@ def step_output(
         state=jnp.where(active, SlotState.TOKENS, SlotState.STOPPED).astype(jnp.int32),
         running=running,
         cut=verified.cut,
+        raw=verified.raw,
     )
 
 
@@ -101,11 +102,8 @@ def target_message(
     rows, found = _nothing()
     if widths.k is not None:
         rows = select_rows(num_rows, num_positions)
-        if output.greedy_rows is not None:
-            # A greedy request's emitted tokens are its rows' greedy choices, accepted drafts too.
-            found = jax.tree.map(
-                lambda x: x.at[rows.flat].get(mode="fill", fill_value=0), output.greedy_rows
-            )
+        if output.raw is not None:
+            found = _picked(output.raw, rows)
         else:
             found = row_logprobs(
                 output.logits, output.token_ids, rows, asked, widths, parallel, cut=output.cut
@@ -159,27 +157,41 @@ def draft_message(
     """The draft message of a step, packed: the logprobs, under the draft model, of what it drafted.
 
     It has all drafts that the step verified, accepted or not, of the slots that asked for them,
-    in their own columns and mode. A draft that was not drawn from logits has none.
+    in their own columns and mode, as `drafting.draw` told them. A draft that was not drawn has
+    none.
 
     Arguments and result are those of `target_message`, with D drafts instead of S positions.
 
     Raises:
-      ValueError: the drafter has no logits.
+      ValueError: the drafts have no q, or nothing was told of them though a slot wants to know.
     """
-    drafts, logits = output.drafts, output.drafts.logits
-    if logits is None:
+    drafts = output.drafts
+    if drafts.q is None:
         raise ValueError(
-            "this drafter draws from no logits, so its drafts have no logprobs: "
+            "this drafter draws no drafts, so its drafts have no logprobs: "
             "send the target message alone"
         )
-    batch, num_drafts, vocab = logits.shape
+    batch, num_drafts = drafts.token_ids.shape
+    vocab = output.logits.shape[-1]
     num_tokens = jnp.where(asked.draft_logprobs, drafts.num, 0)
     num_rows = jnp.where(asked.num_columns > 0, num_tokens, 0)
     rows, found = _nothing()
     if widths.k is not None:
+        if drafts.told is None:
+            raise ValueError(
+                "nothing is known of these drafts' logprobs: give `drafting.draw` the argument "
+                "tell=draft_rows(asked, widths)"
+            )
         rows = select_rows(num_rows, num_drafts)
-        found = row_logprobs(
-            logits, drafts.token_ids, rows, asked, widths, parallel, cut=drafts.cut
+        told = drafts.told
+        named = (told.token_ids, told.logprobs, told.token_ranks, told.extra_logprobs)
+        flat = TopkLogprobs(*(x.reshape(batch * num_drafts, *x.shape[2:]) for x in named))
+        found = _picked(flat, rows)
+        # They may be of an earlier batch, with other widths. A slot's own columns are in both.
+        found = found._replace(
+            token_ids=_as_wide(found.token_ids, widths.num_columns),
+            logprobs=_as_wide(found.logprobs, widths.num_columns),
+            extra_logprobs=_as_wide(found.extra_logprobs, widths.chosen),
         )
     decodes = _states(output, asked) == SlotState.TOKENS
     return pack(
@@ -195,6 +207,19 @@ def draft_message(
         vocab_size=vocab,
         num_words=most_words(batch, num_drafts, widths._replace(kept=False), vocab),
     )
+
+
+def _picked(found: TopkLogprobs, rows: Rows) -> TopkLogprobs:
+    """These rows of the logprobs of all rows."""
+    picked: TopkLogprobs = jax.tree.map(
+        lambda x: x.at[rows.flat].get(mode="fill", fill_value=0), found
+    )
+    return picked
+
+
+def _as_wide(x: jax.Array, columns: int) -> jax.Array:
+    """x [R, N] with so many columns: what is cut off or added is nobody's."""
+    return jnp.pad(x[:, :columns], ((0, 0), (0, max(0, columns - x.shape[1]))))
 
 
 def _slots(

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from ipc.wire import KEPT_ALL, KEPT_MANY, MAX_KEPT
-from jax_specdec.device.sampling.distribution import Truncation
+from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.kept_sets import PaddedKept
 from pallas_kernels import WHOLE, VocabShard, vary_like
 

@@ -16,30 +16,59 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling.distribution import (
-    Sampling,
-    Truncation,
-    processed_probs,
-    truncation,
-)
+from jax_specdec.device.sampling import exact_sums, row_read
+from jax_specdec.device.sampling.distribution import cuts
 from jax_specdec.device.sampling.explicit_axes import on_own_part
-from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER, categorical, keys, uniform
-from pallas_kernels import Greedy, VocabShard, greedy
+from jax_specdec.device.sampling.parameters import Sampling, Truncation, of_each_row, where
+from jax_specdec.device.sampling.random_draws import ACCEPT, GROUP, RECOVER, keys, uniform
+from jax_specdec.device.sampling.residual import Drawing, draw
+from jax_specdec.device.sampling.row_read import RowRead
+from pallas_kernels import (
+    Greedy,
+    GroupedRows,
+    GroupSums,
+    TopkLogprobs,
+    VocabShard,
+    exponential,
+    greedy,
+    keeps,
+    logprobs_of_read,
+)
 
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-class Drafts(NamedTuple):
-    """The tokens that a drafter proposed.
+class CompactQ(NamedTuple):
+    """The distributions that drafts were drawn from: the tokens that each can be.
 
-    Each draft was drawn from q: the processed distribution of its `logits` under its slot's
-    sampling parameters.
+    The probabilities of a draft's tokens sum to one. It is drawn from them with the random numbers
+    of its position, as `drafting.draw` does it.
     """
+
+    ids: Int32[Array, "B D M"]  # distinct; -1 where there is no further token
+    logprobs: Float32[Array, "B D M"]  # -inf where there is none
+
+
+class Told(NamedTuple):
+    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
+
+    token_ids: Int32[Array, "B D K1"]
+    logprobs: Float32[Array, "B D K1"]
+    token_ranks: Int32[Array, "B D"]
+    extra_logprobs: Float32[Array, "B D C"]
+
+
+class Drafts(NamedTuple):
+    """The tokens that a drafter proposed."""
 
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
-    logits: Float[Array, "B D V"] | None  # the draft model's; None: each draft was certain
-    cut: Truncation | None = None  # of q [B, D], as it was drawn; None: found again where needed
+    q: CompactQ | None = None  # None: each draft was certain
+    told: Any = None  # a `Told`, where a draft message is to tell of them
+
+
+# What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
+Tell = Callable[[jax.Array, Drafts], Told]
 
 
 class Verified(NamedTuple):
@@ -48,16 +77,14 @@ class Verified(NamedTuple):
     token_ids: Int32[Array, "B S"]  # from num_tokens on: -1
     num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1
     cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
+    raw: TopkLogprobs | None = None  # of all B * S rows, where they were asked for with the tokens
 
 
-class _Rows(NamedTuple):
-    """The rows to verify, with the parts of the answer that all requests need."""
+class Slots(NamedTuple):
+    """What verification knows of the slots before it reads a row."""
 
-    logits: Float[Array, "B S V"]
-    greedy: Greedy  # [B * S], the rows' choices
-    token_ids: Int32[Array, "B S"]  # the same ids
-    considered: Bool[Array, "B D"]  # the drafts that verification may reach
     positions: Int32[Array, "B S"]  # the sequence position that each row decides
+    proposed: Bool[Array, "B D"]  # the drafts that there are
 
 
 def accept_draft(
@@ -80,6 +107,7 @@ def verify(
     accept: AcceptRule = accept_draft,
     choice: Greedy | None = None,
     parallel: Parallel = ONE_DEVICE,
+    raw_k: int | None = None,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
 
@@ -90,16 +118,19 @@ def verify(
       positions: the sequence position of the token that row 0 predicts.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
       choice: the greedy choice of the B * S rows, where it is known already.
-      parallel: the devices among which the vocabulary of all logits is split. Without it, logits
+      parallel: the devices among which the vocabulary of the logits is split. Without it, logits
         may be split by slots and vocabulary over any mesh with explicit or automatic axes: their
         type or the compiler tells. On the same logits, the emitted tokens are those of one device.
+      raw_k: static; with it, the same read gives the raw logprobs of all emitted tokens and so many
+        top columns. Logits must be whole on this device.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
       greedy token.
 
     Raises:
-      ValueError: the drafts are not one fewer than the rows.
+      ValueError: the drafts are not one fewer than the rows, or raw_k is given for logits whose
+        vocabulary is split.
     """
     batch, num_positions, _ = logits.shape
     if drafts.token_ids.shape != (batch, num_positions - 1):
@@ -107,16 +138,18 @@ def verify(
             f"drafts {drafts.token_ids.shape} do not go with logits {logits.shape}: B slots of S "
             f"rows verify [B, S - 1] = {(batch, num_positions - 1)} drafts"
         )
+    drafts = drafts._replace(told=None)
 
-    def on_shard(shard: VocabShard, columns: Any, whole: Any) -> Verified:
-        logits, draft_logits = columns
+    def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
+        if raw_k is not None and shard.axis_name is not None:
+            raise ValueError(
+                f"raw_k = {raw_k} needs logits that are whole on each device: leave it out, and "
+                "take `topk_logprobs` of the emitted tokens"
+            )
         drafts, sampling, positions, choice = whole
-        drafts = drafts._replace(logits=draft_logits)
-        return _verify(shard, logits, drafts, sampling, positions, choice, accept)
+        return _verify(shard, logits, drafts, sampling, positions, choice, accept, raw_k)
 
-    columns = (logits, drafts.logits)
-    by_slot = (drafts._replace(logits=None), sampling, positions, choice)
-    return on_own_part(on_shard, columns, by_slot, parallel)
+    return on_own_part(on_shard, logits, (drafts, sampling, positions, choice), parallel)
 
 
 def _verify(
@@ -127,98 +160,184 @@ def _verify(
     positions: jax.Array,
     choice: Greedy | None,
     accept: AcceptRule,
+    raw_k: int | None,
 ) -> Verified:
     """`verify` where this device holds the columns of `shard` of all logits."""
-    rows = _rows(shard, logits, drafts, positions, choice)
-    is_greedy = sampling.temperature == 0
-
-    def all_greedy() -> Verified:
-        return _greedily(rows, drafts)
+    num_positions, width = logits.shape[1:]
+    index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
+    # An id outside the vocabulary has probability 0 under p and q, as if it were not proposed.
+    proposed = (index[:, :-1] < drafts.num[:, None]) & (drafts.token_ids >= 0)
+    proposed &= drafts.token_ids < shard.size(width)
+    slots = Slots(positions[:, None] + index, proposed)
+    flat = logits.reshape(-1, width)
 
     def some_sampled() -> Verified:
-        chosen, drawn = _greedily(rows, drafts), _sampled(shard, rows, drafts, sampling, accept)
-        return Verified(
-            jnp.where(is_greedy[:, None], chosen.token_ids, drawn.token_ids),
-            jnp.where(is_greedy, chosen.num_tokens, drawn.num_tokens),
-            drawn.cut,
-        )
+        rows = GroupedRows.of(flat, shard)
+        return sampled_slots(rows, slots, drafts, sampling, accept, raw_k)
 
-    verified: Verified = lax.cond(jnp.all(is_greedy), all_greedy, some_sampled)
+    def all_greedy() -> Verified:
+        known = choice
+        if known is None:
+            known = greedy(flat, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
+        return _greedily(slots, drafts, known)
+
+    if raw_k is not None:
+        return some_sampled()
+    verified: Verified = lax.cond(jnp.any(sampling.temperature > 0), some_sampled, all_greedy)
     return verified
 
 
-def _rows(
-    shard: VocabShard,
-    logits: jax.Array,
-    drafts: Drafts,
-    positions: jax.Array,
-    choice: Greedy | None,
-) -> _Rows:
-    batch, num_positions, width = logits.shape
-    if choice is None:
-        choice = greedy(
-            logits.reshape(-1, width), axis_name=shard.axis_name, vocab_size=shard.vocab_size
-        )
-    token_ids, valid = (x.reshape(batch, num_positions) for x in choice)
-    index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
-    considered = (index[:, :-1] < drafts.num[:, None]) & valid[:, :-1]
-    # An id outside the vocabulary has probability 0 under p and q, as if it were not proposed.
-    considered &= (drafts.token_ids >= 0) & (drafts.token_ids < shard.size(width))
-    return _Rows(logits, choice, token_ids, considered, positions[:, None] + index)
-
-
-def _greedily(rows: _Rows, drafts: Drafts) -> Verified:
+def _greedily(slots: Slots, drafts: Drafts, choice: Greedy) -> Verified:
     """Accept the drafts that equal the greedy choices; then comes the greedy choice."""
-    agrees = rows.considered & (drafts.token_ids == rows.token_ids[:, :-1])
-    emitted = _emit(agrees, drafts.token_ids, rows.token_ids)
-    return emitted._replace(cut=Truncation.greedy(rows.token_ids))
+    token_ids, valid = (x.reshape(slots.positions.shape) for x in choice)
+    agrees = slots.proposed & valid[:, :-1] & (drafts.token_ids == token_ids[:, :-1])
+    emitted = _emit(agrees, drafts.token_ids, token_ids)
+    return emitted._replace(cut=Truncation.greedy(token_ids))
 
 
-def _sampled(
-    shard: VocabShard, rows: _Rows, drafts: Drafts, sampling: Sampling, accept: AcceptRule
+def sampled_slots(
+    rows: GroupedRows,
+    slots: Slots,
+    drafts: Drafts,
+    sampling: Sampling,
+    accept: AcceptRule,
+    raw_k: int | None,
 ) -> Verified:
-    """Accept drafts by p and q; then comes a token from what they left of p."""
-    cut = truncation(rows.logits, sampling, shard=shard, choice=rows.greedy)
-    p = processed_probs(rows.logits, sampling, shard=shard, choice=rows.greedy, cut=cut)
-    width, num_drafts = p.shape[-1], drafts.token_ids.shape[1]
-    draft_ids = jnp.clip(drafts.token_ids, 0, shard.size(width) - 1)
-    p_draft = shard.at(p[:, :num_drafts], draft_ids)
-    if drafts.logits is None:
-        own = jnp.broadcast_to(shard.ids(width)[None, None], p[:, :num_drafts].shape)
-        q = (own == draft_ids[..., None]).astype(jnp.float32)
-    else:
-        q = processed_probs(drafts.logits, sampling, shard=shard, cut=drafts.cut)
-    q_draft = shard.at(q, draft_ids)
-    seeds = jnp.broadcast_to(sampling.seed[:, None], rows.positions.shape)
-    u = uniform(keys(seeds, rows.positions, ACCEPT)[:, :num_drafts])
-    accepted = rows.considered & accept(u, p_draft, q_draft)
-    a = _leading(accepted)
-    last = _residual(shard, rows, p, q, a)
-    next_ids = categorical(
-        keys(sampling.seed, rows.positions[:, 0] + a, RECOVER), last, shard=shard
-    )
-    next_ids = jnp.broadcast_to(next_ids[:, None], rows.token_ids.shape)
-    return _emit(accepted, drafts.token_ids, next_ids)._replace(cut=cut)
+    """Accept drafts by p and q; then comes a token from what they left of p.
 
-
-def _residual(
-    shard: VocabShard,
-    rows: _Rows,
-    p: Float32[Array, "B S V"],
-    q: Float32[Array, "B D V"],
-    a: Int32[Array, " B"],
-) -> Float32[Array, "B V"]:
-    """Weights of the token after `a` accepted drafts: max(p - q, 0) after a rejection, else p.
-
-    Past the proposals and at an invalid row there is no q to subtract.
+    Greedy slots are verified as ever, from the same read.
     """
-    last = a[:, None, None]
-    p_last = jnp.take_along_axis(p, last, axis=1)[:, 0]
-    q_last = jnp.take_along_axis(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), last, axis=1)[:, 0]
-    rejected = jnp.take_along_axis(jnp.pad(rows.considered, ((0, 0), (0, 1))), a[:, None], axis=1)
-    residual = jnp.where(rejected, jnp.maximum(p_last - q_last, 0.0), p_last)
-    # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer.
-    return jnp.where(shard.any(residual > 0)[:, None], residual, p_last)
+    shape = slots.positions.shape
+    each = of_each_row(sampling, shape)
+    read = row_read.read(rows, each, raw_k=-1 if raw_k is None else raw_k)
+    q = _q_of(drafts)
+    greedy_ids, x = _looked_up(rows, read, q.ids)
+    choice = Greedy(row_read.with_invalid(rows, read, greedy_ids), read.valid)
+    is_sampled = read.valid & (each.temperature > 0)
+    cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
+    log_p = _log_p(read, cut, is_sampled, q.ids, x)
+
+    own = q.ids == drafts.token_ids[..., None]
+    p_draft, q_draft = (
+        jnp.where(own, exponential(log), 0.0).sum(axis=2) for log in (log_p, q.logprobs)
+    )
+    seeds = jnp.broadcast_to(sampling.seed[:, None], shape)
+    u = uniform(keys(seeds, slots.positions, ACCEPT)[:, :-1])
+    considered = slots.proposed & read.valid.reshape(shape)[:, :-1]
+    best_ids = choice.token_ids.reshape(shape)
+    agrees = drafts.token_ids == best_ids[:, :-1]
+    by_chance = accept(u, p_draft, q_draft)
+    accepted = considered & jnp.where((sampling.temperature > 0)[:, None], by_chance, agrees)
+
+    a = _leading(accepted)
+    drawn = draw(rows, read, _drawing(sampling, slots, cut, is_sampled, considered, log_p, q, a))
+    last_sampled = jnp.take_along_axis(is_sampled.reshape(shape), a[:, None], axis=1)
+    next_ids = jnp.where(last_sampled, drawn[:, None], best_ids)
+    verified = _emit(accepted, drafts.token_ids, next_ids)
+    verified = verified._replace(cut=jax.tree.map(lambda x: x.reshape(shape), cut))
+    if raw_k is None:
+        return verified
+    return verified._replace(raw=_raw_logprobs(rows, read, verified, raw_k))
+
+
+def _q_of(drafts: Drafts) -> CompactQ:
+    """The drafts' q; of certain drafts, one token."""
+    if drafts.q is not None:
+        return drafts.q
+    ids = drafts.token_ids[..., None]
+    return CompactQ(ids, jnp.zeros(ids.shape, jnp.float32))
+
+
+def _looked_up(
+    rows: GroupedRows, read: RowRead, ids: Int32[Array, "B D M"]
+) -> tuple[Int32[Array, " N"], Float32[Array, "B D M"]]:
+    """The greedy tokens of valid rows, and the logits of the tokens of q; one exchange."""
+    batch, num_drafts, _ = ids.shape
+    slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    row = slot * (num_drafts + 1) + jnp.arange(num_drafts, dtype=jnp.int32)[None, :, None]
+    width = rows.logits.shape[1]
+    column = ids - rows.shard.ids(width)[0]
+    mine = (column >= 0) & (column < width)
+    x = rows.logits.at[row, jnp.clip(column, 0, width - 1)].get().astype(jnp.float32)
+    bits = jnp.where(mine, lax.bitcast_convert_type(x, jnp.int32), 0)
+    # As integers, of which one device has each and the others add 0.
+    own = row_read.greedy_ids(rows, read)
+    words = rows.shard.across_sum(jnp.concatenate([own, bits.reshape(-1)]))
+    found = lax.bitcast_convert_type(words[len(own) :].reshape(ids.shape), jnp.float32)
+    return words[: len(own)], jnp.where(ids >= 0, found, -jnp.inf)
+
+
+def _log_p(
+    read: RowRead,
+    cut: Truncation,
+    is_sampled: Bool[Array, " N"],
+    ids: Int32[Array, "B D M"],
+    x: Float32[Array, "B D M"],
+) -> Float32[Array, "B D M"]:
+    """log p of the tokens of q; -inf of tokens that are not kept, and in rows without p."""
+    batch, num_drafts, _width = ids.shape
+
+    def before_drafts(values: jax.Array) -> jax.Array:
+        return values.reshape(batch, num_drafts + 1)[:, :-1, None]
+
+    last_id, last = before_drafts(cut.cut_id), before_drafts(cut.cut_logit)
+    kept = keeps(x, ids, last, last_id) & (ids >= 0) & before_drafts(is_sampled)
+    gap = row_read.scaled(x, before_drafts(read.largest), before_drafts(read.inverse))
+    mass = before_drafts(read.log_total + cut.log_kept)
+    return jnp.where(kept, jnp.minimum(gap - mass, 0.0), -jnp.inf)
+
+
+def _drawing(
+    sampling: Sampling,
+    slots: Slots,
+    cut: Truncation,
+    is_sampled: Bool[Array, " N"],
+    considered: Bool[Array, "B D"],
+    log_p: Float32[Array, "B D M"],
+    q: CompactQ,
+    a: Int32[Array, " B"],
+) -> Drawing:
+    """The rows after `a` accepted drafts: less q after a rejection.
+
+    Past the proposals and at an invalid row there is no q to take out.
+    """
+    batch, num_positions = slots.positions.shape
+    rows = jnp.arange(batch, dtype=jnp.int32) * num_positions + a
+
+    def at_a(x: jax.Array, missing: float) -> jax.Array:
+        more = [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2)
+        padded = jnp.pad(x, more, constant_values=missing)
+        place = a.reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.take_along_axis(padded, place, axis=1)[:, 0]
+
+    rejected = at_a(considered, False)[:, None]
+    position = slots.positions[:, 0] + a
+    return Drawing(
+        rows=rows,
+        cut=jax.tree.map(lambda x: x[rows], cut),
+        sampled=is_sampled[rows],
+        taken_ids=jnp.where(rejected, at_a(q.ids, -1), -1),
+        log_p=jnp.where(rejected, at_a(log_p, -jnp.inf), -jnp.inf),
+        q=jnp.where(rejected, exponential(at_a(q.logprobs, -jnp.inf)), 0.0),
+        group_keys=keys(sampling.seed, position, GROUP),
+        token_keys=keys(sampling.seed, position, RECOVER),
+    )
+
+
+def _raw_logprobs(rows: GroupedRows, read: RowRead, verified: Verified, k: int) -> TopkLogprobs:
+    """The raw logprobs of all rows' emitted tokens, from the read that verified them."""
+    once = jnp.ones_like(read.inverse)
+    sums = GroupSums(read.groups.maxima, read.raw_sums)
+    mass = row_read.mass(sums, read.largest, once, rows.vocab_size)
+    sum_exp = exact_sums.to_float(mass, rows.vocab_size)
+    return logprobs_of_read(
+        rows.logits,
+        verified.token_ids.reshape(-1),
+        read.top_ids[:, :k],
+        read.top_logits[:, :k],
+        read.largest,
+        jnp.where(read.valid, sum_exp, jnp.float32(jnp.nan)),
+    )
 
 
 def _leading(accepted: Bool[Array, "B D"]) -> Int32[Array, " B"]:

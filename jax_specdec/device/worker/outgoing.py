@@ -25,7 +25,7 @@ class Outgoing:
     Attributes:
       compiled: the programs that pack.
       process_rank: the number in the headers.
-      sends_drafts: whether there are draft messages. There are none where drafts have no logits, or
+      sends_drafts: whether there are draft messages. There are none where drafts are not drawn, or
         where a prefill node hands them over.
     """
 
@@ -53,8 +53,7 @@ class Outgoing:
         Returns:
           [words] uint32 each.
         """
-        wants_drafts = any(slot.decoding and slot.params.draft_logprobs for slot in host_slots)
-        draft_follows = wants_drafts and self.sends_drafts
+        draft_follows = self.draft_follows(host_slots)
         static = {"widths": widths, "process_rank": self.process_rank}
         words = self.compiled.target_message(
             output, asked, _halves(step), np.bool_(draft_follows), **static
@@ -64,6 +63,11 @@ class Outgoing:
             words = self.compiled.draft_message(output, asked, _halves(step), **static)
             sent.append(self._copy(words, draft_bound(host_slots)))
         return tuple(sent)
+
+    def draft_follows(self, host_slots: Sequence[Slot]) -> bool:
+        """Whether the next step has a draft message."""
+        wanted = any(slot.decoding and slot.params.draft_logprobs for slot in host_slots)
+        return wanted and self.sends_drafts
 
     def of_prompt(
         self,

@@ -24,7 +24,7 @@ from jax_specdec.control import (
     WorkerConfig,
 )
 from jax_specdec.device.loop import host_slots
-from jax_specdec.device.loop.host_slots import Slot
+from jax_specdec.device.loop.host_slots import OneRead, Slot
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.messages.asked import Asked, Widths
@@ -81,8 +81,8 @@ class Worker:
           publish: send messages. A process that sends none makes and reads them all the same, as
             the programs that make them have collectives, and clears the same slots.
           compiled: the loop's programs, where workers of one configuration share them.
-          fused: let greedy verification and logprobs share one read where that pays; None: where
-            the GPU kernels run.
+          fused: let verification and logprobs share one read where that pays; None: of greedy
+            slots where the GPU kernels run, and of sampled ones where they do not.
         """
         self.config = config
         self.params = params
@@ -95,10 +95,10 @@ class Worker:
         self.compiled = compiled or Compiled(config)
         self.state = init_state(config)
         self.fused = runs_on_gpu(config) if fused is None else fused
-        has_draft_logits = self.state.drafts.logits is not None
-        self.outgoing = Outgoing(
-            self.compiled, process_rank, has_draft_logits and not config.prefill_only
-        )
+        whole = config.parallel.mesh is None  # on each device
+        self.fused_sampled = whole and (not runs_on_gpu(config) if fused is None else fused)
+        draws = self.state.drafts.q is not None
+        self.outgoing = Outgoing(self.compiled, process_rank, draws and not config.prefill_only)
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.prefix_reuse = prefix_reuse
         self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
@@ -261,8 +261,13 @@ class Worker:
             widths = host_slots.widths_of_slots(self.slots, self.config.model.vocab_size)
             self.asked = widths, host_slots.asked_of_slots(self.slots, widths)
         widths, asked = self.asked
-        fused_k = widths.k if self.fused and host_slots.wants_one_read(self.slots) else None
-        self.state, output = self.compiled.step(self.params, self.state, fused_k=fused_k)
+        self.state, output = self.compiled.step(
+            self.params,
+            self.state,
+            asked,
+            told=widths if self.outgoing.draft_follows(self.slots) else None,
+            **self._one_read(widths),
+        )
         words = self.outgoing.of_step(output, self.step_number, self.slots, widths, asked)
         self.step_number += 1
         # On every process, whether it publishes or not: a verdict or a request that was handed
@@ -271,6 +276,15 @@ class Worker:
             if slot.verdict or (self.config.prefill_only and slot.decoding):
                 self._set(index, Slot(generation=slot.generation))
         return words
+
+    def _one_read(self, widths: Widths) -> dict[str, Any]:
+        """The arguments of `step` that say whether one read serves verification and logprobs."""
+        one_read = host_slots.wants_one_read(self.slots)
+        if one_read is OneRead.SAMPLED and self.fused_sampled:
+            return {"fused_k": widths.k, "fused_greedy": False}
+        if one_read is OneRead.GREEDY and self.fused:
+            return {"fused_k": widths.k}
+        return {}
 
     def _publish(self, launched: Launched) -> None:
         """Send a step's messages once they are on the host; free the slots that have stopped."""

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec.device.drafting.drafters import MtpDrafter, draw, joined
+from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.loop.state import init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
+from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.model import hf_weights
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import verify
 from pallas_kernels import (
     greedy,
@@ -34,14 +35,12 @@ from tests.support import quick_compile
 from tests.support.device_programs import (
     CASES,
     DRAFTS,
-    LENGTH,
     PROCESSED,
     RAW,
     SLOTS,
     VOCAB,
     Loop,
     asked,
-    config_of,
     loop_of,
     target_message,
 )
@@ -201,11 +200,16 @@ def by_slots(function):
     ids=lambda widths: widths.mode.name,
 )
 def test_messages_with_slots_on_shards(widths):
-    """Verification and both messages of it."""
+    """Drafting, verification and both messages of it."""
     target = jax.ShapeDtypeStruct((SLOTS, DRAFTS + 1, VOCAB), jnp.float32)
-    drafts = jax.eval_shape(lambda: MtpDrafter(config_of(1), DRAFTS).init(SLOTS, LENGTH)[0])
+    draft = jax.ShapeDtypeStruct((SLOTS, DRAFTS, VOCAB), jnp.float32)
 
-    def packed(target, drafts, ask, lengths):
+    def packed(target, draft, ask, lengths):
+        tell = draft_rows(ask, widths)
+        drawn = [
+            draw(draft[:, d : d + 1], ask.sampling, lengths + d, tell=tell) for d in range(DRAFTS)
+        ]
+        drafts = joined(drawn, lengths)
         found = verify(target, drafts, ask.sampling, lengths)
         output = step_messages.step_output(
             target, drafts, found, active=lengths > 0, running=jnp.any(lengths > 0)
@@ -217,8 +221,8 @@ def test_messages_with_slots_on_shards(widths):
         )
 
     lengths = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
-    text = lowered(by_slots(packed), target, drafts, asked(widths), lengths)
-    assert custom_calls(text) == 2 * KERNELS
+    text = lowered(by_slots(packed), target, draft, asked(widths), lengths)
+    assert custom_calls(text) == 2 * KERNELS  # drafts share a function
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from scipy import stats
 
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
-from jax_specdec.device.drafting.drafters import Context, draw, joined
+from jax_specdec.device.drafting.drafters import Context
+from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import verify
 from tests.support import quick_compile
 
@@ -42,7 +43,7 @@ def picky(params, context):
 
 
 def drawn(function):
-    return CallableDrafter(function, D, 4, logits_dtype="float32")
+    return CallableDrafter(function, D, 4, drawn=True)
 
 
 @partial(quick_compile.jit, static_argnums=0)

@@ -9,7 +9,8 @@ import pytest
 
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
-from jax_specdec.device.drafting.drafters import MtpDrafter, draw, joined
+from jax_specdec.device.drafting.drafters import MtpDrafter
+from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.sampling.verify import Drafts
@@ -24,14 +25,15 @@ def guesses(params, context):
     drawn = []
     for ahead in range(D):
         logits = 2 * jax.nn.one_hot(last, VOCAB) + jax.nn.one_hot((last + 1) % VOCAB, VOCAB)
-        drawn.append(draw(logits[:, None], context.sampling, context.lengths + ahead))
+        place = context.lengths + ahead
+        drawn.append(draw(logits[:, None], context.sampling, place, tell=context.tell))
         last = drawn[-1].token_ids[:, 0]
     return joined(drawn, context.limit)
 
 
 DRAFTERS = {
     "suffix": lambda: SuffixDrafter(D),
-    "callable": lambda: CallableDrafter(guesses, D, VOCAB, logits_dtype="float32"),
+    "callable": lambda: CallableDrafter(guesses, D, VOCAB, drawn=True),
     "adaptive": lambda: Adaptive(MtpDrafter(random_model()[1], D), draft_cost=0.3, weight=0.3),
 }
 # Prompts around the borders of chunks; without logprobs, which other tests hold against float64.

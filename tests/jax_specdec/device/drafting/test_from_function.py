@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jax_specdec.device.drafting import from_function
+from jax_specdec.device.drafting.drawing import none_drawn
 from jax_specdec.device.drafting.from_function import CallableDrafter
-from jax_specdec.device.sampling.distribution import Truncation
 from jax_specdec.device.sampling.verify import Drafts
 from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support.decoding import VOCAB
@@ -21,7 +21,7 @@ class Proposing(chex.TestCase):
     def test_limit_and_vocabulary_cut_what_is_proposed(self):
         def proposes(params, context):
             ids = jnp.array([[4, 5, 6], [4, 5, 6], [4, VOCAB, 6], [-1, 5, 6], [4, 5, 6]])
-            return Drafts(ids, jnp.array([3, 3, 3, 3, -2]), None)
+            return Drafts(ids, jnp.array([3, 3, 3, 3, -2]))
 
         drafter = CallableDrafter(proposes, 3, VOCAB)
         seen = context([[1]] * 5, limit=[3, 1, 3, 3, 3])
@@ -45,7 +45,7 @@ def test_the_documented_example_runs():
 
 def returning(**fields):
     good = {"token_ids": jnp.zeros((4, 2), jnp.int32), "num": jnp.zeros(4, jnp.int32),
-            "logits": None, "cut": None}  # fmt: skip
+            "q": None}  # fmt: skip
 
     def mine(params, context):
         return Drafts(**good | fields)
@@ -61,9 +61,8 @@ def returning(**fields):
         ({"token_ids": jnp.zeros((4, 2))}, r"token_ids = float32\[4, 2\]; expected int32"),
         ({"num": jnp.zeros((4, 1), jnp.int32)}, r"num = int32\[4, 1\]; expected int32\[4\]"),
         ({"num": 2}, r"num = int32\[\]; expected int32\[4\]"),
-        ({"logits": jnp.zeros((4, 2, VOCAB))}, r"logits = float32\[4, 2, 32\]; expected None"),
-        ({"cut": Truncation.nothing((4, 2), VOCAB)},
-         r"cut = float32\[4, 2\], int32\[4, 2\], float32\[4, 2\]; expected None"),
+        ({"q": none_drawn(4, 2, VOCAB).q},
+         r"q = int32\[4, 2, 32\], float32\[4, 2, 32\]; expected None"),
     ],
 )  # fmt: skip
 def test_wrong_shapes_and_types_are_named_while_tracing(fields, message):
@@ -72,14 +71,17 @@ def test_wrong_shapes_and_types_are_named_while_tracing(fields, message):
         jax.eval_shape(lambda c: drafter.propose(None, (), c), context([[1]] * 4))
 
 
-def test_promised_logits_must_come():
-    drafter = CallableDrafter(returning(), 2, VOCAB, logits_dtype="bfloat16")
-    assert drafter.init(4, 8)[0].logits.dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match=r"logits = None; expected bfloat16\[4, 2, 32\]"):
+def test_a_promised_q_must_come_and_what_its_message_tells():
+    drafter = CallableDrafter(returning(), 2, VOCAB, drawn=True)
+    q = drafter.init(4, 8)[0].q
+    assert q.ids.shape == (4, 2, VOCAB)
+    with pytest.raises(ValueError, match=r"q = None; expected .*: `drafting.draw` makes it"):
         drafter.propose(None, (), context([[1]] * 4))
-    loose = CallableDrafter(returning(logits=jnp.zeros((4, 2, VOCAB))), 2, VOCAB, "float32")
-    with pytest.raises(ValueError, match=r"cut = None; expected .*: `drafting.draw` makes it"):
-        loose.propose(None, (), context([[1]] * 4))
+    silent = CallableDrafter(returning(q=q), 2, VOCAB, drawn=True)
+    silent.propose(None, (), context([[1]] * 4))
+    asked = context([[1]] * 4)._replace(tell=lambda *_: None)
+    with pytest.raises(ValueError, match=r"told = None, but .* the argument tell=context.tell"):
+        silent.propose(None, (), asked)
 
 
 def test_what_is_no_function_of_that_kind_is_refused():

@@ -25,7 +25,7 @@ def propose(drafter, texts, limit=None, *, with_jit=True, length=16):
     empty, state = drafter.init(num, length)
     call = compiled(drafter) if with_jit else functools.partial(drafter.propose, None)
     drafts, _ = call(state, seen)
-    assert drafts.logits is None
+    assert drafts.q is None
     assert (drafts.token_ids.shape, drafts.num.shape) == (empty.token_ids.shape, empty.num.shape)
     assert (drafts.token_ids.dtype, drafts.num.dtype) == (jnp.int32, jnp.int32)
     ids, nums = np.asarray(drafts.token_ids), np.asarray(drafts.num)

@@ -6,6 +6,7 @@ import pytest
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.host_slots import (
+    OneRead,
     Slot,
     draft_bound,
     for_prompt,
@@ -20,17 +21,23 @@ pytestmark = pytest.mark.fast
 SCALED, PROCESSED = LogprobsMode.SCALED, LogprobsMode.PROCESSED
 
 
-def test_one_read_serves_greedy_requests_that_ask_for_nothing_else():
-    def fused(*params):
+def test_what_one_read_serves():
+    def served(*params):
         return wants_one_read([Slot(params=SamplingParams(**one), most_tokens=1) for one in params])
 
-    asks, silent = {"logprobs": 3}, {}
-    assert fused(asks, silent)
-    assert fused(asks, asks | {"logprobs_mode": SCALED})
-    assert not fused(asks, silent, silent)
-    assert not fused(asks, asks | {"temperature": 0.5})
-    assert not fused(asks, asks | {"logprobs_mode": PROCESSED})
-    assert not fused(asks, asks | {"extra_token_ids": (3,)})
+    asks, silent, sampled = {"logprobs": 3}, {}, {"temperature": 0.5}
+    assert served(asks, silent) is OneRead.GREEDY
+    assert served(asks, asks | {"logprobs_mode": SCALED}) is OneRead.GREEDY
+    assert served(asks, asks | sampled) is OneRead.SAMPLED
+    assert served(asks, sampled | {"logprobs_mode": PROCESSED}) is OneRead.SAMPLED  # none asked
+    for other in (
+        {"logprobs_mode": PROCESSED},
+        {"extra_token_ids": (3,)},
+        sampled | {"logprobs_mode": SCALED},
+    ):
+        assert served(asks, asks | other) is OneRead.NOTHING
+    assert served(asks, silent, silent) is OneRead.NOTHING  # too few ask
+    assert served() is OneRead.NOTHING
 
 
 @pytest.mark.parametrize(

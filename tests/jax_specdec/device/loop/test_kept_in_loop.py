@@ -12,7 +12,7 @@ from jax_specdec.device.messages.asked import asked_of, widths_of
 from jax_specdec.device.messages.step_messages import target_message
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import init_cache
-from jax_specdec.device.sampling.distribution import Truncation
+from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import decode
 from pallas_kernels import oracle
@@ -112,7 +112,7 @@ def test_greedy_tokens_keep_themselves_where_one_read_serves_all():
               for n in range(3)]  # fmt: skip
     result = run(greedy, "mtp", fused=True)
     assert set(check_records(result, greedy)) == {1}
-    assert any(output.greedy_rows is not None for output in result.outputs)
+    assert any(output.raw is not None for output in result.outputs)
 
 
 def test_without_a_known_cut_a_search_finds_it(kept):

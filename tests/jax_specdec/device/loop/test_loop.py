@@ -98,8 +98,8 @@ def test_every_delivered_value_twice(runs, name):
 def test_one_read_for_verification_and_logprobs_delivers_the_same(runs):
     requests = mixed_requests()
     fused = run(requests, "mtp", fused=True)
-    assert any(output.greedy_rows is not None for output in fused.outputs)
-    assert all(output.greedy_rows is None for output in runs["mtp"].outputs)
+    assert any(output.raw is not None for output in fused.outputs)
+    assert all(output.raw is None for output in runs["mtp"].outputs)
     for ours, theirs in zip(fused.messages, runs["mtp"].messages, strict=True):
         np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
         np.testing.assert_array_equal(ours.topk_ids, theirs.topk_ids)
@@ -107,11 +107,16 @@ def test_one_read_for_verification_and_logprobs_delivers_the_same(runs):
     check_against_captured_logits(fused, requests)
 
 
-def test_sampled_requests_take_the_separate_path():
+def test_one_read_for_sampled_requests_delivers_the_same():
     requests = mixed_requests(3, temperature=0.8)
-    result = run(requests, "ngram", fused=True)
-    assert all(output.greedy_rows is None for output in result.outputs)
-    check_against_captured_logits(result, requests)
+    fused, separate = (run(requests, "ngram", fused=fused) for fused in (True, False))
+    assert any(output.raw is not None for output in fused.outputs)
+    assert all(output.raw is None for output in separate.outputs)
+    for ours, theirs in zip(fused.messages, separate.messages, strict=True):
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_array_equal(ours.topk_ids, theirs.topk_ids)
+        np.testing.assert_array_equal(ours.token_ranks, theirs.token_ranks)
+    check_against_captured_logits(fused, requests)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -200,7 +200,7 @@ def test_one_read_serves_scaled_greedy_requests_and_draft_messages_too():
         for index in range(3)
     ]  # fmt: skip
     result = run(requests, MtpDrafter(random_model()[1], 1), fused=True)
-    assert all(output.greedy_rows is not None for output in result.outputs[:4])
+    assert all(output.raw is not None for output in result.outputs[:4])
     seen, drafts_seen = in_mode.check_records(result, requests)
     assert seen == 24
     assert drafts_seen > 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.drafting.drafters import MtpDrafter, no_drafts
+from jax_specdec.device.drafting.drawing import draw, none_drawn
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.asked import asked_of, widths_of
@@ -25,7 +26,7 @@ from jax_specdec.requests import SamplingParams
 from pallas_kernels.finish import skipped_rows
 from pallas_kernels.wanted import Wanted
 from tests.support import in_mode, quick_compile
-from tests.support.decoding import VOCAB, random_model
+from tests.support.decoding import random_model
 
 RAW, SCALED, PROCESSED = LogprobsMode.RAW, LogprobsMode.SCALED, LogprobsMode.PROCESSED
 S, V = 3, 7
@@ -119,26 +120,25 @@ def test_each_distribution_is_cut_once():
                           draft_logprobs=True)  # fmt: skip
     asked, widths = asked_by(asks, asks)
     one_step = functools.partial(step, config, params)
-    one_cut = searches(truncation, jnp.zeros((2, 3, VOCAB)), asked.sampling)
+    vocab = 2048  # more than candidates can hold
+    rows, lengths = jnp.zeros((2, 3, vocab)), jnp.zeros(2, jnp.int32)
+    one_cut = searches(truncation, rows, asked.sampling)
     assert one_cut == 4  # keys and ids, for top-k and for top-p
+    drafts = none_drawn(2, 2, vocab)
+    assert searches(lambda x: draw(x, asked.sampling, lengths), rows[:, :1]) == 0
+    assert searches(lambda x: verify(x, drafts, asked.sampling, lengths), rows) == one_cut
     state = init_state(config)
-    assert searches(one_step, state) == (1 + 2) * one_cut
-    output = jax.eval_shape(one_step, state)[1]
+    output = jax.eval_shape(lambda: one_step(state, asked, told=widths))[1]
+    output = output._replace(logits=rows)
     number = jnp.zeros(2, jnp.uint32)
     told = [
         functools.partial(message, asked=asked, step_number=number, widths=widths)
         for message in (target_message, draft_message)
     ]
     assert [searches(message, output) for message in told] == [0, 0]
-    # The controls: drafts and outputs that do not say how they were cut.
-    unsaid = output._replace(cut=None, drafts=output.drafts._replace(cut=None))
-    assert [searches(message, unsaid) for message in told] == [one_cut, one_cut]
-    rows, lengths = jnp.zeros((2, 3, VOCAB)), jnp.zeros(2, jnp.int32)
-    verified = [
-        searches(lambda drafts: verify(rows, drafts, asked.sampling, lengths), drafts)
-        for drafts in (state.drafts, state.drafts._replace(cut=None))
-    ]
-    assert verified == [one_cut, 2 * one_cut]
+    # The control: an output that does not say how it was cut.
+    unsaid = output._replace(cut=None)
+    assert [searches(message, unsaid) for message in told] == [one_cut, 0]
 
 
 def test_no_rounding_gives_a_probability_above_one():
@@ -231,7 +231,7 @@ def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
         drafts=no_drafts(3, 1),
         state=jnp.zeros(3, jnp.int32),
         running=jnp.bool_(True),
-        greedy_rows=None,
+        raw=None,
     )
     calls = []
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
-from jax_specdec.device.sampling.distribution import Sampling, processed_probs
-from jax_specdec.device.sampling.random_draws import ACCEPT, DRAFT, categorical, keys, uniform
+from jax_specdec.device.sampling.distribution import processed_probs
+from jax_specdec.device.sampling.parameters import Sampling
+from jax_specdec.device.sampling.random_draws import ACCEPT, DRAFT, keys, uniform
 from jax_specdec.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, RequestError, SamplingParams
 from tests.support import quick_compile
 
@@ -104,7 +104,7 @@ def test_ties_at_a_boundary_keep_the_lowest_ids():
     ]:
         probs = np.asarray(PROBS(widened(part)[None, None], sampling_of(1.0, **filters)))[0, 0]
         np.testing.assert_array_equal(np.flatnonzero(probs), kept)
-        np.testing.assert_array_equal(probs[kept], np.float32(1 / len(kept)))
+        np.testing.assert_allclose(probs[kept], 1 / len(kept), rtol=1e-6)
 
 
 def test_rows_do_not_disturb_each_other():
@@ -150,21 +150,3 @@ def test_random_numbers_depend_on_seed_position_and_purpose_alone():
     assert len(set(numbers.tolist())) == 6
     alone = uniform(keys(*map(jnp.asarray, (seeds[:1, 2:], positions[:1, 2:])), ACCEPT))
     np.testing.assert_array_equal(alone, accept[:1, 2:])  # without jit, too
-
-
-def test_draws_follow_the_weights():
-    weights = jnp.array([0.5, 0.0, 0.3, 0.15, 0.05])
-    count = 20_000
-
-    @quick_compile.jit
-    def draw(p):
-        row_keys = keys(jnp.zeros(count, jnp.uint32), p, DRAFT)
-        return categorical(row_keys, jnp.broadcast_to(weights, (count, 5)))
-
-    ids = np.asarray(draw(jnp.arange(count, dtype=jnp.int32)))
-    observed = np.bincount(ids, minlength=5)
-    assert observed[1] == 0
-    kept = np.array([0, 2, 3, 4])
-    expected = count * np.array([0.5, 0.3, 0.15, 0.05])
-    test = stats.chisquare(observed[kept], expected)
-    assert test.pvalue > 1e-3

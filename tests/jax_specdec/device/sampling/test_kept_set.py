@@ -7,8 +7,8 @@ import pytest
 
 from ipc.wire import KEPT_ALL, KEPT_MANY
 from jax_specdec.device.sampling import kept_set
-from jax_specdec.device.sampling.distribution import Truncation
 from jax_specdec.device.sampling.kept_set import kept_sets
+from jax_specdec.device.sampling.parameters import Truncation
 from pallas_kernels.sharding.vocab_shard import WHOLE
 from tests.support import quick_compile
 from tests.support.shards import P, on_shards

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jax_specdec.device.drafting import drafters
-from jax_specdec.device.sampling.distribution import Sampling
+from jax_specdec.device.drafting import drawing
+from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER
-from jax_specdec.device.sampling.verify import Drafts, accept_draft, verify
+from jax_specdec.device.sampling.verify import CompactQ, Drafts, accept_draft, verify
 from tests.support import quick_compile
 
 
@@ -121,7 +121,7 @@ def verify_by_a_rule(logits, drafts, sampling, positions, broken):
     return verify(logits, drafts, sampling, positions, accept=accept)
 
 
-def emitted(drafts, draft_logits, temperature=1.0, broken=False):
+def emitted(drafts, q, temperature=1.0, broken=False):
     """Tokens [N, 3] and counts [N] of N independent slots with the same rows."""
     sampling = Sampling.greedy(ROWS)._replace(
         temperature=jnp.asarray(np.broadcast_to(np.float32(temperature), ROWS)),
@@ -130,7 +130,7 @@ def emitted(drafts, draft_logits, temperature=1.0, broken=False):
     logits = np.broadcast_to(np.log(P, where=P > 0, out=np.full_like(P, -np.inf)), (ROWS, 3, 5))
     got = verify_by_a_rule(
         jnp.asarray(logits, jnp.float32),
-        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2, jnp.int32), draft_logits),
+        Drafts(jnp.asarray(drafts), jnp.full(ROWS, 2, jnp.int32), q),
         sampling,
         jnp.zeros(ROWS, jnp.int32),
         broken,
@@ -149,13 +149,15 @@ def p_value(ids, probs):
 def sampled_drafts():
     random = np.random.default_rng(0)
     drafts = np.stack([random.choice(5, ROWS, p=q) for q in Q], axis=1).astype(np.int32)
-    return drafts, jnp.asarray(np.broadcast_to(np.log(Q), (ROWS, 2, 5)), jnp.float32)
+    ids = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (ROWS, 2, 5))
+    q = CompactQ(ids, jnp.asarray(np.broadcast_to(np.log(Q), (ROWS, 2, 5)), jnp.float32))
+    return drafts, q
 
 
 def test_emitted_tokens_follow_the_target_whatever_was_drafted():
     certain = np.tile([2, 1], (ROWS, 1)).astype(np.int32), None
-    for drafts, draft_logits in (sampled_drafts(), certain):
-        ids, num = emitted(drafts, draft_logits)
+    for drafts, q in (sampled_drafts(), certain):
+        ids, num = emitted(drafts, q)
         for j in range(3):
             assert p_value(ids[num > j, j], P[j]) > 1e-3
         assert {1, 2, 3} == set(num.tolist())
@@ -165,9 +167,9 @@ def test_emitted_tokens_follow_the_target_whatever_was_drafted():
 @pytest.mark.parametrize("no_token", [-1, 5, 99])
 @pytest.mark.parametrize("certain", [True, False])
 def test_a_draft_that_is_no_token_is_never_emitted(no_token, certain):
-    drafts, draft_logits = sampled_drafts()
+    drafts, q = sampled_drafts()
     drafts[:, 1] = no_token
-    ids, num = emitted(drafts, None if certain else draft_logits)
+    ids, num = emitted(drafts, None if certain else q)
     if certain:  # nothing was drawn: the first tokens have their distribution
         assert p_value(ids[:, 0], P[0]) > 1e-3
     assert set(num.tolist()) == {1, 2}
@@ -196,15 +198,15 @@ def first_tokens():
             )
             for rows in (P[:2], Q[:1])
         )
-        with mock.patch.object(drafters, "DRAFT", purpose):
-            drafts = drafters.draw(draft, sampling, position)
+        with mock.patch.object(drawing, "DRAFT", purpose):
+            drafts = drawing.draw(draft, sampling, position)
         return verify(target, drafts, sampling, position).token_ids[:, 0]
 
     return quick_compile.jit(call)
 
 
 def test_drafting_accepting_and_recovering_draw_independently():
-    assert p_value(np.asarray(first_tokens()(drafters.DRAFT)), P[0]) > 1e-3
+    assert p_value(np.asarray(first_tokens()(drawing.DRAFT)), P[0]) > 1e-3
 
 
 @pytest.mark.parametrize("purpose", [ACCEPT, RECOVER])
@@ -214,8 +216,8 @@ def test_drafts_drawn_with_the_keys_of_verification_are_noticed(purpose):
 
 @pytest.mark.fast
 def test_greedy_and_sampled_requests_share_a_batch():
-    drafts, draft_logits = sampled_drafts()
-    ids, num = emitted(drafts, draft_logits, temperature=np.arange(ROWS) % 2)
+    drafts, q = sampled_drafts()
+    ids, num = emitted(drafts, q, temperature=np.arange(ROWS) % 2)
     assert (ids[::2, 0] == 0).all()  # greedy slots
     np.testing.assert_array_equal(
         num[::2], 1 + (drafts[::2, 0] == 0) + ((drafts[::2] == [0, 2]).all(1))

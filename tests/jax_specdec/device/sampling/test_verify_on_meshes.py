@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from jax_specdec.device import Drafts, Sampling, verify
-from jax_specdec.device.drafting import draw
+from jax_specdec.device import Sampling, verify
+from jax_specdec.device.drafting import draw, joined
 from tests.support import quick_compile
 from tests.support.collectives import collectives
 from tests.support.quick_compile import UNOPTIMIZED as QUICK
 from tests.support.shards import P
 
-B, S, V = 8, 3, 512
+B, S, V = 8, 3, 16_384  # a shard has more columns than a row has candidates
 SPLITS = {
     "slots": P("data", None, None),
     "vocabulary": P(None, None, "model"),
@@ -36,7 +36,7 @@ def inputs():
     """Logits of the target and of the drafter; slots alternate between greedy and sampled."""
     rng = np.random.default_rng(0)
     target = rng.normal(0, 3, (B, S, V)).astype(np.float32)
-    draft = (target[:, :-1] + rng.normal(0, 1, (B, S - 1, V))).astype(np.float32)
+    draft = (target[:, :-1] + rng.normal(0, 0.5, (B, S - 1, V))).astype(np.float32)
     target[5, 0, 9] = np.nan
     return jnp.asarray(target), jnp.asarray(draft)
 
@@ -52,10 +52,9 @@ POSITIONS = jnp.arange(B, dtype=jnp.int32) + 7
 
 
 def drafted_and_verified(target, draft):
-    first = draw(draft[:, :1], SAMPLING, POSITIONS)
-    proposed = jnp.stack([first.token_ids[:, 0], jnp.argmax(target[:, 1], -1).astype(jnp.int32)], 1)
-    drafts = Drafts(proposed, jnp.full(B, S - 1, jnp.int32), draft)
-    return first.token_ids, *verify(target, drafts, SAMPLING, POSITIONS)[:2]
+    drawn = [draw(draft[:, d : d + 1], SAMPLING, POSITIONS + d) for d in range(S - 1)]
+    drafts = joined(drawn, jnp.full(B, S - 1, jnp.int32))
+    return drafts.token_ids, *verify(target, drafts, SAMPLING, POSITIONS)[:2]
 
 
 def mesh_of(kind):

@@ -63,10 +63,10 @@ class Watched:
             compiled=SimpleNamespace(**vars(self.functions) | watched),
         )  # fmt: skip
 
-    def step(self, params, state, **options):
+    def step(self, params, state, *asked, **options):
         self.log.append(("launch", self.launches))
         self.launches += 1
-        return self.functions.step(params, state, **options)
+        return self.functions.step(params, state, *asked, **options)
 
     def leading(self, words, count):
         slots = self.worker.slots

@@ -11,11 +11,10 @@ from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Evict, Release
 from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import admit
-from jax_specdec.device.sampling.distribution import processed_probs
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
 from tests.support import in_mode
-from tests.support.decoding import VOCAB, Local, random_model, request, run
+from tests.support.decoding import VOCAB, Local, request, run
 
 TOKENS, NOTHING, STOPPED = SlotState.TOKENS, SlotState.NOTHING, SlotState.STOPPED
 PREEMPTED, RECOVERY_STOP = SlotState.PREEMPTED, SlotState.RECOVERY_STOP
@@ -188,7 +187,6 @@ def test_a_prefill_node_hands_its_first_token_and_drafts_over():
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.7, 1e4])
 def test_handed_over_drafts_are_certain_whatever_the_sampling(temperature):
-    _, model = random_model()
     local = Local("mtp")
     item = request("r", [1, 2], max_tokens=9, temperature=temperature, top_p=0.5, min_p=0.1)
     given = admission(item, 96, 3, (9, 4))
@@ -198,9 +196,10 @@ def test_handed_over_drafts_are_certain_whatever_the_sampling(temperature):
     )
     assert state.drafts.token_ids[0, :2].tolist() == [9, 4]
     assert (state.drafts.num.tolist(), state.certain.tolist()) == ([2, 0, 0], [True, False, False])
-    logits, cut = jax.tree.map(lambda x: x[:, :2], (state.drafts.logits, state.drafts.cut))
-    q = processed_probs(logits, state.sampling, cut=cut)
-    np.testing.assert_array_equal(q[0], np.eye(model.vocab_size)[[9, 4]])
+    q = jax.tree.map(np.asarray, state.drafts.q)
+    np.testing.assert_array_equal(q.ids[0, :2, 0], [9, 4])
+    assert (q.ids[0, :, 1:] == -1).all()
+    np.testing.assert_array_equal(np.exp(q.logprobs[0, :2]).sum(axis=1), 1.0)
 
 
 @pytest.mark.fast

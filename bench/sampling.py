@@ -1,0 +1,278 @@
+"""Verification, drawing and raw logprobs of sampled rows, beside the logprobs alone.
+
+What sampling costs is its time over that of `topk_logprobs` (K = 20) of the same rows, in the same
+run. The other peer is the sampler that a JAX user would write: softmax, `lax.top_k` or a sort,
+`jax.random.categorical`, rejection of drafts by p and q. Its logprobs are those of the plain way.
+
+Logits have the shape of real ones: a few likely tokens far above a long tail. The token of rank r
+has the logit -a log(r) plus normal noise of 0.3, at a random place; a is from 1.4 to 2.6 by row.
+Flat logits (normal noise of 0.1) are the worst case.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bench import reference
+from bench.timing import BenchError, Comparison, Target, compare
+from jax_specdec.device import Drafts, Sampling, verify
+from pallas_kernels import topk_logprobs
+
+K, POSITIONS = 20, 4
+LOGPROBS, OURS, PLAIN = "topk_logprobs, K = 20", "verify, draw and logprobs", "plain JAX sampler"
+Filters = dict[str, Any]  # of a slot, beside temperature 1
+KINDS: dict[str, tuple[Filters, float]] = {
+    # With the limit over the logprobs alone.
+    "temperature 1": ({}, 1.5),
+    "temperature 0.8": ({"temperature": 0.8}, 2.0),
+    "top-k 50": ({"top_k": 50}, 2.0),
+    "top-k 128": ({"top_k": 128}, 2.0),
+    "top-p 0.9": ({"top_p": 0.9}, 2.5),
+    "min-p 0.02": ({"min_p": 0.02}, 2.5),
+}
+MIXED: tuple[Filters, ...] = ({"temperature": 0.0}, {}, {"top_k": 50}, {"top_p": 0.9})
+MIXED_LIMIT = 3.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch to sample from."""
+
+    rows: int
+    vocabulary: int
+    dtype: str
+    kind: str
+    flat: bool = False
+
+    @property
+    def slots(self) -> int:
+        """Requests of four rows each."""
+        return self.rows // POSITIONS
+
+    def title(self) -> str:
+        """What is measured."""
+        shape = "flat" if self.flat else "real-like"
+        return f"sampling R={self.rows} V={self.vocabulary} {self.dtype}, {self.kind}, {shape}"
+
+
+QUICK = tuple(
+    Case(64, 151_936, "bfloat16", kind) for kind in ("temperature 1", "top-k 50", "top-p 0.9")
+)
+GRID = tuple(
+    dict.fromkeys([
+        *(
+            Case(rows, vocabulary, dtype, kind)
+            for rows in (16, 64, 256)
+            for vocabulary in (32_000, 151_936)
+            for dtype in ("bfloat16", "float32")
+            for kind in (*KINDS, "mixed")
+            if rows < 256 or dtype == "bfloat16"
+        ),
+        *(Case(64, 151_936, "bfloat16", kind, flat=True) for kind in (*KINDS, "mixed")),
+    ])
+)  # fmt: skip
+
+
+def run(quick: bool) -> list[Comparison]:
+    """Measure the grid; `quick` takes three of it."""
+    return [measure(case) for case in (QUICK if quick else GRID)]
+
+
+def measure(case: Case, rounds: int = 5) -> Comparison:
+    """Compare the three on one batch. Raises BenchError if they do not sample alike."""
+    logits = jnp.asarray(rows_of(case), jnp.dtype(case.dtype))
+    drafts, sampling = drafts_of(logits), sampling_of(case)
+    positions = jnp.zeros(case.slots, jnp.int32)
+    ours, plain = jax.jit(our_way), jax.jit(plain_way, static_argnums=4)
+    filters = filters_of(case)
+    check_alike(case)
+    flat = logits.reshape(-1, case.vocabulary)
+    ids = jnp.argmax(flat, axis=1).astype(jnp.int32)
+    alone = jax.jit(lambda x, ids: topk_logprobs(x, ids, K))
+
+    def bound(call: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+        return lambda: jax.block_until_ready(call(*arguments))  # type: ignore[no-untyped-call]
+
+    contenders = {
+        LOGPROBS: bound(alone, flat, ids),
+        OURS: bound(ours, logits, drafts, sampling, positions),
+        PLAIN: bound(plain, logits, drafts, sampling, positions, filters),
+    }
+    found = compare(
+        case.title(), contenders, check=None, rounds=rounds, min_seconds=0.01,
+        settings={"rows": case.rows, "vocabulary": case.vocabulary, "dtype": case.dtype,
+                  "kind": case.kind, "flat": case.flat},
+    )  # fmt: skip
+    return replace(found, suite="sampling", targets=targets_of(found, case))
+
+
+def targets_of(found: Comparison, case: Case) -> tuple[Target, ...]:
+    """At most so many times the logprobs alone, and never slower than the plain sampler."""
+    over = found[OURS].median / found[LOGPROBS].median
+    beside = Target("time over the plain sampler's", 1.0, 1 / found.speedup(OURS, PLAIN), "x")
+    limit = MIXED_LIMIT if case.kind == "mixed" else KINDS[case.kind][1]
+    if case.flat:
+        return (beside,)
+    return (Target("time over the logprobs alone", limit, over, "x"), beside)
+
+
+def rows_of(case: Case) -> np.ndarray:
+    """Logits [B, S, V] float32, see the module."""
+    random = np.random.default_rng(case.vocabulary + case.rows)
+    shape = (case.slots, POSITIONS, case.vocabulary)
+    if case.flat:
+        return random.normal(0, 0.1, shape).astype(np.float32)
+    found = np.empty(shape, np.float32)
+    tail = np.log(np.arange(1, case.vocabulary + 1))
+    for index in np.ndindex(shape[:2]):
+        row = -random.uniform(1.4, 2.6) * tail + random.normal(0, 0.3, case.vocabulary)
+        found[index] = random.permutation(row)
+    return found
+
+
+def drafts_of(logits: jax.Array) -> Drafts:
+    """Certain drafts: the most likely tokens, as an n-gram drafter that is often right."""
+    ids = jnp.argmax(logits[:, :-1], axis=-1).astype(jnp.int32)
+    return Drafts(ids, jnp.full(len(logits), POSITIONS - 1, jnp.int32))
+
+
+def filters_of(case: Case) -> tuple[str, ...]:
+    """What a user's program is compiled for: the filters that a batch has."""
+    slots = MIXED if case.kind == "mixed" else (KINDS[case.kind][0],)
+    return tuple(name for name in ("top_k", "top_p", "min_p") if any(name in one for one in slots))
+
+
+def sampling_of(case: Case) -> Sampling:
+    """The slots' parameters; of a mixed batch in turn."""
+    kinds = MIXED if case.kind == "mixed" else (KINDS[case.kind][0],)
+    each = [kinds[slot % len(kinds)] for slot in range(case.slots)]
+
+    def column(name: str, missing: float, dtype: Any) -> jax.Array:
+        return jnp.asarray([one.get(name, missing) for one in each], dtype)
+
+    return Sampling(
+        temperature=column("temperature", 1.0, jnp.float32),
+        top_k=column("top_k", 0, jnp.int32),
+        top_p=column("top_p", 1.0, jnp.float32),
+        min_p=column("min_p", 0.0, jnp.float32),
+        seed=jnp.arange(case.slots, dtype=jnp.uint32),
+    )
+
+
+def our_way(logits: jax.Array, drafts: Drafts, sampling: Sampling, positions: jax.Array) -> Any:
+    """The tokens, and the raw logprobs of all rows."""
+    found = verify(logits, drafts, sampling, positions, raw_k=K)
+    return found.token_ids, found.num_tokens, found.raw
+
+
+def plain_way(
+    logits: jax.Array,
+    drafts: Drafts,
+    sampling: Sampling,
+    positions: jax.Array,
+    filters: tuple[str, ...],
+) -> Any:
+    """The same job as one writes it: every filter on whole rows, a categorical draw of the last."""
+    num_positions, vocab = logits.shape[1:]
+    probs = plain_probs(logits, sampling, filters)
+    ids = drafts.token_ids
+    p = jnp.take_along_axis(probs[:, :-1], ids[..., None], axis=2)[..., 0]
+    keys = jax.vmap(jax.random.key)(sampling.seed)
+    u = jax.vmap(lambda key: jax.random.uniform(key, ids.shape[1:]))(keys)
+    a = jnp.cumprod((u < p).astype(jnp.int32), axis=1).sum(axis=1)
+    last = jnp.take_along_axis(probs, a[:, None, None], axis=1)[:, 0]
+    rejected = jnp.take_along_axis(
+        jnp.pad(ids, ((0, 0), (0, 1)), constant_values=-1), a[:, None], 1
+    )
+    last = jnp.where(jnp.arange(vocab)[None] == rejected, 0.0, last)
+    more = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
+    next_ids = jax.vmap(jax.random.categorical)(more, jnp.log(last)).astype(jnp.int32)
+    place = jnp.arange(num_positions)[None]
+    padded = jnp.pad(ids, ((0, 0), (0, 1)))
+    tokens = jnp.where(
+        place < a[:, None], padded, jnp.where(place == a[:, None], next_ids[:, None], -1)
+    )
+    raw = reference.topk_logprobs(logits.reshape(-1, vocab), jnp.maximum(tokens, 0).reshape(-1), K)
+    return tokens, a + 1, raw
+
+
+def plain_probs(logits: jax.Array, sampling: Sampling, filters: tuple[str, ...]) -> jax.Array:
+    """The processed distribution [B, S, V] by sorting."""
+    temperature = sampling.temperature[:, None, None]
+    x = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)
+    if "top_k" in filters:
+        values, _ = lax.top_k(x, 128)
+        k = jnp.clip(sampling.top_k, 1, 128)[:, None, None]
+        least = jnp.take_along_axis(values, jnp.broadcast_to(k - 1, (*x.shape[:2], 1)), axis=2)
+        x = jnp.where((sampling.top_k[:, None, None] > 0) & (x < least), -jnp.inf, x)
+    if "top_p" in filters:
+        ordered = -jnp.sort(-x, axis=-1)
+        shares = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(shares, axis=-1) - shares
+        count = (before < sampling.top_p[:, None, None]).sum(axis=-1, keepdims=True)
+        least = jnp.take_along_axis(ordered, count - 1, axis=2)
+        x = jnp.where(x < least, -jnp.inf, x)
+    if "min_p" in filters:
+        lowest = x.max(axis=-1, keepdims=True) + jnp.log(sampling.min_p)[:, None, None]
+        x = jnp.where(x < lowest, -jnp.inf, x)
+    sampled = jax.nn.softmax(x, axis=-1)
+    one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    return jnp.where(temperature > 0, sampled, one_hot)
+
+
+def check_alike(case: Case) -> None:
+    """Both samplers' first tokens follow one distribution: a small batch, many seeds.
+
+    Raises:
+      BenchError: a chi-square test tells them from the exact distribution.
+    """
+    small = Case(4, 600, "float32", case.kind, case.flat)
+    count = 4000
+    row = jnp.asarray(rows_of(small))
+    logits = jnp.broadcast_to(lax.optimization_barrier(row), (count, *row.shape[1:]))  # type: ignore[no-untyped-call]
+    kinds = MIXED if case.kind == "mixed" else (KINDS[case.kind][0],)
+    for kind in kinds:
+        if kind.get("temperature", 1.0) == 0.0:
+            continue
+        sampling = Sampling(
+            temperature=jnp.full(count, kind.get("temperature", 1.0), jnp.float32),
+            top_k=jnp.full(count, kind.get("top_k", 0), jnp.int32),
+            top_p=jnp.full(count, kind.get("top_p", 1.0), jnp.float32),
+            min_p=jnp.full(count, kind.get("min_p", 0.0), jnp.float32),
+            seed=jnp.arange(count, dtype=jnp.uint32),
+        )
+        exact = plain_probs(
+            row, jax.tree.map(lambda x: x[:1], sampling), ("top_k", "top_p", "min_p")
+        )
+        expected = np.asarray(exact, np.float64)[0, 0] * count
+        drafts, positions = drafts_of(logits), jnp.zeros(count, jnp.int32)
+        draws = {
+            OURS: jax.jit(our_way)(logits, drafts, sampling, positions),
+            PLAIN: jax.jit(plain_way, static_argnums=4)(
+                logits, drafts, sampling, positions, filters_of(case)
+            ),
+        }
+        for name, (tokens, *_) in draws.items():
+            observed = np.bincount(np.asarray(tokens)[:, 0], minlength=small.vocabulary)
+            _check_counts(name, observed, expected)
+
+
+def _check_counts(name: str, observed: np.ndarray, expected: np.ndarray) -> None:
+    """Raises BenchError where the counts are unlikely: beyond six standard errors of chi-square."""
+    often = expected >= 5
+    counts = np.append(observed[often], observed[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum())
+    kept = wanted > 0
+    if counts[~kept].any() or observed[expected == 0].any():
+        raise BenchError(f"{name} draws a token that no filter keeps")
+    chi = float(((counts[kept] - wanted[kept]) ** 2 / wanted[kept]).sum())
+    freedom = int(kept.sum()) - 1
+    if chi > freedom + 6 * np.sqrt(2 * max(freedom, 1)):
+        raise BenchError(
+            f"{name} does not follow the distribution: chi-square {chi:.0f} of {freedom}"
+        )

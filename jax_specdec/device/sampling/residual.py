@@ -1,0 +1,210 @@
+"""The token after the accepted drafts, drawn from what they left of the row's distribution.
+
+Drawn by Gumbel-max in two steps: a group of 256 tokens by the logarithm of its sum, then a token in
+it. That is exactly the row's distribution, for V / 256 + 256 random numbers and one more look at
+one group. After a rejection the draw is from max(p - q, 0), which differs from p in the few tokens
+that q has. These tokens compete with the groups one by one, by their own weights, and the sums of
+their groups are made again without them: a difference of sums would be rounding where little is
+left.
+
+Axes: B slots, one row each; L groups of this device, M tokens that q has.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, Key
+
+from jax_specdec.device.sampling.distribution import compacted
+from jax_specdec.device.sampling.parameters import Truncation
+from jax_specdec.device.sampling.random_draws import best, gumbel, log_of
+from jax_specdec.device.sampling.row_read import RowRead, scaled
+from pallas_kernels import GROUP_WIDTH as WIDTH
+from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups
+
+SOME_GROUPS = 64  # that the kept tokens of most rows are in
+
+
+class Drawing(NamedTuple):
+    """B rows to draw from, and what is taken out of them."""
+
+    rows: Int32[Array, " B"]  # their places among all rows
+    cut: Truncation  # [B]
+    sampled: jax.Array  # [B] bool; other rows' draws are not looked at
+    taken_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
+    log_p: Float32[Array, "B M"]  # of these tokens; -inf where p has none
+    q: Float32[Array, "B M"]
+    group_keys: Key[Array, " B"]
+    token_keys: Key[Array, " B"]
+
+
+def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
+    """A token of each row: of p without q, or of p where nothing is left of it."""
+    largest, inverse, log_total = (
+        x[drawing.rows] for x in (found.largest, found.inverse, found.log_total)
+    )
+    log_mass = log_total + drawing.cut.log_kept
+    sums = _kept_groups(logits, found, drawing)
+    sums = _without_taken(logits, sums, drawing, inverse)
+
+    numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
+    scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
+    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.group_keys, numbers), -jnp.inf)
+    place = jnp.argmax(scores, axis=1)[:, None]  # the first of equal ones
+    score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
+    group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
+    token = _in_group(logits, group, drawing, inverse)
+    score, token = _of_all_shards(logits, score, token)
+
+    # A taken token's noise is its own: the sum of its group does not have it.
+    noise = gumbel(drawing.token_keys, drawing.taken_ids)
+    left = jnp.maximum(exponential(drawing.log_p) - drawing.q, 0.0)
+    apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.taken_ids)
+    chosen = jnp.where(apart > score, apart_id, token)
+    # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer, and
+    # all of it is in the taken tokens.
+    _, of_p = best(drawing.log_p + log_mass[:, None] + noise, drawing.taken_ids)
+    return jnp.where(jnp.maximum(score, apart) > -jnp.inf, chosen, of_p)
+
+
+def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
+    """This device's groups of the rows' kept tokens.
+
+    Of a row that is cut, groups are summed again: of most such rows only a few, whose maxima reach
+    the cut; of the others all.
+    """
+    maxima, sums = (x[drawing.rows] for x in found.groups)
+    own = GroupSums(logits.own(maxima, -jnp.inf), logits.own(sums, 0.0))
+    is_cut = drawing.sampled & (drawing.cut.cut_logit > -jnp.inf)
+    reached = own.maxima >= drawing.cut.cut_logit[:, None]
+    inverse = found.inverse[drawing.rows]
+
+    def again() -> GroupSums:
+        some = _some_groups(logits, own, reached, drawing, inverse)
+        some = _where(is_cut, some, own)
+        widely = is_cut & (reached.sum(axis=1) > SOME_GROUPS)
+        all_kept: GroupSums = lax.cond(
+            jnp.any(widely),
+            lambda: _all_groups(logits, some, widely, drawing, inverse),
+            lambda: some,
+        )
+        return all_kept
+
+    kept: GroupSums = lax.cond(jnp.any(is_cut), again, lambda: own)
+    return kept
+
+
+def _some_groups(
+    logits: GroupedRows,
+    own: GroupSums,
+    reached: Bool[Array, "B L"],
+    drawing: Drawing,
+    inverse: Float32[Array, " B"],
+) -> GroupSums:
+    """The kept tokens' sums of the `SOME_GROUPS` groups of each row with the largest maxima.
+
+    Of no others: those of a row that has more are not all.
+    """
+    batch, local = reached.shape
+    most = min(SOME_GROUPS, local)
+    slot = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    best_maxima, place = lax.top_k(jnp.where(reached, own.maxima, -jnp.inf), most)
+    rows = jnp.broadcast_to(drawing.rows[:, None], place.shape).reshape(-1)
+    x, ids = logits.tokens(rows, (place + logits.first).reshape(-1))
+    x, ids = (part.reshape(batch, most, -1) for part in (x, ids))
+    cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
+    again = sums_of_groups(jnp.where(cut.keeps(x, ids), x, -jnp.inf), inverse[:, None])
+    place = jnp.where(best_maxima > -jnp.inf, place, local)
+    return GroupSums(
+        jnp.full_like(own.maxima, -jnp.inf).at[slot, place].set(again.maxima, mode="drop"),
+        jnp.zeros_like(own.sums).at[slot, place].set(again.sums, mode="drop"),
+    )
+
+
+def _all_groups(
+    logits: GroupedRows,
+    sums: GroupSums,
+    widely: Bool[Array, " B"],
+    drawing: Drawing,
+    inverse: Float32[Array, " B"],
+) -> GroupSums:
+    """The sums with those of all groups of the kept tokens of these rows."""
+    index, number = compacted(widely)
+    cut = drawing.cut.cut_logit[index], drawing.cut.cut_id[index]
+    kept = logits.kept_sums(cut, inverse[index], drawing.rows[index], number)
+    place = jnp.where(jnp.arange(len(index)) < number, index, len(index))
+    put: GroupSums = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), sums, kept)
+    return put
+
+
+def _where(rows: Bool[Array, " B"], a: GroupSums, b: GroupSums) -> GroupSums:
+    """The groups [B, L] of `a` in these rows, those of `b` in the others."""
+    chosen: GroupSums = jax.tree.map(lambda x, y: jnp.where(rows[:, None], x, y), a, b)
+    return chosen
+
+
+def _without_taken(
+    logits: GroupedRows, sums: GroupSums, drawing: Drawing, inverse: jax.Array
+) -> GroupSums:
+    """The groups without the taken tokens: those that had one are summed again."""
+    taken = drawing.taken_ids
+    there = taken >= 0
+
+    def again() -> GroupSums:
+        batch, count = taken.shape
+        most = min(count, logits.num_groups)
+        slot = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        group = jnp.where(there, taken // WIDTH, -1)
+        # Each group once: the places of taken tokens that have the first of theirs, in order.
+        first = jnp.argmax(group[:, :, None] == group[:, None, :], axis=2)
+        leads = there & (first == jnp.arange(count)[None])
+        number = jnp.where(leads, jnp.cumsum(leads, axis=1) - 1, most)
+        groups = jnp.full((batch, most), -1, jnp.int32).at[slot, number].set(group, mode="drop")
+        place = jnp.where(there, jnp.take_along_axis(number, first, axis=1), most)
+
+        rows = jnp.broadcast_to(drawing.rows[:, None], groups.shape).reshape(-1)
+        x, ids = logits.tokens(rows, jnp.maximum(groups, 0).reshape(-1))
+        x, ids = (part.reshape(batch, most, -1) for part in (x, ids))
+        cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
+        x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
+        x = x.at[slot, place, taken % WIDTH].set(-jnp.inf, mode="drop")
+        found = sums_of_groups(x, inverse[:, None])
+        mine = jnp.where(logits.has(groups), groups - logits.first, sums.sums.shape[1])
+        put: GroupSums = jax.tree.map(
+            lambda all, new: all.at[slot, mine].set(new, mode="drop"), sums, found
+        )
+        return put
+
+    found: GroupSums = lax.cond(jnp.any(there), again, lambda: sums)
+    return found
+
+
+def _in_group(
+    logits: GroupedRows,
+    group: Int32[Array, " B"],
+    drawing: Drawing,
+    inverse: Float32[Array, " B"],
+) -> Int32[Array, " B"]:
+    """A token of one group of each row, not one that is taken."""
+    x, ids = logits.tokens(drawing.rows, group)
+    taken = (ids[:, :, None] == drawing.taken_ids[:, None, :]).any(axis=2)
+    x = jnp.where(drawing.cut.keeps(x, ids) & ~taken, x, -jnp.inf)
+    largest = x.max(axis=1, keepdims=True)
+    largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
+    _, token = best(scaled(x, largest, inverse[:, None]) + gumbel(drawing.token_keys, ids), ids)
+    return token
+
+
+def _of_all_shards(
+    logits: GroupedRows, score: Float32[Array, " B"], token: Int32[Array, " B"]
+) -> tuple[jax.Array, jax.Array]:
+    """The token of the shard with the largest score; of equal ones the first."""
+    words = jnp.stack([lax.bitcast_convert_type(score, jnp.int32), token])
+    every = logits.shard.gathered(words)
+    scores = lax.bitcast_convert_type(every[:, 0], jnp.float32)
+    shard = jnp.argmax(scores, axis=0)[None]
+    found = (jnp.take_along_axis(x, shard, axis=0)[0] for x in (scores, every[:, 1]))
+    score, token = found
+    return score, token

@@ -1,0 +1,336 @@
+"""One read of rows that are sampled: their groups' sums, and the largest of their logits.
+
+`group_sums` says what a group's sum is. Beside it, a row that is to be cut (top-k, top-p, min-p)
+needs candidates, and raw logprobs need the top K and the sums at temperature 1: the same read
+gives them all, and each block of rows pays for what its rows need.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels import blocks, group_sums, selection
+from pallas_kernels.group_sums import EIGHT, WIDTH, GroupSums
+from pallas_kernels.ordered_keys import strictly_larger
+from pallas_kernels.platforms import lowered_for
+from pallas_kernels.selection_on_cpu import from_groups_on_cpu
+
+FEW = 64  # candidates: most rows that are cut need no more
+MANY = 128
+LISTED_ROWS = 4  # of a list that may be short, at a time on a CPU: the work follows its length
+
+
+class Part(NamedTuple):
+    """A device's part of N rows of logits, as groups: `whole` ones, then those of `tail`."""
+
+    logits: Float[Array, "N _"]  # its columns
+    tail: Float[Array, "N T W"]  # the groups that its columns do not hold whole
+    offset: Int32[Array, ""]  # the column where its first group begins
+
+
+class Read(NamedTuple):
+    """What is left of R rows after the read. K is the most columns that a row may have."""
+
+    groups: GroupSums  # [R, G], at each row's temperature
+    raw_sums: Float32[Array, "R _"]  # the sums at temperature 1, where they were asked for
+    top_ids: Int32[Array, "R K"]  # columns of the part; -1 where a row has no more, or none needed
+    top_logits: Float32[Array, "R K"]  # descending, ties lowest id first
+
+
+class Top(NamedTuple):
+    """The largest of R rows."""
+
+    ids: Int32[Array, "R K"]
+    logits: Float32[Array, "R K"]
+
+
+# How many rows of logits to work on at a time: `blocks.rows_on_cpu` and its like.
+Size = Callable[[jax.Array, int, int, bool], int]
+Outputs = TypeVar("Outputs")  # a tree of arrays [R, ...]
+
+
+def whole_groups(part: Part) -> int:
+    """How many groups from `offset` on the columns hold whole."""
+    width = part.logits.shape[1]
+    # A last group that may be cut, or not, by the offset of this device is in the tail.
+    return width // WIDTH - (part.tail.shape[1] == 2)
+
+
+def read(part: Part, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int) -> Read:
+    """Read all rows.
+
+    Args:
+      part: the logits.
+      inverse: `group_sums.inverse_temperature` of each row.
+      needed: how many candidates each row needs; at most `MANY` are given.
+      k: static; the top k of every row and the sums at temperature 1 are wanted too. -1: neither.
+    """
+    arguments = (*part, inverse, needed)
+    cpu, default = (
+        functools.partial(_read, size, k) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+    )
+    return lowered_for(*arguments, like=functools.partial(_like, k), cpu=cpu, default=default)
+
+
+def _like(k: int, *arguments: jax.Array) -> Read:
+    part = Part(*arguments[:3])
+    shape = len(part.logits), whole_groups(part) + part.tail.shape[1]
+    columns = len(part.logits), _columns(part, k)
+    zeros = jnp.zeros(shape, jnp.float32)
+    raw = zeros if k >= 0 else jnp.zeros((shape[0], 0), jnp.float32)
+    missing = jnp.full(columns, -1, jnp.int32), jnp.full(columns, -jnp.inf, jnp.float32)
+    return Read(GroupSums(zeros, zeros), raw, *missing)
+
+
+def _columns(part: Part, k: int) -> int:
+    return min(max(k, MANY), part.logits.shape[1])
+
+
+def _read(size: Size, k: int, *arguments: jax.Array) -> Read:
+    part, (inverse, needed) = Part(*arguments[:3]), arguments[3:]
+    initial = _like(k, *arguments)
+
+    def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
+        return _of_block(Part(x, tail, part.offset), inverse, needed, k)
+
+    rows = (part.tail, inverse, needed)
+    return _in_blocks(
+        work, size, part.logits, rows, initial, min(max(k, FEW), part.logits.shape[1])
+    )
+
+
+def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
+    """`read` of a block of rows."""
+    x = part.logits
+    vocabulary, columns = x.shape[1], _columns(part, k)
+    eights = blocks.barrier(selection.group_maxima(x, EIGHT))
+    mine = eights if part.tail.shape[1] < 2 else None
+    grouped = columns_of_groups(part)
+    groups = group_sums.of_block(grouped, part.tail, inverse, mine)
+    raw = jnp.zeros((len(x), 0), jnp.float32)
+    if k >= 0:
+        once = jnp.ones_like(inverse)
+        raw = lax.cond(
+            jnp.all(inverse == 1),
+            lambda: groups.sums,
+            lambda: group_sums.of_block(grouped, part.tail, once, mine).sums,
+        )
+
+    def top(count: int) -> tuple[jax.Array, jax.Array]:
+        width = selection.group_width(vocabulary, count)
+        keys = None if width is None else selection.wider(eights, width // EIGHT)
+        ids, logits = selection.select_top_k(x, keys, count, width, from_groups_on_cpu)
+        more = ((0, 0), (0, columns - count))
+        found = (
+            jnp.pad(ids, more, constant_values=-1),
+            jnp.pad(logits, more, constant_values=-jnp.inf),
+        )
+        return blocks.vary_like(found, x)
+
+    counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
+    enough = jnp.asarray(list(counts[:-1]), jnp.int32)
+    most = jnp.max(needed)
+    index = jnp.sum(most > enough, dtype=jnp.int32)
+    found = lax.switch(index, [functools.partial(top, count) for count in counts])
+    return Read(groups, raw, *found)
+
+
+def columns_of_groups(part: Part) -> jax.Array:
+    """The columns [N, 256 G'] of the whole groups."""
+    width = whole_groups(part) * WIDTH
+    if part.tail.shape[1] < 2:  # they begin with the first column
+        return part.logits[:, :width]
+    return lax.dynamic_slice_in_dim(part.logits, part.offset, width, axis=1)
+
+
+def kept_sums(
+    part: Part,
+    first_id: Int32[Array, ""],
+    cut: tuple[Float32[Array, " R"], Int32[Array, " R"]],
+    inverse: Float32[Array, " R"],
+    row_ids: Int32[Array, " R"],
+    num_rows: Int32[Array, ""],
+) -> GroupSums:
+    """The groups of the tokens that a cut keeps, of the rows `row_ids`; 0 from `num_rows` on.
+
+    Args:
+      part: the logits.
+      first_id: the token id of the first group's first token.
+      cut: a logit and an id: kept are larger logits, equal ones with a smaller id, and that id.
+      inverse: of the R rows.
+      row_ids: the row of each.
+      num_rows: how many rows count.
+    """
+    arguments = (*part, first_id, *cut, inverse, row_ids, num_rows)
+    cpu, default = (
+        functools.partial(_kept_sums, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+    )
+    return lowered_for(*arguments, like=_like_kept, cpu=cpu, default=default)
+
+
+def _like_kept(*arguments: jax.Array) -> GroupSums:
+    part, row_ids = Part(*arguments[:3]), arguments[7]
+    zeros = jnp.zeros((len(row_ids), whole_groups(part) + part.tail.shape[1]), jnp.float32)
+    return GroupSums(zeros, zeros)
+
+
+def _kept_sums(size: Size, *arguments: jax.Array) -> GroupSums:
+    part = Part(*arguments[:3])
+    first_id, cut_logit, cut_id, inverse, row_ids, num_rows = arguments[3:]
+    whole = whole_groups(part) * WIDTH
+
+    def work(
+        x: jax.Array, tail: jax.Array, logit: jax.Array, last: jax.Array, inverse: jax.Array
+    ) -> GroupSums:
+        def kept(x: jax.Array, first: jax.Array) -> jax.Array:
+            ids = (first + jnp.arange(x[0].size, dtype=jnp.int32)).reshape(1, *x.shape[1:])
+            shape = (-1, *[1] * (x.ndim - 1))
+            return jnp.where(keeps(x, ids, logit.reshape(shape), last.reshape(shape)), x, -jnp.inf)
+
+        grouped = columns_of_groups(Part(x, tail, part.offset))
+        return group_sums.of_block(kept(grouped, first_id), kept(tail, first_id + whole), inverse)
+
+    rows = (part.tail.at[row_ids].get(mode="clip"), cut_logit, cut_id, inverse)
+    return _in_blocks(work, size, part.logits, rows, _like_kept(*arguments), 0, row_ids, num_rows)
+
+
+def keeps(
+    x: Float[Array, "..."],
+    ids: Int32[Array, "..."],
+    cut_logit: Float32[Array, "..."],
+    cut_id: Int32[Array, "..."],
+) -> Bool[Array, "..."]:
+    """Whether tokens with logits x and these ids are kept by a cut; all shapes broadcast."""
+    value = x.astype(jnp.float32)
+    return (value > cut_logit) | ((value == cut_logit) & (ids < cut_id)) | (ids == cut_id)
+
+
+def candidates(
+    logits: Float[Array, "N V"], k: int, row_ids: Int32[Array, " R"], num_rows: Int32[Array, ""]
+) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
+    """The k largest logits of rows, and their ids; see `selection.select_top_k`."""
+    cpu, default = (
+        functools.partial(_candidates, k, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+    )
+    like = functools.partial(_like_candidates, k)
+    return lowered_for(logits, row_ids, num_rows, like=like, cpu=cpu, default=default)
+
+
+def _like_candidates(k: int, _: jax.Array, row_ids: jax.Array, *__: jax.Array) -> Top:
+    shape = len(row_ids), k
+    return Top(jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
+
+
+def _candidates(k: int, size: Size, *arguments: jax.Array) -> Top:
+    logits, row_ids, num_rows = arguments
+    width = selection.group_width(logits.shape[1], k)
+
+    def work(x: jax.Array) -> Top:
+        keys = None
+        if width is not None:
+            eights = blocks.barrier(selection.group_maxima(x, EIGHT))
+            keys = selection.wider(eights, width // EIGHT)
+        return Top(*selection.select_top_k(x, keys, k, width, from_groups_on_cpu))
+
+    initial = _like_candidates(k, *arguments)
+    return _in_blocks(work, size, logits, (), initial, k, row_ids, num_rows)
+
+
+class _Count(NamedTuple):
+    larger: Int32[Array, " R"]
+
+
+def num_larger(
+    logits: Float[Array, "N V"],
+    than: Float32[Array, " R"],
+    row_ids: Int32[Array, " R"],
+    num_rows: Int32[Array, ""],
+) -> Int32[Array, " R"]:
+    """How many logits of row `row_ids[r]` are strictly larger than `than[r]`."""
+
+    cpu, default = (
+        functools.partial(_num_larger, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+    )
+
+    def like(_: jax.Array, than: jax.Array, *__: jax.Array) -> _Count:
+        return _Count(jnp.zeros(len(than), jnp.int32))
+
+    found: _Count = lowered_for(
+        logits, than, row_ids, num_rows, like=like, cpu=cpu, default=default
+    )
+    return found.larger
+
+
+def _num_larger(
+    size: Size, logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
+) -> _Count:
+    def work(x: jax.Array, than: jax.Array) -> _Count:
+        larger = strictly_larger(x, than[:, None].astype(x.dtype))
+        ones = jnp.where(larger, jnp.float32(1), jnp.float32(0))
+        return _Count(_sum_of_row(ones).astype(jnp.int32))
+
+    initial = _Count(jnp.zeros(len(than), jnp.int32))
+    return _in_blocks(work, size, logits, (than,), initial, 0, row_ids, num_rows)
+
+
+def _sum_of_row(x: jax.Array) -> jax.Array:
+    """x [B, V] of whole numbers -> [B]; exact below 2**24, so the order of adding is free."""
+    pieces = 16
+    width = x.shape[1] // pieces
+    first = x[:, :width]
+    for i in range(1, pieces):
+        first = first + x[:, i * width : (i + 1) * width]
+    found: jax.Array = blocks.barrier(first).sum(1) + x[:, pieces * width :].sum(1)
+    return found
+
+
+def _in_blocks(
+    work: Callable[..., Outputs],
+    size: Size,
+    logits: jax.Array,
+    rows: tuple[jax.Array, ...],
+    initial: Outputs,
+    k: int,
+    row_ids: jax.Array | None = None,
+    num_rows: jax.Array | None = None,
+) -> Outputs:
+    """`work(x [B, V], *rows)` of blocks of rows, put together; see `blocks.map_blocks`."""
+    num_targets = jax.tree.leaves(initial)[0].shape[0]
+    block = size(logits, num_targets, k, num_rows is not None)
+    if num_rows is not None and size is blocks.rows_on_cpu:
+        block = min(block, LISTED_ROWS)
+
+    def of(start: jax.Array) -> tuple[jax.Array, ...]:
+        def part(x: jax.Array) -> jax.Array:
+            return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
+
+        if row_ids is not None:
+            chosen = part(row_ids)
+            x = blocks.barrier(blocks.tied(logits, start).at[chosen].get(mode="clip"))
+        elif block == num_targets:
+            x = logits
+        else:
+            x = part(blocks.tied(logits, start))
+        given = tuple(part(one) for one in rows)
+        like = jax.eval_shape(leaves_of_work, x, *given)
+
+        def nothing(*_: jax.Array) -> tuple[jax.Array, ...]:
+            zeros: tuple[jax.Array, ...] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+            return blocks.vary_like(zeros, (x, given))
+
+        # A branch is where XLA copies the block: without, it is read number by number.
+        done: tuple[jax.Array, ...] = lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
+        return done
+
+    def leaves_of_work(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        return blocks.vary_like(tuple(jax.tree.leaves(work(*arguments))), arguments)
+
+    flat, tree = jax.tree.flatten(initial)
+    found = blocks.map_blocks(of, block, num_rows, tuple(flat), (logits, *rows))
+    outputs: Outputs = jax.tree.unflatten(tree, found)
+    return outputs
