@@ -58,6 +58,7 @@ class ModelConfig:
     attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(Dh)
     attention_softcap: float | None = None  # c: scores become c tanh(score / c)
     logit_softcap: float | None = None  # c: logits become c tanh(logit / c)
+    vocab_padding: int = 0  # tokens of probability 0 behind the others, so that devices share all
     norm_in_head: bool = False  # hidden states lack the final norm; `llama.logits` applies it
 
     def __post_init__(self) -> None:
@@ -92,6 +93,8 @@ class ModelConfig:
             raise ValueError(
                 f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}"
             )
+        if self.vocab_padding < 0:
+            raise ValueError(f"vocab_padding must be 0 or more, not {self.vocab_padding!r}")
         if self.num_mtp_layers not in (0, 1):
             raise ValueError(f"num_mtp_layers must be 0 or 1, not {self.num_mtp_layers!r}")
         if self.dtype not in DTYPES:
@@ -139,6 +142,11 @@ class ModelConfig:
         return cls(**(sizes | changes))
 
     @property
+    def num_columns(self) -> int:
+        """Logits of a row: V and the padding."""
+        return self.vocab_size + self.vocab_padding
+
+    @property
     def num_parameters(self) -> int:
         """The number of weights."""
         d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
@@ -147,7 +155,7 @@ class ModelConfig:
         layer += self.num_experts * (3 * d * f + d) if self.num_experts else 3 * d * f
         layer += self.qkv_bias * (q + 2 * kv) + self.output_bias * d + self.qk_norm * 2 * h
         mtp = self.num_mtp_layers * (layer + 2 * d * d + 3 * d)
-        heads = self.vocab_size * d * (1 if self.tie_embeddings else 2)
+        heads = self.num_columns * d * (1 if self.tie_embeddings else 2)
         return self.num_layers * layer + mtp + heads + d
 
     def to_dict(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def _add_drafting(group: Any) -> None:
 
     group.add_argument(
         "--drafter",
-        choices=DRAFTERS,
+        choices=[name for name in DRAFTERS if name != "model"],  # the demo has no smaller model
         default="mtp",
         help="where drafts come from: the model's multi-token prediction head (mtp), the latest "
         "n-gram of the request's own text, the longest suffix of that text that occurred before, "

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, found
+from jax_specdec.cli.argument_types import add_compilation_cache, integer
+from jax_specdec.cli.draft_options import add_drafting, drafting
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
@@ -92,12 +93,7 @@ def _add_sampling(group: Any) -> None:
 
 
 def _add_running(group: Any) -> None:
-    from jax_specdec.control import DRAFTERS
-
-    group.add_argument(
-        "--drafter", choices=DRAFTERS,
-        help="where drafts come from (default: mtp if the checkpoint has a head, otherwise ngram)",
-    )  # fmt: skip
+    add_drafting(group)
     group.add_argument(
         "--drafts", type=int, default=3, metavar="N",
         help="the most draft tokens a step (default: %(default)s)",
@@ -120,6 +116,11 @@ def _add_running(group: Any) -> None:
     group.add_argument(
         "--max-length", type=int, metavar="T",
         help="tokens that a slot holds (default: those of the longest prompt and its --max-tokens)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
+        help="devices among which the worker splits the model; "
+        "without accelerators it makes N CPU devices (default: %(default)s)",
     )  # fmt: skip
     add_compilation_cache(group)
 
@@ -233,34 +234,24 @@ def _engine_config(
 ) -> EngineConfig:
     from jax_specdec.engine.config import EngineConfig
 
-    has_mtp = model.config.num_mtp_layers > 0
-    drafter = options.drafter or ("mtp" if has_mtp else "ngram")
-    if drafter == "mtp" and not has_mtp:
-        raise ValueError(
-            f"{options.model} has no MTP head in DeepSeek's layout (model.layers."
-            f"{model.config.num_layers}.eh_proj.weight) or MiMo's (model.mtp_layers.0): choose "
-            "--drafter ngram, suffix or none"
-        )
-    if options.corpus and drafter != "suffix":
-        raise ValueError(f"--corpus is for --drafter suffix; {drafter} searches no text")
     length, limit = _length(options, prompts), model.hf.max_length
     if limit is not None and length > limit:
         raise ValueError(
             f"{length} tokens in a slot are more than the {limit} positions that the model was "
             "made for: shorten prompts, --max-tokens or --max-length"
         )
+    drafts = drafting(options, model, length)
     if options.max_length is None:
         length = min(-(-length // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
     return EngineConfig(
-        drafter=drafter if options.drafts else "none",
-        num_drafts=options.drafts if drafter != "none" else 0,
+        **drafts,
         num_slots=min(options.slots, len(prompts)),
         max_length=length,
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
         adaptive=options.adaptive_drafts,
-        corpus=found(options.corpus),
+        tensor_parallel=options.tensor_parallel,
         compilation_cache=options.compilation_cache,
     )
 

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, found, integer
+from jax_specdec.cli.argument_types import add_compilation_cache, integer
+from jax_specdec.cli.draft_options import add_drafting, drafting
 
 if TYPE_CHECKING:
     from jax_specdec.engine.config import EngineConfig
@@ -28,8 +29,6 @@ INSTALL = "pip install 'prometheus_client>=0.20' 'starlette>=0.40' 'uvicorn>=0.3
 
 def add(commands: Any) -> None:
     """Add the command to the command line."""
-    from jax_specdec.control import DRAFTERS
-
     parser = commands.add_parser(
         "serve",
         help="serve a model over HTTP, as OpenAI's API has it",
@@ -71,10 +70,7 @@ def add(commands: Any) -> None:
         help="of one request (default: %(default)s)",
     )  # fmt: skip
     running = parser.add_argument_group("running")
-    running.add_argument(
-        "--drafter", choices=DRAFTERS,
-        help="where drafts come from (default: mtp if the model has a head, otherwise ngram)",
-    )  # fmt: skip
+    add_drafting(running)
     running.add_argument(
         "--drafts", type=integer(0), default=3, metavar="N",
         help="the most draft tokens a step (default: %(default)s)",
@@ -94,6 +90,11 @@ def add(commands: Any) -> None:
         "--max-length", type=integer(2), metavar="T",
         help=f"tokens of a request, prompt included (default: {MAX_LENGTH}, or the checkpoint's "
         "if it has fewer)",
+    )  # fmt: skip
+    running.add_argument(
+        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
+        help="devices among which each worker splits the model; "
+        "without accelerators it makes N CPU devices (default: %(default)s)",
     )  # fmt: skip
     add_compilation_cache(running)
     running.add_argument(
@@ -145,7 +146,7 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
     from jax_specdec.serve.model import TINY, checkpoint_model, tiny_model
 
     created = int(time.time())
-    weights, dtype, has_mtp, limit = "", options.dtype, True, MAX_LENGTH
+    weights, dtype, limit, checkpoint = "", options.dtype, MAX_LENGTH, None
     if options.model is None:
         length = options.max_length or limit
         model = tiny_model(name=options.name or TINY, created=created, max_length=length)
@@ -161,27 +162,20 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
                 "for"
             )
         weights, dtype = str(options.model.resolve()), checkpoint.config.dtype
-        has_mtp = checkpoint.config.num_mtp_layers > 0
         name = options.name or options.model.resolve().name
         model = checkpoint_model(
             options.model, checkpoint, name=name, created=created, max_length=length
         )
-    drafter = options.drafter or ("mtp" if has_mtp else "ngram")
-    if drafter == "mtp" and not has_mtp:
-        raise ValueError(f"{options.model} has no MTP head: choose --drafter ngram, suffix or none")
-    if options.corpus and drafter != "suffix":
-        raise ValueError(f"--corpus is for --drafter suffix; {drafter} searches no text")
     return model, EngineConfig(
         vocab_size=model.vocab_size,
         weights=weights,
         dtype=dtype,
-        drafter=drafter if options.drafts else "none",
-        num_drafts=options.drafts if drafter != "none" else 0,
-        corpus=found(options.corpus),
+        **drafting(options, checkpoint, length),
         num_slots=options.slots,
         num_ranks=options.workers,
         max_length=length,
         max_waiting=options.max_waiting,
+        tensor_parallel=options.tensor_parallel,
         compilation_cache=options.compilation_cache,
         on_worker_loss="restart",
         resume_lost=True,

@@ -21,7 +21,7 @@ from jax_specdec.requests import Request, SamplingParams, packed, unpacked
 GROUP_KILLED = 128
 
 
-DRAFTERS = ("mtp", "ngram", "suffix", "none")  # the values of `WorkerConfig.drafter`
+DRAFTERS = ("mtp", "model", "ngram", "suffix", "none")  # the values of `WorkerConfig.drafter`
 
 
 class ControlError(ValueError):
@@ -36,9 +36,14 @@ class WorkerConfig:
       vocab_size: ids below it are legal in a prompt; at most the model's.
       weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
         that come with the package.
+      own_model: "module:function" for a model of your own in place of `weights`, or empty. The
+        worker imports the module and calls `function(config)` with this configuration; it returns
+        the parameters and a `jax_specdec.device.model.OwnModel`.
       dtype: "bfloat16" or "float32", to compute in; empty for that of the weights. "float16" is for
         a safetensors file or the package's own weights only.
-      drafter: "mtp", "ngram", "suffix" or "none".
+      drafter: "mtp", "model", "ngram", "suffix" or "none".
+      draft_model: for "model", the weights of the smaller model that drafts, as those of `weights`;
+        ids must mean the same in both. Otherwise empty.
       num_drafts: draft tokens a step at most.
       adaptive: draft less for a request whose drafts are seldom accepted.
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
@@ -50,8 +55,8 @@ class WorkerConfig:
       compilation_cache: the folder in which compiled programs are kept for the next start; "off"
         for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
         variable JAX_COMPILATION_CACHE_DIR says.
-      tensor_parallel: devices among which each worker splits the model; the vocabulary must divide
-        among them. A worker without accelerators makes as many CPU devices.
+      tensor_parallel: devices among which each worker splits the model. A vocabulary that does not
+        divide among them is padded. A worker without accelerators makes as many CPU devices.
       processes: each of these devices has a process of its own. The first one publishes; the worker
         is lost when any of them is.
       group_host: the host name or address at which the first of these processes is reached by the
@@ -62,8 +67,10 @@ class WorkerConfig:
 
     vocab_size: int
     weights: str = ""
+    own_model: str = ""
     dtype: str = ""
     drafter: str = "mtp"
+    draft_model: str = ""
     num_drafts: int = 3
     adaptive: bool = False
     corpus: str = ""

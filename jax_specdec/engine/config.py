@@ -110,6 +110,31 @@ class EngineConfig(WorkerConfig):
                 named = ", ".join(filter(None, known))
                 raise ValueError(f"{name} = {value!r} must be one of {named}{more}")
 
+        if (self.drafter == "model") != bool(self.draft_model):
+            raise ValueError(
+                f"drafter = {self.drafter!r} with draft_model = {self.draft_model!r}: the drafter "
+                '"model", and no other, needs a smaller model that drafts'
+            )
+
+        if self.own_model:
+            self._check_own_model()
+
+    def _check_own_model(self) -> None:
+        if not all(self.own_model.partition(":")):
+            raise ValueError(
+                f"own_model = {self.own_model!r} must be module:function, such as my_models:make"
+            )
+        wrong = {
+            "weights": self.weights != "",
+            "drafter": self.drafter in ("mtp", "model"),
+            "tensor_parallel": self.tensor_parallel > 1,
+        }
+        for name in (name for name, is_wrong in wrong.items() if is_wrong):
+            raise ValueError(
+                f"{name} = {getattr(self, name)!r} is not for a model of your own: own_model goes "
+                "with the drafters ngram, suffix and none, on one device, and has its own weights"
+            )
+
     @property
     def worker(self) -> WorkerConfig:
         """The part that each worker is told."""

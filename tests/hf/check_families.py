@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from jax_specdec.device.drafting import DraftModel
 from jax_specdec.device.model import llama, mtp
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.params import init_cache, init_mtp_cache
@@ -88,6 +89,26 @@ def test_greedy_speculative_decoding_equals_transformers(family, drafter, tmp_pa
     if drafter == "ngram":
         assert accepted > 0
     assert near_ties < 8
+
+
+SMALLER = [
+    ("Mistral, sliding", "Mistral"),
+    ("Gemma 3", "Gemma 2"),
+    ("Qwen3-MoE", "Qwen3"),
+    ("Mixtral", "Mistral, sliding"),
+]
+
+
+@pytest.mark.parametrize(("family", "small"), SMALLER)
+def test_greedy_decoding_with_a_draft_model_equals_transformers(family, small, tmp_path):
+    written = checkpoints.build(family)
+    params, config = load_model(checkpoints.write(tmp_path / "model", written), dtype="float32")
+    drafting = checkpoints.write(tmp_path / "draft", checkpoints.build(small, seed=4))
+    draft, draft_config = load_model(drafting, dtype="float32")
+    model = dataclasses.replace(params, draft=draft), config
+    run = decoding.run(requests(), DraftModel(draft_config, config, 3), model=model)
+    assert compare(run, written) < 8
+    assert sum(run.records[f"r{at}"][-1].statistics.num_drafts for at in range(len(PROMPTS))) > 100
 
 
 OPTIONS = [

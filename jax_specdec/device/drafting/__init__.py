@@ -7,6 +7,7 @@ for loops that draft by themselves, `CallableDrafter` for a function of your own
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.drafting.corpus import Corpus
+from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import (
     Context,
     Drafter,
@@ -27,6 +28,7 @@ __all__ = [
     "SuffixDrafter",
     "Corpus",
     "MtpDrafter",
+    "DraftModel",
     "CallableDrafter",
     "Adaptive",
     "make_drafter",

@@ -75,13 +75,14 @@ class Adaptive:
         params: Any,
         state: AdaptiveState,
         hidden: Float[Array, "P E"],
+        tokens: Int32[Array, " P"],
         next_tokens: Int32[Array, " P"],
         start: Int32[Array, ""],
         num_valid: Int32[Array, ""],
         slot: Int32[Array, ""],
     ) -> AdaptiveState:
         inner = self.drafter.prefill(
-            params, state.inner, hidden, next_tokens, start, num_valid, slot
+            params, state.inner, hidden, tokens, next_tokens, start, num_valid, slot
         )
         # The estimate in the slot is that of its former request. It is reset at every chunk, not at
         # position 0 alone: a prompt whose first chunks were copied does not start there.

@@ -9,8 +9,10 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import DRAFTERS
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
+from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
+from jax_specdec.device.model.own_model import Model
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.text import byte_tokens
 
@@ -20,12 +22,13 @@ Encode = Callable[[str], np.ndarray]  # text to token ids [N]
 def make_drafter(
     name: str,
     num_drafts: int,
-    config: ModelConfig,
+    config: Model,
     *,
     corpus: str = "",
     adaptive: bool = False,
     encode: Encode | None = None,
     parallel: Parallel = ONE_DEVICE,
+    draft_model: ModelConfig | None = None,
 ) -> Drafter:
     """Make the drafter called `name`.
 
@@ -37,6 +40,7 @@ def make_drafter(
       adaptive: draft less for a request whose drafts are seldom accepted; "none" stays as it is.
       encode: the model's own tokenizer, for the corpus; None for byte-level tokens.
       parallel: the devices among which that model is split.
+      draft_model: the configuration of the smaller model that drafts, for the name "model".
 
     Raises:
       ValueError: the name is not known, the model has no head for it, or this drafter or this model
@@ -57,12 +61,18 @@ def make_drafter(
         drafter = NgramDrafter(num_drafts)
     elif name == "suffix":
         drafter = SuffixDrafter(num_drafts, _read(corpus, config, encode) if corpus else None)
+    elif not isinstance(config, ModelConfig):
+        raise ValueError(f"the drafter {name} is not for a model of your own: choose another one")
+    elif name == "model":
+        if draft_model is None:
+            raise ValueError("the drafter model needs a draft_model: a smaller one that drafts")
+        drafter = DraftModel(draft_model, config, num_drafts, parallel)
     else:
         drafter = MtpDrafter(config, num_drafts, parallel)
     return Adaptive(drafter) if adaptive else drafter
 
 
-def _read(path: str, config: ModelConfig, encode: Encode | None) -> Corpus:
+def _read(path: str, config: Model, encode: Encode | None) -> Corpus:
     """Read the file's text as one document, in the model's tokens."""
     if encode is None:
         if config.vocab_size != byte_tokens.VOCAB_SIZE:

@@ -57,12 +57,13 @@ class Drafter(Protocol):
         params: Any,
         state: State,
         hidden: Float[Array, "P E"],
+        tokens: Int32[Array, " P"],
         next_tokens: Int32[Array, " P"],
         start: Int32[Array, ""],
         num_valid: Int32[Array, ""],
         slot: Int32[Array, ""],
     ) -> State:
-        """Take in a prompt chunk: its hidden states, and the token after each position.
+        """Take in a prompt chunk: its hidden states, its tokens, and the token after each.
 
         `params` are the loop's, here and in `propose`: `ModelParams`, or those of your own model.
         """
@@ -173,6 +174,7 @@ class MtpDrafter:
         params: ModelParams,
         state: KVCache,
         hidden: Float[Array, "P E"],
+        tokens: Int32[Array, " P"],
         next_tokens: Int32[Array, " P"],
         start: Int32[Array, ""],
         num_valid: Int32[Array, ""],

@@ -3,13 +3,12 @@
 Axes: B slots, D drafts, P positions of a chunk, E hidden size.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.device.loop.state import LoopConfig, LoopState
-from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.prefill import prefill
 from jax_specdec.device.sampling.verify import CompactQ, Drafts
 
@@ -24,7 +23,7 @@ class Chunk(NamedTuple):
 
 def prefill_chunk(
     config: LoopConfig,
-    params: ModelParams,
+    params: Any,
     state: LoopState,
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -36,7 +35,7 @@ def prefill_chunk(
 
 def run_chunk(
     config: LoopConfig,
-    params: ModelParams,
+    params: Any,
     state: LoopState,
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -53,7 +52,7 @@ def run_chunk(
     tokens = state.tokens.at[slot, places].get(mode="fill", fill_value=0)
     hidden, cache = prefill(params, config.model, tokens[:-1], start, num_valid, slot, state.cache)
     drafter = config.drafter.prefill(
-        params, state.drafter, hidden, tokens[1:], start, num_valid, slot
+        params, state.drafter, hidden, tokens[:-1], tokens[1:], start, num_valid, slot
     )
     done = start + chunk >= length - 1
     # Not at the admission: every step until now has replaced the drafts of all slots.

@@ -6,7 +6,7 @@ one's comes with the chunk that ends the prompt. Only the chunk's logits exist a
 Axes: B slots, P positions of a chunk, W words.
 """
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt32
@@ -18,8 +18,7 @@ from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import most_words
-from jax_specdec.device.model.llama import logits
-from jax_specdec.device.model.params import ModelParams
+from jax_specdec.device.model.own_model import head as logits
 from pallas_kernels import TopkLogprobs
 
 
@@ -33,7 +32,7 @@ class ScoredChunk(NamedTuple):
 
 def score_chunk(
     config: LoopConfig,
-    params: ModelParams,
+    params: Any,
     state: LoopState,
     slot: Int32[Array, ""],
     start: Int32[Array, ""],

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import Drafter
-from jax_specdec.device.model.params import KVCache, init_cache
+from jax_specdec.device.model.own_model import Model, empty_cache
+from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
 from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import AcceptRule, Drafts, accept_draft
@@ -27,13 +28,20 @@ MAX_STOP_IDS = 8  # N: stop token ids of a request that the device watches for
 class LoopConfig:
     """The static part of a loop; hashable."""
 
-    model: ModelConfig
+    model: Model  # the decoder that comes along, or an `OwnModel`
     drafter: Drafter
     num_slots: int  # B
     max_length: int  # T: prompt and emitted tokens of a request
     accept: AcceptRule = accept_draft
     parallel: Parallel = ONE_DEVICE
     prefill_only: bool = False  # a request ends here with its first token, and is handed over
+
+    def __post_init__(self) -> None:
+        if self.parallel.mesh is not None and not isinstance(self.model, ModelConfig):
+            raise ValueError(
+                f"{type(self.model).__name__} is a model of your own, which runs on one device: "
+                "leave `parallel` out"
+            )
 
     @property
     def num_positions(self) -> int:
@@ -80,7 +88,7 @@ def init_state(config: LoopConfig) -> LoopState:
     batch, length = config.num_slots, config.max_length
     drafts, drafter = config.drafter.init(batch, length)
     state = LoopState(
-        cache=init_cache(config.model, batch, length),
+        cache=empty_cache(config.model, batch, length),
         drafter=drafter,
         drafts=drafts,
         handed_over=jnp.full_like(drafts.token_ids, -1),

@@ -20,8 +20,9 @@ from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.messages.step_messages import StepOutput, step_output
-from jax_specdec.device.model.llama import forward, logits
-from jax_specdec.device.model.params import KVCache, ModelParams
+from jax_specdec.device.model.own_model import head as logits
+from jax_specdec.device.model.own_model import run as forward
+from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import Drafts, Tell, Verified, verify
 from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
@@ -29,7 +30,7 @@ from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
 
 def step(
     config: LoopConfig,
-    params: ModelParams,
+    params: Any,
     state: LoopState,
     asked: Asked | None = None,
     *,
@@ -120,7 +121,7 @@ class _Grown(NamedTuple):
     goes_on: Bool[Array, " B"]
 
 
-def _run_rows(config: LoopConfig, params: ModelParams, state: LoopState) -> tuple[_Rows, KVCache]:
+def _run_rows(config: LoopConfig, params: Any, state: LoopState) -> tuple[_Rows, KVCache]:
     """Run the last known token and the drafts of each slot; other rows write no cache entry."""
     drafts = state.drafts
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
@@ -191,7 +192,7 @@ def _grow(config: LoopConfig, state: LoopState, rows: _Rows, verified: Verified)
 
 def _propose(
     config: LoopConfig,
-    params: ModelParams,
+    params: Any,
     state: LoopState,
     rows: _Rows,
     verified: Verified,

@@ -12,6 +12,7 @@ from jax_specdec.device.model.checkpoint import (
     save_checkpoint,
     tiny_weights_path,
 )
+from jax_specdec.device.model.own_model import OwnModel
 from jax_specdec.device.model.params import (
     KVCache,
     LayerParams,
@@ -29,6 +30,8 @@ __all__ = [
     "init_params",
     "init_cache",
     "init_mtp_cache",
+    # A model of your own.
+    "OwnModel",
     # The forward pass, the output head and the layer that decoding and training share.
     "llama",
     "mtp",

@@ -9,7 +9,7 @@ stored in 16 bits and computed in 32.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -25,6 +25,7 @@ from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 from jax_specdec.device.model.hf_weights import cache_bytes, load_weights
 from jax_specdec.device.model.memory import available_bytes, check_memory
 from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
+from jax_specdec.device.model.sharding import padded, tensor_parallel
 
 FORMAT = "jax-specdec-1"
 
@@ -145,6 +146,9 @@ def load_model(
     num_slots: int = 0,
     max_length: int = 0,
     tell: Callable[[int, int], None] = lambda done, total: None,
+    num_devices: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    reserved: int = 0,
 ) -> tuple[ModelParams, ModelConfig]:
     """Load the model that `path` names.
 
@@ -154,6 +158,12 @@ def load_model(
       dtype: the type to compute in; empty for that of the checkpoint.
       num_slots, max_length: of the caches that will be made, counted in the check of the memory.
       tell: called with how many of how many tensors are there, as they are read.
+      num_devices: that share the model: the first of `devices`, or of all. A directory's weights go
+        to them as they are read; a file's are for the caller to place.
+      reserved: bytes on each device that the check of the memory leaves to others.
+
+    Returns:
+      The weights, and the configuration, with padding where the vocabulary does not divide.
 
     Raises:
       FileNotFoundError: there is no such path, or a file of the directory is missing.
@@ -162,14 +172,29 @@ def load_model(
     """
     if path and Path(path).is_dir():
         model = open_model(path, dtype=dtype)
-        params = load_weights(model, num_slots=num_slots, max_length=max_length, tell=tell)
+        model = replace(model, config=padded(model.config, num_devices))
+        parallel = tensor_parallel(model.config, num_devices, devices)
+        params = load_weights(
+            model, num_slots=num_slots, max_length=max_length, tell=tell, parallel=parallel,
+            reserved=reserved,
+        )  # fmt: skip
         return params, model.config
     file = path or tiny_weights_path()
     params, config, _ = load_checkpoint(file, dtype=dtype or None, tell=tell)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    needed = weights + cache_bytes(config, num_slots, max_length)
+    needed = weights + cache_bytes(config, num_slots, max_length) + reserved
     check_memory(needed, str(file), config.dtype, available=available_bytes() + weights)
-    return params, config
+    config = padded(config, num_devices)
+    return _with_padding(params, config), config
+
+
+def _with_padding(params: ModelParams, config: ModelConfig) -> ModelParams:
+    """Weights of a vocabulary without padding, with that of the configuration."""
+    if not config.vocab_padding:
+        return params
+    more = (0, config.vocab_padding)
+    head = None if params.head is None else jnp.pad(params.head, ((0, 0), more))
+    return replace(params, embedding=jnp.pad(params.embedding, (more, (0, 0))), head=head)
 
 
 def tiny_weights_path() -> Path:

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint's tensors, read one by one into the decoder's stacked arrays.
 
 Only one tensor is in memory beside the arrays. It is written in place into its leaf, which is
-donated, and its file is closed (and so unmapped) again.
+donated, and its file is closed (and so unmapped) again. Where devices share the model, each device
+only ever has its own part of a leaf.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
 from jax_specdec.checkpoint.hf_files import ITEM_BYTES, StoredTensor
@@ -21,6 +23,7 @@ from jax_specdec.checkpoint.hf_names import HfModel, Source
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 from jax_specdec.device.model.memory import check_memory
 from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
+from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, params_specs
 
 
 def load_weights(
@@ -29,11 +32,15 @@ def load_weights(
     num_slots: int = 0,
     max_length: int = 0,
     tell: Callable[[int, int], None] = lambda done, total: None,
+    parallel: Parallel = ONE_DEVICE,
+    reserved: int = 0,
 ) -> ModelParams:
     """Read the weights, converted to the type that the model computes in.
 
     Args:
-      model: from `hf_names.open_model`.
+      model: from `hf_names.open_model`; its configuration may have padding of the vocabulary.
+      parallel: the devices that share the weights.
+      reserved: bytes on each device that the check of the memory leaves to others.
       num_slots, max_length: of the caches that will be made, counted in the check of the memory.
       tell: called before each tensor, and after the last, with how many were read, of how many.
 
@@ -42,10 +49,12 @@ def load_weights(
       CheckpointError: a file changed or is damaged, or two copies of a tensor differ.
     """
     config = model.config
-    check_memory(needed_bytes(model, num_slots, max_length), str(model.directory), config.dtype)
+    needed = reserved + needed_bytes(model, num_slots, max_length, parallel.num_shards)
+    check_memory(needed, str(model.directory), config.dtype, num_devices=parallel.num_local)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    specs = named_arrays(params_specs(shapes, parallel.num_shards))
     wanted = named_arrays(shapes)
-    leaves = _read_leaves(model, wanted, tell)
+    leaves = _read_leaves(model, wanted, tell, parallel, specs)
     _check_copies(model)
     assert leaves.keys() == wanted.keys()
     params: ModelParams = jax.tree.unflatten(
@@ -58,20 +67,29 @@ def _read_leaves(
     model: HfModel,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     tell: Callable[[int, int], None],
+    parallel: Parallel,
+    specs: Mapping[str, PartitionSpec],
 ) -> dict[str, jax.Array]:
     """Every weight by its path: one tensor, or a stack of one tensor a layer (and expert)."""
+    shardings = None if parallel.mesh is None else parallel.shardings(specs)
     leaves: dict[str, jax.Array] = {}
     for number, source in enumerate(model.sources):
         tell(number, len(model.sources))
         tensor = _read(model.stored[source.name])
         leaf = wanted[source.leaf]
+        sharding = None if shardings is None else shardings[source.leaf]
         if source.layer is None:
-            leaves[source.leaf] = _convert(tensor, source, leaf.dtype)
+            host = _convert(tensor, source, leaf)
+            leaves[source.leaf] = (
+                jnp.array(host)
+                if sharding is None
+                else jax.make_array_from_callback(leaf.shape, sharding, host.__getitem__)
+            )
         else:
             if source.leaf not in leaves:
-                leaves[source.leaf] = jnp.zeros(leaf.shape, leaf.dtype)
+                leaves[source.leaf] = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
             place = [one for one in (source.layer, source.expert) if one is not None]
-            leaves[source.leaf] = _place(
+            leaves[source.leaf] = _placing(sharding)(
                 leaves[source.leaf], tensor, np.array(place, np.int32), source.transposed
             )
     tell(len(model.sources), len(model.sources))
@@ -88,22 +106,35 @@ def _check_copies(model: HfModel) -> None:
             )
 
 
-def needed_bytes(model: HfModel, num_slots: int, max_length: int) -> int:
-    """Bytes of the weights, the caches, and the largest tensor while it is copied."""
+def needed_bytes(model: HfModel, num_slots: int, max_length: int, num_shards: int = 1) -> int:
+    """Bytes of the weights, the caches, and the largest tensor while it is copied.
+
+    All of it on one device; of the weights and caches, each of `num_shards` devices has its part.
+    """
     config = model.config
-    item = jnp.dtype(config.dtype).itemsize
-    weights = item * config.num_parameters
+    weights = weight_bytes(config, num_shards)
     largest = max(
         ITEM_BYTES[model.stored[source.name].dtype] * math.prod(source.shape)
         for source in model.sources
     )
-    return weights + cache_bytes(config, num_slots, max_length) + largest
+    return weights + cache_bytes(config, num_slots, max_length, num_shards) + largest
 
 
-def cache_bytes(config: ModelConfig, num_slots: int, max_length: int) -> int:
-    """Bytes of the decoder's and the MTP head's keys and values."""
+def weight_bytes(config: ModelConfig, num_shards: int = 1) -> int:
+    """Bytes of the weights on each of the devices that share them."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    specs = named_arrays(params_specs(shapes, num_shards))
+    parts = {name: num_shards if any(spec) else 1 for name, spec in specs.items()}
+    arrays = named_arrays(shapes).items()
+    return sum(x.size * x.dtype.itemsize // parts[name] for name, x in arrays)
+
+
+def cache_bytes(config: ModelConfig, num_slots: int, max_length: int, num_shards: int = 1) -> int:
+    """Bytes of the decoder's and the MTP head's keys and values on each device."""
     layers = config.num_layers + config.num_mtp_layers
-    entry = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    heads = config.num_kv_heads
+    heads = heads if heads % num_shards else heads // num_shards
+    entry = 2 * heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     return layers * num_slots * max_length * entry
 
 
@@ -119,16 +150,22 @@ def _read(tensor: StoredTensor) -> np.ndarray:
     return value
 
 
-def _convert(tensor: np.ndarray, source: Source, dtype: np.dtype) -> jax.Array:
-    """A weight without layers, as the decoder lays it out."""
+def _convert(tensor: np.ndarray, source: Source, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """A weight without layers, as the decoder lays it out; padding of the vocabulary is 0."""
     value = tensor.T if source.transposed else tensor
     if source.swapped:
         first, second = np.split(value, 2, axis=0)
         value = np.concatenate([second, first], axis=0)
-    return jnp.array(np.ascontiguousarray(value), dtype=dtype)
+    padding = [(0, want - have) for want, have in zip(leaf.shape, value.shape, strict=True)]
+    return np.ascontiguousarray(np.pad(value, padding) if np.any(padding) else value, leaf.dtype)
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
+@functools.cache
+def _placing(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
+    """`_place` for a stack that is split so: the result replaces it, on the same devices."""
+    return jax.jit(_place, donate_argnums=0, static_argnames="transposed", out_shardings=sharding)
+
+
 def _place(stack: jax.Array, tensor: jax.Array, place: jax.Array, transposed: bool) -> jax.Array:
     """Write the tensor of one layer, or of one layer and expert, into its stack, in place."""
     value = (tensor.T if transposed else tensor).astype(stack.dtype)

@@ -94,7 +94,10 @@ def logits(
 def project(
     params: ModelParams, config: ModelConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
-    """Logits of hidden states that are normed already, such as the MTP head's; see `logits`."""
+    """Logits of hidden states that are normed already, such as the MTP head's; see `logits`.
+
+    Padding of the vocabulary has -inf.
+    """
     head, spec = params.head, "...e,ev->...v"
     if head is None:
         head, spec = params.embedding, "...e,ve->...v"
@@ -102,6 +105,9 @@ def project(
         spec, hidden, head, precision=precision(hidden), preferred_element_type=jnp.float32
     )
     out = soft_capped(out, config.logit_softcap)
+    if config.vocab_padding:
+        is_token = jnp.arange(config.num_columns, dtype=jnp.int32) < config.vocab_size
+        out = jnp.where(jnp.broadcast_to(is_token, out.shape), out, -jnp.inf)
     return out.astype(jnp.dtype(config.dtype))
 
 
@@ -308,6 +314,8 @@ def embed(
 
     An id from V on gives NaN, so that its row is reported as invalid instead of being guessed.
     """
+    if config.vocab_padding:
+        tokens = jnp.where(tokens < config.vocab_size, tokens, config.num_columns)
     rows = params.embedding.at[tokens].get(mode="fill", fill_value=jnp.nan)
     rows = rows.astype(jnp.dtype(config.dtype))
     return (

@@ -13,7 +13,9 @@ class InsufficientMemory(MemoryError):
     """A model needs more memory than there is; the message says how much, and the ways out."""
 
 
-def check_memory(needed: int, what: str, dtype: str, available: int | None = None) -> None:
+def check_memory(
+    needed: int, what: str, dtype: str, available: int | None = None, num_devices: int = 1
+) -> None:
     """Refuse to load a model that does not fit.
 
     Args:
@@ -21,29 +23,35 @@ def check_memory(needed: int, what: str, dtype: str, available: int | None = Non
       what: the model's name in the error.
       dtype: the type that the model computes in.
       available: bytes; None asks the device.
+      num_devices: that share the model here; both numbers are of each.
 
     Raises:
       InsufficientMemory: it does not fit.
     """
-    available = available_bytes() if available is None else available
+    available = available_bytes(num_devices) if available is None else available
     if needed > available:
         way_out = (
             "choose dtype bfloat16 (half of it), fewer slots or a smaller max_length"
             if dtype == "float32"
             else "choose fewer slots, a smaller max_length or a smaller model"
         )
+        each = f" on each of {num_devices} devices" if num_devices > 1 else ""
         raise InsufficientMemory(
-            f"{what} needs {needed / GIB:.2f} GiB in {dtype}, with its caches; available are "
+            f"{what} needs {needed / GIB:.2f} GiB{each} in {dtype}, with its caches; available are "
             f"{available / GIB:.2f} GiB: {way_out}"
         )
 
 
-def available_bytes() -> int:
-    """Free bytes of this process's first device, or of the machine where it has no own memory."""
+def available_bytes(sharers: int = 1) -> int:
+    """Free bytes of this process's first device; where it has no own memory, of the machine.
+
+    Args:
+      sharers: devices that share the machine's memory then.
+    """
     statistics = jax.local_devices()[0].memory_stats()  # another process may own the first of all
     if statistics and "bytes_limit" in statistics:
         return int(statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
-    return host_bytes()
+    return host_bytes() // sharers
 
 
 def host_bytes(root: Path = Path("/")) -> int:

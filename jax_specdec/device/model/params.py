@@ -63,11 +63,12 @@ class MtpParams:
 class ModelParams:
     """All weights of a model."""
 
-    embedding: Float[Array, "V E"]
+    embedding: Float[Array, "V E"]  # V counts padding too (`ModelConfig.vocab_padding`)
     layers: LayerParams  # a stack of L layers
     final_norm: Float[Array, " E"]
     head: Float[Array, "E V"] | None  # None: the embedding, transposed
     mtp: MtpParams | None
+    draft: Any = None  # `ModelParams` of a smaller model that drafts (`drafting.DraftModel`)
 
 
 @jax.tree_util.register_dataclass
@@ -102,10 +103,10 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
     # The order of these calls is the order of the random keys: another one makes other weights.
     mtp = _init_mtp(config, normal) if config.num_mtp_layers else None
     return ModelParams(
-        embedding=normal((config.vocab_size, size), size),
+        embedding=normal((config.num_columns, size), size),
         layers=_init_layers(config, config.num_layers, normal),
         final_norm=neutral_norm(config, (size,)),
-        head=None if config.tie_embeddings else normal((size, config.vocab_size), size),
+        head=None if config.tie_embeddings else normal((size, config.num_columns), size),
         mtp=mtp,
     )
 

@@ -7,22 +7,24 @@ a long prompt goes through in pieces of one static size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.model.llama import forward
 from jax_specdec.device.model.mtp import mtp_forward
+from jax_specdec.device.model.own_model import Model
+from jax_specdec.device.model.own_model import run as forward
 from jax_specdec.device.model.params import KVCache, ModelParams
 
 Number = Int32[Array, ""] | int
 
 
 def prefill(
-    params: ModelParams,
-    config: ModelConfig,
+    params: Any,
+    config: Model,
     tokens: Int32[Array, " P"],
     start: Number,
     num_valid: Number,
@@ -32,6 +34,7 @@ def prefill(
     """Run one chunk of one slot's prompt; other slots are untouched.
 
     Args:
+      params, config: of the model.
       tokens: P is a static bucket.
       start: position of tokens[0]; the slot's earlier entries must have been written.
       num_valid: how many tokens count; the rest is padding.

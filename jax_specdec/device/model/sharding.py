@@ -9,7 +9,7 @@ Source of the split: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.080
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -41,6 +41,7 @@ class Parallel:
     """The devices that a model is spread over. Hashable; by default one device has everything."""
 
     mesh: Mesh | None = None  # with one axis, MODEL_AXIS
+    vocab_size: int | None = None  # V where the last columns are padding; None: they are not
 
     @property
     def axis_name(self) -> str | None:
@@ -49,6 +50,11 @@ class Parallel:
     @property
     def num_shards(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def num_local(self) -> int:
+        """Devices of this process among them."""
+        return 1 if self.mesh is None else self.mesh.local_mesh.size
 
     @property
     def everywhere(self) -> NamedSharding | None:
@@ -69,7 +75,7 @@ class Parallel:
         """
         if self.mesh is None:
             return call(WHOLE, columns, whole)
-        shard = VocabShard(MODEL_AXIS)
+        shard = VocabShard(MODEL_AXIS, self.vocab_size)
         specs = jax.tree.map(lambda x: split(x.shape, -1, self.num_shards), columns)
         everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
         mapped: Callable[[Any, Any], Result] = jax.shard_map(
@@ -90,6 +96,8 @@ class Parallel:
 
         # Each process has all values, and puts its own part on its own devices: nothing travels.
         def part(value: Any, sharding: NamedSharding) -> jax.Array:
+            if isinstance(value, jax.Array) and value.sharding == sharding:
+                return value
             host = np.asarray(value)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -112,8 +120,8 @@ def tensor_parallel(
     """Spread a model over the first `count` devices.
 
     Args:
-      config: of the model. Its vocabulary must divide evenly among the devices. Heads or columns
-        that do not divide stay whole on every device.
+      config: of the model. Its vocabulary, with its padding, must divide evenly among the devices
+        (see `padded`). Heads or columns that do not divide stay whole on every device.
       count: 1 for one device.
       devices: to choose from; None for all that JAX knows.
 
@@ -128,12 +136,19 @@ def tensor_parallel(
             f"tensor parallelism over {count} devices, but JAX has {len(devices)}: choose fewer, "
             "or on a CPU make N of them with XLA_FLAGS=--xla_force_host_platform_device_count=N"
         )
-    if config.vocab_size % count:
+    if config.num_columns % count:
         raise ValueError(
-            f"a vocabulary of {config.vocab_size} tokens does not divide among {count} devices: "
-            f"choose a number of devices that divides {config.vocab_size}"
+            f"a vocabulary of {config.num_columns} tokens does not divide among {count} devices: "
+            f"load the model for {count} devices, which pads it, or choose a number of devices "
+            f"that divides {config.num_columns}"
         )
-    return Parallel(Mesh(np.array(devices[:count]), (MODEL_AXIS,), axis_types=(AxisType.Auto,)))
+    mesh = Mesh(np.array(devices[:count]), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
+    return Parallel(mesh, config.vocab_size if config.vocab_padding else None)
+
+
+def padded(config: ModelConfig, count: int) -> ModelConfig:
+    """The configuration with as much padding as lets `count` devices share the vocabulary."""
+    return replace(config, vocab_padding=-config.vocab_size % count)
 
 
 def params_specs(params: Any, num_shards: int) -> Any:

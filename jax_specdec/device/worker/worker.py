@@ -28,7 +28,6 @@ from jax_specdec.device.loop.host_slots import OneRead, Slot
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.messages.asked import Asked, Widths
-from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.device_checks import check
 from jax_specdec.device.worker.outgoing import Outgoing
@@ -59,7 +58,7 @@ class Worker:
     def __init__(
         self,
         config: LoopConfig,
-        params: ModelParams,
+        params: Any,
         sender: Sender,
         *,
         prefill_chunk: int = WorkerConfig.prefill_chunk,
@@ -73,7 +72,7 @@ class Worker:
 
         Args:
           config: the loop.
-          params: the model's weights.
+          params: the model's weights; of a model of your own, what its functions take.
           sender: takes the messages.
           prefill_chunk: prompt tokens that run between two steps.
           prefix_reuse: run what prompts have in common once, where it is still in a slot's caches;
@@ -86,9 +85,10 @@ class Worker:
             slots where the GPU kernels run, and of sampled ones where they do not.
         """
         self.config = config
-        self.params = config.parallel.place(
-            params, params_specs(params, config.parallel.num_shards)
-        )
+        self.params = params
+        if config.parallel.mesh is not None:
+            specs = params_specs(params, config.parallel.num_shards)
+            self.params = config.parallel.place(params, specs)
         self.sender = sender
         self.prefill_chunk = prefill_chunk
         self.publish = publish

@@ -1,19 +1,25 @@
 """The model worker's process: commands come over the control plane, messages go into the ring."""
 
+import functools
+import importlib
 import queue
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import jax
 
+from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.child import Child
-from jax_specdec.control import Advance, Command, Phase, Start, Vitals
+from jax_specdec.control import Advance, Command, Phase, Start, Vitals, WorkerConfig
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.programs import PROGRAMS
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
-from jax_specdec.device.model.params import ModelParams
-from jax_specdec.device.model.sharding import tensor_parallel
+from jax_specdec.device.model.hf_weights import cache_bytes
+from jax_specdec.device.model.own_model import Model, OwnModel
+from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import compilation_cache, compilations
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
@@ -78,24 +84,38 @@ def own_devices(start: Start) -> list[jax.Device]:
     return [devices[place] for place in start.local_devices] or devices
 
 
-def _load(start: Start, vitals: Vitals) -> tuple[ModelParams, LoopConfig]:
+def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig]:
     """The weights and the loop that a worker was told to run."""
     config = start.config
-    params, model = load_model(
-        config.weights,
-        dtype=config.dtype,
+    devices = own_devices(start) if start.local_devices else None
+    load = functools.partial(
+        load_model,
         num_slots=config.num_slots,
         max_length=config.max_length,
         tell=vitals.load,
+        num_devices=config.tensor_parallel,
+        devices=devices,
     )
+    params: Any
+    model: Model
+    if config.own_model:
+        params, model = _own_model(config)
+    else:
+        params, model = load(config.weights, dtype=config.dtype)
+    small = None
+    if config.draft_model and isinstance(model, ModelConfig):
+        of_target = cache_bytes(model, config.num_slots, config.max_length, config.tensor_parallel)
+        draft, small = load(config.draft_model, dtype=model.dtype, reserved=of_target)
+        params = replace(params, draft=draft)
     if config.vocab_size > model.vocab_size:
         raise ValueError(
             f"EngineConfig.vocab_size = {config.vocab_size}, but the model has "
             f"{model.vocab_size} tokens: set it to {model.vocab_size} or less, or prompts "
             "may hold ids that the model does not know"
         )
-    devices = own_devices(start) if start.local_devices else None
-    parallel = tensor_parallel(model, config.tensor_parallel, devices)
+    parallel = ONE_DEVICE
+    if isinstance(model, ModelConfig):
+        parallel = tensor_parallel(model, config.tensor_parallel, devices)
     drafter = make_drafter(
         config.drafter,
         config.num_drafts,
@@ -104,6 +124,7 @@ def _load(start: Start, vitals: Vitals) -> tuple[ModelParams, LoopConfig]:
         adaptive=config.adaptive,
         encode=text_encoder(config.weights, model.vocab_size) if config.corpus else None,
         parallel=parallel,
+        draft_model=small,
     )
     return params, LoopConfig(
         model=model,
@@ -113,6 +134,27 @@ def _load(start: Start, vitals: Vitals) -> tuple[ModelParams, LoopConfig]:
         prefill_only=start.prefill_only,
         parallel=parallel,
     )
+
+
+def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
+    """What the user's function makes of this configuration.
+
+    Raises:
+      ValueError: there is no such module or function, or it returns something else.
+    """
+    module, _, name = config.own_model.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"own_model {config.own_model!r} cannot be found: {error}; install the module, or name "
+            "its folder in PYTHONPATH"
+        ) from error
+    made = make(config)
+    if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[1], "forward")):
+        raise ValueError(f"own_model {config.own_model!r} returned no (params, OwnModel): {made!r}")
+    params, model = made
+    return params, model
 
 
 def main(child: Child) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import io
+import json
 import re
 import sys
 from types import SimpleNamespace
@@ -30,6 +31,9 @@ from tests.support.tiny_checkpoint import VOCAB
         (["--drafts", "65"], "num_drafts = 65 must be from 0 to 64"),
         (["--output", "/"], "Is a directory"),
         (["--corpus", __file__], "--corpus is for --drafter suffix; ngram searches no text"),
+        (["--drafter", "model"], "--drafter model needs --draft-model DIR"),
+        (["--draft-model", "x", "--drafter", "ngram"], "--draft-model is for --drafter model; ng"),
+        (["--draft-model", "nowhere"], "there is no directory nowhere"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_runs(options, message, model, tmp_path, capsys):
@@ -57,7 +61,7 @@ def test_a_model_that_does_not_fit_is_reported_in_the_workers_words(model):
         "import sys\n"
         "from jax_specdec.device.model import memory\n"
         "from jax_specdec import child\n"
-        "memory.available_bytes = lambda: 2**20\n"
+        "memory.available_bytes = lambda *_: 2**20\n"
         "sys.exit(child.main(['jax_specdec.device.worker.worker_process']))"
     )
     start = functools.partial(WorkerProcess, program=(sys.executable, "-c", code))
@@ -92,6 +96,43 @@ def test_the_drafting_options_reach_the_engine(model, tmp_path, monkeypatch):
         ("ngram", 3, False),
         ("suffix", 5, True),
     ]
+
+
+@pytest.mark.fast
+def test_a_draft_model_must_have_the_same_tokenizer_and_enough_positions(
+    model, tmp_path, monkeypatch, capsys
+):
+    small = tiny_checkpoint.write(tmp_path / "small")
+    seen = []
+
+    def start(config):
+        seen.append(config)
+        raise ValueError("enough is known")
+
+    monkeypatch.setattr("jax_specdec.engine.engine.Engine", start)
+    prompt = ["--prompt", "a", "--draft-model", str(small)]
+    arguments = ["generate", "--model", str(model), *prompt]
+    assert main.main(arguments) == 2
+    assert main.main([*arguments, "--drafts", "0"]) == 2
+    assert [(one.drafter, one.num_drafts, one.draft_model) for one in seen] == [
+        ("model", 3, str(small)),
+        ("none", 0, ""),
+    ]
+    capsys.readouterr()
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    assert main.main(arguments) == 2
+    assert "more than the 100 positions that" in capsys.readouterr().err
+    (small / "config.json").write_text(json.dumps(config))
+    rules = json.loads((small / "tokenizer.json").read_text())
+    rules["added_tokens"][2]["content"] = "<|person|>"
+    vocabulary = rules["model"]["vocab"]
+    vocabulary["<|person|>"] = vocabulary.pop("<|user|>")
+    (small / "tokenizer.json").write_text(json.dumps(rules))
+    assert main.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "has another tokenizer than" in said
+    assert "id 2 is '<|person|>' there and '<|user|>' here" in said
 
 
 @pytest.mark.fast

@@ -35,7 +35,6 @@ from tests.support import quick_compile
 from tests.support.device_programs import (
     CASES,
     DRAFTS,
-    NUMBER,
     PROCESSED,
     RAW,
     SLOTS,
@@ -94,12 +93,14 @@ def test_programs_of_the_loop(case, devices):
         assert "mosaic_gpu" not in lowered(program, *arguments, platform="cpu", **static)
 
 
+@pytest.mark.parametrize("experts", [(), (3,)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_weights_are_placed(transposed):
+def test_weights_are_placed(transposed, experts):
     shape = (6, 4) if transposed else (4, 6)
-    stack = jax.ShapeDtypeStruct((2, 4, 6), jnp.bfloat16)
+    stack = jax.ShapeDtypeStruct((2, *experts, 4, 6), jnp.bfloat16)
     tensor = jax.ShapeDtypeStruct(shape, jnp.float32)
-    text = lowered(hf_weights._place, stack, tensor, NUMBER, transposed=transposed)
+    place = jax.ShapeDtypeStruct((1 + len(experts),), jnp.int32)
+    text = lowered(hf_weights._placing(None), stack, tensor, place, transposed=transposed)
     assert "dynamic_update_slice" in text
 
 
@@ -278,7 +279,7 @@ def test_verification_with_slots_on_shards():
 JIT = {"jit", "pjit", "pmap"}
 # Not of `Compiled`, whose programs are those that CASES name, and the tests that lower them.
 OTHERS = {
-    "jax_specdec/device/model/hf_weights.py: _place": test_weights_are_placed,
+    "jax_specdec/device/model/hf_weights.py: _placing": test_weights_are_placed,
     "pallas_kernels/greedy_choice.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
     "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,
     "pallas_kernels/linear/contract.py: _kept_of": test_linear_calls_are_left_to_xla,

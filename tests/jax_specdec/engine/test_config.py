@@ -22,7 +22,7 @@ def test_sizes_are_checked_before_memory_is_taken(field, value):
 @pytest.mark.parametrize(
     ("field", "known"),
     [
-        ("drafter", "mtp, ngram, suffix, none$"),
+        ("drafter", "mtp, model, ngram, suffix, none$"),
         ("dtype", "float32, bfloat16, float16; empty for that of the weights"),
         ("on_worker_loss", "stop, continue, restart$"),
     ],
@@ -38,6 +38,13 @@ def test_what_a_worker_can_be_told_is_not_refused():
         for dtype in ("", "bfloat16", "float32", "float16"):
             settings = EngineConfig(vocab_size=VOCAB, drafter=drafter, dtype=dtype)
             assert (settings.drafter, settings.dtype) == (drafter, dtype)
+
+
+@pytest.mark.parametrize("changes", [{"drafter": "model"}, {"draft_model": "small"}])
+def test_a_draft_model_and_its_drafter_come_together(changes):
+    with pytest.raises(ValueError, match="and no other, needs a smaller model"):
+        EngineConfig(vocab_size=VOCAB, **changes)
+    EngineConfig(vocab_size=VOCAB, drafter="model", draft_model="small")
 
 
 def test_requests_that_cannot_be_served_are_refused_before_anything_runs():

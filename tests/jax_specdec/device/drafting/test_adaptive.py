@@ -87,10 +87,10 @@ def test_a_prompt_resets_its_slot_wherever_it_starts():
     adaptive = Adaptive(NgramDrafter(3))
     _, state = adaptive.init(3, 12)
     state = state._replace(acceptance=jnp.array([0.25, 0.5, 0.75]))
-    hidden, next_tokens = jnp.zeros((8, 4)), jnp.zeros(8, jnp.int32)
+    hidden, tokens = jnp.zeros((8, 4)), jnp.zeros(8, jnp.int32)
     for start in (0, 8):
         after = adaptive.prefill(
-            None, state, hidden, next_tokens, jnp.int32(start), jnp.int32(4), jnp.int32(1)
+            None, state, hidden, tokens, tokens, jnp.int32(start), jnp.int32(4), jnp.int32(1)
         )
         np.testing.assert_array_equal(after.acceptance, [0.25, 1.0, 0.75])
 

@@ -28,8 +28,8 @@ def test_names():
 
 
 def test_every_name_that_an_engine_takes_is_another_drafter():
-    made = [type(make_drafter(name, 3, CONFIG)) for name in DRAFTERS]
-    assert len({*made}) == len(DRAFTERS) == 4
+    made = [type(make_drafter(name, 3, CONFIG, draft_model=CONFIG)) for name in DRAFTERS]
+    assert len({*made}) == len(DRAFTERS) == 5
 
 
 def test_a_corpus_is_one_document_in_the_models_tokens(tmp_path):
@@ -47,7 +47,7 @@ def test_what_cannot_be_chosen(tmp_path):
     path.write_bytes(b"\xff\xfe")
     for num_drafts in (2, 0):
         with pytest.raises(
-            ValueError, match="'mpt' is not known: choose one of mtp, ngram, suffix, none"
+            ValueError, match="'mpt' is not known: choose one of mtp, model, ngram, suffix, none"
         ):
             make_drafter("mpt", num_drafts, CONFIG)
     with pytest.raises(ValueError, match="only suffix has a corpus"):

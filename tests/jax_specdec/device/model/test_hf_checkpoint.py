@@ -119,12 +119,12 @@ def test_a_file_that_changes_between_header_and_weights_is_named(directory):
 def test_too_little_memory_is_said_before_anything_is_read(directory, monkeypatch):
     model = open_model(directory)
     needed = needed_bytes(model, 4, 64)
-    monkeypatch.setattr("jax_specdec.device.model.memory.available_bytes", lambda: needed - 1)
+    monkeypatch.setattr("jax_specdec.device.model.memory.available_bytes", lambda _: needed - 1)
     monkeypatch.setattr("jax_specdec.device.model.hf_weights._read", None)
     with pytest.raises(InsufficientMemory, match=r"needs 0.00 GiB in float32.*dtype bfloat16"):
         load_weights(model, num_slots=4, max_length=64)
     monkeypatch.undo()
-    monkeypatch.setattr("jax_specdec.device.model.memory.available_bytes", lambda: needed)
+    monkeypatch.setattr("jax_specdec.device.model.memory.available_bytes", lambda _: needed)
     load_weights(model, num_slots=4, max_length=64)
 
 

@@ -1,0 +1,91 @@
+"""Where drafts come from: the options of `generate` and `serve`, checked before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax_specdec.cli.argument_types import found
+
+if TYPE_CHECKING:
+    from jax_specdec.checkpoint.hf_names import HfModel
+
+
+def add_drafting(group: Any) -> None:
+    """Add the options that say who drafts."""
+    from jax_specdec.control import DRAFTERS
+
+    group.add_argument(
+        "--drafter", choices=DRAFTERS,
+        help="where drafts come from (default: model with --draft-model, otherwise mtp if the "
+        "model has a head, otherwise ngram)",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft-model", type=Path, metavar="DIR",
+        help="a smaller checkpoint with the same tokenizer, which drafts",
+    )  # fmt: skip
+
+
+def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int) -> dict[str, Any]:
+    """The fields of `EngineConfig` that say who drafts.
+
+    Args:
+      options: of the command.
+      model: the checkpoint that verifies; None for the model that comes along, which has a head.
+      max_length: tokens of a slot.
+
+    Raises:
+      OSError, ValueError: an option or a file cannot be used.
+    """
+    has_mtp = model is None or model.config.num_mtp_layers > 0
+    default = "model" if options.draft_model else "mtp" if has_mtp else "ngram"
+    drafter = options.drafter or default
+    if drafter == "mtp" and model is not None and not has_mtp:
+        raise ValueError(
+            f"{options.model} has no MTP head in DeepSeek's layout (model.layers."
+            f"{model.config.num_layers}.eh_proj.weight) or MiMo's (model.mtp_layers.0): choose "
+            "--drafter ngram, suffix or none, or give a --draft-model"
+        )
+    if options.corpus and drafter != "suffix":
+        raise ValueError(f"--corpus is for --drafter suffix; {drafter} searches no text")
+    if options.draft_model and drafter != "model":
+        raise ValueError(f"--draft-model is for --drafter model; {drafter} would not use it")
+    if drafter == "model" and not options.draft_model:
+        raise ValueError("--drafter model needs --draft-model DIR, a smaller checkpoint")
+    if drafter == "model":
+        if model is None:
+            raise ValueError("--draft-model needs --model: the tiny model has no smaller one")
+        _check_draft_model(options.model, options.draft_model, model, max_length)
+    if not options.drafts:
+        drafter = "none"
+    return {
+        "drafter": drafter,
+        "num_drafts": options.drafts if drafter != "none" else 0,
+        "draft_model": str(options.draft_model.resolve()) if drafter == "model" else "",
+        "corpus": found(options.corpus),
+    }
+
+
+def _check_draft_model(target: Path, draft: Path, model: HfModel, max_length: int) -> None:
+    """Refuse a draft model of another tokenizer, or of too few positions."""
+    from jax_specdec.checkpoint.hf_names import open_model
+    from jax_specdec.text.tokenizer import Tokenizer
+
+    small = open_model(draft, dtype=model.config.dtype)
+    if small.hf.max_length is not None and max_length > small.hf.max_length:
+        raise ValueError(
+            f"{max_length} tokens in a slot are more than the {small.hf.max_length} positions that "
+            f"{draft} was made for: choose a smaller --max-length or another --draft-model"
+        )
+    ours, theirs = (
+        Tokenizer(directory, one.config.vocab_size)
+        for directory, one in ((target, model), (draft, small))
+    )
+    for id, (one, other) in enumerate(zip(ours.token_bytes, theirs.token_bytes, strict=False)):
+        names = ours.special.get(id), theirs.special.get(id)
+        if (one, names[0]) != (other, names[1]):
+            raise ValueError(
+                f"{draft} has another tokenizer than {target}: id {id} is {names[1] or other!r} "
+                f"there and {names[0] or one!r} here; a draft model needs the same one"
+            )

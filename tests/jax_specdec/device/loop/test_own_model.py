@@ -1,0 +1,140 @@
+"""A model that is not this package's, in the loop and in a worker of an engine."""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_specdec.control import Start
+from jax_specdec.device.drafting import NgramDrafter, make_drafter
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.model import KVCache
+from jax_specdec.device.model.sharding import Parallel
+from jax_specdec.device.worker.worker_process import make_worker
+from jax_specdec.engine.config import EngineConfig
+from tests.support import decoding
+from tests.support.paths import ROOT
+from tests.support.shards import mesh_of
+
+V, E, BACK = 32, 8, 3
+
+
+@dataclass(frozen=True)
+class Fading:
+    """Its hidden state is a sum over the last tokens' embeddings, each half as much as the next."""
+
+    vocab_size: int = V
+    dtype: str = "float32"
+    wraps: bool = False  # writes padding at the end of the cache: wrong
+
+    def init_cache(self, num_slots, length):
+        return KVCache(*(jnp.zeros((1, num_slots, length, 1, E)) for _ in range(2)))
+
+    def forward(self, params, tokens, positions, cache):
+        slots, length = jnp.arange(tokens.shape[0])[:, None], cache.k.shape[2]
+        places = jnp.where(positions < 0, 0 if self.wraps else length, positions)
+        rows = params["embedding"][tokens]
+        k = cache.k.at[0, slots, places, 0].set(rows, mode="drop")
+        hidden = 0
+        for back in range(BACK):
+            seen = k[0, slots, jnp.maximum(positions - back, 0), 0]
+            hidden += jnp.where((positions >= back)[..., None], seen, 0) / 2**back
+        return jnp.tanh(hidden), KVCache(k, cache.v)
+
+    def logits(self, params, hidden):
+        return hidden @ params["head"]
+
+
+def params():
+    rng = np.random.default_rng(4)
+    return {
+        "embedding": jnp.asarray(rng.normal(size=(V, E)), jnp.float32),
+        "head": jnp.asarray(rng.normal(size=(E, V)) * 2, jnp.float32),
+    }
+
+
+def continued(prompt, count):
+    """Greedy decoding in NumPy."""
+    weights, ids = {name: np.asarray(x, np.float64) for name, x in params().items()}, list(prompt)
+    for _ in range(count):
+        last = ids[: -BACK - 1 : -1]
+        hidden = sum(weights["embedding"][id] / 2**back for back, id in enumerate(last))
+        ids.append(int((np.tanh(hidden) @ weights["head"]).argmax()))
+    return ids[len(prompt) :]
+
+
+PROMPTS = [list(range(1, 21)), [5], [9, 2, 9, 2, 9], [30, 31]]
+REQUESTS = [
+    decoding.request(str(at), prompt, max_tokens=20, logprobs=2)
+    for at, prompt in enumerate(PROMPTS)
+]
+
+
+def ids_of(model):
+    run = decoding.run(REQUESTS, NgramDrafter(2), num_slots=2, model=(params(), model))
+    drafts = sum(int(output.num_drafts.sum()) for output in run.outputs)
+    return [run.token_ids(one.id) for one in REQUESTS], drafts, run
+
+
+def test_the_loop_decodes_what_the_model_says():
+    found, drafts, run = ids_of(Fading())
+    assert found == [continued(prompt, 20) for prompt in PROMPTS]
+    assert drafts > 20
+    assert all(record.logprobs.shape[1] == 3 for record in run.records["0"])
+
+
+def test_a_model_that_writes_padding_is_noticed():
+    """Negative control: the comparison above sees a cache that is a little wrong."""
+    assert ids_of(Fading(wraps=True))[0] != [continued(prompt, 20) for prompt in PROMPTS]
+
+
+@pytest.mark.fast
+def test_what_does_not_go_with_it_is_refused():
+    with pytest.raises(ValueError, match="Fading is a model of your own, which runs on one device"):
+        LoopConfig(Fading(), NgramDrafter(2), 2, 32, parallel=Parallel(mesh_of(2)))
+    for name in ("mtp", "model"):
+        with pytest.raises(ValueError, match=f"the drafter {name} is not for a model of your own"):
+            make_drafter(name, 2, Fading())
+    config = EngineConfig(vocab_size=V, own_model="a:b", drafter="ngram")
+    for change, message in (
+        ({"own_model": "a"}, "own_model = 'a' must be module:function"),
+        ({"weights": "x"}, "weights = 'x' is not for a model of your own"),
+        ({"drafter": "mtp"}, "drafter = 'mtp' is not for"),
+        ({"tensor_parallel": 2}, "tensor_parallel = 2 is not for"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(config, **change)
+
+
+def as_worker(name, capsys):
+    """What a worker says that is told to run such a model."""
+    config = EngineConfig(vocab_size=V, own_model=name, drafter="ngram").worker
+    with pytest.raises(SystemExit):
+        make_worker(Start(config=config, ring=""), decoding.Sent())
+    return capsys.readouterr().err
+
+
+def nothing(config):
+    return config
+
+
+@pytest.mark.fast
+def test_a_function_that_is_not_there_or_makes_no_model_is_named(capsys):
+    assert "cannot be found: No module named 'nowhere'" in as_worker("nowhere:make", capsys)
+    assert "has no attribute 'made'" in as_worker(f"{__name__}:made", capsys)
+    assert "returned no (params, OwnModel)" in as_worker(f"{__name__}:nothing", capsys)
+
+
+@pytest.mark.slow
+def test_the_example_runs_in_an_engine():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "own_model.py"],
+        check=True, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    # The table repeats its text, by its three-letter contexts.
+    assert re.search(r"^the Rabbit .*the .*\((\d+) drafts accepted\)$", done.stdout, re.MULTILINE)
+    assert len(done.stdout.splitlines()) == 2
