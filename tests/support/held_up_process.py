@@ -14,5 +14,6 @@ def main(child):
     child.vitals.load(1, 3)
     child.vitals.told()
     child.commands.get()  # the test's, once it has heard so
+    child.vitals.told()  # afterwards nothing can be said
     re.match(r"(a+)+$", "a" * 64 + "b")  # takes longer than anybody waits
     return 0

@@ -75,7 +75,8 @@ def custom_calls(text):
 def on_devices(case, devices):
     """The case on so many devices, with its marks."""
     marks = [pytest.mark.fast] if case.fast and devices in case.devices else []
-    marks += [] if devices in case.devices else [pytest.mark.slow]
+    often = devices in case.devices and (devices == 1 or case.fast)
+    marks += [] if often else [pytest.mark.slow]
     name = f"{case.program}: {case.variant}-{'one device' if devices == 1 else 'two devices'}"
     return pytest.param(case, devices, id=name, marks=marks)
 

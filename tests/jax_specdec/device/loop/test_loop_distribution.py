@@ -133,8 +133,7 @@ DRAFTERS = {
 }
 CASES = [
     "mtp",
-    "ngram",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "suffix")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "none", "suffix")),
 ]
 
 

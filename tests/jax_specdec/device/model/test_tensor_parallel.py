@@ -94,7 +94,12 @@ def verified(shards, with_q):
 
 
 @pytest.mark.parametrize(
-    ("shards", "with_q"), [(2, True), (4, False), pytest.param(8, True, marks=pytest.mark.slow)]
+    ("shards", "with_q"),
+    [
+        (2, True),
+        pytest.param(4, False, marks=pytest.mark.slow),
+        pytest.param(8, True, marks=pytest.mark.slow),
+    ],
 )
 def test_verification_on_shards_emits_what_one_device_emits(shards, with_q):
     """Tokens and cuts are equal bit for bit, with random numbers of every purpose."""
@@ -280,6 +285,7 @@ def test_no_collective_of_a_step_has_the_vocabularys_size(shards):
     assert draft == 0  # what it says was made as the drafts were drawn
 
 
+@pytest.mark.slow
 def test_gathered_logits_would_be_seen(monkeypatch):
     """Negative control: the same devices, but each of them gets all logits."""
     config = loop_config(2, "ngram", vocab=LARGE)

@@ -188,6 +188,7 @@ def decided_in_float64(row, seeds, temperature):
     return group * 256 + (x[group] + np.asarray(of_tokens, np.float64)).argmax(axis=1)
 
 
+@pytest.mark.slow
 def test_float32_decides_less_than_one_draw_in_100_000():
     """Of 102,000 draws at most one differs from what the same noise decides in float64."""
     rng = np.random.default_rng(7)

@@ -107,7 +107,7 @@ def chunks_of(items):
 @pytest.mark.parametrize(
     ("name", "dtype", "shards"),
     [
-        ("mtp", "float32", 1),
+        pytest.param("mtp", "float32", 1, marks=pytest.mark.slow),
         ("adaptive", "float32", 1),
         pytest.param("mtp", "bfloat16", 1, marks=pytest.mark.slow),
         ("mtp", "float32", 2),
