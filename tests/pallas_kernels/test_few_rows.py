@@ -10,9 +10,9 @@ from pallas_kernels import topk_logprobs
 from pallas_kernels.few_rows import FEW_ROWS, few_rows, in_one_thread
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("k", [0, 5])
-@pytest.mark.parametrize("vocabulary", [4096, 4099])
+@pytest.mark.parametrize(
+    ("vocabulary", "k", "dtype"), [(4096, 0, "float32"), (4099, 5, "bfloat16")]
+)
 def test_a_row_has_the_bits_that_it_has_among_many(vocabulary: int, k: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
     rows = 2 * FEW_ROWS

@@ -69,6 +69,7 @@ def test_too_little_memory_on_each_device_is_said(directory, monkeypatch):
     assert asked == [DEVICES]  # on a CPU they share the machine's memory
 
 
+@pytest.mark.slow
 def test_requests_get_what_one_device_gives(directory, spread):
     params, config = spread
     # What padding holds reaches no result: these logits would be the largest.

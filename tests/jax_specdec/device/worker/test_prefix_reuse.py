@@ -23,6 +23,8 @@ from jax_specdec.engine.worker_client import WorkerProcess
 from tests.support.collectives import collectives
 from tests.support.decoding import VOCAB, Local, Sent, compiled, random_model, request, run
 
+pytestmark = pytest.mark.slow  # the programs of a whole worker, twice
+
 CHUNK = 8
 SHARED = np.random.default_rng(4).integers(0, VOCAB, 60).tolist()
 ROWS = ("token_ids", "logprobs", "token_ranks", "topk_ids", "chosen_logprobs")
@@ -107,9 +109,9 @@ def chunks_of(items):
 @pytest.mark.parametrize(
     ("name", "dtype", "shards"),
     [
-        pytest.param("mtp", "float32", 1, marks=pytest.mark.slow),
+        ("mtp", "float32", 1),
         ("adaptive", "float32", 1),
-        pytest.param("mtp", "bfloat16", 1, marks=pytest.mark.slow),
+        ("mtp", "bfloat16", 1),
         ("mtp", "float32", 2),
     ],
 )

@@ -189,6 +189,7 @@ def test_four_processes_deliver_what_one_computes_until_one_of_them_hangs(weight
         wait_for(lambda: not any(map(is_alive, group)))
 
 
+@pytest.mark.slow
 def test_a_killed_follower_ends_its_group_and_another_group_goes_on(weights):
     items = requests(60)
     expected = decoding.run(items, "ngram")

@@ -125,6 +125,7 @@ def follow_schedule(seed):
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1))
+@pytest.mark.slow
 def test_nothing_that_is_learned_late_corrupts_a_step_under_way(seed):
     local, met = follow_schedule(seed)
     assert met["finished"] + met["aborted"] == 6
