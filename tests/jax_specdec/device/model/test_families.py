@@ -13,8 +13,6 @@ from jax_specdec.device.model import experts, llama, rotary
 from jax_specdec.device.model.params import init_cache, named_arrays
 from tests.support import hf_files, quick_compile, reference_model
 
-pytestmark = pytest.mark.fast
-
 TOLERANCE = 1e-4
 V, N, S = 32, 14, 7
 # Of 4 pairs, the first is kept, one is blended, two are slowed.

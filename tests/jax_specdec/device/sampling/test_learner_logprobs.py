@@ -10,8 +10,6 @@ from jax_specdec.device import kept_logprobs, learner_logprobs
 from jax_specdec.kept_sets import KeptSets
 from tests.support import quick_compile
 
-pytestmark = pytest.mark.fast
-
 V, H = 40, 8
 
 
