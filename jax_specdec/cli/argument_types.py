@@ -41,6 +41,22 @@ def found(path: Path | None) -> str:
     return str(path.resolve())
 
 
+def add_checkpoint(group: Any) -> None:
+    """Add the option for the directory of a checkpoint, which must be given."""
+    group.add_argument(
+        "--model", type=Path, required=True, metavar="DIR",
+        help="config.json, model.safetensors (or several files and their index), tokenizer.json",
+    )  # fmt: skip
+
+
+def add_dtype(group: Any) -> None:
+    """Add the option for the type to compute in."""
+    group.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="",
+        help="the type to compute in (default: the checkpoint's; float32 for a float16 one)",
+    )  # fmt: skip
+
+
 def add_compilation_cache(group: Any) -> None:
     """Add the option for where compiled programs are kept."""
     group.add_argument(

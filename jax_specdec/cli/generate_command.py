@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, integer
+from jax_specdec.cli.argument_types import (
+    add_checkpoint,
+    add_compilation_cache,
+    add_dtype,
+    integer,
+)
 from jax_specdec.cli.draft_options import add_drafting, drafting
 from jax_specdec.wording import counted
 
@@ -53,10 +58,7 @@ def add(commands: Any) -> None:
 
 
 def _add_files(group: Any) -> None:
-    group.add_argument(
-        "--model", type=Path, required=True, metavar="DIR",
-        help="config.json, model.safetensors (or several files and their index), tokenizer.json",
-    )  # fmt: skip
+    add_checkpoint(group)
     prompts = group.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
         "--prompt", action="append", metavar="TEXT",
@@ -105,10 +107,7 @@ def _add_running(group: Any) -> None:
         "--adaptive-drafts", action="store_true",
         help="draft less for a request whose drafts are rarely accepted",
     )  # fmt: skip
-    group.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="",
-        help="the type to compute in (default: the checkpoint's; float32 for a float16 one)",
-    )  # fmt: skip
+    add_dtype(group)
     group.add_argument(
         "--slots", type=int, default=8, metavar="B",
         help="requests that decode together (default: %(default)s)",

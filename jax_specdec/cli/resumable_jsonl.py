@@ -11,13 +11,27 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 _BEGIN = b'{"id": '  # every record begins so; other content is not cut off
 
 
 class OutputError(ValueError):
     """A file cannot be continued; says why and the way out."""
+
+
+def lock(file: IO[Any], path: Path) -> None:
+    """Keep other processes from writing `path` until `file` is closed.
+
+    Raises:
+      OutputError: another process writes it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(
+            f"another process writes {path}: wait for it, or choose another output"
+        ) from None
 
 
 class JsonlOutput:
@@ -41,7 +55,7 @@ class JsonlOutput:
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), "ab", 0)
         try:
             if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                self._lock()
+                lock(self._file, self._path)
                 self._read()
         except BaseException:
             self._file.close()
@@ -76,14 +90,6 @@ class JsonlOutput:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(
-                f"another process writes {self._path}: wait for it, or choose another file"
-            ) from None
 
     def _read(self) -> None:
         whole = 0

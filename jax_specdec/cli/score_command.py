@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache
+from jax_specdec.cli.argument_types import add_checkpoint, add_compilation_cache, add_dtype
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ def add(commands: Any) -> None:
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR",
-        help="config.json, model.safetensors (or several files and their index), tokenizer.json",
-    )  # fmt: skip
+    add_checkpoint(parser)
     parser.add_argument(
         "--prompts", type=Path, required=True, metavar="FILE",
         help=r"one prompt a line (\n stands for a new line; the name - for standard input); in a "
@@ -55,10 +52,7 @@ def add(commands: Any) -> None:
         "--logprobs", type=int, default=0, metavar="K",
         help="the K most likely tokens of each place, up to 512 (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="",
-        help="the type to compute in (default: the checkpoint's; float32 for a float16 one)",
-    )  # fmt: skip
+    add_dtype(parser)
     parser.add_argument(
         "--slots", type=int, default=8, metavar="B",
         help="prompts that are in memory together (default: %(default)s)",

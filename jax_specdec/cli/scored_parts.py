@@ -4,13 +4,12 @@ Each part is written under another name and renamed when it is whole. So a run t
 leaves whole parts, and loses what it had not written yet.
 """
 
-import fcntl
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jax_specdec.cli.resumable_jsonl import OutputError
+from jax_specdec.cli.resumable_jsonl import OutputError, lock
 from jax_specdec.export.arrow import pyarrow
 from jax_specdec.export.scored_sequences import ScoredSequence, sequences_table
 
@@ -46,7 +45,7 @@ class ScoredParts:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = (folder / LOCK).open("a")
         try:
-            self._take_lock()
+            lock(self._lock, folder)
             self._next = self._read()
         except BaseException:
             self._lock.close()
@@ -97,14 +96,6 @@ class ScoredParts:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(
-                f"another process writes {self._folder}: wait for it, or choose another folder"
-            ) from None
 
     def _read(self) -> int:
         """Learn what is done; returns the number of the next part."""

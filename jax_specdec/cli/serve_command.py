@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, integer
+from jax_specdec.cli.argument_types import add_compilation_cache, add_dtype, integer
 from jax_specdec.cli.draft_options import add_drafting, drafting
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ def add(commands: Any) -> None:
     running.add_argument(
         "--corpus", type=Path, metavar="FILE", help="a text that the suffix drafter searches too"
     )
-    running.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="",
-        help="the type to compute in (default: the checkpoint's)",
-    )  # fmt: skip
+    add_dtype(running)
     running.add_argument(
         "--slots", type=integer(1), default=8, metavar="B",
         help="requests that decode together (default: %(default)s)",
