@@ -52,12 +52,12 @@ def test_a_process_of_which_nothing_is_known_does_not_work(tmp_path, text):
 
 
 BUSY = "while True: pass"
-ASLEEP = "import time; time.sleep(600)"
+ASLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
 
 
 @pytest.mark.parametrize(("code", "works"), [(BUSY, True), (ASLEEP, False)])
 def test_the_kernel_tells_who_works(code, works):
-    with subprocess.Popen([sys.executable, "-S", "-c", code]) as process:
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
         try:
             activity, now = Activity(process.pid), 0.0
 
@@ -69,7 +69,8 @@ def test_the_kernel_tells_who_works(code, works):
             if works:
                 wait_for(looked)
             else:
-                wait_for(lambda: not looked())  # its start was work
+                process.stdout.readline()  # its start was work
+                wait_for(lambda: not looked())
                 time.sleep(0.1)
                 assert not looked()
         finally:
