@@ -39,6 +39,26 @@ class Candidates(NamedTuple):
     capacity: int
     interpreted: bool
 
+    @property
+    def loads(self) -> int:
+        """Vectors of a thread in a chunk; the chunks are as long as each other."""
+        total = -(-self.groups * self.tiling.group_width // (self.tiling.vector * WARPGROUP))
+        return -(-total // -(-total // MOST_LOADS))
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.groups * self.tiling.group_width // (self.loads * self.size))
+
+    @property
+    def size(self) -> int:
+        """Logits that all threads load at once."""
+        return self.tiling.vector * WARPGROUP
+
+    @property
+    def whole(self) -> bool:
+        """Whether the chunks' vectors are those of the chosen groups, and no more."""
+        return self.chunks * self.loads * self.size == self.groups * self.tiling.group_width
+
 
 def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.Array:
     """Write every logit above the cut, and of those equal to it the ones of ids below cut_id.
@@ -91,11 +111,12 @@ def _vector(where: Candidates, number: Word) -> Vector:
     tiling = where.tiling
     each = tiling.group_width // tiling.vector
     place = number >> _log2(each)
-    group = word(thread.load(where.chosen_ref, thread.smaller(place, where.groups - 1)))
+    last = place if where.whole else thread.smaller(place, where.groups - 1)
+    group = word(thread.load(where.chosen_ref, last))
     if tiling.fixed:  # where a vector goes beyond the row, it is read from further left
         begin = group * tiling.group_width + (number & (each - 1)) * tiling.vector
         start = thread.smaller(begin, tiling.vocabulary - tiling.vector)
-        return Vector(start, begin, thread.select(place < where.groups, tiling.vocabulary, 0))
+        return Vector(start, begin, _if_chosen(where, place, tiling.vocabulary))
     block = group >> _log2(tiling.groups_per_block)
     begin = block * tiling.block - where.skew
     start = begin  # as `Tiling.group_ids`, and no more of it than a vocabulary needs
@@ -105,8 +126,12 @@ def _vector(where: Candidates, number: Word) -> Vector:
         start = thread.smaller(start, tiling.vocabulary - tiling.block)
     inside = (group & (tiling.groups_per_block - 1)) * tiling.group_width
     inside = inside + (number & (each - 1)) * tiling.vector
-    end = thread.select(place < where.groups, begin + tiling.block, 0)
-    return Vector(start + inside, begin, end)
+    return Vector(start + inside, begin, _if_chosen(where, place, begin + tiling.block))
+
+
+def _if_chosen(where: Candidates, place: Word, end: Any) -> Word:
+    """`end`, or 0 after the last of the chosen groups."""
+    return word(end) if where.whole else thread.select(place < where.groups, end, 0)
 
 
 def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
@@ -116,12 +141,8 @@ def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
     thread.barrier()  # the counter may still be read
     thread.when(me == 0, lambda: thread.store(where.counter_ref, 0, 0))
     thread.barrier()
-    total = -(-where.groups * tiling.group_width // (tiling.vector * WARPGROUP))
-    chunks = -(-total // MOST_LOADS)
+    chunks, loads = where.chunks, where.loads
     per_word = MARKS // tiling.vector
-    loads = -(-total // chunks)
-    size = tiling.vector * WARPGROUP
-    whole = chunks * loads * size == where.groups * tiling.group_width
     value, next_value = _value(cut), _value(cut + 1)
 
     def limit(vector: Vector) -> Word:
@@ -129,7 +150,7 @@ def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
         reached = value
         if cut_id is not None:
             reached = thread.select(vector.start < cut_id, value, next_value)
-        return reached if whole else thread.select(vector.end > 0, reached, math.inf)
+        return reached if where.whole else thread.select(vector.end > 0, reached, math.inf)
 
     def chunk(i: Word, _: Any) -> list[Word]:
         begin = i * (loads * WARPGROUP) + me

@@ -20,10 +20,14 @@ TIES = 16  # counts of ties are in the upper bits of a word, counts of larger ke
 MAX_GROUPS = 2**16 - 1  # what those count
 
 
-def nth_largest(keys: jax.Array, k: int, largest: jax.Array) -> jax.Array:
+def nth_largest(keys: jax.Array, k: int, largest: jax.Array, *, padded: bool = True) -> jax.Array:
     """An int32 so that exactly k keys are not below it, or the k-th largest key.
 
-    keys: [n] int32, more than k of them above `NOTHING`; largest: their maximum.
+    Args:
+      keys: [n] int32, more than k of them above `NOTHING`.
+      k: a Python int.
+      largest: their maximum.
+      padded: whether any may be `NOTHING`.
     """
 
     def larger_half(state: Any) -> Any:
@@ -39,7 +43,7 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array) -> jax.Array:
         return (middle(low, high) != low) & (above != k)
 
     # The smallest of them, by a maximum, which is one instruction a warp and a minimum is not.
-    smallest = ~jnp.max(jnp.where(keys == NOTHING, NOTHING, ~keys))
+    smallest = ~jnp.max(jnp.where(keys == NOTHING, NOTHING, ~keys) if padded else ~keys)
     # k keys are at `low` or above it, fewer at `high`.
     low, _, _ = lax.while_loop(unsure, larger_half, (smallest, largest + 1, jnp.int32(0)))
     return low

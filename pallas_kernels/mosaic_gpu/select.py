@@ -100,7 +100,8 @@ def select_top_k(
     elif k == 1:
         cut = largest
     else:
-        cut = groups.nth_largest(keys, k, largest)
+        padded = tiling.padded_groups > tiling.num_groups
+        cut = groups.nth_largest(keys, k, largest, padded=padded)
     groups.choose(keys, layout, cut, chosen, scratch.chosen, scratch.counts, row.interpreted)
     where = Candidates(
         tiling,

@@ -16,6 +16,7 @@ import numpy as np
 
 from pallas_kernels.mosaic_gpu import compat, h100, pass1_rows, pass2_finish, run
 from pallas_kernels.wanted import Wanted
+from tests.pallas_kernels.mosaic_gpu.ptx import alignment
 from tests.ptx_machine import host, machine, threads
 from tests.ptx_machine.memory import Buffer
 from tests.ptx_machine.parser import Program, PtxError, parse
@@ -39,13 +40,13 @@ class Schedule:
 
     name: str
     batches: Callable[[int], list[list[int]]]  # number of CTAs -> which run together, in order
-    base: int = BASE  # of a program's arguments, which XLA aligns to 16 bytes
+    base: int = BASE  # of arguments and results; XLA aligns arguments to `alignment.ARGUMENT`
     hardware: threads.Hardware = field(default_factory=threads.Hardware)
 
     @property
     def between(self) -> int:
-        """The place of what lies between kernels and of results, which XLA aligns to 128 bytes."""
-        return BASE if self.base == BASE else BASE + 128
+        """The place of what lies between kernels, which XLA aligns to `alignment.BETWEEN` bytes."""
+        return BASE if self.base == BASE else BASE + alignment.BETWEEN
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,12 @@ def execute(
         out = np.empty(kind.shape, kind.dtype)
         out.reshape(-1).view(np.uint8)[:] = schedule.hardware.garbage
         arrays.append(out)
-        buffers.append(Buffer(f"output {i}", out, schedule.between, writable=True))
+        # A result may lie where a donated argument lay.
+        base = schedule.base if compiled.name.startswith("finish") else schedule.between
+        buffers.append(Buffer(f"output {i}", out, base, writable=True))
     ordered = tuple(buffers[i] for i in code.buffers)
-    # Mosaic promises LLVM 256 bytes of all of them, which is more than XLA does.
-    launch = threads.Launch(code.grid, code.shared_bytes, ordered, alignment=16)
+    # Mosaic promises LLVM 256 bytes of all of them, which is more than XLA does of arguments.
+    launch = threads.Launch(code.grid, code.shared_bytes, ordered, alignment=alignment.ARGUMENT)
     batches = schedule.batches(int(np.prod(code.grid)))
     counts = machine.run(compiled.program, launch, batches, schedule.hardware)
     written = [buffer.defined for buffer in buffers[len(inputs) :]]

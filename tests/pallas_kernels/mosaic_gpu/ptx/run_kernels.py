@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pallas_kernels.mosaic_gpu import h100
-from tests.pallas_kernels.mosaic_gpu.ptx import kernels, mutants
+from tests.pallas_kernels.mosaic_gpu.ptx import alignment, kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases, mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import (
@@ -110,7 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     gc.freeze()  # jax has made many objects, and they stay
     compiler, console = kernels.Compiler(options.chip), Console(width=130)
     cases = [*all_cases(), *option_cases(), *sampled_cases()]
-    wrong = execute_all(cases, options.only, compiler, console)
+    wrong = alignment.report(compiler.device)
+    wrong += execute_all(cases, options.only, compiler, console)
     other = kernels.others_in_program(compiler)
     print(f"kernels that are others in a whole program than alone: {other or 'none'}")
     wrong += len(other)
