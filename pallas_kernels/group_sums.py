@@ -111,12 +111,13 @@ def of_block(
 
 def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The largest logit [B, G] float32 of each group, from the keys of those of eight each."""
-    padding = -keys.shape[1] % (WIDTH // EIGHT)
+    rows, eights = len(keys), WIDTH // EIGHT
+    padding = -keys.shape[1] % eights
     if padding:
-        least = np.iinfo(keys.dtype).min
-        keys = jnp.pad(keys, ((0, 0), (0, padding)), constant_values=least)
-    grouped = blocks.barrier(keys).reshape(len(keys), -1, WIDTH // EIGHT)
-    return floats(_largest(grouped, (MORE_LANES, 1)), dtype).astype(jnp.float32)
+        least = jnp.full((rows, padding), np.iinfo(keys.dtype).min, keys.dtype)
+        keys = jnp.concatenate([keys, blocks.vary_like(least, keys)], axis=1)  # a pad is slow
+    lanes = blocks.barrier(keys).reshape(rows, -1, eights // MORE_LANES, MORE_LANES).max(axis=2)
+    return floats(blocks.barrier(lanes).max(axis=2), dtype).astype(jnp.float32)
 
 
 def _largest(x: jax.Array, lanes: tuple[int, ...]) -> jax.Array:

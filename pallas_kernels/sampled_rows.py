@@ -124,7 +124,8 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read
     def top(count: int) -> tuple[jax.Array, jax.Array]:
         width = selection.group_width(vocabulary, count)
         keys = None if width is None else selection.wider(eights, width // EIGHT)
-        ids, logits = selection.select_top_k(x, keys, count, width, from_groups_on_cpu)
+        two_stages = functools.partial(from_groups_on_cpu, eights=eights)
+        ids, logits = selection.select_top_k(x, keys, count, width, two_stages)
         more = ((0, 0), (0, columns - count))
         found = (
             jnp.pad(ids, more, constant_values=-1),
@@ -231,11 +232,12 @@ def _candidates(k: int, size: Size, *arguments: jax.Array) -> Top:
     width = selection.group_width(logits.shape[1], k)
 
     def work(x: jax.Array) -> Top:
-        keys = None
+        keys, two_stages = None, from_groups_on_cpu
         if width is not None:
             eights = blocks.barrier(selection.group_maxima(x, EIGHT))
             keys = selection.wider(eights, width // EIGHT)
-        return Top(*selection.select_top_k(x, keys, k, width, from_groups_on_cpu))
+            two_stages = functools.partial(from_groups_on_cpu, eights=eights)
+        return Top(*selection.select_top_k(x, keys, k, width, two_stages))
 
     initial = _like_candidates(k, *arguments)
     return _in_blocks(work, size, logits, (), initial, k, row_ids, num_rows)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.few_rows import few_rows
 from pallas_kernels.ordered_keys import floats, key_of
 from pallas_kernels.pieces import in_pairs, pieces, reduced
@@ -19,12 +20,13 @@ from pallas_kernels.selection import (
     among,
     group_maxima,
     row_maximum,
+    slices,
     top_k,
 )
 
 PIECES = 16  # of a row of maxima, joined at a time
+RUN = 16  # numbers that a search looks at together
 COLLECT_K = 32  # from here on, groups are cheaper collected than ordered
-SQUARE = 64  # of the matrix that counts groups
 
 
 def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
@@ -40,8 +42,13 @@ def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
     return floats(key, dtype).astype(jnp.float32)
 
 
-def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
-    """`from_groups`, without what is below a bound that is known before anything is ordered."""
+def from_groups_on_cpu(
+    x: jax.Array, maxima: jax.Array, k: int, width: int, eights: jax.Array | None = None
+) -> Selected:
+    """`from_groups`, without what is below a bound that is known before anything is ordered.
+
+    eights: the `group_maxima` of eight logits each, where they are known.
+    """
     bound = lower_bound(maxima, k)
     if bound is None:
         return _ordered(x, maxima, k, width)
@@ -54,17 +61,47 @@ def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> S
     if k < COLLECT_K or few_rows(x):
         return ordered()
     size = min(2 * k, maxima.shape[1])
-    places = ranks_among(live)
-    count = places[:, -1:] + live[:, -1:].astype(jnp.int32)
+    groups, count = first_places(live, size)
 
     def collected() -> Selected:
-        groups = collect(live, places, size)
-        used = jnp.arange(size, dtype=jnp.int32)[None] < count
+        used = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
         least = floats(bound, x.dtype).astype(jnp.float32)
-        return among(x, groups, k, width, least, used)
+        if eights is None or width == NARROWEST_GROUP:
+            return among(x, groups, k, width, least, used)
+        return _among_eights(x, eights, groups, used, bound, k, width)
 
     # Many groups may share a maximum: then there is no room for all.
     found: Selected = lax.cond(jnp.all(count <= size), collected, ordered)
+    return found
+
+
+def _among_eights(
+    x: jax.Array,
+    eights: jax.Array,
+    groups: jax.Array,
+    used: jax.Array,
+    bound: jax.Array,
+    k: int,
+    width: int,
+) -> Selected:
+    """`among`, of those eights of the groups alone that have a logit at the bound or above."""
+    times, least = width // NARROWEST_GROUP, floats(bound, x.dtype).astype(jnp.float32)
+    missing = -eights.shape[1] % times
+    if missing:
+        lowest = jnp.full((x.shape[0], missing), np.iinfo(eights.dtype).min, eights.dtype)
+        eights = jnp.concatenate([eights, vary_like(lowest, eights)], axis=1)
+    live = (slices(eights, groups * times, times) >= bound[:, None, None]) & used[:, :, None]
+    size = min(2 * k, groups.shape[1] * times)
+    places, count = first_places(live.reshape(x.shape[0], -1), size)
+
+    def few() -> Selected:
+        chosen = jnp.take_along_axis(groups, places // times, axis=1) * times + places % times
+        there = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
+        return among(x, chosen, k, NARROWEST_GROUP, least, there)
+
+    found: Selected = lax.cond(
+        jnp.all(count <= size), few, lambda: among(x, groups, k, width, least, used)
+    )
     return found
 
 
@@ -88,30 +125,51 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
     return jnp.sort(wider, axis=1)[:, -k]
 
 
-def ranks_among(live: jax.Array) -> jax.Array:
-    """How many entries before each of live [B, G] bool are true: [B, G] int32.
+def first_places(flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Where the first `size` true entries of flags [B, n] are, and how many there are in all.
 
-    By products with triangular matrices: XLA's CPU compiler has no fast cumulative sum.
+    By words of 32 flags: the word of the j-th, and in it the place, by halves.
+
+    Returns:
+      [B, size] int32 in ascending order, 0 where there are no more; and [B] int32.
     """
-    rows, groups = live.shape
-    squares = -(-groups // SQUARE)
-    padded = jnp.pad(live, ((0, 0), (0, squares * SQUARE - groups))).astype(jnp.float32)
-    table = padded.reshape(rows * squares, SQUARE)
-    within = (table @ _before(SQUARE)).reshape(rows, squares, SQUARE)
-    earlier = jnp.sum(table, axis=1).reshape(rows, squares) @ _before(squares)
-    counts = (within + earlier[:, :, None]).reshape(rows, squares * SQUARE)  # exact below 2**24
-    return counts[:, :groups].astype(jnp.int32)
+    rows, n = flags.shape
+    words = -(-n // 32)
+    padding = vary_like(jnp.zeros((rows, 32 * words - n), bool), flags)
+    whole = barrier(jnp.concatenate([flags, padding], axis=1)).reshape(rows, words, 4, 8)
+    bits = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32).reshape(4, 8)
+    parts = barrier(jnp.where(whole, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
+    each = barrier(parts.sum(axis=2, dtype=jnp.uint32))
+    counts = lax.population_count(each).astype(jnp.float32)
+    # By a product: XLA's CPU compiler has no fast cumulative sum. Exact below 2**24.
+    upto = barrier(counts @ jnp.asarray(np.triu(np.ones((words, words), np.float32))))
+    wanted = jnp.arange(size, dtype=jnp.int32)[None]
+    word = barrier(jnp.minimum(_num_not_above(upto, size), words - 1))
+    left = jnp.take_along_axis(each, word, axis=1)
+    number = wanted - jnp.take_along_axis(upto - counts, word, axis=1).astype(jnp.int32)
+    place = jnp.zeros_like(word)
+    for half in (16, 8, 4, 2, 1):
+        low = left >> place.astype(jnp.uint32) & jnp.uint32((1 << half) - 1)
+        below = lax.population_count(low).astype(jnp.int32)
+        beyond = number >= below
+        number = jnp.where(beyond, number - below, number)
+        place = jnp.where(beyond, place + half, place)
+    count = upto[:, -1].astype(jnp.int32)
+    return jnp.where(wanted < count[:, None], 32 * word + place, 0), count
 
 
-def _before(size: int) -> jax.Array:
-    """[size, size] float32: 1 where the row's index is less than the column's."""
-    return jnp.asarray(np.triu(np.ones((size, size), np.float32), 1))
+def _num_not_above(ascending: jax.Array, size: int) -> jax.Array:
+    """How many of the numbers [B, n] in ascending order are at most 0, 1, ..., size - 1: [B, size].
 
-
-def collect(live: jax.Array, places: jax.Array, size: int) -> jax.Array:
-    """The indices of the true entries of live [B, G], at their `places`: [B, size], else 0."""
-    rows, groups = live.shape
-    index = jnp.broadcast_to(jnp.arange(groups, dtype=jnp.int32)[None], (rows, groups))
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    empty = jnp.zeros((rows, size), jnp.int32)
-    return empty.at[row, jnp.where(live, places, size)].set(index, mode="drop")
+    First among every 16th of them, then among 16: a table [B, size, n] would be large.
+    """
+    rows, n = ascending.shape
+    runs = -(-n // RUN)
+    beyond = vary_like(jnp.full((rows, runs * RUN - n), jnp.inf), ascending)
+    table = jnp.concatenate([ascending, beyond], axis=1).reshape(rows, runs, RUN)
+    number = jnp.arange(size, dtype=jnp.float32)[None, :, None]
+    before = (barrier(table[:, :, -1])[:, None] <= number).sum(axis=2, dtype=jnp.int32)
+    run = barrier(jnp.minimum(before, runs - 1))
+    inside = jnp.take_along_axis(table, run[:, :, None], axis=1) <= number
+    found: jax.Array = RUN * run + inside.sum(axis=2, dtype=jnp.int32)
+    return found

@@ -1,5 +1,7 @@
 """The selection in a CPU's form beside the plain one: its bound, what it collects, its branches."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -72,20 +74,41 @@ def test_there_is_no_bound_where_most_groups_are_wanted():
     assert selection_on_cpu.lower_bound(jnp.zeros((2, 100), jnp.int32), 60) is None
 
 
-@pytest.mark.parametrize("groups", [1, 63, 64, 65, 500])
-def test_collected_groups_are_those_that_are_live_in_order(groups):
-    live = np.random.default_rng(groups).random((5, groups)) < 0.3
-    size = groups
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, VOCABULARY - 43])
+def test_groups_are_narrowed_where_the_maxima_of_eights_are_known(vocabulary, dtype):
+    width, k = 32, 48
 
-    def collect(live):
-        return selection_on_cpu.collect(live, selection_on_cpu.ranks_among(live), size)
+    @quick_compile.jit
+    def both(x):
+        eights = selection.group_maxima(x, 8)
+        maxima = selection.wider(eights, width // 8)
+        narrowed = functools.partial(selection_on_cpu.from_groups_on_cpu, eights=eights)
+        return tuple(
+            selection.select_top_k(x, maxima, k, width, form)
+            for form in (selection.from_groups, narrowed)
+        )
 
+    rng = np.random.default_rng(0)
+    for rows in (random_rows, equal_rows, rows_of_ties, masked_rows, descending_rows):
+        plain, narrowed = both(rows(rng, dtype)[:, :vocabulary])
+        chex.assert_trees_all_equal(plain, narrowed, custom_message=rows.__name__)
+
+
+@pytest.mark.parametrize(("entries", "size"), [(1, 1), (31, 5), (33, 33), (64, 7), (500, 600)])
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+def test_the_first_places_are_those_of_true_entries_in_order(entries, size, share):
+    flags = np.random.default_rng(entries).random((5, entries)) < share
     expected = np.zeros((5, size), np.int32)
-    for row, found in zip(expected, live, strict=True):
-        places = np.flatnonzero(found)
+    for row, found in zip(expected, flags, strict=True):
+        places = np.flatnonzero(found)[:size]
         row[: len(places)] = places
-    for call in (collect, jax.jit(collect)):
-        chex.assert_trees_all_equal(np.asarray(call(jnp.asarray(live))), expected)
+
+    def call(flags):
+        return selection_on_cpu.first_places(flags, size)
+
+    for form in (call, jax.jit(call)):
+        chex.assert_trees_all_equal(form(jnp.asarray(flags)), (expected, flags.sum(1, np.int32)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -6,10 +6,12 @@ the batch and on no earlier step. Drawing again at the same position is sound: a
 used for the first token that is kept there.
 """
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, Key, UInt32
+from jax import lax
+from jaxtyping import Array, Float32, Int32, UInt32
 
+from jax_specdec.device.sampling import threefry
+from jax_specdec.device.sampling.threefry import Words
 from pallas_kernels import logarithm
 
 # Purposes: independent random numbers at one position. A token after the drafts is drawn in two
@@ -17,35 +19,24 @@ from pallas_kernels import logarithm
 ACCEPT, RECOVER, DRAFT, GROUP = 0, 1, 2, 3
 
 
-def keys(
-    seed: UInt32[Array, "*rows"], positions: Int32[Array, "*rows"], purpose: int
-) -> Key[Array, "*rows"]:
-    """Random keys for seeds and positions."""
-
-    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), purpose)
-
-    flat = jax.vmap(one)(seed.reshape(-1), positions.reshape(-1))
-    return flat.reshape(positions.shape)
+def keys(seed: UInt32[Array, "*rows"], positions: Int32[Array, "*rows"], purpose: int) -> Words:
+    """The key of each seed and position: `fold_in(fold_in(key(seed), position), purpose)`."""
+    at_position = threefry.fold_in(threefry.key_of(seed), positions)
+    return threefry.fold_in(at_position, jnp.full_like(positions, purpose))
 
 
-def uniform(keys: Key[Array, "*rows"]) -> Float32[Array, "*rows"]:
-    """One number in [0, 1) for each key."""
-    flat = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.reshape(-1))
-    return flat.reshape(keys.shape)
+def uniform(keys: Words) -> Float32[Array, "*rows"]:
+    """One number in [0, 1) for each key; that of `jax.random.uniform`."""
+    bits = threefry.word(keys, jnp.zeros(keys.first.shape, jnp.int32)) >> 9
+    return lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32) - 1
 
 
-def gumbel(keys: Key[Array, " B"], ids: Int32[Array, "B C"]) -> Float32[Array, "B C"]:
-    """Gumbel noise, a function of each row's key and each id alone.
+def gumbel(keys: Words, ids: Int32[Array, "B C"]) -> Float32[Array, "B C"]:
+    """Gumbel noise, a function of each row's key [B] and each id alone.
 
     So a device that holds a part of a row makes the noise of that part.
     """
-
-    def bits(key: jax.Array, id: jax.Array) -> jax.Array:
-        words = jax.random.key_data(jax.random.fold_in(key, id))
-        return words[0] ^ words[1]
-
-    both = jax.vmap(jax.vmap(bits, (None, 0)))(keys, ids)
+    both = threefry.word(Words(keys.first[:, None], keys.second[:, None]), ids)
     # All 32 bits, so that the smallest exponentials, which decide for rare tokens, are fine ones.
     u = jnp.minimum((both.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), 1 - 2.0**-24)
     # -log(1 - u): what 1 - u loses by rounding, the quotient gives back (W. Kahan).

@@ -15,14 +15,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_specdec.device.sampling.distribution import compacted
+from jax_specdec.device.sampling.few_kept import draw_among
 from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.device.sampling.random_draws import best, gumbel, log_of
 from jax_specdec.device.sampling.row_read import RowRead, scaled
+from jax_specdec.device.sampling.threefry import Words
 from pallas_kernels import GROUP_WIDTH as WIDTH
-from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups
+from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups, vary_like
 
 SOME_GROUPS = 64  # that the kept tokens of most rows are in
 
@@ -33,11 +35,12 @@ class Drawing(NamedTuple):
     rows: Int32[Array, " B"]  # their places among all rows
     cut: Truncation  # [B]
     sampled: jax.Array  # [B] bool; other rows' draws are not looked at
+    few: jax.Array  # [B] bool: `few_kept.keeps_few`
     taken_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
     log_p: Float32[Array, "B M"]  # of these tokens; -inf where p has none
     q: Float32[Array, "B M"]
-    group_keys: Key[Array, " B"]
-    token_keys: Key[Array, " B"]
+    group_keys: Words  # [B]
+    token_keys: Words  # [B]
 
 
 def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
@@ -46,17 +49,21 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
         x[drawing.rows] for x in (found.largest, found.inverse, found.log_total)
     )
     log_mass = log_total + drawing.cut.log_kept
-    sums = _kept_groups(logits, found, drawing)
-    sums = _without_taken(logits, sums, drawing, inverse)
+    few = drawing.sampled & drawing.few
+    widely = drawing.sampled & ~drawing.few
+    nothing = vary_like((jnp.full_like(log_mass, -jnp.inf), jnp.full_like(drawing.rows, -1)), few)
 
-    numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
-    scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
-    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.group_keys, numbers), -jnp.inf)
-    place = jnp.argmax(scores, axis=1)[:, None]  # the first of equal ones
-    score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
-    group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
-    token = _in_group(logits, group, drawing, inverse)
+    def by_groups() -> tuple[jax.Array, jax.Array]:
+        return _by_groups(logits, found, drawing._replace(sampled=widely), largest, inverse)
+
+    def by_tokens() -> tuple[jax.Array, jax.Array]:
+        keys = drawing.token_keys
+        return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, keys)
+
+    score, token = lax.cond(jnp.any(widely), by_groups, lambda: nothing)
     score, token = _of_all_shards(logits, score, token)
+    own_score, own_token = lax.cond(jnp.any(few), by_tokens, lambda: nothing)
+    score, token = jnp.where(few, own_score, score), jnp.where(few, own_token, token)
 
     # A taken token's noise is its own: the sum of its group does not have it.
     noise = gumbel(drawing.token_keys, drawing.taken_ids)
@@ -67,6 +74,25 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     # all of it is in the taken tokens.
     _, of_p = best(drawing.log_p + log_mass[:, None] + noise, drawing.taken_ids)
     return jnp.where(jnp.maximum(score, apart) > -jnp.inf, chosen, of_p)
+
+
+def _by_groups(
+    logits: GroupedRows,
+    found: RowRead,
+    drawing: Drawing,
+    largest: Float32[Array, " B"],
+    inverse: Float32[Array, " B"],
+) -> tuple[jax.Array, jax.Array]:
+    """The score of this device's best group of each row, and a token in it that is not taken."""
+    sums = _kept_groups(logits, found, drawing)
+    sums = _without_taken(logits, sums, drawing, inverse)
+    numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
+    scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
+    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.group_keys, numbers), -jnp.inf)
+    place = jnp.argmax(scores, axis=1)[:, None]  # the first of equal ones
+    score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
+    group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
+    return score, _in_group(logits, group, drawing, inverse)
 
 
 def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:

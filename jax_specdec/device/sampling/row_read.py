@@ -66,8 +66,10 @@ def read(rows: GroupedRows, sampling: Sampling, *, raw_k: int = -1) -> RowRead:
     count = jnp.where(few, sampling.top_k, MANY_CANDIDATES)
     needed = jnp.where((sampling.temperature > 0) & truncates(sampling), count, 0)
     groups, raw_sums, top_ids, top_logits = rows.read(inverse, needed, raw_k)
-    maxima = jnp.where(jnp.isnan(groups.maxima), -jnp.inf, groups.maxima)
-    largest = maxima.max(axis=1)
+    if raw_k > 0:
+        largest = top_logits[:, 0]
+    else:
+        largest = jnp.where(jnp.isnan(groups.maxima), -jnp.inf, groups.maxima).max(axis=1)
     total = mass(groups, largest, inverse, rows.vocab_size)
     return RowRead(
         groups=groups,
@@ -87,14 +89,20 @@ def mass(
 ) -> exact_sums.Mass:
     """The rows' sums of exp((x - m) / T), from those of their groups; any split gives its bits."""
     weights = groups.sums * exponential(scaled(groups.maxima, largest[:, None], inverse[:, None]))
+    weights = lax.optimization_barrier(weights)  # type: ignore[no-untyped-call]  # for all digits
     found = (part.sum(axis=1, dtype=jnp.int32) for part in exact_sums.digits(weights, vocab_size))
     return exact_sums.carried(
         tuple(lax.bitcast_convert_type(one, jnp.uint32) for one in found), vocab_size
     )
 
 
-def greedy_ids(rows: GroupedRows, found: RowRead) -> Int32[Array, " N"]:
-    """This device's part of each valid row's greedy token: 0 where another device has it."""
+def greedy_ids(rows: GroupedRows, found: RowRead, *, raw_k: int = -1) -> Int32[Array, " N"]:
+    """This device's part of each valid row's greedy token: 0 where another device has it.
+
+    raw_k: as for the `read`.
+    """
+    if raw_k > 0:
+        return found.top_ids[:, 0]
     group = jnp.argmax(found.groups.maxima, axis=1).astype(jnp.int32)  # the first of equal ones
     x, ids = rows.tokens(jnp.arange(len(group), dtype=jnp.int32), group)
     first = jnp.min(jnp.where(x == found.largest[:, None], ids, rows.vocab_size), axis=1)

@@ -19,6 +19,7 @@ from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling import exact_sums, row_read
 from jax_specdec.device.sampling.distribution import cuts
 from jax_specdec.device.sampling.explicit_axes import on_own_part
+from jax_specdec.device.sampling.few_kept import keeps_few
 from jax_specdec.device.sampling.parameters import Sampling, Truncation, of_each_row, where
 from jax_specdec.device.sampling.random_draws import ACCEPT, GROUP, RECOVER, keys, uniform
 from jax_specdec.device.sampling.residual import Drawing, draw
@@ -209,9 +210,10 @@ def sampled_slots(
     """
     shape = slots.positions.shape
     each = of_each_row(sampling, shape)
-    read = row_read.read(rows, each, raw_k=-1 if raw_k is None else raw_k)
+    top = -1 if raw_k is None else raw_k
+    read = row_read.read(rows, each, raw_k=top)
     q = _q_of(drafts)
-    greedy_ids, x = _looked_up(rows, read, q.ids)
+    greedy_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read, raw_k=top), q.ids)
     choice = Greedy(row_read.with_invalid(rows, read, greedy_ids), read.valid)
     is_sampled = read.valid & (each.temperature > 0)
     cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
@@ -221,8 +223,9 @@ def sampled_slots(
     p_draft, q_draft = (
         jnp.where(own, exponential(log), 0.0).sum(axis=2) for log in (log_p, q.logprobs)
     )
-    seeds = jnp.broadcast_to(sampling.seed[:, None], shape)
-    u = uniform(keys(seeds, slots.positions, ACCEPT)[:, :-1])
+    before = slots.positions[:, :-1]
+    seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
+    u = uniform(keys(seeds, before, ACCEPT))
     considered = slots.proposed & read.valid.reshape(shape)[:, :-1]
     best_ids = choice.token_ids.reshape(shape)
     agrees = drafts.token_ids == best_ids[:, :-1]
@@ -230,7 +233,9 @@ def sampled_slots(
     accepted = considered & jnp.where((sampling.temperature > 0)[:, None], by_chance, agrees)
 
     a = _leading(accepted)
-    drawn = draw(rows, read, _drawing(sampling, slots, cut, is_sampled, considered, log_p, q, a))
+    few = keeps_few(read, cut, each, rows.vocab_size)
+    drawing = _drawing(sampling, slots, cut, (is_sampled, few), considered, log_p, q, a)
+    drawn = draw(rows, read, drawing)
     last_sampled = jnp.take_along_axis(is_sampled.reshape(shape), a[:, None], axis=1)
     next_ids = jnp.where(last_sampled, drawn[:, None], best_ids)
     verified = _emit(accepted, drafts.token_ids, next_ids)
@@ -249,9 +254,12 @@ def _q_of(drafts: Drafts) -> CompactQ:
 
 
 def _looked_up(
-    rows: GroupedRows, read: RowRead, ids: Int32[Array, "B D M"]
+    rows: GroupedRows, own: Int32[Array, " N"], ids: Int32[Array, "B D M"]
 ) -> tuple[Int32[Array, " N"], Float32[Array, "B D M"]]:
-    """The greedy tokens of valid rows, and the logits of the tokens of q; one exchange."""
+    """The greedy tokens of valid rows, and the logits of the tokens of q; one exchange.
+
+    own: this device's part of the greedy tokens.
+    """
     batch, num_drafts, _ = ids.shape
     slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     row = slot * (num_drafts + 1) + jnp.arange(num_drafts, dtype=jnp.int32)[None, :, None]
@@ -261,7 +269,6 @@ def _looked_up(
     x = rows.logits.at[row, jnp.clip(column, 0, width - 1)].get().astype(jnp.float32)
     bits = jnp.where(mine, lax.bitcast_convert_type(x, jnp.int32), 0)
     # As integers, of which one device has each and the others add 0.
-    own = row_read.greedy_ids(rows, read)
     words = rows.shard.across_sum(jnp.concatenate([own, bits.reshape(-1)]))
     found = lax.bitcast_convert_type(words[len(own) :].reshape(ids.shape), jnp.float32)
     return words[: len(own)], jnp.where(ids >= 0, found, -jnp.inf)
@@ -291,7 +298,7 @@ def _drawing(
     sampling: Sampling,
     slots: Slots,
     cut: Truncation,
-    is_sampled: Bool[Array, " N"],
+    which: tuple[Bool[Array, " N"], Bool[Array, " N"]],
     considered: Bool[Array, "B D"],
     log_p: Float32[Array, "B D M"],
     q: CompactQ,
@@ -299,7 +306,8 @@ def _drawing(
 ) -> Drawing:
     """The rows after `a` accepted drafts: less q after a rejection.
 
-    Past the proposals and at an invalid row there is no q to take out.
+    Past the proposals and at an invalid row there is no q to take out. which: the rows that are
+    sampled, and those that keep few tokens.
     """
     batch, num_positions = slots.positions.shape
     rows = jnp.arange(batch, dtype=jnp.int32) * num_positions + a
@@ -315,7 +323,8 @@ def _drawing(
     return Drawing(
         rows=rows,
         cut=jax.tree.map(lambda x: x[rows], cut),
-        sampled=is_sampled[rows],
+        sampled=which[0][rows],
+        few=which[1][rows],
         taken_ids=jnp.where(rejected, at_a(q.ids, -1), -1),
         log_p=jnp.where(rejected, at_a(log_p, -jnp.inf), -jnp.inf),
         q=jnp.where(rejected, exponential(at_a(q.logprobs, -jnp.inf)), 0.0),
@@ -328,7 +337,11 @@ def _raw_logprobs(rows: GroupedRows, read: RowRead, verified: Verified, k: int) 
     """The raw logprobs of all rows' emitted tokens, from the read that verified them."""
     once = jnp.ones_like(read.inverse)
     sums = GroupSums(read.groups.maxima, read.raw_sums)
-    mass = row_read.mass(sums, read.largest, once, rows.vocab_size)
+    mass = lax.cond(
+        jnp.all(read.inverse == 1),
+        lambda: read.total,
+        lambda: row_read.mass(sums, read.largest, once, rows.vocab_size),
+    )
     sum_exp = exact_sums.to_float(mass, rows.vocab_size)
     return logprobs_of_read(
         rows.logits,

@@ -62,7 +62,7 @@ def written_out(q, slot):
 def drawn_again(state):
     """The tokens [B, D] that noise of each token gives from the loop's own q."""
     places = state.lengths[:, None] + jnp.arange(D, dtype=jnp.int32)[None, :]
-    row_keys = keys(jnp.full(places.shape, SEED, jnp.uint32), places, DRAFT).reshape(-1)
+    row_keys = keys(jnp.full(places.size, SEED, jnp.uint32), places.reshape(-1), DRAFT)
     ids = state.drafts.q.ids.reshape(places.size, -1)
     scores = state.drafts.q.logprobs.reshape(ids.shape) + gumbel(row_keys, ids)
     best = jnp.take_along_axis(ids, jnp.argmax(scores, axis=1)[:, None], axis=1)

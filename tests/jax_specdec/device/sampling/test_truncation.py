@@ -16,6 +16,7 @@ from jax_specdec.device.sampling import exact_sums
 from jax_specdec.device.sampling.distribution import processed_probs, truncation
 from jax_specdec.device.sampling.parameters import Sampling, Truncation
 from jax_specdec.device.sampling.random_draws import gumbel
+from jax_specdec.device.sampling.threefry import key_of
 from pallas_kernels import exponential, oracle
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
 from tests.support import quick_compile
@@ -318,7 +319,7 @@ def test_shards_give_the_same_bits(shards):
 def test_noise_belongs_to_key_and_token_and_is_gumbels():
     @quick_compile.jit
     def noises():
-        keys, last = jax.random.key(3)[None], jnp.array([[7, 19_999]], jnp.int32)
+        keys, last = key_of(jnp.array([3], jnp.uint32)), jnp.array([[7, 19_999]], jnp.int32)
         return gumbel(keys, jnp.arange(20_000, dtype=jnp.int32)[None])[0], gumbel(keys, last)[0]
 
     noise, part = jax.device_get(noises())

@@ -1,0 +1,61 @@
+"""Drawing where few tokens are kept: among the read's candidates, without any groups.
+
+A cut keeps a prefix of the tokens in descending order. Where it keeps at most `MANY_CANDIDATES`,
+all of them are candidates, and Gumbel-max over these draws from exactly their distribution. How
+many a row keeps depends on the row and its request alone, and so does which way it goes.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jax_specdec.device.sampling.parameters import Sampling, Truncation, truncates
+from jax_specdec.device.sampling.random_draws import best, gumbel
+from jax_specdec.device.sampling.row_read import RowRead, scaled
+from jax_specdec.device.sampling.threefry import Words
+from pallas_kernels import MANY_CANDIDATES
+
+
+def keeps_few(
+    read: RowRead, cut: Truncation, sampling: Sampling, vocab_size: int
+) -> Bool[Array, " N"]:
+    """Which rows keep no token but candidates.
+
+    Args:
+      read: of the rows.
+      cut: of each.
+      sampling: of each.
+      vocab_size: V.
+    """
+    asked = truncates(sampling)
+    if vocab_size <= MANY_CANDIDATES:
+        return asked
+    last = slice(MANY_CANDIDATES - 1, MANY_CANDIDATES)
+    ids, logits = read.top_ids[:, last], read.top_logits[:, last]
+    more = (cut.keeps(logits, ids) & (ids >= 0))[:, 0]  # perhaps
+    by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
+    return asked & (by_k | ~more)
+
+
+def draw_among(
+    read: RowRead,
+    rows: Int32[Array, " B"],
+    cut: Truncation,
+    taken_ids: Int32[Array, "B M"],
+    keys: Words,
+) -> tuple[Float32[Array, " B"], Int32[Array, " B"]]:
+    """The score and the id of a kept candidate of each row, not one that is taken.
+
+    Scores are logarithms of weights exp((x - m) / T), plus noise of (key, token id).
+
+    Args:
+      read: of all rows.
+      rows: those to draw from.
+      cut: [B].
+      taken_ids: -1 where there is none.
+      keys: [B].
+    """
+    ids, x = (part[rows, :MANY_CANDIDATES] for part in (read.top_ids, read.top_logits))
+    taken = (ids[:, :, None] == taken_ids[:, None, :]).any(axis=2)
+    kept = cut.keeps(x, ids) & (ids >= 0) & ~taken
+    gap = scaled(x, read.largest[rows][:, None], read.inverse[rows][:, None])
+    return best(jnp.where(kept, gap + gumbel(keys, ids), -jnp.inf), ids)
