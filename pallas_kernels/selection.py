@@ -113,6 +113,7 @@ def among(
     width: int,
     least: jax.Array | None = None,
     used: jax.Array | None = None,
+    top: Callable[[jax.Array, int], Selected] | None = None,
 ) -> Selected:
     """The top k of the logits in chosen groups: logits [B, k] float32 and ids [B, k].
 
@@ -123,6 +124,7 @@ def among(
       width: of the groups.
       least: [B] float32, none below it is of the top k; None: unknown.
       used: [B, C] bool, the groups that count; None: all.
+      top: what does the same as `top_k`; None: `top_k`.
     """
     rows, vocabulary = x.shape
     # The last group may be short: it is read from further left, without what is not of it.
@@ -135,7 +137,7 @@ def among(
         found = jnp.where(found >= least[:, None, None], found, -jnp.inf)
     if used is not None:
         found = jnp.where(used[:, :, None], found, -jnp.inf)
-    values, places = top_k(found.reshape(rows, groups.shape[1] * width), k)
+    values, places = (top or top_k)(found.reshape(rows, groups.shape[1] * width), k)
     ids = jnp.take_along_axis(starts, places // width, axis=1) + places % width
     return values, ids
 

@@ -97,11 +97,28 @@ def _among_eights(
     def few() -> Selected:
         chosen = jnp.take_along_axis(groups, places // times, axis=1) * times + places % times
         there = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
-        return among(x, chosen, k, NARROWEST_GROUP, least, there)
+        return among(x, chosen, k, NARROWEST_GROUP, least, there, _top_of_few)
 
     found: Selected = lax.cond(
         jnp.all(count <= size), few, lambda: among(x, groups, k, width, least, used)
     )
+    return found
+
+
+def _top_of_few(x: jax.Array, k: int) -> Selected:
+    """`top_k` of x [B, n], of which little more than k are above -inf: these alone are ordered."""
+    size = 2 * k
+    if x.shape[1] <= 2 * size:
+        return top_k(x, k)
+    places, count = first_places(x > -jnp.inf, size)
+
+    def compacted() -> Selected:
+        there = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
+        some = jnp.where(there, jnp.take_along_axis(x, places, axis=1), -jnp.inf)
+        values, best = top_k(some, k)
+        return values, jnp.take_along_axis(places, best, axis=1)
+
+    found: Selected = lax.cond(jnp.all(count <= size), compacted, lambda: top_k(x, k))
     return found
 
 
