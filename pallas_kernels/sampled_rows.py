@@ -22,7 +22,8 @@ from pallas_kernels.selection_on_cpu import from_groups_on_cpu
 
 FEW = 64  # candidates: most rows that are cut need no more
 MANY = 128
-LISTED_ROWS = 4  # of a list that may be short, at a time on a CPU: the work follows its length
+# Rows of a list that may be short, at a time: the work follows its length, and rows are copied.
+LISTED_ON_CPU, LISTED = 4, 64
 
 
 class Part(NamedTuple):
@@ -304,8 +305,8 @@ def _in_blocks(
     """`work(x [B, V], *rows)` of blocks of rows, put together; see `blocks.map_blocks`."""
     num_targets = jax.tree.leaves(initial)[0].shape[0]
     block = size(logits, num_targets, k, num_rows is not None)
-    if num_rows is not None and size is blocks.rows_on_cpu:
-        block = min(block, LISTED_ROWS)
+    if num_rows is not None:
+        block = min(block, LISTED_ON_CPU if size is blocks.rows_on_cpu else LISTED)
 
     def of(start: jax.Array) -> tuple[jax.Array, ...]:
         def part(x: jax.Array) -> jax.Array:

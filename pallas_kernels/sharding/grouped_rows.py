@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import group_sums, sampled_rows
+from pallas_kernels import group_sums, sampled_implementations, sampled_rows
 from pallas_kernels.blocks import vary_like
 from pallas_kernels.group_sums import WIDTH, GroupSums
 from pallas_kernels.sampled_rows import Part, Read
@@ -63,7 +63,7 @@ class GroupedRows:
 
     def read(self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1) -> Read:
         """`sampled_rows.read`; every shard gets the whole rows'. k >= 0 on one device only."""
-        found = sampled_rows.read(self.part, inverse, needed, k)
+        found = sampled_implementations.read(self.part, inverse, needed, k)
         if self.shard.axis_name is None:
             return found
         assert k < 0, "the fused read of raw logprobs is for one device"

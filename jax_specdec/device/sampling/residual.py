@@ -1,11 +1,12 @@
 """The token after the accepted drafts, drawn from what they left of the row's distribution.
 
-Drawn by Gumbel-max in two steps: a group of 256 tokens by the logarithm of its sum, then a token in
-it. That is exactly the row's distribution, for V / 256 + 256 random numbers and one more look at
-one group. After a rejection the draw is from max(p - q, 0), which differs from p in the few tokens
-that q has. These tokens compete with the groups one by one, by their own weights, and the sums of
-their groups are made again without them: a difference of sums would be rounding where little is
-left.
+Where few tokens are kept, it is drawn among them (`few_kept`). Elsewhere it is drawn by Gumbel-max in
+two steps: a group of 256 tokens by the logarithm of its sum, then a token in it. That is exactly
+the row's distribution, for V / 256 + 256 random numbers and one more look at one group.
+
+After a rejection the draw is from max(p - q, 0), which differs from p in the few tokens that q has.
+These compete with the groups one by one, by their own weights, and the sums of their groups are
+made again without them: a difference of sums would be rounding where little is left.
 
 Axes: B slots, one row each; L groups of this device, M tokens that q has.
 """
