@@ -23,7 +23,7 @@ from pallas_kernels.selection_on_cpu import from_groups_on_cpu
 FEW = 64  # candidates: most rows that are cut need no more
 MANY = 128
 # Rows of a list that may be short, at a time: the work follows its length, and rows are copied.
-LISTED_ON_CPU, LISTED = 4, 64
+LISTED_ON_CPU, LISTED = 4, 32
 
 
 class Part(NamedTuple):

@@ -22,12 +22,20 @@ TOLERANCE = 1e-4
 K = 5
 # Repeated ids, so that n-grams draft; and a prompt of a single id.
 PROMPTS = [[1, 5, 6, 7, 5, 6, 7, 5, 6], [9], list(range(3, 40)), [4, 4, 4, 4, 8, 4, 4]]
-RUNS = [(family, "ngram") for family in checkpoints.FAMILIES] + [
-    ("Llama 3.1", "none"),
-    ("Llama 3.1", "mtp"),
-    ("Qwen2", "mtp"),
-    ("Qwen3", "mtp"),
-]
+# One of each architecture; CI leaves the rest to `.ci/heavy hf`.
+OFTEN = {
+    "Llama 3.1", "Qwen2, tied", "Qwen3", "Mistral, sliding", "Mixtral", "Qwen3-MoE", "Gemma 2",
+    "Gemma 3",
+}  # fmt: skip
+DRAFTERS = [("Llama 3.1", "none"), ("Llama 3.1", "mtp"), ("Qwen2", "mtp"), ("Qwen3", "mtp")]
+
+
+def seldom(runs):
+    """Parameters of a test: those of other checkpoints than `OFTEN` are slow."""
+    return [pytest.param(*one, marks=() if one[0] in OFTEN else pytest.mark.slow) for one in runs]
+
+
+RUNS = seldom([(family, "ngram") for family in checkpoints.FAMILIES] + DRAFTERS)
 
 
 def requests(max_tokens=40):
@@ -127,7 +135,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "change"), OPTIONS, ids=str)
+@pytest.mark.parametrize(("family", "change"), seldom(OPTIONS), ids=str)
 def test_every_option_of_a_family_shows(family, change, tmp_path):
     """Negative control: the reference is not that of a configuration that is a little off."""
     written = checkpoints.build(family)

@@ -208,7 +208,6 @@ def test_ids_and_ranks_have_no_derivative():
     assert not np.asarray(jax.grad(loss)(x)).any()
 
 
-@pytest.mark.fast
 def test_nothing_is_transferred_that_was_not_asked_for():
     x, ids = rows(), IDS[:N]
     calls = [

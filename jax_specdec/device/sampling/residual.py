@@ -1,6 +1,6 @@
 """The token after the accepted drafts, drawn from what they left of the row's distribution.
 
-Where few tokens are kept, it is drawn among them (`few_kept`). Elsewhere it is drawn by Gumbel-max in
+Where few tokens are kept, it is drawn among them (`few_kept`). Elsewhere Gumbel-max draws it in
 two steps: a group of 256 tokens by the logarithm of its sum, then a token in it. That is exactly
 the row's distribution, for V / 256 + 256 random numbers and one more look at one group.
 

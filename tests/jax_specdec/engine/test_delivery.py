@@ -196,6 +196,7 @@ def test_generations_wrap_around_while_slots_are_reused(expected):
     check(records, expected)
 
 
+@pytest.mark.slow
 def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
     """A greedy request's tokens are the same; its logprobs too, up to sums in another order."""
     asked = [

@@ -94,7 +94,7 @@ def in_columns(monkeypatch):
     ("kind", "split"),
     [
         ("explicit", "both"),
-        ("automatic", "both"),
+        pytest.param("automatic", "both", marks=pytest.mark.slow),
         *(
             pytest.param(kind, split, marks=pytest.mark.slow)
             for kind in KINDS

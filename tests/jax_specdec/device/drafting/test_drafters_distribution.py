@@ -105,7 +105,11 @@ SUFFIX = SuffixDrafter(
     "drafter",
     [
         pytest.param(SUFFIX, id="suffix"),
-        pytest.param(Adaptive(drawn(guesses), draft_cost=0.3, weight=0.4), id="adaptive"),
+        pytest.param(
+            Adaptive(drawn(guesses), draft_cost=0.3, weight=0.4),
+            id="adaptive",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Adaptive(SUFFIX, draft_cost=0.2, weight=0.3),
             id="adaptive suffix",

@@ -96,7 +96,7 @@ def verified(shards, with_q):
 @pytest.mark.parametrize(
     ("shards", "with_q"),
     [
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.slow),
         pytest.param(4, False, marks=pytest.mark.slow),
         pytest.param(8, True, marks=pytest.mark.slow),
     ],

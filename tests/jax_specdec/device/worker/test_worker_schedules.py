@@ -133,6 +133,7 @@ def test_nothing_that_is_learned_late_corrupts_a_step_under_way(seed):
     assert counters.preempted == met["preempted"]
 
 
+@pytest.mark.slow
 def test_such_schedules_meet_what_they_are_about():
     found = [follow_schedule(seed) for seed in range(5)]
     total = {name: sum(met[name] for _, met in found) for name in found[0][1]}
