@@ -175,7 +175,8 @@ class Case(NamedTuple):
     program: str
     variant: str
     arguments: Callable[[Loop], tuple[tuple[Any, ...], dict[str, Any]]]
-    kernels: int = 0  # calls
+    kernels: int = 0  # calls of the functions that read logits for logprobs
+    sampled: int = 0  # reads of rows that may be sampled
     drafter: str = "mtp"
     prefill_only: bool = False
     devices: tuple[int, ...] = (1,)  # of every run of the tests; on other numbers it is a slow one
@@ -186,7 +187,7 @@ def step_case(drafter, fused_k=None, **options):
     return Case(
         "step", f"{drafter}, {'separate' if fused_k is None else 'fused'}",
         lambda of: ((of.params, of.state), {"fused_k": fused_k}),
-        kernels=int(fused_k is not None), drafter=drafter, **options,
+        kernels=int(fused_k is not None), sampled=1, drafter=drafter, **options,
     )  # fmt: skip
 
 
@@ -207,7 +208,7 @@ STEPS = [
     *(
         Case(
             "step", f"{drafter}, tells {widths.mode.name}",
-            functools.partial(telling_step, widths=widths), kernels=1, drafter=drafter,
+            functools.partial(telling_step, widths=widths), kernels=1, sampled=1, drafter=drafter,
             devices=devices,
         )
         for drafter, widths, devices in (
@@ -235,7 +236,7 @@ PROMPTS = [
     *(
         Case(
             "score_chunk", widths.mode.name, functools.partial(score_chunk, widths=widths),
-            kernels=1, devices=devices, fast=widths is SCALED,
+            kernels=1, sampled=int(widths is PROCESSED), devices=devices, fast=widths is SCALED,
         )
         for widths, devices in ((RAW, ()), (SCALED, (1,)), (PROCESSED, (1, 2)))
     ),

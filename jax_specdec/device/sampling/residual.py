@@ -52,7 +52,9 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     log_mass = log_total + drawing.cut.log_kept
     few = drawing.sampled & drawing.few
     widely = drawing.sampled & ~drawing.few
-    nothing = vary_like((jnp.full_like(log_mass, -jnp.inf), jnp.full_like(drawing.rows, -1)), few)
+    nothing = jnp.full_like(log_mass, -jnp.inf), jnp.full_like(drawing.rows, -1)
+    no_group = vary_like(nothing, (few, logits.logits))  # each shard finds its own
+    no_token = vary_like(nothing, few)
 
     def by_groups() -> tuple[jax.Array, jax.Array]:
         return _by_groups(logits, found, drawing._replace(sampled=widely), largest, inverse)
@@ -61,9 +63,9 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
         keys = drawing.token_keys
         return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, keys)
 
-    score, token = lax.cond(jnp.any(widely), by_groups, lambda: nothing)
+    score, token = lax.cond(jnp.any(widely), by_groups, lambda: no_group)
     score, token = _of_all_shards(logits, score, token)
-    own_score, own_token = lax.cond(jnp.any(few), by_tokens, lambda: nothing)
+    own_score, own_token = lax.cond(jnp.any(few), by_tokens, lambda: no_token)
     score, token = jnp.where(few, own_score, score), jnp.where(few, own_token, token)
 
     # A taken token's noise is its own: the sum of its group does not have it.
