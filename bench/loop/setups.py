@@ -36,12 +36,11 @@ class Setup:
     apart: int
     rounds: int
     targets: bool = False  # whether the targets for an H100 apply
-    sampled: Length | None = None  # for sampled requests, if their steps take far longer
     requests: int = REQUESTS  # at once, a slot each
 
-    def length(self, sampled: bool = False) -> Length:
-        """How long greedy or sampled requests are measured."""
-        return (sampled and self.sampled) or Length(self.steps, self.apart, self.rounds)
+    def length(self) -> Length:
+        """How long requests are measured."""
+        return Length(self.steps, self.apart, self.rounds)
 
     @property
     def max_length(self) -> int:
@@ -97,8 +96,7 @@ def setups(quick: bool) -> list[Setup]:
         return [Setup("tiny model, V = 264", shipped, 8, 4, 3)]
     return [
         Setup("tiny model, V = 264", shipped, 30, 20, 7),
-        # A sampled step truncates 192 distributions: a third of a second on two cores.
-        Setup("random model, V = 16384", wide, 12, 6, 7, sampled=Length(4, 1, 7)),
+        Setup("random model, V = 16384", wide, 12, 6, 7),
     ]
 
 

@@ -75,6 +75,10 @@ SAMPLED = tuple(
         ("K = 20, processed", 20, LogprobsMode.PROCESSED),
     )
 )
+# What sampling itself costs: the same loop, whose requests are greedy.
+GREEDY_LOOP = Contender("greedy, no logprobs", None)
+OF_GREEDY = "% of greedy steps/s"
+
 
 
 def run(quick: bool = False) -> list[Comparison]:
@@ -87,11 +91,11 @@ def run(quick: bool = False) -> list[Comparison]:
         with_gpu = runs_on_gpu(config)
         greedy = [c for c in GREEDY if c.kernel != "separate" or with_gpu]
         chosen = [c for c in greedy if not (quick and c.name in NOT_QUICK)]
-        groups = {"greedy": chosen} if quick else {"greedy": chosen, "sampled": list(SAMPLED)}
+        sampled = [*SAMPLED, GREEDY_LOOP]
+        groups = {"greedy": chosen} if quick else {"greedy": chosen, "sampled": sampled}
         for kind, contenders in groups.items():
             title = f"decoding {setup.requests} {kind} requests, {DRAFTS} drafts, {setup.name}"
-            length = setup.length(sampled=kind == "sampled")
-            results.append(measure(title, setup, contenders, params, model, compiled, length))
+            results.append(measure(title, setup, contenders, params, model, compiled))
     return results
 
 
@@ -139,6 +143,10 @@ def measure(
     )
     baseline = rounds[served[0].name]
     figures = {name: figures_of(steps, baseline) for name, steps in rounds.items()}
+    if GREEDY_LOOP.name in rounds:
+        greedy = rounds[GREEDY_LOOP.name]
+        for name, steps in rounds.items():
+            figures[name][OF_GREEDY] = share_of(steps, greedy)
     targets = targets_of(found, figures, params, setup) if K20 in figures else ()
     return replace(found, figures=figures, targets=tuple(targets))
 
@@ -166,7 +174,8 @@ def run_rounds(title: str, rigs: dict[str, Rig], length: Length) -> dict[str, li
             seen[name] = rig.run(4, 2, keep=True)[1].content
             advance()
         for name, rig in rigs.items():
-            check(f"{title}: {name}", rig.contender, rig.requests, seen, names[0])
+            if rig.contender.temperature == rigs[names[0]].contender.temperature:
+                check(f"{title}: {name}", rig.contender, rig.requests, seen, names[0])
         for index in range(length.rounds):
             for name in rotated(names, index):
                 found = rigs[name].run(length.steps, length.apart)[0]
@@ -198,6 +207,12 @@ def check(
     )
 
 
+def share_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> float:
+    """How many steps a second, in percent of another contender's: the median over the rounds."""
+    kept = [base.step / mine.step for mine, base in zip(rounds, others, strict=True)]
+    return 100 * statistics.median(kept)
+
+
 def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, float]:
     """The figures beside the time: in us a step, medians over the rounds."""
 
@@ -206,10 +221,9 @@ def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, 
 
     # Differences within a round: drift between rounds cancels.
     added = [mine.step - base.step for mine, base in zip(rounds, baseline, strict=True)]
-    kept = [base.step / mine.step for mine, base in zip(rounds, baseline, strict=True)]
     return {
         "tokens/s": statistics.median(s.tokens / s.step for s in rounds),
-        "% of tokens/s": 100 * statistics.median(kept),
+        "% of tokens/s": share_of(rounds, baseline),
         "adds us": 1e6 * statistics.median(added),
         "worker us": 1e6 * median("output"),
         "host us": 1e6 * median("host"),

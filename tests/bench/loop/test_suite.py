@@ -146,8 +146,10 @@ def test_a_run_has_greedy_and_sampled_requests_each_with_a_baseline(compiled, mo
     monkeypatch.setattr(suite, "SAMPLED", processed)
     greedy, sampled = suite.run(quick=False)
     assert greedy.names == (OFF, K20)
-    assert sampled.names == (OFF, "K = 20, processed")
+    assert sampled.names == (OFF, "K = 20, processed", "greedy, no logprobs")
     assert sampled.figures["K = 20, processed"]["rows"] > 0
+    of_greedy = [sampled.figures[name][suite.OF_GREEDY] for name in sampled.names]
+    assert of_greedy[-1] == 100 != of_greedy[0] > 0
     assert "sampled" in sampled.title
     assert greedy.targets
     assert not sampled.targets
