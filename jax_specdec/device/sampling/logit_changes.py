@@ -1,0 +1,112 @@
+"""The logits that tokens are chosen from, where requests change the model's own.
+
+In this order: stop tokens that may not come yet are forbidden, biases are added, then the
+penalties for repetition, frequency and presence are applied. Temperature and filters come after.
+The penalties are vLLM's: https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html
+
+Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, N ids that a request names,
+V vocabulary (on this device).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from pallas_kernels import VocabShard
+
+
+class Changes(NamedTuple):
+    """What the slots' requests change; a slot that changes nothing has the numbers in brackets."""
+
+    repetition: Float32[Array, " B"]  # [1]
+    frequency: Float32[Array, " B"]  # [0]
+    presence: Float32[Array, " B"]  # [0]
+    output_start: Int32[Array, " B"]  # the position of the request's first emitted token
+    bias_ids: Int32[Array, "B N"]  # distinct; -1 where there is none
+    bias: Float32[Array, "B N"]
+    held_ids: Int32[Array, "B N"]  # ids that may not come yet; -1 where there is none
+    held_until: Int32[Array, " B"]  # the first position at which they may
+
+
+class Written(NamedTuple):
+    """The tokens that a step's rows come after."""
+
+    tokens: Int32[Array, "B T"]  # prompt and emitted tokens
+    lengths: Int32[Array, " B"]  # how many are known: row 0 decides the token at this position
+    draft_ids: Int32[Array, "B D"]  # row j comes after drafts 0..j-1 too
+
+
+def changed_logits(
+    logits: Float[Array, "B S V"],
+    changes: Changes,
+    written: Written,
+    parallel: Parallel = ONE_DEVICE,
+) -> Float32[Array, "B S V"]:
+    """The logits that choose each row's token: a changed copy.
+
+    With x a logit, r the repetition penalty and n how often the token was emitted before the row,
+    accepted or not yet verified drafts included:
+
+    1. x = -inf for held tokens, at positions before `held_until`.
+    2. x = x + bias
+    3. x = x / r if x > 0, else x * r, for tokens of the prompt and of what came before the row
+    4. x = x - frequency * n, then x - presence, if n > 0
+
+    Tokens that none of this is about keep their logits' values.
+
+    Args:
+      logits: the model's own, in any floating-point type.
+      changes: by slot.
+      written: by slot. Rows behind the last draft are nobody's.
+      parallel: the devices among which the vocabulary is split; the result is split alike.
+    """
+    return parallel.over_vocabulary(_changed, logits, (changes, written), split_result=True)
+
+
+def _changed(
+    shard: VocabShard, logits: jax.Array, whole: tuple[Changes, Written]
+) -> Float32[Array, "B S V"]:
+    """`changed_logits` where this device holds the columns of `shard`."""
+    changes, written = whole
+    batch, num_positions, width = logits.shape
+    columns = shard.ids(width)
+    slots = jnp.arange(batch, dtype=jnp.int32)[:, None]
+
+    def spread(ids: jax.Array, values: jax.Array) -> jax.Array:
+        """Values [B, M] added up in the columns [B, V] of their ids."""
+        here = ids - columns[0]
+        where = jnp.where((ids >= 0) & (here >= 0) & (here < width), here, width)
+        empty = jnp.zeros((batch, width), values.dtype)
+        return empty.at[slots, where].add(values, mode="drop")
+
+    place = jnp.arange(written.tokens.shape[1], dtype=jnp.int32)[None, :]
+    known = place < written.lengths[:, None]
+    emitted = known & (place >= changes.output_start[:, None])
+    counts, seen = (
+        spread(written.tokens, which.astype(jnp.int32))[:, None] for which in (emitted, known)
+    )
+    row = jnp.arange(num_positions, dtype=jnp.int32)[None, :, None]
+    for draft in range(num_positions - 1):
+        same = written.draft_ids[:, draft, None, None] == columns
+        counts += (same & (draft < row)).astype(jnp.int32)
+
+    x = logits.astype(jnp.float32)
+    if changes.held_ids.shape[1]:
+        held = spread(changes.held_ids, jnp.ones_like(changes.held_ids))[:, None] > 0
+        early = written.lengths[:, None, None] + row < changes.held_until[:, None, None]
+        x = jnp.where(held & early, -jnp.inf, x)
+    if changes.bias_ids.shape[1]:
+        bias = spread(changes.bias_ids, changes.bias)[:, None]
+        x = jnp.where(bias != 0, x + bias, x)
+    repetition, frequency, presence = (
+        per_slot[:, None, None]
+        for per_slot in (changes.repetition, changes.frequency, changes.presence)
+    )
+    again = (seen > 0) | (counts > 0)
+    x = jnp.where(again, jnp.where(x > 0, x / repetition, x * repetition), x)
+    # A minimum that changes nothing, but after which no compiler contracts product and difference.
+    lost = jnp.minimum(frequency * counts.astype(jnp.float32), jnp.float32(3e38))
+    return jnp.where(counts > 0, x - lost - presence, x)
