@@ -1,6 +1,6 @@
 """What the requests of a batch change of the logits, as the device needs it.
 
-Axes: B slots, N ids that a request names.
+Axes: B slots, I ids that a request names.
 """
 
 from collections.abc import Iterable, Sequence

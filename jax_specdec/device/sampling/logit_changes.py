@@ -4,7 +4,7 @@ In this order: stop tokens that may not come yet are forbidden, biases are added
 penalties for repetition, frequency and presence are applied. Temperature and filters come after.
 The penalties are vLLM's: https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html
 
-Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, N ids that a request names,
+Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, I ids that a request names,
 V vocabulary (on this device).
 """
 
@@ -25,9 +25,9 @@ class Changes(NamedTuple):
     frequency: Float32[Array, " B"]  # [0]
     presence: Float32[Array, " B"]  # [0]
     output_start: Int32[Array, " B"]  # the position of the request's first emitted token
-    bias_ids: Int32[Array, "B N"]  # distinct; -1 where there is none
-    bias: Float32[Array, "B N"]
-    held_ids: Int32[Array, "B N"]  # ids that may not come yet; -1 where there is none
+    bias_ids: Int32[Array, "B I"]  # distinct; -1 where there is none
+    bias: Float32[Array, "B I"]
+    held_ids: Int32[Array, "B I"]  # ids that may not come yet; -1 where there is none
     held_until: Int32[Array, " B"]  # the first position at which they may
 
 
@@ -76,7 +76,7 @@ def _changed(
     slots = jnp.arange(batch, dtype=jnp.int32)[:, None]
 
     def spread(ids: jax.Array, values: jax.Array) -> jax.Array:
-        """Values [B, M] added up in the columns [B, V] of their ids."""
+        """Values [B, ...] added up in the columns [B, V] of their ids."""
         here = ids - columns[0]
         where = jnp.where((ids >= 0) & (here >= 0) & (here < width), here, width)
         empty = jnp.zeros((batch, width), values.dtype)
@@ -90,7 +90,7 @@ def _changed(
     )
     row = jnp.arange(num_positions, dtype=jnp.int32)[None, :, None]
     for draft in range(num_positions - 1):
-        same = written.draft_ids[:, draft, None, None] == columns
+        same = written.draft_ids[:, draft, None, None] == columns[None, None]
         counts += (same & (draft < row)).astype(jnp.int32)
 
     x = logits.astype(jnp.float32)
