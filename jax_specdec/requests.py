@@ -146,15 +146,15 @@ class SamplingParams:
         return 0 if self.logprobs is None else self.logprobs + 1
 
     @property
+    def penalizes(self) -> bool:
+        """Whether tokens that came before are chosen with another probability for it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether tokens are chosen by other logits than the model's own."""
-        return bool(
-            self.logit_bias
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1
-            or (self.min_tokens and self.stop_token_ids)
-        )
+        held_back = self.min_tokens and self.stop_token_ids
+        return bool(self.penalizes or self.logit_bias or held_back)
 
     @property
     def most_kept(self) -> int | None:

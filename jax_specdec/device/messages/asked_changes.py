@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_specdec.device.messages.buckets import changes_bucket
-from jax_specdec.device.sampling.logit_changes import Changes
+from jax_specdec.device.sampling.logit_changes import Changes, Penalties
 from jax_specdec.requests import SamplingParams
 
 
@@ -35,15 +35,20 @@ def changes_of(
     held = [one.stop_token_ids if one.min_tokens else () for one in params]
     width = changes_bucket(max(map(len, (*biases, *held))))
     lengths = np.array(prompt_lengths, np.int32)
+    penalties = None
+    if any(one.penalizes for one in params):
+        penalties = Penalties(
+            repetition=_floats(one.repetition_penalty for one in params),
+            frequency=_floats(one.frequency_penalty for one in params),
+            presence=_floats(one.presence_penalty for one in params),
+            output_start=_on_host(lengths - np.array(num_emitted, np.int32)),
+        )
     changes = Changes(
-        repetition=_floats(one.repetition_penalty for one in params),
-        frequency=_floats(one.frequency_penalty for one in params),
-        presence=_floats(one.presence_penalty for one in params),
-        output_start=_on_host(lengths - np.array(num_emitted, np.int32)),
         bias_ids=_table([[id for id, _ in one] for one in biases], width, -1, np.int32),
         bias=_table([[bias for _, bias in one] for one in biases], width, 0, np.float32),
         held_ids=_table(held, width, -1, np.int32),
         held_until=_on_host(lengths + np.array([one.min_tokens for one in params], np.int32)),
+        penalties=penalties,
     )
     on_device: Changes = jax.device_put(changes)
     return on_device

@@ -18,17 +18,23 @@ from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import VocabShard
 
 
-class Changes(NamedTuple):
-    """What the slots' requests change; a slot that changes nothing has the numbers in brackets."""
+class Penalties(NamedTuple):
+    """The slots' penalties; a slot without them has the numbers in brackets."""
 
     repetition: Float32[Array, " B"]  # [1]
     frequency: Float32[Array, " B"]  # [0]
     presence: Float32[Array, " B"]  # [0]
     output_start: Int32[Array, " B"]  # the position of the request's first emitted token
+
+
+class Changes(NamedTuple):
+    """What the slots' requests change."""
+
     bias_ids: Int32[Array, "B I"]  # distinct; -1 where there is none
     bias: Float32[Array, "B I"]
     held_ids: Int32[Array, "B I"]  # ids that may not come yet; -1 where there is none
     held_until: Int32[Array, " B"]  # the first position at which they may
+    penalties: Penalties | None  # None: no slot has any
 
 
 class Written(NamedTuple):
@@ -71,42 +77,44 @@ def _changed(
 ) -> Float32[Array, "B S V"]:
     """`changed_logits` where this device holds the columns of `shard`."""
     changes, written = whole
-    batch, num_positions, width = logits.shape
-    columns = shard.ids(width)
-    slots = jnp.arange(batch, dtype=jnp.int32)[:, None]
-
-    def spread(ids: jax.Array, values: jax.Array) -> jax.Array:
-        """Values [B, ...] added up in the columns [B, V] of their ids."""
-        here = ids - columns[0]
-        where = jnp.where((ids >= 0) & (here >= 0) & (here < width), here, width)
-        empty = jnp.zeros((batch, width), values.dtype)
-        return empty.at[slots, where].add(values, mode="drop")
-
-    place = jnp.arange(written.tokens.shape[1], dtype=jnp.int32)[None, :]
-    known = place < written.lengths[:, None]
-    emitted = known & (place >= changes.output_start[:, None])
-    counts, seen = (
-        spread(written.tokens, which.astype(jnp.int32))[:, None] for which in (emitted, known)
-    )
+    num_positions, width = logits.shape[1:]
     row = jnp.arange(num_positions, dtype=jnp.int32)[None, :, None]
+    x = logits.astype(jnp.float32)
+    if changes.bias_ids.shape[1]:
+        slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None, None]
+        early = written.lengths[:, None, None] + row < changes.held_until[:, None, None]
+        held = jnp.where(early, _columns(changes.held_ids, shard, width)[:, None], width)
+        x = x.at[slot, row, held].set(-jnp.inf, mode="drop")
+        biased = _columns(changes.bias_ids, shard, width)[:, None]
+        x = x.at[slot, row, biased].add(changes.bias[:, None], mode="drop")
+    if changes.penalties is None:
+        return x
+    repetition, frequency, presence, output_start = (
+        one[:, None, None] for one in changes.penalties
+    )
+    place = jnp.arange(written.tokens.shape[1], dtype=jnp.int32)[None]
+    known = place < written.lengths[:, None]
+    columns = _columns(jnp.where(known, written.tokens, -1), shard, width)
+    slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
+    seen = jnp.zeros((len(logits), width), bool).at[slot, columns].set(True, mode="drop")
+    emitted = (place >= output_start[:, 0]).astype(jnp.int32)
+    counts = jnp.zeros((len(logits), width), jnp.int32)
+    counts = counts.at[slot, columns].add(emitted, mode="drop")[:, None]
+    drafts = _columns(written.draft_ids, shard, width)
     for draft in range(num_positions - 1):
-        same = written.draft_ids[:, draft, None, None] == columns[None, None]
+        same = drafts[:, draft, None, None] == jnp.arange(width, dtype=jnp.int32)[None, None]
         counts += (same & (draft < row)).astype(jnp.int32)
 
-    x = logits.astype(jnp.float32)
-    if changes.held_ids.shape[1]:
-        held = spread(changes.held_ids, jnp.ones_like(changes.held_ids))[:, None] > 0
-        early = written.lengths[:, None, None] + row < changes.held_until[:, None, None]
-        x = jnp.where(held & early, -jnp.inf, x)
-    if changes.bias_ids.shape[1]:
-        bias = spread(changes.bias_ids, changes.bias)[:, None]
-        x = jnp.where(bias != 0, x + bias, x)
-    repetition, frequency, presence = (
-        per_slot[:, None, None]
-        for per_slot in (changes.repetition, changes.frequency, changes.presence)
-    )
-    again = (seen > 0) | (counts > 0)
-    x = jnp.where(again, jnp.where(x > 0, x / repetition, x * repetition), x)
+    scaled = jnp.where(x > 0, x / repetition, x * repetition)
+    x = jnp.where((seen[:, None] | (counts > 0)) & (repetition != 1), scaled, x)
     # A minimum that changes nothing, but after which no compiler contracts product and difference.
     lost = jnp.minimum(frequency * counts.astype(jnp.float32), jnp.float32(3e38))
-    return jnp.where(counts > 0, x - lost - presence, x)
+    lowered = (counts > 0) & ((frequency != 0) | (presence != 0))
+    return jnp.where(lowered, x - lost - presence, x)
+
+
+def _columns(ids: Int32[Array, "B M"], shard: VocabShard, width: int) -> Int32[Array, "B M"]:
+    """The columns of ids on this device; `width`, which no column has, for all others."""
+    first = shard.ids(width)[0]
+    here = (ids >= 0) & (ids >= first) & (ids < first + width)
+    return jnp.where(here, ids - first, width)

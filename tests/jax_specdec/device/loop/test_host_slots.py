@@ -74,10 +74,12 @@ def test_a_batch_that_changes_nothing_has_no_changes():
 
 def test_what_slots_change_by_hand():
     found = all_asked([Slot(), *slots_of(*CHANGES[::-1])], 300).changes
-    assert found.repetition.tolist() == np.float32([1, 1, 1, 1.1, 1, 1]).tolist()
-    assert found.frequency.tolist() == np.float32([0, 0, 0, 0, -0.1, 0]).tolist()
-    assert found.presence.tolist() == np.float32([0, 0, 0, 0, 0, 0.1]).tolist()
-    assert found.output_start.tolist() == [0, 5, 5, 5, 5, 5]
+    penalties = found.penalties
+    assert penalties.repetition.tolist() == np.float32([1, 1, 1, 1.1, 1, 1]).tolist()
+    assert penalties.frequency.tolist() == np.float32([0, 0, 0, 0, -0.1, 0]).tolist()
+    assert penalties.presence.tolist() == np.float32([0, 0, 0, 0, 0, 0.1]).tolist()
+    assert penalties.output_start.tolist() == [0, 5, 5, 5, 5, 5]
+    assert all_asked(slots_of(*CHANGES[3:]), 300).changes.penalties is None
     assert found.held_until.tolist()[:2] == [0, 7]  # the prompt's length and min_tokens
     assert found.held_ids.shape == found.bias_ids.shape == found.bias.shape == (6, 16)
     assert found.held_ids[:, 0].tolist() == [-1, 3, -1, -1, -1, -1]
