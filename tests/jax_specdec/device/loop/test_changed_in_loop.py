@@ -127,6 +127,49 @@ def test_greedy_tokens_are_those_of_any_drafter(changed, name):
         assert other.token_ids(item.id) == changed.token_ids(item.id)
 
 
+@pytest.mark.slow
+def test_prompts_and_drafts_are_scored_as_without_changes():
+    """Prompts by the same request without changes, drafts by the draft model's own logits."""
+    given = {"max_tokens": 9, "logprobs": 3, "logprobs_mode": PROCESSED, "draft_logprobs": True,
+             "prompt_logprobs": 3}  # fmt: skip
+    prompt = [3, 5, 3, 5, 4, 9]
+    requests = [
+        request(name, prompt, **given | SAMPLED | changes)
+        for name, changes in (("changed", ALL | {"stop_token_ids": ()}), ("plain", {}))
+    ]
+    result = run(requests, "mtp")
+    rows = {
+        name: [record.prompt for record in result.records[name] if record.prompt is not None]
+        for name in ("changed", "plain")
+    }
+    assert sum(len(part.token_ids) for part in rows["plain"]) == len(prompt) - 1
+    for ours, theirs in zip(rows["changed"], rows["plain"], strict=True):
+        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+        np.testing.assert_array_equal(ours.topk_ids, theirs.topk_ids)
+    in_mode.check_records(result, requests[1:])
+    for record in result.records["changed"]:
+        if record.draft is not None:
+            output = result.outputs[record.step]
+            count = output.drafts.num[record.slot]
+            in_mode.check_rows(
+                output.drafts.told.logits[record.slot][:count], requests[0].params,
+                record.draft.token_ids, record.draft.logprobs, record.draft.topk_ids,
+                record.draft.token_ranks,
+            )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_row_of_which_nothing_is_left_ends_the_step():
+    """Every token may not come yet: the lowest one comes, with the model's own logprob."""
+    item = request("r", [1, 2, 3], max_tokens=9, min_tokens=3, logprobs=0, presence_penalty=1.0,
+                   stop_token_ids=range(VOCAB))  # fmt: skip
+    (record,) = [one for one in run([item], "ngram").records["r"] if one.num_tokens]
+    assert record.token_ids.tolist() == [0]
+    assert record.finish_reason is FinishReason.STOP_TOKEN
+    assert np.isfinite(record.logprobs).all()
+    assert record.valid.all()
+
+
 def test_tokens_do_not_depend_on_the_company(changed):
     """Beside one other or many, in any slot: the same tokens, and logprobs bit for bit."""
     for n in (1, 4, 5, 6, 13):
@@ -135,6 +178,16 @@ def test_tokens_do_not_depend_on_the_company(changed):
         assert alone.token_ids(item.id) == changed.token_ids(item.id)
         for ours, theirs in zip(alone.records[item.id], changed.records[item.id], strict=True):
             np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+
+
+def test_a_request_without_changes_gets_the_same_beside_those_that_have_some(changed):
+    """Alone, it runs the program that knows of none."""
+    for n in (6, 12):
+        item = asking()[n]
+        assert not item.params.changes_logits
+        alone = run([item], "mtp")
+        assert all(output.changed is None for output in alone.outputs)
+        assert alone.token_ids(item.id) == changed.token_ids(item.id)
 
 
 def test_a_draft_that_does_not_count_is_noticed(monkeypatch):
