@@ -118,7 +118,8 @@ def test_raw_logprobs_are_the_models_own_though_the_choice_is_another(changed):
     assert (ranks > 1).sum() > 10
 
 
-@pytest.mark.parametrize("name", ["ngram", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ngram", "none"])
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_any_drafter(changed, name):
     greedy = [item for item in asking() if item.params.temperature == 0]
     other = run([asking()[0], *greedy], name)
@@ -180,6 +181,7 @@ def test_tokens_do_not_depend_on_the_company(changed):
             np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
 
 
+@pytest.mark.slow
 def test_a_request_without_changes_gets_the_same_beside_those_that_have_some(changed):
     """Alone, it runs the program that knows of none."""
     for n in (6, 12):
@@ -190,6 +192,7 @@ def test_a_request_without_changes_gets_the_same_beside_those_that_have_some(cha
         assert alone.token_ids(item.id) == changed.token_ids(item.id)
 
 
+@pytest.mark.slow
 def test_a_draft_that_does_not_count_is_noticed(monkeypatch):
     """The rows behind a draft then have the counts of the row before it."""
     written = step_module.Written

@@ -87,6 +87,19 @@ def test_every_slot_against_lists(dtype):
     np.testing.assert_array_equal(found[1], logits[1].astype(np.float32))  # it asks for nothing
 
 
+def test_drafts_that_do_not_count_are_noticed():
+    """Negative control: row 0 is right without them, and each row behind a draft is not."""
+    logits, params, prompts, emitted, drafts = some()
+    logits[:] = np.arange(1, 41)  # no token is -inf, NaN or 0, which penalties might not change
+    whole, without = (
+        changed(logits, params, prompts, emitted, ids) for ids in (drafts, np.full_like(drafts, -1))
+    )
+    penalized = [one.penalizes for one in params]
+    differs = (whole != without).any(axis=2)[penalized]
+    assert not differs[:, 0].any()
+    assert differs[:, 1:].all()
+
+
 def test_a_held_token_is_forbidden_whatever_its_logit():
     logits = np.full((1, 1, 4), NAN, np.float32)
     params = SamplingParams(min_tokens=1, stop_token_ids=(2, 3), logit_bias={2: 5.0})
