@@ -200,6 +200,7 @@ def _params(
             "max_tokens",
             param="min_tokens",
         )
+    _check_biased(given.get("logit_bias", {}), model.vocab_size)
     eos = () if given.get("ignore_eos", False) else model.eos_token_ids
     try:
         return SamplingParams(
@@ -226,6 +227,17 @@ def _params(
         said = str(error)
         named = [one for one in given if one in said]  # the first one is what it is about
         raise ApiError(400, said, param=min(named, key=said.index, default=None)) from error
+
+
+def _check_biased(bias: Mapping[str, float], vocab_size: int) -> None:
+    """Refuse a bias for a token that the model does not have; the names are decimal numbers."""
+    for name in bias:
+        if int(name) >= vocab_size:
+            raise ApiError(
+                400,
+                f"logit_bias: token id {name} is outside the vocabulary (0 to {vocab_size - 1})",
+                param="logit_bias",
+            )
 
 
 def _prompts(prompt: Any) -> list[Any]:
