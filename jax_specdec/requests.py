@@ -4,6 +4,7 @@ Values are checked here, once, at the boundary: all code behind it relies on the
 """
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Self
@@ -16,6 +17,12 @@ from ipc.wire import MAX_CHOSEN, MAX_KEPT, MAX_TOP_K, LogprobsMode
 # use greedy. Above it, logits that differ by 100 change probabilities by 1 %: use a uniform draw.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 MAX_TOKEN_ID = 2**31 - 1  # ids are int32, whatever the vocabulary
+MAX_PENALTY = 2.0  # of presence and frequency, either way, as in OpenAI's API
+# Beyond, float32 logits might overflow.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_BIAS_SIZE = 100.0  # of a token's logit_bias, either way, as in OpenAI's API
+MAX_BIASED_IDS = 1024  # entries of logit_bias
+MAX_HELD_IDS = 1024  # stop token ids of a request with min_tokens
 
 
 class RequestError(ValueError):
@@ -46,6 +53,15 @@ class SamplingParams:
         before it, and the K most likely there. The first prompt token has none.
       kept_token_ids: also send the ids that each emitted token's processed distribution kept, and
         the log of their share: what a learner needs to score the token as it was drawn.
+      presence_penalty: taken from the logits of tokens that were emitted before, -2 to 2.
+      frequency_penalty: taken from them for each time that they were emitted, -2 to 2.
+      repetition_penalty: a positive logit of a token of the prompt or of those emitted before is
+        divided by it, another one is multiplied; from MIN_REPETITION_PENALTY to
+        MAX_REPETITION_PENALTY. 1 changes nothing.
+      logit_bias: a number from -100 to 100 for each of some token ids, which is added to their
+        logits; a mapping or pairs, kept as pairs.
+      min_tokens: tokens that come before any end: `stop_token_ids` are not chosen before, and stop
+        sequences not looked for. At most `max_tokens`.
     """
 
     max_tokens: int = 64
@@ -62,6 +78,11 @@ class SamplingParams:
     draft_logprobs: bool = False
     prompt_logprobs: int | None = None
     kept_token_ids: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("stop_token_ids", "extra_token_ids"):
@@ -96,11 +117,44 @@ class SamplingParams:
             raise RequestError(f"kept_token_ids = {self.kept_token_ids!r} must be True or False")
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name))
+            _in_range(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
+        _number("repetition_penalty", self.repetition_penalty)
+        _in_range(
+            "repetition_penalty",
+            self.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        )
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens = {self.min_tokens} is over max_tokens = {self.max_tokens}: lower it, "
+                "or raise max_tokens"
+            )
+        if self.min_tokens and len(self.stop_token_ids) > MAX_HELD_IDS:
+            raise RequestError(
+                f"min_tokens = {self.min_tokens} with {len(self.stop_token_ids)} stop_token_ids: "
+                f"{MAX_HELD_IDS} may be held back; name fewer, or leave min_tokens out"
+            )
 
     @property
     def num_columns(self) -> int:
         """Columns of logprobs in each row: 0 without logprobs, K + 1 otherwise."""
         return 0 if self.logprobs is None else self.logprobs + 1
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that came before are chosen with another probability for it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are chosen by other logits than the model's own."""
+        held_back = self.min_tokens and self.stop_token_ids
+        return bool(self.penalizes or self.logit_bias or held_back)
 
     @property
     def most_kept(self) -> int | None:
@@ -134,21 +188,31 @@ class Request:
         self._keep(ids, packed(ids))
 
     @classmethod
-    def from_packed(cls, id: str, prompt: bytes, params: SamplingParams) -> Self:
-        """A request whose prompt is packed already; see `packed`.
+    def from_packed(
+        cls, id: str, prompt: bytes, params: SamplingParams, num_emitted: int = 0
+    ) -> Self:
+        """A request whose prompt is packed already; see `packed` and `num_emitted`.
 
         Raises:
-          RequestError: the prompt is empty, or holds what is no token id.
+          RequestError: the prompt is empty, or holds what is no token id, or fewer tokens than were
+            emitted.
         """
         ids = unpacked(prompt)
         if not ids:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
-        return cls._made(id, ids, prompt, params)
+        _whole("num_emitted", num_emitted, 0, len(ids) - 1)
+        return cls._made(id, ids, prompt, params, num_emitted)
 
     def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> "Request":
         """The request with tokens behind its prompt that were emitted for it, unchecked."""
         prompt = self.packed_prompt + packed(token_ids)
-        return _Continued._packed_only(self.id, prompt, params)
+        return _Continued._packed_only(self.id, prompt, params, len(token_ids))
+
+    @property
+    def num_emitted(self) -> int:
+        """How many tokens at the prompt's end were emitted for it: it goes on elsewhere."""
+        count: int = self.__dict__.get("_num_emitted", 0)
+        return count
 
     @property
     def packed_prompt(self) -> bytes:
@@ -157,10 +221,17 @@ class Request:
         return kept
 
     @classmethod
-    def _made(cls, id: str, ids: tuple[int, ...], prompt: bytes, params: SamplingParams) -> Self:
+    def _made(
+        cls,
+        id: str,
+        ids: tuple[int, ...],
+        prompt: bytes,
+        params: SamplingParams,
+        num_emitted: int,
+    ) -> Self:
         request = object.__new__(cls)
-        object.__setattr__(request, "id", id)
-        object.__setattr__(request, "params", params)
+        for name, value in (("id", id), ("params", params), ("_num_emitted", num_emitted)):
+            object.__setattr__(request, name, value)
         request._keep(ids, prompt)
         return request
 
@@ -173,9 +244,10 @@ class _Continued(Request):
     """A request whose ids are unpacked only where somebody asks: an engine sends them packed."""
 
     @classmethod
-    def _packed_only(cls, id: str, prompt: bytes, params: SamplingParams) -> Self:
+    def _packed_only(cls, id: str, prompt: bytes, params: SamplingParams, num_emitted: int) -> Self:
         request = object.__new__(cls)
-        for name, value in (("id", id), ("params", params), ("_packed", prompt)):
+        values = {"id": id, "params": params, "_packed": prompt, "_num_emitted": num_emitted}
+        for name, value in values.items():
             object.__setattr__(request, name, value)
         return request
 
@@ -210,6 +282,41 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
         if type(id) is not int or not 0 <= id <= MAX_TOKEN_ID:
             _whole(name, id, 0, MAX_TOKEN_ID)  # which accepts NumPy's integers
     return tuple(map(index, ids))
+
+
+def biases_of_json(value: Mapping[str, Any]) -> tuple[tuple[int, Any], ...]:
+    """The pairs of a JSON object, whose names are token ids as text; numbers are not looked at.
+
+    Raises:
+      RequestError: a name is no token id.
+    """
+    for name in value:
+        # Unlike int(): no signs, spaces or underscores, and one way to write each id.
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10 and str(int(name)) == name):
+            raise RequestError(f"logit_bias names {name[:80]!r}, which is no token id")
+    return tuple((int(name), bias) for name, bias in value.items())
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """A logit bias as pairs of plain numbers, each id once."""
+    pairs = _items("logit_bias", value.items() if isinstance(value, Mapping) else value, "pairs")
+    if len(pairs) > MAX_BIASED_IDS:
+        raise RequestError(
+            f"logit_bias has {len(pairs)} entries and may have {MAX_BIASED_IDS}: name fewer tokens"
+        )
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise RequestError(f"logit_bias has {pair!r}, not a token id and a number")
+        id, bias = pair
+        _whole("logit_bias: token id", id, 0, MAX_TOKEN_ID)
+        name = f"logit_bias of token {id}"
+        _number(name, bias)
+        _in_range(name, bias, -MAX_BIAS_SIZE, MAX_BIAS_SIZE)
+        if index(id) in found:
+            raise RequestError(f"logit_bias names token {id} twice: give it one number")
+        found[index(id)] = float(bias)
+    return tuple(found.items())
 
 
 def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:

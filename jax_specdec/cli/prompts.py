@@ -18,7 +18,7 @@ from typing import Any, Protocol, get_type_hints
 
 from ipc.wire import LogprobsMode
 from jax_specdec.cli.argument_types import closest
-from jax_specdec.requests import Request, RequestError, SamplingParams
+from jax_specdec.requests import Request, RequestError, SamplingParams, biases_of_json
 
 STANDARD_INPUT = Path("-")
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
@@ -216,6 +216,8 @@ def _field(name: str, value: Any, kind: Any) -> Any:
         return _ids(name, value)
     if name == "stop_sequences":
         return tuple(_ids(name, one) for one in _of_type(name, value, list))
+    if name == "logit_bias":
+        return biases_of_json(_of_type(name, value, dict))
     if name == "logprobs_mode":
         if value not in _MODES:
             raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")

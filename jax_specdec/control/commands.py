@@ -213,6 +213,7 @@ def to_bytes(command: Command) -> bytes:
             request.packed_prompt,
             packed(command.draft_token_ids),
             params,
+            request.num_emitted,
         ]
     else:
         values = [type(command).__name__.lower(), *vars(command).values()]
@@ -275,11 +276,11 @@ def from_line(line: str | bytes) -> Start:
 def _command(values: Any) -> Command:
     name, *rest = values
     if name == "admit":
-        slot, generation, id, prompt, drafts, params = rest
+        slot, generation, id, prompt, drafts, params, num_emitted = rest
         return Admit(
             slot=operator.index(slot),
             generation=operator.index(generation),
-            request=Request.from_packed(id, prompt, _params(params)),
+            request=Request.from_packed(id, prompt, _params(params), num_emitted),
             draft_token_ids=unpacked(drafts),
         )
     kind, rest = _PLAIN[name], [operator.index(value) for value in rest]

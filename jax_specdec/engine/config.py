@@ -162,7 +162,8 @@ def check(request: Request, config: EngineConfig) -> None:
     # A long prompt's ids are not looked at one by one: the engine has other requests to see to.
     prompt = np.frombuffer(request.packed_prompt, np.int32)
     extra = np.array(params.extra_token_ids, np.int32)
-    for name, named in (("prompt", prompt), ("extra", extra)):
+    biased = np.array([id for id, _ in params.logit_bias], np.int32)
+    for name, named in (("prompt", prompt), ("extra", extra), ("logit_bias", biased)):
         if named.size and not 0 <= int(named.min()) <= int(named.max()) < config.vocab_size:
             wrong = int(named[(named < 0) | (named >= config.vocab_size)][0])
             raise RequestError(

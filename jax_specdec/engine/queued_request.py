@@ -51,8 +51,13 @@ class QueuedRequest:
         request, emitted = self.request, self.progress.token_ids
         if not emitted:
             return request
-        left = request.params.max_tokens - len(emitted)
-        params = replace(request.params, max_tokens=left, prompt_logprobs=None)
+        left, least = (
+            number - len(emitted)
+            for number in (request.params.max_tokens, request.params.min_tokens)
+        )
+        params = replace(
+            request.params, max_tokens=left, min_tokens=max(least, 0), prompt_logprobs=None
+        )
         return request.continued(emitted, params)
 
 

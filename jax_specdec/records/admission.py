@@ -175,7 +175,7 @@ def _check_progress(request: Request, progress: Progress) -> None:
         )
     if tokens and tokens[-1] in params.stop_token_ids:
         raise ProcessorError(f"request {request.id!r} has ended with stop token {tokens[-1]}")
-    if stop_rules.sequence_ending(params, tokens) is not None:
+    if stop_rules.sequence_ending(params, tokens, len(tokens)) is not None:
         raise ProcessorError(f"request {request.id!r} has ended with a stop sequence")
     if tokens and params.num_columns and progress.cumulative_logprob is None:
         raise ProcessorError(

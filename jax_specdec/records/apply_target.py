@@ -205,10 +205,11 @@ def _stop_at(
     token = int(message.token_ids[start + position])
     if token in params.stop_token_ids:
         return FinishReason.STOP_TOKEN, token
-    remembered = min(int(state.columns.num_tokens[slot]), state.columns.tail.shape[1])
+    before = int(state.columns.num_tokens[slot])
+    remembered = min(before, state.columns.tail.shape[1])
     tail = state.columns.tail[slot, state.columns.tail.shape[1] - remembered :].tolist()
     emitted = message.token_ids[start : start + position + 1].tolist()
-    index = stop_rules.sequence_ending(params, tail + emitted)
+    index = stop_rules.sequence_ending(params, tail + emitted, before + len(emitted))
     return None if index is None else (FinishReason.STOP_SEQUENCE, index)
 
 

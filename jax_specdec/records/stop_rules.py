@@ -48,8 +48,16 @@ def history_needed(params: SamplingParams) -> int:
     return max((len(sequence) - 1 for sequence in params.stop_sequences), default=0)
 
 
-def sequence_ending(params: SamplingParams, token_ids: list[int]) -> int | None:
-    """The index of the first stop sequence that `token_ids` ends with, or None."""
+def sequence_ending(params: SamplingParams, token_ids: list[int], num_emitted: int) -> int | None:
+    """The index of the first stop sequence that `token_ids` ends with, or None.
+
+    Args:
+      params: the request's.
+      token_ids: the newest tokens, as many as `history_needed` and one.
+      num_emitted: all tokens so far; none of the first `min_tokens` ends a sequence.
+    """
+    if num_emitted <= params.min_tokens:
+        return None
     for index, sequence in enumerate(params.stop_sequences):
         if len(sequence) <= len(token_ids) and token_ids[-len(sequence) :] == list(sequence):
             return index

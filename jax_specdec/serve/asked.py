@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ipc.wire import LogprobsMode
-from jax_specdec.requests import Request, RequestError, SamplingParams
+from jax_specdec.requests import Request, RequestError, SamplingParams, biases_of_json
 from jax_specdec.serve import fields
 from jax_specdec.serve.checks import check_body
 from jax_specdec.serve.errors import ApiError
@@ -192,6 +192,15 @@ def _params(
             raise ApiError(
                 400, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens", param=name
             )
+    min_tokens = given.get("min_tokens", 0)
+    if min_tokens > max_tokens:
+        raise ApiError(
+            400,
+            f"min_tokens = {min_tokens} is over max_tokens = {max_tokens}: lower it, or raise "
+            "max_tokens",
+            param="min_tokens",
+        )
+    _check_biased(given.get("logit_bias", {}), model.vocab_size)
     eos = () if given.get("ignore_eos", False) else model.eos_token_ids
     try:
         return SamplingParams(
@@ -208,12 +217,27 @@ def _params(
             draft_logprobs=given.get("draft_logprobs", False),
             prompt_logprobs=max(prompt_k, default=None),
             kept_token_ids=given.get("kept_token_ids", False),
+            presence_penalty=float(given.get("presence_penalty", 0.0)),
+            frequency_penalty=float(given.get("frequency_penalty", 0.0)),
+            repetition_penalty=float(given.get("repetition_penalty", 1.0)),
+            logit_bias=biases_of_json(given.get("logit_bias", {})),
+            min_tokens=min_tokens,
         )
     except RequestError as error:
         said = str(error)
-        raise ApiError(
-            400, said, param=next((one for one in given if one in said), None)
-        ) from error
+        named = [one for one in given if one in said]  # the first one is what it is about
+        raise ApiError(400, said, param=min(named, key=said.index, default=None)) from error
+
+
+def _check_biased(bias: Mapping[str, float], vocab_size: int) -> None:
+    """Refuse a bias for a token that the model does not have; the names are decimal numbers."""
+    for name in bias:
+        if int(name) >= vocab_size:
+            raise ApiError(
+                400,
+                f"logit_bias: token id {name} is outside the vocabulary (0 to {vocab_size - 1})",
+                param="logit_bias",
+            )
 
 
 def _prompts(prompt: Any) -> list[Any]:

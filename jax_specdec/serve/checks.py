@@ -7,6 +7,7 @@ items are looked at in one go.
 import difflib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -137,6 +138,8 @@ def _wrong_array(value: list[Any], schema: Schema) -> str | None:
 
 
 def _wrong_object(value: dict[str, Any], schema: Schema) -> str | None:
+    if "properties" not in schema:
+        return _wrong_mapping(value, schema)
     known, needed = schema["properties"], schema.get("required", ())
     for name, one in value.items():
         if name not in known:
@@ -147,6 +150,18 @@ def _wrong_object(value: dict[str, Any], schema: Schema) -> str | None:
             return f"{name} {wrong}"
     missing = [name for name in needed if name not in value]
     return f"{missing[0]} is missing" if missing else None
+
+
+def _wrong_mapping(value: dict[str, Any], schema: Schema) -> str | None:
+    """Of an object whose names are values too."""
+    if len(value) > schema["maxProperties"]:
+        return f"has {len(value)} entries and may have {schema['maxProperties']}"
+    for name, one in value.items():
+        if not re.fullmatch(schema["propertyNames"]["pattern"], name):
+            return f"{name[:80]!r} is no token id"
+        if (wrong := _wrong(one, schema["additionalProperties"])) is not None:
+            return f"the number of token {name} {wrong}"
+    return None
 
 
 _BY_TYPE: dict[str, Callable[[Any, Schema], str | None]] = {

@@ -21,10 +21,12 @@ class Choice:
     Attributes:
       index: the choice's number in the answer.
       num_tokens: tokens of its text.
+      min_tokens: those of them before which it does not end.
     """
 
     def __init__(self, index: int, request: Request, asked: Asked, model: ServedModel) -> None:
         self.index, self.num_tokens = index, 0
+        self.min_tokens = request.params.min_tokens
         self._request, self._asked, self._model = request, asked, model
         self._prompt: list[PromptRows] = []
         self._text = TextStream(model.table)  # before the part that comes next

@@ -47,17 +47,26 @@ class Delivery:
       found: the stop string that ended the text; then no further record may be given.
     """
 
-    def __init__(self, table: TokenTable, stops: Sequence[str] = (), *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        stops: Sequence[str] = (),
+        *,
+        keep: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         """Begin a text.
 
         Args:
           table: the strings of the tokenizer.
           stops: strings that end the text.
           keep: the string that ends it belongs to it.
+          min_tokens: the text of so many first tokens completes none of them.
         """
         self._table, self._stream = table, TextStream(table)
         self._stops = StopStrings(stops, keep=keep) if stops else None
         self._held: list[_Held] = []
+        self._min_tokens, self._num_tokens = min_tokens, 0  # looked at for stop strings
         self._sum = 0.0  # the logprobs of what was sent
 
     @property
@@ -75,12 +84,13 @@ class Delivery:
         for token_id in ids:  # one by one: nothing depends on how many came together
             text, places = self._stream.push_with_offsets([token_id])
             offsets += places
-            self._stops.push(text)
+            self._num_tokens += 1
+            self._stops.push(text, may_end=self._may_end)
             if self._stops.end is not None:
                 break
         else:
             if over:
-                self._stops.push(self._stream.finish())
+                self._stops.push(self._stream.finish(), may_end=self._may_end)
         end = self._stream.length
         self._held.append(_Held(record, offsets, begin, end, end + self._stream.inside_character))
         if self._stops.end is not None:
@@ -90,6 +100,10 @@ class Delivery:
         while self._held and (over or self._held[0].needs <= certain):
             parts.append(self._part(self._held.pop(0)))
         return parts
+
+    @property
+    def _may_end(self) -> bool:
+        return self._num_tokens > self._min_tokens
 
     def _cut(self, end: int) -> list[Part]:
         """What is left of the records that were held; tokens that begin behind the end are cut.

@@ -9,7 +9,15 @@ https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 from typing import Any
 
 from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
-from jax_specdec.requests import MAX_TEMPERATURE, MAX_TOKEN_ID
+from jax_specdec.requests import (
+    MAX_BIAS_SIZE,
+    MAX_BIASED_IDS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MAX_TOKEN_ID,
+    MIN_REPETITION_PENALTY,
+)
 
 MAX_STOPS = 16
 MAX_CHOICES = 128  # of one HTTP request: its prompts, each `n` times
@@ -52,6 +60,20 @@ COMMON: dict[str, Schema] = {
         "properties": {"include_usage": _SWITCH},
         "additionalProperties": False,
     },
+    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY, 0.0),
+    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY, 0.0),
+    "repetition_penalty": _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, 1.0),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+        "additionalProperties": {
+            "type": "number",
+            "minimum": -MAX_BIAS_SIZE,
+            "maximum": MAX_BIAS_SIZE,
+        },
+        "maxProperties": MAX_BIASED_IDS,
+    },
+    "min_tokens": _whole(0, 2**31 - 1, 0),
     "user": _TEXT,
     "priority": _whole(-(2**31), 2**31 - 1, 0),
     # Beyond OpenAI's: vLLM's names where it has them.
@@ -113,11 +135,6 @@ CHAT: dict[str, Schema] = {
 
 # Not served yet: only the value that changes nothing is taken.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_tokens": (0,),
     "response_format": ({"type": "text"},),
     "best_of": (1,),
     "suffix": ("",),

@@ -161,7 +161,12 @@ class Run:
           ApiError: the request ended early.
         """
         asked = self._asked
-        delivery = Delivery(self._model.table, asked.stops, keep=asked.keep_stop)
+        delivery = Delivery(
+            self._model.table,
+            asked.stops,
+            keep=asked.keep_stop,
+            min_tokens=choice.min_tokens,
+        )
         try:
             async for record in stream:
                 if record.prompt is not None:

@@ -29,14 +29,24 @@ class StopStrings:
         self._strings, self._keep = tuple(strings), keep
         self._longest = max(map(len, strings), default=1)
 
-    def push(self, text: str) -> None:
-        """Add what comes next; nothing changes behind the end."""
+    def push(self, text: str, *, may_end: bool = True) -> None:
+        """Add what comes next; nothing changes behind the end.
+
+        Args:
+          text: characters.
+          may_end: the text may end here. Otherwise a string that these characters complete is none;
+            one that they begin may be completed by later ones.
+        """
         if self.end is not None:
             return
-        begin = max(len(self.text) - self._longest + 1, 0)
+        before = len(self.text)
         self.text += text
+        if not may_end:
+            return
         # The one that is complete first; of two that are so together, the longer one.
-        places = [(self.text.find(one, begin), one) for one in self._strings]
+        places = [
+            (self.text.find(one, max(before - len(one) + 1, 0)), one) for one in self._strings
+        ]
         ends = [(at + len(one), -len(one), one) for at, one in places if at >= 0]
         if ends:
             behind, _, self.found = min(ends)

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.fast
 SECTIONS = [
     "Rows",
     "Logprobs",
+    "Penalties and biases",
     "Logprobs from hidden states",
     "Kept sets",
     "Messages",

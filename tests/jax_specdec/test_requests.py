@@ -1,8 +1,12 @@
 """What a request may ask for."""
 
+import numpy as np
 import pytest
 
-from jax_specdec.requests import Request, RequestError, SamplingParams
+from jax_specdec.control import Admit, from_bytes, to_bytes
+from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.records.processor_state import Progress
+from jax_specdec.requests import Request, RequestError, SamplingParams, packed
 
 pytestmark = pytest.mark.fast
 
@@ -29,3 +33,67 @@ def test_an_id_is_a_string(id):
     with pytest.raises(RequestError, match=r"^request id = .* must be a string"):
         Request(id=id, prompt_token_ids=(1,))
     assert Request(id="a", prompt_token_ids=(1,)).id == "a"
+
+
+def test_penalties_biases_and_min_tokens_have_ranges():
+    SamplingParams(presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=0.01)
+    SamplingParams(repetition_penalty=100, logit_bias={0: -100, 5: 100}, max_tokens=3, min_tokens=3)
+    for name, wrong in (
+        ("presence_penalty", 2.01), ("frequency_penalty", -2.01), ("repetition_penalty", 0.0),
+        ("repetition_penalty", 100.1), ("presence_penalty", float("nan")), ("min_tokens", -1),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=rf"^{name} = .* must be (a whole number )?from"):
+            SamplingParams(**{name: wrong})
+    with pytest.raises(RequestError, match=r"^repetition_penalty = '1' must be a Python number"):
+        SamplingParams(repetition_penalty="1")
+    with pytest.raises(RequestError, match=r"^min_tokens = 4 is over max_tokens = 3: lower it"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+
+
+def test_a_logit_bias_is_kept_as_pairs_of_plain_numbers():
+    given = {3: 1, np.int64(7): -0.5}
+    pairs = ((3, 1.0), (7, -0.5))
+    for form in (given, given.items(), list(given.items()), [list(pair) for pair in given.items()]):
+        assert SamplingParams(logit_bias=form).logit_bias == pairs
+    assert hash(SamplingParams(logit_bias=given)) == hash(SamplingParams(logit_bias=pairs))
+
+
+@pytest.mark.parametrize(
+    ("bias", "said"),
+    [
+        (3, "logit_bias = 3 must be a sequence of pairs"),
+        ([3], "logit_bias has 3, not a token id and a number"),
+        ([(1, 2.0, 3)], r"logit_bias has \(1, 2.0, 3\), not"),
+        ({"3": 1.0}, "logit_bias: token id = '3' must be a whole number"),
+        ({-1: 1.0}, "logit_bias: token id = -1 must be from 0 to 2147483647"),
+        ({3: "1"}, "logit_bias of token 3 = '1' must be a Python number"),
+        ({3: float("-inf")}, "logit_bias of token 3 = -inf must be from -100.0 to 100.0"),
+        ([(3, 1.0), (3, 2.0)], "logit_bias names token 3 twice"),
+        (dict.fromkeys(range(1025), 1.0), "logit_bias has 1025 entries and may have 1024"),
+    ],
+)
+def test_what_is_no_logit_bias_is_refused_by_name(bias, said):
+    with pytest.raises(RequestError, match=f"^{said}"):
+        SamplingParams(logit_bias=bias)
+
+
+def test_more_stop_tokens_than_can_be_held_back_are_refused():
+    SamplingParams(stop_token_ids=range(1025))
+    SamplingParams(stop_token_ids=range(1024), min_tokens=1)
+    with pytest.raises(RequestError, match="1025 stop_token_ids: 1024 may be held back"):
+        SamplingParams(stop_token_ids=range(1025), min_tokens=1)
+
+
+def test_a_request_that_goes_on_knows_which_tokens_were_emitted():
+    params = SamplingParams(max_tokens=9, min_tokens=4, presence_penalty=1.0, prompt_logprobs=0)
+    request = Request(id="a", prompt_token_ids=(1, 2), params=params)
+    assert request.num_emitted == 0
+    for emitted, least in (((5, 6, 7), 1), ((5,) * 6, 0)):
+        queued = QueuedRequest(request=request, progress=Progress(token_ids=emitted))
+        told = from_bytes(to_bytes(Admit(slot=0, generation=1, request=queued.for_worker))).request
+        assert told.prompt_token_ids == (1, 2, *emitted)
+        assert told.num_emitted == len(emitted)
+        assert told.params.max_tokens == 9 - len(emitted)
+        assert told.params.min_tokens == least
+    with pytest.raises(RequestError, match="num_emitted = 2 must be from 0 to 1"):
+        Request.from_packed("a", packed((1, 2)), params, 2)

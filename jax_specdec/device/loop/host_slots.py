@@ -7,6 +7,7 @@ requests asked for and from how far their prompts have come.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
 from jax_specdec.device.messages.asked import Asked, Widths, asked_of, sampling_of, widths_of
+from jax_specdec.device.messages.asked_changes import changes_of
+from jax_specdec.device.sampling.logit_changes import Changes
 from jax_specdec.requests import Request, SamplingParams
 
 NOTHING_ASKED = SamplingParams()  # by an empty slot
@@ -28,6 +31,7 @@ class Slot:
     most_tokens: int = 0  # a step; 0 while nothing can be emitted
     prefill_at: int | None = None  # next prompt token to run; None when none is left
     prompt_length: int = 0
+    num_emitted: int = 0  # tokens at the prompt's end that were emitted for the request elsewhere
     verdict: int = 0  # PREEMPTED or RECOVERY_STOP until a message has said so, else 0
 
     @property
@@ -53,6 +57,25 @@ def asked_of_slots(slots: Sequence[Slot], widths: Widths) -> Asked:
         generation=[slot.generation for slot in slots],
         verdict=[slot.verdict for slot in slots],
     )
+
+
+class AllAsked(NamedTuple):
+    """What the slots ask of a step; the same until a slot gets or loses a request."""
+
+    widths: Widths
+    asked: Asked
+    changes: Changes | None  # None where no slot changes the logits that choose
+
+
+def all_asked(slots: Sequence[Slot], vocab_size: int) -> AllAsked:
+    """What these slots ask of a step: static limits, and values on the device."""
+    widths = widths_of_slots(slots, vocab_size)
+    changes = changes_of(
+        [slot.params for slot in slots],
+        prompt_lengths=[slot.prompt_length for slot in slots],
+        num_emitted=[slot.num_emitted for slot in slots],
+    )
+    return AllAsked(widths, asked_of_slots(slots, widths), changes)
 
 
 def target_bound(slots: Sequence[Slot]) -> int:
@@ -114,13 +137,15 @@ def wants_one_read(slots: Sequence[Slot]) -> OneRead:
     """Whether one read of every row is cheaper than verification and the accepted rows again.
 
     No slot may ask for more than the top K of the raw logits (for a greedy request scaled is the
-    same). The fused read also selects K of rejected rows and of rows that no request asks about,
-    so half of the slots at least must want logprobs.
+    same), or change the logits that tokens are chosen from. The fused read also selects K of
+    rejected rows and of rows that no request asks about, so half of the slots at least must want
+    logprobs.
     """
     taken = [slot.params for slot in slots if slot.occupied]
     asked = sum(params.num_columns > 0 for params in taken)
     plain = all(
         not params.extra_token_ids
+        and not params.changes_logits
         and (
             params.logprobs_mode is LogprobsMode.RAW
             or not params.num_columns

@@ -23,6 +23,7 @@ from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.own_model import head as logits
 from jax_specdec.device.model.own_model import run as forward
 from jax_specdec.device.model.params import KVCache
+from jax_specdec.device.sampling.logit_changes import Changes, Written, changed_logits
 from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import Drafts, Tell, Verified, verify
 from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
@@ -37,6 +38,7 @@ def step(
     fused_k: int | None = None,
     fused_greedy: bool = True,
     told: Widths | None = None,
+    changes: Changes | None = None,
 ) -> tuple[LoopState, StepOutput]:
     """Verify every active slot's drafts, emit tokens, and draft the next ones.
 
@@ -53,13 +55,26 @@ def step(
     With `told`, the static widths of `asked`, what the next draft message has of the drafts is made
     as they are drawn.
 
+    With `changes`, tokens are chosen from changed logits. Without them, no program knows that there
+    are any.
+
     A `prefill_only` loop emits one token a request, and sends the drafts that follow it along.
     """
     # What an empty slot's last request asked for must not put a greedy batch on the sampled path.
     temperature = jnp.where(state.active, state.sampling.temperature, 0.0)
     sampling = state.sampling._replace(temperature=temperature)
     rows, cache = _run_rows(config, params, state)
-    verified = _verify(config, state, rows, sampling, fused_k, fused_greedy)
+    changed = None
+    if changes is not None:
+        if fused_k is not None:
+            raise ValueError(
+                f"fused_k = {fused_k} with changes: one read cannot serve a choice from changed "
+                "logits and logprobs of the model's own; leave fused_k out"
+            )
+        written = Written(state.tokens, state.lengths, state.drafts.token_ids)
+        changed = changed_logits(rows.logits, changes, written, config.parallel)
+    choice_rows = rows if changed is None else rows._replace(logits=changed)
+    verified = _verify(config, state, choice_rows, sampling, fused_k, fused_greedy)
     grown = _grow(config, state, rows, verified)
     tell = None
     if asked is not None and told is not None:
@@ -73,6 +88,7 @@ def step(
         verified,
         active=state.active,
         running=jnp.any(active | state.prefilling),
+        changed=changed,
     )
     output = output._replace(
         # Drafts that were handed over were not drawn here.

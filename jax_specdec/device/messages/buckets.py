@@ -4,9 +4,11 @@ They are few, so batches of changing size soon stop compiling.
 """
 
 from ipc import wire
+from jax_specdec.requests import MAX_BIASED_IDS, MAX_HELD_IDS
 
 K_BUCKETS = (0, 5, 20, 64, 128, 256, 512)
 CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)
+CHANGES_BUCKETS = (0, 16, 128, max(MAX_BIASED_IDS, MAX_HELD_IDS))
 
 
 def k_bucket(k: int, vocab_size: int) -> int:
@@ -23,6 +25,11 @@ def chosen_bucket(count: int) -> int:
         if count <= width:
             return width
     raise wire.WireError(f"{count} chosen token ids are over the limit {wire.MAX_CHOSEN}")
+
+
+def changes_bucket(count: int) -> int:
+    """The smallest width of tables of at least `count` biased or held ids; requests are checked."""
+    return next(width for width in CHANGES_BUCKETS if count <= width)
 
 
 def words_bucket(num_words: int) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from ipc import wire
-from ipc.wire import Kind, SlotState
+from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.pack_kept import KeptRows
@@ -37,7 +37,13 @@ class StepOutput(NamedTuple):
     state: Int32[Array, " B"]  # SlotState
     running: Bool[Array, ""]  # some slot goes on after this step
     raw: TopkLogprobs | None = None  # of the tokens of B * S rows, where verifying them gave it
-    cut: Truncation | None = None  # of `logits` [B, S], as `verify` found it
+    cut: Truncation | None = None  # of the logits that chose [B, S], as `verify` found it
+    changed: Float[Array, "B S V"] | None = None  # the logits that chose; None: `logits`
+
+    @property
+    def chose(self) -> Float[Array, "B S V"]:
+        """The logits that the tokens were chosen from."""
+        return self.logits if self.changed is None else self.changed
 
 
 def step_output(
@@ -47,15 +53,18 @@ def step_output(
     *,
     active: Bool[Array, " B"],
     running: Bool[Array, ""],
+    changed: Float[Array, "B S V"] | None = None,
 ) -> StepOutput:
     """What a step emitted, from its verification: the tokens of the slots that are decoding.
 
     Args:
-      logits: the target's, as they were verified.
+      logits: the target's own.
       drafts: as they were verified.
       verified: what `verify` made of the two.
       active: whether a slot is decoding. Other slots are stopped, and emit nothing.
       running: whether some slot goes on after this step.
+      changed: what was verified, where penalties or the like changed the logits. Processed logprobs
+        and kept sets are of these; raw and scaled ones of the target's own.
     """
     num_tokens = jnp.where(active, verified.num_tokens, 0)
     num_drafts = jnp.where(active, drafts.num, 0)
@@ -70,6 +79,7 @@ def step_output(
         running=running,
         cut=verified.cut,
         raw=verified.raw,
+        changed=changed,
     )
 
 
@@ -106,7 +116,13 @@ def target_message(
             found = _picked(output.raw, rows)
         else:
             found = row_logprobs(
-                output.logits, output.token_ids, rows, asked, widths, parallel, cut=output.cut
+                _logits_of_modes(output, asked, widths),
+                output.token_ids,
+                rows,
+                asked,
+                widths,
+                parallel,
+                cut=output.cut,
             )
     kept = row_kept_sets(output, asked, parallel) if widths.kept else None
     slots = _slots(output, asked, output.num_tokens, num_rows, output.num_drafts)
@@ -126,6 +142,14 @@ def target_message(
     )
 
 
+def _logits_of_modes(output: StepOutput, asked: Asked, widths: Widths) -> jax.Array:
+    """The logits [B, S, V] that each slot's logprobs are of: the model's own unless processed."""
+    if output.changed is None or widths.mode is not LogprobsMode.PROCESSED:
+        return output.logits
+    is_processed = (asked.mode == LogprobsMode.PROCESSED)[:, None, None]
+    return jnp.where(is_processed, output.changed, output.logits.astype(jnp.float32))
+
+
 def row_kept_sets(output: StepOutput, asked: Asked, parallel: Parallel = ONE_DEVICE) -> KeptRows:
     """The kept sets of the emitted tokens of the slots that asked, slot after slot.
 
@@ -135,11 +159,11 @@ def row_kept_sets(output: StepOutput, asked: Asked, parallel: Parallel = ONE_DEV
     rows = select_rows(jnp.where(asked.kept, output.num_rows, 0), num_positions)
     cut = output.cut
     if cut is None:
-        cut = cut_where(asked.kept, output.logits, asked.sampling, parallel)
+        cut = cut_where(asked.kept, output.chose, asked.sampling, parallel)
     own = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
     found = parallel.over_vocabulary(
         lambda shard, logits, whole: kept_sets(logits, *whole, shard=shard),
-        output.logits.reshape(batch * num_positions, vocab),
+        output.chose.reshape(batch * num_positions, vocab),
         (rows.flat, rows.num, own),
     )
     return KeptRows(rows.num, found)

@@ -64,7 +64,12 @@ class Parallel:
         return NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
 
     def over_vocabulary(
-        self, call: Callable[[VocabShard, Any, Any], Result], columns: Any, whole: Any
+        self,
+        call: Callable[[VocabShard, Any, Any], Result],
+        columns: Any,
+        whole: Any,
+        *,
+        split_result: bool = False,
     ) -> Result:
         """Run `call(shard, columns, whole)` on each device with its own columns.
 
@@ -72,6 +77,7 @@ class Parallel:
           call: its result must be the same on every shard.
           columns: arrays [..., V]; a device gets [..., V / shards].
           whole: arrays that every device gets whole.
+          split_result: the result is like `columns`, and split as they are.
         """
         if self.mesh is None:
             return call(WHOLE, columns, whole)
@@ -82,7 +88,7 @@ class Parallel:
             lambda columns, whole: call(shard, columns, whole),
             mesh=self.mesh,
             in_specs=(specs, everywhere),
-            out_specs=everywhere,
+            out_specs=specs if split_result else everywhere,
         )
         return mapped(columns, whole)
 

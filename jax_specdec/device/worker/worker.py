@@ -24,10 +24,10 @@ from jax_specdec.control import (
     WorkerConfig,
 )
 from jax_specdec.device.loop import host_slots
-from jax_specdec.device.loop.host_slots import OneRead, Slot
+from jax_specdec.device.loop.host_slots import AllAsked, OneRead, Slot
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state
-from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.asked import Widths
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.device_checks import check
 from jax_specdec.device.worker.outgoing import Outgoing
@@ -102,7 +102,7 @@ class Worker:
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.prefix_reuse = prefix_reuse
         self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
-        self.asked: tuple[Widths, Asked] | None = None  # by the slots; None once they changed
+        self.asked: AllAsked | None = None  # by the slots; None once they changed
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
 
@@ -191,6 +191,7 @@ class Worker:
                 most_tokens=host_slots.most_drafts(request, drafter.num_drafts) + 1,
                 prefill_at=self.prefixes.admit(command.slot, prompt),
                 prompt_length=len(request.prompt_token_ids),
+                num_emitted=request.num_emitted,
             ),
         )
 
@@ -258,14 +259,14 @@ class Worker:
     def _launch(self) -> tuple[jax.Array, ...]:
         """Start a step and the copy of its messages; what the host knows now bounds their size."""
         if self.asked is None:
-            widths = host_slots.widths_of_slots(self.slots, self.config.model.vocab_size)
-            self.asked = widths, host_slots.asked_of_slots(self.slots, widths)
-        widths, asked = self.asked
+            self.asked = host_slots.all_asked(self.slots, self.config.model.vocab_size)
+        widths, asked, changes = self.asked
         self.state, output = self.compiled.step(
             self.params,
             self.state,
             asked,
             told=widths if self.outgoing.draft_follows(self.slots) else None,
+            changes=changes,
             **self._one_read(widths),
         )
         words = self.outgoing.of_step(output, self.step_number, self.slots, widths, asked)

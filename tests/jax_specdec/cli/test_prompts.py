@@ -154,7 +154,19 @@ def test_every_parameter_can_be_given():
         value = getattr(defaults, name)
         value = value.name.lower() if name == "logprobs_mode" else value
         value = list(value) if isinstance(value, tuple) else value
+        value = dict(value) if name == "logit_bias" else value
         assert sampling_params({name: value}, defaults) == defaults
+
+
+def test_a_logit_bias_has_openais_form():
+    defaults = SamplingParams()
+    given = sampling_params({"logit_bias": {"3": 1.5, "0": -2}}, defaults)
+    assert given.logit_bias == ((3, 1.5), (0, -2.0))
+    for wrong in ("-1", "03", "a", "1.0", "٣", "9" * 5000):
+        with pytest.raises(RequestError, match=r"logit_bias names '.*', which is no token id"):
+            sampling_params({"logit_bias": {wrong: 1}}, defaults)
+    with pytest.raises(RequestError, match="logit_bias of token 3 = 101 must be from -100"):
+        sampling_params({"logit_bias": {"3": 101}}, defaults)
 
 
 # Output ----------------------------------------------------------------------------------------

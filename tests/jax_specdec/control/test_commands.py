@@ -46,6 +46,11 @@ params = st.builds(
     logprobs_mode=st.sampled_from(LogprobsMode),
     prompt_logprobs=st.none() | st.integers(0, 128),
     kept_token_ids=st.booleans(),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    logit_bias=st.dictionaries(st.integers(0, 300), st.floats(-100, 100), max_size=3),
+    min_tokens=st.integers(0, 1),
 )
 requests = st.builds(
     Request,
@@ -115,7 +120,7 @@ def test_a_start_survives_its_line(start):
 def admission(**changes):
     """The parts of an admission as they are sent, some of them replaced."""
     whole = Admit(slot=0, generation=1, request=Request(id="r", prompt_token_ids=(1,)))
-    names = ("name", "slot", "generation", "id", "prompt", "drafts", "params")
+    names = ("name", "slot", "generation", "id", "prompt", "drafts", "params", "num_emitted")
     values = dict(zip(names, msgpack.unpackb(to_bytes(whole)), strict=True))
     return msgpack.packb(list((values | changes).values()))
 

@@ -58,4 +58,6 @@ def test_requests_that_cannot_be_served_are_refused_before_anything_runs():
     refuse("logprobs = 33, but the vocabulary has only 32", 1, logprobs=33)
     chosen = {"logprobs": 0, "extra_token_ids": (1, 32)}
     refuse("extra token id 32 is outside the vocabulary", 1, **chosen)
+    biased = {"logit_bias": {31: 1.0, 32: 1.0}}
+    refuse(r"logit_bias token id 32 is outside the vocabulary \(0 to 31\)", 1, **biased)
     refuse("prompt_logprobs = 33, but the vocabulary has only 32", 1, prompt_logprobs=33)

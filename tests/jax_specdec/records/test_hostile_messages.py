@@ -109,7 +109,7 @@ def test_that_check_can_fail(monkeypatch):
 def test_that_the_count_of_work_can_fail(monkeypatch):
     """A search for stop sequences that looked at every earlier token would be quadratic."""
 
-    def slow(params, token_ids):
+    def slow(params, token_ids, num_emitted):
         return next((None for _ in token_ids if _ is None), None)
 
     data = encode(Kind.TARGET, 0, slots(8, token_ids=MANY, num_drafts=wire.MAX_DRAFTS))

@@ -123,6 +123,19 @@ def test_a_stop_sequence_may_span_steps(split):
     assert state.counters.cut_tokens + state.counters.surplus_tokens == 1
 
 
+@pytest.mark.parametrize("split", range(1, 6))
+def test_a_stop_sequence_is_not_looked_for_before_min_tokens(split):
+    """It may begin among the first tokens, and one that ends with them is none."""
+    ids = [1, 2, 1, 2, 1, 2]
+    for least, kept in ((1, 2), (2, 4), (3, 4), (5, 6)):
+        state = admitted(stop_sequences=((1, 2),), min_tokens=least)
+        messages = [target(0, tokens(*ids[:split])), target(1, tokens(*ids[split:]))]
+        _, released = run(state, *messages)
+        records = [record for step_records in released for record in step_records]
+        assert [id for record in records for id in record.token_ids.tolist()] == ids[:kept]
+        assert records[-1].finish_reason is FinishReason.STOP_SEQUENCE
+
+
 def test_a_stop_sequence_never_begins_in_another_request():
     state = admitted(stop_sequences=((1, 2),), id="old")
     state, _ = run(state, target(0, tokens(1)))
@@ -254,6 +267,11 @@ def test_progress_with_nothing_left_is_refused():
         (Progress(token_ids=(1, 2)), {"max_tokens": 2}, "nothing is left"),
         (Progress(token_ids=(6,)), {"stop_token_ids": (6,)}, "ended with stop token 6"),
         (Progress(token_ids=(1, 2)), {"stop_sequences": ((1, 2),)}, "ended with a stop sequence"),
+        (
+            Progress(token_ids=(1, 2)),
+            {"stop_sequences": ((1, 2),), "min_tokens": 1},
+            "ended with a stop sequence",
+        ),
         (Progress(token_ids=(1,)), {"logprobs": 0}, "needs cumulative_logprob"),
     ):
         with pytest.raises(ProcessorError, match=complaint):

@@ -149,6 +149,46 @@ def test_each_choice_has_a_seed_of_its_own(server, client):
     assert sorted(c.request.params.seed for c in admitted) == [41, 42, 43]
 
 
+def test_penalties_biases_and_min_tokens_reach_the_worker(server, client):
+    """As OpenAI and vLLM name them, on both endpoints."""
+    before = len(server.workers[0].commands)
+    asked = {"presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"3": 7, "0": -2.5}}
+    extra = {"repetition_penalty": 1.25, "min_tokens": 2}
+    complete(client, **asked, extra_body=extra, max_tokens=3)
+    messages = [{"role": "user", "content": PROMPT}]
+    client.chat.completions.create(
+        model="scripted", messages=messages, max_tokens=3, **asked, extra_body=extra
+    )
+    complete(client, max_tokens=1)
+    *sent, plain = [
+        command.request.params
+        for command in server.workers[0].commands[before:]
+        if hasattr(command, "request")
+    ]
+    assert len(sent) == 2
+    for params in sent:
+        assert (params.presence_penalty, params.frequency_penalty) == (0.5, -1.0)
+        assert (params.repetition_penalty, params.min_tokens) == (1.25, 2)
+        assert params.logit_bias == ((3, 7.0), (0, -2.5))
+        assert params.stop_token_ids == (EOS,)  # which the worker does not choose before
+    assert not plain.changes_logits
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_no_text_before_min_tokens(client, stream):
+    tokens, _, text = expected(max_tokens=40, stop_ids=())
+    ends = [len(TABLE.decode(tokens[: n + 1])) for n in range(len(tokens))]
+    letter = next(c for n, c in enumerate(text) if c.isascii() and c in text[n + 1 :])
+    first, second = text.index(letter), text.index(letter, text.index(letter) + 1)
+    least = 1 + next(n for n, end in enumerate(ends) if end > first)  # tokens that complete it
+    assert second >= ends[least - 1]
+    for min_tokens, at in ((0, first), (least - 1, first), (least, second)):
+        answer = complete(client, max_tokens=40, stop=letter, stream=stream,
+                          extra_body={"min_tokens": min_tokens, "ignore_eos": True})  # fmt: skip
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert "".join(choice.text for choice in choices) == text[:at]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_cuts_text_and_logprobs_and_ends_the_request(stream):
     tokens, logprobs, text = expected(max_tokens=50, stop_ids=())

@@ -10,7 +10,7 @@ import pytest
 
 from jax_specdec.engine import FinishReason
 from jax_specdec.serve.app import Bounds
-from tests.support.http_server import WaitingWorker, finished, serving, until
+from tests.support.http_server import VOCAB, WaitingWorker, finished, serving, until
 
 pytestmark = pytest.mark.fast
 
@@ -77,10 +77,23 @@ def test_unknown_places_and_methods(http, method, path, status):
         (json.dumps({"prompt": "a", "stream_options": {"x": 1}, "stream": True}), "'x' is not"),
         (json.dumps({"prompt": "a", "stream_options": {}}), None),
         (json.dumps({"prompt": "a", "max_tokens": 0}), "needs echo or prompt_logprobs"),
-        (json.dumps({"prompt": "a", "logit_bias": {"1": 5}}), "logit_bias = {\"1\": 5} is not"),
-        (json.dumps({"prompt": "a", "presence_penalty": 0.5}), "is not served yet"),
-        (json.dumps({"prompt": "a", "min_tokens": 2}), "min_tokens = 2 is not served yet"),
+        (json.dumps({"prompt": "a", "logit_bias": [5]}), "logit_bias = [5]: must be an object"),
+        (json.dumps({"prompt": "a", "logit_bias": {"+1": 5}}), "'+1' is no token id"),
+        (json.dumps({"prompt": "a", "logit_bias": {"1\n": 5}}), "'1\\n' is no token id"),
+        (json.dumps({"prompt": "a", "logit_bias": {"1": 101}}), "token 1 must be from -100.0 to"),
+        (b'{"prompt": "a", "logit_bias": {"1": NaN}}', "token 1 must be from -100.0 to 100.0"),
+        (json.dumps({"prompt": "a", "logit_bias": {"1": True}}), "token 1 must be a number"),
+        (json.dumps({"prompt": "a", "logit_bias": {"9" * 10: 1}}), "token id 9999999999 is"),
+        (json.dumps({"prompt": "a", "logit_bias": {str(VOCAB): 1}}), "logit_bias: token id 32 is"),
+        (json.dumps({"prompt": "a", "logit_bias": dict.fromkeys(range(1025), 1)}),
+         "has 1025 entries and may have 1024"),
+        (json.dumps({"prompt": "a", "presence_penalty": 2.5}), "must be from -2.0 to 2.0"),
+        (json.dumps({"prompt": "a", "frequency_penalty": -3}), "must be from -2.0 to 2.0"),
+        (json.dumps({"prompt": "a", "repetition_penalty": 0}), "must be from 0.01 to 100.0"),
+        (json.dumps({"prompt": "a", "min_tokens": 17}), "min_tokens = 17 is over max_tokens = 16"),
+        (json.dumps({"prompt": "a", "min_tokens": -1}), "min_tokens = -1: must be from 0"),
         (json.dumps({"prompt": "a", "min_tokens": None, "presence_penalty": 0}), None),
+        (json.dumps({"prompt": "a", "best_of": 2}), "best_of = 2 is not served yet"),
         (json.dumps({"prompt": "a", "response_format": {"type": "json_object"}}), "not served yet"),
         (json.dumps({"prompt": "a", "logprob": 1}), "did you mean 'logprobs'?"),
         (json.dumps({"prompt": "a", "extra_token_ids": [1]}), "extra_token_ids need logprobs"),
@@ -95,6 +108,17 @@ def test_every_wrong_value_is_named(http, body, said):
         assert answer.status_code == 200
     else:
         assert said in error(answer, 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logit_bias", {"9" * 10: 1}), ("logit_bias", {"32": 1}), ("repetition_penalty", 0),
+     ("min_tokens", 99), ("presence_penalty", "1"), ("frequency_penalty", 2.1)],
+)  # fmt: skip
+def test_a_wrong_field_is_the_errors_param(http, field, value):
+    # Fields whose names an error may say too stand before it.
+    body = {"prompt": "a", "max_tokens": 9, "stop_token_ids": [1], field: value}
+    assert error(http.post("/v1/completions", json=body), 400)["param"] == field
 
 
 def test_wrong_messages_are_named(http):

@@ -35,30 +35,32 @@ def fake_record(ids, last=False):
     st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), min_size=1, max_size=8),
     st.lists(st.text("abé", min_size=1, max_size=3), max_size=2),
     st.booleans(),
+    st.integers(0, 4),
 )
-def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep):
+def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_tokens):
     ids = [one for group in groups for one in group]
     stream = TextStream(TABLE)
     whole, offsets = stream.push_with_offsets(ids)
     whole += stream.finish()
-    delivery, parts = Delivery(TABLE, stops, keep=keep), []
+    stream, ends = TextStream(TABLE), []
+    for one in ids:
+        stream.push([one])
+        ends.append(stream.length)
+    delivery, parts = Delivery(TABLE, stops, keep=keep, min_tokens=min_tokens), []
     for number, group in enumerate(groups):
         parts += delivery.push(fake_record(group, last=number == len(groups) - 1))
         if delivery.found is not None:
             break
     text = "".join(part.text for part in parts)
     kept = [one for part in parts for one in part.record.token_ids.tolist()]
-    found = reference(whole, stops) if stops else None
+    least = 0 if not min_tokens else len(whole) if min_tokens >= len(ids) else ends[min_tokens - 1]
+    found = reference(whole, stops, least) if stops else None
     if found is None:
         assert (delivery.found, text, kept) == (None, whole, ids)
         return
     end = found[2] if keep else found[1]
     assert delivery.found == found[0]
     assert text == whole[:end]
-    stream, ends = TextStream(TABLE), []
-    for one in ids:
-        stream.push([one])
-        ends.append(stream.length)
     complete = next(n for n, at in enumerate(ends) if at >= found[2])  # the last one that counts
     behind = [n for n in range(len(ids)) if offsets[n] >= end and TABLE.text_bytes[ids[n]]]
     assert kept == ids[: min([*behind, complete + 1])]

@@ -11,9 +11,12 @@ pytestmark = pytest.mark.fast
 WORDS = st.text("ab", min_size=1, max_size=4)
 
 
-def reference(text, strings):
-    """The end by definition: the shortest beginning of the text that ends with one of them."""
-    for length in range(len(text) + 1):
+def reference(text, strings, least=0):
+    """The end by definition: the shortest beginning of the text that ends with one of them.
+
+    It has more than `least` characters.
+    """
+    for length in range(least + 1, len(text) + 1):
         found = [one for one in strings if text[:length].endswith(one)]
         if found:
             longest = max(found, key=len)
@@ -39,6 +42,18 @@ def test_the_end_does_not_depend_on_the_pieces(pieces, strings, keep):
         assert stops.end == (behind if keep else begin)
         whole = stops.text[: stops.end]
     assert all(whole.startswith(one) for one in certain)  # nothing is taken back
+
+
+def test_what_may_not_end_the_text_completes_no_string_but_may_begin_one():
+    stops = StopStrings(["ab", "b", "aab"])
+    for text in ("ab", "a", "a"):
+        stops.push(text, may_end=False)
+    assert (stops.end, stops.certain) == (None, 2)
+    stops.push("x")  # nothing that was complete before is found now
+    assert stops.end is None
+    stops.push("aa", may_end=False)
+    stops.push("bb")
+    assert (stops.found, stops.end) == ("aab", 5)
 
 
 @given(st.text("ab", max_size=12), st.lists(WORDS, min_size=1, max_size=3))

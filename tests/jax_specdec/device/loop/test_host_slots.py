@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.host_slots import (
     OneRead,
     Slot,
+    all_asked,
     draft_bound,
     for_prompt,
     prompt_bound,
@@ -19,6 +21,18 @@ from jax_specdec.requests import SamplingParams
 pytestmark = pytest.mark.fast
 
 SCALED, PROCESSED = LogprobsMode.SCALED, LogprobsMode.PROCESSED
+CHANGES = (
+    {"presence_penalty": 0.1},
+    {"frequency_penalty": -0.1},
+    {"repetition_penalty": 1.1},
+    {"logit_bias": {7: 0.5}},
+    {"min_tokens": 2, "stop_token_ids": (3,)},
+)
+CHANGES_NOTHING = (
+    {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}},
+    {"min_tokens": 2, "stop_sequences": [(3,)]},
+    {"min_tokens": 0, "stop_token_ids": (3,)},
+)
 
 
 def test_what_one_read_serves():
@@ -36,8 +50,52 @@ def test_what_one_read_serves():
         sampled | {"logprobs_mode": SCALED},
     ):
         assert served(asks, asks | other) is OneRead.NOTHING
+    for change in CHANGES:
+        assert served(asks, asks | change) is OneRead.NOTHING
+    for nothing in CHANGES_NOTHING:
+        assert served(asks, asks | nothing) is OneRead.GREEDY
     assert served(asks, silent, silent) is OneRead.NOTHING  # too few ask
     assert served() is OneRead.NOTHING
+
+
+def slots_of(*params):
+    return [
+        Slot(params=SamplingParams(**one), most_tokens=1, prompt_length=5 + n, num_emitted=n)
+        for n, one in enumerate(params)
+    ]
+
+
+def test_a_batch_that_changes_nothing_has_no_changes():
+    """Then its step is the program that knows of none."""
+    assert all_asked([*slots_of(*CHANGES_NOTHING), Slot()], 300).changes is None
+    for change in CHANGES:
+        assert all_asked([*slots_of(change), Slot()], 300).changes is not None
+
+
+def test_what_slots_change_by_hand():
+    found = all_asked([Slot(), *slots_of(*CHANGES[::-1])], 300).changes
+    penalties = found.penalties
+    assert penalties.repetition.tolist() == np.float32([1, 1, 1, 1.1, 1, 1]).tolist()
+    assert penalties.frequency.tolist() == np.float32([0, 0, 0, 0, -0.1, 0]).tolist()
+    assert penalties.presence.tolist() == np.float32([0, 0, 0, 0, 0, 0.1]).tolist()
+    assert penalties.output_start.tolist() == [0, 5, 5, 5, 5, 5]
+    assert all_asked(slots_of(*CHANGES[3:]), 300).changes.penalties is None
+    assert found.held_until.tolist()[:2] == [0, 7]  # the prompt's length and min_tokens
+    assert found.held_ids.shape == found.bias_ids.shape == found.bias.shape == (6, 16)
+    assert found.held_ids[:, 0].tolist() == [-1, 3, -1, -1, -1, -1]
+    assert found.bias_ids[:, 0].tolist() == [-1, -1, 7, -1, -1, -1]
+    assert found.bias[:, 0].tolist() == [0, 0, 0.5, 0, 0, 0]
+    assert (found.bias_ids[:, 1:] == -1).all()
+
+
+@pytest.mark.parametrize(("count", "width"), [(0, 0), (1, 16), (16, 16), (17, 128), (1024, 1024)])
+def test_tables_of_named_tokens_have_few_widths(count, width):
+    biased = SamplingParams(presence_penalty=1.0, logit_bias=dict.fromkeys(range(count), 1.0))
+    held = SamplingParams(presence_penalty=1.0, min_tokens=1, stop_token_ids=range(count))
+    for params in (biased, held):
+        slot = Slot(params=params, most_tokens=1, prompt_length=1)
+        found = all_asked([slot], 2000).changes
+        assert found.bias_ids.shape == found.held_ids.shape == (1, width)
 
 
 @pytest.mark.parametrize(

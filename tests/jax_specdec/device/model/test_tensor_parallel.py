@@ -231,6 +231,30 @@ def test_requests_get_the_tokens_of_one_device(shards, drafter):
             np.testing.assert_allclose(a.draft.logprobs, b.draft.logprobs, atol=2e-4)
 
 
+@pytest.mark.slow
+def test_penalties_and_biases_on_shards_choose_what_one_device_chooses():
+    """Greedy and sampled, both with every change; drafts are accepted and rejected."""
+    changes = {
+        "max_tokens": 20, "repetition_penalty": 1.3, "presence_penalty": -0.4, "min_tokens": 20,
+        "frequency_penalty": -0.3, "logit_bias": {7: 1.0, VOCAB - 1: 0.5}, "stop_token_ids": (5,),
+    }  # fmt: skip
+    requests = [
+        Request(id=f"{n}", prompt_token_ids=(5, 7, 9, 5, 7), params=SamplingParams(**params))
+        for n, params in enumerate([changes, changes | {"temperature": 0.8, "top_p": 0.9}])
+    ]
+    one, two = (
+        decoding.run(
+            requests, config.drafter, num_slots=SLOTS, max_length=LENGTH, model=(params(), CONFIG),
+            parallel=config.parallel,
+        )
+        for config in (loop_config(1, "ngram"), loop_config(2, "ngram"))
+    )  # fmt: skip
+    for request in requests:
+        assert len(one.token_ids(request.id)) == 20
+        assert two.token_ids(request.id) == one.token_ids(request.id)
+    assert sum(record.num_accepted for record in one.records["0"]) > 2
+
+
 def compiled_step(config, parallel, asked=None, widths=None):
     """The step of a loop, compiled, and the shapes and places of its output."""
 

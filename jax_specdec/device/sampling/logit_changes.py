@@ -1,0 +1,120 @@
+"""The logits that tokens are chosen from, where requests change the model's own.
+
+In this order: stop tokens that may not come yet are forbidden, biases are added, then the
+penalties for repetition, frequency and presence are applied. Temperature and filters come after.
+The penalties are vLLM's: https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html
+
+Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, I ids that a request names,
+V vocabulary (on this device).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from pallas_kernels import VocabShard
+
+
+class Penalties(NamedTuple):
+    """The slots' penalties; a slot without them has the numbers in brackets."""
+
+    repetition: Float32[Array, " B"]  # [1]
+    frequency: Float32[Array, " B"]  # [0]
+    presence: Float32[Array, " B"]  # [0]
+    output_start: Int32[Array, " B"]  # the position of the request's first emitted token
+
+
+class Changes(NamedTuple):
+    """What the slots' requests change."""
+
+    bias_ids: Int32[Array, "B I"]  # distinct; -1 where there is none
+    bias: Float32[Array, "B I"]
+    held_ids: Int32[Array, "B I"]  # ids that may not come yet; -1 where there is none
+    held_until: Int32[Array, " B"]  # the first position at which they may
+    penalties: Penalties | None  # None: no slot has any
+
+
+class Written(NamedTuple):
+    """The tokens that a step's rows come after."""
+
+    tokens: Int32[Array, "B T"]  # prompt and emitted tokens
+    lengths: Int32[Array, " B"]  # how many are known: row 0 decides the token at this position
+    draft_ids: Int32[Array, "B D"]  # row j comes after drafts 0..j-1 too
+
+
+def changed_logits(
+    logits: Float[Array, "B S V"],
+    changes: Changes,
+    written: Written,
+    parallel: Parallel = ONE_DEVICE,
+) -> Float32[Array, "B S V"]:
+    """The logits that choose each row's token: a changed copy.
+
+    With x a logit, r the repetition penalty and n how often the token was emitted before the row,
+    accepted or not yet verified drafts included:
+
+    1. x = -inf for held tokens, at positions before `held_until`.
+    2. x = x + bias
+    3. x = x / r if x > 0, else x * r, for tokens of the prompt and of what came before the row
+    4. x = x - frequency * n, then x - presence, if n > 0
+
+    Tokens that none of this is about keep their logits' values.
+
+    Args:
+      logits: the model's own, in any floating-point type.
+      changes: by slot.
+      written: by slot. Rows behind the last draft are nobody's.
+      parallel: the devices among which the vocabulary is split; the result is split alike.
+    """
+    return parallel.over_vocabulary(_changed, logits, (changes, written), split_result=True)
+
+
+def _changed(
+    shard: VocabShard, logits: jax.Array, whole: tuple[Changes, Written]
+) -> Float32[Array, "B S V"]:
+    """`changed_logits` where this device holds the columns of `shard`."""
+    changes, written = whole
+    num_positions, width = logits.shape[1:]
+    row = jnp.arange(num_positions, dtype=jnp.int32)[None, :, None]
+    x = logits.astype(jnp.float32)
+    if changes.bias_ids.shape[1]:
+        slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None, None]
+        early = written.lengths[:, None, None] + row < changes.held_until[:, None, None]
+        held = jnp.where(early, _columns(changes.held_ids, shard, width)[:, None], width)
+        x = x.at[slot, row, held].set(-jnp.inf, mode="drop")
+        biased = _columns(changes.bias_ids, shard, width)[:, None]
+        x = x.at[slot, row, biased].add(changes.bias[:, None], mode="drop")
+    if changes.penalties is None:
+        return x
+    repetition, frequency, presence, output_start = (
+        one[:, None, None] for one in changes.penalties
+    )
+    place = jnp.arange(written.tokens.shape[1], dtype=jnp.int32)[None]
+    known = place < written.lengths[:, None]
+    columns = _columns(jnp.where(known, written.tokens, -1), shard, width)
+    slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
+    seen = jnp.zeros((len(logits), width), bool).at[slot, columns].set(True, mode="drop")
+    emitted = (place >= output_start[:, 0]).astype(jnp.int32)
+    counts = jnp.zeros((len(logits), width), jnp.int32)
+    counts = counts.at[slot, columns].add(emitted, mode="drop")[:, None]
+    drafts = _columns(written.draft_ids, shard, width)
+    for draft in range(num_positions - 1):
+        same = drafts[:, draft, None, None] == jnp.arange(width, dtype=jnp.int32)[None, None]
+        counts += (same & (draft < row)).astype(jnp.int32)
+
+    scaled = jnp.where(x > 0, x / repetition, x * repetition)
+    x = jnp.where((seen[:, None] | (counts > 0)) & (repetition != 1), scaled, x)
+    # A minimum that changes nothing, but after which no compiler contracts product and difference.
+    lost = jnp.minimum(frequency * counts.astype(jnp.float32), jnp.float32(3e38))
+    lowered = (counts > 0) & ((frequency != 0) | (presence != 0))
+    return jnp.where(lowered, x - lost - presence, x)
+
+
+def _columns(ids: Int32[Array, "B M"], shard: VocabShard, width: int) -> Int32[Array, "B M"]:
+    """The columns of ids on this device; `width`, which no column has, for all others."""
+    first = shard.ids(width)[0]
+    here = (ids >= 0) & (ids >= first) & (ids < first + width)
+    return jnp.where(here, ids - first, width)
