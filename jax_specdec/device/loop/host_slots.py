@@ -28,6 +28,7 @@ class Slot:
     most_tokens: int = 0  # a step; 0 while nothing can be emitted
     prefill_at: int | None = None  # next prompt token to run; None when none is left
     prompt_length: int = 0
+    score_from: int | None = None  # prompt rows from here on are sent; None: none are, any more
     verdict: int = 0  # PREEMPTED or RECOVERY_STOP until a message has said so, else 0
 
     @property
@@ -88,7 +89,7 @@ def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
     A chunk with logprobs has at most as many as a step can have tokens, so its message never needs
     more room in the ring than a step's.
     """
-    if slot.params.prompt_logprobs is None:
+    if slot.score_from is None:
         return prefill_chunk
     return min(prefill_chunk, config.num_slots * config.num_positions)
 
