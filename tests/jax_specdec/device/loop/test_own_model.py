@@ -102,7 +102,6 @@ def test_what_does_not_go_with_it_is_refused():
     config = EngineConfig(vocab_size=V, own_model="a:b", drafter="ngram")
     for change, message in (
         ({"own_model": "a"}, "own_model = 'a' must be module:function"),
-        ({"weights": "x"}, "weights = 'x' is not for a model of your own"),
         ({"drafter": "mtp"}, "drafter = 'mtp' is not for"),
         ({"tensor_parallel": 2}, "tensor_parallel = 2 is not for"),
     ):
