@@ -1,6 +1,8 @@
 """Twenty updates of the shipped model's weights in real workers, while requests run."""
 
 import itertools
+import os
+from unittest import mock
 
 import jax
 import numpy as np
@@ -10,11 +12,18 @@ from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.device.model import load_checkpoint, named_arrays, save_checkpoint
 from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, byte_tokens
 from jax_specdec.engine.errors import WeightsError
+from tests.support import quick_compile
 from tests.support.processes import wait_for
 from tests.support.weights_by_version import check_scores
 
 pytestmark = pytest.mark.slow
 TEXTS = ("def main(", "import ", "class A:\n    ", "for x in ", "return ", "# The ")
+
+
+@pytest.fixture(autouse=True)
+def workers_compile_quickly():
+    with mock.patch.dict(os.environ, XLA_FLAGS=quick_compile.FLAGS):
+        yield
 
 
 def nearby(params, rng):
@@ -62,7 +71,7 @@ def test_every_token_of_many_updates_is_of_the_version_it_names(count, changes, 
         submit(4)
         for version in range(1, count + 1):
             newest = open_streams[-1]
-            wait_for(lambda newest=newest: newest.num_waiting or newest.finish_reason)
+            wait_for(lambda newest=newest: newest.num_waiting or newest.finish_reason, 200)
             weights[version] = nearby(shipped, rng)
             source = named_arrays(weights[version])
             if version % 3 == 0:

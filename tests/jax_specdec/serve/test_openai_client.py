@@ -233,6 +233,7 @@ def test_columns_hold_the_same_logprobs_as_bytes(client):
     assert choice.logprobs is None
     found = {name: array(column) for name, column in choice.columns.items()}
     assert found["token_ids"].tolist() == tokens
+    assert found["weights_versions"].tolist() == [0] * len(tokens)
     assert found["logprobs"][:, 0].tolist() == logprobs
     assert found["logprobs"].shape == (len(tokens), 3)
     assert found["topk_ids"].shape == (len(tokens), 2)
