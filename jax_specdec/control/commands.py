@@ -50,6 +50,8 @@ class WorkerConfig:
       num_drafts: draft tokens a step at most.
       adaptive: draft less for a request whose drafts are seldom accepted.
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
+      tokenizer: a directory with the tokenizer.json that reads `corpus`; empty for that of
+        `weights`, or bytes where there is none.
       num_slots: requests that decode together.
       max_length: prompt and emitted tokens of a request.
       prefill_chunk: prompt tokens that run between two steps.
@@ -78,6 +80,7 @@ class WorkerConfig:
     num_drafts: int = 3
     adaptive: bool = False
     corpus: str = ""
+    tokenizer: str = ""
     num_slots: int = 8
     max_length: int = 512
     prefill_chunk: int = 64

@@ -237,7 +237,12 @@ class Workers:
     def use_weights(self, source: WeightsSource, version: int) -> None:
         """Note which weights the workers were told to use: successors start with them."""
         before, self._source = self._source, source
-        self._config = replace(self._config, weights=str(source.path), weights_version=version)
+        self._config = replace(
+            self._config,
+            weights=str(source.path),
+            weights_version=version,
+            tokenizer=self._config.tokenizer or self._config.weights,
+        )
         if before is not None:
             before.remove()
 

@@ -143,13 +143,14 @@ def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig, Callable[[str,
     parallel = ONE_DEVICE
     if isinstance(model, ModelConfig):
         parallel = tensor_parallel(model, config.tensor_parallel, devices)
+    texts = config.tokenizer or config.weights
     drafter = make_drafter(
         config.drafter,
         config.num_drafts,
         model,
         corpus=config.corpus,
         adaptive=config.adaptive,
-        encode=text_encoder(config.weights, model.vocab_size) if config.corpus else None,
+        encode=text_encoder(texts, model.vocab_size) if config.corpus else None,
         parallel=parallel,
         draft_model=small,
     )
