@@ -44,6 +44,11 @@ def continuation(request):
     return tokens, logprobs
 
 
+def chosen_of(params):
+    """How many chosen ids' logprobs are in each row; without rows, none."""
+    return len(params.extra_token_ids) if params.num_columns else 0
+
+
 def kept_among(tokens):
     """Kept sets of two ids each: the token and the next one, which have half of the share."""
     ids = [sorted({token, (token + 1) % VOCAB}) for token in tokens]
@@ -209,13 +214,15 @@ class ScriptedWorker:
                 continue
             target, verified = self.slot_step(slot)
             contents.append(target)
-            n, columns = len(verified), slot.params.num_columns
+            n, columns, chosen = len(verified), slot.params.num_columns, chosen_of(slot.params)
             said = SlotContents(
                 generation=slot.generation,
                 token_ids=verified,
                 num_drafts=n,
                 columns=columns,
-                logprobs=[[-9.0] * columns] * n if columns else (),
+                num_chosen=chosen,
+                mode=slot.params.logprobs_mode,
+                logprobs=[[-9.0] * (columns + chosen)] * n if columns else (),
                 token_ranks=[1] * n if columns else (),
                 topk_ids=[[0] * (columns - 1)] * n if columns else (),
             )
@@ -244,13 +251,16 @@ class ScriptedWorker:
         n = self.rng.randint(1, left)
         slot.wait = max(slot.wait, int(n < left))
         k, ids = slot.params.prompt_logprobs, prompt[slot.scored : slot.scored + n]
+        chosen = len(slot.params.extra_token_ids)
         said = [SlotContents(state=SlotState.NOTHING)] * len(self.slots)
         said[index] = SlotContents(
             generation=slot.generation,
             token_ids=ids,
             columns=k + 1,
+            num_chosen=chosen,
+            mode=slot.params.logprobs_mode,
             logprobs=[
-                [logprob(prompt[:place])] + [-9.0] * k
+                [logprob(prompt[:place])] + [-9.0] * (k + chosen)
                 for place in range(slot.scored, slot.scored + n)
             ],
             token_ranks=[1] * n,
@@ -287,14 +297,16 @@ class ScriptedWorker:
         if self.prefill_only:
             state, extra, drafts = SlotState.PREFILL_FIRST_TOKEN, slot.drafts, []
             slot.ended = True
-        columns = slot.params.num_columns
+        columns, chosen = slot.params.num_columns, chosen_of(slot.params)
         contents = SlotContents(
             state=state,
             generation=generation,
             token_ids=tokens + extra,
             num_drafts=len(drafts) + len(extra),
             columns=columns,
-            logprobs=[[p] + [-9.0] * (columns - 1) for p in logprobs] if columns else (),
+            num_chosen=chosen,
+            mode=slot.params.logprobs_mode,
+            logprobs=[[p] + [-9.0] * (columns - 1 + chosen) for p in logprobs] if columns else (),
             token_ranks=[1] * count if columns else (),
             topk_ids=[[0] * (columns - 1)] * count if columns else (),
             kept=kept_among(tokens) if slot.params.kept_token_ids else None,
