@@ -37,10 +37,14 @@ class WindowModel(nnx.Module):
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Compute logits [B, S, V] of what follows `positions` [B, S] in `tokens` [B, T]."""
+        return self.out(self.features(tokens, positions))
+
+    def features(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Compute the last hidden layer [B, S, E] at `positions` [B, S] of `tokens` [B, T]."""
         places = positions[..., None] + jnp.arange(1 - self.window, 1)
         rows = jnp.arange(tokens.shape[0])[:, None, None]
         seen = self.embed(tokens[rows, jnp.maximum(places, 0)])
-        return self.out(nnx.relu(self.hidden(seen.reshape(*positions.shape, -1))))
+        return nnx.relu(self.hidden(seen.reshape(*positions.shape, -1)))
 
 
 def train(model: WindowModel, steps: int) -> float:

@@ -30,6 +30,18 @@ def decode(token_ids) -> str:
     return "".join(ALPHABET[int(token_id)] for token_id in token_ids)
 
 
+def write_tokenizer(folder) -> None:
+    """Write the tokenizer as tokenizer.json: one token a character."""
+    from pathlib import Path
+
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({one: id for id, one in enumerate(ALPHABET)}, ALPHABET[0]))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    made.save(str(Path(folder) / "tokenizer.json"))
+
+
 def log_probabilities(order: int) -> np.ndarray:
     """Compute log probabilities of a character after `order` others. [V] * (order + 1) float32.
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 Array = Any  # numpy.ndarray or jax.Array: this module computes on both and imports neither
 
 MAGIC = 0x4C53  # "SL": speculative logprobs
-VERSION = 2
+VERSION = 3
 WORD_BYTES = 4
 
 MAX_TOP_K = 512  # columns 1..K of a row
@@ -100,7 +100,7 @@ class Field(NamedTuple):
         return (words[..., self.word] >> self.shift) & self.maximum
 
 
-HEADER_WORDS = 8
+HEADER_WORDS = 9
 HEADER = {
     "version": Field(0, 0, 16),
     "magic": Field(0, 16, 16),
@@ -115,6 +115,7 @@ HEADER = {
     "step_low": Field(5, 0, 32),
     "step_high": Field(6, 0, 32),
     "process_rank": Field(7, 0, 32),
+    "weights_version": Field(8, 0, 32),  # of the weights that made this step's rows
 }
 
 SLOT_WORDS = 4

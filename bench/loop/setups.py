@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.model.checkpoint import load_checkpoint, tiny_weights_path
+from jax_specdec.device.model.checkpoint import load_checkpoint
 from jax_specdec.device.model.params import init_params
 
 REQUESTS = 64

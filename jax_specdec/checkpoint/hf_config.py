@@ -63,12 +63,22 @@ def read_config(directory: Path, *, dtype: str = "") -> HfConfig:
         raise CheckpointError(f"{path} lacks {error}") from error
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    generation = directory / "generation_config.json"
-    stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    stops = eos_token_ids(directory)
     if stops is None:
-        stops = fields.get("eos_token_id")
+        stops = _ids(path, fields.get("eos_token_id"))
     length = fields.get("max_position_embeddings")
-    return HfConfig(architecture, model, _ids(path, stops), None if length is None else int(length))
+    return HfConfig(architecture, model, stops, None if length is None else int(length))
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...] | None:
+    """The ids that end a text as generation_config.json says; None where it does not.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    path = directory / "generation_config.json"
+    stops = read_json(path).get("eos_token_id") if path.is_file() else None
+    return None if stops is None else _ids(path, stops)
 
 
 def _what_it_is(name: Path) -> str:

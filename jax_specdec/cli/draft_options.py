@@ -38,7 +38,8 @@ def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int
     Raises:
       OSError, ValueError: an option or a file cannot be used.
     """
-    has_mtp = model is None or model.config.num_mtp_layers > 0
+    own = bool(getattr(options, "own_model", ""))
+    has_mtp = not own if model is None else model.config.num_mtp_layers > 0
     default = "model" if options.draft_model else "mtp" if has_mtp else "ngram"
     drafter = options.drafter or default
     if drafter == "mtp" and model is not None and not has_mtp:
@@ -54,6 +55,8 @@ def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int
     if drafter == "model" and not options.draft_model:
         raise ValueError("--drafter model needs --draft-model DIR, a smaller checkpoint")
     if drafter == "model":
+        if own:
+            raise ValueError("--draft-model is not for --own-model: choose ngram or suffix")
         if model is None:
             raise ValueError("--draft-model needs --model: the tiny model has no smaller one")
         _check_draft_model(options.model, options.draft_model, model, max_length)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, add_dtype, integer
+from jax_specdec.cli.argument_types import add_compilation_cache, add_dtype, found, integer
 from jax_specdec.cli.draft_options import add_drafting, drafting
 
 if TYPE_CHECKING:
@@ -38,6 +38,23 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="DIR",
         help="a checkpoint in Hugging Face layout (default: the tiny model)",
+    )  # fmt: skip
+    own = parser.add_argument_group("a model of your own, instead of --model")
+    own.add_argument(
+        "--own-model", default="", metavar="MODULE:FUNCTION",
+        help="what makes it in a worker, as EngineConfig.own_model",
+    )  # fmt: skip
+    own.add_argument(
+        "--tokenizer", type=Path, metavar="DIR",
+        help="its tokenizer.json, and perhaps tokenizer_config.json and generation_config.json",
+    )  # fmt: skip
+    own.add_argument(
+        "--vocab-size", type=integer(1), metavar="V",
+        help="ids that the model knows (default: those of the tokenizer)",
+    )  # fmt: skip
+    own.add_argument(
+        "--weights", type=Path, metavar="FILE",
+        help="a safetensors file of its parameters (default: those that FUNCTION returns)",
     )  # fmt: skip
     parser.add_argument(
         "--name", help="what clients call the model (default: its directory's name)"
@@ -140,11 +157,26 @@ def run(options: argparse.Namespace) -> int:
 def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
     """The model to serve, and the engine that runs it."""
     from jax_specdec.engine.config import EngineConfig
-    from jax_specdec.serve.model import TINY, checkpoint_model, tiny_model
+    from jax_specdec.serve.model import TINY, checkpoint_model, own_model, tiny_model
 
     created = int(time.time())
     weights, dtype, limit, checkpoint = "", options.dtype, MAX_LENGTH, None
-    if options.model is None:
+    if options.own_model:
+        if options.model or not options.tokenizer:
+            raise ValueError(
+                "--own-model stands in place of --model and needs --tokenizer DIR, with the "
+                "tokenizer.json by which prompts are read"
+            )
+        weights, length = found(options.weights), options.max_length or limit
+        name = options.name or options.own_model.partition(":")[0]
+        model = own_model(
+            options.tokenizer, vocab_size=options.vocab_size, name=name, created=created,
+            max_length=length,
+        )  # fmt: skip
+    elif alone := next((n for n in ("tokenizer", "vocab_size", "weights")
+                        if getattr(options, n) is not None), ""):  # fmt: skip
+        raise ValueError(f"--{alone.replace('_', '-')} is for --own-model")
+    elif options.model is None:
         length = options.max_length or limit
         model = tiny_model(name=options.name or TINY, created=created, max_length=length)
     else:
@@ -166,6 +198,8 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
     return model, EngineConfig(
         vocab_size=model.vocab_size,
         weights=weights,
+        own_model=options.own_model,
+        tokenizer=found(options.tokenizer),
         dtype=dtype,
         **drafting(options, checkpoint, length),
         num_slots=options.slots,

@@ -36,9 +36,12 @@ class WorkerConfig:
       vocab_size: ids below it are legal in a prompt; at most the model's.
       weights: a safetensors file, or a directory in Hugging Face layout; empty for the weights
         that come with the package.
-      own_model: "module:function" for a model of your own in place of `weights`, or empty. The
-        worker imports the module and calls `function(config)` with this configuration; it returns
-        the parameters and a `jax_specdec.device.model.OwnModel`.
+        With `own_model`: a safetensors file of that model's parameters, by their paths in the tree,
+        in place of those that its function returns.
+      weights_version: the number of these weights, which their tokens carry; an update raises it.
+      own_model: "module:function" for a model of your own, or empty. The worker imports the module
+        and calls `function(config)` with this configuration; it returns the parameters and a
+        `jax_specdec.device.model.OwnModel`.
       dtype: "bfloat16" or "float32", to compute in; empty for that of the weights. "float16" is for
         a safetensors file or the package's own weights only.
       drafter: "mtp", "model", "ngram", "suffix" or "none".
@@ -47,6 +50,8 @@ class WorkerConfig:
       num_drafts: draft tokens a step at most.
       adaptive: draft less for a request whose drafts are seldom accepted.
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
+      tokenizer: a directory with the tokenizer.json that reads `corpus`; empty for that of
+        `weights`, or bytes where there is none.
       num_slots: requests that decode together.
       max_length: prompt and emitted tokens of a request.
       prefill_chunk: prompt tokens that run between two steps.
@@ -67,6 +72,7 @@ class WorkerConfig:
 
     vocab_size: int
     weights: str = ""
+    weights_version: int = 0
     own_model: str = ""
     dtype: str = ""
     drafter: str = "mtp"
@@ -74,6 +80,7 @@ class WorkerConfig:
     num_drafts: int = 3
     adaptive: bool = False
     corpus: str = ""
+    tokenizer: str = ""
     num_slots: int = 8
     max_length: int = 512
     prefill_chunk: int = 64
@@ -190,10 +197,40 @@ class Advance:
     """Launch the next step: from the lead of several processes to its followers."""
 
 
-Command = Admit | Evict | Release | Shutdown | Advance
-_PLAIN: dict[str, type[Evict] | type[Release] | type[Shutdown] | type[Advance]] = {
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Load weights beside those that are in use, and say in the heartbeat how that went.
+
+    Attributes:
+      number: of the update; later ones have larger numbers.
+      path: a file or a directory, as `WorkerConfig.weights`.
+    """
+
+    number: int
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """Use the weights that update `number` prepared: from the next step on, as `version`."""
+
+    number: int
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discard:
+    """Forget the weights that update `number` prepared."""
+
+    number: int
+
+
+Command = Admit | Evict | Release | Shutdown | Advance | Prepare | Commit | Discard
+_PLAIN: dict[str, Any] = {
     "evict": Evict,
     "release": Release,
+    "commit": Commit,
+    "discard": Discard,
     "shutdown": Shutdown,
     "advance": Advance,
 }
@@ -283,8 +320,14 @@ def _command(values: Any) -> Command:
             request=Request.from_packed(id, prompt, _params(params), num_emitted),
             draft_token_ids=unpacked(drafts),
         )
+    if name == "prepare":
+        number, path = rest
+        if not isinstance(path, str):
+            raise TypeError(f"{path!r} is no path")
+        return Prepare(number=operator.index(number), path=path)
     kind, rest = _PLAIN[name], [operator.index(value) for value in rest]
-    return kind(**dict(zip(kind.__dataclass_fields__, rest, strict=True)))
+    made: Command = kind(**dict(zip(kind.__dataclass_fields__, rest, strict=True)))
+    return made
 
 
 def _params(values: list[Any]) -> SamplingParams:

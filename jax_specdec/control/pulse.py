@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 
 BEAT_SECONDS = 1.0  # between two heartbeats
+MAX_REFUSAL = 4096  # characters: the sender of commands takes no long heartbeats
 
 
 class Phase(StrEnum):
@@ -43,6 +44,9 @@ class Pulse:
       members: what the other processes of its group do, each as `str` of its pulse.
       devices: what it computes on, in JAX's words.
       missing: it has noticed that a command did not arrive.
+      answered: the number of the last update of its weights that it has loaded or refused.
+      refusal: why it refused that one; empty where it loaded it.
+      weights_version: of the weights that it uses.
     """
 
     beats: int = 0
@@ -56,6 +60,9 @@ class Pulse:
     members: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     missing: bool = False
+    answered: int = 0
+    refusal: str = ""
+    weights_version: int = 0
 
     @property
     def takes_its_time(self) -> bool:
@@ -83,8 +90,8 @@ class Pulse:
           ValueError: the bytes are not a pulse.
         """
         try:
-            (taken, ready, progress, phase, done, total, what, members, devices,
-             missing) = msgpack.unpackb(data)  # fmt: skip
+            (taken, ready, progress, phase, done, total, what, members, devices, missing,
+             answered, refusal, version) = msgpack.unpackb(data)  # fmt: skip
             for text in members:
                 _phase_of(text)
             return cls(
@@ -99,6 +106,9 @@ class Pulse:
                 members=tuple(members),
                 devices=tuple(map(str, devices)),
                 missing=bool(missing),
+                answered=_count(answered),
+                refusal=str(refusal),
+                weights_version=_count(version),
             )
         except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
             raise ValueError(f"not a heartbeat: {data[:200]!r} ({error!r})") from error
@@ -137,6 +147,16 @@ class Vitals:
         """Say at once that commands are carried out from now on."""
         self.enter(Phase.IDLE)
         self.change(ready=True, devices=devices)
+        self.told()
+
+    def answer(self, number: int, refusal: str) -> None:
+        """Say at once that update `number` of the weights is loaded, or why it is not."""
+        self.change(answered=number, refusal=refusal[:MAX_REFUSAL])
+        self.told()
+
+    def use(self, weights_version: int) -> None:
+        """Say at once which weights are used."""
+        self.change(weights_version=weights_version)
         self.told()
 
     def change(self, **values: Any) -> None:

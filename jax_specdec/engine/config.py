@@ -78,6 +78,7 @@ class EngineConfig(WorkerConfig):
     def __post_init__(self) -> None:
         limits = (
             ("vocab_size", 1, 2**31 - 1),
+            ("weights_version", 0, 2**32 - 1),
             ("num_drafts", 0, wire.MAX_DRAFTS),
             ("num_slots", 1, 2**16),
             ("max_length", 2, 2**31 - 1),
@@ -125,14 +126,13 @@ class EngineConfig(WorkerConfig):
                 f"own_model = {self.own_model!r} must be module:function, such as my_models:make"
             )
         wrong = {
-            "weights": self.weights != "",
             "drafter": self.drafter in ("mtp", "model"),
             "tensor_parallel": self.tensor_parallel > 1,
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ValueError(
                 f"{name} = {getattr(self, name)!r} is not for a model of your own: own_model goes "
-                "with the drafters ngram, suffix and none, on one device, and has its own weights"
+                "with the drafters ngram, suffix and none, on one device"
             )
 
     @property

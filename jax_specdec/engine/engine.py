@@ -8,10 +8,12 @@ of `generate`, or one that serves the streams of `submit`.
 """
 
 import collections
+import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Self
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from jax_specdec.engine.clock import Clock, MonotonicClock
 from jax_specdec.engine.config import EngineConfig, check
@@ -23,6 +25,7 @@ from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.streams import Streams
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.updates import Update, WorkerStatus
+from jax_specdec.engine.weights import WeightsSource, WeightsUpdate
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import Health, StartWorker, Workers
@@ -67,6 +70,8 @@ class Engine:
         self._scheduler = Scheduler(config, self._workers, self._clock, self._spans)
         self._streams: Streams | None = None
         self._lock = threading.Lock()
+        self._updating = threading.Lock()  # held for one update of the weights
+        self._updates = itertools.count(1)
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -231,6 +236,75 @@ class Engine:
         if self._streams is None:
             return self._scheduler.preempt(request_id, reschedule=reschedule)
         return self._streams.preempt(request_id, reschedule=reschedule)
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that new requests run with; records say those of their own tokens."""
+        return self._workers.weights_version
+
+    def update_weights(
+        self, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
+    ) -> int:
+        """Let all workers use other weights of the same model, or none; returns their version.
+
+        Every worker loads and checks them beside those that it uses, while requests wait; then each
+        uses them from one of its steps on, and runs the tokens of its requests again, for new
+        caches. Nothing is compiled. Requests go on: their further tokens are of the new version,
+        and so are all tokens of requests that come after this call. A draft model stays as it is.
+
+        Any thread may call it where streams are served; with `generate`, only between two updates.
+
+        Args:
+          weights: a path, as `EngineConfig.weights`, whose files must not be written to while they
+            are read; or arrays by their names in the checkpoint that the engine was started with:
+            those of its files in a directory in Hugging Face layout, and otherwise those of
+            `jax_specdec.device.model.named_arrays`.
+          timeout: seconds until all workers must have loaded them; None: as long as it takes.
+
+        Raises:
+          WeightsError: a worker refuses them, was lost before all had them, or needs longer; or
+            nothing can be read. All workers use the weights that they had.
+          EngineClosed, WorkerFailed: the engine ends or has ended.
+        """
+        with self._updating:
+            with self._lock:
+                if self._closed:
+                    raise EngineClosed("the engine is closed: make a new one")
+            number = next(self._updates)
+            target = self._workers.workplace.weights_file(number)
+            source = WeightsSource.of(weights, self.config, target)
+            deadline = None if timeout is None else self._clock.now() + timeout
+            update = WeightsUpdate(self._workers, source, number, deadline)
+            try:
+                if self._streams is not None:
+                    self._streams.update_weights(update)
+                    self._streams.start()
+                else:
+                    if not self._generating:
+                        self._workers.begin()
+                    self._scheduler.carry_out(update)
+                return update.result()
+            finally:
+                if update.committed:
+                    self._workers.drop_weights()
+                else:
+                    source.remove()
+
+    async def update_weights_async(
+        self, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
+    ) -> int:
+        """Do what `update_weights` does, in an asyncio program; streams go on meanwhile.
+
+        A task that is cancelled leaves the update to itself: it goes on.
+
+        Raises:
+          WeightsError, EngineClosed, WorkerFailed: as `update_weights`.
+          RuntimeError: the engine is generating.
+        """
+        import asyncio  # which only programs that use it should pay for
+
+        self._serving()
+        return await asyncio.to_thread(self.update_weights, weights, timeout=timeout)
 
     def _serving(self) -> Streams:
         """The streams, from the first call on."""

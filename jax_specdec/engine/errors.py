@@ -1,5 +1,6 @@
-"""Errors of requests, engines, streams, workers and messages. Never jax."""
+"""Errors of requests, engines, streams, workers, weights and messages. Never jax."""
 
+from jax_specdec.engine.weights import WeightsError
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.errors import MessageError
 from jax_specdec.requests import RequestError
@@ -10,6 +11,7 @@ __all__ = [
     "EngineClosed",
     "StreamBehind",
     "WorkerFailed",
+    "WeightsError",
     "MessageError",
 ]
 

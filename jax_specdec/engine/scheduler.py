@@ -18,7 +18,8 @@ from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.updates import Update
-from jax_specdec.engine.worker_client import together
+from jax_specdec.engine.weights import WeightsUpdate
+from jax_specdec.engine.worker_client import WorkerFailed, together
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import WAIT_SECONDS, Workers
 from jax_specdec.records.batch import FinishReason
@@ -45,6 +46,8 @@ class Scheduler:
         self._config, self._clock, self._spans = config, clock, spans
         self._waiting = Placement()  # requests without a slot
         self._pending: deque[Update] = deque()  # not yielded yet
+        self._weights: WeightsUpdate | None = None  # that is on its way
+        self._failure: WorkerFailed | None = None  # met beside `run`
 
     @property
     def busy(self) -> bool:
@@ -84,9 +87,41 @@ class Scheduler:
         """Rounds until no request is left; raises as `round`."""
         while True:
             yield from self._seen(self._prepare())
+            if self._failure is not None:
+                raise self._failure
             if not self.busy:
                 break
             yield from self._seen(self._receive())
+
+    def update_weights(self, update: WeightsUpdate) -> None:
+        """Carry out an update of the weights in the rounds from now on; one at a time."""
+        self._weights = update
+
+    def carry_out(self, update: WeightsUpdate) -> None:
+        """Make rounds until an update of the weights is over; what they bring waits.
+
+        Raises:
+          WorkerFailed: as `round`; the update has failed, or was carried out.
+        """
+        self.update_weights(update)
+        while not update.over:
+            brought: list[Update] = []
+            try:
+                for half in (self._prepare, self._receive):
+                    for one in half():
+                        brought.append(one)
+            except WorkerFailed as failure:
+                self._failure = failure
+                self.fail_weights(str(failure.report))
+                raise
+            finally:
+                self._pending.extend(brought)
+
+    def fail_weights(self, why: str) -> None:
+        """End the update of the weights that is on its way, if there is one."""
+        if self._weights is not None:
+            self._weights.fail(why)
+            self._weights = None
 
     def pending(self) -> Iterator[Update]:
         """What aborts have caused and no round has yielded yet."""
@@ -121,6 +156,7 @@ class Scheduler:
                 session.leave(name)
         self._waiting = Placement()
         self._pending.clear()
+        self._failure = None
         if self._spans is not None:
             self._spans.give_up(self._clock.now())
 
@@ -152,7 +188,14 @@ class Scheduler:
     def _prepare(self) -> Iterator[Update]:
         """The first half of a round, which waits for nothing."""
         for session in self.workers.look():
-            yield from self._lose(session)
+            # An update of the weights between two of our own has made rounds meanwhile: what they
+            # brought is older, and they may have seen the loss.
+            yield from self._undelivered()
+            if session in self.workers.ending:
+                yield from self._lose(session)
+        if self._weights is not None:
+            self._weights.look(self._clock.now())
+            self._weights = None if self._weights.over else self._weights
         self._admit()
         yield from self._undelivered()
 
@@ -166,6 +209,9 @@ class Scheduler:
         if not self.workers.coming(prefill_only=False) and not self.workers.ending:
             yield from self._stop()
         for session in self.workers.wait(alive, idle=not self.busy):
+            yield from self._undelivered()  # as above
+            if not session.alive:
+                continue
             waits = len(alive) == 1 and bool(session.request_ids)
             update = self._take(session, WAIT_SECONDS if waits else 0)
             if update is not None:
@@ -253,6 +299,7 @@ class Scheduler:
                 yield Update(None, None, self._end_all(session), session.process_rank)
         for queued in self._waiting.drain():
             yield Update(None, None, ended(queued, FinishReason.WORKER_LOST))
+        yield from self._undelivered()
         raise together([one.lost for one in self.workers.sessions if one.lost is not None])
 
     def _end_all(self, session: WorkerSession) -> Records:

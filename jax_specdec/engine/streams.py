@@ -20,6 +20,7 @@ from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.wakeup import Wakeup
+from jax_specdec.engine.weights import WeightsUpdate
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
@@ -47,6 +48,7 @@ class Streams:
         self._lost: list[Stream] = []  # their last record says that a worker was lost
         self._refusal = ""
         self._failure: BaseException | None = None
+        self._update: WeightsUpdate | None = None  # the last one
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -107,6 +109,21 @@ class Streams:
             self._inbox.append(lambda: self._begin(queued, context))
         self.wakeup.set()
         return stream
+
+    def update_weights(self, update: WeightsUpdate) -> None:
+        """Carry out an update of the weights; its outcome is for who asks.
+
+        Raises:
+          EngineClosed, WorkerFailed: the engine has ended.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._stopping:
+                raise EngineClosed(self._refusal)
+            self._update = update
+            self._inbox.append(lambda: self._scheduler.update_weights(update))
+        self.wakeup.set()
 
     def abort(self, request_id: str) -> bool:
         """End an open request; whether there is one."""
@@ -241,5 +258,8 @@ class Streams:
             left = list(self._open.values())
             self._open.clear()
             self._ended.notify_all()
+            update, self._update = self._update, None
+        if update is not None:
+            update.fail(f"the engine ended before all workers had loaded the weights: {error}")
         for stream in left:
             stream.close(error)

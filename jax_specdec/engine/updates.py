@@ -53,6 +53,7 @@ class WorkerStatus:
       given: the devices that it sees or uses, such as "CUDA_VISIBLE_DEVICES=2,3"; empty where
         nothing was shared out.
       restarts: workers that were started here in place of a lost one.
+      weights_version: of the weights that the worker uses, as it last said.
       request_ids: of the requests that hold a slot, in order of admission.
       ring: counters of the current worker's ring.
       processor: what was not delivered, and why; over all workers that had this place.
@@ -67,6 +68,7 @@ class WorkerStatus:
     devices: tuple[str, ...]
     given: str
     restarts: int
+    weights_version: int
     request_ids: tuple[str, ...]
     ring: RingCounters
     processor: Counters

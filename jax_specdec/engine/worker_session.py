@@ -149,6 +149,7 @@ class WorkerSession:
             devices=pulse.devices,
             given=str(self.worker.share),
             restarts=self.restarts,
+            weights_version=pulse.weights_version,
             request_ids=self.request_ids,
             ring=self.worker.ring.counters(),
             processor=self.state.counters,

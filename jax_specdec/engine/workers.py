@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ipc import EndOfStream, RingError, RingReader, wait_readable
@@ -17,6 +17,7 @@ from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import MAX_RESTART_DELAY, EngineConfig
 from jax_specdec.engine.devices import Share, shares
 from jax_specdec.engine.wakeup import Wakeup
+from jax_specdec.engine.weights import WeightsSource
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerHandle, WorkerSession
 from jax_specdec.engine.workplace import Workplace
@@ -73,6 +74,7 @@ class Workers:
           ValueError: there are fewer devices than they need.
         """
         self.sessions: list[WorkerSession] = []
+        self._source: WeightsSource | None = None  # of the weights in use; None: the config's
         self._config, self._start_worker, self._clock = config, start_worker, clock
         self._workplace = Workplace(config.control_address, config.output_folder)
         self._next_look = self._looked = 0.0
@@ -222,6 +224,33 @@ class Workers:
         self._plan(session)
         return failure
 
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that every worker uses, or was told to use."""
+        return self._config.weights_version
+
+    @property
+    def workplace(self) -> Workplace:
+        """What the workers share."""
+        return self._workplace
+
+    def use_weights(self, source: WeightsSource, version: int) -> None:
+        """Note which weights the workers were told to use: successors start with them."""
+        before, self._source = self._source, source
+        self._config = replace(
+            self._config,
+            weights=str(source.path),
+            weights_version=version,
+            tokenizer=self._config.tokenizer or self._config.weights,
+        )
+        if before is not None:
+            before.remove()
+
+    def drop_weights(self) -> None:
+        """Remove what was written for the workers, where no successor will read it."""
+        if self._source is not None and self._config.on_worker_loss != "restart":
+            self._source.remove()
+
     def restart_none(self) -> None:
         """Start no successor that is planned."""
         self._due.clear()
@@ -257,6 +286,8 @@ class Workers:
 
     def _start(self, process_rank: int) -> WorkerHandle:
         config = self._config
+        if self._source is not None:
+            self._source.check_unchanged()
         return self._start_worker(
             config,
             process_rank=process_rank,

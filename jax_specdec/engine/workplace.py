@@ -62,6 +62,10 @@ class Workplace:
         self._made.append(path)
         return path
 
+    def weights_file(self, number: int) -> Path:
+        """Where the arrays of an update are written, without a suffix."""
+        return self.folder / f"weights-{number}"
+
     def keep(self, path: Path) -> None:
         """Leave a worker's output where it is when the rest is removed."""
         self._kept.add(path)
@@ -77,7 +81,9 @@ class Workplace:
             from jax_specdec.engine.leftovers import OWNER
 
             for path in folder.iterdir():
-                if path not in self._kept and path.name != OWNER:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path not in self._kept and path.name != OWNER:
                     with contextlib.suppress(OSError):
                         path.unlink()
         else:

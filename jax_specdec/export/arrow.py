@@ -1,7 +1,8 @@
 """Columns as Arrow tables and Parquet files (extra `arrow`). No jax.
 
-There are two tables: one row a token, and one row a request. NaN is the logprob of an invalid row;
-what was not asked for or is not known is null.
+There are two tables: one row a token, and one row a request; or a single one, one row a sequence,
+with lists of what its tokens have. NaN is the logprob of an invalid row; what was not asked for or
+is not known is null.
 """
 
 from pathlib import Path
@@ -17,6 +18,7 @@ from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason
 
 TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
+SEQUENCES = "sequences.parquet"
 
 
 def tokens_table(columns: TokenColumns) -> Any:
@@ -37,6 +39,7 @@ def tokens_table(columns: TokenColumns) -> Any:
             ),
             "position": columns.position,
             "step": columns.step,
+            "weights_version": columns.weights_version,
             "token_id": columns.token_id,
             "logprob": pa.array(columns.logprob, mask=~asked),
             "token_rank": pa.array(columns.token_rank, mask=~asked),
@@ -84,10 +87,7 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
     empty = ColumnBuilder().columns()
     for table, whole in ((tokens, tokens_table(empty)), (requests, requests_table(empty))):
         if missing := sorted(set(whole.column_names) - set(table.column_names)):
-            raise ValueError(
-                f"a table lacks the columns {', '.join(missing)}: read it with the version that "
-                "wrote it, or collect its records again"
-            )
+            raise _incomplete(missing)
     ids = requests["request_id"].to_pylist()
     index = {request_id: n for n, request_id in enumerate(ids)}
     reasons = requests["finish_reason"].to_pylist()
@@ -103,6 +103,7 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
         request=np.array([index[i] for i in tokens["request_id"].to_pylist()], np.int32),
         position=tokens["position"].to_numpy(),
         step=tokens["step"].to_numpy(),
+        weights_version=tokens["weights_version"].to_numpy(),
         token_id=tokens["token_id"].to_numpy(),
         logprob=_filled(tokens["logprob"], np.float32(np.nan)),
         token_rank=_filled(tokens["token_rank"], np.int32(NOT_ASKED)),
@@ -119,6 +120,62 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
             _ragged(tokens["kept_ids"]).ids,
         ),
     )
+
+
+def sequences_table(columns: TokenColumns) -> Any:
+    """A `pyarrow.Table`, one row a request: the columns of `requests_table`, and lists.
+
+    Each other column of `tokens_table` is a list here, of one value for each token of the request,
+    in order: `token_id`, `logprob`, `weights_version` and so on. `topk_ids` and what else is a list
+    there is a list of lists.
+    """
+    pa = pyarrow()
+    tokens = tokens_table(columns)
+    rows = np.argsort(columns.request, kind="stable")
+    counts = np.bincount(columns.request, minlength=len(columns.request_id))
+    offsets = Ragged.of(counts, columns.request).offsets.astype(np.int32)
+    lists = {
+        name: pa.ListArray.from_arrays(offsets, _plain(pa, tokens[name].take(rows)))
+        for name in tokens.column_names
+        if name != "request_id"
+    }
+    requests = requests_table(columns)
+    return pa.table({name: requests[name] for name in requests.column_names} | lists)
+
+
+def from_sequences(sequences: Any) -> TokenColumns:
+    """The columns that `sequences_table` was made of: each request's tokens one after the other.
+
+    Raises:
+      ValueError: a column is missing, as in a table of an earlier version.
+    """
+    pa = pyarrow()
+    empty = ColumnBuilder().columns()
+    names = tokens_table(empty).column_names[1:]  # without the request's id
+    if missing := sorted({*names, "request_id"} - {*sequences.column_names}):
+        raise _incomplete(missing)
+    lists = {name: sequences[name].combine_chunks() for name in names}
+    counts = lists["token_id"].value_lengths().to_numpy(zero_copy_only=False)
+    ids = sequences["request_id"].combine_chunks().take(np.arange(len(counts)).repeat(counts))
+    tokens = {name: column.flatten() for name, column in lists.items()}
+    return from_tables(pa.table({"request_id": ids} | tokens), sequences)
+
+
+def write_sequences(folder: Path | str, columns: TokenColumns) -> None:
+    """Write `sequences.parquet` into `folder`, and make it if it is missing."""
+    parquet = pyarrow("pyarrow.parquet")
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(sequences_table(columns), path / SEQUENCES)
+
+
+def read_sequences(folder: Path | str) -> TokenColumns:
+    """Read what `write_sequences` wrote.
+
+    Raises:
+      ValueError: as `from_sequences`.
+    """
+    return from_sequences(pyarrow("pyarrow.parquet").read_table(Path(folder) / SEQUENCES))
 
 
 def write_parquet(folder: Path | str, columns: TokenColumns) -> None:
@@ -151,6 +208,19 @@ def pyarrow(module: str = "pyarrow") -> Any:
             "Arrow tables and Parquet files need pyarrow: pip install 'pyarrow>=16'",
             name=error.name,
         ) from error
+
+
+def _incomplete(missing: list[str]) -> ValueError:
+    return ValueError(
+        f"a table lacks the columns {', '.join(missing)}: read it with the version that wrote it, "
+        "or collect its records again"
+    )
+
+
+def _plain(pa: Any, column: Any) -> Any:
+    """A column as one array; words are spelled out, as not every reader knows lists of others."""
+    array = column.combine_chunks()
+    return array.cast(pa.string()) if pa.types.is_dictionary(array.type) else array
 
 
 def _lists(pa: Any, ragged: Ragged | KeptSets, values: NDArray[Any] | None) -> Any:

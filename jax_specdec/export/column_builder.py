@@ -86,6 +86,7 @@ class ColumnBuilder:
             "request": np.full(n, index, np.int32),
             "position": np.arange(begin, begin + n),
             "step": np.full(n, record.step, np.int64),
+            "weights_version": np.full(n, record.weights_version or 0, np.uint32),
             "token_id": record.token_ids,
             "kind": np.array([KINDS.index(kind) for kind in token_kinds(record)], np.int8),
             **_logprobs(record, n),

@@ -208,6 +208,7 @@ def _transport(status: WorkerStatus) -> Iterator[Family]:
     ring = status.ring
     for kind, name, meaning, value in (
         ("gauge", "worker_up", "1 while the worker may still send.", int(status.alive)),
+        ("gauge", "weights_version", "Of the weights in use.", status.weights_version),
         ("counter", "worker_restarts", "Workers started in place of a lost one.", status.restarts),
         ("counter", "ring_messages", "Messages received from the worker.", ring.messages),
         ("counter", "ring_payload_bytes", "Their bytes.", ring.payload_bytes),

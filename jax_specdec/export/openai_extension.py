@@ -14,9 +14,10 @@ NEGATIVE_INFINITY = -9999.0  # what OpenAI's API uses for "very unlikely"
 def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
     """What speculation made of the tokens in `records`: of one for a chunk, of all for a response.
 
-    `by_step` has one object for each step with tokens. Every other key has one value a token:
-    `token_ids` and `token_kinds` (see the function) always; `token_ranks` (1 the most likely, 0 an
-    invalid row) and `topk_ids` (without missing ones) where logprobs were asked for;
+    `by_step` has one object for each step with tokens, which says the version of the weights. Every
+    other key has one value a token: `token_ids` and `token_kinds` (see the function) always;
+    `token_ranks` (1 the most likely, 0 an invalid row) and `topk_ids` (without missing ones) where
+    logprobs were asked for;
     `chosen_logprobs` where the request named `extra_token_ids`; `kept_counts`, `kept_ids` and
     `log_kept` where it asked for kept sets; and where no logprobs were asked for, `tokens`, the
     strings that the logprobs would have.
@@ -78,6 +79,7 @@ def _step(record: Record, table: TokenTable) -> dict[str, Any]:
     """One step: its counts, and the drafts' ids and logprobs where their message came."""
     step: dict[str, Any] = {
         "step": record.step,
+        "weights_version": record.weights_version,
         "num_tokens": record.num_tokens,
         "num_drafts": record.num_drafts,
         "num_accepted": record.num_accepted,

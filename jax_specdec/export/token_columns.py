@@ -74,6 +74,7 @@ class TokenColumns:
       position: [N] int64, the token's place in its sequence; the first after the prompt is at
         the prompt's length.
       step: [N] int64, the step that emitted it.
+      weights_version: [N] uint32, of the weights that made the token.
       token_id: [N] int32.
       logprob: [N] float32; NaN in an invalid row, and where no logprobs were asked for.
       token_rank: [N] int32, 1 for the most likely; 0 in an invalid row, NOT_ASKED where no
@@ -98,6 +99,7 @@ class TokenColumns:
     request: NDArray[np.int32]
     position: NDArray[np.int64]
     step: NDArray[np.int64]
+    weights_version: NDArray[np.uint32]
     token_id: NDArray[np.int32]
     logprob: NDArray[np.float32]
     token_rank: NDArray[np.int32]
@@ -146,6 +148,7 @@ TOKEN_COLUMNS = {
     "request": np.int32,
     "position": np.int64,
     "step": np.int64,
+    "weights_version": np.uint32,
     "token_id": np.int32,
     "logprob": np.float32,
     "token_rank": np.int32,

@@ -175,6 +175,13 @@ class RecordBatch:
             prompt=prompt,
         )
 
+    @property
+    def weights_version(self) -> int | None:
+        """Of the weights that made the records' rows; None for records without any."""
+        if self.message is not None:
+            return self.message.weights_version
+        return None if self.prompt is None else self.prompt.message.weights_version
+
     def __len__(self) -> int:
         return len(self.slots)
 

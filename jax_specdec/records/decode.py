@@ -61,6 +61,7 @@ class Message:
     draft_follows: bool
     step: int
     process_rank: int
+    weights_version: int  # of the weights that made the rows
     state: NDArray[np.int64]  # [B] SlotState
     mode: NDArray[np.int64]  # [B] LogprobsMode
     kept: NDArray[np.int64]  # [B] 1 where emitted tokens have kept sets, else 0
@@ -176,6 +177,7 @@ def decode(data: Any) -> Message:
         draft_follows=bool(header["draft_follows"]),
         step=header["step_high"] << 32 | header["step_low"],
         process_rank=header["process_rank"],
+        weights_version=header["weights_version"],
         **fields,
         token_ids=words[ids:ranks].view(np.int32),
         token_start=token_start,

@@ -50,6 +50,7 @@ def encode(
     running: bool = True,
     draft_follows: bool = False,
     process_rank: int = 0,
+    weights_version: int = 0,
 ) -> bytes:
     """The bytes of one message; `max_num_logprobs` defaults to the largest K of the slots.
 
@@ -104,6 +105,7 @@ def encode(
         "step_low": step & 0xFFFFFFFF,
         "step_high": step >> 32,
         "process_rank": process_rank,
+        "weights_version": weights_version,
     }
     return np.concatenate([_words(wire.HEADER, wire.HEADER_WORDS, header), *body]).tobytes()
 

@@ -168,6 +168,14 @@ class Record:
         return self.batch.step
 
     @property
+    def weights_version(self) -> int | None:
+        """Of the weights that made the tokens, or the prompt's rows; None without a message.
+
+        `Engine.update_weights` raises it. All rows of a record are of one version.
+        """
+        return self.batch.weights_version
+
+    @property
     def num_tokens(self) -> int:
         return int(self.batch.num_tokens[self.index])
 

@@ -56,10 +56,11 @@ def base64_columns(
 ) -> dict[str, Any]:
     """The tokens of records as arrays: little-endian, in base64, each with its type and shape.
 
-    `token_ids` [n] int32; where K logprobs were asked for, `logprobs` [n, K+1] float32 (the token's
-    own first; -inf and NaN as they are), `token_ranks` [n] int32, `topk_ids` [n, K] int32; with C
-    chosen ids `chosen_logprobs` [n, C] float32; with kept sets those of `KeptSets`: `kept_counts`
-    [n] int32, `log_kept` [n] float32 and `kept_ids` [m] int32, one set after the other.
+    `token_ids` [n] int32; `weights_versions` [n] uint32; where K logprobs were asked for,
+    `logprobs` [n, K+1] float32 (the token's own first; -inf and NaN as they are), `token_ranks` [n]
+    int32, `topk_ids` [n, K] int32; with C chosen ids `chosen_logprobs` [n, C] float32; with kept
+    sets those of `KeptSets`: `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_ids` [m]
+    int32, one set after the other.
 
     Args:
       k: K of the request; None where it asked for none.
@@ -67,7 +68,11 @@ def base64_columns(
       kept: whether it asked for kept sets.
     """
     some = [record for record in records if record.num_tokens]
-    found = {"token_ids": _column([one.token_ids for one in some], (), np.int32)}
+    versions = [np.full(one.num_tokens, one.weights_version, np.uint32) for one in some]
+    found = {
+        "token_ids": _column([one.token_ids for one in some], (), np.int32),
+        "weights_versions": _column(versions, (), np.uint32),
+    }
     if k is not None:
         found |= {
             "logprobs": _column([one.logprobs for one in some], (k + 1,), np.float32),

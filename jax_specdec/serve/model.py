@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from jax_specdec.checkpoint.hf_config import eos_token_ids
 from jax_specdec.checkpoint.hf_names import HfModel
 from jax_specdec.text import byte_tokens
 from jax_specdec.text.detokenize import TokenTable
@@ -70,6 +71,31 @@ def tiny_model(*, name: str, created: int, max_length: int) -> ServedModel:
         vocab_size=byte_tokens.VOCAB_SIZE,
         max_length=max_length,
         eos_token_ids=(byte_tokens.EOS_ID,),
+    )
+
+
+def own_model(
+    directory: Path, *, vocab_size: int | None, name: str, created: int, max_length: int
+) -> ServedModel:
+    """A model of the user's own, of which a server knows the tokenizer.
+
+    Args:
+      directory: with tokenizer.json, and perhaps generation_config.json, whose `eos_token_id` ends
+        a text.
+      vocab_size: V; None where the model has the tokenizer's ids and no other.
+
+    Raises:
+      FileNotFoundError, MissingExtra, CheckpointError: as `Tokenizer`.
+    """
+    tokenizer = Tokenizer(directory, vocab_size)
+    return ServedModel(
+        name=name,
+        created=created,
+        encoder=tokenizer,
+        table=tokenizer.table(),
+        vocab_size=len(tokenizer.token_bytes),
+        max_length=max_length,
+        eos_token_ids=eos_token_ids(directory) or (),
     )
 
 

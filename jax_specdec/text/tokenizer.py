@@ -28,12 +28,13 @@ class Tokenizer:
       special: ids that are not text, to their names.
     """
 
-    def __init__(self, directory: str | Path, vocab_size: int) -> None:
+    def __init__(self, directory: str | Path, vocab_size: int | None = None) -> None:
         """Read a model directory.
 
         Args:
           directory: in Hugging Face layout.
-          vocab_size: V of the model, which is often more than the tokenizer's.
+          vocab_size: V of the model, which is often more than the tokenizer's; None: all of the
+            tokenizer's ids and no other.
 
         Raises:
           FileNotFoundError: there is no tokenizer.json.
@@ -45,6 +46,8 @@ class Tokenizer:
         path = self._directory / FILE
         rules, self._tokenizer = _open(path)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if vocab_size is None:
+            vocab_size = max(vocabulary.values(), default=-1) + 1
         if beyond := {name: id for name, id in vocabulary.items() if id >= vocab_size}:
             name, id = next(iter(beyond.items()))
             raise CheckpointError(

@@ -64,6 +64,7 @@ def encoded_again(message: Message) -> bytes:
         slots,
         max_num_logprobs=message.max_num_logprobs,
         running=message.running,
+        weights_version=message.weights_version,
         draft_follows=message.draft_follows,
         process_rank=message.process_rank,
     )
@@ -104,7 +105,8 @@ def good_message(rng: random.Random) -> bytes:
                 kept=kept,
             )
         )
-    return encode(kind, rng.getrandbits(64), slots, running=rng.random() < 0.5)
+    return encode(kind, rng.getrandbits(64), slots, running=rng.random() < 0.5,
+                  weights_version=rng.getrandbits(32))  # fmt: skip
 
 
 def mutated(rng: random.Random, good: bytes) -> bytes:

@@ -26,18 +26,19 @@ def test_one_message_byte_by_byte():
         SlotContents(generation=8, token_ids=[1]),
     ]  # fmt: skip
     data = encode(
-        Kind.TARGET, (9 << 32) + 4, slots, running=True, draft_follows=True, process_rank=2
-    )
-    header = [0x4C53 << 16 | 2, 3 | 1 << 8, 1 | 2, 3, 33, 4, 9, 2]
+        Kind.TARGET, (9 << 32) + 4, slots, running=True, draft_follows=True, process_rank=2,
+        weights_version=2**32 - 6,
+    )  # fmt: skip
+    header = [0x4C53 << 16 | 3, 3 | 1 << 8, 1 | 2, 3, 34, 4, 9, 2, 2**32 - 6]
     slot_words = [
         *(0 | 1 << 8 | 2 << 16, 2 | 2 << 16, 3 | 1 << 16, 2**32 - 1),
         *(4, 0, 0, 7),
         *(0, 1, 0, 8),
     ]
     payload = struct.pack("<3i2i6f2i", 5, 6, 1, 1, 4, -0.5, -0.5, -3, -2, -0.25, -4, 5, 9)
-    assert data == struct.pack("<20I", *header, *slot_words) + payload
-    assert wire.VERSION == 2
-    decode(data)
+    assert data == struct.pack("<21I", *header, *slot_words) + payload
+    assert wire.VERSION == 3
+    assert decode(data).weights_version == 2**32 - 6
 
 
 def test_header_and_slots_are_as_small_as_promised():
@@ -69,7 +70,7 @@ def test_every_other_kind_and_version_is_refused():
             with pytest.raises(MessageError, match=f"kind {kind} is none of"):
                 decode(words.tobytes())
     words[1] = 3
-    for version in (0, 1, 3, 255, 65535):
+    for version in (0, 1, 2, 4, 255, 65535):
         words[0] = wire.MAGIC << 16 | version
         with pytest.raises(MessageError, match=f"version {version};"):
             decode(words.tobytes())

@@ -46,7 +46,7 @@ def three_requests():
         draft_follows=True,
     )  # fmt: skip
     guesses = drafts(1, 11, 12, columns=1, chosen=2)
-    second = target(1, tokens(3, columns=1, chosen=2), silent(), tokens(5))
+    second = target(1, tokens(3, columns=1, chosen=2), silent(), tokens(5), weights_version=1)
     builder = ColumnBuilder()
     for message in (first, draft(0, guesses, silent(), silent()), second):
         state, records = step(state, message)

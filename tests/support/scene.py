@@ -72,7 +72,7 @@ class Scene:
     def __init__(
         self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, tracer=None, **config
     ):
-        self.workers = []
+        self.workers, self.configs = [], []  # in the order in which they were started
         self.worker = worker
         self.faults = {rank: list(numbers) for rank, numbers in (faults or {}).items()}
         self.seed = seed
@@ -86,6 +86,7 @@ class Scene:
         self.records, self.updates = {}, []
 
     def start(self, config, *, process_rank, prefill_only, doorbell, **_):
+        self.configs.append(config)
         assert doorbell == (config.num_ranks + config.num_prefill_ranks > 1)
         faults = self.faults.get(process_rank)
         worker = self.worker(
@@ -96,6 +97,7 @@ class Scene:
             dies_after=faults.pop(0) if faults else None,
             draft_messages=self.seed % 2 == 1,
         )
+        worker.weights_version = config.weights_version
         self.workers.append(worker)
         return worker
 

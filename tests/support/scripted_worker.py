@@ -14,7 +14,7 @@ import numpy as np
 from ipc import RingCounters
 from ipc.errors import PeerDied
 from ipc.wire import Kind, SlotState
-from jax_specdec.control import Admit, Evict, Phase, Pulse, Release
+from jax_specdec.control import Admit, Commit, Evict, Phase, Prepare, Pulse, Release
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.kept_sets import KeptSets
@@ -44,6 +44,11 @@ def continuation(request):
     return tokens, logprobs
 
 
+def chosen_of(params):
+    """How many chosen ids' logprobs are in each row; without rows, none."""
+    return len(params.extra_token_ids) if params.num_columns else 0
+
+
 def kept_among(tokens):
     """Kept sets of two ids each: the token and the next one, which have half of the share."""
     ids = [sorted({token, (token + 1) % VOCAB}) for token in tokens]
@@ -62,6 +67,8 @@ class ScriptedWorker:
       admitted_drafts: the drafts of every admission that brought some.
       dies_after: the number of messages after which it is killed; None for never.
       taken: commands that it says it has taken; None: all.
+      refusal: why it refuses other weights; empty: it takes them. None: it never answers.
+      weights_version: what its messages carry.
     """
 
     pid = 0
@@ -84,6 +91,7 @@ class ScriptedWorker:
         self.stopped = False
         self.taken = None
         self.beats = 0
+        self.refusal, self.answered, self.weights_version = "", 0, 0
 
     def tell(self, command):
         self.commands.append(command)
@@ -96,7 +104,16 @@ class ScriptedWorker:
         self.beats += 1
         taken = len(self.commands) if self.taken is None else self.taken
         phase = Phase.STEPPING if any(self.slots) else Phase.IDLE
-        return Pulse(beats=self.beats, taken=taken, ready=True, progress=self.sent, phase=phase)
+        return Pulse(
+            beats=self.beats,
+            taken=taken,
+            ready=True,
+            progress=self.sent,
+            phase=phase,
+            answered=self.answered,
+            refusal=self.refusal or "",
+            weights_version=self.weights_version,
+        )
 
     ended = True
     exit_status = None
@@ -173,6 +190,11 @@ class ScriptedWorker:
                 evicted=None,
                 ended=False,
             )
+        elif isinstance(command, Prepare) and self.refusal is not None:
+            self.answered = command.number
+        elif isinstance(command, Commit):
+            assert (command.number, self.refusal) == (self.answered, "")
+            self.weights_version = command.version
         elif isinstance(command, Evict | Release):
             slot = self.slots[command.slot]
             if slot is not None and slot.generation == command.generation and not slot.ended:
@@ -192,13 +214,15 @@ class ScriptedWorker:
                 continue
             target, verified = self.slot_step(slot)
             contents.append(target)
-            n, columns = len(verified), slot.params.num_columns
+            n, columns, chosen = len(verified), slot.params.num_columns, chosen_of(slot.params)
             said = SlotContents(
                 generation=slot.generation,
                 token_ids=verified,
                 num_drafts=n,
                 columns=columns,
-                logprobs=[[-9.0] * columns] * n if columns else (),
+                num_chosen=chosen,
+                mode=slot.params.logprobs_mode,
+                logprobs=[[-9.0] * (columns + chosen)] * n if columns else (),
                 token_ranks=[1] * n if columns else (),
                 topk_ids=[[0] * (columns - 1)] * n if columns else (),
             )
@@ -206,13 +230,17 @@ class ScriptedWorker:
             if slot.ended:
                 self.slots[index] = None
         follows = self.draft_messages and self.rng.random() < 0.7
-        header = {"process_rank": self.process_rank}
+        header = self.header
         messages.append(encode(Kind.TARGET, self.step, contents, draft_follows=follows, **header))
         # A draft message that does not come costs only the drafts, as long as a step follows.
         if follows and not (any(self.slots) and self.rng.random() < 0.2):
             messages.append(encode(Kind.DRAFT, self.step, drafts, **header))
         self.step += 1
         return messages
+
+    @property
+    def header(self):
+        return {"process_rank": self.process_rank, "weights_version": self.weights_version}
 
     def score(self, index, slot):
         """The message of the next chunk of a prompt's logprobs; all chunks come before a token."""
@@ -223,20 +251,23 @@ class ScriptedWorker:
         n = self.rng.randint(1, left)
         slot.wait = max(slot.wait, int(n < left))
         k, ids = slot.params.prompt_logprobs, prompt[slot.scored : slot.scored + n]
+        chosen = len(slot.params.extra_token_ids)
         said = [SlotContents(state=SlotState.NOTHING)] * len(self.slots)
         said[index] = SlotContents(
             generation=slot.generation,
             token_ids=ids,
             columns=k + 1,
+            num_chosen=chosen,
+            mode=slot.params.logprobs_mode,
             logprobs=[
-                [logprob(prompt[:place])] + [-9.0] * k
+                [logprob(prompt[:place])] + [-9.0] * (k + chosen)
                 for place in range(slot.scored, slot.scored + n)
             ],
             token_ranks=[1] * n,
             topk_ids=[[0] * k] * n,
         )
         slot.scored += n
-        return [encode(Kind.PROMPT, self.step, said, process_rank=self.process_rank)]
+        return [encode(Kind.PROMPT, self.step, said, **self.header)]
 
     def slot_step(self, slot):
         """The slot's contents in this step, and the drafts that it verified."""
@@ -266,14 +297,16 @@ class ScriptedWorker:
         if self.prefill_only:
             state, extra, drafts = SlotState.PREFILL_FIRST_TOKEN, slot.drafts, []
             slot.ended = True
-        columns = slot.params.num_columns
+        columns, chosen = slot.params.num_columns, chosen_of(slot.params)
         contents = SlotContents(
             state=state,
             generation=generation,
             token_ids=tokens + extra,
             num_drafts=len(drafts) + len(extra),
             columns=columns,
-            logprobs=[[p] + [-9.0] * (columns - 1) for p in logprobs] if columns else (),
+            num_chosen=chosen,
+            mode=slot.params.logprobs_mode,
+            logprobs=[[p] + [-9.0] * (columns - 1 + chosen) for p in logprobs] if columns else (),
             token_ranks=[1] * count if columns else (),
             topk_ids=[[0] * (columns - 1)] * count if columns else (),
             kept=kept_among(tokens) if slot.params.kept_token_ids else None,

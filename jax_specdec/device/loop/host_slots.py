@@ -32,6 +32,7 @@ class Slot:
     prefill_at: int | None = None  # next prompt token to run; None when none is left
     prompt_length: int = 0
     num_emitted: int = 0  # tokens at the prompt's end that were emitted for the request elsewhere
+    score_from: int | None = None  # prompt rows from here on are sent; None: none are, any more
     verdict: int = 0  # PREEMPTED or RECOVERY_STOP until a message has said so, else 0
 
     @property
@@ -111,7 +112,7 @@ def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
     A chunk with logprobs has at most as many as a step can have tokens, so its message never needs
     more room in the ring than a step's.
     """
-    if slot.params.prompt_logprobs is None:
+    if slot.score_from is None:
         return prefill_chunk
     return min(prefill_chunk, config.num_slots * config.num_positions)
 

@@ -14,6 +14,7 @@ from jax_specdec.device.loop.state import (
     admit,
     copy_prefix,
     release,
+    start_again,
     state_shardings,
 )
 from jax_specdec.device.loop.step import step
@@ -31,6 +32,7 @@ class Compiled:
     config: LoopConfig
     admit: Callable[..., LoopState] = field(init=False)
     release: Callable[..., LoopState] = field(init=False)
+    start_again: Callable[..., LoopState] = field(init=False)
     copy_prefix: Callable[..., LoopState] = field(init=False)
     prefill_chunk: Callable[..., LoopState] = field(init=False)
     score_chunk: Callable[..., tuple[LoopState, prompt_scoring.ScoredChunk]] = field(init=False)
@@ -45,6 +47,7 @@ class Compiled:
         places = state_shardings(self.config)
         self.admit = jax.jit(admit, donate_argnums=0, out_shardings=places)
         self.release = jax.jit(release, donate_argnums=0, out_shardings=places)
+        self.start_again = jax.jit(start_again, donate_argnums=0, out_shardings=places)
         self.copy_prefix = jax.jit(copy_prefix, donate_argnums=0, out_shardings=places)
         self.prefill_chunk = jax.jit(
             functools.partial(prefill_chunk, self.config),

@@ -65,6 +65,7 @@ def prompt_message(
     widths: Widths,
     vocab_size: int,
     process_rank: int = 0,
+    weights_version: UInt32[Array, ""] | int = 0,
 ) -> UInt32[Array, " W"]:
     """The message of one chunk of one slot's prompt, packed: every token in it has logprobs.
 
@@ -77,6 +78,7 @@ def prompt_message(
       widths: the static limits of `asked`.
       vocab_size: V.
       process_rank: which process rank sends.
+      weights_version: of the weights that the chunk was run with.
 
     Returns:
       The words; see `pack`.
@@ -109,6 +111,7 @@ def prompt_message(
         running=jnp.bool_(True),
         draft_follows=False,
         process_rank=process_rank,
+        weights_version=weights_version,
         vocab_size=vocab_size,
         num_words=most_words(1, size, widths, vocab_size)
         + most_words(batch - 1, 0, Widths(), vocab_size),

@@ -169,6 +169,19 @@ def release(state: LoopState, slot: Int32[Array, ""]) -> LoopState:
     )
 
 
+def start_again(state: LoopState) -> LoopState:
+    """Let every request that runs run its tokens again, the emitted ones too: caches are void.
+
+    The drafts of a slot that has begun go with its caches. Random numbers are keyed by position, so
+    nothing else of a request changes.
+    """
+    return state._replace(
+        handed_over=jnp.where(state.active[:, None], -1, state.handed_over),
+        active=jnp.zeros_like(state.active),
+        prefilling=state.active | state.prefilling,
+    )
+
+
 def copy_prefix(state: LoopState, source: Int32[Array, ""], slot: Int32[Array, ""]) -> LoopState:
     """Copy the caches of slot `source` to `slot`, those of the drafter too.
 

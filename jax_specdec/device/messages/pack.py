@@ -85,6 +85,7 @@ def pack(
     vocab_size: int,
     num_words: int,
     kept: KeptRows | None = None,
+    weights_version: Integer[Array, ""] | int = 0,
 ) -> UInt32[Array, " W"]:
     """Pack one message.
 
@@ -101,6 +102,7 @@ def pack(
       vocab_size: V; sent ids must be below it.
       num_words: W, static; the longest message that these shapes can make.
       kept: the kept sets of the rows that `wire.kept_rows` counts; None where no slot asks.
+      weights_version: of the weights that made the rows.
 
     Returns:
       The words, of which the header's `num_words` are the message and the rest are 0. A failed
@@ -137,6 +139,7 @@ def pack(
         "step_low": step[0],
         "step_high": step[1],
         "process_rank": process_rank,
+        "weights_version": weights_version,
     }
     fixed = jnp.concatenate([
         wire.words_of(jnp, wire.HEADER, wire.HEADER_WORDS, _unsigned(header)),

@@ -91,6 +91,7 @@ def target_message(
     *,
     widths: Widths,
     process_rank: int = 0,
+    weights_version: UInt32[Array, ""] | int = 0,
     parallel: Parallel = ONE_DEVICE,
 ) -> UInt32[Array, " W"]:
     """The target message of a step, packed.
@@ -102,6 +103,7 @@ def target_message(
       draft_follows: whether the step's draft message is sent after this one.
       widths: the static limits of `asked`. Where no slot asks for logprobs, no kernel runs.
       process_rank: which process rank sends.
+      weights_version: of the weights that the step was run with.
       parallel: the devices among which the logits' vocabulary is split.
 
     Returns:
@@ -136,6 +138,7 @@ def target_message(
         running=output.running,
         draft_follows=draft_follows,
         process_rank=process_rank,
+        weights_version=weights_version,
         vocab_size=vocab,
         num_words=most_words(batch, num_positions, widths, vocab),
         kept=kept,
@@ -176,6 +179,7 @@ def draft_message(
     *,
     widths: Widths,
     process_rank: int = 0,
+    weights_version: UInt32[Array, ""] | int = 0,
     parallel: Parallel = ONE_DEVICE,
 ) -> UInt32[Array, " W"]:
     """The draft message of a step, packed: the logprobs, under the draft model, of what it drafted.
@@ -228,6 +232,7 @@ def draft_message(
         running=output.running,
         draft_follows=False,
         process_rank=process_rank,
+        weights_version=weights_version,
         vocab_size=vocab,
         num_words=most_words(batch, num_drafts, widths._replace(kept=False), vocab),
     )

@@ -5,12 +5,12 @@ behind it may change, the functions of the modules `llama` and `mtp` among it.
 """
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.device.model import llama, mtp
 from jax_specdec.device.model.checkpoint import (
     load_checkpoint,
     load_model,
     save_checkpoint,
-    tiny_weights_path,
 )
 from jax_specdec.device.model.own_model import OwnModel
 from jax_specdec.device.model.params import (
@@ -20,6 +20,7 @@ from jax_specdec.device.model.params import (
     init_cache,
     init_mtp_cache,
     init_params,
+    named_arrays,
 )
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "LayerParams",
     "KVCache",
     "init_params",
+    "named_arrays",
     "init_cache",
     "init_mtp_cache",
     # A model of your own.

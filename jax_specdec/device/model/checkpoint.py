@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.device.model.hf_weights import cache_bytes, load_weights
 from jax_specdec.device.model.memory import available_bytes, check_memory
 from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
@@ -81,12 +82,12 @@ def load_checkpoint(
       CheckpointError: the file is no checkpoint or truncated, or its tensors are not those of its
         configuration, in name or shape.
     """
-    tensors, metadata = _read(path)
+    tensors, metadata = read_tensors(path)
     config = _config(path, metadata)
     config = replace(config, dtype=dtype or config.dtype)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     wanted = named_arrays(shapes)
-    _check_tensors(path, tensors, wanted)
+    check_tensors(path, tensors, wanted)
     leaves = []
     for number, name in enumerate(wanted):
         tell(number, len(wanted))
@@ -95,8 +96,13 @@ def load_checkpoint(
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), config, metadata
 
 
-def _read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The tensors by name, and the metadata."""
+def read_tensors(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors of a safetensors file by name, and its metadata.
+
+    Raises:
+      FileNotFoundError: no such file.
+      CheckpointError: it is damaged.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     try:
@@ -119,12 +125,20 @@ def _config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
         raise CheckpointError(f"{path} has no valid configuration: {error}") from error
 
 
-def _check_tensors(
-    path: str | Path,
-    tensors: Mapping[str, np.ndarray],
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
+def check_tensors(
+    path: str | Path, tensors: Mapping[str, np.ndarray], wanted: Mapping[str, Any]
 ) -> None:
-    """Refuse tensors that are not those of the configuration, in name or shape."""
+    """Refuse tensors that are not those of the configuration.
+
+    Args:
+      path: their file, for the error.
+      tensors: by name.
+      wanted: arrays, or their shapes and types, by name. A float type is as good as any other; an
+        integer has to be of the same type.
+
+    Raises:
+      CheckpointError: a name, a shape or a type is wrong.
+    """
     if wanted.keys() != tensors.keys():
         raise CheckpointError(
             f"{path} does not fit its configuration: it lacks "
@@ -136,6 +150,12 @@ def _check_tensors(
             raise CheckpointError(
                 f"{path}: {name} has shape {tensors[name].shape}, its configuration wants "
                 f"{value.shape}"
+            )
+        found, floating = tensors[name].dtype, jnp.issubdtype(value.dtype, jnp.floating)
+        if found != value.dtype and not (floating and jnp.issubdtype(found, jnp.floating)):
+            raise CheckpointError(
+                f"{path}: {name} is stored as {found}, and "
+                f"{'a float type' if floating else value.dtype} is needed"
             )
 
 
@@ -195,8 +215,3 @@ def _with_padding(params: ModelParams, config: ModelConfig) -> ModelParams:
     more = (0, config.vocab_padding)
     head = None if params.head is None else jnp.pad(params.head, ((0, 0), more))
     return replace(params, embedding=jnp.pad(params.embedding, (more, (0, 0))), head=head)
-
-
-def tiny_weights_path() -> Path:
-    """The file of the byte-level weights that come with the package."""
-    return Path(str(resources.files("jax_specdec"))) / "weights" / "tiny.safetensors"

@@ -164,12 +164,15 @@ def _init_layers(config: ModelConfig, n: int, normal: Normal) -> LayerParams:
 
 
 def named_arrays(params: Any) -> dict[str, Any]:
-    """The arrays of `ModelParams` by dotted path, in tree order.
+    """The arrays of a model's weights by dotted path, such as "layers.query", in tree order.
 
-    A tree of the same structure is served too: of shapes, or of what else belongs to each weight.
+    Args:
+      params: `ModelParams`, the weights of a model of your own, or any other tree: of shapes, or of
+        what else belongs to each weight.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {".".join(key.name for key in path): value for path, value in flat}
+    name = jax.tree_util.keystr
+    return {name(path, simple=True, separator="."): value for path, value in flat}
 
 
 def init_cache(config: ModelConfig, num_slots: int, length: int) -> KVCache:

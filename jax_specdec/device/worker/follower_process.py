@@ -3,7 +3,7 @@
 import jax
 
 from jax_specdec.child import Child
-from jax_specdec.control import Advance, Phase
+from jax_specdec.control import Advance, Phase, Prepare
 from jax_specdec.device.loop.programs import PROGRAMS
 from jax_specdec.device.worker import compilation_cache, compilations
 from jax_specdec.device.worker.process_group import join, leave
@@ -37,3 +37,5 @@ def main(child: Child) -> int:
         if not worker.apply(command):
             leave()
             return 0
+        if isinstance(command, Prepare):
+            child.vitals.answer(command.number, worker.next_weights.refusal)

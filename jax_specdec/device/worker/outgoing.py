@@ -40,6 +40,7 @@ class Outgoing:
         host_slots: Sequence[Slot],
         widths: Widths,
         asked: Asked,
+        weights_version: int,
     ) -> tuple[jax.Array, ...]:
         """A step's target message and, where a request asks for it, its draft message.
 
@@ -49,18 +50,23 @@ class Outgoing:
           host_slots: [B] as they were when it was launched.
           widths: the static limits of what they ask for.
           asked: what they ask for, on the device.
+          weights_version: of the weights that it was run with.
 
         Returns:
           [words] uint32 each.
         """
         draft_follows = self.draft_follows(host_slots)
-        static = {"widths": widths, "process_rank": self.process_rank}
+        more = {
+            "widths": widths,
+            "process_rank": self.process_rank,
+            "weights_version": np.uint32(weights_version),
+        }
         words = self.compiled.target_message(
-            output, asked, _halves(step), np.bool_(draft_follows), **static
+            output, asked, _halves(step), np.bool_(draft_follows), **more
         )
         sent = [self._copy(words, target_bound(host_slots))]
         if draft_follows:
-            words = self.compiled.draft_message(output, asked, _halves(step), **static)
+            words = self.compiled.draft_message(output, asked, _halves(step), **more)
             sent.append(self._copy(words, draft_bound(host_slots)))
         return tuple(sent)
 
@@ -79,6 +85,7 @@ class Outgoing:
         host_slots: Sequence[Slot],
         widths: Widths,
         asked: Asked,
+        weights_version: int,
     ) -> jax.Array:
         """The message of one chunk of the prompt of slot `index`, [words] uint32.
 
@@ -91,6 +98,7 @@ class Outgoing:
           host_slots: [B] all slots.
           widths: the static limits of what `scoring` asks for.
           asked: what it asks for, on the device.
+          weights_version: of the weights that the chunk was run with.
         """
         words = self.compiled.prompt_message(
             scored,
@@ -101,6 +109,7 @@ class Outgoing:
             widths=widths,
             vocab_size=self.compiled.config.model.vocab_size,
             process_rank=self.process_rank,
+            weights_version=np.uint32(weights_version),
         )
         return self._copy(words, prompt_bound(host_slots, scoring, num_tokens))
 

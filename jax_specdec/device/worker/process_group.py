@@ -49,6 +49,7 @@ GRACE_SECONDS = 1.0  # to publish what was computed, once a follower is lost
 PATIENCE_SECONDS = 5.0  # for followers that were told to stop
 SILENCE_SECONDS = 10.0  # of a follower, after which it is stopped or worse
 START_SECONDS = 60.0  # more, until its first heartbeat
+ANSWER_SECONDS = 0.01  # between two looks for followers' answers
 
 
 class Lead:
@@ -112,6 +113,16 @@ class Lead:
             for link in self._links:
                 link.tell(payload)
             self._server.pump()  # what they have taken need not be kept
+
+    def refusal(self, number: int) -> str:
+        """Wait until all followers have answered update `number`; why one refuses it, or ""."""
+        while any(link.pulse.answered < number for link in self._links):
+            self._server.pump()
+            time.sleep(ANSWER_SECONDS)
+        for index, link in enumerate(self._links, 1):
+            if link.pulse.refusal:
+                return f"process {index} of {self._size}: {link.pulse.refusal}"
+        return ""
 
     def _start(self, start: Start) -> None:
         config = start.config

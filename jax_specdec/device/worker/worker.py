@@ -5,7 +5,8 @@ device computes, the host takes commands, waits for the copy of the last step's 
 them. Everything that step n + 1 needs from step n stays on the device.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -18,7 +19,10 @@ from jax_specdec.control import (
     Admit,
     Advance,
     Command,
+    Commit,
+    Discard,
     Evict,
+    Prepare,
     Release,
     Shutdown,
     WorkerConfig,
@@ -30,6 +34,7 @@ from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.messages.asked import Widths
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.device_checks import check
+from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing
 from jax_specdec.device.worker.prefix_cache import PrefixCache
 from pallas_kernels import gpu_obstacle
@@ -67,6 +72,8 @@ class Worker:
         publish: bool = True,
         compiled: Compiled | None = None,
         fused: bool | None = None,
+        weights_version: int = 0,
+        load: Callable[[str, Any], Any] | None = None,
     ) -> None:
         """Start with empty slots.
 
@@ -83,12 +90,14 @@ class Worker:
           compiled: the loop's programs, where workers of one configuration share them.
           fused: let verification and logprobs share one read where that pays; None: of greedy
             slots where the GPU kernels run, and of sampled ones where they do not.
+          weights_version: the number of `params`, which messages carry.
+          load: reads other weights for the commands `Prepare`: of a path, and the weights in use;
+            an error of its refuses them. None: there are no others.
         """
         self.config = config
-        self.params = params
-        if config.parallel.mesh is not None:
-            specs = params_specs(params, config.parallel.num_shards)
-            self.params = config.parallel.place(params, specs)
+        self.params = self._placed(params)
+        self.weights_version = weights_version
+        self.next_weights = NextWeights(load, self._placed)
         self.sender = sender
         self.prefill_chunk = prefill_chunk
         self.publish = publish
@@ -119,8 +128,8 @@ class Worker:
         same commands, `Advance` among them, run the same programs in the same order.
 
         Raises:
-          ValueError: a slot is given away before its eviction was published, or a draft that was
-            handed over is no token.
+          ValueError: a slot is given away before its eviction was published, a draft that was
+            handed over is no token, or weights are committed that were not prepared.
         """
         if isinstance(command, Admit):
             self._admit(command)
@@ -132,6 +141,12 @@ class Worker:
                 self._take_back(command.slot, command.generation, verdict)
         elif isinstance(command, Advance):
             self.advance()
+        elif isinstance(command, Prepare):
+            self.next_weights.prepare(command.number, command.path, self.params)
+        elif isinstance(command, Commit):
+            self._commit(command)
+        elif isinstance(command, Discard):
+            self.next_weights.discard(command.number)
         elif isinstance(command, Shutdown):
             self.finish()
             return False
@@ -192,8 +207,45 @@ class Worker:
                 prefill_at=self.prefixes.admit(command.slot, prompt),
                 prompt_length=len(request.prompt_token_ids),
                 num_emitted=request.num_emitted,
+                score_from=None if request.params.prompt_logprobs is None else 0,
             ),
         )
+
+    def _commit(self, command: Commit) -> None:
+        """Use other weights from the next step on; what runs runs its tokens again.
+
+        Nothing is compiled for them: they have the shapes, types and places of those before.
+        """
+        params = self.next_weights.take(command.number)
+        self.finish()  # of the step under way, with the weights that made it
+        self.params, self.weights_version = params, command.version
+        state = self.state
+        runs = np.asarray(state.active) | np.asarray(state.prefilling)
+        tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
+        self.state = self.compiled.start_again(state)
+        reused, self.prefixes = self.prefixes.reused, PrefixCache(len(runs), self.prefill_chunk)
+        self.prefixes.reused = reused
+        for index, slot in enumerate(self.slots):
+            if not (slot.occupied and runs[index]):  # one that ended says so in the next step
+                continue
+            # Rows of a prompt are sent once: those that were keep the old version.
+            score_from = None if slot.score_from is None else slot.prefill_at
+            shared = self.prefix_reuse and score_from is None
+            known = tokens[index, : lengths[index]].tolist() if shared else ()
+            again = replace(
+                slot,
+                prefill_at=self.prefixes.admit(index, known),
+                prompt_length=int(lengths[index]),
+                score_from=score_from,
+            )
+            self._set(index, again)
+
+    def _placed(self, params: Any) -> Any:
+        """The weights on the devices that share them."""
+        parallel = self.config.parallel
+        if parallel.mesh is None:
+            return params
+        return parallel.place(params, params_specs(params, parallel.num_shards))
 
     def _take_back(self, index: int, generation: int, verdict: int) -> None:
         """Free a slot if it is still of this generation; the next message tells the verdict."""
@@ -215,7 +267,7 @@ class Worker:
         chunk = host_slots.chunk_size(slot, self.config, self.prefill_chunk)
         places = np.int32(index), np.int32(start)
         words: tuple[jax.Array, ...] = ()
-        if slot.params.prompt_logprobs is None:
+        if slot.score_from is None:
             self.state = self.compiled.prefill_chunk(self.params, self.state, *places, chunk=chunk)
         else:
             words = self._score(slot, places, chunk)
@@ -249,11 +301,12 @@ class Worker:
             self.params, self.state, *places, asked, chunk=chunk, widths=widths
         )
         num_tokens = min(chunk, slot.prompt_length - 1 - (slot.prefill_at or 0))
-        if num_tokens <= 0:
+        if num_tokens <= 0 or (slot.prefill_at or 0) < (slot.score_from or 0):
             return ()
         words = self.outgoing.of_prompt(
-            scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths, asked
-        )
+            scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths, asked,
+            self.weights_version,
+        )  # fmt: skip
         return (words,)
 
     def _launch(self) -> tuple[jax.Array, ...]:
@@ -269,7 +322,9 @@ class Worker:
             changes=changes,
             **self._one_read(widths),
         )
-        words = self.outgoing.of_step(output, self.step_number, self.slots, widths, asked)
+        words = self.outgoing.of_step(
+            output, self.step_number, self.slots, widths, asked, self.weights_version
+        )
         self.step_number += 1
         # On every process, whether it publishes or not: a verdict or a request that was handed
         # over is told once, and must not be told of the slot's next request.

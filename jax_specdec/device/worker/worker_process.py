@@ -12,12 +12,22 @@ import jax
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.child import Child
-from jax_specdec.control import Advance, Command, Phase, Start, Vitals, WorkerConfig
+from jax_specdec.control import (
+    Advance,
+    Command,
+    Commit,
+    Phase,
+    Prepare,
+    Start,
+    Vitals,
+    WorkerConfig,
+)
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.programs import PROGRAMS
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.hf_weights import cache_bytes
+from jax_specdec.device.model.other_weights import other_weights, own_weights
 from jax_specdec.device.model.own_model import Model, OwnModel
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import compilation_cache, compilations
@@ -31,6 +41,7 @@ def serve(
     commands: "queue.SimpleQueue[Command]",
     tell: Callable[[Command], None] = lambda _: None,
     vitals: Vitals | None = None,
+    refusal: Callable[[int], str] = lambda number: "",
 ) -> None:
     """Decode until told to stop: take the commands that wait, advance, block only when idle.
 
@@ -38,9 +49,11 @@ def serve(
       worker: carries the commands out.
       commands: from the engine.
       tell: gets every command just before the worker does.
-      vitals: told of every step, and when there is nothing to do.
+      vitals: told of every step, when there is nothing to do, and what became of other weights.
+      refusal: waits for what the worker's followers have to say against the weights of an update.
     """
     vitals = vitals or Vitals()
+    vitals.use(worker.weights_version)
     while True:
         if commands.empty() and worker.busy:
             vitals.advance()
@@ -52,6 +65,11 @@ def serve(
         tell(command)
         if not worker.apply(command):
             return
+        if isinstance(command, Prepare):
+            refusals = worker.next_weights.refusal, refusal(command.number)
+            vitals.answer(command.number, next(filter(None, refusals), ""))
+        elif isinstance(command, Commit):
+            vitals.use(worker.weights_version)
 
 
 def make_worker(
@@ -63,7 +81,7 @@ def make_worker(
     it.
     """
     try:
-        params, loop = _load(start, vitals or Vitals())
+        params, loop, load = _load(start, vitals or Vitals())
     except (OSError, ValueError, MemoryError) as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(1) from error
@@ -75,6 +93,8 @@ def make_worker(
         prefix_reuse=start.config.prefix_reuse,
         process_rank=start.process_rank,
         publish=publish,
+        weights_version=start.config.weights_version,
+        load=load,
     )
 
 
@@ -84,8 +104,8 @@ def own_devices(start: Start) -> list[jax.Device]:
     return [devices[place] for place in start.local_devices] or devices
 
 
-def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig]:
-    """The weights and the loop that a worker was told to run."""
+def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig, Callable[[str, Any], Any]]:
+    """The weights and the loop that a worker was told to run, and a reader of other weights."""
     config = start.config
     devices = own_devices(start) if start.local_devices else None
     load = functools.partial(
@@ -100,8 +120,15 @@ def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig]:
     model: Model
     if config.own_model:
         params, model = _own_model(config)
+        other: Callable[[str, Any], Any] = own_weights
+        if config.weights:
+            params = own_weights(config.weights, params)
     else:
         params, model = load(config.weights, dtype=config.dtype)
+        other = functools.partial(
+            other_weights, config=model, tell=vitals.load, num_devices=config.tensor_parallel,
+            devices=devices,
+        )  # fmt: skip
     small = None
     if config.draft_model and isinstance(model, ModelConfig):
         of_target = cache_bytes(model, config.num_slots, config.max_length, config.tensor_parallel)
@@ -116,17 +143,18 @@ def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig]:
     parallel = ONE_DEVICE
     if isinstance(model, ModelConfig):
         parallel = tensor_parallel(model, config.tensor_parallel, devices)
+    texts = config.tokenizer or config.weights
     drafter = make_drafter(
         config.drafter,
         config.num_drafts,
         model,
         corpus=config.corpus,
         adaptive=config.adaptive,
-        encode=text_encoder(config.weights, model.vocab_size) if config.corpus else None,
+        encode=text_encoder(texts, model.vocab_size) if config.corpus else None,
         parallel=parallel,
         draft_model=small,
     )
-    return params, LoopConfig(
+    loop = LoopConfig(
         model=model,
         drafter=drafter,
         num_slots=config.num_slots,
@@ -134,6 +162,7 @@ def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig]:
         prefill_only=start.prefill_only,
         parallel=parallel,
     )
+    return params, loop, other
 
 
 def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
@@ -174,5 +203,5 @@ def main(child: Child) -> int:
         child.vitals.enter(Phase.LOADING)
         worker = make_worker(start, lead, vitals=child.vitals)
         child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
-        serve(worker, child.commands, lead.tell, child.vitals)
+        serve(worker, child.commands, lead.tell, child.vitals, lead.refusal)
     return 0

@@ -12,10 +12,13 @@ from ipc.wire import LogprobsMode
 from jax_specdec.control import (
     Admit,
     Advance,
+    Commit,
     Connection,
     ControlError,
+    Discard,
     Evict,
     Member,
+    Prepare,
     Release,
     Shutdown,
     Start,
@@ -77,6 +80,9 @@ commands = (
     | st.builds(Evict, slot=slots, generation=generations, reschedule=st.booleans())
     | st.just(Shutdown())
     | st.just(Advance())
+    | st.builds(Prepare, number=st.integers(1, 99), path=st.text())
+    | st.builds(Commit, number=st.integers(1, 99), version=generations)
+    | st.builds(Discard, number=st.integers(1, 99))
 )
 
 

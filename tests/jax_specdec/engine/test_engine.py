@@ -9,17 +9,21 @@ import os
 import signal
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
 from jax_specdec.device.model.checkpoint import save_checkpoint
+from jax_specdec.device.model.params import named_arrays
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.weights import WeightsError
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, mixed_requests, random_model, request
 from tests.support.processes import no_ring_is_left, wait_for
+from tests.support.weights_by_version import check_scores
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -170,6 +174,23 @@ def test_a_killed_rank_is_restarted_while_the_other_goes_on(two_workers):
     assert status[0].pid != first
     assert [each.devices for each in status] == [("cpu:0",), ("cpu:1",)]
     assert [each.given for each in status] == ["local devices 0", "local devices 1"]
+
+
+def test_weights_change_in_two_workers_while_requests_run(two_workers):
+    """Arrays travel to both; every token is scored by the weights whose version it has."""
+    other = jax.tree.map(lambda x: x * 1.25 if x.ndim > 2 else x, random_model()[0])
+    requests = asking(6, max_tokens=(25, 40))
+    records = {item.id: [] for item in requests}
+    for n, update in enumerate(two_workers.generate(requests)):
+        for record in update.records:
+            records[record.request_id].append(record)
+        if n == 8:
+            assert two_workers.update_weights(named_arrays(other)) == 1
+            with pytest.raises(WeightsError, match=r"it lacks .*has besides"):
+                two_workers.update_weights({"head": np.zeros(3, np.float32)})
+    versions = check_scores([random_model()[0], other], random_model()[1], requests, records)
+    assert versions == {0, 1}
+    assert [each.weights_version for each in two_workers.status] == [1, 1]
 
 
 def test_a_worker_that_cannot_start_says_why_whatever_the_current_directory_has(

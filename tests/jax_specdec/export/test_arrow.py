@@ -1,7 +1,7 @@
 """Arrow tables and Parquet files: columns come back without loss."""
 
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,6 +9,8 @@ from hypothesis import given
 
 from jax_specdec.export import arrow
 from jax_specdec.export.column_builder import ColumnBuilder
+from jax_specdec.export.token_columns import TOKEN_COLUMNS, TOKEN_LISTS, Ragged
+from jax_specdec.kept_sets import KeptSets
 from tests.support.sample_columns import delivered, streams, three_requests
 
 
@@ -48,6 +50,46 @@ def test_parquet_brings_everything_back(tmp_path):
         same(columns, arrow.read_parquet(tmp_path / "rollouts"))
 
 
+def by_request(columns):
+    """The columns with each request's tokens one after the other."""
+    none = ColumnBuilder().columns()
+    parts = [columns.of_request(index) for index in range(len(columns.request_id))]
+    taken = {}
+    for name in TOKEN_COLUMNS:
+        taken[name] = np.concatenate([getattr(part, name) for part in parts or [none]])
+    for name in TOKEN_LISTS:
+        lists = [getattr(part, name) for part in parts or [none]]
+        taken[name] = Ragged.of(
+            np.concatenate([np.diff(one.offsets) for one in lists]),
+            np.concatenate([one.ids for one in lists]),
+            np.concatenate([one.logprobs for one in lists]),
+        )
+    kept = KeptSets.joined([part.kept for part in parts])
+    return replace(columns, **taken, kept=kept)
+
+
+@given(streams())
+def test_one_row_a_sequence_brings_everything_back(tmp_path_factory, runs):
+    folder, columns = tmp_path_factory.mktemp("sequences"), delivered(runs)
+    arrow.write_sequences(folder, columns)
+    same(by_request(columns), arrow.read_sequences(folder))
+
+
+def test_a_row_of_a_sequence_has_a_list_for_each_column_of_tokens():
+    columns = three_requests()
+    table = arrow.sequences_table(columns)
+    assert table["request_id"].to_pylist() == ["a", "b", "c"]
+    assert table["token_id"].to_pylist() == [[1, 2, 3], [5, 6], [3, 4, 5]]
+    assert table["kind"].to_pylist()[0] == ["accepted", "recovered", "plain"]
+    assert table["weights_version"].to_pylist() == [[0, 0, 1], [0, 0], [0, 0, 1]]
+    assert table["topk_ids"].to_pylist() == [[[]] * 3, [[9], []], [[]] * 3]
+    assert table["logprob"].to_pylist()[2] == [None] * 3  # not asked for
+    assert table["prompt_token_ids"].to_pylist() == [[1, 2]] * 3
+    assert len(arrow.sequences_table(ColumnBuilder().columns())) == 0
+    with pytest.raises(ValueError, match="lacks the columns weights_version: read"):
+        arrow.from_sequences(table.drop_columns(["weights_version"]))
+
+
 def test_tables_without_a_column_are_refused():
     columns = three_requests()
     tokens_table, requests_table = arrow.tokens_table(columns), arrow.requests_table(columns)
@@ -74,6 +116,7 @@ def test_arrow_knows_null_from_nan():
     assert table["request_id"].to_pylist() == ["a", "a", "b", "b", "c", "c", "a", "c"]
     assert table["kind"].to_pylist()[1] == "recovered"
     assert table["draft_token_id"].to_pylist()[:3] == [1, 11, None]
+    assert table["weights_version"].to_pylist() == [0] * 6 + [1] * 2
     assert table["kept_count"].to_pylist() == [None] * 2 + [2, -1] + [None] * 4
     assert table["kept_ids"].to_pylist() == [[]] * 2 + [[5, 9], []] + [[]] * 4
     assert table["log_kept"].to_pylist()[1:4] == [None, -0.5, 0]

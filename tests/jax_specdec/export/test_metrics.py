@@ -93,7 +93,8 @@ def test_names_and_labels_are_those_that_dashboards_use():
     families = text_string_to_metric_families(status_text(scene.engine.status))
     named = {family.name: (family.type, {*family.samples[0].labels}) for family in families}
     rank, gauges = {"process_rank"}, {"accept_ratio", "acceptance_rate", "live_requests",
-        "average_accepted_length", "worker_up", "ring_depth", "ring_capacity"}  # fmt: skip
+        "average_accepted_length", "worker_up", "ring_depth", "ring_capacity",
+        "weights_version"}  # fmt: skip
     counters = {"steps", "tokens", "draft_tokens", "accepted_tokens", "cut_tokens",
         "surplus_tokens", "late_slots", "late_drafts", "preemptions", "worker_restarts",
         "ring_messages", "ring_payload_bytes", "ring_waits", "ring_wait_seconds"}  # fmt: skip

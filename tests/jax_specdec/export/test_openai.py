@@ -245,7 +245,7 @@ def test_a_stop_cuts_the_kinds_with_the_tokens():
     (record,) = records_of(target(0, tokens(3, 5, 4)), stop_token_ids=(5,))
     assert token_kinds(record) == ["accepted", "accepted"]
     assert speculation([record], TABLE)["by_step"] == [
-        {"step": 0, "num_tokens": 2, "num_drafts": 2, "num_accepted": 2}
+        {"step": 0, "weights_version": 0, "num_tokens": 2, "num_drafts": 2, "num_accepted": 2}
     ]
 
 
@@ -276,6 +276,7 @@ def test_drafts_and_chosen_ids_are_extensions():
     assert found["by_step"] == [
         {
             "step": 0,
+            "weights_version": 0,
             "num_tokens": 2,
             "num_drafts": 2,
             "num_accepted": 1,

@@ -70,8 +70,8 @@ def by_hand(slots):
             kept_ids += row if isinstance(row, list) else []
     body = struct.pack(f"<{len(head)}I{len(ids) + len(counts)}i", *head, *ids, *counts)
     body += struct.pack(f"<{len(masses)}f{len(kept_ids)}i", *masses, *kept_ids)
-    header = [0x4C53 << 16 | 2, 3, 1, len(slots), 8 + len(body) // 4, 0, 0, 0]
-    return struct.pack("<8I", *header) + body
+    header = [0x4C53 << 16 | 3, 3, 1, len(slots), 9 + len(body) // 4, 0, 0, 0, 0]
+    return struct.pack("<9I", *header) + body
 
 
 a_set = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5, unique=True).map(sorted)
@@ -141,8 +141,8 @@ def test_only_what_was_asked_for_travels():
         (1, 2**32 - 3, "kept row 1: a count of -3 cannot be"),
         (0, 1025, "kept row 0: a count of 1025 cannot be .1 to 1024, -1 .* -2 "),
         (0, 2**31 - 1, "kept row 0: a count of 2147483647 cannot be"),
-        (0, 1024, "the kept counts make 1043 words; the message has 22"),
-        (0, 2**32 - 1, "the kept counts make 19 words; the message has 22"),
+        (0, 1024, "the kept counts make 1044 words; the message has 23"),
+        (0, 2**32 - 1, "the kept counts make 20 words; the message has 23"),
         (4, 2**32 - 1, "kept row 0: token id -1 cannot be"),
         (5, 3, "kept row 0: token id 3 after 4 cannot be: ids ascend"),
         (5, 4, "kept row 0: token id 4 after 4 cannot be"),
@@ -163,7 +163,7 @@ def test_a_wrong_value_is_named(word, value, complaint):
 def test_counts_without_room_are_refused_before_anything_is_read():
     data = np.frombuffer(encode(Kind.TARGET, 0, [tokens(*[5] * 65)]), np.uint32).copy()
     data[wire.HEADER_WORDS] |= 1 << 15
-    with pytest.raises(MessageError, match="65 kept rows make 207 words; the message has 77"):
+    with pytest.raises(MessageError, match="65 kept rows make 208 words; the message has 78"):
         decode(data)
 
 

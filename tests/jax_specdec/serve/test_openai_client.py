@@ -273,11 +273,22 @@ def test_columns_hold_the_same_logprobs_as_bytes(client):
     assert choice.logprobs is None
     found = {name: array(column) for name, column in choice.columns.items()}
     assert found["token_ids"].tolist() == tokens
+    assert found["weights_versions"].tolist() == [0] * len(tokens)
     assert found["logprobs"][:, 0].tolist() == logprobs
     assert found["logprobs"].shape == (len(tokens), 3)
     assert found["topk_ids"].shape == (len(tokens), 2)
     assert (found["token_ranks"] == 1).all()
     assert "kept_ids" not in found
+
+
+def test_rows_of_every_format_come_from_one_worker(client):
+    """Chosen ids, modes and prompts' logprobs: a worker answers in each request's own format."""
+    for mode in ("raw", "scaled", "processed"):
+        asked = {"logprobs_mode": mode, "extra_token_ids": [3, 3, 1], "prompt_logprobs": 1}
+        (choice,) = complete(client, logprobs=1, extra_body=asked).choices
+        assert len(choice.speculation["chosen_logprobs"][0]) == 3
+        (choice,) = complete(client, extra_body={"logprobs_mode": mode}).choices
+        assert choice.text
 
 
 def test_kept_sets_come_as_lists_and_as_columns(client):

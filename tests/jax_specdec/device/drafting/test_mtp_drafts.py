@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import LoopConfig, init_state
-from jax_specdec.device.model.checkpoint import load_checkpoint, tiny_weights_path
+from jax_specdec.device.model.checkpoint import load_checkpoint
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.device.sampling.random_draws import DRAFT, gumbel, keys
 from jax_specdec.text import byte_tokens

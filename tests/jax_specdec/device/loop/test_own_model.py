@@ -1,5 +1,6 @@
 """A model that is not this package's, in the loop and in a worker of an engine."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,9 +8,11 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
+import openai
 import pytest
+from safetensors.numpy import save_file
 
-from jax_specdec.control import Start
+from jax_specdec.control import Commit, Prepare, Start
 from jax_specdec.device.drafting import NgramDrafter, make_drafter
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model import KVCache
@@ -18,6 +21,7 @@ from jax_specdec.device.worker.worker_process import make_worker
 from jax_specdec.engine.config import EngineConfig
 from tests.support import decoding
 from tests.support.paths import ROOT
+from tests.support.served_process import served
 from tests.support.shards import mesh_of
 
 V, E, BACK = 32, 8, 3
@@ -102,7 +106,6 @@ def test_what_does_not_go_with_it_is_refused():
     config = EngineConfig(vocab_size=V, own_model="a:b", drafter="ngram")
     for change, message in (
         ({"own_model": "a"}, "own_model = 'a' must be module:function"),
-        ({"weights": "x"}, "weights = 'x' is not for a model of your own"),
         ({"drafter": "mtp"}, "drafter = 'mtp' is not for"),
         ({"tensor_parallel": 2}, "tensor_parallel = 2 is not for"),
     ):
@@ -127,6 +130,61 @@ def test_a_function_that_is_not_there_or_makes_no_model_is_named(capsys):
     assert "cannot be found: No module named 'nowhere'" in as_worker("nowhere:make", capsys)
     assert "has no attribute 'made'" in as_worker(f"{__name__}:made", capsys)
     assert "returned no (params, OwnModel)" in as_worker(f"{__name__}:nothing", capsys)
+
+
+@pytest.mark.fast
+def test_parameters_come_from_a_file_where_one_is_named(tmp_path):
+    """By the names of the tree; an update reads the same files."""
+    other = {name: np.asarray(x) * 2 for name, x in params().items()}
+    save_file(other, tmp_path / "other.safetensors")
+    settings = {"vocab_size": V, "own_model": f"{__name__}:make", "drafter": "ngram"}
+    config = EngineConfig(
+        weights=str(tmp_path / "other.safetensors"), weights_version=7, **settings
+    )
+    worker = make_worker(Start(config=config.worker, ring=""), decoding.Sent())
+    assert worker.weights_version == 7
+    np.testing.assert_array_equal(worker.params["head"], other["head"])
+    first = {name: np.asarray(x) for name, x in params().items()}
+    save_file(first, tmp_path / "first.safetensors")
+    worker.apply(Prepare(number=1, path=str(tmp_path / "first.safetensors")))
+    worker.apply(Commit(number=1, version=8))
+    np.testing.assert_array_equal(worker.params["head"], params()["head"])
+    for name, wrong, said in (
+        ("head", other["head"].astype(np.int32), "head is stored as int32, and a float type"),
+        ("head", other["head"][:3], r"head has shape (3, 32), its configuration wants (8, 32)"),
+        ("tail", other["head"], "it lacks [] and has besides ['tail']"),
+    ):
+        save_file(other | {name: wrong}, tmp_path / "wrong.safetensors")
+        worker.apply(Prepare(number=2, path=str(tmp_path / "wrong.safetensors")))
+        assert said in worker.next_weights.refusal
+
+
+def make(config):
+    return params(), Fading()
+
+
+@pytest.mark.slow
+def test_the_example_is_served(tmp_path):
+    """The text is the engine's, read and written with a tokenizer of its own."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import story
+    finally:
+        sys.path.pop(0)
+    story.write_tokenizer(tmp_path)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    options = ("--own-model", "own_model:make", "--tokenizer", str(tmp_path), "--max-length", "96")
+    with served(*options, env=environment) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        answer = client.completions.create(
+            model="own_model", prompt="the Rabbit", max_tokens=40, logprobs=2
+        )
+    (choice,) = answer.choices
+    table = story.log_probabilities(3)
+    ids = story.encode("the Rabbit" + choice.text)
+    expected = [table[ids[at - 3], ids[at - 2], ids[at - 1], ids[at]] for at in range(10, len(ids))]
+    np.testing.assert_allclose(choice.logprobs.token_logprobs, expected, atol=1e-4)
+    assert server.exit_status == 0
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_a_prompt_message_is_no_longer_than_a_steps(num_slots, num_drafts):
     config = LoopConfig(model, NoDrafter(num_drafts), num_slots=num_slots, max_length=LENGTH)
     settings = EngineConfig(vocab_size=200, num_slots=num_slots, num_drafts=num_drafts)
     params = SamplingParams(logprobs=0, prompt_logprobs=128, extra_token_ids=(1,) * 128)
-    slot = Slot(params=params, most_tokens=1, prefill_at=0)
+    slot = Slot(params=params, most_tokens=1, prefill_at=0, score_from=0)
     size = host_slots.chunk_size(slot, config, 64)
     assert size == min(64, num_slots * (num_drafts + 1))
     words = host_slots.prompt_bound(

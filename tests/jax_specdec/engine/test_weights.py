@@ -1,0 +1,283 @@
+"""Weights that change, from the engine's side: all workers or none, over scripted workers."""
+
+import asyncio
+import random
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jax_specdec.checkpoint.shipped import tiny_weights_path
+from jax_specdec.control import Commit, Discard, Prepare
+from jax_specdec.engine.errors import EngineClosed, WeightsError, WorkerFailed
+from jax_specdec.engine.weights import WeightsSource
+from jax_specdec.requests import Request, SamplingParams
+from tests.support.scene import Scene, check, make_requests
+from tests.support.scripted_worker import ScriptedWorker
+from tests.support.streaming import StreamingScene
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "new.safetensors"
+    path.write_bytes(b"weights")
+    return path
+
+
+def told(worker, kind):
+    return [command for command in worker.commands if isinstance(command, kind)]
+
+
+def updating(path, at, results):
+    """Updates after the deliveries numbered `at`; `results` gets what comes of each."""
+
+    def meddle(scene, n):
+        if n in at:
+            try:
+                results.append(scene.engine.update_weights(path))
+            except (WeightsError, WorkerFailed) as error:
+                results.append(error)
+
+    return meddle
+
+
+def versions(scene, name):
+    return [r.weights_version for r in scene.records[name] if r.weights_version is not None]
+
+
+def test_all_workers_get_them_while_requests_run(file):
+    requests, results = make_requests(12, 1), []
+    scene = Scene(num_ranks=2, num_prefill_ranks=1)
+    scene.run(requests, updating(file, (5, 11), results))
+    check(scene, requests)
+    assert results == [1, 2]
+    assert scene.engine.weights_version == 2
+    for worker in scene.workers:
+        assert [(c.number, c.path) for c in told(worker, Prepare)] == [
+            (1, str(file)),
+            (2, str(file)),
+        ]
+        assert [(c.number, c.version) for c in told(worker, Commit)] == [(1, 1), (2, 2)]
+        assert told(worker, Discard) == []
+    assert [status.weights_version for status in scene.engine.status] == [2, 2, 2]
+    seen = [versions(scene, request.id) for request in requests]
+    assert {version for each in seen for version in each} == {0, 1, 2}
+
+
+def test_a_request_that_comes_after_an_update_has_its_version_alone(file):
+    scene = StreamingScene(num_ranks=2)
+    with scene.engine:
+        first, second = make_requests(2, 2)
+        scene.submit(first)
+        for _ in range(3):
+            scene.round()
+        thread = threading.Thread(target=scene.engine.update_weights, args=(file,))
+        thread.start()
+        while thread.is_alive():
+            scene.round()
+        scene.submit(second)
+        scene.finish()
+        assert set(versions(scene, second.id)) == {1}
+        assert 0 in versions(scene, first.id)
+
+
+def test_one_refusal_leaves_all_with_what_they_had(file):
+    requests, results = make_requests(8, 3), []
+    scene = Scene(num_ranks=3)
+    scene.workers[1].refusal = "head has shape [3], its configuration wants [4]"
+    scene.run(requests, updating(file, (4,), results))
+    check(scene, requests)
+    assert "process rank 1: head has shape [3]" in str(results[0])
+    for worker in scene.workers:
+        assert told(worker, Commit) == []
+        assert [command.number for command in told(worker, Discard)] == [1]
+    assert {v for request in requests for v in versions(scene, request.id)} == {0}
+    assert scene.engine.weights_version == 0
+
+
+class Stubborn(ScriptedWorker):
+    """It never answers an update."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.refusal = None
+
+
+def test_a_worker_that_is_too_slow_is_named(file):
+    scene = Scene(num_ranks=2, worker=Stubborn)
+    scene.workers[0].refusal = ""
+    with (
+        scene.engine,
+        pytest.raises(WeightsError, match=r"process ranks 1 had not loaded .* in time"),
+    ):
+        scene.engine.update_weights(file, timeout=3.0)
+    assert [len(told(worker, Discard)) for worker in scene.workers] == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_workers_that_die_at_any_moment_leave_all_with_one_version(seed, file):
+    """Random faults, refusals and moments; a model of what the engine must say afterwards."""
+    rng = random.Random(seed)
+    requests, results = make_requests(10, seed), []
+    ranks = rng.randint(1, 3)
+    faults = {rank: [rng.randint(0, 12), rng.randint(0, 12)] for rank in range(ranks)
+              if rng.random() < 0.6}  # fmt: skip
+    scene = Scene(seed=seed, num_ranks=ranks, faults=faults, on_worker_loss="restart",
+                  resume_lost=True, max_restarts=5)  # fmt: skip
+    moments = sorted(rng.sample(range(40), 5))
+
+    def meddle(scene, n):
+        if n in moments:
+            scene.workers[-1].refusal = "no" if rng.random() < 0.3 else ""
+            before = scene.engine.weights_version
+            updating(file, (n,), results)(scene, n)
+            done = results[-1] == before + 1
+            assert done or isinstance(results[-1], WeightsError)
+            assert scene.engine.weights_version == before + done
+            for session in scene.engine.sessions:
+                if session.alive:
+                    assert session.worker.weights_version == scene.engine.weights_version
+
+    scene.run(requests, meddle)
+    check(scene, requests)
+    assert scene.engine.weights_version == sum(isinstance(result, int) for result in results)
+    for request in requests:  # a preempted or lost one may meet a worker that was told later
+        assert versions(scene, request.id) == sorted(versions(scene, request.id))
+
+
+def test_a_successor_starts_with_the_weights_in_use(file):
+    requests, results = make_requests(8, 5), []
+    scene = Scene(num_ranks=2, faults={0: [9]}, on_worker_loss="restart", resume_lost=True)
+    scene.run(requests, updating(file, (2,), results))
+    assert results == [1]
+    scene.engine._workers._start(0)  # what its restart is, once its delay is over
+    assert [config.weights for config in scene.configs] == ["", "", str(file)]
+    assert [config.weights_version for config in scene.configs] == [0, 0, 1]
+
+
+def test_no_successor_starts_with_files_that_have_changed(file):
+    requests, results = make_requests(8, 5), []
+    scene = Scene(num_ranks=2, faults={0: [9]}, on_worker_loss="restart", resume_lost=True)
+
+    def meddle(scene, n):
+        updating(file, (2,), results)(scene, n)
+        if n == 2:
+            file.write_bytes(b"other weights")
+
+    scene.run(requests, meddle)
+    assert len(scene.workers) == 2
+    with pytest.raises(OSError, match="has changed since its weights were loaded"):
+        scene.engine._workers._start(0)
+
+
+def test_files_that_change_while_they_are_read_are_refused(file):
+    class Slow(ScriptedWorker):
+        def tell(self, command):
+            if isinstance(command, Prepare) and self.process_rank == 0:
+                file.write_bytes(b"other weights")
+            return super().tell(command)
+
+    scene = Scene(num_ranks=2, worker=Slow)
+    with scene.engine, pytest.raises(WeightsError, match="has changed"):
+        scene.engine.update_weights(file)
+
+
+def test_there_is_nothing_to_read(tmp_path):
+    with Scene().engine as engine, pytest.raises(WeightsError, match="cannot be read"):
+        engine.update_weights(tmp_path / "nowhere")
+
+
+ARRAYS = {
+    "embedding": np.ones((2, 3), np.float32),
+    "layers.gate": np.ones((2, 2), ml_dtypes.bfloat16)[:, ::-1],
+    "scalar": np.float32(2.0),
+}
+
+
+class Reading(ScriptedWorker):
+    """It looks at the file that it is told of."""
+
+    seen = None
+
+    def tell(self, command):
+        if isinstance(command, Prepare):
+            type(self).seen = (command.path, load_file(command.path))
+        return super().tell(command)
+
+
+def leftovers(engine):
+    return [path for path in engine._workers.workplace.folder.iterdir() if "weights" in path.name]
+
+
+@pytest.mark.parametrize("outcome", ["taken", "refused", "kept for successors"])
+def test_arrays_travel_by_a_file_that_is_removed(outcome):
+    kept = outcome == "kept for successors"
+    scene = Scene(worker=Reading, on_worker_loss="restart" if kept else "stop")
+    with scene.engine as engine:
+        scene.workers[0].refusal = "no" if outcome == "refused" else ""
+        if outcome == "refused":
+            with pytest.raises(WeightsError, match="process rank 0: no"):
+                engine.update_weights(ARRAYS)
+        else:
+            assert engine.update_weights(ARRAYS) == 1
+        path, tensors = Reading.seen
+        assert {name: (x.dtype, x.shape) for name, x in tensors.items()} == {
+            name: (x.dtype, x.shape) for name, x in ARRAYS.items()
+        }
+        assert WeightsSource(tiny_weights_path()).path.exists()
+        left = leftovers(engine)
+        assert [str(one) for one in left] == ([path] if kept else [])
+        if kept:
+            assert engine.update_weights(ARRAYS) == 2
+            assert [one.name for one in leftovers(engine)] == ["weights-2.safetensors"]
+        folder = engine._workers.workplace.folder
+    assert not folder.exists()
+
+
+def test_arrays_that_cannot_be_written_leave_nothing():
+    with Scene().engine as engine:
+        with pytest.raises(WeightsError, match="text is an array of <U1: numbers are needed"):
+            engine.update_weights({"text": np.array("a")})
+        assert leftovers(engine) == []
+
+
+def test_other_weights_in_an_asyncio_program(file):
+    async def program(engine):
+        item = Request(id="r", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=5))
+        first = [record.weights_version async for record in engine.stream(item)]
+        version = await engine.update_weights_async(file)
+        return first, version, [r.weights_version async for r in engine.stream(item)]
+
+    with Scene(num_ranks=2).engine as engine:
+        first, version, then = asyncio.run(program(engine))
+    assert (set(first), version, set(then)) == ({0}, 1, {1})
+
+
+def test_an_engine_that_ends_says_so_to_who_waits(file):
+    scene = StreamingScene(worker=Stubborn)
+    engine, errors = scene.engine, []
+
+    def update():
+        try:
+            engine.update_weights(file)
+        except WeightsError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    while not told(scene.workers[0], Prepare):
+        scene.round()
+    engine.close()
+    thread.join()
+    assert "the engine ended before all workers had loaded" in errors[0]
+    with pytest.raises(EngineClosed):
+        engine.update_weights(file)
+
+
+def test_a_loss_that_stops_the_engine_ends_the_update_too(file):
+    scene = Scene(num_ranks=2, faults={0: [0]}, worker=Stubborn)
+    with scene.engine as engine, pytest.raises(WorkerFailed):
+        engine.update_weights(file)
+    assert engine.weights_version == 0
