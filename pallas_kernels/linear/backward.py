@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
     """Float32, but for the head's, which has its dtype."""
 
     hidden: jax.Array  # [R, H]
-    head: jax.Array  # [W, H]
+    head: jax.Array  # as the head's axes are
     bias: jax.Array | None  # [W]
     logits: jax.Array  # [R], the sum of d logit * logit: the temperature's
 
@@ -63,7 +63,7 @@ def changes_of(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprob
     if out.entropy is not None and given.entropy is not None:
         by_entropy = jnp.where(valid, given.entropy, 0)
         by_all -= by_entropy * jnp.where(valid, out.entropy, 0)
-    first = call.shard.ids(inputs.head.shape[0])[0]
+    first = call.shard.ids(call.definition.width(inputs.head))[0]
     return Changes(
         ids - first,
         by_logprob,
@@ -118,7 +118,7 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
     definition, head, bias = call.definition, inputs.head, inputs.bias
     hidden = target_rows(inputs.hidden, inputs.row_ids)
     rows, size = hidden.shape
-    width = head.shape[0]
+    width, axis = definition.width(head), definition.axis
     piece = backward_piece(rows, width, size, head.dtype.itemsize)
     limit = num_columns(call.shard, width)
 
@@ -127,7 +127,7 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
         start = jnp.minimum(seen, width - piece)
         columns = start + jnp.arange(piece, dtype=jnp.int32)
         new = columns >= seen
-        w = head_rows(head, start, piece)
+        w = head_rows(head, start, piece, axis)
         own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, piece)
         u = definition.before_cap(hidden, w, own_bias)
         du, moved = of_piece(definition, u, new & (columns < limit), start, changes)
@@ -138,13 +138,15 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
                 by_bias, jnp.where(new, jnp.sum(du, axis=0), old), start, 0
             )
         scaled = barrier((du * jnp.float32(definition.scale)).astype(head.dtype))
-        by_head = _product(scaled, hidden, 0).astype(head.dtype)
+        left, right = (hidden, scaled) if axis else (scaled, hidden)
+        by_head = _product(left, right, 0, 0).astype(head.dtype)
         if width % piece:
-            old = lax.dynamic_slice_in_dim(sums.head, start, piece)
-            by_head = jnp.where(new[:, None], by_head, loaded(old, head.dtype))
+            old = lax.dynamic_slice_in_dim(sums.head, start, piece, axis)
+            mine = jnp.expand_dims(new, 1 - axis)
+            by_head = jnp.where(mine, by_head, loaded(old, head.dtype))
         return Gradients(
             added(sums.hidden, scaled, w),
-            lax.dynamic_update_slice_in_dim(sums.head, stored(by_head), start, 0),
+            lax.dynamic_update_slice_in_dim(sums.head, stored(by_head), start, axis),
             by_bias,
             sums.logits + moved,
         )
@@ -154,13 +156,13 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
     def added(total: jax.Array, scaled: jax.Array, w: jax.Array) -> jax.Array:
         """total + scaled @ w: [R, H], some rows at a time."""
         if part == rows:
-            return total + _product(scaled, w, 1)
+            return total + _product(scaled, w, 1, axis)
 
         def some(j: jax.Array, total: jax.Array) -> jax.Array:
             start = jnp.minimum(j * part, rows - part)
             new = start + jnp.arange(part, dtype=jnp.int32) >= j * part
             own = jnp.where(new[:, None], lax.dynamic_slice_in_dim(scaled, start, part), 0)
-            sums = lax.dynamic_slice_in_dim(total, start, part) + _product(own, w, 1)
+            sums = lax.dynamic_slice_in_dim(total, start, part) + _product(own, w, 1, axis)
             return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
 
         found: jax.Array = lax.fori_loop(0, -(-rows // part), some, total)
@@ -177,10 +179,10 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
     return found._replace(head=loaded(found.head, head.dtype))
 
 
-def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """a [R, W] times b, summed over this axis of a and the first of b, in float32."""
+def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
+    """a times b, summed over this axis of a and the other of b, in float32."""
     found: jax.Array = lax.dot_general(
-        a, b, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32
     )
     return found
 

@@ -31,7 +31,7 @@ def given_logits(
     Args:
       definition: of the logits.
       hidden: [R, H].
-      head: [W, H].
+      head: [W, H], or as the definition says.
       bias: [W] or None.
       columns: [R] int32 in [0, W).
     """
@@ -45,7 +45,7 @@ def given_logits(
         own_bias = None if bias is None else bias[mine]
         x = definition.logits(
             head_rows(hidden, start, block),
-            barrier(barrier((head, i))[0][mine]),
+            barrier(jnp.take(barrier((head, i))[0], mine, axis=definition.axis)),
             own_bias,
         )
         diagonal = jnp.diagonal(x[:, :block]).astype(jnp.float32)
@@ -90,7 +90,7 @@ def logits(
 ) -> jax.Array:
     """The logits [R, piece] of the columns from `first` on; -inf outside of `real`."""
     own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, first, piece)
-    x = definition.logits(hidden, head_rows(head, first, piece), own_bias)
+    x = definition.logits(hidden, head_rows(head, first, piece, definition.axis), own_bias)
     columns = first + jnp.arange(piece, dtype=jnp.int32)
     inside = (columns >= real[0]) & (columns < real[1])
     return jnp.where(inside[None], x, jnp.asarray(-jnp.inf, x.dtype))
@@ -106,7 +106,7 @@ def recount(
     given: jax.Array,
 ) -> jax.Array:
     """How many logits of each row are strictly larger than `given` [R] float32: [R] int32."""
-    width = head.shape[0]
+    width = definition.width(head)
 
     def step(i: jax.Array, count: jax.Array) -> jax.Array:
         seen = i * piece

@@ -24,7 +24,7 @@ MAX_NAMED = 512
 
 def linear_topk_logprobs(
     hidden: Float[AnyArray, "N H"],
-    head: Float[AnyArray, "V H"],
+    head: Float[AnyArray, "V H"] | Float[AnyArray, "H V"],
     token_ids: Int32[AnyArray, " R"],
     k: int,
     *,
@@ -36,6 +36,7 @@ def linear_topk_logprobs(
     scale: float = 1.0,
     soft_cap: float | None = None,
     logits_dtype: str = "float32",
+    head_axes: str = "VH",
     log_sum_exp: bool = False,
     entropy: bool = False,
     implementation: str | None = None,
@@ -72,7 +73,7 @@ def linear_topk_logprobs(
 
     Args:
       hidden: [N, H] bfloat16, float16 or float32.
-      head: [V, H] of the same dtype.
+      head: [V, H] of the same dtype, or as `head_axes` says.
       token_ids: [R] int32, the token whose logprob and token rank are wanted, for each target row.
       k: how many of the largest logits to return, a Python int, 0 <= k <= min(512, V).
       row_ids: [R] int32, the row of hidden that each target row reads; without it R = N.
@@ -83,6 +84,7 @@ def linear_topk_logprobs(
       scale: a Python number that the product is multiplied with.
       soft_cap: a positive Python number, cap * tanh(x / cap); None: there is none.
       logits_dtype: "bfloat16", "float16" or "float32".
+      head_axes: "VH", or "HV" for a head [H, V], as kernels of dense layers are. No copy is made.
       log_sum_exp, entropy: whether these results are wanted, see `TopkLogprobs`.
       implementation: "xla" or None.
       axis_name: the mesh axis over which the head is split.
@@ -97,10 +99,11 @@ def linear_topk_logprobs(
       TypeError, ValueError: a shape, a dtype or a number is not as above.
       NotImplementedError: there is no such implementation of this call.
     """
-    hidden, head = _check_product(hidden, head)
+    hidden, head = _check_product(hidden, head, head_axes)
+    axis = head_axes.index("V")
     token_ids = checks.check_ids("token_ids", token_ids, ("R",))
     num_targets = token_ids.shape[0]
-    place = placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size)
+    place = placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis)
     k = checks.check_k(k, place.vocab_size)
     if row_ids is not None:
         row_ids = checks.check_ids("row_ids", row_ids, (num_targets,))
@@ -117,13 +120,13 @@ def linear_topk_logprobs(
     num_rows, temperatures, _ = checks.check_options(num_rows, temperatures, None, num_targets)
     extra_token_ids = _check_extra(extra_token_ids, num_targets)
     _check_implementation(implementation)
-    definition = _definition(scale, soft_cap, logits_dtype)
+    definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     call = Call(definition, k, bool(entropy), place.shard)
     if num_targets == 0 or hidden.shape[0] == 0:
         wanted = Wanted(k, log_sum_exp, entropy)
         return skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
     arguments = (
-        hidden, head, _check_bias(bias, head.shape[0]), token_ids, row_ids, num_rows,
+        hidden, head, _check_bias(bias, head.shape[axis]), token_ids, row_ids, num_rows,
         temperatures, extra_token_ids,
     )  # fmt: skip
     found: TopkLogprobs = placement.run(place, _topk_of(call), arguments)
@@ -217,25 +220,28 @@ def _kept_of(call: Call) -> Any:
     return jax.jit(run)
 
 
-def _check_product(hidden: Any, head: Any) -> tuple[jax.Array, jax.Array]:
-    """hidden [N, H] and head [V, H] as arrays, if they have one supported dtype and one H."""
+def _check_product(hidden: Any, head: Any, axes: Any = "VH") -> tuple[jax.Array, jax.Array]:
+    """hidden [N, H] and head as arrays, if they have one supported dtype and one H."""
+    if axes not in ("VH", "HV"):
+        raise ValueError(f"head_axes = {axes!r} must be 'VH' for a head [V, H], or 'HV' for [H, V]")
+    v, h = axes.index("V"), axes.index("H")
     hidden, head = (
-        checks.check_matrix(name, x, axes)
-        for name, x, axes in (("hidden", hidden, "[N, H]"), ("head", head, "[V, H]"))
+        checks.check_matrix(name, x, shape)
+        for name, x, shape in (("hidden", hidden, "[N, H]"), ("head", head, f"[{', '.join(axes)}]"))
     )
     if hidden.dtype != head.dtype:
         raise TypeError(
             f"hidden has dtype {hidden.dtype.name} and head {head.dtype.name}; convert one of "
             "them: the product is accumulated in float32 whatever they are"
         )
-    if hidden.shape[1] != head.shape[1]:
+    if hidden.shape[1] != head.shape[h]:
         raise ValueError(
-            f"hidden has H = {hidden.shape[1]} and head {head.shape[1]}; head must be [V, H], a "
-            "row a token: transpose a kernel [H, V]"
+            f"hidden has H = {hidden.shape[1]} and head {head.shape[h]}; head must be "
+            f"[{', '.join(axes)}]: transpose it, or tell linear_topk_logprobs its head_axes"
         )
-    if not 0 < head.shape[0] <= checks.MAX_VOCABULARY:
+    if not 0 < head.shape[v] <= checks.MAX_VOCABULARY:
         raise ValueError(
-            f"head has {head.shape[0]} rows; it must have 1 to {checks.MAX_VOCABULARY}: split a "
+            f"head has {head.shape[v]} tokens; it must have 1 to {checks.MAX_VOCABULARY}: split a "
             "larger one over several devices"
         )
     return hidden, head

@@ -22,15 +22,27 @@ class Definition(NamedTuple):
     scale: float = 1.0
     soft_cap: float | None = None  # None: there is none
     logits_dtype: str = "float32"
+    transposed: bool = False  # the head is [H, W], not [W, H]
+
+    @property
+    def axis(self) -> int:
+        """The head's axis of tokens."""
+        return int(self.transposed)
+
+    def width(self, head: jax.Array) -> int:
+        """W."""
+        return head.shape[self.axis]
 
     def logits(self, hidden: jax.Array, head: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """hidden [N, H], head [W, H], bias [W] -> [N, W] of the logits' dtype."""
+        """hidden [N, H], head, bias [W] -> [N, W] of the logits' dtype."""
         u = self.before_cap(hidden, head, bias)
         return self.capped(u).astype(self.logits_dtype)
 
     def before_cap(self, hidden: jax.Array, head: jax.Array, bias: jax.Array | None) -> jax.Array:
         """scale * (hidden @ head.T) + bias: [N, W] float32."""
-        return self.moved(product(hidden, head), None if bias is None else bias[None])
+        return self.moved(
+            product(hidden, head, 1 - self.axis), None if bias is None else bias[None]
+        )
 
     def moved(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
         """scale * products + bias, float32 of shapes that broadcast."""
@@ -53,19 +65,19 @@ class Definition(NamedTuple):
         return 1 - jnp.square(jnp.tanh(u / jnp.float32(self.soft_cap)))
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a [N, H], b [W, H] -> a @ b.T [N, W], accumulated in float32."""
+def product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """a [N, H] times b, summed over this axis of b: [N, W], accumulated in float32."""
     found: jax.Array = lax.dot_general(
-        a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
     )
     return found
 
 
-def head_rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """`size` rows of x [W, ...] from `start` on, copied for this trip of a loop and no other."""
+def head_rows(x: jax.Array, start: jax.Array, size: int, axis: int = 0) -> jax.Array:
+    """`size` rows of x, or of this axis, from `start` on, copied for this trip of a loop alone."""
     # Else XLA would widen all of a bfloat16 head before the loop.
     mine = barrier((x, start))[0]
-    rows: jax.Array = barrier(lax.dynamic_slice_in_dim(mine, start, size))
+    rows: jax.Array = barrier(lax.dynamic_slice_in_dim(mine, start, size, axis))
     return rows
 
 

@@ -60,7 +60,7 @@ def topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
 
 
 def _found(call: Call, inputs: Inputs) -> Found:
-    rows, width = inputs.num_targets, inputs.head.shape[0]
+    rows, width = inputs.num_targets, call.definition.width(inputs.head)
     way = Plan(*call.plan) if call.plan else planned(call, inputs)
     if way.columns < width:
         return _by_columns(call, way, inputs)
@@ -95,7 +95,8 @@ def planned(call: Call, inputs: Inputs) -> Plan:
     head = inputs.head
     logits = jnp.dtype(call.definition.logits_dtype)
     sizes = (head.dtype.itemsize, logits.itemsize)
-    return plan(inputs.num_targets, head.shape[0], head.shape[1], *sizes, call.k)
+    width, size = call.definition.width(head), inputs.hidden.shape[1]
+    return plan(inputs.num_targets, width, size, *sizes, call.k)
 
 
 def _named(inputs: Inputs) -> jax.Array:
@@ -113,7 +114,7 @@ def _of_rows(
     part: int,
 ) -> Found:
     """All columns of some rows at a time."""
-    shard, width = call.shard, head.shape[0]
+    shard, width = call.shard, call.definition.width(head)
     x = shard.masked(call.definition.logits(hidden, head, bias))
     logits = shard.looked_up(
         named, width, lambda ids: jnp.take_along_axis(x, ids, axis=1).astype(jnp.float32)
@@ -154,7 +155,8 @@ def _in_parts(
 
 def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
     """All rows, some columns at a time."""
-    shard, width, definition = call.shard, inputs.head.shape[0], call.definition
+    shard, definition = call.shard, call.definition
+    width = definition.width(inputs.head)
     hidden = target_rows(inputs.hidden, inputs.row_ids)
     head, bias = inputs.head, inputs.bias
     inverse = inverse_temperatures(inputs.temperatures)

@@ -30,6 +30,7 @@ class Place(NamedTuple):
     vocabulary: Axes  # of the head's
     vocab_size: int  # V
     padded: bool  # rows of padding follow in the head
+    head_axis: int = 0  # of its tokens
 
     @property
     def shard(self) -> VocabShard:
@@ -49,6 +50,7 @@ def placed(
     axis_name: AxisName | None,
     row_axis_name: AxisName | None,
     vocab_size: int | None,
+    head_axis: int = 0,
 ) -> Place:
     """Where the arrays are, from what the caller says and they tell.
 
@@ -56,7 +58,7 @@ def placed(
       ValueError: a mesh without an axis, an axis that does not exist, rows that do not divide.
     """
     rows, vocabulary = _names(row_axis_name), _names(axis_name)
-    width, padded = head.shape[0], vocab_size is not None
+    width, padded = head.shape[head_axis], vocab_size is not None
     if mesh is None and row_axis_name is not None:
         raise ValueError(
             f"row_axis_name = {row_axis_name!r} without mesh; inside a shard_map the rows are the "
@@ -70,10 +72,10 @@ def placed(
                 f"axis_name = {axis_name!r} is no axis of a shard_map around this call; outside "
                 "one, pass mesh too"
             ) from None
-        return Place(None, (), vocabulary, size, padded)
+        return Place(None, (), vocabulary, size, padded, head_axis)
     found: AnyMesh | None = mesh
     if mesh is None:
-        found, rows, vocabulary = _told(hidden, head)
+        found, rows, vocabulary = _told(hidden, head, head_axis)
     elif not rows and not vocabulary:
         raise ValueError(
             f"mesh {dict(mesh.shape)} without axis_name or row_axis_name; name the vocabulary's "
@@ -84,7 +86,7 @@ def placed(
         _check_divides("hidden", hidden.shape[0], found, rows, "pad them")
         _check_divides("head", width, found, vocabulary, f"pad them, vocab_size = {width}")
     size = VocabShard(None, vocab_size).size(width)
-    return Place(found, rows, vocabulary, size, padded)
+    return Place(found, rows, vocabulary, size, padded, head_axis)
 
 
 def _names(axis: AxisName | None) -> Axes:
@@ -93,13 +95,13 @@ def _names(axis: AxisName | None) -> Axes:
     return axis if isinstance(axis, tuple) else (axis,)
 
 
-def _told(hidden: jax.Array, head: jax.Array) -> tuple[AnyMesh | None, Axes, Axes]:
+def _told(hidden: jax.Array, head: jax.Array, head_axis: int) -> tuple[AnyMesh | None, Axes, Axes]:
     """The mesh and the axes that the arrays tell; no mesh where they are whole or do not tell."""
     shardings: list[Any] = [
         jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
         for x in (hidden, head)
     ]
-    rows, vocabulary = (layout_of(sharding).rows for sharding in shardings)
+    rows, vocabulary = layout_of(shardings[0]).rows, layout_of(shardings[1])[head_axis]
     split = [s for s, axes in zip(shardings, (rows, vocabulary), strict=True) if axes]
     return (split[0].mesh if split else None), rows, vocabulary
 
@@ -136,7 +138,7 @@ def run(place: Place, call: Callable[..., Outputs], arguments: tuple[Any, ...]) 
     """
     if place.mesh is None:
         return call(*arguments)
-    specs = specs_of(place.rows, place.vocabulary, len(arguments))
+    specs = specs_of(place.rows, place.vocabulary, len(arguments), place.head_axis)
     if AxisType.Explicit in place.mesh.axis_types:
         arguments = tuple(
             None if x is None else jax.sharding.reshard(x, NamedSharding(place.mesh, spec))  # type: ignore[no-untyped-call]
@@ -144,15 +146,18 @@ def run(place: Place, call: Callable[..., Outputs], arguments: tuple[Any, ...]) 
         )
     present = tuple(x is not None for x in arguments)
     program: Callable[..., Outputs] = _mapped(
-        place.mesh, place.rows, place.vocabulary, call, present
+        place.mesh, place.rows, place.vocabulary, place.head_axis, call, present
     )
     return program(*(x for x in arguments if x is not None))
 
 
-def specs_of(rows: Axes, vocabulary: Axes, count: int) -> tuple[PartitionSpec, ...]:
+def specs_of(
+    rows: Axes, vocabulary: Axes, count: int, head_axis: int = 0
+) -> tuple[PartitionSpec, ...]:
     """How the arguments of `run` are split."""
     own, whole = spec_of(rows), spec_of()
-    first = (own, spec_of(vocabulary), spec_of(vocabulary), own, whole, whole)
+    head = spec_of((), vocabulary) if head_axis else spec_of(vocabulary)
+    first = (own, head, spec_of(vocabulary), own, whole, whole)
     return (*first, *(own for _ in range(count - len(first))))
 
 
@@ -161,11 +166,12 @@ def _mapped(
     mesh: AnyMesh,
     rows: Axes,
     vocabulary: Axes,
+    head_axis: int,
     call: Callable[..., Outputs],
     present: tuple[bool, ...],
 ) -> Callable[..., Outputs]:
     """The call on every device's part; the mesh's other axes are left as they are."""
-    specs = specs_of(rows, vocabulary, len(present))
+    specs = specs_of(rows, vocabulary, len(present), head_axis)
 
     def of_device(*arrays: jax.Array) -> Outputs:
         left = iter(arrays)

@@ -14,7 +14,7 @@ from pallas_kernels.linear.candidates import room
 SHARE = 0.05  # of the float32 logits: all temporaries
 ENOUGH_BYTES = 96 << 20  # of temporaries: with more, nothing is faster
 MANY_ROWS = 1024  # from here on, the share is kept to whatever the logits' size
-FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one block
+FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one block; or temporaries
 LARGE_K = 32  # from here on, merging each part's candidates costs more than a product of few rows
 ENOUGH_ROWS = 96  # a product of fewer reads the head too often
 NARROWEST = 128  # columns of a product: a multiple of what one step of any matrix unit computes
@@ -46,7 +46,7 @@ def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int
     logits = 4 * rows * width
     if (rows < MANY_ROWS and logits <= FEW_BYTES) or width <= NARROWEST:
         return Plan(rows, width, width, rows)
-    share = SHARE * logits
+    share = share_of(rows, logits)
     a_row = width * (4 + (logits_itemsize if logits_itemsize < 4 else 0))
     block = int((0.85 * share - PART * READ * width) / a_row)
     if k > LARGE_K and block >= (ENOUGH_ROWS if room(k, width) else 1):
@@ -55,12 +55,17 @@ def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int
     return columns_at_a_time(rows, width, hidden, itemsize, logits_itemsize, k)
 
 
+def share_of(rows: int, logits: int) -> float:
+    """Bytes of temporaries, for so many of float32 logits."""
+    return max(SHARE * logits, FEW_BYTES if rows < MANY_ROWS else 0)
+
+
 def columns_at_a_time(
     rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
 ) -> Plan:
     """The third way."""
     state = rows * (8 * (k + room(k, width)) + 24 * k + 64)  # and what merging takes
-    share = min(0.86 * SHARE * 4 * rows * width - state, ENOUGH_BYTES)
+    share = min(0.86 * share_of(rows, 4 * rows * width) - state, ENOUGH_BYTES)
     a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
     piece = max(NARROWEST, min(WIDEST, width, int(share / 5 / a_column)))
     piece = min(piece // NARROWEST * NARROWEST, width)

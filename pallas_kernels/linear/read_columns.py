@@ -59,7 +59,7 @@ def read(
       k: how many of the largest, at most W.
       entropy: whether `weighted` is wanted.
       hidden: [R, H].
-      head: [W, H].
+      head: [W, H], or as the definition says.
       bias: [W] or None.
       limit: [] int32: columns from there on are padding.
       rows: what is given of the R rows.
@@ -88,7 +88,7 @@ def _read(
     limit: jax.Array,
     *of_rows: jax.Array | None,
 ) -> tuple[RowSums, jax.Array]:
-    num_rows, width = hidden.shape[0], head.shape[0]
+    num_rows, width = hidden.shape[0], definition.width(head)
     part = plan.part if on_cpu else num_rows
     inputs = (hidden, head, bias, limit, of_rows)
     named, given, inverse = (_padded(x, part) for x in of_rows)

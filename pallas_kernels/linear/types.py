@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     """A device's own part of a call's arrays."""
 
     hidden: jax.Array  # [N, H]
-    head: jax.Array  # [W, H], this device's rows of [V, H]
+    head: jax.Array  # [W, H], this device's rows of [V, H]; or [H, W], see `Definition`
     bias: jax.Array | None  # [W]
     token_ids: jax.Array  # [R] int32
     row_ids: jax.Array | None  # [R] int32

@@ -236,7 +236,8 @@ PROMPTS = [
     *(
         Case(
             "score_chunk", widths.mode.name, functools.partial(score_chunk, widths=widths),
-            kernels=1, sampled=int(widths is PROCESSED), devices=devices, fast=widths is SCALED,
+            kernels=int(widths is PROCESSED), sampled=int(widths is PROCESSED), devices=devices,
+            fast=widths is SCALED,
         )
         for widths, devices in ((RAW, ()), (SCALED, (1,)), (PROCESSED, (1, 2)))
     ),

@@ -1,7 +1,7 @@
 """Logprobs of a prompt's own tokens, a chunk at a time, while the prompt is run.
 
 A prompt token's row is that of the position before it, so the first token has none, and the last
-one's comes with the chunk that ends the prompt. Only the chunk's logits exist at any time.
+one's comes with the chunk that ends the prompt.
 
 Axes: B slots, P positions of a chunk, W words.
 """
@@ -13,12 +13,11 @@ from jaxtyping import Array, Int32, UInt32
 
 from ipc.wire import Kind, SlotState
 from jax_specdec.device.loop.prompt_chunks import run_chunk
+from jax_specdec.device.loop.prompt_rows import prompt_rows
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack
-from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import most_words
-from jax_specdec.device.model.own_model import head as logits
 from pallas_kernels import TopkLogprobs
 
 
@@ -48,10 +47,7 @@ def score_chunk(
       widths: the static limits of `asked`.
     """
     state, run = run_chunk(config, params, state, slot, start, chunk)
-    index = jnp.arange(chunk, dtype=jnp.int32)
-    rows = Rows(jnp.where(index < run.num_valid, index, chunk), run.num_valid)
-    predicted = logits(params, config.model, run.hidden)[None]
-    found = row_logprobs(predicted, run.next_tokens[None], rows, asked, widths, config.parallel)
+    found = prompt_rows(config, params, run.hidden, run.next_tokens, run.num_valid, asked, widths)
     return state, ScoredChunk(run.next_tokens, run.num_valid, found)
 
 

@@ -86,9 +86,14 @@ def logits(
     params: ModelParams, config: ModelConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
     """Logits of hidden states, in `config.dtype` (accumulated in float32)."""
-    if config.norm_in_head:
-        hidden = norm(config, hidden, params.final_norm)
-    return project(params, config, hidden)
+    return project(params, config, before_head(params, config, hidden))
+
+
+def before_head(
+    params: ModelParams, config: ModelConfig, hidden: Float[Array, "*rows E"]
+) -> Float[Array, "*rows E"]:
+    """What the output head is multiplied with."""
+    return norm(config, hidden, params.final_norm) if config.norm_in_head else hidden
 
 
 def project(
@@ -98,17 +103,21 @@ def project(
 
     Padding of the vocabulary has -inf.
     """
-    head, spec = params.head, "...e,ev->...v"
-    if head is None:
-        head, spec = params.embedding, "...e,ve->...v"
+    head, axes = unembedding(params)
     out = jnp.einsum(
-        spec, hidden, head, precision=precision(hidden), preferred_element_type=jnp.float32
-    )
+        f"...h,{axes.lower()}->...v", hidden, head,
+        precision=precision(hidden), preferred_element_type=jnp.float32,
+    )  # fmt: skip
     out = soft_capped(out, config.logit_softcap)
     if config.vocab_padding:
         is_token = jnp.arange(config.num_columns, dtype=jnp.int32) < config.vocab_size
         out = jnp.where(jnp.broadcast_to(is_token, out.shape), out, -jnp.inf)
     return out.astype(jnp.dtype(config.dtype))
+
+
+def unembedding(params: ModelParams) -> tuple[Float[Array, ...], str]:
+    """The output head, and its axes: "HV", or "VH" where it is the embedding."""
+    return (params.embedding, "VH") if params.head is None else (params.head, "HV")
 
 
 def check_step(

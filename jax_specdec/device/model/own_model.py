@@ -79,6 +79,11 @@ def head(params: Any, model: Model, hidden: Float[Array, "*rows E"]) -> Float[Ar
     return model.logits(params, hidden)
 
 
+def num_columns(model: Model) -> int:
+    """The columns of `head`: V, and the padding behind it."""
+    return model.num_columns if isinstance(model, ModelConfig) else model.vocab_size
+
+
 def empty_cache(model: Model, num_slots: int, length: int) -> KVCache:
     """`init_cache` of either kind of model."""
     if isinstance(model, ModelConfig):

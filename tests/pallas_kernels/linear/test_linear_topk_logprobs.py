@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import linear_topk_logprobs, oracle, topk_logprobs
 from pallas_kernels.linear import columns
 from pallas_kernels.linear.definition import Definition
-from tests.support import linear_cases
+from tests.support import linear_cases, quick_compile
 
 V, K = 333, 5
 WAYS = ("one block", "row blocks", "columns", "a product a part")
@@ -173,3 +173,28 @@ def test_the_door():
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
     nothing = linear_topk_logprobs(hidden[:0], head, ids[:0], K)
     assert nothing.token_ids.shape == (0, K + 1)
+
+
+@pytest.mark.parametrize("name", ["row blocks", "columns"])
+def test_a_head_whose_tokens_are_columns(name):
+    """`head_axes` of "HV": the same results and gradients, as the products are exact here."""
+    rng = np.random.default_rng(2)
+    hidden, head = (
+        jnp.asarray(rng.integers(-4, 5, shape), jnp.float32) for shape in ((16, 24), (V, 24))
+    )
+    ids = jnp.asarray(rng.integers(-1, V + 1, 16), jnp.int32)
+
+    def loss(hidden, head, transposed):
+        definition = Definition(0.25, transposed=transposed)
+        found = linear_cases.run(
+            way(name, 16), hidden, head, ids, K, definition=definition, entropy=True,
+            compiler=lambda call: call,
+        )  # fmt: skip
+        return jnp.nansum(found.logprobs) + jnp.sum(found.entropy), found
+
+    slopes = quick_compile.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    (_, expected), (by_hidden, by_head) = slopes(hidden, head, False)
+    (_, found), (hidden_too, head_too) = slopes(hidden, head.T, True)
+    oracle.assert_matches(found, expected)
+    np.testing.assert_allclose(hidden_too, by_hidden, atol=1e-5)
+    np.testing.assert_allclose(head_too.T, by_head, atol=1e-5)

@@ -1,0 +1,125 @@
+"""Logprobs of a prompt's positions from their hidden states and the output head.
+
+    raw, scaled                   `linear_topk_logprobs`: a few percent of many logits at a time
+    processed, a model of one's   some positions' logits at a time: a cut needs a row's whole
+    own                           distribution, and such a model gives logits alone
+
+Axes: P positions of a chunk, E hidden size, V vocabulary.
+"""
+
+import contextlib
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from ipc.wire import LogprobsMode
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.pack import Rows
+from jax_specdec.device.messages.row_logprobs import row_logprobs
+from jax_specdec.device.model import llama, own_model
+from pallas_kernels import TopkLogprobs, linear_topk_logprobs
+
+LOGITS_BYTES = 32 << 20  # of the float32 logits of some positions
+
+
+def prompt_rows(
+    config: LoopConfig,
+    params: Any,
+    hidden: Float[Array, "P E"],
+    token_ids: Int32[Array, " P"],
+    num: Int32[Array, ""],
+    asked: Annotated[Asked, "B = 1"],
+    widths: Widths,
+) -> TopkLogprobs:
+    """The logprobs of the first `num` positions, in the mode of the request.
+
+    Args:
+      config: of the loop.
+      params: the model's.
+      hidden: what the decoder gave for them.
+      token_ids: the token that each of them predicts.
+      num: the positions that count; the others are skipped.
+      asked: of the prompt's slot alone.
+      widths: its static limits; k must not be None.
+
+    Returns:
+      P rows of K = widths.k top columns and C = widths.chosen further logprobs; what they mean is
+      said in `row_logprobs`.
+    """
+    assert widths.k is not None, "a prompt without columns has no logprobs"
+    if isinstance(config.model, ModelConfig) and widths.mode is not LogprobsMode.PROCESSED:
+        return _linear(config, config.model, params, hidden, token_ids, num, asked, widths)
+    count = hidden.shape[0]
+    most = max(1, LOGITS_BYTES // (4 * own_model.num_columns(config.model)))
+    block = -(-count // -(-count // most))
+
+    blocks = -(-count // block)
+    spare = blocks * block - count
+
+    def of_block(part: tuple[jax.Array, ...]) -> TopkLogprobs:
+        hidden, token_ids, start = part
+        logits = own_model.head(params, config.model, hidden)[None]
+        left = jnp.clip(num - start, 0, block)
+        index = jnp.arange(block, dtype=jnp.int32)
+        rows = Rows(jnp.where(index < left, index, block), left)
+        return row_logprobs(logits, token_ids[None], rows, asked, widths, config.parallel)
+
+    parts = (
+        jnp.pad(hidden, ((0, spare), (0, 0))).reshape(blocks, block, -1),
+        jnp.pad(token_ids, (0, spare)).reshape(blocks, block),
+        block * jnp.arange(blocks, dtype=jnp.int32),
+    )
+    if blocks == 1:
+        return of_block((hidden, token_ids, jnp.int32(0)))
+    every = lax.map(of_block, parts)
+    found: TopkLogprobs = jax.tree.map(
+        lambda x: x.reshape(blocks * block, *x.shape[2:])[:count], every
+    )
+    return found
+
+
+def _linear(
+    config: LoopConfig,
+    model: ModelConfig,
+    params: Any,
+    hidden: Float[Array, "P E"],
+    token_ids: Int32[Array, " P"],
+    num: Int32[Array, ""],
+    asked: Annotated[Asked, "B = 1"],
+    widths: Widths,
+) -> TopkLogprobs:
+    count = hidden.shape[0]
+    assert widths.k is not None
+    temperatures = None
+    if widths.mode is not LogprobsMode.RAW:
+        is_raw = asked.mode == LogprobsMode.RAW
+        temperatures = jnp.broadcast_to(
+            jnp.where(is_raw, 1.0, asked.sampling.temperature), (count,)
+        )
+    extra = None
+    if widths.chosen:
+        extra = jnp.broadcast_to(asked.chosen_ids, (count, widths.chosen))
+    head, axes = llama.unembedding(params)
+    # As `llama.project` has it: float32 stays float32.
+    exact = jax.default_matmul_precision("highest") if hidden.dtype == jnp.float32 else None
+    with exact or contextlib.nullcontext():
+        return linear_topk_logprobs(
+            llama.before_head(params, model, hidden),
+            head,
+            token_ids,
+            widths.k,
+            num_rows=num,
+            temperatures=temperatures,
+            extra_token_ids=extra,
+            soft_cap=model.logit_softcap,
+            logits_dtype=model.dtype,
+            head_axes=axes,
+            mesh=config.parallel.mesh,
+            axis_name=config.parallel.axis_name,
+            vocab_size=model.vocab_size if model.vocab_padding else None,
+        )
