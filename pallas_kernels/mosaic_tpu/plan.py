@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 LANES = 128
 SUBLANES = 8
-STEP = 32  # columns of 128 tokens that a turn of a loop works on: full bundles
+STEP = 32
 CHUNK = 128  # columns that are copied at a time: 16384 tokens
 CUT = (STEP, CHUNK)
 GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
@@ -77,8 +77,8 @@ class Plan:
 
     @property
     def step(self) -> int:
-        """Columns that a turn of a loop works on."""
-        return self.cut[0]
+        """Columns that a turn of a loop works on: as many vectors of 8 rows for any dtype."""
+        return min(self.cut[0] * 2 // self.halves, self.cut[1])
 
     @property
     def chunk(self) -> int:

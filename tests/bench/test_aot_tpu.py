@@ -46,6 +46,14 @@ def test_a_search_that_runs_in_one_of_three_turns():
     assert bundles.plain_cycles(program, "", 20) == 60 + 2000
 
 
+def test_a_search_in_every_turn_but_the_last():
+    search = bundles.Loop(bundles=100, turns=20)
+    program = bundles.Loop([bundles.Loop([search], bundles=10, turns=9)], turns=1)
+    text = " 0x1 LB: > { %p1_p0 = scmp.ge.s32.totalorder %s1_s1, 8  ;;  %s2_s2 = smov 1 }"
+    assert bundles.plain_cycles(program, text, 20) == 90 + 8 * 2000
+    assert bundles.plain_cycles(program, text.replace(", 8 ", ", 7 "), 20) == 90 + 2000
+
+
 def test_limits():
     """The control for each: a program that breaks it."""
     fine = Compiled("v5e", "kernel", 64, 131_072, 0, "bfloat16", 30_000, 5.0, 0.5, 0, 2)
