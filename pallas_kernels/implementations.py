@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import xla
 from pallas_kernels.changes import prepared
@@ -78,8 +77,6 @@ def tpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the TPU kernel cannot run on logits [N, V] on any TPU; None if it can."""
     if not all(isinstance(size, int) for size in logits.shape):
         return f"the shape {logits.shape} is symbolic, and a kernel's grid is not"
-    if logits.dtype == jnp.float16:
-        return "the TPU compiler has no vectors of float16: widen them to float32"
     if logits.shape[1] > MAX_TPU_VOCABULARY:
         return f"rows of {logits.shape[1]} logits do not fit VMEM ({MAX_TPU_VOCABULARY} do)"
     return None
@@ -178,16 +175,15 @@ class _Kernel(NamedTuple):
     otherwise: Callable[..., Any] | None  # what runs where kernels cannot; None: that is an error
 
     def here(self, *arguments: Any) -> Any:
-        obstacle = self.obstacle(arguments)
+        obstacle = self.obstacle()
         if obstacle is not None:
             return self.elsewhere(*arguments, obstacle=obstacle)
         run = importlib.import_module(f"pallas_kernels.{self.implementation}.run")
         return getattr(run, self.name)(*self.complete(arguments))
 
-    def obstacle(self, arguments: tuple[Any, ...]) -> str | None:
+    def obstacle(self) -> str | None:
         if self.implementation == "mosaic_tpu":
-            changes = arguments[-1]
-            return None if changes is None else "it has no masks and no biases yet"
+            return None
         capability = cuda_capability()  # of this host; None: the program is made for another one
         return None if capability is None else capability_obstacle(capability)
 

@@ -53,20 +53,26 @@ def test_programs_for_other_platforms_have_not():
 
 def test_what_the_kernel_does_not_serve():
     """None takes XLA for it; by name, an error says why."""
+    given = shapes(vocabulary=2**19 + 1)
+
+    def call(x, ids, implementation=None):
+        return topk_logprobs(x, ids, 5, implementation=implementation)
+
+    assert kernels(lowered(call, *given)) == 0
+    with pytest.raises(NotImplementedError, match="do not fit VMEM"):
+        lowered(lambda x, ids: call(x, ids, "mosaic_tpu"), *given)
+
+
+def test_masks_biases_and_float16_take_the_kernel():
     words = np.full((8, 128), 2**32 - 1, np.uint32)
-    cases = {
-        "float16": (shapes(dtype="float16"), {}),
-        "do not fit VMEM": (shapes(vocabulary=2**19 + 1), {}),
-        "no masks": (shapes(), {"allowed": words}),
-    }
-    for why, (given, options) in cases.items():
+    ids = np.zeros((8, 2), np.int32)
 
-        def call(x, ids, implementation=None, options=options):
-            return topk_logprobs(x, ids, 1, implementation=implementation, **options)
+    def call(x, given):
+        changes = {"allowed": words, "bias_token_ids": ids, "bias": np.ones((8, 2), np.float32)}
+        return topk_logprobs(x, given, 5, **changes)
 
-        assert kernels(lowered(call, *given)) == 0
-        with pytest.raises(NotImplementedError, match=why):
-            lowered(lambda x, ids, call=call: call(x, ids, "mosaic_tpu"), *given)
+    for dtype in ("bfloat16", "float16"):
+        assert kernels(lowered(call, *shapes(dtype=dtype))) == 1
 
 
 def test_a_symbolic_number_of_rows():
