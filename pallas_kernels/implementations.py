@@ -16,6 +16,7 @@ from pallas_kernels.changes import prepared
 from pallas_kernels.finish import RowParts
 from pallas_kernels.greedy_choice import greedy_of_rows
 from pallas_kernels.platforms import lowered_for
+from pallas_kernels.tpu_rule import kernel_is_faster
 from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
 from pallas_kernels.wanted import Wanted
@@ -176,7 +177,7 @@ class _Kernel(NamedTuple):
 
     def here(self, *arguments: Any) -> Any:
         obstacle = self.obstacle()
-        if obstacle is not None:
+        if obstacle is not None or (self.otherwise is not None and self.is_slower(arguments)):
             return self.elsewhere(*arguments, obstacle=obstacle)
         run = importlib.import_module(f"pallas_kernels.{self.implementation}.run")
         return getattr(run, self.name)(*self.complete(arguments))
@@ -186,6 +187,16 @@ class _Kernel(NamedTuple):
             return None
         capability = cuda_capability()  # of this host; None: the program is made for another one
         return None if capability is None else capability_obstacle(capability)
+
+    def is_slower(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether XLA is faster on these shapes: `tpu_rule`. On a GPU: nowhere."""
+        if self.implementation != "mosaic_tpu":
+            return False
+        logits, targets = arguments[:2]
+        rows, k = logits.shape[0], max(self.wanted.k, 1)  # the fused path selects its choice
+        if self.name != "greedy_topk_logprobs":
+            rows, k = targets.shape[0], self.wanted.k
+        return not kernel_is_faster(rows, logits.shape[1], k, logits.dtype.name)
 
     def elsewhere(self, *arguments: Any, obstacle: str | None = None) -> Any:
         if self.otherwise is None:

@@ -21,6 +21,14 @@ from typing import Any
 from unittest import mock
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "7x": "tpu7x:2x2x1"}
+# libtpu asks no metadata server, and takes no lock that one process alone can have.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 # GHz, and GB/s of a core's HBM, from Google's pages on each chip and jax's `TpuInfo`.
 CLOCKS = {"v5e": 1.5, "v6e": 1.75, "v5p": 1.75, "7x": 1.9}
 BANDWIDTHS = {"v5e": 819, "v6e": 1640, "v5p": 2765, "7x": 3690}
@@ -48,13 +56,8 @@ def main() -> None:
     chip, way, *numbers, dtype = sys.argv[1:]
     rows, vocabulary, k = map(int, numbers)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(
-            JAX_PLATFORMS="cpu",
-            TPU_SKIP_MDS_QUERY="1",
-            TPU_ACCELERATOR_TYPE="v5litepod-4",
-            TPU_WORKER_HOSTNAMES="localhost",
-            LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_to_filter=final_bundles",
-        )
+        arguments = f"--xla_jf_dump_to={folder} --xla_jf_dump_to_filter=final_bundles"
+        os.environ.update(ENVIRONMENT, LIBTPU_INIT_ARGS=arguments)
         print(json.dumps(asdict(measure(chip, way, rows, vocabulary, k, dtype, Path(folder)))))
 
 

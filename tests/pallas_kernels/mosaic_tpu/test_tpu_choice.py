@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import greedy_topk_logprobs, implementations, topk_logprobs
+from pallas_kernels.tpu_rule import kernel_is_faster
 
 
 def lowered(call, *shapes, platform="tpu"):
@@ -19,7 +20,7 @@ def kernels(text):
     return text.count("custom_call @tpu_custom_call")
 
 
-def shapes(rows=8, vocabulary=4096, dtype="bfloat16"):
+def shapes(rows=8, vocabulary=8192, dtype="bfloat16"):
     return (
         jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype)),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -63,8 +64,31 @@ def test_what_the_kernel_does_not_serve():
         lowered(lambda x, ids: call(x, ids, "mosaic_tpu"), *given)
 
 
+def test_short_rows_are_left_to_xla():
+    """Where the kernel takes more cycles; by name it runs all the same."""
+
+    def both(x, ids, implementation=None):
+        chosen = topk_logprobs(x, ids, 0, implementation=implementation)
+        return chosen, greedy_topk_logprobs(x, 0, implementation=implementation)
+
+    # The greedy choice is a selection, too.
+    assert kernels(lowered(both, *shapes(16, 16_384))) == 1
+    assert kernels(lowered(both, *shapes(16, 512))) == 0
+    assert kernels(lowered(lambda x, ids: both(x, ids, "mosaic_tpu"), *shapes(16, 512))) == 2
+
+
+def test_the_rule():
+    for k, least in ((0, 32_768), (1, 8192), (4, 8192), (5, 512), (512, 512)):
+        assert kernel_is_faster(64, least, k, "float32")
+        assert not kernel_is_faster(64, least - 1, k, "float32")
+    # Half of each register would be empty.
+    assert not kernel_is_faster(8, 131_072, 0, "bfloat16")
+    assert kernel_is_faster(8, 131_072, 0, "float32")
+    assert kernel_is_faster(8, 131_072, 1, "bfloat16")
+
+
 def test_masks_biases_and_float16_take_the_kernel():
-    words = np.full((8, 128), 2**32 - 1, np.uint32)
+    words = np.full((8, 256), 2**32 - 1, np.uint32)
     ids = np.zeros((8, 2), np.int32)
 
     def call(x, given):
