@@ -3,8 +3,9 @@
     python -m bench.tpu.programs CHIP WAY ROWS VOCABULARY K DTYPE
 
 prints a line of JSON. libtpu reads where to write its listings when it is loaded, so each program
-has a process. WAY is `plain` (log_softmax, top_k, gather and a count), `kernel`, or `full`: the
-kernel with what rare rows need, whose loops would be counted as if every row took them.
+has a process. WAY is `plain` (log_softmax, top_k, gather and a count), `xla` (ours without the
+kernel), `kernel`, or `full`: the kernel with what rare rows need, whose loops would be counted as
+if every row took them.
 """
 
 import functools
@@ -81,7 +82,7 @@ def measure(
     def program(x: Any, ids: Any) -> Any:
         if way == "plain":
             return reference.topk_logprobs(x, ids, k)
-        return topk_logprobs(x, ids, k, implementation="mosaic_tpu")
+        return topk_logprobs(x, ids, k, implementation="xla" if way == "xla" else "mosaic_tpu")
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
@@ -100,7 +101,7 @@ def measure(
     cycles = 0
     for name, listing in bundles.listings(folder).items():
         loops = bundles.read(listing)
-        if way == "plain":
+        if way in ("plain", "xla"):
             cycles += bundles.plain_cycles(loops, listing, k)
         elif name.startswith("topk_logprobs"):
             cycles += bundles.kernel_cycles(loops, the.num_units, the.num_batches)

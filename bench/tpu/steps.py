@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.tpu.programs import ENVIRONMENT, TOPOLOGIES
 
@@ -78,22 +78,23 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
         parallel=parallel,
     )  # fmt: skip
 
-    def placed(shapes: Any, specs: Any) -> Any:
-        def one(x: Any, place: Any) -> Any:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    array: Any = jax.ShapeDtypeStruct
 
-        return jax.tree.map(one, shapes, parallel.shardings(specs))
+    def at(x: Any, place: Any) -> Any:
+        return array(x.shape, x.dtype, sharding=place)
+
+    def placed(shapes: Any, specs: Any) -> Any:
+        return jax.tree.map(at, shapes, parallel.shardings(specs))
 
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     params = placed(params, sharding.params_specs(params, devices))
     state = jax.eval_shape(lambda: init_state(replace(config, parallel=sharding.ONE_DEVICE)))
     state = placed(state, state_specs(state, devices))
-    programs = Compiled(config)
+    programs: Any = Compiled(config)
     widths = Widths(k=K)
     asked = jax.eval_shape(
         lambda: asked_of([SamplingParams(max_tokens=9, logprobs=K)] * slots, widths)
     )
-    number = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
     def compiled(name: str, traced: Any) -> tuple[Step, Any]:
         begin = time.monotonic()
@@ -112,52 +113,56 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
         traced = trace()
         found, made = compiled("sampled step", traced)
         yield found
-        output = jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            traced.out_info[1],
-            made.output_shardings[1],
-        )
-        more = (output, asked, number, jax.ShapeDtypeStruct((), jnp.bool_))
+        output = jax.tree.map(at, traced.out_info[1], made.output_shardings[1])
+        more = (output, asked, array((2,), jnp.uint32), array((), jnp.bool_))
         yield compiled("target message", programs.target_message.trace(*more, widths=widths))[0]
 
 
-def operations(text: str) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Name, shape, kind and operands of each operation of a compiled program."""
+class Operation(NamedTuple):
+    """A line of a compiled program."""
+
+    name: str
+    shape: str  # of the result, or the results
+    kind: str
+    operands: list[str]
+    line: str
+
+
+def operations(text: str) -> Iterator[Operation]:
+    """The operations of a compiled program."""
     for line in text.splitlines():
         found = OPERATION.match(line)
         if found:
             name, shape, kind, operands = found.groups()
-            yield (
-                name,
-                f"{shape} {line}" if kind == "custom-call" else shape,
-                kind,
-                operands.split(", "),
-            )
+            names = re.findall(r"%[\w.\-]+", operands)
+            yield Operation(name, _without_layout(shape), kind, names, line)
 
 
 def collectives(text: str) -> dict[str, int]:
     """How many collectives a program has, by kind and shape of what they carry."""
     found = Counter(
-        f"{kind.removesuffix('-start')} {_without_layout(shape)}"
-        for _, shape, kind, _ in operations(text)
-        if kind.removesuffix("-start") in COLLECTIVES
+        f"{one.kind.removesuffix('-start')} {one.shape}"
+        for one in operations(text)
+        if one.kind.removesuffix("-start") in COLLECTIVES
     )
     return dict(found)
 
 
 def searched(text: str, columns: int) -> list[str]:
     """What is sorted, or searched K times, and has a dimension of so many columns or more."""
-    shapes = {name: shape for name, shape, _, _ in operations(text)}
+    shapes = {one.name: one.shape for one in operations(text)}
     found = []
-    for name, shape, kind, operands in operations(text):
-        is_search = kind in ("sort", "topk") or 'custom_call_target="TopK"' in shape
-        given = [_without_layout(shapes.get(one, "").split(" ")[0]) for one in operands]
-        sizes = [
-            int(n) for one in given for dims in DIMENSIONS.findall(one) for n in dims.split(",")
-        ]
-        if is_search and max(sizes, default=0) >= columns:
-            found.append(f"{kind} {name} of {', '.join(given)}")
+    for one in operations(text):
+        is_search = one.kind in ("sort", "topk") or 'custom_call_target="TopK"' in one.line
+        given = [shapes.get(name, "") for name in one.operands]
+        if is_search and max((n for shape in given for n in sizes(shape)), default=0) >= columns:
+            found.append(f"{one.kind} {one.name} of {', '.join(given)}")
     return found
+
+
+def sizes(shape: str) -> list[int]:
+    """The dimensions of a shape as XLA writes it, or of several."""
+    return [int(n) for dims in DIMENSIONS.findall(shape) for n in dims.split(",")]
 
 
 def _without_layout(shape: str) -> str:
