@@ -72,7 +72,7 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
     parallel = sharding.tensor_parallel(model, devices, topology.devices)
     mesh = parallel.mesh
     assert mesh is not None
-    slots = 16
+    slots = 4
     config = LoopConfig(
         model=model, drafter=NgramDrafter(3), num_slots=slots, max_length=256,
         parallel=parallel,
