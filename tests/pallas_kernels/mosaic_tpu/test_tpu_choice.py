@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy_topk_logprobs, implementations, topk_logprobs
+from pallas_kernels import greedy_topk_logprobs, implementations, sampled_rows, topk_logprobs
+from pallas_kernels.sharding.grouped_rows import GroupedRows
 from pallas_kernels.tpu_rule import kernel_is_faster
 
 
@@ -118,3 +119,21 @@ def test_a_vocabulary_that_is_split_over_devices():
 
     split = jax.shard_map(call, mesh=mesh, in_specs=(spec(None, "v"), spec()), out_specs=spec())
     assert kernels(lowered(split, *shapes())) == 1
+
+
+def test_rows_that_are_sampled_get_their_candidates_from_the_kernel():
+    """64 or 128 of them, which a branch decides; a batch of `vmap` is XLA's."""
+    rows = jax.ShapeDtypeStruct((3, 4096), jnp.float32)
+    numbers = jax.ShapeDtypeStruct((3,), jnp.float32)
+    listed = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def read(x, inverse):
+        return GroupedRows.of(x).read(inverse, jnp.zeros(3, jnp.int32))
+
+    def candidates(x, rows):
+        return sampled_rows.candidates(x, 5, rows, jnp.int32(1))
+
+    assert kernels(lowered(read, rows, numbers)) == 2
+    assert kernels(lowered(candidates, rows, listed)) == 1
+    batch = jax.ShapeDtypeStruct((2, 3, 4096), jnp.float32)
+    assert kernels(lowered(jax.vmap(candidates, in_axes=(0, None)), batch, listed)) == 0
