@@ -4,13 +4,16 @@
     python -m bench.aot --tpu --check    the same; exit status 1 if a limit is broken
     python -m bench.aot --tpu --quick    what two minutes allow
     python -m bench.aot --tpu --keep     writes the cycles down, as those to compare with
+    python -m bench.aot --tpu --only "v6e kernel 64 131072"    programs whose names begin so
 
 Cycles are the compiler's bundles times the turns of loops: the arithmetic, without waits for copies
 and without what rare rows need. Beside them stands the time in which the chip reads the logits, and
 for v6e what the compiler estimates for the plain way. The limits: cycles within 5 % of those kept;
 the shares of the bytes' time on v5e, and of the plain way's cycles on v6e; a minute and 4 GB to
-compile; one operation that reads the logits beside the gather of the given tokens'. It needs libtpu
-(the `aot-tpu` extra).
+compile; one operation that reads the logits beside the gather of the given tokens'. On both sides
+of the limits of `pallas_kernels.tpu_rule`, what it chooses must take fewer cycles than the other.
+And in the worker's programs, split over 2 x 2 devices, the kernel must be there, and nothing else
+may sort or search the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu` extra).
 """
 
 import argparse
@@ -26,7 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.tpu.programs import BANDWIDTHS, CLOCKS, Compiled
+from bench.tpu.steps import Step, sizes
 from pallas_kernels.shapes import Shape
+from pallas_kernels.tpu_rule import kernel_is_faster
 
 KEPT = Path(__file__).parent / "tpu" / "cycles.json"
 SLACK = 0.05
@@ -49,6 +54,15 @@ OTHERS = (
     Shape(64, 262_144, 20, "float32"),
     Shape(64, 131_072, 512, "bfloat16"),
 )
+# On both sides of the rule's limits: what it chooses, and the other.
+RULE = (
+    *(Shape(64, vocabulary, 0, "float32") for vocabulary in (16_384, 32_768)),
+    *(Shape(rows, 131_072, 0, "bfloat16") for rows in (8, 16)),
+    *(Shape(256, vocabulary, 1, "float32") for vocabulary in (2048, 8192)),
+    *(Shape(64, vocabulary, 5, "float32") for vocabulary in (128, 512)),
+)
+UNDECIDED = 0.1  # of the cycles: by so much the choice may be the slower one
+STEPS = (("v5e", 4, 131_072), ("v6e", 4, 131_072))
 QUICK = tuple(Shape(64, 131_072, k, "bfloat16") for k in (0, 20))
 FEW = (Shape(64, 131_072, 0, "bfloat16"), Shape(64, 131_072, 20, "float32"))  # on v5p and 7x
 
@@ -59,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
     parser.add_argument("--quick", action="store_true", help="few shapes, on v5e and v6e")
     parser.add_argument("--keep", action="store_true", help="write the cycles to compare with")
+    parser.add_argument("--only", default="", metavar="NAME", help="what the names begin with")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("libtpu") is None:
         print("NOT RUN: libtpu is not installed: pip install -e '.[aot-tpu]'")
@@ -67,12 +82,17 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
     results: list[Compiled] = []
     for chip, way, shape in programs(options.quick):
+        if not name(chip, way, shape).startswith(options.only):
+            continue
         results.append(compiled(chip, way, shape))
-        print(f"{time.monotonic() - begin:6.0f} s  {key(results[-1])}: {results[-1].cycles}")
+        one = results[-1]
+        print(f"{time.monotonic() - begin:6.0f} s  {key(one)}: {one.cycles}", flush=True)
+        if options.keep:
+            kept[key(one)] = one.cycles
+            KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
     broken = print_table(results, kept)
-    if options.keep:
-        kept.update({key(one): one.cycles for one in results})
-        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    if not options.quick and "steps".startswith(options.only):
+        broken += print_steps()
     print(f"{len(results)} programs compiled, {broken} break a limit")
     return 1 if options.check and broken else 0
 
@@ -85,7 +105,14 @@ def programs(quick: bool) -> list[tuple[str, str, Shape]]:
         return found
     found += [(chip, "kernel", shape) for chip in ("v5p", "7x") for shape in FEW]
     found += [("v6e", "plain", shape) for shape in LIMITED]
+    found += [("v6e", way, shape) for shape in RULE for way in ("kernel", "xla")]
+    found += [("v6e", "xla", shape) for shape in QUICK]
     return found + [(chip, "full", shape) for chip in CLOCKS for shape in FEW]
+
+
+def name(chip: str, way: str, shape: Shape) -> str:
+    """A program's name."""
+    return f"{chip} {way} {shape.rows} {shape.vocabulary} {shape.k} {shape.dtype}"
 
 
 def compiled(chip: str, way: str, shape: Shape) -> Compiled:
@@ -99,8 +126,8 @@ def compiled(chip: str, way: str, shape: Shape) -> Compiled:
 
 
 def key(one: Compiled) -> str:
-    """A program's name."""
-    return f"{one.chip} {one.way} {one.rows} {one.vocabulary} {one.k} {one.dtype}"
+    """The name of a program that was compiled."""
+    return name(one.chip, one.way, Shape(one.rows, one.vocabulary, one.k, one.dtype))
 
 
 def bytes_cycles(one: Compiled) -> float:
@@ -109,10 +136,15 @@ def bytes_cycles(one: Compiled) -> float:
     return size / BANDWIDTHS[one.chip] * CLOCKS[one.chip]
 
 
-def faults(one: Compiled, plain: Compiled | None, kept: int | None) -> list[str]:
-    """What breaks a limit."""
+def faults(
+    one: Compiled, plain: Compiled | None, kept: int | None, xla: Compiled | None = None
+) -> list[str]:
+    """What breaks a limit; the plain way and XLA of the same shape, where they were compiled."""
     if one.way == "plain":
         return []
+    if one.way == "xla":
+        slower = plain is not None and one.cycles > plain.cycles * (1 + UNDECIDED)
+        return ["more cycles than the plain way"] if slower else []
     found = []
     if one.seconds > SECONDS or one.gigabytes > GIGABYTES:
         found.append(f"{one.seconds} s and {one.gigabytes} GB to compile")
@@ -120,6 +152,12 @@ def faults(one: Compiled, plain: Compiled | None, kept: int | None) -> list[str]
         found.append(f"{one.reads} operations read the logits")
     if one.way != "kernel":
         return found
+    if xla is not None:
+        chosen, other = one, xla
+        if not kernel_is_faster(one.rows, one.vocabulary, one.k, one.dtype):
+            chosen, other = other, chosen
+        if chosen.cycles > other.cycles * (1 + UNDECIDED):
+            found.append(f"None takes {chosen.way}, where {other.way} takes fewer cycles")
     share = one.cycles / bytes_cycles(one)
     if one.chip == "v5e" and one.rows in (64, 256) and share > OF_BYTES.get(one.k, share):
         found.append(f"{share:.2f} of the bytes' time, {OF_BYTES[one.k]} are allowed")
@@ -139,9 +177,9 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
         table.add_column(header, justify="right")
     broken = 0
     for one in results:
-        plain = by_key.get(key(one).replace(" kernel ", " plain "))
-        plain = plain if one.way == "kernel" else None
-        wrong = faults(one, plain, kept.get(key(one)))
+        plain, xla = (by_key.get(key(one).replace(one.way, way)) for way in ("plain", "xla"))
+        plain = plain if one.way in ("kernel", "xla") else None
+        wrong = faults(one, plain, kept.get(key(one)), xla if one.way == "kernel" else None)
         broken += bool(wrong)
         table.add_row(
             one.chip,
@@ -155,6 +193,34 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
         )
     Console(width=160).print(table)
     return broken
+
+
+def print_steps() -> int:
+    """The worker's programs; returns how many break a limit."""
+    broken = 0
+    for chip, devices, vocabulary in STEPS:
+        command = [sys.executable, "-m", "bench.tpu.steps", chip, str(devices), str(vocabulary)]
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode:
+            raise RuntimeError(f"{' '.join(command[2:])} failed:\n{found.stderr[-2000:]}")
+        for line in found.stdout.splitlines():
+            step = Step(**json.loads(line))
+            wrong = step_faults(step)
+            broken += bool(wrong)
+            carried = ", ".join(f"{count} {what}" for what, count in step.collectives.items())
+            print(f"{chip} x {devices}, {step.program}: {step.kernels} kernels; {carried}")
+            print(*(f"  {one}" for one in wrong), sep="\n", end="\n" if wrong else "")
+    return broken
+
+
+def step_faults(step: Step) -> list[str]:
+    """What of a worker's program breaks a limit."""
+    columns = step.vocabulary // step.devices
+    found = [f"{one}, of the vocabulary's size" for one in step.searched]
+    found += [
+        f"{one} is large" for one in step.collectives if max(sizes(one), default=0) >= columns
+    ]
+    return found if step.kernels else [*found, "the kernel is not in it"]
 
 
 if __name__ == "__main__":

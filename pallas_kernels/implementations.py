@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import xla
 from pallas_kernels.changes import prepared
 from pallas_kernels.finish import RowParts
 from pallas_kernels.greedy_choice import greedy_of_rows
 from pallas_kernels.platforms import lowered_for
+from pallas_kernels.tpu_rule import kernel_is_faster
 from pallas_kernels.transformations import transformable
 from pallas_kernels.types import TopkLogprobs
 from pallas_kernels.wanted import Wanted
@@ -78,8 +78,6 @@ def tpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the TPU kernel cannot run on logits [N, V] on any TPU; None if it can."""
     if not all(isinstance(size, int) for size in logits.shape):
         return f"the shape {logits.shape} is symbolic, and a kernel's grid is not"
-    if logits.dtype == jnp.float16:
-        return "the TPU compiler has no vectors of float16: widen them to float32"
     if logits.shape[1] > MAX_TPU_VOCABULARY:
         return f"rows of {logits.shape[1]} logits do not fit VMEM ({MAX_TPU_VOCABULARY} do)"
     return None
@@ -178,18 +176,27 @@ class _Kernel(NamedTuple):
     otherwise: Callable[..., Any] | None  # what runs where kernels cannot; None: that is an error
 
     def here(self, *arguments: Any) -> Any:
-        obstacle = self.obstacle(arguments)
-        if obstacle is not None:
+        obstacle = self.obstacle()
+        if obstacle is not None or (self.otherwise is not None and self.is_slower(arguments)):
             return self.elsewhere(*arguments, obstacle=obstacle)
         run = importlib.import_module(f"pallas_kernels.{self.implementation}.run")
         return getattr(run, self.name)(*self.complete(arguments))
 
-    def obstacle(self, arguments: tuple[Any, ...]) -> str | None:
+    def obstacle(self) -> str | None:
         if self.implementation == "mosaic_tpu":
-            changes = arguments[-1]
-            return None if changes is None else "it has no masks and no biases yet"
+            return None
         capability = cuda_capability()  # of this host; None: the program is made for another one
         return None if capability is None else capability_obstacle(capability)
+
+    def is_slower(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether XLA is faster on these shapes: `tpu_rule`. On a GPU: nowhere."""
+        if self.implementation != "mosaic_tpu":
+            return False
+        logits, targets = arguments[:2]
+        rows, k = logits.shape[0], max(self.wanted.k, 1)  # the fused path selects its choice
+        if self.name != "greedy_topk_logprobs":
+            rows, k = targets.shape[0], self.wanted.k
+        return not kernel_is_faster(rows, logits.shape[1], k, logits.dtype.name)
 
     def elsewhere(self, *arguments: Any, obstacle: str | None = None) -> Any:
         if self.otherwise is None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import blocks, group_sums, selection
+from pallas_kernels import blocks, group_sums, sampled_on_tpu, selection
 from pallas_kernels.group_sums import EIGHT, WIDTH, GroupSums
 from pallas_kernels.ordered_keys import strictly_larger
 from pallas_kernels.platforms import lowered_for
@@ -72,10 +72,12 @@ def read(part: Part, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], 
       k: static; the top k of every row and the sums at temperature 1 are wanted too. -1: neither.
     """
     arguments = (*part, inverse, needed)
-    cpu, default = (
-        functools.partial(_read, size, k) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+    cpu, tpu, default = (
+        functools.partial(_read, size, k)
+        for size in (blocks.rows_on_cpu, blocks.rows_on_tpu, blocks.rows_on_gpu)
     )
-    return lowered_for(*arguments, like=functools.partial(_like, k), cpu=cpu, default=default)
+    like = functools.partial(_like, k)
+    return lowered_for(*arguments, like=like, cpu=cpu, tpu=tpu, default=default)
 
 
 def _like(k: int, *arguments: jax.Array) -> Read:
@@ -97,7 +99,8 @@ def _read(size: Size, k: int, *arguments: jax.Array) -> Read:
     initial = _like(k, *arguments)
 
     def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
-        return _of_block(Part(x, tail, part.offset), inverse, needed, k)
+        is_tpu = size is blocks.rows_on_tpu
+        return _of_block(Part(x, tail, part.offset), inverse, needed, k, is_tpu)
 
     rows = (part.tail, inverse, needed)
     return _in_blocks(
@@ -105,7 +108,9 @@ def _read(size: Size, k: int, *arguments: jax.Array) -> Read:
     )
 
 
-def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
+def _of_block(
+    part: Part, inverse: jax.Array, needed: jax.Array, k: int, is_tpu: bool = False
+) -> Read:
     """`read` of a block of rows."""
     x = part.logits
     vocabulary, columns = x.shape[1], _columns(part, k)
@@ -122,11 +127,16 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read
             lambda: group_sums.of_block(grouped, part.tail, once, mine).sums,
         )
 
-    def top(count: int) -> tuple[jax.Array, jax.Array]:
+    def select(count: int) -> tuple[jax.Array, jax.Array]:
+        if is_tpu:
+            return sampled_on_tpu.largest(x, count)
         width = selection.group_width(vocabulary, count)
         keys = None if width is None else selection.wider(eights, width // EIGHT)
         two_stages = functools.partial(from_groups_on_cpu, eights=eights)
-        ids, logits = selection.select_top_k(x, keys, count, width, two_stages)
+        return selection.select_top_k(x, keys, count, width, two_stages)
+
+    def top(count: int) -> tuple[jax.Array, jax.Array]:
+        ids, logits = select(count)
         more = ((0, 0), (0, columns - count))
         found = (
             jnp.pad(ids, more, constant_values=-1),
@@ -220,7 +230,12 @@ def candidates(
         functools.partial(_candidates, k, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
     )
     like = functools.partial(_like_candidates, k)
-    return lowered_for(logits, row_ids, num_rows, like=like, cpu=cpu, default=default)
+
+    def tpu(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array) -> Top:
+        found = Top(*sampled_on_tpu.largest(logits, k, row_ids, num_rows))
+        return blocks.vary_like(found, (logits, row_ids, num_rows))
+
+    return lowered_for(logits, row_ids, num_rows, like=like, cpu=cpu, tpu=tpu, default=default)
 
 
 def _like_candidates(k: int, _: jax.Array, row_ids: jax.Array, *__: jax.Array) -> Top:

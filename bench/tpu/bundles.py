@@ -79,18 +79,24 @@ def kernel_cycles(program: Loop, units: int, batches: int) -> int:
 def plain_cycles(program: Loop, listing: str, k: int) -> int:
     """Cycles of an operation that XLA made: at least so many.
 
-    `TopK` copies a block of rows in several turns of its loop and searches K times, in a loop of
-    its own, in the last of them. How many turns a block takes stands in a multiplication in place
-    of a division (2731 / 8192 is a third). Where it is not found, one search is counted.
+    `TopK` copies a block of rows in one or several turns of its loop and searches K times, in a
+    loop of its own, in the last of them. How many turns a block takes stands in a multiplication in
+    place of a division (2731 / 8192 is a third). Without one, each turn may be a whole block, but
+    for a last turn that only writes; that turn's number stands in the loop's first bundle. Where
+    neither is found, one search is counted.
     """
     if k == 0 or not any(inner.turns == k for loop in program.inner for inner in loop.inner):
         return program.cycles(1)
     outer = next(loop for loop in program.inner if any(one.turns == k for one in loop.inner))
+    turns = outer.turns or 1
     found = re.search(r"smul\.u32 (\d+), ", listing)
-    parts = round(2**13 / int(found[1])) if found and int(found[1]) < 2**13 else outer.turns or 1
-    searches = max(1, (outer.turns or 1) // max(parts, 1))
+    if found and int(found[1]) < 2**13:
+        searches = max(1, turns // max(round(2**13 / int(found[1])), 1))
+    else:
+        skips = re.search(rf" LB: > .*scmp\.ge\.s32\.totalorder %\w+, {turns - 1} ", listing)
+        searches = turns - 1 if skips else 1
     often = sum(one.cycles(1) for one in outer.inner if one.turns == k)
-    return program.cycles(1) - ((outer.turns or 1) - searches) * often
+    return program.cycles(1) - (turns - searches) * often
 
 
 def _has_unknown(loop: Loop) -> bool:

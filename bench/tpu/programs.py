@@ -3,8 +3,9 @@
     python -m bench.tpu.programs CHIP WAY ROWS VOCABULARY K DTYPE
 
 prints a line of JSON. libtpu reads where to write its listings when it is loaded, so each program
-has a process. WAY is `plain` (log_softmax, top_k, gather and a count), `kernel`, or `full`: the
-kernel with what rare rows need, whose loops would be counted as if every row took them.
+has a process. WAY is `plain` (log_softmax, top_k, gather and a count), `xla` (ours without the
+kernel), `kernel`, or `full`: the kernel with what rare rows need, whose loops would be counted as
+if every row took them.
 """
 
 import functools
@@ -21,6 +22,14 @@ from typing import Any
 from unittest import mock
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "7x": "tpu7x:2x2x1"}
+# libtpu asks no metadata server, and takes no lock that one process alone can have.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 # GHz, and GB/s of a core's HBM, from Google's pages on each chip and jax's `TpuInfo`.
 CLOCKS = {"v5e": 1.5, "v6e": 1.75, "v5p": 1.75, "7x": 1.9}
 BANDWIDTHS = {"v5e": 819, "v6e": 1640, "v5p": 2765, "7x": 3690}
@@ -48,13 +57,8 @@ def main() -> None:
     chip, way, *numbers, dtype = sys.argv[1:]
     rows, vocabulary, k = map(int, numbers)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(
-            JAX_PLATFORMS="cpu",
-            TPU_SKIP_MDS_QUERY="1",
-            TPU_ACCELERATOR_TYPE="v5litepod-4",
-            TPU_WORKER_HOSTNAMES="localhost",
-            LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_to_filter=final_bundles",
-        )
+        arguments = f"--xla_jf_dump_to={folder} --xla_jf_dump_to_filter=final_bundles"
+        os.environ.update(ENVIRONMENT, LIBTPU_INIT_ARGS=arguments)
         print(json.dumps(asdict(measure(chip, way, rows, vocabulary, k, dtype, Path(folder)))))
 
 
@@ -78,7 +82,7 @@ def measure(
     def program(x: Any, ids: Any) -> Any:
         if way == "plain":
             return reference.topk_logprobs(x, ids, k)
-        return topk_logprobs(x, ids, k, implementation="mosaic_tpu")
+        return topk_logprobs(x, ids, k, implementation="xla" if way == "xla" else "mosaic_tpu")
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
@@ -97,7 +101,7 @@ def measure(
     cycles = 0
     for name, listing in bundles.listings(folder).items():
         loops = bundles.read(listing)
-        if way == "plain":
+        if way in ("plain", "xla"):
             cycles += bundles.plain_cycles(loops, listing, k)
         elif name.startswith("topk_logprobs"):
             cycles += bundles.kernel_cycles(loops, the.num_units, the.num_batches)

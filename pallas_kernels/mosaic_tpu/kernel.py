@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.mosaic_tpu.bits import turn
 from pallas_kernels.mosaic_tpu.copies import Copies
 from pallas_kernels.mosaic_tpu.order import order
 from pallas_kernels.mosaic_tpu.plan import LANES, SUBLANES, Plan
@@ -42,6 +43,8 @@ SMALLEST = 1.1754943508222875e-38  # float32's smallest normal number
 def body(plan: Plan, *refs: Any) -> None:
     """One grid step."""
     count_ref, rows_ref, logits_ref, given_ref, *rest = refs
+    allowed_ref = rest.pop(0) if plan.masked else None
+    turned_ref = rest.pop() if plan.masked else None
     stats_ref, values_ref, ids_ref, buffer, maxima, semaphores, *of_selection = rest
     batch = pl.program_id(0)
     units = lax.div(count_ref[0] + (plan.unit - 1), plan.unit)
@@ -60,7 +63,9 @@ def body(plan: Plan, *refs: Any) -> None:
         def _next() -> None:
             copies.start(number + 1)
 
-        unit = Unit(plan, copies, number, index, buffer, given_ref)
+        unit = Unit(plan, copies, number, index, buffer, given_ref, turned_ref)
+        if plan.masked:
+            turn(plan, allowed_ref, [unit.rows(half) for half in range(plan.halves)], turned_ref)
         found = first_sweep(unit, maxima)
         for half, one in enumerate(found):
             statistics(unit, half, one, count_ref[0], stats_ref)
@@ -158,6 +163,7 @@ def call(
     rows: jax.Array,
     logits: jax.Array,
     given: jax.Array,
+    allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run the kernel.
 
@@ -167,8 +173,10 @@ def call(
       count: [1] int32, the number of target rows to work on.
       rows: [num_units * unit] int32, the row of logits of each target where they are gathered (of
         16-bit logits, the first of the two rows of its word); else [1].
-      logits: [N, V].
+      logits: [N, V] bfloat16 or float32.
       given: [num_batches * batch_rows, 3] int32, `unit.Given` of every target.
+      allowed: [num_batches * batch_rows, words] int32 where tokens are masked, bits as those of
+        `changes.Changes`.
 
     Returns:
       Statistics [rows, 128] float32, columns of the maximum, the number of larger logits and the
@@ -186,6 +194,9 @@ def call(
     if plan.k:
         shapes = (slots, slots, slots[1:])
         scratch += [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+    if plan.masked:
+        scratch.append(pltpu.VMEM((plan.unit, plan.words), jnp.int32))
+    every = [given] if allowed is None else [given, allowed]
     run = pl.pallas_call(
         functools.partial(body, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -193,7 +204,7 @@ def call(
             grid=(plan.num_batches,),
             in_specs=[
                 pl.BlockSpec(memory_space=pltpu.HBM),
-                pl.BlockSpec((batch, given.shape[1]), lambda i, *_: (i, 0)),
+                *[pl.BlockSpec((batch, x.shape[1]), lambda i, *_: (i, 0)) for x in every],
             ],
             out_specs=[pl.BlockSpec((batch, width), lambda i, *_: (i, 0)) for width in widths],
             scratch_shapes=scratch,
@@ -210,7 +221,7 @@ def call(
     )
     if not plan.interpreted:  # XLA might copy all rows to VMEM first
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
-    return tuple(run(count, rows, logits, given))
+    return tuple(run(count, rows, logits, *every))
 
 
 def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 LANES = 128
 SUBLANES = 8
-STEP = 32  # columns of 128 tokens that a turn of a loop works on: full bundles
+STEP = 32
 CHUNK = 128  # columns that are copied at a time: 16384 tokens
 CUT = (STEP, CHUNK)
 GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
+WORD_COLUMNS = 32  # columns of which a vector of words has the bits
 BATCH_ROWS = 64  # whose selections are ordered together
 REST = 8 << 20  # bytes of VMEM beside the logits, the stacks and the outputs
 
@@ -27,6 +28,7 @@ class Plan:
     dtype: str
     gathered: bool  # whether row ids choose the rows
     entropy: bool
+    masked: bool  # whether words of bits say which tokens are allowed
     sections: int  # parts of a row that have a stack of their own in every lane
     depth: int  # of a stack
     interpreted: bool
@@ -36,7 +38,7 @@ class Plan:
     @property
     def is_packed(self) -> bool:
         """Whether a word holds logits of two rows."""
-        return self.dtype != "float32"
+        return self.dtype == "bfloat16"
 
     @property
     def halves(self) -> int:
@@ -77,8 +79,8 @@ class Plan:
 
     @property
     def step(self) -> int:
-        """Columns that a turn of a loop works on."""
-        return self.cut[0]
+        """Columns that a turn of a loop works on: as many vectors of 8 rows for any dtype."""
+        return min(self.cut[0] * 2 // self.halves, self.cut[1])
 
     @property
     def chunk(self) -> int:
@@ -95,6 +97,11 @@ class Plan:
         return self.sections * (self.depth + 1)
 
     @property
+    def words(self) -> int:
+        """Words of a row's bits: whole vectors."""
+        return -(-self.columns // WORD_COLUMNS) * LANES
+
+    @property
     def out_width(self) -> int:
         """Columns of the selection's outputs."""
         return -(-max(self.k, 1) // LANES) * LANES
@@ -105,7 +112,8 @@ class Plan:
         logits = 2 * self.buffer_rows * self.columns * LANES * (2 if self.is_packed else 4)
         rest = 4 * self.batch_rows * LANES * (2 * self.slots + 1)
         outputs = 2 * 4 * self.batch_rows * (2 * LANES + 2 * self.out_width)
-        return logits + rest + outputs + REST
+        words = 4 * (2 * self.batch_rows + self.unit) * self.words if self.masked else 0
+        return logits + rest + outputs + words + REST
 
 
 def choose_plan(
@@ -115,6 +123,7 @@ def choose_plan(
     dtype: str,
     gathered: bool,
     entropy: bool,
+    masked: bool = False,
     interpreted: bool = False,
     cut: tuple[int, int] = CUT,
 ) -> Plan:
@@ -124,4 +133,4 @@ def choose_plan(
     sections = min(sections, -(-columns // cut[1]))
     depth = 4 if k <= 20 else 6 if k <= 64 else 8
     size = (shape[0], num_targets, shape[1], k, dtype)
-    return Plan(*size, gathered, entropy, sections, depth, interpreted, cut)
+    return Plan(*size, gathered, entropy, masked, sections, depth, interpreted, cut)

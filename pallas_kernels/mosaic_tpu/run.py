@@ -2,6 +2,8 @@
 
 The kernel makes statistics and the top K of each row. XLA gathers the logits of given tokens and
 extra ones before, and makes the outputs after it (`finish`), from a few numbers a row.
+
+The kernel masks forbidden tokens, and those that a bias names: XLA puts these back (`parts`).
 """
 
 from typing import Any
@@ -10,14 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import changes as of_logits
 from pallas_kernels.blocks import vary_like
 from pallas_kernels.changes import Changes
 from pallas_kernels.finish import RowParts, RowStatistics, finish, usable_temperatures, wanted_rows
+from pallas_kernels.from_parts import named_changed
 from pallas_kernels.greedy_choice import greedy_of_rows
 from pallas_kernels.mosaic_tpu import kernel
 from pallas_kernels.mosaic_tpu.plan import CUT, SUBLANES, Plan, choose_plan
 from pallas_kernels.ordered_keys import just_below
-from pallas_kernels.sharding.vocab_shard import WHOLE, named_logits
+from pallas_kernels.parts import with_biased
+from pallas_kernels.sharding.vocab_shard import WHOLE
 from pallas_kernels.types import TopkLogprobs
 from pallas_kernels.wanted import Wanted
 
@@ -38,13 +43,14 @@ def topk_logprobs(
     interpret: Any = False,
     cut: tuple[int, int] = CUT,
 ) -> TopkLogprobs:
-    """`pallas_kernels.topk_logprobs` for checked arguments without changes."""
+    """`pallas_kernels.topk_logprobs` for checked arguments."""
     num_logits_rows, vocabulary = logits.shape
+    changes = of_logits.prepared(changes, vocabulary)
     num_targets = token_ids.shape[0]
     temperatures = None if temperatures is None else usable_temperatures(temperatures)
     named = jnp.concatenate([token_ids[:, None], extra_token_ids], axis=1)
     rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
-    found = named_logits(logits, rows, named, WHOLE)
+    found = named_changed(logits, rows, named, WHOLE, changes)
     parts = row_parts(
         logits, found[:, 0], wanted, row_ids, num_rows, temperatures, changes, interpret, cut
     )
@@ -71,30 +77,31 @@ def greedy_topk_logprobs(
     interpret: Any = False,
     cut: tuple[int, int] = CUT,
 ) -> TopkLogprobs:
-    """`pallas_kernels.greedy_topk_logprobs` for checked arguments without changes.
+    """`pallas_kernels.greedy_topk_logprobs` for checked arguments.
 
     The greedy choice is the top 1, whose rank is known: one read serves both. Only where a row is
     invalid are the logits read once more, and for inclusive ranks.
     """
     num_targets, vocabulary = logits.shape
+    prepared = of_logits.prepared(changes, vocabulary)
     if wanted.inclusive:
-        chosen = greedy_of_rows(logits).token_ids
+        chosen = greedy_of_rows(logits, prepared).token_ids
         rest = (num_rows, temperatures, extra_token_ids, changes)
         return topk_logprobs(logits, chosen, wanted, None, *rest, interpret, cut)
     temperatures = None if temperatures is None else usable_temperatures(temperatures)
     nothing = jnp.full(num_targets, jnp.inf, jnp.float32)  # no logit is larger: nothing to count
     more = wanted._replace(k=max(wanted.k, 1))
-    parts = row_parts(logits, nothing, more, None, num_rows, temperatures, changes, interpret, cut)
+    parts = row_parts(logits, nothing, more, None, num_rows, temperatures, prepared, interpret, cut)
     rows = wanted_rows(num_targets, num_targets, None, num_rows)
     valid = jnp.isfinite(parts.maximum) & ~jnp.isnan(parts.sum_exp)
     first = parts.top_ids[:, 0]
 
     def look() -> jax.Array:
-        return jnp.where(valid, first, greedy_of_rows(logits).token_ids)
+        return jnp.where(valid, first, greedy_of_rows(logits, prepared).token_ids)
 
     chosen = lax.cond(jnp.any(rows & ~valid), look, lambda: first)
     index = jnp.arange(num_targets, dtype=jnp.int32)
-    extra = named_logits(logits, index, extra_token_ids, WHOLE)
+    extra = named_changed(logits, index, extra_token_ids, WHOLE, prepared)
     top = parts.top_logits[:, : wanted.k]
     return finish(
         wanted,
@@ -121,9 +128,11 @@ def row_parts(
     interpret: Any = False,
     cut: tuple[int, int] = CUT,
 ) -> RowParts:
-    """`xla.row_parts` on a TPU, without changes."""
-    assert changes is None
+    """`xla.row_parts` on a TPU."""
+    if logits.dtype == jnp.float16:  # the compiler takes no argument of it: a copy
+        logits = logits.astype(jnp.float32)
     num_targets, k = selected.shape[0], wanted.k
+    allowed = None if changes is None else of_logits.unbiased(changes, logits.shape[1])
     plan = choose_plan(
         logits.shape,
         num_targets,
@@ -131,6 +140,7 @@ def row_parts(
         logits.dtype.name,
         gathered=row_ids is not None,
         entropy=wanted.entropy,
+        masked=allowed is not None,
         interpreted=bool(interpret),
         cut=cut,
     )
@@ -139,10 +149,13 @@ def row_parts(
         count = jnp.clip(num_rows, 0, num_targets).reshape(1)
     rows, shift = _rows_to_copy(plan, row_ids)
     given = given_rows(plan, selected, wanted.inclusive, temperatures, shift)
-    every = (count, rows, logits, given)
+    every = [count, rows, logits, given]
+    if allowed is not None:
+        more = plan.num_batches * plan.batch_rows - num_targets, plan.words - allowed.shape[1]
+        every.append(in_units(plan, jnp.pad(allowed, ((0, more[0]), (0, more[1])))))
     found = kernel.call(plan, interpret, *vary_like(every, every))
     stats, values, ids = (in_rows(plan, one)[:num_targets] for one in found)
-    return RowParts(
+    parts = RowParts(
         maximum=stats[:, 0],
         sum_exp=stats[:, 2],
         num_larger=stats[:, 1].astype(jnp.int32),
@@ -150,6 +163,12 @@ def row_parts(
         top_logits=values[:, :k],
         weighted=stats[:, 3] * jnp.float32(LN_2) if wanted.entropy else None,
     )
+    if changes is None or changes.bias is None:
+        return parts
+    targets = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
+    targets = jnp.clip(targets, 0, logits.shape[0] - 1)
+    ids, values = of_logits.biased(logits, targets, changes)
+    return with_biased(parts, ids, values, selected, wanted, temperatures)
 
 
 def _rows_to_copy(plan: Plan, row_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:

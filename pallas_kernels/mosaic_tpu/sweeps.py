@@ -58,8 +58,8 @@ def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
         out = []
         for half, (maximum, larger, total) in enumerate(carry):
             x = [one[half] for one in loaded]
-            more = [jnp.where(one > given[half].limit, 1.0, 0.0) for one in x]
             terms = [jnp.exp2((one - reference[half]) * given[half].scale) for one in x]
+            more = [jnp.where(one > given[half].limit, 1.0, 0.0) for one in x]
             out.append(
                 (
                     jnp.maximum(maximum, chains(jnp.maximum, x)),

@@ -9,8 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.mosaic_tpu.bits import is_allowed
 from pallas_kernels.mosaic_tpu.copies import Copies
-from pallas_kernels.mosaic_tpu.plan import LANES, SUBLANES, Plan
+from pallas_kernels.mosaic_tpu.plan import LANES, SUBLANES, WORD_COLUMNS, Plan
 
 SHAPE = (SUBLANES, LANES)
 UPPER = -(1 << 16)  # the upper half of a word
@@ -38,6 +39,7 @@ class Unit(NamedTuple):
     index: Any  # in its batch
     buffer: Any  # [2, rows, V rounded up]
     given_ref: Any  # [batch rows, 3] int32
+    turned_ref: Any  # [unit, words] int32, of `bits.turn`; or None
 
     def rows(self, half: int) -> Any:
         """The place of these 8 rows in the batch."""
@@ -59,7 +61,23 @@ class Unit(NamedTuple):
         """The logits of `number` columns from `start` on."""
         token = pl.multiple_of(start * LANES, LANES)
         block = self.buffer[self.number & 1, :, pl.ds(token, number * LANES)]
-        return [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
+        wide = [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
+        return wide if self.turned_ref is None else self._allowed(wide, start)
+
+    def _allowed(self, x: list[Halves], start: Any) -> list[Halves]:
+        """-inf where a token's bit is not set. A step is a part of `WORD_COLUMNS`, or several."""
+        every: list[list[jax.Array]] = [[] for _ in x]
+        for half in range(self.plan.halves):
+            for i, one in enumerate(x):
+                if i % WORD_COLUMNS == 0:
+                    first = lax.div(jnp.int32(start + i), WORD_COLUMNS)
+                    here = pl.ds(pl.multiple_of(first * LANES, LANES), LANES)
+                    words = self.turned_ref[pl.ds(half * SUBLANES, SUBLANES), here]
+                column: Any = i % WORD_COLUMNS  # where steps begin with a vector of words
+                if self.plan.step % WORD_COLUMNS:
+                    column = lax.rem(jnp.int32(start + i), WORD_COLUMNS)
+                every[i].append(jnp.where(is_allowed(words, column), one[half], -jnp.inf))
+        return [tuple(one) for one in every]
 
     def _wide(self, x: jax.Array, given: list[Given]) -> Halves:
         if not self.plan.is_packed:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from bench import aot_tpu
 from bench.tpu import bundles
 from bench.tpu.programs import Compiled, reads
+from bench.tpu.steps import Step, collectives, searched
 
 LISTING = """
 LB: loop body
@@ -46,6 +47,14 @@ def test_a_search_that_runs_in_one_of_three_turns():
     assert bundles.plain_cycles(program, "", 20) == 60 + 2000
 
 
+def test_a_search_in_every_turn_but_the_last():
+    search = bundles.Loop(bundles=100, turns=20)
+    program = bundles.Loop([bundles.Loop([search], bundles=10, turns=9)], turns=1)
+    text = " 0x1 LB: > { %p1_p0 = scmp.ge.s32.totalorder %s1_s1, 8  ;;  %s2_s2 = smov 1 }"
+    assert bundles.plain_cycles(program, text, 20) == 90 + 8 * 2000
+    assert bundles.plain_cycles(program, text.replace(", 8 ", ", 7 "), 20) == 90 + 2000
+
+
 def test_limits():
     """The control for each: a program that breaks it."""
     fine = Compiled("v5e", "kernel", 64, 131_072, 0, "bfloat16", 30_000, 5.0, 0.5, 0, 2)
@@ -68,3 +77,43 @@ ENTRY %main (x: bf16[64,300]) -> f32[64] {
 }
 """
     assert reads(text, 64, 300) == 1
+
+
+def test_the_rule_is_held_against_both_ways():
+    """64 short rows are XLA's, long ones the kernel's; a way that is chosen and slower is named."""
+    short = Compiled("v6e", "kernel", 64, 2048, 0, "float32", 2254, 5.0, 0.5, 0, 2)
+    xla = replace(short, way="xla", cycles=1653)
+    assert aot_tpu.faults(short, None, None, xla) == []
+    assert "None takes xla" in aot_tpu.faults(short, None, None, replace(xla, cycles=2500))[0]
+    long = replace(short, vocabulary=131_072)
+    assert "None takes kernel" in aot_tpu.faults(long, None, None, xla)[0]
+    plain = replace(xla, way="plain", cycles=1673)
+    assert aot_tpu.faults(xla, plain, None) == []
+    assert "the plain way" in aot_tpu.faults(replace(xla, cycles=1900), plain, None)[0]
+
+
+STEP = """
+  %p.1 = f32[16,8192]{1,0:T(8,128)} parameter(0)
+  %small.2 = (f32[16,128]{1,0:T(8,128)}, s32[16,128]{1,0:T(8,128)}) sort(%a.1, %b.1), dimensions={1}
+  %large.3 = f32[16,8192]{1,0:T(8,128)} sort(%p.1), dimensions={1}
+  %top.4 = (f32[16,20]{1,0}, s32[16,20]{1,0}) custom-call(%p.1), custom_call_target="TopK"
+  %all.5 = f32[4,16,43]{2,1,0:T(8,128)} all-gather(%c.1), dimensions={0}
+  %two.6 = (f32[16]{0}, f32[16]{0}) all-reduce-start(%d.1, %e.1), to_apply=%add
+"""
+
+
+def test_what_a_step_does_with_the_vocabulary():
+    """Sorts and searches of whole columns are found, those of few candidates are not."""
+    assert searched(STEP, 8192) == [
+        "sort %large.3 of f32[16,8192]",
+        "custom-call %top.4 of f32[16,8192]",
+    ]
+    assert collectives(STEP) == {
+        "all-gather f32[4,16,43]": 1,
+        "all-reduce (f32[16], f32[16])": 1,
+    }
+    fine = Step("v6e", 4, 32_768, "a step", 1, collectives(STEP), [], 1.0)
+    assert aot_tpu.step_faults(fine) == []
+    gathered = replace(fine, kernels=0, collectives={"all-gather f32[16,32768]": 1})
+    assert len(aot_tpu.step_faults(gathered)) == 2
+    assert len(aot_tpu.step_faults(replace(fine, searched=searched(STEP, 8192)))) == 2

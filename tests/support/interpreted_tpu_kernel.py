@@ -18,11 +18,11 @@ def interpret():
     )
 
 
-def run_interpreted(call, *arguments):
+def run_interpreted(call, *arguments, cut=CUT):
     """call(*arguments, interpret=..., cut=...) as one program."""
 
     def program(*given):
-        return call(*given, interpret=interpret(), cut=CUT)
+        return call(*given, interpret=interpret(), cut=cut)
 
     program = jax.jit(program, compiler_options=quick_compile.OPTIONS)
     return jax.block_until_ready(program(*arguments))

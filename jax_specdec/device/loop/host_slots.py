@@ -29,7 +29,8 @@ class Slot:
     generation: int = 0
     params: SamplingParams = NOTHING_ASKED
     most_tokens: int = 0  # a step; 0 while nothing can be emitted
-    prefill_at: int | None = None  # next prompt token to run; None when none is left
+    prefill_at: int | None = None  # next known token to run; None when none is left
+    prefill_length: int = 0  # known tokens: the prompt's, after other weights the output's too
     prompt_length: int = 0
     num_emitted: int = 0  # tokens at the prompt's end that were emitted for the request elsewhere
     score_from: int | None = None  # prompt rows from here on are sent; None: none are, any more

@@ -205,6 +205,7 @@ class Worker:
                 params=request.params,
                 most_tokens=host_slots.most_drafts(request, drafter.num_drafts) + 1,
                 prefill_at=self.prefixes.admit(command.slot, prompt),
+                prefill_length=len(request.prompt_token_ids),
                 prompt_length=len(request.prompt_token_ids),
                 num_emitted=request.num_emitted,
                 score_from=None if request.params.prompt_logprobs is None else 0,
@@ -235,7 +236,7 @@ class Worker:
             again = replace(
                 slot,
                 prefill_at=self.prefixes.admit(index, known),
-                prompt_length=int(lengths[index]),
+                prefill_length=int(lengths[index]),
                 score_from=score_from,
             )
             self._set(index, again)
@@ -273,7 +274,7 @@ class Worker:
             words = self._score(slot, places, chunk)
         following = start + chunk
         self.prefixes.hold(index, following)
-        slot.prefill_at = following if following < slot.prompt_length - 1 else None
+        slot.prefill_at = following if following < slot.prefill_length - 1 else None
         return words
 
     def _reuse(self, index: int, start: int) -> int:
@@ -300,7 +301,7 @@ class Worker:
         self.state, scored = self.compiled.score_chunk(
             self.params, self.state, *places, asked, chunk=chunk, widths=widths
         )
-        num_tokens = min(chunk, slot.prompt_length - 1 - (slot.prefill_at or 0))
+        num_tokens = min(chunk, slot.prefill_length - 1 - (slot.prefill_at or 0))
         if num_tokens <= 0 or (slot.prefill_at or 0) < (slot.score_from or 0):
             return ()
         words = self.outgoing.of_prompt(

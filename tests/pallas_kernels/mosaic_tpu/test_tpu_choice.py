@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy_topk_logprobs, implementations, topk_logprobs
+from pallas_kernels import greedy_topk_logprobs, implementations, sampled_rows, topk_logprobs
+from pallas_kernels.sharding.grouped_rows import GroupedRows
+from pallas_kernels.tpu_rule import kernel_is_faster
 
 
 def lowered(call, *shapes, platform="tpu"):
@@ -19,7 +21,7 @@ def kernels(text):
     return text.count("custom_call @tpu_custom_call")
 
 
-def shapes(rows=8, vocabulary=4096, dtype="bfloat16"):
+def shapes(rows=8, vocabulary=8192, dtype="bfloat16"):
     return (
         jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype)),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -53,20 +55,49 @@ def test_programs_for_other_platforms_have_not():
 
 def test_what_the_kernel_does_not_serve():
     """None takes XLA for it; by name, an error says why."""
-    words = np.full((8, 128), 2**32 - 1, np.uint32)
-    cases = {
-        "float16": (shapes(dtype="float16"), {}),
-        "do not fit VMEM": (shapes(vocabulary=2**19 + 1), {}),
-        "no masks": (shapes(), {"allowed": words}),
-    }
-    for why, (given, options) in cases.items():
+    given = shapes(vocabulary=2**19 + 1)
 
-        def call(x, ids, implementation=None, options=options):
-            return topk_logprobs(x, ids, 1, implementation=implementation, **options)
+    def call(x, ids, implementation=None):
+        return topk_logprobs(x, ids, 5, implementation=implementation)
 
-        assert kernels(lowered(call, *given)) == 0
-        with pytest.raises(NotImplementedError, match=why):
-            lowered(lambda x, ids, call=call: call(x, ids, "mosaic_tpu"), *given)
+    assert kernels(lowered(call, *given)) == 0
+    with pytest.raises(NotImplementedError, match="do not fit VMEM"):
+        lowered(lambda x, ids: call(x, ids, "mosaic_tpu"), *given)
+
+
+def test_short_rows_are_left_to_xla():
+    """Where the kernel takes more cycles; by name it runs all the same."""
+
+    def both(x, ids, implementation=None):
+        chosen = topk_logprobs(x, ids, 0, implementation=implementation)
+        return chosen, greedy_topk_logprobs(x, 0, implementation=implementation)
+
+    # The greedy choice is a selection, too.
+    assert kernels(lowered(both, *shapes(16, 16_384))) == 1
+    assert kernels(lowered(both, *shapes(16, 512))) == 0
+    assert kernels(lowered(lambda x, ids: both(x, ids, "mosaic_tpu"), *shapes(16, 512))) == 2
+
+
+def test_the_rule():
+    for k, least in ((0, 32_768), (1, 8192), (4, 8192), (5, 512), (512, 512)):
+        assert kernel_is_faster(64, least, k, "float32")
+        assert not kernel_is_faster(64, least - 1, k, "float32")
+    # Half of each register would be empty.
+    assert not kernel_is_faster(8, 131_072, 0, "bfloat16")
+    assert kernel_is_faster(8, 131_072, 0, "float32")
+    assert kernel_is_faster(8, 131_072, 1, "bfloat16")
+
+
+def test_masks_biases_and_float16_take_the_kernel():
+    words = np.full((8, 256), 2**32 - 1, np.uint32)
+    ids = np.zeros((8, 2), np.int32)
+
+    def call(x, given):
+        changes = {"allowed": words, "bias_token_ids": ids, "bias": np.ones((8, 2), np.float32)}
+        return topk_logprobs(x, given, 5, **changes)
+
+    for dtype in ("bfloat16", "float16"):
+        assert kernels(lowered(call, *shapes(dtype=dtype))) == 1
 
 
 def test_a_symbolic_number_of_rows():
@@ -88,3 +119,21 @@ def test_a_vocabulary_that_is_split_over_devices():
 
     split = jax.shard_map(call, mesh=mesh, in_specs=(spec(None, "v"), spec()), out_specs=spec())
     assert kernels(lowered(split, *shapes())) == 1
+
+
+def test_rows_that_are_sampled_get_their_candidates_from_the_kernel():
+    """64 or 128 of them, which a branch decides; a batch of `vmap` is XLA's."""
+    rows = jax.ShapeDtypeStruct((3, 4096), jnp.float32)
+    numbers = jax.ShapeDtypeStruct((3,), jnp.float32)
+    listed = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def read(x, inverse):
+        return GroupedRows.of(x).read(inverse, jnp.zeros(3, jnp.int32))
+
+    def candidates(x, rows):
+        return sampled_rows.candidates(x, 5, rows, jnp.int32(1))
+
+    assert kernels(lowered(read, rows, numbers)) == 2
+    assert kernels(lowered(candidates, rows, listed)) == 1
+    batch = jax.ShapeDtypeStruct((2, 3, 4096), jnp.float32)
+    assert kernels(lowered(jax.vmap(candidates, in_axes=(0, None)), batch, listed)) == 0

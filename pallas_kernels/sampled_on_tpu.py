@@ -1,0 +1,55 @@
+"""Candidates of rows that are sampled, on a TPU: the kernel's, where XLA would sort whole rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import implementations, selection
+from pallas_kernels.tpu_rule import kernel_is_faster
+from pallas_kernels.wanted import Wanted
+
+Found = tuple[jax.Array, jax.Array]  # ids [R, k] int32, logits [R, k] float32
+
+
+def largest(
+    logits: jax.Array,
+    k: int,
+    row_ids: jax.Array | None = None,
+    num_rows: jax.Array | None = None,
+) -> Found:
+    """The k largest logits of rows of [N, V], as `selection.select_top_k` returns them.
+
+    Without `row_ids` of all rows; else of these, from `num_rows` on anything. In a batch of `vmap`
+    and where the kernel cannot run or is slower, XLA selects.
+    """
+    count = len(logits) if row_ids is None else len(row_ids)
+    obstacle = implementations.tpu_obstacle(logits)
+    if obstacle or not k or not kernel_is_faster(count, logits.shape[1], k, logits.dtype.name):
+        return _by_xla(k, logits, row_ids)
+
+    @jax.custom_batching.custom_vmap
+    def kernel(logits: jax.Array, row_ids: jax.Array | None, num_rows: jax.Array | None) -> Found:
+        from pallas_kernels.mosaic_tpu import run
+
+        nothing = jnp.full(count, jnp.inf, jnp.float32)  # no logit is larger: nothing to count
+        found = run.row_parts(logits, nothing, Wanted(k), row_ids, num_rows, None)
+        there = found.top_logits > -jnp.inf
+        return jnp.where(there, found.top_ids, jnp.int32(-1)), found.top_logits
+
+    @kernel.def_vmap
+    def _(_: int, is_batched: Any, *arguments: Any) -> tuple[Found, Any]:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
+
+        def one(logits: jax.Array, row_ids: jax.Array | None, _: jax.Array | None) -> Found:
+            return _by_xla(k, logits, row_ids)
+
+        return jax.vmap(one, in_axes=tuple(axes))(*arguments), (True, True)
+
+    found: Found = kernel(logits, row_ids, num_rows)
+    return found
+
+
+def _by_xla(k: int, logits: jax.Array, row_ids: jax.Array | None) -> Found:
+    x = logits if row_ids is None else logits.at[row_ids].get(mode="clip")
+    return selection.select_top_k(x, None, k, None, selection.from_groups)
