@@ -175,6 +175,26 @@ def test_the_check_notices_tokens_under_another_version():
         by_version(local, requests()[0])
 
 
+def test_a_request_whose_tokens_run_again_goes_on_counting_them():
+    """Equal weights: penalties and `min_tokens` look at the prompt and the output as before."""
+    changed = {"presence_penalty": 1.5, "repetition_penalty": 1.3, "min_tokens": 30}
+    item = request("a", [5, 6, 7], max_tokens=60, stop_token_ids=tuple(range(VOCAB // 2)), **changed)
+
+    def tokens(updates):
+        local = Updating("ngram")
+        local.admit(item)
+        for at in range(12):
+            local.steps(1)
+            if at in updates:
+                local.update(0)
+        local.finish()
+        return local.emitted("a")
+
+    undisturbed = tokens(())
+    assert 30 < len(undisturbed) < 60
+    assert tokens((2, 9)) == undisturbed
+
+
 def test_nothing_is_compiled_for_other_weights():
     local = Updating("mtp")
     for item in requests()[:2]:
