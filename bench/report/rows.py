@@ -116,8 +116,6 @@ ROWS = (
     _wide("K = 20, the usual way", in_readme=True),
     Row("tokens/s, large vocabulary, sampled, K = 20 processed", NO_LOGPROBS, SAMPLED,
         share("K = 20, processed")),
-    Row("steps/s, large vocabulary, sampled with top-p, no logprobs", "the greedy loop", SAMPLED,
-        figure("no logprobs", "% of greedy steps/s", "%"), in_readme=True),
     Row("strings and bytes of a step's ids, 64 requests, K = 20", "`tokenizers`, `decode` each",
         r"^ids to strings and bytes: 64 .* K = 20$",
         faster("tokenizers, decode each", "table an id (ours)"), device=False),
