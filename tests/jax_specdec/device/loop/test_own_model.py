@@ -177,7 +177,7 @@ def test_the_example_is_served(tmp_path):
     with served(*options, env=environment) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         answer = client.completions.create(
-            model="own_model", prompt="the Rabbit", max_tokens=40, logprobs=2
+            model="own_model", prompt="the Rabbit", max_tokens=40, logprobs=2, temperature=0
         )
     (choice,) = answer.choices
     table = story.log_probabilities(3)
