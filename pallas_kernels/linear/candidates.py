@@ -1,167 +1,257 @@
-"""The running top K of rows whose logits come a part at a time.
+"""The running top K of rows whose logits come a part at a time, in the forms a CPU is fast at.
 
 The K largest so far, and behind them room for candidates: logits of later parts that are larger
-than the K-th largest was when room was last made. A part has the fewer of them the later it comes,
-so most parts append a few and order nothing else. Equal logits need no care: those of a later part
-have larger ids and come later here too, and `top_k` keeps the order of what it is given.
+than the K-th largest was when room was last made. A part has the fewer of them the later it comes.
+Candidates are found and moved by words of bits, and nothing is put in order before the end:
+
+    append    a part's candidates go into the room, a few of each row at a time
+    shrink    the room is full: nearly the K-th largest is found by bisection, what is below it goes
+    ordered   at the end, by counting how many are larger
+
+Candidates stay in the order of their ids, so the first of equal ones has the lowest. All loops
+carry the arrays in place; even a condition is a loop: XLA would copy them around a branch.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_kernels.ordered_keys import ordered_keys, strictly_larger
-from pallas_kernels.selection import NARROWEST_GROUP, slices, top_k
+from pallas_kernels.blocks import barrier, vary_like
+from pallas_kernels.linear import bit_words
+from pallas_kernels.ordered_keys import floats, key_of, ordered_keys, strictly_larger
+from pallas_kernels.selection import top_k
 
-SIZES = (8, 16, 64)  # numbers of candidates that a part's rows may append, at most
-GROUPS = 6  # of a part, in which a row may have so many as the first size
-LEAST_ROOM = 64
+FEW, MORE = 8, 16  # of each row, that are appended at a time; more for K above SMALL_K
+SMALL_K = 64
+MOST_COLUMNS = 1024  # of a part that are looked at together
+PART = 256  # rows that are shrunk or ordered at a time
+UNROLL = 8
+
+
+Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Running(NamedTuple):
-    """The candidates of B rows, for K and room for E more: the first K are ordered."""
+    """The candidates of B rows, for K and room for E more."""
 
-    logits: jax.Array  # [B, K + E] float32, -inf where there is none
+    keys: jax.Array  # [B, K + E] int32, `ordered_keys` of float32 logits; of -inf where is none
     ids: jax.Array  # [B, K + E] int32
-
-
-def room(k: int, width: int) -> int:
-    """E, for V = `width`; 0 where K is too large a part of it for more memory."""
-    return max(LEAST_ROOM, k // 2) if k and width >= 200 * k else 0
+    floor: jax.Array  # [B] int32, no smaller key is of the top K
+    used: jax.Array  # [] int32, of the room
 
 
 def empty(rows: int, k: int, room: int) -> Running:
     """Nothing yet, for `rows` rows."""
+    least = key_of(-jnp.inf, jnp.float32)
     shape = (rows, k + room)
-    return Running(jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32))
-
-
-def ordered(running: Running, k: int) -> Running:
-    """The top K alone, [B, K]."""
-    if k == running.ids.shape[1]:
-        return running
-    values, at = top_k(running.logits, k)
-    return Running(values, jnp.take_along_axis(running.ids, at, axis=1))
-
-
-def merged(running: Running, logits: jax.Array, ids: jax.Array, k: int) -> Running:
-    """The top K with logits and ids [B, n] that come after those found: of a later part."""
-    both = Running(
-        jnp.concatenate([running.logits, logits], axis=1),
-        jnp.concatenate([running.ids, ids], axis=1),
-    )
-    return ordered(both, k)
-
-
-def with_room(running: Running, k: int) -> Running:
-    """The top K, and all of the room empty."""
-    return _with_free(ordered(running, k), running.ids.shape[1] - k)
-
-
-def _with_free(best: Running, free: int) -> Running:
     return Running(
-        jnp.pad(best.logits, ((0, 0), (0, free)), constant_values=-jnp.inf),
-        jnp.pad(best.ids, ((0, 0), (0, free))),
+        jnp.full(shape, least), jnp.zeros(shape, jnp.int32), jnp.full(rows, least), jnp.int32(0)
     )
 
 
-def appended(
-    running: Running, used: jax.Array, x: jax.Array, maxima: jax.Array, first: jax.Array, k: int
-) -> tuple[Running, jax.Array]:
-    """The candidates with those of a part too, and how much of the room is used.
+def appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Running:
+    """The candidates with those of a part too.
 
     Args:
       running: what was found before.
-      used: [] int32, the candidates in the room.
       x: [B, W] logits of the part.
-      maxima: the `group_maxima` of x, of groups of `NARROWEST_GROUP`.
       first: [] int32, the id of the part's first column.
       k: K.
     """
     width = x.shape[1]
-    floor = running.logits[:, k - 1].astype(x.dtype)
-    live = maxima > ordered_keys(floor)[:, None]
-    # Counted in float32, exact below 2**24: on a CPU several times faster than in int32.
-    most = jnp.max(jnp.sum(live.astype(jnp.float32), axis=1)).astype(jnp.int32)
-    free = running.ids.shape[1] - k
-    sizes = [size for size in SIZES if size <= free and size < min(k, width)]
+    if width <= MOST_COLUMNS:
+        return _appended(running, x, first, k)
+    most = -(-width // -(-width // MOST_COLUMNS))
 
-    def few(size: int) -> tuple[Running, jax.Array]:
-        groups = min(size * GROUPS // SIZES[0], maxima.shape[1])
-        places = first_true(live, groups)
-        found = in_groups(x, places, floor)
-        above = found > -jnp.inf
-        number = jnp.max(jnp.sum(above.astype(jnp.float32), axis=1)).astype(jnp.int32)
+    def some(i: jax.Array, running: Running) -> Running:
+        start = jnp.minimum(i * most, width - most)
+        own = lax.dynamic_slice_in_dim(x, start, most, 1)
+        new = start + jnp.arange(most, dtype=jnp.int32) >= i * most
+        if width % most:
+            own = jnp.where(new[None], own, jnp.asarray(-jnp.inf, x.dtype))
+        return _appended(running, own, first + start, k)
 
-        def fits() -> tuple[Running, jax.Array]:
-            before, start = lax.cond(
-                used + size > free,
-                lambda: (with_room(running, k), jnp.zeros_like(used)),
-                lambda: (running, used),
-            )
-            at = first_true(above, size)
-            values = jnp.take_along_axis(found, at, axis=1, mode="fill", fill_value=-jnp.inf)
-            group = jnp.take_along_axis(places, at // NARROWEST_GROUP, axis=1, mode="clip")
-            ids = group * NARROWEST_GROUP + at % NARROWEST_GROUP + first
-            here = (jnp.int32(0), k + start)
-            return Running(
-                lax.dynamic_update_slice(before.logits, values, here),
-                lax.dynamic_update_slice(before.ids, ids, here),
-            ), start + number
-
-        found_now: tuple[Running, jax.Array] = lax.cond(number <= size, fits, many)
-        return found_now
-
-    def many() -> tuple[Running, jax.Array]:
-        above = strictly_larger(x, floor[:, None])
-        kept = jnp.where(above, x.astype(jnp.float32), -jnp.inf)
-        values, places = top_k(kept, min(k, width))
-        best = merged(running, values, places + first, k)
-        return _with_free(best, free), jnp.zeros_like(used)
-
-    def nothing() -> tuple[Running, jax.Array]:
-        return running, used
-
-    which = (most > 0).astype(jnp.int32)
-    which += sum((most > size * GROUPS // SIZES[0]).astype(jnp.int32) for size in sizes)
-    branches = [nothing, *(lambda size=size: few(size) for size in sizes), many]
-    found: tuple[Running, jax.Array] = lax.switch(which, branches)
+    found: Running = lax.fori_loop(0, -(-width // most), some, vary_like(running, (running, x)))
     return found
 
 
-def in_groups(x: jax.Array, groups: jax.Array, floor: jax.Array) -> jax.Array:
-    """The logits of x [B, W] above `floor` [B] in groups [B, C], else -inf: [B, C * width] float32.
+def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Running:
+    running, x, first = vary_like((running, x, first), (running, x, first))
 
-    A group outside of x has none.
+    def larger_than(keys: jax.Array) -> jax.Array:
+        floor = floats(keys, jnp.float32).astype(x.dtype)
+        return bit_words.packed(strictly_larger(x, floor[:, None]))
+
+    words = larger_than(running.floor)
+    most = jnp.max(bit_words.counts(words))
+    if x.shape[1] > k:
+        # Of more than K, those below the part's own K-th largest do not count.
+        def fewer(carry: Three) -> Three:
+            words, _, _ = carry
+            zero = barrier((jnp.int32(0), words))[0]  # tied: else XLA would always do it
+            least = kth_largest(x, k, k, zero)
+            below = ordered_keys(floats(least - 1, x.dtype).astype(jnp.float32))
+            words &= larger_than(below)
+            fewest = jnp.max(bit_words.counts(words))
+            return words, fewest, vary_like(jnp.bool_(True), words)
+
+        words, most, _ = lax.while_loop(
+            lambda carry: (carry[1] > k) & ~carry[2],
+            fewer,
+            vary_like((words, most, jnp.bool_(False)), words),
+        )
+
+    size = FEW if k <= SMALL_K else MORE
+
+    def append(carry: tuple[jax.Array, Running]) -> tuple[jax.Array, Running]:
+        done, running = carry
+        free = running.keys.shape[1] - k
+        running = lax.while_loop(
+            lambda running: running.used + size > free,
+            lambda running: shrunk(running, k, k + free // 4),
+            running,
+        )
+        at, there = barrier(bit_words.places(words, done, size))
+        found = jnp.take_along_axis(x, at, axis=1, mode="promise_in_bounds")
+        keys = ordered_keys(found.astype(jnp.float32))
+        keys = barrier(jnp.where(there, keys, key_of(-jnp.inf, jnp.float32)))
+        here = (jnp.int32(0), k + running.used)
+        return done + size, Running(
+            lax.dynamic_update_slice(running.keys, keys, here),
+            lax.dynamic_update_slice(running.ids, at + first, here),
+            running.floor,
+            running.used + jnp.minimum(size, most - done),
+        )
+
+    carry = vary_like((jnp.int32(0), running), (words, running, x))
+    _, found = lax.while_loop(lambda carry: carry[0] < most, append, carry)
+    grown: Running = found
+    return grown
+
+
+def kth_largest(x: jax.Array, k: int, most: int, first: jax.Array | int = 0) -> jax.Array:
+    """A key [B] that at least k of each row of x [B, n] reach, and at most `most` if it can be.
+
+    It is found by bisection: at the end, it is the largest key that at least k reach.
+
+    Args:
+      x: floats, or `ordered_keys`.
+      k: at least.
+      most: the search goes on while a row has more.
+      first: 0, to which the search may be tied.
     """
-    width = NARROWEST_GROUP
-    inside = groups * width < x.shape[1]
-    found = slices(x, jnp.where(inside, groups * width, 0), width)
-    above = strictly_larger(found, floor[:, None, None]) & inside[:, :, None]
-    found = jnp.where(above, found.astype(jnp.float32), -jnp.inf)
-    return found.reshape(x.shape[0], groups.shape[1] * width)
+    is_key = jnp.issubdtype(x.dtype, jnp.integer)
+    bits = 8 * x.dtype.itemsize
+    key = x.dtype if is_key else jnp.dtype(f"int{bits}")
+
+    def step(carry: Three) -> Three:
+        i, least, number = carry
+        more = least + (jnp.ones((), key) << (bits - 1 - i).astype(key))
+        # No keys of the floats: XLA would make those of all of x before the loop.
+        below = None if is_key else floats(more - 1, x.dtype)
+        reach = x >= more[:, None] if below is None else strictly_larger(x, below[:, None])
+        # Counted in float32, exact below 2**24: on a CPU faster than in int32.
+        count = jnp.sum(reach.astype(jnp.float32), axis=1)
+        return i + 1, jnp.where(count >= k, more, least), jnp.where(count >= k, count, number)
+
+    rows = x.shape[0]
+    carry = (
+        jnp.asarray(first, jnp.int32),
+        jnp.full(rows, np.iinfo(key).min, key),
+        jnp.full(rows, jnp.inf, jnp.float32),
+    )
+    _, key_found, _ = lax.while_loop(
+        lambda carry: (carry[0] < bits) & jnp.any(carry[2] > most), step, vary_like(carry, x)
+    )
+    found: jax.Array = key_found
+    return found
 
 
-def first_true(flags: jax.Array, count: int) -> jax.Array:
-    """The first `count` true entries of each row of flags [B, n]: [B, count] int32, else 32 * n.
+def shrunk(running: Running, k: int, most: int) -> Running:
+    """The K largest and a few more, at most `most`, in the order of their ids; the rest is room."""
+    rows, size = running.keys.shape
+    part = min(PART, rows)
+    least = kth_largest(running.keys, k, most)
+    larger = bit_words.packed(running.keys > least[:, None])
+    equal = bit_words.packed(running.keys == least[:, None])
+    words = barrier(larger | bit_words.leading(equal, most - bit_words.counts(larger)))
 
-    By words of 32 flags, of which the lowest bit is taken out again and again: a few operations on
-    short vectors, where `top_k` would order all of them.
-    """
-    rows, n = flags.shape
-    words = -(-n // 32)
-    padded = jnp.pad(flags, ((0, 0), (0, 32 * words - n))).reshape(rows, words, 32)
-    bits = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
-    left = jnp.sum(jnp.where(padded, bits, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
-    index = jnp.arange(words, dtype=jnp.int32)[None]
-    places = []
-    for _ in range(count):
-        # Of each word the first bit; of these the first one.
-        bit = jax.lax.population_count((left & -left) - 1).astype(jnp.int32)
-        own = jnp.where(left > 0, 32 * index + bit, jnp.int32(32 * n))
-        place = jnp.min(own, axis=1)
-        places.append(place)
-        left = jnp.where(own == place[:, None], left & (left - 1), left)
-    return jnp.stack(places, axis=1)
+    def some(j: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # From left to right, so that parts that overlap are no matter: they are moved once.
+        start = jnp.minimum(j * part, rows - part)
+        new = start + jnp.arange(part, dtype=jnp.int32) >= j * part
+        own = lax.dynamic_slice_in_dim(words, start, part)
+        at, there = barrier(bit_words.places(own, jnp.int32(0), most))
+
+        def kept_of(x: jax.Array, empty: jax.Array | int) -> jax.Array:
+            old = lax.dynamic_slice_in_dim(x, start, part)
+            kept = jnp.take_along_axis(old, at, axis=1, mode="promise_in_bounds")
+            kept = jnp.where(there, kept, empty)
+            if rows % part:
+                kept = jnp.where(new[:, None], kept, old[:, :most])
+            moved: jax.Array = barrier(kept)
+            return moved
+
+        least_key = key_of(-jnp.inf, jnp.float32)
+        here, behind = (start, jnp.int32(0)), (start, jnp.int32(most))
+        nothing = jnp.full((part, size - most), least_key)
+        keys = lax.dynamic_update_slice(found[0], kept_of(found[0], least_key), here)
+        keys = lax.dynamic_update_slice(keys, nothing, behind)
+        return keys, lax.dynamic_update_slice(found[1], kept_of(found[1], 0), here)
+
+    keys, ids = lax.fori_loop(
+        0, -(-rows // part), some, vary_like((running.keys, running.ids), running)
+    )
+    return Running(keys, ids, least, jnp.max(bit_words.counts(words)) - k)
+
+
+def ordered(running: Running, k: int) -> tuple[jax.Array, jax.Array]:
+    """The top K: logits [B, K] float32, descending, ties lowest id first; and ids [B, K] int32."""
+    running = shrunk(running, k, k)
+    rows = running.keys.shape[0]
+    part = min(PART, rows)
+    column = jnp.arange(k, dtype=jnp.int32)
+
+    def some(j: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start = jnp.minimum(j * part, rows - part)
+        keys, ids = (
+            lax.dynamic_slice(x, (start, jnp.int32(0)), (part, k))
+            for x in (running.keys, running.ids)
+        )
+
+        def count(i: jax.Array, before: jax.Array) -> jax.Array:
+            other = lax.dynamic_slice_in_dim(keys, i, 1, 1)
+            first = (other > keys) | ((other == keys) & (i < column)[None])
+            return before + first.astype(jnp.int32)
+
+        before = lax.fori_loop(
+            0, k, count, vary_like(jnp.zeros((part, k), jnp.int32), keys), unroll=min(UNROLL, k)
+        )
+        row = jnp.arange(part, dtype=jnp.int32)[:, None]
+
+        def put(whole: jax.Array, own: jax.Array) -> jax.Array:
+            own = (
+                jnp.zeros_like(own)
+                .at[row, before]
+                .set(own, mode="promise_in_bounds", unique_indices=True)
+            )
+            return lax.dynamic_update_slice_in_dim(whole, own, start, 0)
+
+        return put(found[0], floats(keys, jnp.float32)), put(found[1], ids)
+
+    nothing = (jnp.zeros((rows, k), jnp.float32), jnp.zeros((rows, k), jnp.int32))
+    found: tuple[jax.Array, jax.Array] = lax.fori_loop(
+        0, -(-rows // part), some, vary_like(nothing, running)
+    )
+    return found
+
+
+def merged(
+    best: tuple[jax.Array, jax.Array], logits: jax.Array, ids: jax.Array, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """The top K of logits and ids [B, K], ordered, with [B, n] of a later part; not on a CPU."""
+    values, at = top_k(jnp.concatenate([best[0], logits], axis=1), k)
+    return values, jnp.take_along_axis(jnp.concatenate([best[1], ids], axis=1), at, axis=1)

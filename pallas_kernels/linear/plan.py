@@ -9,15 +9,15 @@ Three ways, for R rows, V columns of the head on this device, and K:
 
 from typing import NamedTuple
 
-from pallas_kernels.linear.candidates import room
+from pallas_kernels.linear import candidates
 
 SHARE = 0.05  # of the float32 logits: all temporaries
 ENOUGH_BYTES = 96 << 20  # of temporaries: with more, nothing is faster
 MANY_ROWS = 1024  # from here on, the share is kept to whatever the logits' size
 FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one block; or temporaries
-LARGE_K = 32  # from here on, merging each part's candidates costs more than a product of few rows
-ENOUGH_ROWS = 96  # a product of fewer reads the head too often
-NARROWEST = 128  # columns of a product: a multiple of what one step of any matrix unit computes
+FILLED = 0.86  # of the share, by what is counted here
+LEAST_ROOM = 64
+NARROWEST = 64  # columns of a product: a multiple of what one step of any matrix unit computes
 LEAST_PIECE = 64  # columns of the backward pass
 WIDEST = 512
 MOST_COLUMNS = 8192
@@ -33,12 +33,14 @@ class Plan(NamedTuple):
     columns: V, or a multiple of `piece`.
     piece: columns of the head that are copied and multiplied at a time; V: no copy is made.
     part: rows whose logits are read at a time, where columns are fewer than V.
+    room: for candidates of a row, behind its top K.
     """
 
     rows: int
     columns: int
     piece: int
     part: int
+    room: int = 64
 
 
 def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int) -> Plan:
@@ -49,10 +51,12 @@ def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int
     share = share_of(rows, logits)
     a_row = width * (4 + (logits_itemsize if logits_itemsize < 4 else 0))
     block = int((0.85 * share - PART * READ * width) / a_row)
-    if k > LARGE_K and block >= (ENOUGH_ROWS if room(k, width) else 1):
+    room = room_of(rows, width, hidden, itemsize, k)
+    if room is None and block >= 1:
         blocks = -(-rows // min(block, rows))
         return Plan(-(-rows // blocks), width, width, PART)
-    return columns_at_a_time(rows, width, hidden, itemsize, logits_itemsize, k)
+    found = columns_at_a_time(rows, width, hidden, itemsize, logits_itemsize, k, room or LEAST_ROOM)
+    return found._replace(room=room or LEAST_ROOM)
 
 
 def share_of(rows: int, logits: int) -> float:
@@ -60,12 +64,30 @@ def share_of(rows: int, logits: int) -> float:
     return max(SHARE * logits, FEW_BYTES if rows < MANY_ROWS else 0)
 
 
+def state_of(rows: int, k: int, room: int) -> int:
+    """Bytes of what is known of the rows between two parts, and of what making room takes."""
+    return rows * (8 * (k + room) + 64) + min(candidates.PART, rows) * 12 * (k + room)
+
+
+def room_of(rows: int, width: int, hidden: int, itemsize: int, k: int) -> int | None:
+    """How much room there can be beside one narrow product; None: too little."""
+    if not k:
+        return 0
+    share = 0.92 * share_of(rows, 4 * rows * width)
+    # At the end, the top K are there once more, in order.
+    most = 8 if width >= 256 * k else 6
+    for room in (max(LEAST_ROOM, k * eighths // 8) for eighths in range(most, 0, -1)):
+        if share - state_of(rows, k, room) >= NARROWEST * (hidden * itemsize + 4 * rows):
+            return room
+    return None
+
+
 def columns_at_a_time(
-    rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
+    rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int, room: int
 ) -> Plan:
     """The third way."""
-    state = rows * (8 * (k + room(k, width)) + 24 * k + 64)  # and what merging takes
-    share = min(0.86 * share_of(rows, 4 * rows * width) - state, ENOUGH_BYTES)
+    share = FILLED * share_of(rows, 4 * rows * width) - state_of(rows, k, room)
+    share = min(share, ENOUGH_BYTES)
     a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
     piece = max(NARROWEST, min(WIDEST, width, int(share / 5 / a_column)))
     piece = min(piece // NARROWEST * NARROWEST, width)
@@ -74,7 +96,8 @@ def columns_at_a_time(
     columns = piece * max(1, min(many, width // piece))
     # One product without a buffer is read where it is: faster, though with fewer columns at a time.
     rounded = rows * logits_itemsize if logits_itemsize < 4 else 0
-    direct = min(MOST_COLUMNS, width, int(1.1 * share / (a_column + rounded)))
+    copied = 2 * rows * logits_itemsize if k else 0  # by the search for candidates
+    direct = min(MOST_COLUMNS, width, int(1.1 * share / (a_column + rounded + copied)))
     if direct >= NARROWEST:
         direct = direct // NARROWEST * NARROWEST
         few = max(16, PART_OF_ROWS // direct)

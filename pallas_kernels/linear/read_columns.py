@@ -29,7 +29,6 @@ class State(NamedTuple):
 
     sums: RowSums  # without its top K
     named: jax.Array  # [B, 1 + C] float32, logits; 0 for those not met
-    running: candidates.Running
 
 
 class Rows(NamedTuple):
@@ -98,26 +97,22 @@ def _read(
     padded = named.shape[0]
     # One product is read where it is, if no row need be added to it.
     direct = plan.piece == plan.columns and padded == num_rows
-    room = candidates.room(k, width) if on_cpu else 0
 
     def read_part(
-        x: jax.Array, start: jax.Array, seen: jax.Array, state: State, used: jax.Array, rows: Rows
-    ) -> tuple[State, jax.Array]:
+        x: jax.Array, start: jax.Array, seen: jax.Array, state: State, rows: Rows
+    ) -> tuple[State, Best]:
         """What is known with the logits x [B, columns] of some rows too."""
         met = _met(x, start, seen, rows.named, state.named)
         if on_cpu:
-            sums, maxima = _sums_on_cpu(x, rows, entropy)
-            running = state.running
-            if k:
-                running, used = candidates.appended(running, used, x, maxima, start, k)
+            sums = _sums_on_cpu(x, rows, entropy)
         else:
             sums = online.read(x, rows.given, min(k, plan.columns), rows.inverse, entropy)
-            running = candidates.merged(state.running, sums.top_logits, sums.top_ids + start, k)
+        best = (sums.top_logits, sums.top_ids + start)
         sums = sums._replace(top_ids=state.sums.top_ids, top_logits=state.sums.top_logits)
-        return State(online.joined(state.sums, sums, rows.inverse), met, running), used
+        return State(online.joined(state.sums, sums, rows.inverse), met), best
 
     def step(i: jax.Array, carry: Carry) -> Carry:
-        buffer, state, used = carry
+        buffer, state, running = carry
         seen = i * plan.columns
         start = jnp.minimum(seen, width - plan.columns)  # the last part may begin early
         real, dtype = (seen, limit), definition.logits_dtype
@@ -126,65 +121,47 @@ def _read(
         else:
             buffer = filled(definition, hidden, head, bias, start, real, buffer, plan.piece)
             every = buffer
-        if part == padded:
-            x = every if direct else loaded(every, dtype)
-            state, one = read_part(x, start, seen, state, used[0], rows)
-            return buffer, state, one[None]
 
-        def some(j: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-            state, used = carry
+        def some(j: jax.Array, state: State) -> State:
             x, own_state, own_rows = jax.tree.map(
                 lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (every, state, rows)
             )
             x = barrier(x) if direct else loaded(barrier(x), dtype)
-            after, count = read_part(x, start, seen, own_state, used[j], own_rows)
-            state = jax.tree.map(
+            updated: State = jax.tree.map(
                 lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
                 state,
-                after,
+                read_part(x, start, seen, own_state, own_rows)[0],
             )
-            return state, used.at[j].set(count)
+            return updated
 
-        return buffer, *lax.fori_loop(0, padded // part, some, (state, used))
+        if part == padded:
+            x = every if direct else loaded(every, dtype)
+            state, best = read_part(x, start, seen, state, rows)
+            if not isinstance(running, candidates.Running):
+                running = candidates.merged(running, *best, k)
+        else:
+            state = lax.fori_loop(0, padded // part, some, state)
+        if isinstance(running, candidates.Running):
+            x = every if direct else loaded(barrier(every), dtype)
+            running = candidates.appended(running, x, start, k)
+        return buffer, state, running
 
+    nothing = (jnp.full((padded, k), -jnp.inf, jnp.float32), jnp.zeros((padded, k), jnp.int32))
     first = (
         stored(jnp.zeros((padded, 0 if direct else plan.columns), definition.logits_dtype)),
-        State(
-            online.nothing(padded, 0, entropy),
-            jnp.zeros(named.shape, jnp.float32),
-            candidates.empty(padded, k, room),
-        ),
-        jnp.zeros(padded // part, jnp.int32),
+        State(online.nothing(padded, 0, entropy), jnp.zeros(named.shape, jnp.float32)),
+        candidates.empty(padded, k, plan.room) if on_cpu and k else nothing,
     )
     trips = -(-width // plan.columns)
-    _, state, _ = lax.fori_loop(0, trips, step, vary_like(first, inputs))
-    best = _ordered(state.running, k, part)
-    sums = state.sums._replace(top_logits=best.logits, top_ids=best.ids)
+    _, state, running = lax.fori_loop(0, trips, step, vary_like(first, inputs))
+    found_best = candidates.ordered(running, k) if on_cpu and k else running
+    sums = state.sums._replace(top_logits=found_best[0], top_ids=found_best[1])
     found: tuple[RowSums, jax.Array] = jax.tree.map(lambda x: x[:num_rows], (sums, state.named))
     return found
 
 
-def _ordered(running: candidates.Running, k: int, part: int) -> candidates.Running:
-    """The top K of all rows, some at a time."""
-    if running.ids.shape[1] == k:
-        return running
-
-    def some(j: jax.Array, found: candidates.Running) -> candidates.Running:
-        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, j * part, part), running)
-        updated: candidates.Running = jax.tree.map(
-            lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
-            found,
-            candidates.ordered(own, k),
-        )
-        return updated
-
-    rows = running.ids.shape[0]
-    nothing = vary_like(candidates.empty(rows, k, 0), running)
-    found: candidates.Running = lax.fori_loop(0, rows // part, some, nothing)
-    return found
-
-
-Carry = tuple[jax.Array, State, jax.Array]
+Best = tuple[jax.Array, jax.Array]  # logits [B, K] float32, and ids [B, K] int32
+Carry = tuple[jax.Array, State, candidates.Running | Best]
 
 
 def _met(
@@ -196,23 +173,19 @@ def _met(
     return jnp.where(here, jnp.take_along_axis(x, place, axis=1).astype(jnp.float32), before)
 
 
-def _sums_on_cpu(x: jax.Array, rows: Rows, entropy: bool) -> tuple[RowSums, jax.Array]:
-    """`online.read` without a top K, and the `group_maxima` of x."""
-    maxima = group_maxima(x, NARROWEST_GROUP)
-    largest = largest_on_cpu(maxima, x.dtype)
+def _sums_on_cpu(x: jax.Array, rows: Rows, entropy: bool) -> RowSums:
+    """`online.read` without a top K."""
+    largest = largest_on_cpu(group_maxima(x, NARROWEST_GROUP), x.dtype)
     maximum = jnp.where(jnp.isnan(largest), -jnp.inf, largest)
     t = None if rows.inverse is None else 1 / rows.inverse
     reference = jnp.where(largest == -jnp.inf, 0, largest)
     given = Given(reference, rows.given.astype(x.dtype), t)
     sum_exp, num_larger = row_statistics.sums_on_cpu(x, given)
-    return (
-        online.nothing(x.shape[0], 0, False)._replace(
-            maximum=maximum,
-            sum_exp=sum_exp,
-            num_larger=num_larger,
-            weighted=row_entropy.weighted_sum_on_cpu(x, given) if entropy else None,
-        ),
-        maxima,
+    return online.nothing(x.shape[0], 0, False)._replace(
+        maximum=maximum,
+        sum_exp=sum_exp,
+        num_larger=num_larger,
+        weighted=row_entropy.weighted_sum_on_cpu(x, given) if entropy else None,
     )
 
 

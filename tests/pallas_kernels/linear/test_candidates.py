@@ -6,16 +6,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.linear import candidates
-from pallas_kernels.selection import NARROWEST_GROUP, group_maxima, top_k
+from pallas_kernels.linear import bit_words, candidates
+from pallas_kernels.selection import top_k
+from tests.support import quick_compile
 
 ROWS, WIDTH, PARTS, K, ROOM = 5, 64, 24, 20, 64
 
 
-@jax.jit
-def appended(running, used, x, first):
-    maxima = group_maxima(x, NARROWEST_GROUP)
-    return candidates.appended(running, used, x, maxima, first, K)
+@quick_compile.jit
+def found_in(x):
+    running = candidates.empty(ROWS, K, ROOM)
+
+    def step(i, running):
+        part = jax.lax.dynamic_slice_in_dim(x, i * WIDTH, WIDTH, 1)
+        return candidates.appended(running, part, i * WIDTH, K)
+
+    return candidates.ordered(jax.lax.fori_loop(0, PARTS, step, running), K)
 
 
 def rows_of(kind: str) -> np.ndarray:
@@ -23,11 +29,15 @@ def rows_of(kind: str) -> np.ndarray:
     x = rng.normal(size=(ROWS, PARTS * WIDTH)).astype(np.float32)
     if kind == "ties":
         x = np.round(x)
-    if kind == "crowded":  # all of one group, and one group after the other, late in the rows
+    if kind == "rising":
+        x = np.sort(x, axis=1)
+    if kind == "equal":
+        x[:] = 1
+    if kind == "crowded":  # late in the rows
         x[:, -3 * WIDTH : -3 * WIDTH + 8] = 9 + np.arange(8)
         x[1, -2 * WIDTH :: 8] = 20
         x[2, -WIDTH:] = 30
-        x[3, -4 * WIDTH : -4 * WIDTH + 16] = 8 + np.arange(16)  # many logits of few groups
+        x[3, -4 * WIDTH : -4 * WIDTH + 16] = 8 + np.arange(16)
     if kind == "subnormal":
         x = x * np.float32(1e-40)
     if kind == "nothing":
@@ -36,26 +46,59 @@ def rows_of(kind: str) -> np.ndarray:
     return x
 
 
+KINDS = ("random", "ties", "rising", "equal", "crowded", "subnormal", "nothing")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["random", "ties", "crowded", "subnormal", "nothing"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_parts_leave_the_top_k_of_all(kind: str, dtype: str) -> None:
     x = jnp.asarray(rows_of(kind), dtype)
-    running, used = candidates.empty(ROWS, K, ROOM), jnp.int32(0)
-    for start in range(0, PARTS * WIDTH, WIDTH):
-        running, used = appended(running, used, x[:, start : start + WIDTH], jnp.int32(start))
-    found = candidates.ordered(running, K)
-    values, ids = top_k(x.astype(jnp.float32), K)
-    chex.assert_trees_all_equal(found.logits, values)
+    logits, ids = found_in(x)
+    values, expected = top_k(x.astype(jnp.float32), K)
+    chex.assert_trees_all_equal(logits, values)
     known = np.asarray(values) > -np.inf
-    chex.assert_trees_all_equal(np.asarray(found.ids)[known], np.asarray(ids)[known])
+    chex.assert_trees_all_equal(np.asarray(ids)[known], np.asarray(expected)[known])
 
 
-@pytest.mark.parametrize("n", [5, 32, 70])
-def test_the_first_true_entries_come_in_order(n: int) -> None:
+@pytest.mark.parametrize("rows", [5, 300])
+def test_wide_parts_of_many_rows(rows: int) -> None:
+    """Parts are cut where they are wide, and rows where they are many: neither divides."""
+    rng = np.random.default_rng(4)
+    width = candidates.MOST_COLUMNS + 300
+    x = jnp.asarray(np.round(rng.normal(0, 9, (rows, 2 * width))), jnp.float32)
+
+    def call(x):
+        def step(i, running):
+            part = jax.lax.dynamic_slice_in_dim(x, i * width, width, 1)
+            return candidates.appended(running, part, i * width, K)
+
+        running = jax.lax.fori_loop(0, 2, step, candidates.empty(rows, K, ROOM))
+        return candidates.ordered(running, K)
+
+    found = quick_compile.jit(call)(x)
+    chex.assert_trees_all_equal(found, top_k(x, K))
+
+
+@pytest.mark.parametrize("n", [5, 32, 170])
+def test_true_flags_are_found_in_order(n: int) -> None:
     flags = np.random.default_rng(n).random((7, n)) < 0.2
     flags[0], flags[1] = False, True
-    found = np.asarray(candidates.first_true(jnp.asarray(flags), 6))
-    for row, places in zip(flags, found, strict=True):
-        expected = np.flatnonzero(row)[:6]
-        assert places[: len(expected)].tolist() == expected.tolist()
-        assert (places[len(expected) :] >= n).all()
+    words = bit_words.packed(jnp.asarray(flags))
+    assert bit_words.counts(words).tolist() == flags.sum(1).tolist()
+    found, there = (np.asarray(x) for x in bit_words.places(words, jnp.int32(2), 6))
+    for row, places, real in zip(flags, found, there, strict=True):
+        expected = np.flatnonzero(row)[2:8]
+        assert places[real].tolist() == expected.tolist()
+        assert real.tolist() == [i < len(expected) for i in range(6)]
+    few = bit_words.leading(words, jnp.asarray([0, 3, 0, 1, 2, n, 40], jnp.int32))
+    for row, word, number in zip(flags, np.asarray(few), (0, 3, 0, 1, 2, n, 40), strict=True):
+        bits = [i for i in range(n) if word[i // 32] >> (i % 32) & 1]
+        assert bits == np.flatnonzero(row)[:number].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kth_largest(dtype: str) -> None:
+    x = jnp.asarray(rows_of("ties"), dtype)
+    least = candidates.kth_largest(x, K, K)
+    expected = candidates.ordered_keys(top_k(x.astype(jnp.float32), K)[0][:, -1].astype(dtype))
+    chex.assert_trees_all_equal(least, expected)

@@ -1,0 +1,88 @@
+"""What a fused GPU kernel could save `linear_topk_logprobs`: a model of the time on an H100.
+
+    python -m bench.linear_model          a line for each shape
+
+XLA multiplies by cuBLAS, writes float32 logits and reads them twice: for maxima, and for sums.
+A fused kernel (TMA, wgmma) would keep them on the chip; its epilogue is taken to be hidden behind
+the product, which is the most that it could be. Logits' bytes go at the bandwidth of the memory,
+or of the L2 cache if the blocks stay there: the truth is in between. Left out: starting XLA's
+kernels, and the order of the top K, which both ways need. Nothing of this was measured.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bench.linear import Shape
+
+READS = 2  # of each logit
+LOGIT_BYTES = 4
+WORTH = 1.2  # times the speed, from which on a kernel of its own is worth it
+ROWS = (64, 256, 1024, 8192)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """An H100 SXM: NVIDIA's data sheet, but for what is a guess."""
+
+    bfloat16_flops: float = 989e12  # a second, dense
+    product_share: float = 0.75  # of it, that a large product reaches: a guess
+    memory_bandwidth: float = 3.35e12  # bytes a second
+    cache_bandwidth: float = 5.5e12  # of the L2 cache: a guess, from others' measurements
+
+
+class Times(NamedTuple):
+    """Seconds, and how many times as fast a fused kernel would be at most."""
+
+    product: float
+    logits_in_memory: float
+    logits_in_cache: float
+
+    @property
+    def most(self) -> float:
+        """Where each block of logits goes through the memory."""
+        return 1 + self.logits_in_memory / self.product
+
+    @property
+    def least(self) -> float:
+        """Where it stays in the cache."""
+        return 1 + self.logits_in_cache / self.product
+
+
+def times(shape: Shape, chip: Chip | None = None) -> Times:
+    """The model's times of a bfloat16 shape. Raises ValueError for another dtype."""
+    if shape.dtype != "bfloat16":
+        raise ValueError(f"dtype {shape.dtype!r}: the model has the products of bfloat16 alone")
+    chip = chip or Chip()
+    flops = 2 * shape.rows * shape.hidden * shape.vocabulary
+    operands = 2 * shape.hidden * (shape.rows + shape.vocabulary)
+    product = max(
+        flops / (chip.bfloat16_flops * chip.product_share), operands / chip.memory_bandwidth
+    )
+    moved = LOGIT_BYTES * (1 + READS) * shape.rows * shape.vocabulary
+    return Times(product, moved / chip.memory_bandwidth, moved / chip.cache_bandwidth)
+
+
+def verdict(found: Times) -> str:
+    """Whether the model says that a fused kernel is worth it."""
+    if found.least >= WORTH:
+        return "worth it"
+    return "worth it if the blocks leave the cache" if found.most >= WORTH else "not worth it"
+
+
+def main() -> int:
+    """Print the comparison."""
+    for hidden in (1024, 4096, 8192):
+        for rows in ROWS:
+            found = times(Shape(rows, hidden, 151_936, 20, "bfloat16"))
+            print(
+                f"N={rows} H={hidden} V=151936 bfloat16: the product {1e3 * found.product:.2f} ms, "
+                f"its logits {1e3 * found.logits_in_cache:.2f} ms in the cache, "
+                f"{1e3 * found.logits_in_memory:.2f} ms in memory: fused at most "
+                f"{found.least:.2f}x, {found.most:.2f}x; {verdict(found)}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

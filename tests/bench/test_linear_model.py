@@ -1,0 +1,34 @@
+"""The model of a fused kernel's time: by hand for one shape, and what it says."""
+
+import pytest
+
+from bench import linear_model
+from bench.linear import Shape
+
+pytestmark = pytest.mark.fast
+
+
+def times(rows, hidden):
+    return linear_model.times(Shape(rows, hidden, 100_000, 20, "bfloat16"))
+
+
+def test_one_shape_by_hand():
+    chip = linear_model.Chip(1e15, 0.5, 2e12, 4e12)
+    found = linear_model.times(Shape(1000, 1000, 100_000, 0, "bfloat16"), chip)
+    assert found == pytest.approx((4e-4, 6e-4, 3e-4))  # 2e11 flops, 1.2e9 bytes
+    assert (found.most, found.least) == pytest.approx((2.5, 1.75))
+    few = linear_model.times(Shape(10, 1000, 100_000, 0, "bfloat16"), chip)
+    assert few.product == pytest.approx(2000 * 100_010 / 2e12)  # the head's bytes, no flops
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "words"),
+    [(256, 1024, "worth it"), (1024, 4096, "if the blocks leave"), (1024, 8192, "not worth it")],
+)
+def test_what_it_says(rows, hidden, words):
+    assert words in linear_model.verdict(times(rows, hidden))
+
+
+def test_products_that_it_does_not_know():
+    with pytest.raises(ValueError, match="'float32'"):
+        linear_model.times(Shape(64, 64, 64, 0, "float32"))
