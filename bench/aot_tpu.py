@@ -62,7 +62,7 @@ RULE = (
     *(Shape(64, vocabulary, 5, "float32") for vocabulary in (128, 512)),
 )
 UNDECIDED = 0.1  # of the cycles: by so much the choice may be the slower one
-STEPS = (("v5e", 4, 131_072), ("v6e", 4, 131_072))
+STEPS = (("v5e", 4, 32_768), ("v6e", 4, 32_768))  # chip, devices, vocabulary
 QUICK = tuple(Shape(64, 131_072, k, "bfloat16") for k in (0, 20))
 FEW = (Shape(64, 131_072, 0, "bfloat16"), Shape(64, 131_072, 20, "float32"))  # on v5p and 7x
 
