@@ -62,7 +62,7 @@ RULE = (
     *(Shape(64, vocabulary, 5, "float32") for vocabulary in (128, 512)),
 )
 UNDECIDED = 0.1  # of the cycles: by so much the choice may be the slower one
-STEPS = (("v5e", 4, 131_072), ("v6e", 4, 131_072))
+STEPS = (("v5e", 4, 32_768), ("v6e", 4, 32_768))  # chip, devices, vocabulary
 QUICK = tuple(Shape(64, 131_072, k, "bfloat16") for k in (0, 20))
 FEW = (Shape(64, 131_072, 0, "bfloat16"), Shape(64, 131_072, 20, "float32"))  # on v5p and 7x
 
@@ -159,7 +159,8 @@ def faults(
         if chosen.cycles > other.cycles * (1 + UNDECIDED):
             found.append(f"None takes {chosen.way}, where {other.way} takes fewer cycles")
     share = one.cycles / bytes_cycles(one)
-    if one.chip == "v5e" and one.rows in (64, 256) and share > OF_BYTES.get(one.k, share):
+    shape = Shape(one.rows, one.vocabulary, one.k, one.dtype)
+    if one.chip == "v5e" and shape in LIMITED and share > OF_BYTES.get(one.k, share):
         found.append(f"{share:.2f} of the bytes' time, {OF_BYTES[one.k]} are allowed")
     if plain is not None and plain.cycles < THAN_PLAIN[one.k] * one.cycles:
         found.append(f"{plain.cycles / one.cycles:.1f}x, {THAN_PLAIN[one.k]}x are wanted")

@@ -9,6 +9,7 @@ from pallas_kernels import implementations, selection
 from pallas_kernels.tpu_rule import kernel_is_faster
 from pallas_kernels.wanted import Wanted
 
+FEW = 64
 Found = tuple[jax.Array, jax.Array]  # ids [R, k] int32, logits [R, k] float32
 
 
@@ -25,7 +26,9 @@ def largest(
     """
     count = len(logits) if row_ids is None else len(row_ids)
     obstacle = implementations.tpu_obstacle(logits)
-    if obstacle or not k or not kernel_is_faster(count, logits.shape[1], k, logits.dtype.name):
+    # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
+    dtype, few = logits.dtype.name, min(k, FEW)
+    if obstacle or not k or not kernel_is_faster(count, logits.shape[1], few, dtype):
         return _by_xla(k, logits, row_ids)
 
     @jax.custom_batching.custom_vmap

@@ -79,7 +79,8 @@ def test_short_rows_are_left_to_xla():
 
 
 def test_the_rule():
-    for k, least in ((0, 32_768), (1, 8192), (4, 8192), (5, 512), (512, 512)):
+    limits = ((0, 32_768), (1, 8192), (4, 8192), (5, 512), (64, 512), (65, 32_768), (512, 131_072))
+    for k, least in limits:
         assert kernel_is_faster(64, least, k, "float32")
         assert not kernel_is_faster(64, least - 1, k, "float32")
     # Half of each register would be empty.
