@@ -80,7 +80,6 @@ GREEDY_LOOP = Contender("greedy, no logprobs", None)
 OF_GREEDY = "% of greedy steps/s"
 
 
-
 def run(quick: bool = False) -> list[Comparison]:
     """Measure greedy requests on every setup of this machine, and sampled ones unless `quick`."""
     results = []

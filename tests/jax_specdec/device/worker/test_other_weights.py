@@ -178,7 +178,8 @@ def test_the_check_notices_tokens_under_another_version():
 def test_a_request_whose_tokens_run_again_goes_on_counting_them():
     """Equal weights: penalties and `min_tokens` look at the prompt and the output as before."""
     changed = {"presence_penalty": 1.5, "repetition_penalty": 1.3, "min_tokens": 30}
-    item = request("a", [5, 6, 7], max_tokens=60, stop_token_ids=tuple(range(VOCAB // 2)), **changed)
+    stops = tuple(range(VOCAB // 2))
+    item = request("a", [5, 6, 7], max_tokens=60, stop_token_ids=stops, **changed)
 
     def tokens(updates):
         local = Updating("ngram")
