@@ -153,7 +153,7 @@ def test_a_setting_ends_where_the_page_says(row):
 def test_the_fields_limits_are_the_layouts():
     fields = wire.HEADER | wire.SLOT
     rows = cells(limits(), "Fields of a message")
-    assert len(rows) == 9
+    assert len(rows) == 10
     for name, largest in rows:
         assert fields[name].maximum == value(largest)
         with pytest.raises(wire.WireError, match=name):

@@ -129,7 +129,7 @@ def test_the_report_of_a_lost_worker_helps_a_user_who_never_saw_a_ring(code, how
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("ring.send(b'garbage!'); time.sleep(99)", "whole 32-bit words and at least 8"),
+        ("ring.send(b'garbage!'); time.sleep(99)", "whole 32-bit words and at least 9"),
         ("ring.send(bytes(64)); time.sleep(99)", "magic"),
         (
             "ring.close(); time.sleep(99)",

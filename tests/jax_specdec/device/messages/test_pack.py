@@ -360,7 +360,7 @@ def test_kind_and_k_are_refused_when_traced(jit):
 
 
 def test_a_bucket_that_cannot_hold_the_slots_is_refused():
-    with pytest.raises(wire.WireError, match="header and 4 slots: 24 words"):
+    with pytest.raises(wire.WireError, match="header and 4 slots: 25 words"):
         run(*simple_step(), num_words=23)
 
 
