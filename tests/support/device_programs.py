@@ -228,6 +228,7 @@ PROMPTS = [
         )
         for drafter in ("none", "mtp", "adaptive mtp")
     ),
+    Case("start_again", "mtp", lambda of: ((of.state,), {}), devices=(1, 2)),
     *(
         Case("copy_prefix", drafter, lambda of: ((of.state, NUMBER, NUMBER), {}), drafter=drafter,
              devices=(1, 2))

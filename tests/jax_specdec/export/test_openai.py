@@ -335,5 +335,5 @@ def test_prompt_logprobs_are_an_extension():
 def test_the_examples_of_the_documentation_run():
     page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     exec("\n".join(blocks), {})
