@@ -97,8 +97,7 @@ def test_masks_biases_and_float16_take_the_kernel():
         changes = {"allowed": words, "bias_token_ids": ids, "bias": np.ones((8, 2), np.float32)}
         return topk_logprobs(x, given, 5, **changes)
 
-    for dtype in ("bfloat16", "float16"):
-        assert kernels(lowered(call, *shapes(dtype=dtype))) == 1
+    assert kernels(lowered(call, *shapes(dtype="float16"))) == 1
 
 
 def test_a_symbolic_number_of_rows():
