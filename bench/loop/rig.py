@@ -256,14 +256,22 @@ def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Comp
     return result
 
 
-def _naive(output: StepOutput, *args: Any, widths: Widths, process_rank: int = 0) -> jax.Array:
+def _naive(
+    output: StepOutput,
+    *args: Any,
+    widths: Widths,
+    process_rank: int = 0,
+    weights_version: jax.Array | int = 0,
+) -> jax.Array:
     """`target_message` with logprobs of every row, accepted or not, computed in the plain way."""
     if widths.k is not None:
         vocab = output.logits.shape[-1]
         ids = jnp.maximum(output.token_ids.reshape(-1), 0)
         rows = reference.topk_logprobs(output.logits.reshape(-1, vocab), ids, widths.k)
         output = output._replace(raw=rows)
-    return target_message(output, *args, widths=widths, process_rank=process_rank)
+    return target_message(
+        output, *args, widths=widths, process_rank=process_rank, weights_version=weights_version
+    )
 
 
 naive_message = jax.jit(_naive, static_argnames=("widths", "process_rank"))

@@ -112,13 +112,8 @@ def test_on_their_machine_the_targets_are_judged(found, params, monkeypatch):
 
 
 def test_a_contender_with_other_logprobs_is_caught_before_any_timing(params, compiled, monkeypatch):
-    def wrong(output, *args, widths, process_rank=0):
-        return rig.naive_message(
-            output._replace(logits=output.logits * 1.01),
-            *args,
-            widths=widths,
-            process_rank=process_rank,
-        )
+    def wrong(output, *args, **options):
+        return rig.naive_message(output._replace(logits=output.logits * 1.01), *args, **options)
 
     def never(*_):
         raise AssertionError("timed before all were checked")
