@@ -50,6 +50,7 @@ def mixed():
     return run(requests_in_every_mode(), "mtp")
 
 
+@pytest.mark.slow
 def test_every_value_of_a_batch_of_mixed_modes(mixed):
     requests = requests_in_every_mode()
     seen, drafts_seen = in_mode.check_records(mixed, requests)

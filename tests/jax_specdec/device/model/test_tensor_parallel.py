@@ -108,6 +108,7 @@ def test_verification_on_shards_emits_what_one_device_emits(shards, with_q):
     jax.tree.map(np.testing.assert_array_equal, got, whole)
 
 
+@pytest.mark.slow
 def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
     """The message of two devices is that of one, without a search for the cut."""
     target, drafts, sampling, positions = rows()

@@ -42,7 +42,7 @@ def with_raw(*arguments):
 
 
 CASES = [
-    (with_raw, 64, 151_936, "bfloat16"),
+    pytest.param(with_raw, 64, 151_936, "bfloat16", marks=pytest.mark.slow),
     pytest.param(verify, 64, 151_936, "bfloat16", marks=pytest.mark.slow),
     pytest.param(with_raw, 64, 151_936, "float32", marks=pytest.mark.slow),
     pytest.param(with_raw, 512, 32_000, "bfloat16", marks=pytest.mark.slow),

@@ -138,10 +138,15 @@ def updated_twice(drafting, **options):
     return local
 
 
-DRAFTERS = ["none", "ngram", "mtp", SuffixDrafter(3)]
+DRAFTERS = [
+    pytest.param("none", marks=pytest.mark.slow),
+    "ngram",
+    pytest.param("mtp", marks=pytest.mark.slow),
+    pytest.param(SuffixDrafter(3), id="suffix", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("drafting", DRAFTERS, ids=["none", "ngram", "mtp", "suffix"])
+@pytest.mark.parametrize("drafting", DRAFTERS)
 def test_every_token_is_scored_by_the_weights_that_it_names(drafting):
     local = updated_twice(drafting)
     for item in requests():

@@ -143,6 +143,7 @@ def handed_over(items, drafting="mtp", chunk=8):
     return prefill, decoding, records
 
 
+@pytest.mark.slow
 def test_a_prefill_node_hands_its_first_token_and_drafts_over():
     items = [
         request("a", [1, 2, 3, 1, 2], max_tokens=12, logprobs=20, draft_logprobs=True),
