@@ -67,6 +67,7 @@ def cheap_compilation(monkeypatch):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.slow
 def test_records_are_those_of_the_loop(model, tmp_path, cheap_compilation):
     """Files, a tokenizer and another process change no id and no bit of a logprob."""
     file = tmp_path / "p.jsonl"

@@ -74,6 +74,7 @@ def kept():
     return run(asking(), "mtp")
 
 
+@pytest.mark.slow
 def test_every_set_is_that_of_its_row(kept):
     counts = check_records(kept, asking())
     assert len(counts) == sum(r.params.max_tokens for r in asking() if r.params.kept_token_ids)
