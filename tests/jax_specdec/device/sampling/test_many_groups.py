@@ -29,6 +29,7 @@ NUM_GROUPS, POSITION = 5, 5
 FILTERS = {
     "none": {},
     "top-k": {"top_k": 300},
+    "few": {"top_k": 40},  # of the candidates, and without groups
     "top-p": {"top_p": 0.8},
     "min-p": {"min_p": 0.05},
     "all": {"temperature": 0.7, "top_k": 500, "top_p": 0.95, "min_p": 0.001},
@@ -80,7 +81,7 @@ def verified(drawn, target, draft, sampling, num, spoiled):
     """
     positions = jnp.full(SLOTS, POSITION, jnp.int32)
     likely = jnp.argmax(target).astype(jnp.int32)
-    read, taken = row_read.read, residual._without_taken
+    read, taken, among = row_read.read, residual._without_taken, residual.draw_among
 
     def forgetful(*arguments, **options):
         found = read(*arguments, **options)
@@ -91,6 +92,9 @@ def verified(drawn, target, draft, sampling, num, spoiled):
         ids = jnp.where(spoiled.kept, -1, drawing.taken_ids)
         return taken(logits, sums, drawing._replace(taken_ids=ids), inverse)
 
+    def keeping_few(read, rows, cut, taken_ids, keys):
+        return among(read, rows, cut, jnp.where(spoiled.kept, -1, taken_ids), keys)
+
     def accept(u, p, q):
         return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))
 
@@ -98,6 +102,7 @@ def verified(drawn, target, draft, sampling, num, spoiled):
         mock.patch.object(verify_module, "GROUP", spoiled.purpose),
         mock.patch.object(row_read, "read", forgetful),
         mock.patch.object(residual, "_without_taken", keeping),
+        mock.patch.object(residual, "draw_among", keeping_few),
     ):
         if drawn:
             drafts = draw(jnp.broadcast_to(draft, (SLOTS, 1, V)), sampling, positions)
@@ -131,15 +136,19 @@ def p_value(ids, **filters):
     return stats.chisquare(cells[expected > 0], expected[expected > 0]).pvalue
 
 
+OFTEN = [
+    ("no draft", "none"), ("certain", "top-k"), ("drawn", "all"), ("certain", "few"),
+    ("drawn", "few"),
+]  # fmt: skip
 CASES = [
-    ("no draft", "none"), ("certain", "top-k"), ("drawn", "all"),
+    *OFTEN,
     *(
         pytest.param(kind, name, marks=pytest.mark.slow)
         for kind in ("no draft", "certain", "drawn")
         for name in FILTERS
-        if (kind, name) not in {("no draft", "none"), ("certain", "top-k"), ("drawn", "all")}
+        if (kind, name) not in OFTEN
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -150,19 +159,28 @@ def test_tokens_follow_the_targets_distribution(kind, name):
 
 
 SPOILED = {
-    "a broken acceptance rule": ("certain", Spoiled(rule=True)),
-    "noise that is used twice": ("no draft", Spoiled(purpose=RECOVER)),
-    "a group sum that forgets a token": ("no draft", Spoiled(forgotten=1.0)),
-    "a residual that keeps the rejected token": ("certain", Spoiled(kept=True)),
+    "a broken acceptance rule": ("certain", "none", Spoiled(rule=True)),
+    "noise that is used twice": ("no draft", "none", Spoiled(purpose=RECOVER)),
+    "a group sum that forgets a token": ("no draft", "none", Spoiled(forgotten=1.0)),
+    "a residual that keeps the rejected token": ("certain", "none", Spoiled(kept=True)),
+    "such a residual of few tokens": ("certain", "few", Spoiled(kept=True)),
 }
 
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_what_spoils_the_distribution_is_noticed(what):
     """Noise that is used twice: a group's is that of the token whose id is the group's number."""
-    kind, spoiled = SPOILED[what]
-    ids, _ = first_tokens(kind, spoiled)
-    assert p_value(ids) < 1e-6
+    kind, name, spoiled = SPOILED[what]
+    ids, _ = first_tokens(kind, spoiled, **FILTERS[name])
+    assert p_value(ids, **FILTERS[name]) < 1e-6
+
+
+def test_no_group_is_drawn_where_few_tokens_are_kept():
+    """Groups that are wrong change the draws of rows that keep many tokens, and no other's."""
+    for name, same in (("few", True), ("top-k", False)):
+        sound, _ = first_tokens("no draft", **FILTERS[name])
+        wrong, _ = first_tokens("no draft", Spoiled(purpose=RECOVER), **FILTERS[name])
+        assert (sound == wrong).all() == same
 
 
 DRAWS = 17  # times SLOTS: 102,000
