@@ -45,12 +45,14 @@ def requests_in_every_mode(count=12):
     return found
 
 
+pytestmark = pytest.mark.slow  # one batch of every mode, and all of its programs
+
+
 @pytest.fixture(scope="module")
 def mixed():
     return run(requests_in_every_mode(), "mtp")
 
 
-@pytest.mark.slow
 def test_every_value_of_a_batch_of_mixed_modes(mixed):
     requests = requests_in_every_mode()
     seen, drafts_seen = in_mode.check_records(mixed, requests)

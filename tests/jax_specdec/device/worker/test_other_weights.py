@@ -205,10 +205,11 @@ def test_nothing_is_compiled_for_other_weights():
     local = Updating("mtp")
     for item in requests()[:2]:
         local.admit(item)
-    local.steps(4)
-    local.update(1)  # the one that runs its tokens again
+    for number in range(1, 4):  # one alone: what runs tokens again, in chunks of every size
+        local.steps(4)
+        local.update(number % 3)
     before = {name: program._cache_size() for name, program in programs(local).items()}
-    for number in range(2, 8):
+    for number in range(4, 10):
         local.steps(4)
         local.update(number % 3)
     local.steps(4)
