@@ -24,8 +24,8 @@ pytestmark = pytest.mark.fast
 
 LONG = 128_000
 VOCAB = 200_000
-CONFIG = EngineConfig(vocab_size=VOCAB, num_slots=8, max_length=LONG + 200, num_drafts=0)
-CPU_SECONDS = 2e-3  # what an admission may take; 0.6 to 1.1 ms were seen
+CONFIG = EngineConfig(vocab_size=VOCAB, num_slots=32, max_length=LONG + 200, num_drafts=0)
+CPU_SECONDS = 1e-3  # what an admission may take
 
 
 class LinkedWorker:
@@ -58,7 +58,9 @@ def session(tmp_path):
         return link.pulse.beats > 0
 
     wait_for(heard)
-    made = WorkerSession(LinkedWorker(link), num_slots=8, max_length=CONFIG.max_length)
+    made = WorkerSession(
+        LinkedWorker(link), num_slots=CONFIG.num_slots, max_length=CONFIG.max_length
+    )
     made.client, made.server = client, server
     yield made
     server.close()
@@ -106,10 +108,10 @@ def test_a_long_prompt_takes_as_many_lines_as_a_short_one(session, emitted):
 
 
 @pytest.mark.parametrize("emitted", [0, 50])
-def test_a_long_prompt_takes_at_most_two_milliseconds_of_the_thread_s_cpu_time(session, emitted):
+def test_a_long_prompt_takes_less_than_a_millisecond_of_the_thread_s_cpu_time(session, emitted):
     """The least of several: a shared core's caches are its programs' common luck."""
     taken = []
-    for number in range(7):
+    for number in range(25):
         admit = admission(session, request(str(number), LONG), emitted)
         begun = time.thread_time()
         admit()
