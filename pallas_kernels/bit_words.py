@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.blocks import barrier, vary_like
+
 BITS = 32
 
 
@@ -15,14 +17,17 @@ def packed(flags: jax.Array) -> jax.Array:
     """flags [B, n] bool -> words [B, ceil(n / 32)] uint32; the first flag is the lowest bit."""
     rows, n = flags.shape
     words = -(-n // BITS)
-    padded = jnp.pad(flags, ((0, 0), (0, BITS * words - n))).reshape(rows, words, BITS)
-    bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
-    return jnp.sum(jnp.where(padded, bits, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
+    missing = vary_like(jnp.zeros((rows, BITS * words - n), bool), flags)
+    whole = barrier(jnp.concatenate([flags, missing], axis=1)).reshape(rows, words, 4, 8)
+    bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32).reshape(4, 8)
+    parts = barrier(jnp.where(whole, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
+    found: jax.Array = barrier(parts.sum(axis=2, dtype=jnp.uint32))
+    return found
 
 
 def counts(words: jax.Array) -> jax.Array:
     """How many flags of each row of words [B, W] are true: [B] int32."""
-    return jnp.sum(_count(words), axis=1)
+    return jnp.sum(count(words), axis=1)
 
 
 def leading(words: jax.Array, number: jax.Array) -> jax.Array:
@@ -31,11 +36,11 @@ def leading(words: jax.Array, number: jax.Array) -> jax.Array:
     left = number
     for i in range(words.shape[1]):
         word = words[:, i]
-        count = _count(word)
-        end = _place(word, jnp.clip(left, 0, BITS - 1))
+        own = count(word)
+        end = place_in_word(word, jnp.clip(left, 0, BITS - 1))
         below = (jnp.uint32(1) << end.astype(jnp.uint32)) - 1
-        kept.append(jnp.where(left >= count, word, jnp.where(left > 0, word & below, 0)))
-        left = left - count
+        kept.append(jnp.where(left >= own, word, jnp.where(left > 0, word & below, 0)))
+        left = left - own
     return jnp.stack(kept, axis=1)
 
 
@@ -56,28 +61,29 @@ def places(words: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, ja
     word, rest, place = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.int32), 0 * number
     for i in range(words.shape[1]):
         one = words[:, i : i + 1]
-        after = before + _count(one)
+        after = before + count(one)
         here = (number >= before) & (number < after)
         word = jnp.where(here, one, word)
         rest = jnp.where(here, number - before, rest)
         place = jnp.where(here, jnp.int32(BITS * i), place)
         before = after
     there = number < before
-    return jnp.where(there, place + _place(word, rest), 0), there
+    return jnp.where(there, place + place_in_word(word, rest), 0), there
 
 
-def _place(word: jax.Array, number: jax.Array) -> jax.Array:
+def place_in_word(word: jax.Array, number: jax.Array) -> jax.Array:
     """Which bit of each word is its true one of this number, from 0: int32; else anything."""
     place = jnp.zeros(word.shape, jnp.int32)
     for half in (16, 8, 4, 2, 1):
         low = word & jnp.uint32((1 << half) - 1)
-        count = _count(low)
-        beyond = number >= count
-        number = jnp.where(beyond, number - count, number)
+        below = count(low)
+        beyond = number >= below
+        number = jnp.where(beyond, number - below, number)
         word = jnp.where(beyond, word >> half, low)
         place = jnp.where(beyond, place + half, place)
     return place
 
 
-def _count(words: jax.Array) -> jax.Array:
+def count(words: jax.Array) -> jax.Array:
+    """How many bits of each word are true: int32."""
     return lax.population_count(words).astype(jnp.int32)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels import bit_words
 from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.few_rows import few_rows
 from pallas_kernels.ordered_keys import floats, key_of
@@ -145,34 +146,22 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
 def first_places(flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Where the first `size` true entries of flags [B, n] are, and how many there are in all.
 
-    By words of 32 flags: the word of the j-th, and in it the place, by halves.
+    Faster than `bit_words.places` where a row has many words: the word of the j-th is searched.
 
     Returns:
       [B, size] int32 in ascending order, 0 where there are no more; and [B] int32.
     """
-    rows, n = flags.shape
-    words = -(-n // 32)
-    padding = vary_like(jnp.zeros((rows, 32 * words - n), bool), flags)
-    whole = barrier(jnp.concatenate([flags, padding], axis=1)).reshape(rows, words, 4, 8)
-    bits = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32).reshape(4, 8)
-    parts = barrier(jnp.where(whole, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
-    each = barrier(parts.sum(axis=2, dtype=jnp.uint32))
-    counts = lax.population_count(each).astype(jnp.float32)
+    each = bit_words.packed(flags)
+    words = each.shape[1]
+    counts = bit_words.count(each).astype(jnp.float32)
     # By a product: XLA's CPU compiler has no fast cumulative sum. Exact below 2**24.
     upto = barrier(counts @ jnp.asarray(np.triu(np.ones((words, words), np.float32))))
     wanted = jnp.arange(size, dtype=jnp.int32)[None]
     word = barrier(jnp.minimum(_num_not_above(upto, size), words - 1))
-    left = jnp.take_along_axis(each, word, axis=1)
     number = wanted - jnp.take_along_axis(upto - counts, word, axis=1).astype(jnp.int32)
-    place = jnp.zeros_like(word)
-    for half in (16, 8, 4, 2, 1):
-        low = left >> place.astype(jnp.uint32) & jnp.uint32((1 << half) - 1)
-        below = lax.population_count(low).astype(jnp.int32)
-        beyond = number >= below
-        number = jnp.where(beyond, number - below, number)
-        place = jnp.where(beyond, place + half, place)
+    place = bit_words.place_in_word(jnp.take_along_axis(each, word, axis=1), number)
     count = upto[:, -1].astype(jnp.int32)
-    return jnp.where(wanted < count[:, None], 32 * word + place, 0), count
+    return jnp.where(wanted < count[:, None], bit_words.BITS * word + place, 0), count
 
 
 def _num_not_above(ascending: jax.Array, size: int) -> jax.Array:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import bit_words
 from pallas_kernels.blocks import barrier, vary_like
-from pallas_kernels.linear import bit_words
 from pallas_kernels.ordered_keys import floats, key_of, ordered_keys, strictly_larger
 from pallas_kernels.selection import top_k
 

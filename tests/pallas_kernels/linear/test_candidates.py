@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.linear import bit_words, candidates
+from pallas_kernels import bit_words
+from pallas_kernels.linear import candidates
 from pallas_kernels.selection import top_k
 from tests.support import quick_compile
 
