@@ -57,7 +57,6 @@ def prompt_rows(
     count = hidden.shape[0]
     most = max(1, LOGITS_BYTES // (4 * own_model.num_columns(config.model)))
     block = -(-count // -(-count // most))
-
     blocks = -(-count // block)
     spare = blocks * block - count
 
