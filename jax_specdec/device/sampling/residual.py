@@ -21,9 +21,8 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jax_specdec.device.sampling.distribution import compacted
 from jax_specdec.device.sampling.few_kept import draw_among
 from jax_specdec.device.sampling.parameters import Truncation
-from jax_specdec.device.sampling.random_draws import best, gumbel, log_of
+from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from jax_specdec.device.sampling.row_read import RowRead, scaled
-from jax_specdec.device.sampling.threefry import Words
 from pallas_kernels import GROUP_WIDTH as WIDTH
 from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups, vary_like
 
@@ -40,8 +39,7 @@ class Drawing(NamedTuple):
     taken_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
     log_p: Float32[Array, "B M"]  # of these tokens; -inf where p has none
     q: Float32[Array, "B M"]
-    group_keys: Words  # [B]
-    token_keys: Words  # [B]
+    source: Source  # [B]
 
 
 def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
@@ -60,8 +58,7 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
         return _by_groups(logits, found, drawing._replace(sampled=widely), largest, inverse)
 
     def by_tokens() -> tuple[jax.Array, jax.Array]:
-        keys = drawing.token_keys
-        return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, keys)
+        return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, drawing.source)
 
     score, token = lax.cond(jnp.any(widely), by_groups, lambda: no_group)
     score, token = _of_all_shards(logits, score, token)
@@ -69,7 +66,7 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     score, token = jnp.where(few, own_score, score), jnp.where(few, own_token, token)
 
     # A taken token's noise is its own: the sum of its group does not have it.
-    noise = gumbel(drawing.token_keys, drawing.taken_ids)
+    noise = gumbel(drawing.source, RECOVER, drawing.taken_ids)
     left = jnp.maximum(exponential(drawing.log_p) - drawing.q, 0.0)
     apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.taken_ids)
     chosen = jnp.where(apart > score, apart_id, token)
@@ -91,7 +88,7 @@ def _by_groups(
     sums = _without_taken(logits, sums, drawing, inverse)
     numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
     scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
-    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.group_keys, numbers), -jnp.inf)
+    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.source, GROUP, numbers), -jnp.inf)
     place = jnp.argmax(scores, axis=1)[:, None]  # the first of equal ones
     score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
     group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
@@ -222,7 +219,7 @@ def _in_group(
     x = jnp.where(drawing.cut.keeps(x, ids) & ~taken, x, -jnp.inf)
     largest = x.max(axis=1, keepdims=True)
     largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
-    _, token = best(scaled(x, largest, inverse[:, None]) + gumbel(drawing.token_keys, ids), ids)
+    _, token = best(scaled(x, largest, inverse[:, None]) + gumbel(drawing.source, RECOVER, ids), ids)
     return token
 
 
