@@ -219,7 +219,9 @@ def _in_group(
     x = jnp.where(drawing.cut.keeps(x, ids) & ~taken, x, -jnp.inf)
     largest = x.max(axis=1, keepdims=True)
     largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
-    _, token = best(scaled(x, largest, inverse[:, None]) + gumbel(drawing.source, RECOVER, ids), ids)
+    _, token = best(
+        scaled(x, largest, inverse[:, None]) + gumbel(drawing.source, RECOVER, ids), ids
+    )
     return token
 
 
