@@ -23,7 +23,7 @@ def word(
     """
     first, second = jnp.uint32(purpose), seed
     schedule = (first, second, first ^ second ^ jnp.uint32(PARITY))
-    x = schedule[0] + lax.bitcast_convert_type(position, jnp.uint32)
+    x: jax.Array = schedule[0] + lax.bitcast_convert_type(position, jnp.uint32)
     y = schedule[1] + lax.bitcast_convert_type(ids, jnp.uint32)
     for turn in range(5):
         for bits in ROTATIONS[turn % 2]:
