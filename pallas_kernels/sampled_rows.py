@@ -294,11 +294,11 @@ def _num_larger(
 def _num_larger_on_cpu(
     logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
 ) -> _Count:
-    bits = as_integers(logits)  # a slice of bfloat16 would be widened and rounded again
-
     def work(start: jax.Array) -> _Count:
         row = lax.dynamic_slice_in_dim(row_ids, start, 1)
-        x = lax.dynamic_slice_in_dim(blocks.tied(bits, start), row[0], 1)
+        # As integers: a slice of bfloat16 would be widened and rounded again.
+        bits = as_integers(blocks.tied(logits, start))
+        x = lax.dynamic_slice_in_dim(bits, row[0], 1)
         least = lax.dynamic_slice_in_dim(than, start, 1).astype(logits.dtype)
         larger = strictly_larger(lax.bitcast_convert_type(x, logits.dtype), least)
         return _Count(_number_of(larger[0])[None])

@@ -11,7 +11,8 @@ made again without them: a difference of sums would be rounding where little is 
 Axes: B slots, one row each; L groups of this device, M tokens that q has.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from pallas_kernels import GROUP_WIDTH as WIDTH
 from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups, vary_like
 
 SOME_GROUPS = 64  # that the kept tokens of most rows are in
+SLOTS = 64  # to draw for at a time
+Outputs = TypeVar("Outputs")  # a tree of arrays [B]
 
 
 class Drawing(NamedTuple):
@@ -55,7 +58,8 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     no_token = vary_like(nothing, few)
 
     def by_groups() -> tuple[jax.Array, jax.Array]:
-        return _by_groups(logits, found, drawing._replace(sampled=widely), largest, inverse)
+        slots = drawing._replace(sampled=widely), largest, inverse
+        return _in_blocks(lambda logits, *some: _by_groups(logits, found, *some), logits, slots)
 
     def by_tokens() -> tuple[jax.Array, jax.Array]:
         return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, drawing.source)
@@ -93,6 +97,30 @@ def _by_groups(
     score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
     group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
     return score, _in_group(logits, group, drawing, inverse)
+
+
+def _in_blocks(work: Callable[..., Outputs], logits: GroupedRows, slots: Any) -> Outputs:
+    """work(logits, *slots), of at most `SLOTS` slots at a time: 64 groups of a slot are 64 KB."""
+    number = len(jax.tree.leaves(slots)[0])
+    if number <= SLOTS:
+        return work(logits, *slots)
+
+    def block(carry: tuple[jax.Array, Outputs]) -> tuple[jax.Array, Outputs]:
+        # The last block may reach beyond the slots: slices and updates begin early then, alike.
+        start, done = carry
+        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, SLOTS), slots)
+        updated: Outputs = jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0),
+            done,
+            work(logits.in_trip(start), *some),
+        )
+        return start + SLOTS, updated
+
+    like = jax.eval_shape(lambda *some: work(logits, *some), *slots)
+    zeros: Outputs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
+    first = vary_like((jnp.int32(0), zeros), (logits.logits, slots))
+    found: Outputs = lax.while_loop(lambda carry: carry[0] < number, block, first)[1]
+    return found
 
 
 def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
