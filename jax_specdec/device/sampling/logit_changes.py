@@ -92,25 +92,24 @@ def _changed(
     repetition, frequency, presence, output_start = (
         one[:, None, None] for one in changes.penalties
     )
-    # One table [B, V], and a narrow one: what it costs is writing it.
-    length = written.tokens.shape[1]
-    narrow = jnp.int16 if 2 * length + 1 <= jnp.iinfo(jnp.int16).max else jnp.int32
-    place = jnp.arange(length, dtype=jnp.int32)[None]
+    place = jnp.arange(written.tokens.shape[1], dtype=jnp.int32)[None]
     known = place < written.lengths[:, None]
     columns = _columns(jnp.where(known, written.tokens, -1), shard, width)
     slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
+    seen = jnp.zeros((len(logits), width), bool).at[slot, columns].set(True, mode="drop")
+    # A narrow table where it can count them all: what it costs is writing it.
+    most = written.tokens.shape[1]
+    narrow = jnp.int16 if most <= jnp.iinfo(jnp.int16).max else jnp.int32
     emitted = (place >= output_start[:, 0]).astype(narrow)
-    found = jnp.zeros((len(logits), width), narrow)
-    found = found.at[slot, columns].max(1 - emitted, mode="drop")  # 1: in the prompt
-    found = found.at[slot, columns].add(2 * emitted, mode="drop")[:, None]
-    seen, counts = found != 0, (found >> 1).astype(jnp.int32)
+    counts = jnp.zeros((len(logits), width), narrow)
+    counts = counts.at[slot, columns].add(emitted, mode="drop")[:, None].astype(jnp.int32)
     drafts = _columns(written.draft_ids, shard, width)
     for draft in range(num_positions - 1):
         same = drafts[:, draft, None, None] == jnp.arange(width, dtype=jnp.int32)[None, None]
         counts += (same & (draft < row)).astype(jnp.int32)
 
     scaled = jnp.where(x > 0, x / repetition, x * repetition)
-    x = jnp.where((seen | (counts > 0)) & (repetition != 1), scaled, x)
+    x = jnp.where((seen[:, None] | (counts > 0)) & (repetition != 1), scaled, x)
     # A minimum that changes nothing, but after which no compiler contracts product and difference.
     lost = jnp.minimum(frequency * counts.astype(jnp.float32), jnp.float32(3e38))
     lowered = (counts > 0) & ((frequency != 0) | (presence != 0))

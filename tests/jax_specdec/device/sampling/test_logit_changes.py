@@ -87,7 +87,7 @@ def test_every_slot_against_lists(dtype):
     np.testing.assert_array_equal(found[1], logits[1].astype(np.float32))  # it asks for nothing
 
 
-@pytest.mark.parametrize("length", [16383, 16384])
+@pytest.mark.parametrize("length", [32767, 32768])
 def test_counts_of_long_requests(length):
     """Each token is the same one: the narrow table's last count, and the first beyond it."""
     params = SamplingParams(frequency_penalty=1 / 64, presence_penalty=1.0)
