@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
@@ -99,7 +100,7 @@ def _changed(
     seen = jnp.zeros((len(logits), width), bool).at[slot, columns].set(True, mode="drop")
     # A narrow table where it can count them all: what it costs is writing it.
     most = written.tokens.shape[1]
-    narrow = jnp.int16 if most <= jnp.iinfo(jnp.int16).max else jnp.int32
+    narrow = jnp.int16 if most <= np.iinfo(np.int16).max else jnp.int32
     emitted = (place >= output_start[:, 0]).astype(narrow)
     counts = jnp.zeros((len(logits), width), narrow)
     counts = counts.at[slot, columns].add(emitted, mode="drop")[:, None].astype(jnp.int32)
