@@ -52,7 +52,7 @@ _PROMPTS: tuple[tuple[str, int, int | None, float], ...] = (
     ("    parser.add_argument(", 96, 20, 0.4),
     ("        return ", 24, 20, 1.0),
     ("from collections import ", 32, 6, 0.0),
-    ("    @property\n    def ", 64, None, 0.0),
+    ("    @property\n    def ", 48, None, 0.0),
 )
 
 
