@@ -299,9 +299,9 @@ def _num_larger_on_cpu(
         # As integers: a slice of bfloat16 would be widened and rounded again.
         bits = as_integers(blocks.tied(logits, start))
         x = lax.dynamic_slice_in_dim(bits, row[0], 1)
-        least = lax.dynamic_slice_in_dim(than, start, 1).astype(logits.dtype)
-        larger = strictly_larger(lax.bitcast_convert_type(x, logits.dtype), least)
-        return _Count(_number_of(larger[0])[None])
+        least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(logits.dtype)
+        larger = strictly_larger(lax.bitcast_convert_type(x[0], logits.dtype), least)
+        return _Count(_number_of(larger)[None])
 
     initial = _Count(jnp.zeros(len(than), jnp.int32))
     return blocks.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
