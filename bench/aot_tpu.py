@@ -8,7 +8,8 @@
 
 Cycles are the compiler's bundles times the turns of loops: the arithmetic, without waits for copies
 and without what rare rows need. Beside them stands the time in which the chip reads the logits, and
-for v6e what the compiler estimates for the plain way. The limits: cycles within 5 % of those kept;
+for v6e what the compiler estimates for the plain way; "full" is the unit with the largest share of its
+slots taken in the loop that costs most (VALU: the vector unit's arithmetic). The limits: cycles within 5 % of those kept;
 the shares of the bytes' time on v5e, and of the plain way's cycles on v6e; a minute and 4 GB to
 compile; one operation that reads the logits beside the gather of the given tokens'. On both sides
 of the limits of `pallas_kernels.tpu_rule`, what it chooses must take fewer cycles than the other.
@@ -173,7 +174,17 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
     """Every program's cycles; returns how many break a limit."""
     by_key = {key(one): one for one in results}
     table = Table()
-    headers = ("chip", "R, V, K, dtype", "way", "cycles", "us", "of the bytes", "than plain", "")
+    headers = (
+        "chip",
+        "R, V, K, dtype",
+        "way",
+        "cycles",
+        "us",
+        "of the bytes",
+        "than plain",
+        "full",
+        "",
+    )
     for header in headers:
         table.add_column(header, justify="right")
     broken = 0
@@ -190,6 +201,7 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
             f"{one.cycles / CLOCKS[one.chip] / 1000:.1f}",
             f"{one.cycles / bytes_cycles(one):.2f}",
             "" if plain is None else f"{plain.cycles / one.cycles:.1f}x",
+            one.full,
             "; ".join(wrong),
         )
     Console(width=160).print(table)

@@ -50,6 +50,7 @@ class Compiled:
     gigabytes: float  # the process, at most
     temporaries: int  # bytes
     reads: int  # operations that read the logits
+    full: str = ""  # the kernel's fullest unit in the loop that takes most cycles, and its share
 
 
 def main() -> None:
@@ -98,20 +99,22 @@ def measure(
     seconds = time.monotonic() - begin
     text = made.as_text()
     the = plan.choose_plan((rows, vocabulary), rows, k, dtype, gathered=False, entropy=False)
-    cycles = 0
+    cycles, full = 0, ""
+    uses = bundles.uses(folder)
     for name, listing in bundles.listings(folder).items():
         loops = bundles.read(listing)
         if way in ("plain", "xla"):
             cycles += bundles.plain_cycles(loops, listing, k)
         elif name.startswith("topk_logprobs"):
             cycles += bundles.kernel_cycles(loops, the.num_units, the.num_batches)
+            full = "{} {:.2f}".format(*bundles.fullest(loops, uses[name]))
         else:
             cycles += loops.cycles(1)
     memory = made.memory_analysis()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return Compiled(
         chip, way, rows, vocabulary, k, dtype, cycles, round(seconds, 1), round(peak, 2),
-        memory.temp_size_in_bytes, reads(text, rows, vocabulary),
+        memory.temp_size_in_bytes, reads(text, rows, vocabulary), full,
     )  # fmt: skip
 
 

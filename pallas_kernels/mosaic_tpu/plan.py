@@ -83,6 +83,11 @@ class Plan:
         return min(self.cut[0] * 2 // self.halves, self.cut[1])
 
     @property
+    def first_step(self) -> int:
+        """Columns that a turn of the first sweep works on: it keeps little in registers."""
+        return min(2 * self.step, self.cut[1])
+
+    @property
     def chunk(self) -> int:
         """Columns that are copied at a time."""
         return min(self.cut[1], self.columns)

@@ -96,11 +96,17 @@ class Unit(NamedTuple):
         return do(jnp.int32(last), plan.vocabulary - last * size, carry)
 
     def over_columns(
-        self, chunk: Any, tokens: int, given: list[Given], step: Step, carry: Any
+        self,
+        chunk: Any,
+        tokens: int,
+        given: list[Given],
+        step: Step,
+        carry: Any,
+        size: int | None = None,
     ) -> Any:
-        """carry = step(...) for the columns of a chunk, `plan.step` at a time."""
+        """carry = step(...) for the columns of a chunk, `size` at a time: else `plan.step`."""
         first = chunk * self.plan.chunk
-        size = self.plan.step
+        size = size or self.plan.step
         steps, rest = divmod(tokens, size * LANES)
 
         def full(i: jax.Array, carry: Any) -> Any:
