@@ -8,13 +8,14 @@
 
 Cycles are the compiler's bundles times the turns of loops: the arithmetic, without waits for copies
 and without what rare rows need. Beside them stands the time in which the chip reads the logits, and
-for v6e what the compiler estimates for the plain way; "full" is the unit with the largest share of its
-slots taken in the loop that costs most (VALU: the vector unit's arithmetic). The limits: cycles within 5 % of those kept;
-the shares of the bytes' time on v5e, and of the plain way's cycles on v6e; a minute and 4 GB to
-compile; one operation that reads the logits beside the gather of the given tokens'. On both sides
-of the limits of `pallas_kernels.tpu_rule`, what it chooses must take fewer cycles than the other.
-And in the worker's programs, split over 2 x 2 devices, the kernel must be there, and nothing else
-may sort or search the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu` extra).
+for v6e what the compiler estimates for the plain way. "full" is the unit of which the largest share
+of slots is taken in the loop that costs most; VALU is the vector unit's arithmetic. The limits:
+cycles within 5 % of those kept; the shares of the bytes' time on v5e, and of the plain way's cycles
+on v6e; a minute and 4 GB to compile; one operation that reads the logits beside the gather of the
+given tokens'. On both sides of the limits of `pallas_kernels.tpu_rule`, what it chooses must take
+fewer cycles than the other. And in the worker's programs, split over 2 x 2 devices, the kernel must
+be there, and nothing else may sort or search the vocabulary (`bench.tpu.steps`). It needs libtpu
+(the `aot-tpu` extra).
 """
 
 import argparse
