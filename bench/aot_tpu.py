@@ -12,10 +12,10 @@ for v6e what the compiler estimates for the plain way. "full" is the unit of whi
 of slots is taken in the loop that costs most; VALU is the vector unit's arithmetic. The limits:
 cycles within 5 % of those kept; the shares of the bytes' time on v5e, and of the plain way's cycles
 on v6e; a minute and 4 GB to compile; one operation that reads the logits beside the gather of the
-given tokens'. On both sides of the limits of `pallas_kernels.tpu_rule`, what it chooses must take
-fewer cycles than the other. And in the worker's programs, split over 2 x 2 devices, the kernel must
-be there, and nothing else may sort or search the vocabulary (`bench.tpu.steps`). It needs libtpu
-(the `aot-tpu` extra).
+given tokens', and no temporaries of the logits' size. On both sides of the limits of
+`pallas_kernels.tpu_rule`, what it chooses must take fewer cycles than the other. And in the
+worker's programs, split over 2 x 2 devices, the kernel must be there, and nothing else may sort or
+search the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu` extra).
 """
 
 import argparse
@@ -55,6 +55,7 @@ OTHERS = (
     Shape(64, 50_257, 20, "bfloat16"),
     Shape(64, 262_144, 20, "float32"),
     Shape(64, 131_072, 512, "bfloat16"),
+    *(Shape(64, 131_072, k, "float16") for k in (0, 20)),
 )
 # On both sides of the rule's limits: what it chooses, and the other.
 RULE = (
@@ -152,6 +153,8 @@ def faults(
         found.append(f"{one.seconds} s and {one.gigabytes} GB to compile")
     if one.reads > READS:
         found.append(f"{one.reads} operations read the logits")
+    if one.temporaries > one.rows * one.vocabulary:
+        found.append(f"{one.temporaries} bytes of temporaries: the logits are written")
     if one.way != "kernel":
         return found
     if xla is not None:

@@ -89,6 +89,22 @@ def kernel_cycles(program: Loop, units: int, batches: int) -> int:
     return program.bundles + others + (grid.turns or 1) * grid.bundles + work
 
 
+def block_cycles(program: Loop, units: int, batches: int, k: int, blocks: int) -> int:
+    """Cycles of the kernel where a grid step is a block of a unit: at most so many.
+
+    The loop over blocks has more turns, in which only copies start or end. Its bundles before its
+    first inner loop, which are more than a block's own, are counted for every block; what follows,
+    for a unit; the order, its loop of k turns, for a batch.
+    """
+    grid = max(program.inner, key=lambda loop: loop.cycles(1))
+    orders = [loop for loop in grid.inner if k and loop.turns == k]
+    begin = min(number for loop in grid.inner for number in loop.numbers)
+    first = sum(number < begin for number in grid.numbers)
+    unit = grid.bundles - first + sum(one.cycles(1) for one in grid.inner if one not in orders)
+    others = program.cycles(1) - grid.cycles(1) + batches * sum(one.cycles(1) for one in orders)
+    return others + units * (blocks * first + unit)
+
+
 def plain_cycles(program: Loop, listing: str, k: int) -> int:
     """Cycles of an operation that XLA made: at least so many.
 

@@ -106,7 +106,11 @@ def measure(
         if way in ("plain", "xla"):
             cycles += bundles.plain_cycles(loops, listing, k)
         elif name.startswith("topk_logprobs"):
-            cycles += bundles.kernel_cycles(loops, the.num_units, the.num_batches)
+            size = the.num_units, the.num_batches
+            if the.as_blocks:
+                cycles += bundles.block_cycles(loops, *size, k, the.width // the.block // 128)
+            else:
+                cycles += bundles.kernel_cycles(loops, *size)
             full = "{} {:.2f}".format(*bundles.fullest(loops, uses[name]))
         else:
             cycles += loops.cycles(1)

@@ -37,7 +37,7 @@ class Unit(NamedTuple):
     copies: Copies
     number: Any
     index: Any  # in its batch
-    buffer: Any  # [2, rows, V rounded up]
+    buffer: Any  # as `Copies.buffer`
     given_ref: Any  # [batch rows, 3] int32
     turned_ref: Any  # [unit, words] int32, of `bits.turn`; or None
 
@@ -60,7 +60,8 @@ class Unit(NamedTuple):
     def load(self, start: Any, number: int, given: list[Given]) -> list[Halves]:
         """The logits of `number` columns from `start` on."""
         token = pl.multiple_of(start * LANES, LANES)
-        block = self.buffer[self.number & 1, :, pl.ds(token, number * LANES)]
+        slot = 0 if self.plan.as_blocks else self.number & 1
+        block = self.buffer[slot, :, pl.ds(token, number * LANES)]
         wide = [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
         return wide if self.turned_ref is None else self._allowed(wide, start)
 

@@ -65,6 +65,18 @@ def test_kernel_of_several_batches():
     assert bundles.kernel_cycles(program, units=16, batches=4) == 7 + 6 * 5 + 1600 + 4 * 200
 
 
+def test_kernel_of_blocks():
+    """16 units of 3 blocks in a loop of 50 turns; an order, 20 times 10, for each of 2 batches."""
+    sweep = bundles.Loop(bundles=10, turns=8, numbers=[*range(9, 19)])
+    order = bundles.Loop(bundles=10, turns=20, numbers=[*range(20, 30)])
+    grid = bundles.Loop([sweep, order], bundles=5, turns=50, numbers=[7, 8, 19, 30, 31])
+    copies = bundles.Loop(bundles=3, turns=2, numbers=[4, 5, 6])
+    program = bundles.Loop([copies, grid], bundles=7, turns=1, numbers=[0, 1, 2, 3, 32, 33, 34])
+    fixed, unit = 7 + 6, 3 * 2 + 3 + 80
+    assert bundles.block_cycles(program, 16, 2, 20, 3) == fixed + 16 * unit + 2 * 200
+    assert bundles.block_cycles(program, 16, 2, 0, 3) == fixed + 16 * (unit + 200)
+
+
 def test_a_search_that_runs_in_one_of_three_turns():
     search = bundles.Loop(bundles=100, turns=20)
     program = bundles.Loop([bundles.Loop([search], bundles=10, turns=6)], turns=1)
@@ -88,6 +100,7 @@ def test_limits():
     assert "more cycles" in aot_tpu.faults(fine, None, 28_000)[0]
     assert "bytes' time" in aot_tpu.faults(replace(fine, cycles=41_000), None, None)[0]
     assert "operations read" in aot_tpu.faults(replace(fine, reads=3), None, None)[0]
+    assert "are written" in aot_tpu.faults(replace(fine, temporaries=2**24), None, None)[0]
     assert "GB to compile" in aot_tpu.faults(replace(fine, seconds=61.0), None, None)[0]
     v6e = replace(fine, chip="v6e")
     assert aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=75_000), None) == []
