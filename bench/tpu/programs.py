@@ -4,8 +4,8 @@
 
 prints a line of JSON. libtpu reads where to write its listings when it is loaded, so each program
 has a process. WAY is `plain` (log_softmax, top_k, gather and a count), `xla` (ours without the
-kernel), `kernel`, or `full`: the kernel with what rare rows need, whose loops would be counted as
-if every row took them.
+kernel), `kernel`, `groups` (the read of rows that are sampled), or `full`: the kernel with what
+rare rows need, whose loops would be counted as if every row took them.
 """
 
 import functools
@@ -74,13 +74,19 @@ def measure(
 
     from bench import reference
     from bench.tpu import bundles
-    from pallas_kernels import topk_logprobs
+    from pallas_kernels import sampled_implementations, topk_logprobs
     from pallas_kernels.mosaic_tpu import plan, run
+    from pallas_kernels.sharding.grouped_rows import GroupedRows
 
     def chosen(*arguments: Any, **options: Any) -> plan.Plan:
         return replace(plan.choose_plan(*arguments, **options), rare=way == "full")
 
     def program(x: Any, ids: Any) -> Any:
+        if way == "groups":  # without candidates
+            part = GroupedRows.of(x).part
+            inverse = 1 / (1 + ids.astype(jnp.float32))
+            nothing = jnp.zeros_like(ids)
+            return sampled_implementations.read(part, inverse, nothing, -1, "mosaic_tpu").groups
         if way == "plain":
             return reference.topk_logprobs(x, ids, k)
         return topk_logprobs(x, ids, k, implementation="xla" if way == "xla" else "mosaic_tpu")

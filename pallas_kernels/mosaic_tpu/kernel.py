@@ -236,7 +236,7 @@ def call(
             scratch_shapes=scratch,
         ),
         out_shape=[
-            _like(given, (plan.num_batches * batch, width), dtype)
+            like(given, (plan.num_batches * batch, width), dtype)
             for width, dtype in zip(widths, dtypes, strict=True)
         ],
         compiler_params=pltpu.CompilerParams(
@@ -267,7 +267,7 @@ def wanted_block(
     return jnp.minimum(unit, last), jnp.where(unit > last, end, place)
 
 
-def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+def like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """An output's type, which varies over the mesh axes of `shard_map` over which x does."""
     varying = jax.typeof(x).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]
