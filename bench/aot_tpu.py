@@ -235,7 +235,7 @@ def print_steps() -> int:
 def step_faults(step: Step) -> list[str]:
     """What of a worker's program breaks a limit."""
     columns = step.vocabulary // step.devices
-    found = [f"{one}, of the vocabulary's size" for one in step.searched]
+    found = [f"{one}, of the vocabulary's size" for one in (*step.searched, *step.looped)]
     found += [
         f"{one} is large" for one in step.collectives if max(sizes(one), default=0) >= columns
     ]

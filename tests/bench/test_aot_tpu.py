@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from bench import aot_tpu
 from bench.tpu import bundles
+from bench.tpu.loops import looped
 from bench.tpu.programs import Compiled, reads
 from bench.tpu.steps import Step, collectives, searched
 
@@ -151,8 +152,41 @@ def test_what_a_step_does_with_the_vocabulary():
         "all-gather f32[4,16,43]": 1,
         "all-reduce (f32[16], f32[16])": 1,
     }
-    fine = Step("v6e", 4, 32_768, "a step", 1, collectives(STEP), [], 1.0)
+    fine = Step("v6e", 4, 32_768, "a step", 1, collectives(STEP), [], [], 1.0)
     assert aot_tpu.step_faults(fine) == []
     gathered = replace(fine, kernels=0, collectives={"all-gather f32[16,32768]": 1})
     assert len(aot_tpu.step_faults(gathered)) == 2
     assert len(aot_tpu.step_faults(replace(fine, searched=searched(STEP, 8192)))) == 2
+    assert len(aot_tpu.step_faults(replace(fine, looped=looped(LOOPS, 8192, 20)))) == 1
+
+
+LOOPS = """
+%fused (p: f32[16,8192]) -> f32[16] {
+  %p.1 = f32[16,8192]{1,0} parameter(0)
+  ROOT %largest.2 = f32[16]{0} reduce(%p.1, %c.3), dimensions={1}
+}
+
+%body (t: (s32[], f32[16,8192])) -> (s32[], f32[16,8192]) {
+  %t.1 = (s32[], f32[16,8192]{1,0}) parameter(0)
+  %x.2 = f32[16,8192]{1,0} get-tuple-element(%t.1), index=1
+  %one.3 = f32[1,1]{1,0} dynamic-slice(%x.2, %i.1, %j.1)
+  %found.4 = f32[16]{0} fusion(%x.2), kind=kLoop, calls=%fused
+}
+
+%less (t: (s32[], f32[16,8192])) -> pred[] {
+  %bound.1 = s32[]{:T(128)} constant(20)
+  ROOT %lt.2 = pred[] compare(%i.2, %bound.1), direction=LT
+}
+
+ENTRY %main (x: f32[16,8192]) -> f32[16] {
+  %w.1 = (s32[], f32[16,8192]{1,0}) while(%t.9), condition=%less, body=%body
+}
+"""
+
+
+def test_a_loop_that_scans_the_vocabulary():
+    """20 turns of a maximum of whole columns; not fewer turns, nor what takes one logit of them."""
+    assert looped(LOOPS, 8192, 20) == ["20 turns of body: reduce %largest.2"]
+    assert looped(LOOPS, 8192, 21) == []
+    assert looped(LOOPS.replace("calls=%fused", "calls=%other"), 8192, 20) == []
+    assert looped(LOOPS, 8193, 20) == []
