@@ -106,6 +106,10 @@ def test_limits():
     v6e = replace(fine, chip="v6e")
     assert aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=75_000), None) == []
     assert "are wanted" in aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=70_000), None)[0]
+    wide = replace(v6e, rows=256)
+    assert aot_tpu.faults(wide, replace(wide, way="plain", cycles=60_000), None) == []
+    slow = replace(wide, way="plain", cycles=58_000)
+    assert "1.95x are wanted" in aot_tpu.faults(wide, slow, None)[0]
 
 
 def test_operations_that_read_the_logits():
