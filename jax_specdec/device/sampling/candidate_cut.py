@@ -24,6 +24,7 @@ def cut_among(
     row: tuple[Float32[Array, " N"], Float32[Array, " N"], exact_sums.Mass],
     sampling: Sampling,
     vocab_size: int,
+    asked: Int32[Array, " N"] | None = None,
 ) -> tuple[Truncation, Bool[Array, " N"]]:
     """The cuts [N], and which of them are settled: those of other rows are anything.
 
@@ -32,9 +33,12 @@ def cut_among(
       row: m, 1 / T and the mass of each row.
       sampling: of each row.
       vocab_size: V.
+      asked: how many candidates of each row count, at least 1; None: all.
     """
     largest, inverse, total = row
-    count = logits.shape[1]
+    count = jnp.full(len(logits), logits.shape[1], jnp.int32) if asked is None else asked
+    counts = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] < count[:, None]
+    logits = jnp.where(counts, logits, -jnp.inf)
     finite = (logits > -jnp.inf).sum(axis=1, dtype=jnp.int32)
     complete = (finite < count) | (count == vocab_size)
     weights = exponential(scaled(logits, largest[:, None], inverse[:, None]))
@@ -81,7 +85,7 @@ def mass_of(
     return _at(_cumulated(weights, vocab_size), last)
 
 
-def _length(found: jax.Array, most: int) -> jax.Array:
+def _length(found: jax.Array, most: jax.Array) -> jax.Array:
     """A length of at most so many candidates; beyond, it is unknown."""
     return jnp.where(found <= most, found, UNKNOWN)
 

@@ -18,6 +18,7 @@ from jax_specdec.device.sampling import candidate_cut, flat_search, parameters, 
 from jax_specdec.device.sampling.parameters import Sampling, Truncation
 from jax_specdec.device.sampling.row_read import RowRead
 from pallas_kernels import (
+    MANY_CANDIDATES,
     WHOLE,
     Greedy,
     GroupedRows,
@@ -98,10 +99,15 @@ def cuts(
     def some() -> Truncation:
         row = (found.largest, found.inverse, found.total)
         cut, settled = candidate_cut.cut_among(
-            found.top_ids, found.top_logits, row, sampling, rows.vocab_size
+            found.top_ids,
+            found.top_logits,
+            row,
+            sampling,
+            rows.vocab_size,
+            row_read.num_candidates(sampling, rows.vocab_size),
         )
         cut = parameters.where(asked & settled, cut, nothing)
-        if found.top_ids.shape[1] == rows.vocab_size:
+        if rows.vocab_size <= MANY_CANDIDATES:
             return cut  # all tokens are candidates
         return _for_the_rest(
             asked & ~settled, cut, lambda left, cut: _by_more(rows, found, sampling, left, cut)

@@ -62,8 +62,7 @@ def read(rows: GroupedRows, sampling: Sampling, *, raw_k: int = -1) -> RowRead:
       raw_k: static; raw logprobs with so many top columns are wanted of the rows. -1: none.
     """
     inverse = inverse_temperature(sampling.temperature)
-    few = (sampling.top_k > 0) & (sampling.top_k <= FEW_CANDIDATES)
-    count = jnp.where(few, sampling.top_k, MANY_CANDIDATES)
+    count = num_candidates(sampling, rows.vocab_size)
     needed = jnp.where((sampling.temperature > 0) & truncates(sampling), count, 0)
     groups, raw_sums, top_ids, top_logits = rows.read(inverse, needed, raw_k)
     if raw_k > 0:
@@ -82,6 +81,16 @@ def read(rows: GroupedRows, sampling: Sampling, *, raw_k: int = -1) -> RowRead:
         log_total=logarithm(exact_sums.to_float(total, rows.vocab_size)),
         valid=jnp.isfinite(largest) & ~jnp.isnan(groups.sums).any(axis=1),
     )
+
+
+def num_candidates(sampling: Sampling, vocab_size: int) -> Int32[Array, " N"]:
+    """How many candidates the read of a row that is cut gives: as many as top-k, or a few.
+
+    Of top-p and min-p most rows keep few tokens; `distribution.cuts` reads more of the others.
+    """
+    by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
+    others = FEW_CANDIDATES if vocab_size > MANY_CANDIDATES else vocab_size
+    return jnp.minimum(jnp.where(by_k, sampling.top_k, others), vocab_size)
 
 
 def mass(
