@@ -216,6 +216,15 @@ class Engine:
             async for record in records:
                 yield record
 
+    def serve(self) -> None:
+        """Hear the workers from now on, in the thread that serves streams; `submit` does so too.
+
+        Raises:
+          EngineClosed: the engine is closed.
+          RuntimeError: it is generating.
+        """
+        self._serving().start()
+
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until those of `submit` have ended.
 
