@@ -68,9 +68,10 @@ class WorkerConfig:
         others' JAX.
       group_address: where they get their commands from it, as ZeroMQ writes it; empty for a socket
         on this host that only its user can reach.
-      group_nodes: hosts that the devices are split over, in order; above 1 for a group that somebody
-        has placed on several.
-      group_launcher: the socket file of who starts the processes on the other hosts; empty with one.
+      group_nodes: hosts that the devices are split over, in order; above 1 where somebody has
+        placed the group on several.
+      group_launcher: the socket file of who starts the processes on the other hosts; empty where
+        there are none.
     """
 
     vocab_size: int

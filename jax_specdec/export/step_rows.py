@@ -1,10 +1,10 @@
-"""Columns of whole steps as Arrow, one row a request, made of records without touching each. No jax.
+"""Columns of whole steps as Arrow, one row a request; no record is touched alone. No jax.
 
 `ColumnBuilder` keeps the records of many requests until they have ended. Here each call makes a
 batch of what some steps brought, and forgets it: for who passes records on as they come.
 """
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,8 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     rows: dict[str, int] = {}
     prompts: list[int] = []
     parts: Parts = {name: [] for name in ("row", "step", "weights_version", "token_id", "kind")}
-    places = [_rows_of(batch, rows, prompts) for batch in taken]
+    tables: dict[int, NDArray[np.int64]] = {}
+    places = [_rows_of(batch, rows, prompts, tables) for batch in taken]
     reasons = np.zeros(len(rows), np.int8)
     sums = np.zeros(len(rows), np.float64)
     ranked = any(_asks(batch.message) for batch in taken)
@@ -64,17 +65,29 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     return _table(rows, prompts, emitted, reasons, sums, parts, sets if kept else None)
 
 
-def _rows_of(batch: RecordBatch, rows: dict[str, int], prompts: list[int]) -> NDArray[np.int64]:
-    """[N] int64, the row of each record's request; new requests get further rows."""
-    found = []
-    for slot in batch.slots.tolist():
+def _rows_of(
+    batch: RecordBatch,
+    rows: dict[str, int],
+    prompts: list[int],
+    tables: dict[int, NDArray[np.int64]],
+) -> NDArray[np.int64]:
+    """[N] int64, the row of each record's request; new requests get further rows.
+
+    Args:
+      tables: [B] the rows of some steps' slots, -1 where unknown, by their tuple of requests:
+        it is another one only where a slot was given or freed.
+    """
+    table = tables.get(id(batch.requests))
+    if table is None:
+        table = tables[id(batch.requests)] = np.full(len(batch.requests), -1, np.int64)
+    found = table[batch.slots]
+    for slot in batch.slots[found < 0].tolist():
         request = batch.requests[slot]
         assert request is not None  # a record exists only for an occupied slot
-        row = rows.setdefault(request.id, len(rows))
+        table[slot] = row = rows.setdefault(request.id, len(rows))
         if row == len(prompts):
             prompts.append(len(request.packed_prompt) // 4)
-        found.append(row)
-    return np.array(found, np.int64)
+    return table[batch.slots]
 
 
 def _asks(message: Message | None) -> bool:
@@ -88,9 +101,11 @@ def _add_tokens(parts: Parts, batch: RecordBatch, message: Message, row: NDArray
     parts["row"].append(row.repeat(counts))
     parts["step"].append(np.full(total, batch.step, np.int64))
     parts["weights_version"].append(np.full(total, message.weights_version, np.uint32))
-    parts["token_id"].append(
-        message.token_ids[message.token_start[batch.slots].repeat(counts) + within]
-    )
+    if total == len(message.token_ids):  # all of them, slot after slot
+        parts["token_id"].append(message.token_ids)
+    else:
+        starts = message.token_start[batch.slots].repeat(counts)
+        parts["token_id"].append(message.token_ids[starts + within])
     accepted, drafts = batch.num_accepted, batch.num_drafts
     last = np.where(accepted < drafts, RECOVERED, np.where(drafts > 0, BONUS, PLAIN))
     kinds = np.where(within < accepted.repeat(counts), ACCEPTED, last.repeat(counts))
@@ -100,14 +115,25 @@ def _add_tokens(parts: Parts, batch: RecordBatch, message: Message, row: NDArray
 def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message) -> None:
     slots, counts = batch.slots, batch.num_tokens
     columns = message.columns[slots]
+    total = int(counts.sum())
+    if total == len(message.token_ids) == len(message.token_ranks) and not message.num_chosen.any():
+        width = int(columns[0])
+        if (columns == width).all():  # a table of equal rows
+            rows = message.logprobs.reshape(total, width)
+            sizes = np.full(total, width - 1)
+            if width == 1 or int(message.topk_ids.min()) >= 0:
+                _put(parts, "logprob", rows[:, 0])
+                _put(parts, "token_rank", message.token_ranks)
+                _put_list(parts, "topk", sizes, message.topk_ids, rows[:, 1:].reshape(-1))
+                _put_list(parts, "chosen", np.zeros_like(sizes), _NO_IDS, _NO_LOGPROBS)
+                return
     asked = columns > 0
     within = _within(counts)
     has = asked.repeat(counts)
-    total = len(within)
     logprob = np.full(total, np.nan, np.float32)
     rank = np.full(total, NOT_ASKED, np.int32)
-    width = (columns + message.num_chosen[slots]).repeat(counts)[has]
-    begin = message.logprob_start[slots].repeat(counts)[has] + within[has] * width
+    widths = (columns + message.num_chosen[slots]).repeat(counts)[has]
+    begin = message.logprob_start[slots].repeat(counts)[has] + within[has] * widths
     logprob[has] = message.logprobs[begin]
     rank[has] = message.token_ranks[message.row_start[slots].repeat(counts)[has] + within[has]]
     _put(parts, "logprob", logprob)
@@ -129,7 +155,7 @@ def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message) -> None:
         np.tile(np.array(_params(batch, slot).extra_token_ids, np.int32), n)
         for slot, n in zip(slots.tolist(), counts.tolist(), strict=True)
     ] if chosen.any() else []  # fmt: skip
-    ids = np.concatenate(named) if named else np.empty(0, np.int32)
+    ids = np.concatenate(named) if named else _NO_IDS
     _put_list(parts, "chosen", chosen, ids, values)
 
 
@@ -137,7 +163,7 @@ def _add_drafts(parts: Parts, batch: RecordBatch) -> None:
     """Draft j was proposed for the position of emitted token j; only few requests ask for them."""
     counts = batch.num_tokens
     total = int(counts.sum())
-    ids = np.full(total, -1, np.int32)
+    drafted = np.full(total, -1, np.int32)
     logprobs = np.full(total, np.nan, np.float32)
     ranks = np.full(total, NOT_ASKED, np.int32)
     sizes = np.zeros(total, np.int64)
@@ -151,7 +177,7 @@ def _add_drafts(parts: Parts, batch: RecordBatch) -> None:
             continue
         begin = int(ends[index]) - n
         m = min(n, len(draft.token_ids))
-        ids[begin : begin + m] = draft.token_ids[:m]
+        drafted[begin : begin + m] = draft.token_ids[:m]
         logprobs[begin : begin + m] = draft.logprobs[:m, 0]
         assert draft.token_ranks is not None
         ranks[begin : begin + m] = draft.token_ranks[:m]
@@ -161,12 +187,12 @@ def _add_drafts(parts: Parts, batch: RecordBatch) -> None:
             chosen.append(
                 (np.tile(np.array(extra, np.int32), m), draft.chosen_logprobs[:m].ravel())
             )
-    _put(parts, "draft_token_id", ids)
+    _put(parts, "draft_token_id", drafted)
     _put(parts, "draft_logprob", logprobs)
     _put(parts, "draft_token_rank", ranks)
-    none = (np.empty(0, np.int32), np.empty(0, np.float32))
-    named, values = zip(*(chosen or [none]), strict=True)
-    _put_list(parts, "draft_chosen", sizes, np.concatenate(named), np.concatenate(values))
+    none = (_NO_IDS, _NO_LOGPROBS)
+    ids, values = zip(*(chosen or [none]), strict=True)
+    _put_list(parts, "draft_chosen", sizes, np.concatenate(ids), np.concatenate(values))
 
 
 def _kept(batch: RecordBatch, message: Message) -> KeptSets:
@@ -195,7 +221,9 @@ def _table(
     counts = np.bincount(of_row, minlength=len(rows))
     order = None
     if (of_row[1:] < of_row[:-1]).any():
-        order = of_row.argsort(kind="stable")
+        # Of 16 bits, NumPy's stable sort is a radix sort.
+        small = of_row.astype(np.uint16) if len(rows) < 1 << 16 else of_row
+        order = small.argsort(kind="stable")
     positions = np.empty(len(rows), np.int64)
     for name, row in rows.items():
         before = emitted.get(name, 0)
@@ -226,11 +254,10 @@ def _table(
         sizes = joined.get(f"{name}.counts")
         if sizes is None or not sizes.any():
             continue
-        cells, sizes = _sorted_cells(sizes, order)
+        takes, sizes = _sorted_lists(sizes, order)
         inner = pa.array(_offsets(sizes))
         for what in ("ids", "logprobs"):
-            values = joined[f"{name}.{what}"]
-            values = values if cells is None else values[cells]
+            values = takes(joined[f"{name}.{what}"])
             whole(f"{name}_{what}", pa.ListArray.from_arrays(inner, pa.array(values)))
     if sets is not None and len(of_row):
         joint = KeptSets.joined(sets)
@@ -262,13 +289,18 @@ def _cells(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.in
     return _within(sizes) + starts.repeat(sizes)
 
 
-def _sorted_cells(
+def _sorted_lists(
     sizes: NDArray[np.int64], order: NDArray[np.int64] | None
-) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
+) -> tuple[Callable[[NDArray[Any]], NDArray[Any]], NDArray[np.int64]]:
+    """What puts lists of `sizes` [N] into another order, and their sizes there."""
     if order is None:
-        return None, sizes
+        return lambda values: values, sizes
+    size = int(sizes[0])
+    if (sizes == size).all():
+        return lambda values: values.reshape(-1, size)[order].reshape(-1), sizes
     ends = sizes.cumsum()
-    return _cells((ends - sizes)[order], sizes[order]), sizes[order]
+    cells = _cells((ends - sizes)[order], sizes[order])
+    return lambda values: values[cells], sizes[order]
 
 
 def _offsets(counts: NDArray[Any]) -> NDArray[np.int32]:
@@ -287,3 +319,7 @@ def _put_list(
     _put(parts, f"{name}.counts", counts)
     _put(parts, f"{name}.ids", ids)
     _put(parts, f"{name}.logprobs", logprobs)
+
+
+_NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
+_NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)

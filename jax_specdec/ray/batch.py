@@ -72,7 +72,8 @@ class ColumnBatch:
 
     def take(self, rows: Sequence[int]) -> "ColumnBatch":
         """The batch with only these rows; a copy."""
-        taken = self.rows.take(pyarrow().array(list(rows)))
+        pa = pyarrow()
+        taken = self.rows.take(pa.array(list(rows), pa.int64()))
         return ColumnBatch(taken, [self.requests[row] for row in rows], self.replica)
 
 
@@ -151,7 +152,7 @@ def columns(batches: Sequence[ColumnBatch]) -> TokenColumns:
 
 
 def packed(rows: Any) -> NDArray[np.uint8]:
-    """A `pyarrow.RecordBatch` as one array of bytes (Arrow's stream format), made without a copy."""
+    """A `pyarrow.RecordBatch` as one array of bytes, in Arrow's stream format."""
     pa = pyarrow()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:

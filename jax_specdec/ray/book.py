@@ -19,7 +19,7 @@ from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import ColumnBatch
 from jax_specdec.ray.replica import Order
 from jax_specdec.ray.routes import Load, Routes
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import Request
 
@@ -158,8 +158,8 @@ class Book:
             begin, end = offsets[row], offsets[row + 1]
             if positions[row] != entry.prompt_length + entry.count:
                 raise BatchError(
-                    f"request {entry.request.id!r}: a row begins at position {positions[row]}, behind "
-                    f"{entry.count} tokens of a prompt of {entry.prompt_length}"
+                    f"request {entry.request.id!r}: a row begins at position {positions[row]}, "
+                    f"behind {entry.count} tokens of a prompt of {entry.prompt_length}"
                 )
             if end > begin:
                 entry.tokens.append(ids[begin:end].copy())
@@ -221,7 +221,8 @@ class Book:
 
 def end_rows(ends: Sequence[tuple[Entry, FinishReason]]) -> ColumnBatch:
     """The last rows of requests that no replica ends."""
-    batches, emitted = [], {}
+    batches: list[RecordBatch] = []
+    emitted: dict[str, int] = {}
     for entry, reason in ends:
         emitted[entry.request.id] = entry.count
         queued = QueuedRequest(request=entry.request, progress=entry.progress or Progress())

@@ -18,13 +18,14 @@ class RayConfig:
         `EngineConfig.tensor_parallel` counts the devices of all, `processes` is on, and each device
         has a process.
       address: of the cluster's head, "host:port"; empty: the one that RAY_ADDRESS names or this
-        node belongs to, else a cluster of this machine alone, which ends with the program. A program
-        that has called `ray.init` keeps what it has.
+        node belongs to, else a cluster of this machine alone, which ends with the program. A
+        program that has called `ray.init` keeps what it has.
       ahead: requests that a replica may hold beside those in its slots, so that no slot waits for
         this program; None: as many as it has slots. All others wait here, for whoever is free.
       coalesce: seconds between two batches of a replica, at least. 0: a batch a step, where the
         reader is that fast. First tokens wait half as long on the average.
-      backlog: batches of a replica that may wait to be read. Then its engine waits, and its workers.
+      backlog: batches of a replica that may wait to be read; then its engine waits, and its
+        workers.
       start_timeout: seconds in which the first replica must take requests.
       head_timeout: seconds in which the cluster's head must answer.
       environment: variables for the replicas' processes, beside those of their nodes.
@@ -81,6 +82,6 @@ class RayConfig:
         if config.tensor_parallel % self.nodes or (self.nodes > 1 and not config.processes):
             raise ValueError(
                 f"tensor_parallel = {config.tensor_parallel}, processes = {config.processes} with "
-                f"nodes = {self.nodes}: the devices of a model must divide among its nodes, and each "
-                "must have a process (processes=True)"
+                f"nodes = {self.nodes}: the devices of a model must divide among its nodes, and "
+                "each must have a process (processes=True)"
             )

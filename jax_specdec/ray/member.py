@@ -141,7 +141,7 @@ class Member:
     def _run(self) -> None:
         """Begin and read, again and again, until the fleet is over or Ray gives up."""
         died = ray("ray.exceptions").ActorDiedError
-        while not self._fleet.over:
+        while not self._fleet.over():
             try:
                 self._begin()
             except died as error:
@@ -156,7 +156,7 @@ class Member:
                 self._restart()
                 continue
             why = self._read()
-            if self._fleet.over:
+            if self._fleet.over():
                 return
             coming = self._fleet.config.on_worker_loss == "restart"
             self._lose(why, coming=coming)
@@ -166,7 +166,7 @@ class Member:
 
     def _begin(self) -> None:
         """Wait until the replica takes requests, with the weights in use."""
-        while not self._fleet.over:
+        while not self._fleet.over():
             weights = self._fleet.weights
             ray().get(self._call("begin", "slow", weights, max_task_retries=-1))
             self.problem = ""
@@ -210,8 +210,9 @@ class Member:
 
     def _restart(self) -> None:
         """Have Ray start the actor anew, where it may: its engine has ended, or is not trusted."""
-        with contextlib.suppress(Exception):
-            self.kill("its engine has ended")
+        if not self._fleet.over():
+            with contextlib.suppress(Exception):
+                self.kill("its engine has ended")
 
     def _may_come_again(self) -> bool:
         return self._fleet.config.on_worker_loss == "restart"

@@ -377,7 +377,6 @@ class RayEngine:
         """Those in use, for a replica that begins."""
         return self._weights
 
-    @property
     def over(self) -> bool:
         """Whether no member shall go on."""
         return self._closed or self._failure is not None
@@ -399,7 +398,7 @@ class RayEngine:
         """Note that a replica is lost, and whether Ray starts it anew."""
         with self._lock:
             member.ready = False
-            if self.over:
+            if self.over():
                 return
             logger.warning("replica %d is lost: %s", member.number, why)
             report = WorkerFailed(f"replica {member.number} is lost: {why}")
@@ -442,14 +441,14 @@ class RayEngine:
 
     def _look(self) -> None:
         """Look at deadlines and at the head, until the end."""
-        while not self.over:
+        while not self.over():
             time.sleep(LOOK_SECONDS)
             problem = self._head.problem()
             for member in self.members:
                 member.look()
             now = time.monotonic()
             with self._lock:
-                if self.over:
+                if self.over():
                     return
                 if problem:
                     self._fail(ClusterError(problem))
