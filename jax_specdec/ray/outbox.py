@@ -1,5 +1,6 @@
 """What a replica's engine has brought and nobody has fetched yet. Never jax."""
 
+import collections
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ class Outbox:
 
     Attributes:
       steps: of all workers, so far.
+      events: what became of lost workers, the latest last; a few of them.
     """
 
     def __init__(self) -> None:
@@ -26,6 +28,7 @@ class Outbox:
         self._closed = False
         self._reader = 0  # the last one: earlier ones end
         self.steps = 0
+        self.events: collections.deque[str] = collections.deque(maxlen=8)
 
     def take(self, update: Update) -> None:
         """Keep an update; waits while too much waits."""
@@ -33,6 +36,8 @@ class Outbox:
             while self._bytes > MOST_BYTES and not self._closed:
                 self._ready.wait(SLICE_SECONDS)
             self.steps += update.message is not None
+            if update.lost is not None:
+                self.events.append(update.lost.report)
             if update.records.batches:
                 self._batches.extend(update.records.batches)
                 self._bytes += 0 if update.message is None else update.message.num_bytes

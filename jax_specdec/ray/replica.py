@@ -72,6 +72,7 @@ class ReplicaStatus:
       steps: of its workers, since it began.
       workers: as `Engine.status`; empty while there is no engine.
       problem: why it is not ready.
+      events: how it lost workers, the latest last; a few of them.
     """
 
     replica: int
@@ -84,6 +85,7 @@ class ReplicaStatus:
     steps: int = 0
     workers: tuple[WorkerStatus, ...] = ()
     problem: str = ""
+    events: tuple[str, ...] = ()
 
 
 class Replica:
@@ -191,6 +193,7 @@ class Replica:
             pid=os.getpid(),
             open_requests=len(self._open),
             steps=self._outbox.steps,
+            events=tuple(self._outbox.events),
             workers=self._engine.status if self._engine is not None else (),
         )
 

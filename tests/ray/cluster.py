@@ -36,10 +36,20 @@ def cluster_of(*nodes, head=0, **head_options):
 
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    common = {"object_store_memory": STORE, "include_dashboard": False}
+    common = {
+        "object_store_memory": STORE,
+        "include_dashboard": False,
+        "include_log_monitor": False,
+    }
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": head, "_system_config": SOON, **common, **head_options},
+        head_node_args={
+            "num_cpus": head,
+            "_system_config": SOON,
+            "no_monitor": True,
+            **common,
+            **head_options,
+        },
     )
     try:
         cluster.workers = [cluster.add_node(num_cpus=cpus, **common) for cpus in nodes]
@@ -53,7 +63,12 @@ def cluster_of(*nodes, head=0, **head_options):
 
 def add_node(cluster, cpus):
     cluster.workers.append(
-        cluster.add_node(num_cpus=cpus, object_store_memory=STORE, include_dashboard=False)
+        cluster.add_node(
+            num_cpus=cpus,
+            object_store_memory=STORE,
+            include_dashboard=False,
+            include_log_monitor=False,
+        )
     )
 
 
