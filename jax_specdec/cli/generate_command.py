@@ -73,8 +73,8 @@ def _add_files(group: Any) -> None:
     )  # fmt: skip
     group.add_argument(
         "--output", type=Path, metavar="FILE",
-        help="append one OpenAI-style record a line; requests with a record are not run again. With "
-        "--ray a folder, with a file of columns (Arrow) for each replica",
+        help="append one OpenAI-style record a line; requests with a record are not run again. "
+        "With --ray a folder, with a file of columns (Arrow) for each replica",
     )  # fmt: skip
     group.add_argument("--quiet", action="store_true", help="do not show the texts")
 

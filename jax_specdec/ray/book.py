@@ -214,7 +214,7 @@ class Book:
         del self.entries[name]
         self._by_key.pop(entry.key, None)
         if entry.replica is not None:
-            self.routes.end(entry.replica, entry.left)
+            self.routes.end(entry.replica, entry.prompt_length + entry.left)
         elif (queue := self._waiting.get(entry.priority)) is not None:
             queue.pop(name, None)
 
