@@ -70,7 +70,7 @@ def _applications() -> Iterator[str]:
         with contextlib.suppress(Exception):  # Ray Serve does not run
             found = serve.status().applications
         for name, one in found.items():
-            yield f"application {name}: {one.status}"
+            yield f"application {name}: {one.status.value}"
             for title, deployment in one.deployments.items():
                 states = {str(k): v for k, v in deployment.replica_states.items()}
-                yield f"  {title}: {deployment.status}, replicas {states}"
+                yield f"  {title}: {deployment.status.value}, replicas {states}"

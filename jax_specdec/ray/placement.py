@@ -103,9 +103,10 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 def nodes_of(found: Sequence[Mapping[str, Any]]) -> str:
     """What the nodes that live have, for an error."""
-    alive = [node for node in found if node["Alive"]]
-    return "; ".join(
-        ", ".join(f"{name} {amount:g}" for name, amount in sorted(node["Resources"].items())
-                  if ":" not in name and "memory" not in name)
-        for node in alive
-    )  # fmt: skip
+    said = []
+    for node in found:
+        if node["Alive"]:
+            amounts = sorted(node["Resources"].items())
+            parts = [f"{name} {n:g}" for name, n in amounts if ":" not in name]
+            said.append(", ".join(part for part in parts if "memory" not in part) or "none")
+    return "; ".join(said)
