@@ -4,8 +4,8 @@
 
 First 2,000 greedy requests run on 6 replicas over 3 nodes; in mid-run a node is lost and another
 one joins. Then requests run for the given time, while workers, replicas' actors, raylets and whole
-nodes are killed. Workers are scripted ones: what an undisturbed run gives is known. Of every request
-each position came once, in order, with the ids and logprobs of an undisturbed run. At the end no
+nodes are killed. Workers are scripted ones: what an undisturbed run gives is known. Each position
+of every request came once, in order, with the ids and logprobs of such a run. At the end no
 process of a replica lives, and no ring is in /dev/shm.
 """
 
