@@ -139,6 +139,14 @@ class Member:
         return bound.options(concurrency_group=group, **options).remote(*arguments)
 
     def _run(self) -> None:
+        """Live; once the fleet is over, Ray may be gone under this thread."""
+        try:
+            self._live()
+        except BaseException:
+            if not self._fleet.over():
+                raise
+
+    def _live(self) -> None:
         """Begin and read, again and again, until the fleet is over or Ray gives up."""
         died = ray("ray.exceptions").ActorDiedError
         while not self._fleet.over():
