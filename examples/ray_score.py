@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute=ray.data.ActorPoolStrategy(size=options.engines),
     )
     scored.write_parquet(options.output)
-    found = ray.data.read_parquet(options.output).sort("nats_a_token").take_all()
-    for row in found:
+    ranked = ray.data.read_parquet(options.output).sort("nats_a_token").take_all()
+    for row in ranked:
         print(f"{row['nats_a_token']:.2f} nats a token: {row['text']!r}")
 
 

@@ -17,7 +17,7 @@ from jax_specdec.engine.queued_request import QueuedRequest, ended
 from jax_specdec.export.arrow import pyarrow
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import ColumnBatch
-from jax_specdec.ray.replica import Order
+from jax_specdec.ray.orders import Order
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.processor_state import Progress

@@ -15,11 +15,11 @@ from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.book import BatchError
 from jax_specdec.ray.errors import full_store
 from jax_specdec.ray.installed import ray
+from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
-from jax_specdec.ray.replica import Order, ReplicaStatus, Weights
 
 if TYPE_CHECKING:
-    from jax_specdec.ray.ray_engine import RayEngine
+    from jax_specdec.ray.fleet import Fleet
 
 logger = logging.getLogger("jax_specdec.ray")
 PATIENCE_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
@@ -37,7 +37,7 @@ class Member:
       traffic: what came from it, and `calls` that were made to it.
     """
 
-    def __init__(self, number: int, place: Callable[[], Place], fleet: "RayEngine") -> None:
+    def __init__(self, number: int, place: Callable[[], Place], fleet: "Fleet") -> None:
         self.number = number
         self.ready = self.begun = False
         self.coming = True

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax_specdec.ray.installed import ray
+from jax_specdec.ray.orders import ReplicaStatus
 from jax_specdec.ray.placement import NAMESPACE, nodes_of
-from jax_specdec.ray.replica import ReplicaStatus
 from jax_specdec.wording import counted
 
 PATIENCE_SECONDS = 5.0

@@ -4,40 +4,30 @@ Ray places the replicas, starts lost ones anew, and carries the batches. Here re
 until they have ended, so that one whose replica is lost goes on elsewhere from its own tokens.
 """
 
-import contextlib
-import logging
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.errors import EngineClosed, EngineFull, WeightsError, WorkerFailed
+from jax_specdec.engine.errors import EngineFull, WeightsError
 from jax_specdec.engine.stream import Stream
-from jax_specdec.ray import placement
 from jax_specdec.ray.batch import ColumnBatch, Part
-from jax_specdec.ray.book import Book, Entry, end_rows
+from jax_specdec.ray.book import Entry
 from jax_specdec.ray.collected import Collected
 from jax_specdec.ray.config import RayConfig
-from jax_specdec.ray.errors import ClusterError, full_store
-from jax_specdec.ray.head import Head
+from jax_specdec.ray.errors import full_store
+from jax_specdec.ray.fleet import Fleet
 from jax_specdec.ray.installed import ray
-from jax_specdec.ray.member import Member
-from jax_specdec.ray.replica import MakeEngine, ReplicaStatus, Weights
-from jax_specdec.ray.routes import Load, Routes
+from jax_specdec.ray.orders import ReplicaStatus, Weights
+from jax_specdec.ray.replica import MakeEngine
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
-
-logger = logging.getLogger("jax_specdec.ray")
-logger.addHandler(logging.NullHandler())
-LOOK_SECONDS = 0.25
 
 
 class RayEngine:
@@ -66,40 +56,8 @@ class RayEngine:
         """
         self.config, self.cluster = config, cluster or RayConfig()
         self.cluster.check(config)
-        self._lock = threading.Condition(threading.RLock())
         self._updating = threading.Lock()
-        self._changing = False  # an update of the weights is between its two halves
-        self._weights = Weights(version=config.weights_version, path=config.weights)
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._started = placement.start(self.cluster.address)
-        self._book = Book(Routes(config.prefill_chunk))
-        self._name = uuid.uuid4().hex[:8]
-        slots = config.num_slots * config.num_ranks
-        ahead = slots if self.cluster.ahead is None else self.cluster.ahead
-        self._load = partial(Load, slots, ahead)
-        replica_config = _of_replica(config, slots + ahead)
-        self.members = [
-            Member(
-                number,
-                partial(
-                    placement.Place,
-                    number,
-                    f"{self._name}:replica-{number}",
-                    replica_config,
-                    self.cluster,
-                    make_engine,
-                ),
-                self,
-            )
-            for number in range(self.cluster.replicas)
-        ]
-        self._head = Head(self.cluster.head_timeout)
-        self._began = time.monotonic()
-        for member in self.members:
-            member.start()
-        self._watch = threading.Thread(target=self._look, name="fleet of jax_specdec", daemon=True)
-        self._watch.start()
+        self._fleet = Fleet(config, self.cluster, make_engine)
 
     def __enter__(self) -> Self:
         return self
@@ -109,41 +67,28 @@ class RayEngine:
 
     def close(self) -> None:
         """End all replicas, and the requests that are left, with the reason `ABORT`."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._end([(entry, FinishReason.ABORT) for entry in self._book.all()])
-            self._lock.notify_all()
-        reachable = self._head.answers
-        for member in self.members:
-            member.close(reachable=reachable)
-        self._head.close()
-        self._watch.join()
-        if self._started:
-            ray().shutdown()
+        self._fleet.close()
 
     @property
     def status(self) -> tuple[ReplicaStatus, ...]:
         """Each replica's numbers, its workers' included; waits for the replicas' answers."""
-        return tuple(member.status() for member in self.members)
+        return tuple(member.status() for member in self._fleet.members)
 
     @property
     def num_waiting(self) -> int:
         """Requests that no replica has."""
-        with self._lock:
-            return self._book.num_waiting
+        return self._fleet.num_waiting
 
     @property
     def weights_version(self) -> int:
         """Of the weights that new requests run with."""
-        return self._weights.version
+        return self._fleet.weights.version
 
     @property
     def traffic(self) -> dict[str, int]:
         """What came from all replicas so far: `batches`, `bytes`, `rows`, `tokens`, `calls`."""
         names = ("batches", "bytes", "rows", "tokens", "calls")
-        return {name: sum(member.traffic[name] for member in self.members) for name in names}
+        return {name: sum(member.traffic[name] for member in self._fleet.members) for name in names}
 
     def generate(self, requests: Sequence[Request]) -> Iterator[ColumnBatch]:
         """Run `requests` on all replicas; yields what came, in batches of many requests.
@@ -162,8 +107,7 @@ class RayEngine:
         if len(names) < len(taken):
             raise RequestError("a request id occurs twice: ids must differ")
         collected = Collected(self.cluster.backlog)
-        with self._lock:
-            self._admit([Entry(request, collected) for request in taken])
+        self._fleet.admit([Entry(request, collected) for request in taken])
         try:
             left = len(taken)
             while left:
@@ -175,7 +119,7 @@ class RayEngine:
         finally:
             collected.close()
             for request in taken:
-                self._abort(request.id, collected)
+                self._fleet.abort(request.id, collected)
 
     def submit(
         self, request: Request, *, priority: int = 0, deadline: float | None = None
@@ -191,16 +135,15 @@ class RayEngine:
           EngineClosed, WorkerFailed, ClusterError: the engine has ended.
         """
         stream: Stream[Part] = Stream(
-            self._checked(request), self._end_stream, max_backlog=self.config.max_backlog
+            self._checked(request), self._end, max_backlog=self.config.max_backlog
         )
         due = None if deadline is None else time.monotonic() + deadline
-        with self._lock:
-            if self._book.num_waiting >= self.config.max_waiting:
-                raise EngineFull(
-                    f"{counted(self._book.num_waiting, 'request')} wait for a slot, as many as may "
-                    "(EngineConfig.max_waiting): try again later"
-                )
-            self._admit([Entry(request, stream, priority=priority, due=due)])
+        if (waiting := self._fleet.num_waiting) >= self.config.max_waiting:
+            raise EngineFull(
+                f"{counted(waiting, 'request')} wait for a slot, as many as may "
+                "(EngineConfig.max_waiting): try again later"
+            )
+        self._fleet.admit([Entry(request, stream, priority=priority, due=due)])
         return stream
 
     async def stream(
@@ -219,7 +162,7 @@ class RayEngine:
 
         Returns False, and does nothing, where the request has ended or is not known.
         """
-        return self._abort(request_id, None)
+        return self._fleet.abort(request_id, None)
 
     def update_weights(
         self, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
@@ -240,12 +183,9 @@ class RayEngine:
           EngineClosed, WorkerFailed, ClusterError: the engine has ended, or a store is full.
         """
         with self._updating:
-            version = self._weights.version + 1
+            version = self._fleet.weights.version + 1
             new = Weights(version=version, **self._content(weights))
-            with self._lock:
-                self._check_open()
-                self._changing = True
-                members = [member for member in self.members if member.ready]
+            members = self._fleet.begin_change()
             try:
                 if not members:
                     raise WeightsError("no replica is ready to load weights: try again later")
@@ -259,16 +199,14 @@ class RayEngine:
                     for member in members:
                         member.forget_weights()
                     raise WeightsError("; ".join(refusals))
-                self._weights = new
+                self._fleet.weights = new
                 answers = [(member, member.use_weights()) for member in members]
                 for member, used in answers:
                     if used() != version:  # Ray starts it anew, with the new ones
                         member.kill("it lost a worker while its weights changed")
                 return version
             finally:
-                with self._lock:
-                    self._changing = False
-                    self._lock.notify_all()
+                self._fleet.end_change()
 
     def _content(self, weights: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(weights, Mapping):
@@ -290,191 +228,5 @@ class RayEngine:
             )
         return request
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise EngineClosed("the engine is closed: make a new one")
-
-    def _admit(self, entries: Sequence[Entry]) -> None:
-        """Let requests wait, and send what can be sent; the lock is held."""
-        self._check_open()
-        for entry in entries:
-            if entry.request.id in self._book.entries:
-                raise RequestError(f"request id {entry.request.id!r} is that of an open request")
-        for entry in entries:
-            self._book.add(entry)
-        self._send()
-
-    def _send(self) -> None:
-        """Send what waits to replicas that have room; the lock is held."""
-        now = time.monotonic()
-        for replica, entries in self._book.assigned().items():
-            self.members[replica].submit([entry.order(now) for entry in entries])
-
-    def _end_stream(self, stream: Stream[Part], reason: FinishReason) -> None:
-        self._abort(stream.request.id, stream, reason)
-
-    def _abort(self, name: str, consumer: Any, reason: FinishReason = FinishReason.ABORT) -> bool:
-        with self._lock:
-            entry = self._book.entries.get(name)
-            if entry is None or (consumer is not None and entry.consumer is not consumer):
-                return False
-            if entry.replica is not None:
-                self.members[entry.replica].abort([entry.key])
-            self._end([(entry, reason)])
-            self._send()
-            return True
-
-    def _end(self, ends: Sequence[tuple[Entry, FinishReason]]) -> None:
-        """End requests here; the lock is held."""
-        if not ends:
-            return
-        for entry, _ in ends:
-            self._book.drop(entry)
-        self._deliver(end_rows(ends), [entry for entry, _ in ends])
-
-    def _deliver(self, batch: ColumnBatch, entries: Sequence[Entry]) -> list[Collected]:
-        """Give rows to those who asked for them, with the lock held; which iterators got some."""
-        first = entries[0].consumer
-        if isinstance(first, Collected) and all(entry.consumer is first for entry in entries):
-            first.put(batch)
-            return [first]
-        collected: dict[int, tuple[Collected, list[int]]] = {}
-        for row, entry in enumerate(entries):
-            consumer = entry.consumer
-            if isinstance(consumer, Collected):
-                collected.setdefault(id(consumer), (consumer, []))[1].append(row)
-            else:
-                self._put(cast("Stream[Part]", consumer), Part(batch, row))
-        for consumer, rows in collected.values():
-            consumer.put(batch.take(rows))
-        return [consumer for consumer, _ in collected.values()]
-
-    def _put(self, stream: Stream[Part], part: Part) -> None:
-        if not stream.put(part) and part.finish_reason is None:
-            logger.warning("request %r ends: nobody reads its parts", part.request_id)
-            self._abort(part.request_id, stream)
-        elif part.finish_reason is not None:
-            stream.close()
-
-    # What the members call.
-
-    def joined(self, member: Member, version: int) -> bool:
-        """Let a replica have requests, if it has the weights in use; else it must get them."""
-        with self._lock:
-            while self._changing and not self._closed:
-                self._lock.wait(LOOK_SECONDS)
-            if version != self._weights.version:
-                return False
-            member.ready = True
-            self._book.join(member.number, self._load())
-            self._send()
-            return True
-
-    @property
-    def weights(self) -> Weights:
-        """Those in use, for a replica that begins."""
-        return self._weights
-
-    def over(self) -> bool:
-        """Whether no member shall go on."""
-        return self._closed or self._failure is not None
-
-    def brought(self, member: Member, rows: Any) -> None:
-        """Take a batch of a replica; waits where its reader is behind.
-
-        Raises:
-          BatchError: it contradicts what came before.
-        """
-        with self._lock:
-            batch, entries = self._book.take(rows, member.number)
-            self._send()
-            readers = self._deliver(batch, entries) if entries else ()
-        for reader in readers:
-            reader.wait_for_room()
-
-    def lost(self, member: Member, why: str, *, coming: bool) -> None:
-        """Note that a replica is lost, and whether Ray starts it anew."""
-        with self._lock:
-            member.ready = False
-            if self.over():
-                return
-            logger.warning("replica %d is lost: %s", member.number, why)
-            report = WorkerFailed(f"replica {member.number} is lost: {why}")
-            left = coming or any(other.coming for other in self.members if other is not member)
-            if self.config.on_worker_loss == "stop" or not left:
-                self._fail(report)
-                return
-            ends = self._book.lose(
-                member.number,
-                resume=self.config.resume_lost,
-                max_attempts=self.config.max_attempts,
-            )
-            self._end(ends)
-            self._send()
-
-    def _fail(self, error: BaseException) -> None:
-        """End everything with an error; the lock is held."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        entries = list(self._book.all())
-        consumers = {id(entry.consumer): entry.consumer for entry in entries}
-        for consumer in consumers.values():
-            if isinstance(consumer, Collected):
-                consumer.error = error
-        for entry in entries:
-            self._book.drop(entry)
-        if entries:
-            batch = end_rows([(entry, FinishReason.WORKER_LOST) for entry in entries])
-            for row, entry in enumerate(entries):
-                if isinstance(entry.consumer, Stream):
-                    entry.consumer.put(Part(batch, row))
-                    entry.consumer.close(error)
-            for consumer in consumers.values():
-                if isinstance(consumer, Collected):
-                    mine = [row for row, entry in enumerate(entries) if entry.consumer is consumer]
-                    if mine:
-                        consumer.put(batch.take(mine))
-        self._lock.notify_all()
-
-    def _look(self) -> None:
-        """Look at deadlines and at the head, until the end."""
-        while not self.over():
-            time.sleep(LOOK_SECONDS)
-            problem = self._head.problem()
-            for member in self.members:
-                member.look()
-            now = time.monotonic()
-            with self._lock:
-                if self.over():
-                    return
-                if problem:
-                    self._fail(ClusterError(problem))
-                    return
-                due = [e for e in self._book.all() if e.due is not None and e.due <= now]
-                for entry in due:
-                    self._abort(entry.request.id, entry.consumer, FinishReason.DEADLINE)
-                late = now - self._began > self.cluster.start_timeout
-                if late and not any(m.begun for m in self.members):
-                    self._fail(ClusterError(self._no_room()))
-                    return
-
-    def _no_room(self) -> str:
-        problems = {member.problem for member in self.members if member.problem}
-        with contextlib.suppress(Exception):
-            have = placement.nodes_of(ray().nodes())
-            problems.add(f"the nodes have {have}")
-        return (
-            f"no replica took requests within {self.cluster.start_timeout:g} seconds "
-            f"(RayConfig.start_timeout); each needs {dict(self.cluster.devices)} on "
-            f"{counted(self.cluster.nodes, 'node')}: {'; '.join(sorted(problems))}. Ask for fewer "
-            "devices, or add nodes"
-        )
-
-
-def _of_replica(config: EngineConfig, most: int) -> EngineConfig:
-    from dataclasses import replace
-
-    return replace(config, max_waiting=max(most, config.max_waiting))
+    def _end(self, stream: Stream[Part], reason: FinishReason) -> None:
+        self._fleet.abort(stream.request.id, stream, reason)

@@ -29,10 +29,11 @@ def test_rollouts_of_stale_weights_are_noticed():
 
 def test_prompts_are_scored_into_parquet(tmp_path):
     printed = run("-W", "default", EXAMPLES / "ray_score.py", "--output", str(tmp_path / "out"))
-    scores = [float(value) for value in re.findall(r"^(\S+) nats a token", printed, re.MULTILINE)]
+    found = re.findall(r"^(\S+) nats a token: '(.*)'", printed, re.MULTILINE)
+    scores = [float(score) for score, _ in found]
     assert len(scores) == 6
     assert scores == sorted(scores)
-    assert "'qqqqqq'" in printed.splitlines()[-1]  # nothing a Python source has
+    assert found[-1][1] == "qqqqqq"  # nothing a Python source has
     table = parquet.read_table(tmp_path / "out")
     for ids, logprobs in zip(
         table["token_ids"].to_pylist(), table["logprobs"].to_pylist(), strict=True
