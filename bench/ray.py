@@ -51,7 +51,9 @@ def measured(k: int, pace: int, rounds: int) -> Comparison:
         vocab_size=VOCABULARY, num_slots=REQUESTS, max_length=LENGTH + 8, num_drafts=TOKENS
     )
     make = functools.partial(Engine, start_worker=functools.partial(WorkerProcess, program=WORKER))
-    cluster = RayConfig(devices={"CPU": 1}, environment={PACE: str(pace)})
+    cluster = RayConfig(
+        devices={"CPU": 1}, environment={PACE: str(pace), "PYTHONPATH": os.getcwd()}
+    )
     steps = LENGTH // TOKENS
     with make(config) as engine, RayEngine(config, cluster, make_engine=make) as fleet:
         calls: dict[str, Callable[[], Any]] = {

@@ -73,8 +73,14 @@ class Fleet:
         ]  # fmt: skip
         self._head = Head(cluster.head_timeout)
         self._began = time.monotonic()
-        for member in self.members:
-            member.start()
+        try:
+            for member in self.members:
+                member.start()
+        except BaseException:
+            self._closed = True
+            for member in self.members:
+                member.close(reachable=True)
+            raise
         self._watch = threading.Thread(target=self._look, name="fleet of jax_specdec", daemon=True)
         self._watch.start()
 

@@ -61,7 +61,8 @@ class Member:
                 ray().get(self._call("close", "slow"), timeout=PATIENCE_SECONDS)
             with contextlib.suppress(Exception):
                 self._place.remove()
-        self._thread.join(PATIENCE_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE_SECONDS)
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Send requests; does not wait."""

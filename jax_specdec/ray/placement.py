@@ -1,7 +1,6 @@
 """Where replicas run: placement groups of Ray, and the actors in them. Never jax."""
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,9 +95,8 @@ def of_actor(devices: Mapping[str, float]) -> dict[str, Any]:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a replica's process; its own modules are those of this program."""
-    paths = [path for path in sys.path if path]
-    return {"PYTHONPATH": os.pathsep.join(paths), **more}
+    """The variables of a replica's process; this program's PYTHONPATH is among them."""
+    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | {**more}
 
 
 def nodes_of(found: Sequence[Mapping[str, Any]]) -> str:
