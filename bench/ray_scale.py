@@ -1,6 +1,6 @@
 """What 1,000 requests cost the parts of a cluster that all nodes share, counted on this machine.
 
-    python -m bench.ray_scale [--requests 1000] [--tokens 256] [--logprobs 0]
+    python -m bench.ray_scale [--requests 1000] [--tokens 256] [--logprobs 0] [--coalesce 0.02]
 
 Two replicas of 64 slots run a worker without a model, at 10 ms a step. Counted are batches, bytes
 and calls at the driver, and the CPU seconds of the driver, of the head (`gcs_server`), of the
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--logprobs", type=int, default=0)
+    parser.add_argument("--coalesce", type=float, default=0.02, help="seconds")
     options = parser.parse_args()
     ray = importlib.import_module("ray")
     before = {name: set(named(name)) for name in ("gcs_server", "raylet")}
@@ -63,7 +64,9 @@ def main() -> None:
         vocab_size=1000, num_slots=SLOTS, max_length=options.tokens + 264, num_drafts=TOKENS
     )
     cluster = RayConfig(
-        replicas=REPLICAS, environment={PACE: str(STEP_US), "PYTHONPATH": os.getcwd()}
+        replicas=REPLICAS,
+        coalesce=options.coalesce,
+        environment={PACE: str(STEP_US), "PYTHONPATH": os.getcwd()},
     )
     params = SamplingParams(max_tokens=options.tokens, logprobs=options.logprobs)
     with RayEngine(config, cluster, make_engine=make) as fleet:
