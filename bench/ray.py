@@ -34,8 +34,8 @@ def run(*, quick: bool) -> list[Comparison]:
     """Measure at K = 0, 5 and 20 at full speed, and at the pace of a model of 10 ms a step."""
     ray = importlib.import_module("ray")  # this module has its name
     ray.init(
-        num_cpus=2, object_store_memory=STORE, include_dashboard=False, log_to_driver=False,
-        logging_level="error",
+        address="local", num_cpus=2, object_store_memory=STORE, include_dashboard=False,
+        log_to_driver=False, logging_level="error",
     )  # fmt: skip
     try:
         cases = [(5, 5_000), (5, 0), (0, 0), (20, 0)]

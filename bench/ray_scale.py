@@ -54,8 +54,8 @@ def main() -> None:
     ray = importlib.import_module("ray")
     before = {name: set(named(name)) for name in ("gcs_server", "raylet")}
     ray.init(
-        num_cpus=REPLICAS, object_store_memory=200_000_000, include_dashboard=False,
-        log_to_driver=False, logging_level="error",
+        address="local", num_cpus=REPLICAS, object_store_memory=200_000_000,
+        include_dashboard=False, log_to_driver=False, logging_level="error",
     )  # fmt: skip
     (head,) = set(named("gcs_server")) - before["gcs_server"]
     (raylet,) = set(named("raylet")) - before["raylet"]

@@ -5,6 +5,10 @@ class ClusterError(RuntimeError):
     """The cluster does not serve: its head is away, a store is full, or no node has room."""
 
 
+class NotBegun(RuntimeError):
+    """A replica that Ray has just started anew was told something: nobody has begun it yet."""
+
+
 def full_store(what: str, error: BaseException) -> ClusterError:
     """The error of an object store that takes nothing more."""
     return ClusterError(

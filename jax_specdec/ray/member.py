@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.book import BatchError
-from jax_specdec.ray.errors import full_store
+from jax_specdec.ray.errors import NotBegun, full_store
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
@@ -81,7 +81,9 @@ class Member:
             for call in done:
                 try:
                     ray().get(call)
-                except Exception as error:  # the reader of its batches finds it lost
+                except NotBegun:  # the reader of its batches finds it lost
+                    continue
+                except Exception as error:
                     if self.ready:
                         with contextlib.suppress(Exception):
                             self.kill(_first(error))

@@ -22,6 +22,7 @@ from jax_specdec.engine.weights import LoadedWeights, WeightsError
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import packed
+from jax_specdec.ray.errors import NotBegun
 from jax_specdec.ray.group import Followers
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
@@ -104,9 +105,14 @@ class Replica:
             yield packed(rows)
 
     def submit(self, orders: Sequence[Order]) -> None:
-        """Take requests; what cannot be taken ends the replica's batches with an error."""
+        """Take requests; what cannot be taken ends the replica's batches with an error.
+
+        Raises:
+          NotBegun: there is no engine.
+        """
         engine = self._engine
-        assert engine is not None
+        if engine is None:
+            raise NotBegun(f"replica {self._number} was started anew, and has no engine yet")
         for order in orders:
             name = order.request.id
             if order.progress is not None:
