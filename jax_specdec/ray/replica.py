@@ -71,9 +71,10 @@ class Replica:
             self._forget_loaded()
             engine = self._engine
             if engine is not None and engine.health().alive:
-                for stream in self._open.values():
+                streams = list(self._open.values())
+                for stream in streams:
                     stream.abort()
-                _wait(lambda: all(s.finish_reason is not None for s in self._open.values()))
+                _wait(lambda: self._over(streams))
                 self._open.clear()
                 self._emitted.clear()
                 self._outbox.clear()
@@ -118,12 +119,14 @@ class Replica:
             if order.progress is not None:
                 self._emitted[name] = len(order.progress.token_ids)
             try:
-                self._open[name] = engine.submit(
+                stream = self._open[name] = engine.submit(
                     order.request,
                     priority=order.priority,
                     deadline=order.deadline,
                     progress=order.progress,
                 )
+                if stream.finish_reason is not None:  # its last row may have left before
+                    self._open.pop(name, None)
             except (RuntimeError, ValueError) as error:
                 self._outbox.fail(error)
 
@@ -186,6 +189,11 @@ class Replica:
         """End the engine and its workers."""
         with self._held:
             self._end()
+
+    def _over(self, streams: Sequence[Any]) -> bool:
+        """Whether streams have ended; what they brought is dropped, so that no engine waits."""
+        self._outbox.clear()
+        return all(stream.finish_reason is not None for stream in streams)
 
     def _make(self, weights: Weights) -> Engine:
         config = self._config

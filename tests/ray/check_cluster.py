@@ -26,7 +26,8 @@ from tests.support.processes import wait_for
 @pytest.fixture(scope="module")
 def cluster():
     before = rings()
-    with cluster_of(1, 1, head=1) as made:
+    # No disk behind the stores: what does not fit is refused.
+    with cluster_of(1, 1, head=1, system={"local_fs_capacity_threshold": 0.0}) as made:
         yield made
     wait_for(lambda: nothing_is_left(before), 20)
 
@@ -63,11 +64,16 @@ def test_all_replicas_get_new_weights_or_none(cluster, tmp_path):
         assert {batch.replica for batch in batches} == {0, 1, 2}
 
 
-def test_a_model_that_cannot_start_says_why(cluster):
-    """The replica's own words, and what the nodes have where none has room."""
-    with fleet(1, config(weights="nowhere/at/all", own_model="", on_worker_loss="stop")) as engine:
-        requests = make_requests(1)
-        check(requests, list(engine.generate(requests)))  # scripted workers read no weights
+def test_weights_that_the_object_store_cannot_hold_are_refused(cluster):
+    with fleet(1) as engine:
+        check(requests := make_requests(2), list(engine.generate(requests)))
+        with pytest.raises(ClusterError, match=r"object store is full.*150000000 bytes"):
+            engine.update_weights({"x": np.ones(37_500_000, np.float32)})
+        assert engine.weights_version == 0
+        check(requests, list(engine.generate(requests)))
+
+
+def test_a_fleet_without_room_says_what_there_is(cluster):
     small = RayConfig(devices={"CPU": 64}, start_timeout=2)
     with (
         RayEngine(config(), small, make_engine=make_engine) as engine,

@@ -29,8 +29,12 @@ make_engine = functools.partial(
 
 
 @contextlib.contextmanager
-def cluster_of(*nodes, head=0, **head_options):
-    """A cluster whose nodes have so many CPUs, the head among them, and this program in it."""
+def cluster_of(*nodes, head=0, system=None):
+    """A cluster whose nodes have so many CPUs, the head too, and this program in it.
+
+    Args:
+      system: further settings of Ray's own.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
@@ -45,10 +49,9 @@ def cluster_of(*nodes, head=0, **head_options):
         initialize_head=True,
         head_node_args={
             "num_cpus": head,
-            "_system_config": SOON,
+            "_system_config": SOON | (system or {}),
             "no_monitor": True,
             **common,
-            **head_options,
         },
     )
     try:
