@@ -16,7 +16,7 @@ def ordered_keys(x: jax.Array) -> jax.Array:
 
     A NaN lies beyond the infinity of its sign. `floats` is the inverse.
     """
-    return _mirrored(_integers(x))
+    return _mirrored(as_integers(x))
 
 
 def floats(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -37,9 +37,9 @@ def strictly_larger(x: jax.Array, than: jax.Array) -> jax.Array:
     """
     # Below a negative number the order of the bits is the reverse: one xor turns both sides, which
     # is cheaper than a key for each x. As 0.0, -0.0 is no negative number.
-    other = _integers(floats(ordered_keys(than), than.dtype))
+    other = as_integers(floats(ordered_keys(than), than.dtype))
     turned = jnp.where(other < 0, np.iinfo(other.dtype).max, jnp.zeros_like(other))
-    return (_integers(x) ^ turned) > (other ^ turned)
+    return (as_integers(x) ^ turned) > (other ^ turned)
 
 
 def just_below(x: jax.Array) -> jax.Array:
@@ -54,7 +54,7 @@ def canonical(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.full_like(x, -jnp.inf), same)
 
 
-def _integers(x: jax.Array) -> jax.Array:
+def as_integers(x: jax.Array) -> jax.Array:
     """The bits of floats as signed integers of their size."""
     bits: jax.Array = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     return bits

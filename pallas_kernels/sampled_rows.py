@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import blocks, group_sums, sampled_on_tpu, selection
 from pallas_kernels.group_sums import EIGHT, WIDTH, GroupSums
-from pallas_kernels.ordered_keys import strictly_larger
+from pallas_kernels.ordered_keys import as_integers, strictly_larger
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.selection_on_cpu import from_groups_on_cpu
 
@@ -271,39 +271,49 @@ def num_larger(
 ) -> Int32[Array, " R"]:
     """How many logits of row `row_ids[r]` are strictly larger than `than[r]`."""
 
-    cpu, default = (
-        functools.partial(_num_larger, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
-    )
-
     def like(_: jax.Array, than: jax.Array, *__: jax.Array) -> _Count:
         return _Count(jnp.zeros(len(than), jnp.int32))
 
     found: _Count = lowered_for(
-        logits, than, row_ids, num_rows, like=like, cpu=cpu, default=default
+        logits, than, row_ids, num_rows, like=like, cpu=_num_larger_on_cpu, default=_num_larger
     )
     return found.larger
 
 
 def _num_larger(
-    size: Size, logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
+    logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
 ) -> _Count:
     def work(x: jax.Array, than: jax.Array) -> _Count:
         larger = strictly_larger(x, than[:, None].astype(x.dtype))
-        ones = jnp.where(larger, jnp.float32(1), jnp.float32(0))
-        return _Count(_sum_of_row(ones).astype(jnp.int32))
+        return _Count(larger.sum(axis=1, dtype=jnp.int32))
 
     initial = _Count(jnp.zeros(len(than), jnp.int32))
-    return _in_blocks(work, size, logits, (than,), initial, 0, row_ids, num_rows)
+    return _in_blocks(work, blocks.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
 
 
-def _sum_of_row(x: jax.Array) -> jax.Array:
-    """x [B, V] of whole numbers -> [B]; exact below 2**24, so the order of adding is free."""
-    pieces = 16
-    width = x.shape[1] // pieces
-    first = x[:, :width]
-    for i in range(1, pieces):
-        first = first + x[:, i * width : (i + 1) * width]
-    found: jax.Array = blocks.barrier(first).sum(1) + x[:, pieces * width :].sum(1)
+def _num_larger_on_cpu(
+    logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
+) -> _Count:
+    def work(start: jax.Array) -> _Count:
+        row = lax.dynamic_slice_in_dim(row_ids, start, 1)
+        # As integers: a slice of bfloat16 would be widened and rounded again.
+        bits = as_integers(blocks.tied(logits, start))
+        x = lax.dynamic_slice_in_dim(bits, row[0], 1)
+        least = lax.dynamic_slice_in_dim(than, start, 1).astype(logits.dtype)
+        larger = strictly_larger(lax.bitcast_convert_type(x, logits.dtype), least)
+        return _Count(_number_of(larger[0])[None])
+
+    initial = _Count(jnp.zeros(len(than), jnp.int32))
+    return blocks.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
+
+
+def _number_of(flags: Bool[Array, " V"]) -> Int32[Array, ""]:
+    """How many are true. XLA's CPU compiler vectorizes a sum of pieces, and no sum of a row."""
+    pieces = 32
+    width = len(flags) // pieces
+    parts = [flags[i * width : (i + 1) * width] for i in range(pieces)]
+    first = functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts])
+    found: jax.Array = first.sum(dtype=jnp.int32) + flags[pieces * width :].sum(dtype=jnp.int32)
     return found
 
 

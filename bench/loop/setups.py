@@ -1,5 +1,7 @@
 """The models that the end-to-end benchmark decodes with, chosen by the device."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from jax_specdec.device.model.params import init_params
 REQUESTS = 64
 DRAFTS = 2
 PROMPT = 16  # tokens
+PEAKED = 1.4  # of the deviation where a softmax of normal logits becomes peaked
 
 
 class Length(NamedTuple):
@@ -71,8 +74,18 @@ def shipped() -> tuple[Any, ModelConfig]:
 
 
 def random(config: ModelConfig) -> tuple[Any, ModelConfig]:
-    """Random weights."""
-    return init_params(config, jax.random.key(0)), config
+    """Random weights, whose logits are as peaked as those of a trained model.
+
+    Logits of neutral norms are nearly equal: a nucleus of them is most of the vocabulary. Normal
+    ones have a softmax that few tokens hold where their deviation is beyond the square root of
+    2 log V (the random energy model: Derrida, Physical Review B 24, 1981).
+    """
+    params = init_params(config, jax.random.key(0))
+    spread = PEAKED * math.sqrt(2 * math.log(config.vocab_size))  # of logits: it was 1
+    assert params.mtp is not None
+    mtp = dataclasses.replace(params.mtp, final_norm=params.mtp.final_norm * spread)
+    norm = params.final_norm * spread
+    return dataclasses.replace(params, final_norm=norm, mtp=mtp), config
 
 
 def wide() -> tuple[Any, ModelConfig]:

@@ -72,6 +72,7 @@ class Service:
         """The application, for a server of ASGI."""
         routes = [
             Route("/v1/models", self._guarded(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self._one_model), methods=["GET"]),
             Route("/v1/completions", self._tokens(asked.completion), methods=["POST"]),
             Route("/v1/chat/completions", self._tokens(asked.chat), methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
@@ -152,15 +153,11 @@ class Service:
         return b"".join(parts)
 
     async def _models(self, _: Request) -> Response:
-        model = self._model
-        one = {
-            "id": model.name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "jax-specdec",
-            "max_model_len": model.max_length,
-        }
-        return JSONResponse({"object": "list", "data": [one]})
+        return JSONResponse({"object": "list", "data": [self._model.listed]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._model.check_name(request.path_params["name"])
+        return JSONResponse(self._model.listed)
 
     async def _health(self, _: Request) -> Response:
         health = self._engine.health()

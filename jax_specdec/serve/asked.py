@@ -111,14 +111,7 @@ def _asked(
     logprobs: int | None,
     echo: bool,
 ) -> Asked:
-    name = given.get("model", model.name)
-    if name != model.name:
-        raise ApiError(
-            404,
-            f"the model {name!r} is not served here; {model.name!r} is",
-            param="model",
-            code="model_not_found",
-        )
+    model.check_name(given.get("model", model.name))
     n = given.get("n", 1)
     if n * len(prompts) > fields.MAX_CHOICES:
         raise ApiError(

@@ -104,7 +104,11 @@ def _none_of(value: Any, schemas: list[Schema]) -> str | None:
 
 
 def _wrong_number(value: float, schema: Schema) -> str | None:
-    low, high = schema["minimum"], schema["maximum"]
+    high = schema["maximum"]
+    if "exclusiveMinimum" in schema:
+        low = schema["exclusiveMinimum"]
+        return None if low < value <= high else f"must be above {low} and at most {high}"
+    low = schema["minimum"]
     if low <= value <= high:  # which neither NaN nor an infinity is
         return None
     return f"must be from {low} to {high}"
@@ -123,7 +127,8 @@ def _wrong_string(value: str, schema: Schema) -> str | None:
 def _wrong_array(value: list[Any], schema: Schema) -> str | None:
     low, high = schema.get("minItems", 0), schema.get("maxItems", math.inf)
     if not low <= len(value) <= high:
-        return f"has {len(value)} items and must have {low} to {high}"
+        limits = f"at least {low}" if high == math.inf else f"{low} to {high}"
+        return f"has {len(value)} items and must have {limits}"
     items = schema["items"]
     if items.get("type") == "integer":
         if not all(type(item) is int for item in value):

@@ -47,7 +47,7 @@ COMMON: dict[str, Schema] = {
     "n": _whole(1, MAX_CHOICES, 1),
     "seed": _whole(0, 2**32 - 1),
     "temperature": _number(0, MAX_TEMPERATURE, 1.0),
-    "top_p": _number(0, 1, 1.0),
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0},
     "top_k": _whole(-1, 2**31 - 1, 0),
     "min_p": _number(0, 1, 0.0),
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},

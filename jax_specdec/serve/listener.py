@@ -48,5 +48,6 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"cannot listen at {host}, port {port} ({error.strerror}): choose another --port",
+            f"cannot listen at {host}, port {port} ({error.strerror}): choose another --host or "
+            "--port",
         ) from error

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from jax_specdec.checkpoint.hf_config import eos_token_ids
 from jax_specdec.checkpoint.hf_names import HfModel
+from jax_specdec.serve.errors import ApiError
 from jax_specdec.text import byte_tokens
 from jax_specdec.text.detokenize import TokenTable
 from jax_specdec.text.tokenizer import Tokenizer
@@ -43,6 +44,31 @@ class ServedModel:
     vocab_size: int
     max_length: int
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def listed(self) -> dict[str, Any]:
+        """The model as OpenAI's list of models has it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "jax-specdec",
+            "max_model_len": self.max_length,
+        }
+
+    def check_name(self, name: str) -> None:
+        """Refuse the name of another model.
+
+        Raises:
+          ApiError: 404; it says which model is served.
+        """
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; {self.name!r} is",
+                param="model",
+                code="model_not_found",
+            )
 
 
 class TinyEncoder:

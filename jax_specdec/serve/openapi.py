@@ -66,6 +66,7 @@ def description(*, keyed: bool) -> dict[str, Any]:
     security: dict[str, Any] = {"security": [{"bearer": []}]} if keyed else {}
     paths = {
         "/v1/models": _get("The model that is served.", _object("list"), keyed),
+        "/v1/models/{name}": _named_model(keyed),
         "/v1/completions": _post(
             "Text behind a prompt.", body_schema(COMPLETION, "prompt"), "text_completion", "text"
         ),
@@ -133,6 +134,15 @@ def _get(
     if keyed:
         responses["401"] = _response(_MEANINGS[401], {"$ref": "#/components/schemas/Error"})
     return {"get": {"summary": summary, "responses": responses}}
+
+
+def _named_model(keyed: bool) -> dict[str, Any]:
+    operations = _get("The model, by its name.", _object("model"), keyed)
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    operations["get"]["parameters"] = [name]
+    schema = {"$ref": "#/components/schemas/Error"}
+    operations["get"]["responses"]["404"] = _response(_MEANINGS[404], schema)
+    return operations
 
 
 def _text(summary: str, kind: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ the next shard sends it the rest, at most 255 columns: so every group is summed 
 with the bits of one device. What all shards need of a group is gathered.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import group_sums, sampled_implementations, sampled_rows
-from pallas_kernels.blocks import vary_like
+from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.group_sums import WIDTH, GroupSums
 from pallas_kernels.sampled_rows import Part, Read
 from pallas_kernels.selection import top_k
@@ -45,6 +45,14 @@ class GroupedRows:
         else:
             part, first = _with_neighbor(logits, shard)
         return cls(logits, shard, vocab_size, part, first)
+
+    def in_trip(self, of: jax.Array) -> "GroupedRows":
+        """The same rows as values of a loop's trip: else XLA would widen all before the loop.
+
+        of: a value that the trip begins with.
+        """
+        logits, part, _ = barrier((self.logits, self.part, of))
+        return replace(self, logits=logits, part=part)
 
     @property
     def num_groups(self) -> int:

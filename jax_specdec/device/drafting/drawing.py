@@ -18,7 +18,7 @@ from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling import candidate_cut, exact_sums
 from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.random_draws import DRAFT, best, gumbel, keys
+from jax_specdec.device.sampling.random_draws import DRAFT, Source, best, gumbel
 from jax_specdec.device.sampling.row_read import scaled
 from jax_specdec.device.sampling.verify import CompactQ, Drafts, Tell
 from pallas_kernels import VocabShard, greedy, inverse_temperature, logarithm, top_candidates
@@ -119,7 +119,7 @@ def _from_candidates(
     log_q = jnp.where(kept, jnp.minimum(gap - log_mass[:, None], 0.0), -jnp.inf)
 
     _, drawn = best(
-        jnp.where(kept, gap + gumbel(keys(sampling.seed, positions, DRAFT), ids), -jnp.inf), ids
+        jnp.where(kept, gap + gumbel(Source(sampling.seed, positions), DRAFT, ids), -jnp.inf), ids
     )
     sampled = (sampling.temperature > 0) & jnp.isfinite(largest)
     token_ids = jnp.where(sampled, drawn, greedy_ids)

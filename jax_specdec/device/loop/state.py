@@ -3,6 +3,7 @@
 Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, N stop ids, V vocabulary.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -87,8 +88,24 @@ def init_state(config: LoopConfig) -> LoopState:
     """B empty slots."""
     batch, length = config.num_slots, config.max_length
     drafts, drafter = config.drafter.init(batch, length)
+    cache = empty_cache(config.model, batch, length)
+    distinct = _empty_slots(cache, drafter, drafts, length)
+    placed: LoopState = config.parallel.place(
+        distinct, state_specs(distinct, config.parallel.num_shards)
+    )
+    return placed
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def _empty_slots(cache: KVCache, drafter: Any, drafts: Drafts, length: int) -> LoopState:
+    """The state around caches, drafter and drafts that are empty, of B slots of T positions.
+
+    It is one program: a worker would compile one for each array, at every start. No two leaves
+    share a buffer, because the state is donated to the next step.
+    """
+    batch = drafts.num.shape[0]
     state = LoopState(
-        cache=empty_cache(config.model, batch, length),
+        cache=cache,
         drafter=drafter,
         drafts=drafts,
         handed_over=jnp.full_like(drafts.token_ids, -1),
@@ -102,12 +119,8 @@ def init_state(config: LoopConfig) -> LoopState:
         stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
         sampling=Sampling.greedy(batch),
     )
-    # No two leaves may share a buffer: the state is donated to the next step.
-    distinct: LoopState = jax.tree.map(jnp.copy, state)
-    placed: LoopState = config.parallel.place(
-        distinct, state_specs(distinct, config.parallel.num_shards)
-    )
-    return placed
+    copied: LoopState = jax.tree.map(jnp.copy, state)
+    return copied
 
 
 def state_shardings(config: LoopConfig) -> Any:

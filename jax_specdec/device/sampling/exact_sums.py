@@ -9,6 +9,7 @@ rounded once, to the last digit. A weight may also be a group's sum, if all grou
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import VocabShard
@@ -49,6 +50,15 @@ def mass(
     return carried(
         tuple(_unsigned(shard.sum(jnp.where(where, part, 0))) for part in parts), vocab_size
     )
+
+
+def total(weights: jax.Array, vocab_size: int) -> Mass:
+    """The sum [N] of weights [N, V]; digits of `digits`."""
+    parts = digits(weights, vocab_size)
+    # All digits in one reduction: else the weights are computed for each.
+    zeros = tuple(np.int32(0) for _ in parts)
+    sums = lax.reduce(parts, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,))
+    return carried(tuple(_unsigned(one) for one in sums), vocab_size)
 
 
 def carried(sums: Mass, vocab_size: int) -> Mass:

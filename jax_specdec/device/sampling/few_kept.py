@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_specdec.device.sampling.parameters import Sampling, Truncation, truncates
-from jax_specdec.device.sampling.random_draws import best, gumbel
+from jax_specdec.device.sampling.random_draws import RECOVER, Source, best, gumbel
 from jax_specdec.device.sampling.row_read import RowRead, scaled
-from jax_specdec.device.sampling.threefry import Words
 from pallas_kernels import MANY_CANDIDATES
 
 
@@ -41,21 +40,21 @@ def draw_among(
     rows: Int32[Array, " B"],
     cut: Truncation,
     taken_ids: Int32[Array, "B M"],
-    keys: Words,
+    source: Source,
 ) -> tuple[Float32[Array, " B"], Int32[Array, " B"]]:
     """The score and the id of a kept candidate of each row, not one that is taken.
 
-    Scores are logarithms of weights exp((x - m) / T), plus noise of (key, token id).
+    Scores are logarithms of weights exp((x - m) / T), plus noise of (source, token id).
 
     Args:
       read: of all rows.
       rows: those to draw from.
       cut: [B].
       taken_ids: -1 where there is none.
-      keys: [B].
+      source: [B], of the noise.
     """
     ids, x = (part[rows, :MANY_CANDIDATES] for part in (read.top_ids, read.top_logits))
     taken = (ids[:, :, None] == taken_ids[:, None, :]).any(axis=2)
     kept = cut.keeps(x, ids) & (ids >= 0) & ~taken
     gap = scaled(x, read.largest[rows][:, None], read.inverse[rows][:, None])
-    return best(jnp.where(kept, gap + gumbel(keys, ids), -jnp.inf), ids)
+    return best(jnp.where(kept, gap + gumbel(source, RECOVER, ids), -jnp.inf), ids)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
@@ -97,9 +98,12 @@ def _changed(
     columns = _columns(jnp.where(known, written.tokens, -1), shard, width)
     slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
     seen = jnp.zeros((len(logits), width), bool).at[slot, columns].set(True, mode="drop")
-    emitted = (place >= output_start[:, 0]).astype(jnp.int32)
-    counts = jnp.zeros((len(logits), width), jnp.int32)
-    counts = counts.at[slot, columns].add(emitted, mode="drop")[:, None]
+    # A narrow table where it can count them all: what it costs is writing it.
+    most = written.tokens.shape[1]
+    narrow = jnp.int16 if most <= np.iinfo(np.int16).max else jnp.int32
+    emitted = (place >= output_start[:, 0]).astype(narrow)
+    counts = jnp.zeros((len(logits), width), narrow)
+    counts = counts.at[slot, columns].add(emitted, mode="drop")[:, None].astype(jnp.int32)
     drafts = _columns(written.draft_ids, shard, width)
     for draft in range(num_positions - 1):
         same = drafts[:, draft, None, None] == jnp.arange(width, dtype=jnp.int32)[None, None]

@@ -6,12 +6,13 @@ the batch and on no earlier step. Drawing again at the same position is sound: a
 used for the first token that is kept there.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jax_specdec.device.sampling import threefry
-from jax_specdec.device.sampling.threefry import Words
 from pallas_kernels import logarithm
 
 # Purposes: independent random numbers at one position. A token after the drafts is drawn in two
@@ -19,26 +20,27 @@ from pallas_kernels import logarithm
 ACCEPT, RECOVER, DRAFT, GROUP = 0, 1, 2, 3
 
 
-def keys(seed: UInt32[Array, "*rows"], positions: Int32[Array, "*rows"], purpose: int) -> Words:
-    """The key of each seed and position: `fold_in(fold_in(key(seed), position), purpose)`."""
-    at_position = threefry.fold_in(threefry.key_of(seed), positions)
-    return threefry.fold_in(at_position, jnp.full_like(positions, purpose))
+class Source(NamedTuple):
+    """What the random numbers of one token depend on, beside their purpose."""
+
+    seed: UInt32[Array, "*rows"]  # of the request
+    position: Int32[Array, "*rows"]  # of the token that they decide
 
 
-def uniform(keys: Words) -> Float32[Array, "*rows"]:
-    """One number in [0, 1) for each key; that of `jax.random.uniform`."""
-    bits = threefry.word(keys, jnp.zeros(keys.first.shape, jnp.int32)) >> 9
+def uniform(source: Source, purpose: int) -> Float32[Array, "*rows"]:
+    """One number in [0, 1), a multiple of 2**-23, for each row."""
+    bits = threefry.word(source.seed, purpose, source.position, jnp.zeros((), jnp.int32)) >> 9
     return lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32) - 1
 
 
-def gumbel(keys: Words, ids: Int32[Array, "B C"]) -> Float32[Array, "B C"]:
-    """Gumbel noise, a function of each row's key [B] and each id alone.
+def gumbel(source: Source, purpose: int, ids: Int32[Array, "B C"]) -> Float32[Array, "B C"]:
+    """Gumbel noise, a function of each row's source [B] and each id alone.
 
     So a device that holds a part of a row makes the noise of that part.
     """
-    both = threefry.word(Words(keys.first[:, None], keys.second[:, None]), ids)
+    bits = threefry.word(source.seed[:, None], purpose, source.position[:, None], ids)
     # All 32 bits, so that the smallest exponentials, which decide for rare tokens, are fine ones.
-    u = jnp.minimum((both.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), 1 - 2.0**-24)
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), 1 - 2.0**-24)
     # -log(1 - u): what 1 - u loses by rounding, the quotient gives back (W. Kahan).
     rest = 1 - u
     lost = jnp.where(rest < 1, 1 - rest, jnp.float32(1))

@@ -11,7 +11,8 @@ made again without them: a difference of sums would be rounding where little is 
 Axes: B slots, one row each; L groups of this device, M tokens that q has.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,14 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jax_specdec.device.sampling.distribution import compacted
 from jax_specdec.device.sampling.few_kept import draw_among
 from jax_specdec.device.sampling.parameters import Truncation
-from jax_specdec.device.sampling.random_draws import best, gumbel, log_of
+from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from jax_specdec.device.sampling.row_read import RowRead, scaled
-from jax_specdec.device.sampling.threefry import Words
 from pallas_kernels import GROUP_WIDTH as WIDTH
 from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups, vary_like
 
 SOME_GROUPS = 64  # that the kept tokens of most rows are in
+SLOTS = 64  # to draw for at a time
+Outputs = TypeVar("Outputs")  # a tree of arrays [B]
 
 
 class Drawing(NamedTuple):
@@ -40,8 +42,7 @@ class Drawing(NamedTuple):
     taken_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
     log_p: Float32[Array, "B M"]  # of these tokens; -inf where p has none
     q: Float32[Array, "B M"]
-    group_keys: Words  # [B]
-    token_keys: Words  # [B]
+    source: Source  # [B]
 
 
 def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
@@ -57,11 +58,11 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     no_token = vary_like(nothing, few)
 
     def by_groups() -> tuple[jax.Array, jax.Array]:
-        return _by_groups(logits, found, drawing._replace(sampled=widely), largest, inverse)
+        slots = drawing._replace(sampled=widely), largest, inverse
+        return _in_blocks(lambda logits, *some: _by_groups(logits, found, *some), logits, slots)
 
     def by_tokens() -> tuple[jax.Array, jax.Array]:
-        keys = drawing.token_keys
-        return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, keys)
+        return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, drawing.source)
 
     score, token = lax.cond(jnp.any(widely), by_groups, lambda: no_group)
     score, token = _of_all_shards(logits, score, token)
@@ -69,7 +70,7 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     score, token = jnp.where(few, own_score, score), jnp.where(few, own_token, token)
 
     # A taken token's noise is its own: the sum of its group does not have it.
-    noise = gumbel(drawing.token_keys, drawing.taken_ids)
+    noise = gumbel(drawing.source, RECOVER, drawing.taken_ids)
     left = jnp.maximum(exponential(drawing.log_p) - drawing.q, 0.0)
     apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.taken_ids)
     chosen = jnp.where(apart > score, apart_id, token)
@@ -91,11 +92,35 @@ def _by_groups(
     sums = _without_taken(logits, sums, drawing, inverse)
     numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
     scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
-    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.group_keys, numbers), -jnp.inf)
+    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.source, GROUP, numbers), -jnp.inf)
     place = jnp.argmax(scores, axis=1)[:, None]  # the first of equal ones
     score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
     group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
     return score, _in_group(logits, group, drawing, inverse)
+
+
+def _in_blocks(work: Callable[..., Outputs], logits: GroupedRows, slots: Any) -> Outputs:
+    """work(logits, *slots), of at most `SLOTS` slots at a time: 64 groups of a slot are 64 KB."""
+    number = len(jax.tree.leaves(slots)[0])
+    if number <= SLOTS:
+        return work(logits, *slots)
+
+    def block(carry: tuple[jax.Array, Outputs]) -> tuple[jax.Array, Outputs]:
+        # The last block may reach beyond the slots: slices and updates begin early then, alike.
+        start, done = carry
+        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, SLOTS), slots)
+        updated: Outputs = jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0),
+            done,
+            work(logits.in_trip(start), *some),
+        )
+        return start + SLOTS, updated
+
+    like = jax.eval_shape(lambda *some: work(logits, *some), *slots)
+    zeros: Outputs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
+    first = vary_like((jnp.int32(0), zeros), (logits.logits, slots))
+    found: Outputs = lax.while_loop(lambda carry: carry[0] < number, block, first)[1]
+    return found
 
 
 def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
@@ -222,7 +247,9 @@ def _in_group(
     x = jnp.where(drawing.cut.keeps(x, ids) & ~taken, x, -jnp.inf)
     largest = x.max(axis=1, keepdims=True)
     largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
-    _, token = best(scaled(x, largest, inverse[:, None]) + gumbel(drawing.token_keys, ids), ids)
+    _, token = best(
+        scaled(x, largest, inverse[:, None]) + gumbel(drawing.source, RECOVER, ids), ids
+    )
     return token
 
 

@@ -89,11 +89,7 @@ def mass(
 ) -> exact_sums.Mass:
     """The rows' sums of exp((x - m) / T), from those of their groups; any split gives its bits."""
     weights = groups.sums * exponential(scaled(groups.maxima, largest[:, None], inverse[:, None]))
-    weights = lax.optimization_barrier(weights)  # type: ignore[no-untyped-call]  # for all digits
-    found = (part.sum(axis=1, dtype=jnp.int32) for part in exact_sums.digits(weights, vocab_size))
-    return exact_sums.carried(
-        tuple(lax.bitcast_convert_type(one, jnp.uint32) for one in found), vocab_size
-    )
+    return exact_sums.total(weights, vocab_size)
 
 
 def greedy_ids(rows: GroupedRows, found: RowRead, *, raw_k: int = -1) -> Int32[Array, " N"]:

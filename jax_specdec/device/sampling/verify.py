@@ -21,7 +21,7 @@ from jax_specdec.device.sampling.distribution import cuts
 from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.few_kept import keeps_few
 from jax_specdec.device.sampling.parameters import Sampling, Truncation, of_each_row, where
-from jax_specdec.device.sampling.random_draws import ACCEPT, GROUP, RECOVER, keys, uniform
+from jax_specdec.device.sampling.random_draws import ACCEPT, Source, uniform
 from jax_specdec.device.sampling.residual import Drawing, draw
 from jax_specdec.device.sampling.row_read import RowRead
 from pallas_kernels import (
@@ -225,7 +225,7 @@ def sampled_slots(
     )
     before = slots.positions[:, :-1]
     seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
-    u = uniform(keys(seeds, before, ACCEPT))
+    u = uniform(Source(seeds, before), ACCEPT)
     considered = slots.proposed & read.valid.reshape(shape)[:, :-1]
     best_ids = choice.token_ids.reshape(shape)
     agrees = drafts.token_ids == best_ids[:, :-1]
@@ -328,8 +328,7 @@ def _drawing(
         taken_ids=jnp.where(rejected, at_a(q.ids, -1), -1),
         log_p=jnp.where(rejected, at_a(log_p, -jnp.inf), -jnp.inf),
         q=jnp.where(rejected, exponential(at_a(q.logprobs, -jnp.inf)), 0.0),
-        group_keys=keys(sampling.seed, position, GROUP),
-        token_keys=keys(sampling.seed, position, RECOVER),
+        source=Source(sampling.seed, position),
     )
 
 

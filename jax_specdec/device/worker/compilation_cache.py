@@ -8,7 +8,7 @@ import jax
 
 from jax_specdec import compiled_programs
 
-LEAST_SECONDS = 0.1  # a program that compiles faster is not worth a file
+LEAST_SECONDS = 0.01  # a program that compiles faster is not worth a file
 
 
 def begin(setting: str) -> None:

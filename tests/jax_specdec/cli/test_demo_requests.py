@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jax_specdec.cli import demo_requests
+from jax_specdec.device.messages.buckets import k_bucket
 from jax_specdec.records import output_processor
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.text import byte_tokens
@@ -22,6 +23,33 @@ def test_the_built_in_requests_ask_for_many_things():
     asked = [request.params.logprobs for request in requests]
     assert {None, 0, 20} <= set(asked)
     assert {0.0} < {request.params.temperature for request in requests}
+
+
+def largest_k(requests, slots, tokens_a_step):
+    """The largest K that runs, step by step, in this many slots that are filled in order."""
+    waiting, running, found = list(requests), [], []
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append([waiting[0].params.max_tokens, waiting.pop(0).params.logprobs])
+        found.append(max(k if k is not None else -1 for _, k in running))
+        for one in running:
+            one[0] -= tokens_a_step
+        running = [one for one in running if one[0] > 0]
+    return found
+
+
+def buckets(largest):
+    return {k_bucket(k, byte_tokens.VOCAB_SIZE) for k in largest}
+
+
+@pytest.mark.parametrize("tokens_a_step", [2, 3, 4])
+def test_every_batch_of_the_demo_runs_the_same_program(tokens_a_step):
+    """The largest K of a batch is part of its program, which costs a start two seconds."""
+    requests = demo_requests.default_requests()
+    assert buckets(largest_k(requests, 8, tokens_a_step)) == {20}
+    # Negative control: without those of K = 20, a second program would be read.
+    narrow = [one for one in requests if one.params.logprobs != 20]
+    assert len(buckets(largest_k(narrow, 8, tokens_a_step))) > 1
 
 
 def test_options_change_every_request():

@@ -49,6 +49,9 @@ def complete(client, **changes):
 def test_the_model_is_listed(client):
     (model,) = client.models.list().data
     assert (model.id, model.object) == ("scripted", "model")
+    assert client.models.retrieve("scripted") == model
+    with pytest.raises(openai.NotFoundError, match="'some/other' is not served here"):
+        client.models.retrieve("some/other")
 
 
 def test_a_completion_has_the_text_its_logprobs_and_the_usage(client):

@@ -63,7 +63,8 @@ def test_unknown_places_and_methods(http, method, path, status):
         (json.dumps({"prompt": "a" * 64}), "64 prompt tokens and max_tokens = 16 exceed the 64"),
         (json.dumps({"prompt": [1, -1]}), "prompt = [1, -1]"),
         (json.dumps({"prompt": [31_000]}), "prompt token id 31000 is outside the vocabulary"),
-        (json.dumps({"prompt": []}), "has 0 items"),
+        (json.dumps({"prompt": []}), "has 0 items and must have 1 to 128"),
+        (json.dumps({"prompt": "a", "top_p": 0}), "top_p = 0: must be above 0 and at most 1"),
         (json.dumps({"prompt": "\ud800"}), "half of a surrogate pair"),
         (json.dumps({"prompt": "a", "n": True}), "n = true: must be a whole number"),
         (json.dumps({"prompt": "a", "n": 129}), "must be from 1 to 128"),
@@ -126,6 +127,7 @@ def test_wrong_messages_are_named(http):
         return error(http.post("/v1/chat/completions", json=body), 400)["message"]
 
     assert "messages is missing" in said()
+    assert "has 0 items and must have at least 1" in said(messages=[])
     assert "content is missing" in said(messages=[{"role": "user"}])
     assert "must be one of system" in said(messages=[{"role": "robot", "content": ""}])
     assert "no system message" in said(messages=[{"role": "system", "content": "x"}])

@@ -14,7 +14,7 @@ from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.model.checkpoint import load_checkpoint
 from jax_specdec.device.model.params import named_arrays
-from jax_specdec.device.sampling.random_draws import DRAFT, gumbel, keys
+from jax_specdec.device.sampling.random_draws import DRAFT, Source, gumbel
 from jax_specdec.text import byte_tokens
 from tests.jax_specdec.device.sampling.test_distribution import expected_probs
 from tests.support import quick_compile, reference_model
@@ -63,9 +63,9 @@ def written_out(q, slot):
 def drawn_again(state):
     """The tokens [B, D] that noise of each token gives from the loop's own q."""
     places = state.lengths[:, None] + jnp.arange(D, dtype=jnp.int32)[None, :]
-    row_keys = keys(jnp.full(places.size, SEED, jnp.uint32), places.reshape(-1), DRAFT)
+    source = Source(jnp.full(places.size, SEED, jnp.uint32), places.reshape(-1))
     ids = state.drafts.q.ids.reshape(places.size, -1)
-    scores = state.drafts.q.logprobs.reshape(ids.shape) + gumbel(row_keys, ids)
+    scores = state.drafts.q.logprobs.reshape(ids.shape) + gumbel(source, DRAFT, ids)
     best = jnp.take_along_axis(ids, jnp.argmax(scores, axis=1)[:, None], axis=1)
     return best.reshape(places.shape)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jax_specdec.device.sampling.distribution import processed_probs
 from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.random_draws import ACCEPT, DRAFT, keys, uniform
+from jax_specdec.device.sampling.random_draws import ACCEPT, DRAFT, Source, uniform
 from jax_specdec.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, RequestError, SamplingParams
 from tests.support import quick_compile
 
@@ -140,7 +140,7 @@ def test_temperatures_that_are_refused(wrong):
 def test_random_numbers_depend_on_seed_position_and_purpose_alone():
     @quick_compile.jit
     def draw(s, p):
-        return uniform(keys(s, p, ACCEPT)), uniform(keys(s, p, DRAFT))
+        return uniform(Source(s, p), ACCEPT), uniform(Source(s, p), DRAFT)
 
     seeds = np.array([[3, 3, 4], [3, 3, 4]], np.uint32)
     positions = np.array([[7, 8, 7], [7, 8, 7]], np.int32)
@@ -148,5 +148,5 @@ def test_random_numbers_depend_on_seed_position_and_purpose_alone():
     np.testing.assert_array_equal(accept[0], accept[1])
     numbers = np.concatenate([accept[0], draft[0]])
     assert len(set(numbers.tolist())) == 6
-    alone = uniform(keys(*map(jnp.asarray, (seeds[:1, 2:], positions[:1, 2:])), ACCEPT))
+    alone = uniform(Source(*map(jnp.asarray, (seeds[:1, 2:], positions[:1, 2:]))), ACCEPT)
     np.testing.assert_array_equal(alone, accept[:1, 2:])  # without jit, too

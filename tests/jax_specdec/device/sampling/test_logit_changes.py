@@ -87,6 +87,16 @@ def test_every_slot_against_lists(dtype):
     np.testing.assert_array_equal(found[1], logits[1].astype(np.float32))  # it asks for nothing
 
 
+@pytest.mark.parametrize("length", [32767, 32768])
+def test_counts_of_long_requests(length):
+    """Each token is the same one: the narrow table's last count, and the first beyond it."""
+    params = SamplingParams(frequency_penalty=1 / 64, presence_penalty=1.0)
+    changes = changes_of([params], [0], [0])
+    tokens = Written(jnp.full((1, length), 3), jnp.int32([length]), jnp.zeros((1, 0), jnp.int32))
+    found = quick_compile.jit(changed_logits)(jnp.zeros((1, 1, 4)), changes, tokens)
+    np.testing.assert_array_equal(found[0, 0], [0, 0, 0, -length / 64 - 1])
+
+
 def test_drafts_that_do_not_count_are_noticed():
     """Negative control: row 0 is right without them, and each row behind a draft is not."""
     logits, params, prompts, emitted, drafts = some()

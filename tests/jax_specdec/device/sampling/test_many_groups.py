@@ -16,9 +16,8 @@ from scipy import stats
 
 from jax_specdec.device.drafting.drawing import draw, none_drawn
 from jax_specdec.device.sampling import residual, row_read
-from jax_specdec.device.sampling import verify as verify_module
 from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, gumbel, keys
+from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, Source, gumbel
 from jax_specdec.device.sampling.verify import Drafts, accept_draft, verify
 from pallas_kernels import GroupSums
 from tests.jax_specdec.device.sampling.test_distribution import expected_probs
@@ -92,14 +91,14 @@ def verified(drawn, target, draft, sampling, num, spoiled):
         ids = jnp.where(spoiled.kept, -1, drawing.taken_ids)
         return taken(logits, sums, drawing._replace(taken_ids=ids), inverse)
 
-    def keeping_few(read, rows, cut, taken_ids, keys):
-        return among(read, rows, cut, jnp.where(spoiled.kept, -1, taken_ids), keys)
+    def keeping_few(read, rows, cut, taken_ids, source):
+        return among(read, rows, cut, jnp.where(spoiled.kept, -1, taken_ids), source)
 
     def accept(u, p, q):
         return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))
 
     with (
-        mock.patch.object(verify_module, "GROUP", spoiled.purpose),
+        mock.patch.object(residual, "GROUP", spoiled.purpose),
         mock.patch.object(row_read, "read", forgetful),
         mock.patch.object(residual, "_without_taken", keeping),
         mock.patch.object(residual, "draw_among", keeping_few),
@@ -189,10 +188,10 @@ DRAWS = 17  # times SLOTS: 102,000
 @quick_compile.jit
 def noises(seeds, groups):
     """The noise of all groups [N, G], and of the tokens [N, 256] of these groups [N]."""
-    at = jnp.full(seeds.shape, POSITION, jnp.int32)
+    source = Source(seeds, jnp.full(seeds.shape, POSITION, jnp.int32))
     numbers = jnp.broadcast_to(jnp.arange(NUM_GROUPS, dtype=jnp.int32), (len(seeds), NUM_GROUPS))
     ids = groups[:, None] * 256 + jnp.arange(256, dtype=jnp.int32)[None]
-    return gumbel(keys(seeds, at, GROUP), numbers), gumbel(keys(seeds, at, RECOVER), ids)
+    return gumbel(source, GROUP, numbers), gumbel(source, RECOVER, ids)
 
 
 def decided_in_float64(row, seeds, temperature):

@@ -1,40 +1,38 @@
-"""The random words are those of `jax.random`, jitted and not."""
+"""The random words are those of jax's own threefry, jitted and not."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 
 from jax_specdec.device.sampling import threefry
-from jax_specdec.device.sampling.random_draws import ACCEPT, DRAFT, keys, uniform
+from jax_specdec.device.sampling.random_draws import ACCEPT, GROUP, Source, uniform
 
 pytestmark = pytest.mark.fast
 
-SEEDS = jnp.array([0, 1, 7, 2**31, 2**32 - 1], jnp.uint32)
-NUMBERS = jnp.array([0, 1, -1, 2**31 - 1, -(2**31)], jnp.int32)
+SEEDS = np.array([0, 1, 7, 2**31, 2**32 - 1], np.uint32)
+NUMBERS = np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32)
+ALL = [np.ravel(x) for x in np.meshgrid(SEEDS, NUMBERS, NUMBERS)]
 
 
-def of_jax(seed, *numbers):
-    key = jax.random.key(seed)
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key
+def of_jax(purpose, seeds, positions, ids):
+    """The first words of key (purpose, seed) and counter (position, id), one call each."""
+    return [
+        threefry_2x32(np.array([purpose, seed], np.uint32), np.array(counter).astype(np.uint32))[0]
+        for seed, *counter in zip(seeds, positions, ids, strict=True)
+    ]
 
 
+@pytest.mark.parametrize("purpose", [ACCEPT, GROUP])
 @pytest.mark.parametrize("transform", [jax.jit, lambda call: call])
-def test_words_are_those_of_jax_random(transform):
-    found = transform(lambda s, n: threefry.fold_in(threefry.key_of(s), n))(SEEDS, NUMBERS)
-    expected = jax.vmap(lambda s, n: jax.random.key_data(of_jax(s, n)))(SEEDS, NUMBERS)
-    np.testing.assert_array_equal(np.stack(found, axis=1), expected)
+def test_words_are_those_of_jaxs_threefry(transform, purpose):
+    found = transform(lambda *numbers: threefry.word(numbers[0], purpose, *numbers[1:]))
+    np.testing.assert_array_equal(found(*map(jnp.asarray, ALL)), of_jax(purpose, *ALL))
 
 
-@pytest.mark.parametrize("purpose", [ACCEPT, DRAFT])
-def test_keys_and_uniform_numbers_are_those_of_jax_random(purpose):
-    def expected(seed, position):
-        key = of_jax(seed, position, purpose)
-        return jax.random.key_data(key), jax.random.uniform(key, (), jnp.float32)
-
-    made = keys(SEEDS, NUMBERS, purpose)
-    words, numbers = jax.vmap(expected)(SEEDS, NUMBERS)
-    np.testing.assert_array_equal(np.stack(made, axis=1), words)
-    np.testing.assert_array_equal(uniform(made), numbers)
+def test_uniform_numbers_are_the_leading_bits_of_words():
+    seeds, positions = ALL[:2]
+    words = np.array(of_jax(ACCEPT, seeds, positions, np.zeros_like(positions)))
+    found = uniform(Source(jnp.asarray(seeds), jnp.asarray(positions)), ACCEPT)
+    np.testing.assert_array_equal(found, (words >> 9) * 2.0**-23)

@@ -15,8 +15,7 @@ from scipy import stats
 from jax_specdec.device.sampling import exact_sums
 from jax_specdec.device.sampling.distribution import processed_probs, truncation
 from jax_specdec.device.sampling.parameters import Sampling, Truncation
-from jax_specdec.device.sampling.random_draws import gumbel
-from jax_specdec.device.sampling.threefry import key_of
+from jax_specdec.device.sampling.random_draws import DRAFT, Source, gumbel
 from pallas_kernels import exponential, oracle
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
 from tests.support import quick_compile
@@ -316,11 +315,12 @@ def test_shards_give_the_same_bits(shards):
     assert (probs[..., RAGGED:] == 0).all()
 
 
-def test_noise_belongs_to_key_and_token_and_is_gumbels():
+def test_noise_belongs_to_source_and_token_and_is_gumbels():
     @quick_compile.jit
     def noises():
-        keys, last = key_of(jnp.array([3], jnp.uint32)), jnp.array([[7, 19_999]], jnp.int32)
-        return gumbel(keys, jnp.arange(20_000, dtype=jnp.int32)[None])[0], gumbel(keys, last)[0]
+        source = Source(jnp.array([3], jnp.uint32), jnp.array([11], jnp.int32))
+        every, last = jnp.arange(20_000, dtype=jnp.int32)[None], jnp.array([[7, 19_999]], jnp.int32)
+        return gumbel(source, DRAFT, every)[0], gumbel(source, DRAFT, last)[0]
 
     noise, part = jax.device_get(noises())
     np.testing.assert_array_equal(part, noise[[7, 19_999]])
