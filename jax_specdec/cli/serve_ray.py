@@ -5,12 +5,15 @@ import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.ray import placement, serve_app
 from jax_specdec.serve.app import Bounds
 from jax_specdec.serve.model import ServedModel
+
+LOOK_SECONDS = 0.5
 
 MakeModel = Callable[[argparse.Namespace], tuple[ServedModel, EngineConfig]]
 
@@ -29,7 +32,7 @@ def run(options: argparse.Namespace, make: MakeModel) -> int:
     key = options.api_key or os.environ.get("JAX_SPECDEC_API_KEY", "")
     bounds = Bounds(max_body=options.max_body, max_open=options.max_open, timeout=options.timeout)
     try:
-        placement.start(options.ray)
+        joined = placement.start(options.ray)
         built = serve_app.application(
             config,
             functools.partial(_model, make, options),
@@ -48,12 +51,22 @@ def run(options: argparse.Namespace, make: MakeModel) -> int:
         flush=True,
     )
     try:
-        signal.pause()
-    except KeyboardInterrupt:
+        _wait_for_a_signal()
         print("ending: open requests end first", file=sys.stderr, flush=True)
     finally:
         serve_app.stop()
+        if joined:
+            placement.leave()
     return 0
+
+
+def _wait_for_a_signal() -> None:
+    """Wait for SIGTERM or SIGINT; Ray has handlers of its own, which would end this at once."""
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    while not over.wait(LOOK_SECONDS):  # a wait without an end would hold the handlers up
+        pass
 
 
 def _model(make: MakeModel, options: argparse.Namespace) -> ServedModel:

@@ -33,6 +33,6 @@ def run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
     except (ConnectionError, RuntimeError) as error:
-        print(f"no cluster answers: {error}", file=sys.stderr)
+        print(f"jax-specdec: {error}", file=sys.stderr)
         return 1
     return 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import ReplicaStatus
-from jax_specdec.ray.placement import NAMESPACE, nodes_of
+from jax_specdec.ray.placement import NAMESPACE, check_reachable, nodes_of
 from jax_specdec.wording import counted
 
 PATIENCE_SECONDS = 5.0
@@ -20,6 +20,7 @@ def lines(address: str) -> Iterator[str]:
     """
     joined = not ray().is_initialized()
     if joined:
+        check_reachable(address)
         ray().init(
             address=address or "auto", namespace=NAMESPACE, log_to_driver=False,
             logging_level="error",

@@ -1,6 +1,7 @@
 """Where replicas run: placement groups of Ray, and the actors in them. Never jax."""
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,19 +12,47 @@ from jax_specdec.ray.installed import ray
 from jax_specdec.ray.replica import MakeEngine, Replica
 
 NAMESPACE = "jax-specdec"
+CONNECT_SECONDS = 5.0
 # A method's thread: commands keep their order, and nothing waits behind a weights update.
 GROUPS = {"commands": 1, "records": 2, "slow": 4}
 
 
 def start(address: str) -> bool:
-    """Join the cluster; whether this program did so only now."""
+    """Join the cluster; whether this program did so only now.
+
+    Raises:
+      ConnectionError: nobody listens at the address.
+    """
     if ray().is_initialized():
         return False
+    check_reachable(address)
     options: dict[str, Any] = {"address": address} if address else {}
     if not (address or os.environ.get("RAY_ADDRESS")):
         options["include_dashboard"] = False
     ray().init(namespace=NAMESPACE, log_to_driver=False, **options)
     return True
+
+
+def leave() -> None:
+    """Leave the cluster; one of this machine alone ends."""
+    ray().shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Refuse an address "host:port" where nobody listens: Ray itself would try for minutes.
+
+    Raises:
+      ConnectionError: says why.
+    """
+    host, sign, port = address.rpartition(":")
+    if sign and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"no Ray cluster listens at {address} ({error}): give the host and port of its "
+                "head, as `ray start --head` prints them"
+            ) from error
 
 
 class Place:
