@@ -201,6 +201,15 @@ class Engine:
         streams.start()
         return stream
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let the requests that this thread submits in the block begin in the same steps, after it.
+
+        Otherwise the first ones run while the others are on their way, and each step has fewer.
+        """
+        with self._serving().together():
+            yield
+
     async def stream(
         self, request: Request, *, priority: int = 0, deadline: float | None = None
     ) -> AsyncIterator[Record]:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from jax_specdec.engine.clock import Clock
@@ -64,6 +64,7 @@ class Streams:
         self._ended = threading.Condition(self._lock)
         self._open: dict[str, Stream] = {}
         self._inbox: collections.deque[Callable[[], object]] = collections.deque()
+        self._staged = threading.local()  # what a thread submits together
         self._unread = 0  # submitted requests among what is in the inbox
         self._deadlines: list[tuple[float, int, Stream]] = []  # a heap
         self._numbers = itertools.count()
@@ -132,12 +133,27 @@ class Streams:
                 )
             self._open[request.id] = stream
             self._unread += 1
+            staged: list[Callable[[], object]] | None = getattr(self._staged, "list", None)
+            inbox = self._inbox if staged is None else staged
             if deadline is not None:
                 entry = (now + deadline, next(self._numbers), stream)
-                self._inbox.append(lambda: heapq.heappush(self._deadlines, entry))
-            self._inbox.append(lambda: self._begin(queued, context))
-        self.wakeup.set()
+                inbox.append(lambda: heapq.heappush(self._deadlines, entry))
+            inbox.append(lambda: self._begin(queued, context))
+        if staged is None:
+            self.wakeup.set()
         return stream
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let what this thread submits in the block begin in one round, after it."""
+        staged: list[Callable[[], object]] = []
+        self._staged.list = staged
+        try:
+            yield
+        finally:
+            del self._staged.list
+            self._inbox.extend(staged)
+            self.wakeup.set()
 
     def update_weights(self, update: WeightsUpdate) -> None:
         """Carry out an update of the weights; its outcome is for who asks.

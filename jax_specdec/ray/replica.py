@@ -114,21 +114,9 @@ class Replica:
         engine = self._engine
         if engine is None:
             raise NotBegun(f"replica {self._number} was started anew, and has no engine yet")
-        for order in orders:
-            name = order.request.id
-            if order.progress is not None:
-                self._emitted[name] = len(order.progress.token_ids)
-            try:
-                stream = self._open[name] = engine.submit(
-                    order.request,
-                    priority=order.priority,
-                    deadline=order.deadline,
-                    progress=order.progress,
-                )
-                if stream.finish_reason is not None:  # its last row may have left before
-                    self._open.pop(name, None)
-            except (RuntimeError, ValueError) as error:
-                self._outbox.fail(error)
+        with engine.together():
+            for order in orders:
+                self._submit(engine, order)
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; their last rows come with the others."""
@@ -189,6 +177,23 @@ class Replica:
         """End the engine and its workers."""
         with self._held:
             self._end()
+
+    def _submit(self, engine: Engine, order: Order) -> None:
+        name = order.request.id
+        if order.progress is not None:
+            self._emitted[name] = len(order.progress.token_ids)
+        try:
+            stream = self._open[name] = engine.submit(
+                order.request,
+                priority=order.priority,
+                deadline=order.deadline,
+                progress=order.progress,
+            )
+        except (RuntimeError, ValueError) as error:
+            self._outbox.fail(error)
+            return
+        if stream.finish_reason is not None:  # its last row may have left before
+            self._open.pop(name, None)
 
     def _over(self, streams: Sequence[Any]) -> bool:
         """Whether streams have ended; what they brought is dropped, so that no engine waits."""

@@ -100,6 +100,21 @@ def test_an_engine_whose_sink_waits_waits_too():
         assert len(columns_of(slow, requests)) == 40
 
 
+def test_requests_that_are_submitted_together_begin_in_one_round():
+    outbox = Outbox()
+    engine, (worker,) = engine_of(outbox)
+    requests = long_requests(3)
+    with engine:
+        with engine.together():
+            streams = [engine.submit(request) for request in requests]
+            threading.Event().wait(0.05)
+            assert not worker.commands
+        wait(streams)
+        first = [type(command).__name__ for command in worker.commands[:3]]
+        assert first == ["Admit"] * 3
+        assert len(columns_of(outbox, requests)) == 60
+
+
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "new.safetensors"
