@@ -72,7 +72,7 @@ def measured(k: int, pace: int, rounds: int) -> Comparison:
         )
         after = fleet.traffic
     ours, theirs = found[CLUSTER].median, found[LOCAL].median
-    runs = rounds + 3  # with those before the clock runs
+    runs = rounds + 2  # with those before the clock runs
     counted = {name: (after[name] - before[name]) / runs for name in before}
     tokens = REQUESTS * LENGTH
     figures = {
