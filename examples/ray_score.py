@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 
 import numpy as np
+import pyarrow as pa
 import ray
 
 from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, byte_tokens
@@ -31,7 +32,7 @@ class Scorer:
         self.engine = Engine(config)
 
     def __call__(self, batch):
-        """Score a batch of texts: a dictionary of columns to one of columns."""
+        """Score a batch of texts: a dictionary of columns to an Arrow table."""
         # One token is made and dropped: an engine ends no request without.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
         prompts = [byte_tokens.encode(text, start_document=True)[:LENGTH] for text in batch["text"]]
@@ -44,12 +45,14 @@ class Scorer:
                 if record.prompt is not None:
                     rows[int(record.request_id)].append(record.prompt.logprobs[:, 0].copy())
         logprobs = [np.concatenate(found) for found in rows]
-        return {
-            "text": batch["text"],
-            "token_ids": [np.asarray(ids, np.int32) for ids in prompts],
-            "logprobs": logprobs,
-            "nats_a_token": np.array([-found.mean() for found in logprobs], np.float32),
-        }
+        return pa.table(
+            {
+                "text": pa.array(list(batch["text"])),
+                "token_ids": pa.array([list(ids) for ids in prompts], pa.list_(pa.int32())),
+                "logprobs": pa.array(logprobs, pa.list_(pa.float32())),
+                "nats_a_token": np.array([-found.mean() for found in logprobs], np.float32),
+            }
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
