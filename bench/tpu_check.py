@@ -96,7 +96,7 @@ def correctness(kernel: Kernel, vocabularies: tuple[int, ...], ks: tuple[int, ..
     """What differs from the oracle, on rows with every edge and on subnormal logits."""
     failures = []
     for vocabulary in vocabularies:
-        for dtype in (jnp.bfloat16, jnp.float32):
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
             rows = oracle.edge_rows(vocabulary, dtype, 128)
             normal = np.random.default_rng(0).normal(size=(2, vocabulary))
             more = np.stack([normal[0] * 4, normal[1] * 1e-39]).astype(rows.dtype)

@@ -40,6 +40,18 @@ def sums(x: jax.Array, given: Given) -> Sums:
         return exponentials, larger.astype(jnp.int32)
 
 
+def sums_on_tpu(x: jax.Array, given: Given) -> Sums:
+    """`sums`, as two reductions of float32: the TPU compiler makes one read of them.
+
+    A reduction of both at once takes up to twice its cycles, and comparisons of 16 bits half more.
+    """
+    with jax.named_scope("row_statistics"):
+        given = given._replace(selected=given.selected.astype(jnp.float32))
+        exponentials = jnp.sum(_exponentials(x, given), axis=1)
+        larger = jnp.sum(_larger(x.astype(jnp.float32), given), axis=1)
+        return exponentials, larger.astype(jnp.int32)
+
+
 def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
     """`sums`, by adding pieces of each row to one another until one number is left.
 

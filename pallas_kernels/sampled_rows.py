@@ -152,6 +152,29 @@ def _of_block(
     return Read(groups, raw, *found)
 
 
+def as_many_as_needed(
+    logits: jax.Array, needed: jax.Array, k: int, top: Callable[[int], Top]
+) -> Top:
+    """The largest logits, as many as the row needs that needs most: none, `FEW` or `MANY`."""
+    rows, columns = len(logits), min(max(k, MANY), logits.shape[1])
+    counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
+
+    def padded(count: int) -> Top:
+        ids = jnp.full((rows, columns), -1, jnp.int32)
+        values = jnp.full((rows, columns), -jnp.inf, jnp.float32)
+        if not count:
+            return blocks.vary_like(Top(ids, values), (logits, needed))
+        found = top(count)
+        return Top(ids.at[:, :count].set(found.ids), values.at[:, :count].set(found.logits))
+
+    if len(counts) == 1:
+        return padded(counts[0])
+    enough = jnp.asarray(counts[:-1], jnp.int32)
+    index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
+    found: Top = lax.switch(index, [lambda count=count: padded(count) for count in counts])
+    return found
+
+
 def columns_of_groups(part: Part) -> jax.Array:
     """The columns [N, 256 G'] of the whole groups."""
     width = whole_groups(part) * WIDTH
@@ -299,9 +322,9 @@ def _num_larger_on_cpu(
         # As integers: a slice of bfloat16 would be widened and rounded again.
         bits = as_integers(blocks.tied(logits, start))
         x = lax.dynamic_slice_in_dim(bits, row[0], 1)
-        least = lax.dynamic_slice_in_dim(than, start, 1).astype(logits.dtype)
-        larger = strictly_larger(lax.bitcast_convert_type(x, logits.dtype), least)
-        return _Count(_number_of(larger[0])[None])
+        least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(logits.dtype)
+        larger = strictly_larger(lax.bitcast_convert_type(x[0], logits.dtype), least)
+        return _Count(_number_of(larger)[None])
 
     initial = _Count(jnp.zeros(len(than), jnp.int32))
     return blocks.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))

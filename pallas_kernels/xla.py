@@ -79,7 +79,7 @@ GPU = Way(
     two_stages=selection.from_groups,
 )
 # A TPU reads chosen groups one after the other, in a loop of R * K trips.
-TPU = GPU._replace(block_rows=blocks.rows_on_tpu, groups=False)
+TPU = GPU._replace(block_rows=blocks.rows_on_tpu, groups=False, sums=row_statistics.sums_on_tpu)
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 

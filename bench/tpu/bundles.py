@@ -3,12 +3,14 @@
 A TensorCore issues one bundle a clock, in order. So the bundles of a loop times its turns are the
 time of its arithmetic; waits for copies are not in it. Both branches of a condition are counted.
 
-libtpu writes a listing for each operation of a program. Bundles of loops are marked by one `>` for
+libtpu writes a listing for each operation of a program, and beside it how many slots of each unit
+every bundle takes. Bundles of loops are marked by one `>` for
 each loop around them, the first one of a loop by `LB`. A loop's last bundles have its exit test,
 which names the number of turns where it is a constant.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,17 +28,26 @@ class Loop:
     bundles: int = 0
     turns: int | None = None  # None: no constant
     is_tested: bool = False
+    numbers: list[int] = field(default_factory=list)  # of its own bundles
 
     def cycles(self, unknown: int) -> int:
         """Cycles of all turns; `unknown` for loops whose number of turns is no constant."""
         once = self.bundles + sum(loop.cycles(unknown) for loop in self.inner)
         return once * (unknown if self.turns is None else self.turns)
 
+    def loops(self, often: int = 1) -> Iterator[tuple["Loop", int]]:
+        """All loops, and how many times their own bundles are issued; unknown turns count as 1."""
+        often *= self.turns or 1
+        yield self, often
+        for loop in self.inner:
+            yield from loop.loops(often)
+
 
 def read(listing: str) -> Loop:
     """The loops of a listing."""
     root = Loop(turns=1)
     around = [root]  # the loops that a line is in
+    number = 0
     for line in listing.splitlines():
         found = BUNDLE.match(line)
         if found is None:
@@ -51,6 +62,8 @@ def read(listing: str) -> Loop:
                 around[-1].inner.append(Loop())
             around.append(around[-1].inner[-1])
         around[-1].bundles += 1
+        around[-1].numbers.append(number)
+        number += 1
         for turns in TEST.findall(line):  # an inner loop's comes before that of the one around it
             tested = next((loop for loop in reversed(around[1:]) if not loop.is_tested), None)
             if tested is not None:
@@ -76,6 +89,22 @@ def kernel_cycles(program: Loop, units: int, batches: int) -> int:
     return program.bundles + others + (grid.turns or 1) * grid.bundles + work
 
 
+def block_cycles(program: Loop, units: int, batches: int, k: int, blocks: int) -> int:
+    """Cycles of the kernel where a grid step is a block of a unit: at most so many.
+
+    The loop over blocks has more turns, in which only copies start or end. Its bundles before its
+    first inner loop, which are more than a block's own, are counted for every block; what follows,
+    for a unit; the order, its loop of k turns, for a batch.
+    """
+    grid = max(program.inner, key=lambda loop: loop.cycles(1))
+    orders = [loop for loop in grid.inner if k and loop.turns == k]
+    begin = min(number for loop in grid.inner for number in loop.numbers)
+    first = sum(number < begin for number in grid.numbers)
+    unit = grid.bundles - first + sum(one.cycles(1) for one in grid.inner if one not in orders)
+    others = program.cycles(1) - grid.cycles(1) + batches * sum(one.cycles(1) for one in orders)
+    return others + units * (blocks * first + unit)
+
+
 def plain_cycles(program: Loop, listing: str, k: int) -> int:
     """Cycles of an operation that XLA made: at least so many.
 
@@ -99,15 +128,43 @@ def plain_cycles(program: Loop, listing: str, k: int) -> int:
     return program.cycles(1) - (turns - searches) * often
 
 
+def fullest(program: Loop, use: str) -> tuple[str, float]:
+    """The unit that is fullest in the loop that takes most cycles, and the share of its slots.
+
+    Args:
+      program: the loops.
+      use: libtpu's listing of slots: the units, how many slots a bundle has, and of every bundle
+        how many are taken.
+    """
+    _, names, slots, _, *bundles = use.strip().splitlines()
+    each = [[int(n) for n in bundle.split()] for bundle in bundles]
+    loop = max(program.loops(), key=lambda one: one[0].bundles * one[1])[0]
+    shares = [
+        sum(each[number][unit] for number in loop.numbers) / (loop.bundles * int(of_unit))
+        for unit, of_unit in enumerate(slots.split())
+    ]
+    share = max(shares)
+    return names.split(", ")[shares.index(share)].strip(), share
+
+
 def _has_unknown(loop: Loop) -> bool:
     return any(inner.turns is None for inner in loop.inner)
 
 
 def listings(folder: Path) -> dict[str, str]:
     """The final listing of every operation in the folder, by name."""
+    return _texts(folder, "final_bundles")
+
+
+def uses(folder: Path) -> dict[str, str]:
+    """The listing of the slots that an operation's final bundles take, by name."""
+    return _texts(folder, "final_hlo-static-per-bundle-utilization")
+
+
+def _texts(folder: Path, kind: str) -> dict[str, str]:
     found = {}
-    for path in sorted(folder.glob("*-final_bundles.txt")):
-        name = re.fullmatch(r"\d+-(.*)-\d+-final_bundles.txt", path.name)
+    for path in sorted(folder.glob(f"*-{kind}.txt")):
+        name = re.fullmatch(rf"\d+-(.*)-\d+-{kind}.txt", path.name)
         if name is not None:  # others are about schedules
             found[name[1]] = path.read_text()
     return found

@@ -4,8 +4,8 @@
 
 prints a line of JSON. libtpu reads where to write its listings when it is loaded, so each program
 has a process. WAY is `plain` (log_softmax, top_k, gather and a count), `xla` (ours without the
-kernel), `kernel`, or `full`: the kernel with what rare rows need, whose loops would be counted as
-if every row took them.
+kernel), `kernel`, `groups` (the read of rows that are sampled), or `full`: the kernel with what
+rare rows need, whose loops would be counted as if every row took them.
 """
 
 import functools
@@ -50,6 +50,7 @@ class Compiled:
     gigabytes: float  # the process, at most
     temporaries: int  # bytes
     reads: int  # operations that read the logits
+    full: str = ""  # the kernel's fullest unit in the loop that takes most cycles, and its share
 
 
 def main() -> None:
@@ -73,13 +74,19 @@ def measure(
 
     from bench import reference
     from bench.tpu import bundles
-    from pallas_kernels import topk_logprobs
+    from pallas_kernels import sampled_implementations, topk_logprobs
     from pallas_kernels.mosaic_tpu import plan, run
+    from pallas_kernels.sharding.grouped_rows import GroupedRows
 
     def chosen(*arguments: Any, **options: Any) -> plan.Plan:
         return replace(plan.choose_plan(*arguments, **options), rare=way == "full")
 
     def program(x: Any, ids: Any) -> Any:
+        if way == "groups":  # without candidates
+            part = GroupedRows.of(x).part
+            inverse = 1 / (1 + ids.astype(jnp.float32))
+            nothing = jnp.zeros_like(ids)
+            return sampled_implementations.read(part, inverse, nothing, -1, "mosaic_tpu").groups
         if way == "plain":
             return reference.topk_logprobs(x, ids, k)
         return topk_logprobs(x, ids, k, implementation="xla" if way == "xla" else "mosaic_tpu")
@@ -98,20 +105,26 @@ def measure(
     seconds = time.monotonic() - begin
     text = made.as_text()
     the = plan.choose_plan((rows, vocabulary), rows, k, dtype, gathered=False, entropy=False)
-    cycles = 0
+    cycles, full = 0, ""
+    uses = bundles.uses(folder)
     for name, listing in bundles.listings(folder).items():
         loops = bundles.read(listing)
         if way in ("plain", "xla"):
             cycles += bundles.plain_cycles(loops, listing, k)
         elif name.startswith("topk_logprobs"):
-            cycles += bundles.kernel_cycles(loops, the.num_units, the.num_batches)
+            size = the.num_units, the.num_batches
+            if the.as_blocks:
+                cycles += bundles.block_cycles(loops, *size, k, the.width // the.block // 128)
+            else:
+                cycles += bundles.kernel_cycles(loops, *size)
+            full = "{} {:.2f}".format(*bundles.fullest(loops, uses[name]))
         else:
             cycles += loops.cycles(1)
     memory = made.memory_analysis()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return Compiled(
         chip, way, rows, vocabulary, k, dtype, cycles, round(seconds, 1), round(peak, 2),
-        memory.temp_size_in_bytes, reads(text, rows, vocabulary),
+        memory.temp_size_in_bytes, reads(text, rows, vocabulary), full,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from bench.tpu.loops import looped
 from bench.tpu.programs import ENVIRONMENT, TOPOLOGIES
 
 K = 20
@@ -38,6 +39,7 @@ class Step:
     kernels: int  # calls of the kernel
     collectives: dict[str, int]  # by kind and shape
     searched: list[str]  # what is sorted, or searched K times, of the size of a device's columns
+    looped: list[str]  # loops of K turns or more over columns of that size
     seconds: float  # to compile
 
 
@@ -103,7 +105,8 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
         text = made.as_text()
         found = Step(
             chip, devices, vocabulary, name, text.count(KERNEL),
-            collectives(text), searched(text, vocabulary // devices), seconds,
+            collectives(text), searched(text, vocabulary // devices),
+            looped(text, vocabulary // devices, K), seconds,
         )  # fmt: skip
         return found, made
 

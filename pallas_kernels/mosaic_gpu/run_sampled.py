@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.blocks import vary_like
 from pallas_kernels.group_sums import GroupSums
@@ -18,7 +17,7 @@ from pallas_kernels.mosaic_gpu.pass1_groups import GroupOutputs
 from pallas_kernels.mosaic_gpu.pass2_finish import Inputs
 from pallas_kernels.mosaic_gpu.targets import make_targets
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
-from pallas_kernels.sampled_rows import FEW, MANY, Part, Read, Top, whole_groups
+from pallas_kernels.sampled_rows import Part, Read, Top, as_many_as_needed, whole_groups
 from pallas_kernels.wanted import Wanted
 
 
@@ -53,7 +52,8 @@ def read(
         return vary_like(found, (part, inverse, needed))
 
     return Read(
-        *vary_like((groups, raw_sums), (part, inverse)), *_candidates(part.logits, needed, k, top)
+        *vary_like((groups, raw_sums), (part, inverse)),
+        *as_many_as_needed(part.logits, needed, k, top),
     )
 
 
@@ -89,28 +89,6 @@ def _split_groups(
         lambda x, y: jnp.concatenate([x, y], axis=1), *both
     )
     return joined
-
-
-def _candidates(logits: jax.Array, needed: jax.Array, k: int, top: Any) -> Top:
-    """The largest logits, as many as the row needs that needs most: none, `FEW` or `MANY`."""
-    rows, vocabulary = logits.shape
-    columns = min(max(k, MANY), vocabulary)
-    counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
-
-    def padded(count: int) -> Top:
-        ids = jnp.full((rows, columns), -1, jnp.int32)
-        values = jnp.full((rows, columns), -jnp.inf, jnp.float32)
-        if not count:
-            return vary_like(Top(ids, values), (logits, needed))
-        found = top(count)
-        return Top(ids.at[:, :count].set(found.ids), values.at[:, :count].set(found.logits))
-
-    if len(counts) == 1:
-        return padded(counts[0])
-    enough = jnp.asarray(counts[:-1], jnp.int32)
-    index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
-    found: Top = lax.switch(index, [lambda count=count: padded(count) for count in counts])
-    return found
 
 
 def top_of_groups(

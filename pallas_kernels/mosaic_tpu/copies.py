@@ -22,15 +22,17 @@ class Copies(NamedTuple):
     plan: Plan
     logits_ref: Any  # [N, V] in HBM
     rows_ref: Any  # [R] int32 in SMEM, where rows are gathered
-    buffer: Any  # [2, rows, V rounded up] in VMEM
-    semaphores: Any  # [2, chunks]
+    buffer: Any  # [2, or 1 of blocks, rows, V rounded up] in VMEM
+    semaphores: Any  # [2, chunks]; None for blocks
 
     def start(self, unit: Any) -> None:
         """Start the copies of all chunks of a unit."""
         self._chunks(lambda index, tokens: self._each(unit, index, tokens, lambda c: c.start()))
 
     def wait(self, unit: Any, index: Any, tokens: int) -> None:
-        """Wait for a chunk of a unit."""
+        """Wait for a chunk of a unit. Pallas has waited for a block."""
+        if self.plan.as_blocks:
+            return
         self._each(unit, index, tokens, lambda c: c.wait())
 
     def _chunks(self, do: Callable[[Any, int], None]) -> None:

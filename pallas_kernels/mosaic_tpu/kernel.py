@@ -44,25 +44,17 @@ def body(plan: Plan, *refs: Any) -> None:
     """One grid step."""
     count_ref, rows_ref, logits_ref, given_ref, *rest = refs
     allowed_ref = rest.pop(0) if plan.masked else None
+    semaphores = None if plan.as_blocks else rest.pop()
     turned_ref = rest.pop() if plan.masked else None
-    stats_ref, values_ref, ids_ref, buffer, maxima, semaphores, *of_selection = rest
+    stats_ref, values_ref, ids_ref, buffer, maxima, *of_selection = rest
     batch = pl.program_id(0)
     units = lax.div(count_ref[0] + (plan.unit - 1), plan.unit)
     first = batch * plan.batch_units
     copies = Copies(plan, logits_ref, rows_ref, buffer, semaphores)
     stacks = Stacks(plan, *(of_selection[:2] if plan.k else (None, None)))
 
-    @pl.when((batch == 0) & (units > 0))
-    def _first() -> None:
-        copies.start(0)
-
-    def serve(index: jax.Array, _: None) -> None:
+    def serve(index: jax.Array) -> None:
         number = first + index
-
-        @pl.when(number + 1 < units)
-        def _next() -> None:
-            copies.start(number + 1)
-
         unit = Unit(plan, copies, number, index, buffer, given_ref, turned_ref)
         if plan.masked:
             turn(plan, allowed_ref, [unit.rows(half) for half in range(plan.halves)], turned_ref)
@@ -77,12 +69,38 @@ def body(plan: Plan, *refs: Any) -> None:
                 rest = (stacks, of_selection[2], values_ref, ids_ref)
                 select_again(unit, half, bounds[half], count_ref[0], *rest)
 
-    lax.fori_loop(0, jnp.clip(units - first, 0, plan.batch_units), serve, None)
-    if plan.k:
+    def put_in_order(when: jax.Array) -> None:
+        if plan.k:
+            pl.when(when)(lambda: order(stacks, of_selection[2], values_ref, ids_ref))
 
-        @pl.when(first < units)
-        def _order() -> None:
-            order(stacks, of_selection[2], values_ref, ids_ref)
+    if plan.as_blocks:  # a grid step is a block of a unit
+        index, place = pl.program_id(1), pl.program_id(2)
+        size = plan.block * LANES
+        is_last = place == plan.width // size - 1
+
+        @pl.when(first + index < units)
+        def _widened() -> None:
+            buffer[0, :, pl.ds(pl.multiple_of(place * size, size), size)] = logits_ref[...]
+            pl.when(is_last)(lambda: serve(index))
+
+        put_in_order(is_last & (index == plan.batch_units - 1) & (first < units))
+        return
+
+    @pl.when((batch == 0) & (units > 0))
+    def _first() -> None:
+        copies.start(0)
+
+    def copied(index: jax.Array, _: None) -> None:
+        number = first + index
+
+        @pl.when(number + 1 < units)
+        def _next() -> None:
+            copies.start(number + 1)
+
+        serve(index)
+
+    lax.fori_loop(0, jnp.clip(units - first, 0, plan.batch_units), copied, None)
+    put_in_order(first < units)
 
 
 def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: Any) -> None:
@@ -173,7 +191,7 @@ def call(
       count: [1] int32, the number of target rows to work on.
       rows: [num_units * unit] int32, the row of logits of each target where they are gathered (of
         16-bit logits, the first of the two rows of its word); else [1].
-      logits: [N, V] bfloat16 or float32.
+      logits: [N, V] bfloat16 or float32; of a plan for float16, these as float32.
       given: [num_batches * batch_rows, 3] int32, `unit.Given` of every target.
       allowed: [num_batches * batch_rows, words] int32 where tokens are masked, bits as those of
         `changes.Changes`.
@@ -186,45 +204,70 @@ def call(
     batch, slots = plan.batch_rows, (plan.slots, plan.batch_rows, LANES)
     widths = (LANES, plan.out_width, plan.out_width)
     dtypes = (jnp.float32, jnp.float32, jnp.int32)
-    scratch = [
-        pltpu.VMEM((2, plan.buffer_rows, plan.columns * LANES), logits.dtype),
+    buffers = 2
+    grid: tuple[int, ...] = (plan.num_batches,)
+    of_logits = pl.BlockSpec(memory_space=pltpu.HBM)
+    if plan.as_blocks:
+        size = plan.block * LANES
+        buffers, grid = 1, (plan.num_batches, plan.batch_units, plan.width // size)
+        of_logits = pl.BlockSpec((plan.unit, size), functools.partial(wanted_block, plan))
+    scratch: list[Any] = [
+        pltpu.VMEM((buffers, plan.buffer_rows, plan.width), logits.dtype),
         pltpu.VMEM((plan.sections, plan.halves * SUBLANES, LANES), jnp.float32),
-        pltpu.SemaphoreType.DMA((2, plan.num_chunks)),
     ]
     if plan.k:
         shapes = (slots, slots, slots[1:])
         scratch += [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
     if plan.masked:
         scratch.append(pltpu.VMEM((plan.unit, plan.words), jnp.int32))
+    if not plan.as_blocks:
+        scratch.append(pltpu.SemaphoreType.DMA((2, plan.num_chunks)))
     every = [given] if allowed is None else [given, allowed]
     run = pl.pallas_call(
         functools.partial(body, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(plan.num_batches,),
+            grid=grid,
             in_specs=[
-                pl.BlockSpec(memory_space=pltpu.HBM),
+                of_logits,
                 *[pl.BlockSpec((batch, x.shape[1]), lambda i, *_: (i, 0)) for x in every],
             ],
             out_specs=[pl.BlockSpec((batch, width), lambda i, *_: (i, 0)) for width in widths],
             scratch_shapes=scratch,
         ),
         out_shape=[
-            _like(given, (plan.num_batches * batch, width), dtype)
+            like(given, (plan.num_batches * batch, width), dtype)
             for width, dtype in zip(widths, dtypes, strict=True)
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=plan.vmem_bytes
+            dimension_semantics=tuple("arbitrary" for _ in grid),
+            # float16 becomes float32 where a block is loaded, by an instruction that XLA has and
+            # Mosaic has not: nothing of float32 is written to HBM.
+            allow_input_fusion=(False, False, plan.as_blocks, *[False] * len(every)),
+            # The starts of copies are from shapes, or from row ids in range: the interpreter looks
+            # at each. Checked by the chip, a copy takes twice as many cycles to start.
+            disable_bounds_checks=True,
+            vmem_limit_bytes=plan.vmem_bytes,
         ),
         interpret=interpret,
         name="topk_logprobs",
     )
-    if not plan.interpreted:  # XLA might copy all rows to VMEM first
+    if not (plan.interpreted or plan.as_blocks):  # XLA might copy all rows to VMEM first
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
     return tuple(run(count, rows, logits, *every))
 
 
-def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+def wanted_block(
+    plan: Plan, batch: Any, index: Any, place: Any, count: Any, _: Any
+) -> tuple[Any, Any]:
+    """The block of a grid step; the last wanted one again where there are no more: no copy."""
+    last = jnp.maximum(lax.div(count[0] + (plan.unit - 1), plan.unit) - 1, 0)
+    unit = batch * plan.batch_units + index
+    end = plan.width // (plan.block * LANES) - 1
+    return jnp.minimum(unit, last), jnp.where(unit > last, end, place)
+
+
+def like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """An output's type, which varies over the mesh axes of `shard_map` over which x does."""
     varying = jax.typeof(x).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]

@@ -41,6 +41,22 @@ class Plan:
         return self.dtype == "bfloat16"
 
     @property
+    def as_blocks(self) -> bool:
+        """Whether Pallas copies a unit's rows, in blocks: XLA widens float16 where it is loaded."""
+        return self.dtype == "float16"
+
+    @property
+    def block(self) -> int:
+        """Columns of a block."""
+        return min(2 * self.chunk, self.columns)
+
+    @property
+    def width(self) -> int:
+        """Tokens that a buffer has room for in each of its rows."""
+        whole = self.block if self.as_blocks else 1
+        return -(-self.columns // whole) * whole * LANES
+
+    @property
     def halves(self) -> int:
         """Vectors of 8 rows that a vector of words becomes."""
         return 2 if self.is_packed and not self.gathered else 1
@@ -83,6 +99,11 @@ class Plan:
         return min(self.cut[0] * 2 // self.halves, self.cut[1])
 
     @property
+    def first_step(self) -> int:
+        """Columns that a turn of the first sweep works on: it keeps little in registers."""
+        return min(2 * self.step, self.cut[1])
+
+    @property
     def chunk(self) -> int:
         """Columns that are copied at a time."""
         return min(self.cut[1], self.columns)
@@ -109,7 +130,11 @@ class Plan:
     @property
     def vmem_bytes(self) -> int:
         """What the kernel may take of VMEM."""
-        logits = 2 * self.buffer_rows * self.columns * LANES * (2 if self.is_packed else 4)
+        buffers = 1 if self.as_blocks else 2
+        size = 2 if self.is_packed else 4
+        logits = buffers * self.buffer_rows * self.width * size
+        if self.as_blocks:  # as float32, if XLA does not widen them here
+            logits += 2 * self.buffer_rows * self.block * LANES * size
         rest = 4 * self.batch_rows * LANES * (2 * self.slots + 1)
         outputs = 2 * 4 * self.batch_rows * (2 * LANES + 2 * self.out_width)
         words = 4 * (2 * self.batch_rows + self.unit) * self.words if self.masked else 0

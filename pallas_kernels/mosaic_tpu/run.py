@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import changes as of_logits
-from pallas_kernels.blocks import vary_like
+from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.changes import Changes
 from pallas_kernels.finish import RowParts, RowStatistics, finish, usable_temperatures, wanted_rows
 from pallas_kernels.from_parts import named_changed
@@ -129,15 +129,20 @@ def row_parts(
     cut: tuple[int, int] = CUT,
 ) -> RowParts:
     """`xla.row_parts` on a TPU."""
-    if logits.dtype == jnp.float16:  # the compiler takes no argument of it: a copy
-        logits = logits.astype(jnp.float32)
     num_targets, k = selected.shape[0], wanted.k
+    targets = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
+    targets = jnp.clip(targets, 0, logits.shape[0] - 1)
+    dtype, read = logits.dtype.name, logits
+    if dtype == "float16":  # blocks are of neighbors; and widened in the kernel, not before it
+        if row_ids is not None:
+            read, row_ids = barrier(logits.at[targets].get(mode="clip")), None
+        read = read.astype(jnp.float32)
     allowed = None if changes is None else of_logits.unbiased(changes, logits.shape[1])
     plan = choose_plan(
-        logits.shape,
+        read.shape,
         num_targets,
         k,
-        logits.dtype.name,
+        dtype,
         gathered=row_ids is not None,
         entropy=wanted.entropy,
         masked=allowed is not None,
@@ -149,7 +154,7 @@ def row_parts(
         count = jnp.clip(num_rows, 0, num_targets).reshape(1)
     rows, shift = _rows_to_copy(plan, row_ids)
     given = given_rows(plan, selected, wanted.inclusive, temperatures, shift)
-    every = [count, rows, logits, given]
+    every = [count, rows, read, given]
     if allowed is not None:
         more = plan.num_batches * plan.batch_rows - num_targets, plan.words - allowed.shape[1]
         every.append(in_units(plan, jnp.pad(allowed, ((0, more[0]), (0, more[1])))))
@@ -165,8 +170,6 @@ def row_parts(
     )
     if changes is None or changes.bias is None:
         return parts
-    targets = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
-    targets = jnp.clip(targets, 0, logits.shape[0] - 1)
     ids, values = of_logits.biased(logits, targets, changes)
     return with_biased(parts, ids, values, selected, wanted, temperatures)
 

@@ -37,7 +37,7 @@ class Unit(NamedTuple):
     copies: Copies
     number: Any
     index: Any  # in its batch
-    buffer: Any  # [2, rows, V rounded up]
+    buffer: Any  # as `Copies.buffer`
     given_ref: Any  # [batch rows, 3] int32
     turned_ref: Any  # [unit, words] int32, of `bits.turn`; or None
 
@@ -60,7 +60,8 @@ class Unit(NamedTuple):
     def load(self, start: Any, number: int, given: list[Given]) -> list[Halves]:
         """The logits of `number` columns from `start` on."""
         token = pl.multiple_of(start * LANES, LANES)
-        block = self.buffer[self.number & 1, :, pl.ds(token, number * LANES)]
+        slot = 0 if self.plan.as_blocks else self.number & 1
+        block = self.buffer[slot, :, pl.ds(token, number * LANES)]
         wide = [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
         return wide if self.turned_ref is None else self._allowed(wide, start)
 
@@ -96,11 +97,17 @@ class Unit(NamedTuple):
         return do(jnp.int32(last), plan.vocabulary - last * size, carry)
 
     def over_columns(
-        self, chunk: Any, tokens: int, given: list[Given], step: Step, carry: Any
+        self,
+        chunk: Any,
+        tokens: int,
+        given: list[Given],
+        step: Step,
+        carry: Any,
+        size: int | None = None,
     ) -> Any:
-        """carry = step(...) for the columns of a chunk, `plan.step` at a time."""
+        """carry = step(...) for the columns of a chunk, `size` at a time: else `plan.step`."""
         first = chunk * self.plan.chunk
-        size = self.plan.step
+        size = size or self.plan.step
         steps, rest = divmod(tokens, size * LANES)
 
         def full(i: jax.Array, carry: Any) -> Any:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from bench import aot_tpu
 from bench.tpu import bundles
+from bench.tpu.loops import looped
 from bench.tpu.programs import Compiled, reads
 from bench.tpu.steps import Step, collectives, searched
 
@@ -32,11 +33,49 @@ def test_bundles_times_turns():
     assert loops.cycles(3) == 3 + 3 * (2 + 4 * 8 + 20)
 
 
+USE = """== CAPACTIY:
+VALU, EUP, VLOAD
+    4   1   3
+== UTILIZATION:
+4 0 0
+4 0 0
+4 0 0
+2 0 3
+1 0 2
+3 0 0
+0 0 0
+0 0 1
+4 0 0
+4 0 0
+"""
+
+
+def test_the_fullest_unit_of_the_costliest_loop():
+    """Its bundles have 8 turns: 6 of 16 slots of one unit, 6 of 12 of another."""
+    loops = bundles.read(LISTING)
+    assert bundles.fullest(loops, USE) == ("VLOAD", 0.5)
+    assert bundles.fullest(loops, USE.replace("2 0 3", "4 0 3")) == ("VALU", 0.5)
+    busy = USE.replace("3 0 0", "4 1 0").replace("2 0 3", "2 1 3").replace("1 0 2", "1 1 2")
+    assert bundles.fullest(loops, busy) == ("EUP", 0.75)
+
+
 def test_kernel_of_several_batches():
     unit = bundles.Loop(bundles=100)
     grid = bundles.Loop([unit, bundles.Loop(bundles=10, turns=20)], bundles=5, turns=6)
     program = bundles.Loop([grid], bundles=7, turns=1)
     assert bundles.kernel_cycles(program, units=16, batches=4) == 7 + 6 * 5 + 1600 + 4 * 200
+
+
+def test_kernel_of_blocks():
+    """16 units of 3 blocks in a loop of 50 turns; an order, 20 times 10, for each of 2 batches."""
+    sweep = bundles.Loop(bundles=10, turns=8, numbers=[*range(9, 19)])
+    order = bundles.Loop(bundles=10, turns=20, numbers=[*range(20, 30)])
+    grid = bundles.Loop([sweep, order], bundles=5, turns=50, numbers=[7, 8, 19, 30, 31])
+    copies = bundles.Loop(bundles=3, turns=2, numbers=[4, 5, 6])
+    program = bundles.Loop([copies, grid], bundles=7, turns=1, numbers=[0, 1, 2, 3, 32, 33, 34])
+    fixed, unit = 7 + 6, 3 * 2 + 3 + 80
+    assert bundles.block_cycles(program, 16, 2, 20, 3) == fixed + 16 * unit + 2 * 200
+    assert bundles.block_cycles(program, 16, 2, 0, 3) == fixed + 16 * (unit + 200)
 
 
 def test_a_search_that_runs_in_one_of_three_turns():
@@ -62,10 +101,15 @@ def test_limits():
     assert "more cycles" in aot_tpu.faults(fine, None, 28_000)[0]
     assert "bytes' time" in aot_tpu.faults(replace(fine, cycles=41_000), None, None)[0]
     assert "operations read" in aot_tpu.faults(replace(fine, reads=3), None, None)[0]
+    assert "are written" in aot_tpu.faults(replace(fine, temporaries=2**24), None, None)[0]
     assert "GB to compile" in aot_tpu.faults(replace(fine, seconds=61.0), None, None)[0]
     v6e = replace(fine, chip="v6e")
     assert aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=75_000), None) == []
     assert "are wanted" in aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=70_000), None)[0]
+    wide = replace(v6e, rows=256)
+    assert aot_tpu.faults(wide, replace(wide, way="plain", cycles=60_000), None) == []
+    slow = replace(wide, way="plain", cycles=58_000)
+    assert "1.95x are wanted" in aot_tpu.faults(wide, slow, None)[0]
 
 
 def test_operations_that_read_the_logits():
@@ -112,8 +156,41 @@ def test_what_a_step_does_with_the_vocabulary():
         "all-gather f32[4,16,43]": 1,
         "all-reduce (f32[16], f32[16])": 1,
     }
-    fine = Step("v6e", 4, 32_768, "a step", 1, collectives(STEP), [], 1.0)
+    fine = Step("v6e", 4, 32_768, "a step", 1, collectives(STEP), [], [], 1.0)
     assert aot_tpu.step_faults(fine) == []
     gathered = replace(fine, kernels=0, collectives={"all-gather f32[16,32768]": 1})
     assert len(aot_tpu.step_faults(gathered)) == 2
     assert len(aot_tpu.step_faults(replace(fine, searched=searched(STEP, 8192)))) == 2
+    assert len(aot_tpu.step_faults(replace(fine, looped=looped(LOOPS, 8192, 20)))) == 1
+
+
+LOOPS = """
+%fused (p: f32[16,8192]) -> f32[16] {
+  %p.1 = f32[16,8192]{1,0} parameter(0)
+  ROOT %largest.2 = f32[16]{0} reduce(%p.1, %c.3), dimensions={1}
+}
+
+%body (t: (s32[], f32[16,8192])) -> (s32[], f32[16,8192]) {
+  %t.1 = (s32[], f32[16,8192]{1,0}) parameter(0)
+  %x.2 = f32[16,8192]{1,0} get-tuple-element(%t.1), index=1
+  %one.3 = f32[1,1]{1,0} dynamic-slice(%x.2, %i.1, %j.1)
+  %found.4 = f32[16]{0} fusion(%x.2), kind=kLoop, calls=%fused
+}
+
+%less (t: (s32[], f32[16,8192])) -> pred[] {
+  %bound.1 = s32[]{:T(128)} constant(20)
+  ROOT %lt.2 = pred[] compare(%i.2, %bound.1), direction=LT
+}
+
+ENTRY %main (x: f32[16,8192]) -> f32[16] {
+  %w.1 = (s32[], f32[16,8192]{1,0}) while(%t.9), condition=%less, body=%body
+}
+"""
+
+
+def test_a_loop_that_scans_the_vocabulary():
+    """20 turns of a maximum of whole columns; not fewer turns, nor what takes one logit of them."""
+    assert looped(LOOPS, 8192, 20) == ["20 turns of body: reduce %largest.2"]
+    assert looped(LOOPS, 8192, 21) == []
+    assert looped(LOOPS.replace("calls=%fused", "calls=%other"), 8192, 20) == []
+    assert looped(LOOPS, 8193, 20) == []

@@ -14,6 +14,7 @@ import pytest
 
 from jax_specdec.cli.main import main
 from jax_specdec.text import byte_tokens
+from tests.support import quick_compile
 from tests.support.scripted_process import scripted_engine
 
 NGRAM = ["--k", "2", "--max-tokens", "8", "--drafter", "ngram", "--slots", "2"]
@@ -45,7 +46,7 @@ def shown(tmp_path_factory):
                "--adaptive-drafts"]  # fmt: skip
     folder = tmp_path_factory.mktemp("demo")
     # The programs compile in half the time; the table has room for the words of its columns.
-    return demo(folder, options, JAX_DISABLE_MOST_OPTIMIZATIONS="1", COLUMNS="120")
+    return demo(folder, options, XLA_FLAGS=quick_compile.FLAGS, COLUMNS="120")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.device.drafting.drawing import draw, joined
+from jax_specdec.device.loop import state
 from jax_specdec.device.loop.state import init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
@@ -105,6 +106,13 @@ def test_weights_are_placed(transposed, experts):
     place = jax.ShapeDtypeStruct((1 + len(experts),), jnp.int32)
     text = lowered(hf_weights._placing(None), stack, tensor, place, transposed=transposed)
     assert "dynamic_update_slice" in text
+
+
+def test_empty_slots_are_made():
+    of = loop_of("mtp", 1)
+    parts = of.state.cache, of.state.drafter, of.state.drafts
+    text = lowered(state._empty_slots, *parts, length=of.config.max_length)
+    assert custom_calls(text) == 0
 
 
 ROWS = jax.ShapeDtypeStruct((4, VOCAB), jnp.bfloat16)
@@ -282,6 +290,7 @@ def test_verification_with_slots_on_shards():
 JIT = {"jit", "pjit", "pmap"}
 # Not of `Compiled`, whose programs are those that CASES name, and the tests that lower them.
 OTHERS = {
+    "jax_specdec/device/loop/state.py: _empty_slots": test_empty_slots_are_made,
     "jax_specdec/device/model/hf_weights.py: _placing": test_weights_are_placed,
     "pallas_kernels/greedy_choice.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
     "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,

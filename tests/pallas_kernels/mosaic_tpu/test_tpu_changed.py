@@ -1,13 +1,15 @@
 """The TPU kernel on changed logits and float16, interpreted, against the oracle."""
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels import oracle
 from pallas_kernels.changes import Changes
-from pallas_kernels.mosaic_tpu import bits, run, unit
+from pallas_kernels.mosaic_tpu import bits, kernel, run, unit
 from pallas_kernels.mosaic_tpu.plan import CUT as REAL_CUT
+from pallas_kernels.mosaic_tpu.plan import choose_plan
 from pallas_kernels.wanted import Wanted
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 from tests.support.interpreted_tpu_kernel import CUT, run_interpreted
@@ -64,6 +66,32 @@ def check(x, k, changed, ties="strict", row_ids=None, cut=CUT):
 
 def test_masks_and_biases_of_16_bits():
     check(rows_with_edges(BFLOAT16), 2, ("allowed", "bias"))
+
+
+def test_float16_in_blocks():
+    """Two units of two blocks, the last of either not full; units that no row is wanted of."""
+    x = np.concatenate([rows_with_edges(np.float16), np.ones((8, V), np.float16)])
+    token_ids, count = np.arange(len(x), dtype=np.int32), np.int32(9)
+
+    def call(x, ids, interpret, cut):
+        nothing = jnp.zeros((len(x), 0), jnp.int32)
+        rest = (None, count, None, nothing, None)
+        return run.topk_logprobs(x, ids, Wanted(3), *rest, interpret, cut)
+
+    found = run_interpreted(call, x, token_ids)
+    oracle.assert_matches(found, oracle.topk_logprobs(x, token_ids, 3, num_rows=count))
+
+
+def test_blocks_of_unwanted_units_are_not_copied():
+    """Their grid steps have the place of the last wanted block: Pallas copies no block twice."""
+    plan = choose_plan((40, V), 40, 0, "float16", gathered=False, entropy=False, cut=CUT)
+    last = plan.width // plan.block // 128 - 1
+    steps = [(unit, place) for unit in range(5) for place in range(last + 1)]
+    for rows, units in ((0, 1), (1, 1), (9, 2), (40, 5)):
+        count = jnp.array([rows])
+        found = [kernel.wanted_block(plan, 0, *step, count, None) for step in steps]
+        expected = [step if step[0] < units else (units - 1, last) for step in steps]
+        assert [(int(a), int(b)) for a, b in found] == expected
 
 
 def test_gathered_float16_with_a_mask():

@@ -1,11 +1,19 @@
 """Who is chosen where a program is lowered for a TPU, and what cannot run says why."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy_topk_logprobs, implementations, sampled_rows, topk_logprobs
+from pallas_kernels import (
+    greedy_topk_logprobs,
+    implementations,
+    sampled_implementations,
+    sampled_rows,
+    topk_logprobs,
+)
 from pallas_kernels.sharding.grouped_rows import GroupedRows
 from pallas_kernels.tpu_rule import kernel_is_faster
 
@@ -121,8 +129,8 @@ def test_a_vocabulary_that_is_split_over_devices():
     assert kernels(lowered(split, *shapes())) == 1
 
 
-def test_rows_that_are_sampled_get_their_candidates_from_the_kernel():
-    """64 or 128 of them, which a branch decides; a batch of `vmap` is XLA's."""
+def test_rows_that_are_sampled_are_read_by_kernels():
+    """Their groups; and 64 or 128 candidates, as a branch decides. A batch of `vmap` is XLA's."""
     rows = jax.ShapeDtypeStruct((3, 4096), jnp.float32)
     numbers = jax.ShapeDtypeStruct((3,), jnp.float32)
     listed = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -133,7 +141,24 @@ def test_rows_that_are_sampled_get_their_candidates_from_the_kernel():
     def candidates(x, rows):
         return sampled_rows.candidates(x, 5, rows, jnp.int32(1))
 
-    assert kernels(lowered(read, rows, numbers)) == 2
+    assert kernels(lowered(read, rows, numbers)) == 3
     assert kernels(lowered(candidates, rows, listed)) == 1
     batch = jax.ShapeDtypeStruct((2, 3, 4096), jnp.float32)
     assert kernels(lowered(jax.vmap(candidates, in_axes=(0, None)), batch, listed)) == 0
+    batch = jax.ShapeDtypeStruct((2, 3, 512), jnp.float32)
+    assert kernels(lowered(jax.vmap(read, in_axes=(0, None)), batch, numbers)) == 0
+
+
+def test_who_reads_sampled_rows():
+    """By name the kernel reads short rows too, and says why it cannot run elsewhere."""
+    part = jax.eval_shape(lambda x: GroupedRows.of(x).part, shapes(3, 300)[0])
+    given = (part, jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32))
+
+    def read(*given, implementation=None):
+        return sampled_implementations.read(*given, -1, implementation).groups
+
+    assert kernels(lowered(read, *given)) == 0
+    by_name = functools.partial(read, implementation="mosaic_tpu")
+    assert kernels(lowered(by_name, *given)) == 1
+    with pytest.raises(NotImplementedError, match="no TPU here"):
+        lowered(by_name, *given, platform="cpu")

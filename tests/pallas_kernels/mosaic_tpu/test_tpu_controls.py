@@ -1,13 +1,18 @@
 """Negative controls: a TPU kernel that is wrong in one place is caught when it is interpreted."""
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import oracle
 from pallas_kernels.mosaic_tpu import copies, run, stacks, unit
 from pallas_kernels.wanted import Wanted
-from tests.support.interpreted_tpu_kernel import run_interpreted
+from tests.support import quick_compile
+from tests.support.interpreted_tpu_kernel import CUT, interpret, run_interpreted
 
 V = 700
 X = np.random.default_rng(5).normal(size=(9, V)).astype(np.float32)
@@ -62,16 +67,72 @@ def test_an_edge_not_masked(monkeypatch):
     assert is_caught(0)
 
 
-def test_the_next_rows_are_copied_before_these_are_waited_for(monkeypatch):
-    """Two units of two chunks each: all four copies have started when the first is waited for."""
-    seen = []
+def test_a_read_behind_the_rows(monkeypatch):
+    """The interpreter stops where the chip, whose checks are turned off, would read anything."""
+    start = copies.Copies.start
+    monkeypatch.setattr(
+        copies.Copies, "start", lambda self, unit: start(self._replace(plan=wider(self.plan)), unit)
+    )
+    with pytest.raises(Exception, match=r"[Oo]ut-of-bounds"):
+        found()
+
+
+def wider(plan):
+    return replace(plan, vocabulary=plan.vocabulary + 1)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The starts of copies and the waits for them, in their order."""
+    events = []
     for name in ("dma_start", "dma_wait"):
         function = getattr(interpreter, name)
 
         def noted(*arguments, name=name, function=function, **options):
-            seen.append(name)
+            events.append(name)
             return function(*arguments, **options)
 
         monkeypatch.setattr(interpreter, name, noted)
+    return events
+
+
+AHEAD = ["dma_start"] * 4 + ["dma_wait"] * 4
+
+
+def test_the_next_rows_are_copied_before_these_are_waited_for(seen):
+    """Two units of two chunks each: all four copies have started when the first is waited for."""
     found()
-    assert seen == ["dma_start"] * 4 + ["dma_wait"] * 4
+    assert seen == AHEAD
+
+
+def test_copies_that_are_waited_for_at_once_are_seen(seen, monkeypatch):
+    """Negative control: the results are right, the order is not."""
+    start, wait = copies.Copies.start, copies.Copies.wait
+
+    def start_and_wait(self, unit):
+        start(self, unit)
+        self._chunks(lambda index, tokens: wait(self, unit, index, tokens))
+
+    monkeypatch.setattr(copies.Copies, "start", start_and_wait)
+    monkeypatch.setattr(copies.Copies, "wait", lambda *_: None)
+    assert not is_caught()
+    assert sorted(seen) == sorted(AHEAD)
+    assert seen != AHEAD
+
+
+@pytest.mark.parametrize(("gathered", "copies_of_a_unit"), [(False, 2), (True, 16)])
+def test_rows_that_are_not_wanted_are_not_copied(seen, gathered, copies_of_a_unit):
+    """Of two chunks a unit of 8 rows; where rows are gathered, each is a copy of its own."""
+    rows = jnp.asarray(IDS[::-1].copy()) if gathered else None
+
+    def call(x, ids, num_rows):
+        nothing = jnp.zeros((len(x), 0), jnp.int32)
+        rest = (rows, num_rows, None, nothing, None)
+        return run.topk_logprobs(x, ids, Wanted(0), *rest, interpret(), CUT)
+
+    program = jax.jit(call, compiler_options=quick_compile.OPTIONS)
+    for num_rows, units in ((0, 0), (1, 1), (8, 1), (9, 2)):
+        seen.clear()
+        jax.block_until_ready(program(X, IDS, np.int32(num_rows)))
+        assert seen.count("dma_start") == units * copies_of_a_unit
+        assert seen.count("dma_wait") == seen.count("dma_start")

@@ -1,0 +1,77 @@
+"""The TPU kernel's read of sampled rows, interpreted, against XLA's."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import oracle, sampled_rows
+from pallas_kernels.mosaic_tpu import groups, run_sampled
+from pallas_kernels.sampled_rows import Part
+from pallas_kernels.sharding.grouped_rows import GroupedRows
+from tests.support import quick_compile
+from tests.support.interpreted_tpu_kernel import run_interpreted
+
+V = 1429  # five groups, and 149 tokens of a sixth; three chunks
+INVERSE = np.array([1, 2, 0.5, 1], np.float32)
+
+
+def found(part, inverse, raw=True):
+    def call(part, inverse, interpret, cut):
+        return run_sampled.read_groups(part, inverse, raw, interpret, cut)
+
+    return run_interpreted(call, part, inverse)
+
+
+def check(part, inverse):
+    """Maxima are XLA's, sums but for rounding; NaN where a group has a NaN or +inf."""
+
+    def by_xla(part, inverse):
+        read = sampled_rows.read(part, inverse, jnp.zeros(len(inverse), jnp.int32), 0)
+        return read.groups, read.raw_sums
+
+    expected = jax.jit(by_xla, compiler_options=quick_compile.OPTIONS)(part, inverse)
+    (maxima, sums), raw = jax.tree.map(np.asarray, found(part, inverse))
+    there = ~np.isnan(expected[0].sums)
+    np.testing.assert_array_equal(maxima[there], np.asarray(expected[0].maxima)[there])
+    np.testing.assert_allclose(sums, expected[0].sums, rtol=3e-6)
+    np.testing.assert_allclose(raw, expected[1], rtol=3e-6)
+    return maxima, sums, raw
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_the_kernel_reads_the_groups_that_xla_reads(dtype):
+    """Two units of rows; ties, NaN, infinities, groups of -inf alone; a last group cut off."""
+    x = oracle.edge_rows(V, dtype, 256)
+    x = np.concatenate([x, x])[:17]
+    check(GroupedRows.of(jnp.asarray(x)).part, np.resize(INVERSE, len(x)))
+
+
+def test_groups_that_are_cut_by_columns():
+    """A shard whose first group begins at a column of its own has the bits of one device."""
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(3, 1280)) * 4).astype(np.float32)
+    _, whole, raw = check(GroupedRows.of(jnp.asarray(x)).part, INVERSE[:3])
+    for offset in (48, 128, 200):
+        columns = np.concatenate([rng.normal(size=(3, offset)), x[:, : 1280 - offset]], axis=1)
+        tail = x[:, 768:].reshape(3, 2, 256)
+        shard = Part(
+            *map(jnp.asarray, (columns[:, :1024].astype(np.float32), tail)), jnp.int32(offset)
+        )
+        _, sums, more = check(shard, INVERSE[:3])
+        np.testing.assert_array_equal(sums, whole)
+        np.testing.assert_array_equal(more, raw)
+
+
+def test_a_forgotten_lane_would_be_seen(monkeypatch):
+    """Negative control: the terms of shards' groups are turned by a lane too many, or not read."""
+    x = (np.random.default_rng(0).normal(size=(1, 1024)) * 4).astype(np.float32)
+    part = Part(jnp.asarray(x), jnp.asarray(x[:, :512].reshape(1, 2, 256)), jnp.int32(48))
+    check(part, INVERSE[:1])
+    right = groups.pltpu.roll
+    monkeypatch.setattr(
+        groups.pltpu, "roll", lambda terms, *rest: right(terms, *rest).at[:, 0].set(0.0)
+    )
+    with pytest.raises(AssertionError):
+        check(part, INVERSE[:1])
