@@ -31,9 +31,11 @@ MORE = {
     "linear": "logprobs from hidden states and a head, against logits first (minutes)",
     "detokenize": "ids to strings and bytes, against the tokenizers library",
     "imports": "importing the engine's side, against importing numpy and jax",
+    "ray": "requests through an actor of a Ray cluster, against an engine here (a minute)",
 }
 MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite", "kernel-grid": "kernel_grid"}
-NEEDS = {"detokenize": ("tokenizers", "hf")}  # a package that the suite compares with, its extra
+# A package that the suite needs, and its extra.
+NEEDS = {"detokenize": ("tokenizers", "hf"), "ray": ("ray", "ray")}
 COMMANDS = {
     "compare": "bench.report.regressions",
     "report": "bench.report.pages",

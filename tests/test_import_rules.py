@@ -23,7 +23,7 @@ DOORS = {
     "ipc": {"ipc", "ipc.wire", "ipc.doctor"},
     "pallas_kernels": {"pallas_kernels"},
     "jax_specdec": {
-        "jax_specdec.engine", "jax_specdec.export",
+        "jax_specdec.engine", "jax_specdec.export", "jax_specdec.ray",
         "jax_specdec.device", "jax_specdec.device.drafting", "jax_specdec.device.model",
     },
 }  # fmt: skip
@@ -49,8 +49,11 @@ ROOMS = {
     "export": {"engine", "records", "kept_sets", "requests", "text", "wording"},
     "engine": {"records", "requests", "control", "checkpoint", "text", "wording"},
     "serve": {"engine", "export", "records", "requests", "checkpoint", "text", "wording"},
+    "ray": {
+        "serve", "engine", "export", "records", "requests", "checkpoint", "wording",
+    },
     "cli": {
-        "serve", "engine", "export", "records", "requests", "control", "checkpoint", "text",
+        "ray", "serve", "engine", "export", "records", "requests", "control", "checkpoint", "text",
         "wording", "compiled_programs",
     },
     "device.model": {"checkpoint", "wording"},

@@ -14,6 +14,7 @@ from jax_specdec.cli.argument_types import (
     integer,
 )
 from jax_specdec.cli.draft_options import add_drafting, drafting
+from jax_specdec.cli.ray_options import add_ray, refuse_without_ray
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def _add_files(group: Any) -> None:
     )  # fmt: skip
     group.add_argument(
         "--output", type=Path, metavar="FILE",
-        help="append one OpenAI-style record a line; requests with a record are not run again",
+        help="append one OpenAI-style record a line; requests with a record are not run again. "
+        "With --ray a folder, with a file of columns (Arrow) for each replica",
     )  # fmt: skip
     group.add_argument("--quiet", action="store_true", help="do not show the texts")
 
@@ -122,6 +124,7 @@ def _add_running(group: Any) -> None:
         "without accelerators it makes N CPU devices (default: %(default)s)",
     )  # fmt: skip
     add_compilation_cache(group)
+    add_ray(group)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -140,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
     from jax_specdec.cli.resumable_jsonl import JsonlOutput
     from jax_specdec.text.tokenizer import Tokenizer
 
+    refuse_without_ray(options)
     model = open_model(options.model, dtype=options.dtype)
     tokenizer = Tokenizer(options.model, model.config.vocab_size)
     defaults = _defaults(options, model)
@@ -148,6 +152,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         prompts = read_prompts(options.prompts, tokenizer, defaults)
     settings = (options.model.resolve().name, model.config.dtype)
+    if options.ray is not None:
+        return _on_ray(
+            options, _engine_config(options, model, prompts), prompts, settings, tokenizer
+        )
     opened: contextlib.AbstractContextManager[JsonlOutput | None] = (
         JsonlOutput(options.output) if options.output else contextlib.nullcontext()
     )
@@ -171,6 +179,24 @@ def run(options: argparse.Namespace) -> int:
         for line in result.summary():
             print(line, file=sys.stderr)
         return 1 if result.failed else 0
+
+
+def _on_ray(
+    options: argparse.Namespace,
+    config: EngineConfig,
+    prompts: list[Prompt],
+    settings: tuple[str, ...],
+    tokenizer: Any,
+) -> int:
+    from dataclasses import replace
+
+    try:
+        from jax_specdec.cli import generate_ray
+
+        lasting = replace(config, on_worker_loss="restart", resume_lost=True)
+        return generate_ray.run(options, lasting, prompts, settings, tokenizer.table())
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
 
 
 def _generate(

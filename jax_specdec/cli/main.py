@@ -24,6 +24,7 @@ COMMANDS = (
     "generate",
     "score",
     "serve",
+    "status",
     "view",
 )
 

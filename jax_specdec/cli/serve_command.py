@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import add_compilation_cache, add_dtype, found, integer
 from jax_specdec.cli.draft_options import add_drafting, drafting
+from jax_specdec.cli.ray_options import add_ray, refuse_without_ray
 
 if TYPE_CHECKING:
     from jax_specdec.engine.config import EngineConfig
@@ -115,6 +116,12 @@ def add(commands: Any) -> None:
         "--workers", type=integer(1, 64), default=1, metavar="N",
         help="processes with a model each (default: %(default)s)",
     )  # fmt: skip
+    add_ray(running)
+    running.add_argument(
+        "--max-replicas", type=integer(1, 2**16), metavar="N",
+        help="with --ray: Ray Serve adds replicas up to N while more requests run in each than it "
+        "has slots (default: none)",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -137,6 +144,11 @@ def run(options: argparse.Namespace) -> int:
 
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout:g} must be above 0")
+    refuse_without_ray(options)
+    if options.ray is not None:
+        from jax_specdec.cli import serve_ray
+
+        return serve_ray.run(options, _model)
     model, config = _model(options)
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     bounds = Bounds(max_body=options.max_body, max_open=options.max_open, timeout=options.timeout)

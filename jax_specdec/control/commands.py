@@ -68,6 +68,10 @@ class WorkerConfig:
         others' JAX.
       group_address: where they get their commands from it, as ZeroMQ writes it; empty for a socket
         on this host that only its user can reach.
+      group_nodes: hosts that the devices are split over, in order; above 1 where somebody has
+        placed the group on several.
+      group_launcher: the socket file of who starts the processes on the other hosts; empty where
+        there are none.
     """
 
     vocab_size: int
@@ -90,6 +94,13 @@ class WorkerConfig:
     processes: bool = False
     group_host: str = "127.0.0.1"
     group_address: str = ""
+    group_nodes: int = 1
+    group_launcher: str = ""
+
+    @property
+    def devices_here(self) -> int:
+        """Devices of the model on each of its hosts."""
+        return self.tensor_parallel // self.group_nodes
 
     @property
     def num_processes(self) -> int:

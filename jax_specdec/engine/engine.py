@@ -8,6 +8,7 @@ of `generate`, or one that serves the streams of `submit`.
 """
 
 import collections
+import contextlib
 import itertools
 import logging
 import threading
@@ -22,13 +23,14 @@ from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.stream import Stream
-from jax_specdec.engine.streams import Streams
+from jax_specdec.engine.streams import Sink, Streams
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.updates import Update, WorkerStatus
-from jax_specdec.engine.weights import WeightsSource, WeightsUpdate
+from jax_specdec.engine.weights import LoadedWeights, WeightsSource, WeightsUpdate
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import Health, StartWorker, Workers
+from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request, RequestError
 
@@ -48,6 +50,7 @@ class Engine:
         start_worker: StartWorker = WorkerProcess,
         clock: Clock | None = None,
         tracer: "Tracer | None" = None,
+        sink: Sink | None = None,
     ) -> None:
         """Start all workers: decode ranks are numbered from 0, prefill ranks come after them.
 
@@ -58,6 +61,8 @@ class Engine:
           tracer: of OpenTelemetry (the extra `otel`); makes spans of each request's life, below the
             span that is current where `generate` is iterated over or `submit` is called. None: no
             spans.
+          sink: gets every update of submitted requests, in place of their streams, which then only
+            tell of ends: for who passes whole steps on.
 
         Raises:
           ValueError: there are fewer devices than the workers need.
@@ -69,6 +74,7 @@ class Engine:
         self._workers = Workers(config, start_worker, self._clock)
         self._scheduler = Scheduler(config, self._workers, self._clock, self._spans)
         self._streams: Streams | None = None
+        self._sink = sink
         self._lock = threading.Lock()
         self._updating = threading.Lock()  # held for one update of the weights
         self._updates = itertools.count(1)
@@ -162,7 +168,12 @@ class Engine:
             self._generating = False
 
     def submit(
-        self, request: Request, *, priority: int = 0, deadline: float | None = None
+        self,
+        request: Request,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        progress: Progress | None = None,
     ) -> Stream:
         """Run a request beside those that run already; returns its records as they come.
 
@@ -173,6 +184,7 @@ class Engine:
           priority: a request with a lower one gets a slot before it, and those of the same in the
             order in which they came. None that runs is stopped for it.
           deadline: seconds from now, after which it ends with the reason `DEADLINE`; None: never.
+          progress: what another engine delivered of it: this one goes on behind that.
 
         Raises:
           RequestError: the request cannot be served, or its id is that of an open one.
@@ -183,9 +195,20 @@ class Engine:
         """
         streams = self._serving()
         context = None if self._spans is None else self._spans.here()
-        stream = streams.submit(request, priority=priority, deadline=deadline, context=context)
+        stream = streams.submit(
+            request, priority=priority, deadline=deadline, context=context, progress=progress
+        )
         streams.start()
         return stream
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let the requests that this thread submits in the block begin in the same steps, after it.
+
+        Otherwise the first ones run while the others are on their way, and each step has fewer.
+        """
+        with self._serving().together():
+            yield
 
     async def stream(
         self, request: Request, *, priority: int = 0, deadline: float | None = None
@@ -201,6 +224,15 @@ class Engine:
         with self.submit(request, priority=priority, deadline=deadline) as records:
             async for record in records:
                 yield record
+
+    def serve(self) -> None:
+        """Hear the workers from now on, in the thread that serves streams; `submit` does so too.
+
+        Raises:
+          EngineClosed: the engine is closed.
+          RuntimeError: it is generating.
+        """
+        self._serving().start()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until those of `submit` have ended.
@@ -267,14 +299,7 @@ class Engine:
           EngineClosed, WorkerFailed: the engine ends or has ended.
         """
         with self._updating:
-            with self._lock:
-                if self._closed:
-                    raise EngineClosed("the engine is closed: make a new one")
-            number = next(self._updates)
-            target = self._workers.workplace.weights_file(number)
-            source = WeightsSource.of(weights, self.config, target)
-            deadline = None if timeout is None else self._clock.now() + timeout
-            update = WeightsUpdate(self._workers, source, number, deadline)
+            update, source = self._update(weights, timeout)
             try:
                 if self._streams is not None:
                     self._streams.update_weights(update)
@@ -289,6 +314,50 @@ class Engine:
                     self._workers.drop_weights()
                 else:
                     source.remove()
+
+    @contextlib.contextmanager
+    def load_weights(
+        self, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
+    ) -> Iterator[LoadedWeights]:
+        """Let all workers load other weights beside those that they use; arguments as above.
+
+        The block begins once all have; `use` in it does the rest of `update_weights`. Without it
+        they forget them at the block's end. So several engines change all, or none of them does.
+
+        Raises:
+          WeightsError, EngineClosed, WorkerFailed: as `update_weights`.
+          RuntimeError: the engine is generating.
+        """
+        streams = self._serving()
+        with self._updating:
+            update, source = self._update(weights, timeout, held=True)
+            try:
+                streams.update_weights(update)
+                streams.start()
+                update.wait_loaded()
+                try:
+                    yield LoadedWeights(update)
+                finally:
+                    if not update.committed:
+                        streams.discard_weights("they were not used")
+            finally:
+                if update.committed:
+                    self._workers.drop_weights()
+                else:
+                    source.remove()
+
+    def _update(
+        self, weights: str | Path | Mapping[str, Any], timeout: float | None, *, held: bool = False
+    ) -> tuple[WeightsUpdate, WeightsSource]:
+        """An update that has not begun, and what it reads."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed: make a new one")
+        number = next(self._updates)
+        target = self._workers.workplace.weights_file(number)
+        source = WeightsSource.of(weights, self.config, target)
+        deadline = None if timeout is None else self._clock.now() + timeout
+        return WeightsUpdate(self._workers, source, number, deadline, held=held), source
 
     async def update_weights_async(
         self, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
@@ -314,7 +383,7 @@ class Engine:
             if self._streams is None:
                 if self._closed:
                     raise EngineClosed("the engine is closed: make a new one")
-                self._streams = Streams(self._scheduler, self.config, self._clock)
+                self._streams = Streams(self._scheduler, self.config, self._clock, self._sink)
                 self._workers.begin()
                 self._workers.wakeup = self._streams.wakeup
             return self._streams

@@ -9,11 +9,10 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from jax_specdec.engine.errors import StreamBehind
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
 from jax_specdec.wording import counted
 
@@ -21,7 +20,17 @@ if TYPE_CHECKING:
     import asyncio
 
 
-class Stream:
+class Delivered(Protocol):
+    """What a stream may bring: a `Record`, or what has a finish reason as it has."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+
+T = TypeVar("T", bound=Delivered)
+
+
+class Stream(Generic[T]):
     """The records of one request, as they come: iterate over it, with `for` or `async for`.
 
     The last record has a finish reason; then the iteration ends. One consumer at a time. Leaving a
@@ -39,7 +48,11 @@ class Stream:
     """
 
     def __init__(
-        self, request: Request, end: Callable[["Stream", FinishReason], None], *, max_backlog: int
+        self,
+        request: Request,
+        end: Callable[["Stream[T]", FinishReason], None],
+        *,
+        max_backlog: int,
     ) -> None:
         """Begin with no records.
 
@@ -51,7 +64,7 @@ class Stream:
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._end, self._max_backlog = end, max_backlog
-        self._records: collections.deque[Record] = collections.deque()
+        self._records: collections.deque[T] = collections.deque()
         self._lock = threading.Lock()
         self._over = False
         self._error: BaseException | None = None
@@ -65,7 +78,7 @@ class Stream:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Record:
+    def __next__(self) -> T:
         while True:
             ready = threading.Event()
             record = self._take(ready.set)
@@ -78,7 +91,7 @@ class Stream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Record:
+    async def __anext__(self) -> T:
         import asyncio  # which only programs that use it should pay for
 
         loop = asyncio.get_running_loop()
@@ -107,7 +120,7 @@ class Stream:
         """Records that were not read yet."""
         return len(self._records)
 
-    def put(self, record: Record) -> bool:
+    def put(self, record: T) -> bool:
         """Add a record, for the engine's thread; False where it was one too many."""
         if record.finish_reason is not None:
             self.finish_reason = record.finish_reason
@@ -135,7 +148,7 @@ class Stream:
             self._over, self._error = True, error
             self._call()
 
-    def _take(self, wake: Callable[[], object]) -> Record | None:
+    def _take(self, wake: Callable[[], object]) -> T | None:
         """The next record; without one, `wake` is called once that may have changed."""
         with self._lock:
             if self._records:

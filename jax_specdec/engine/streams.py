@@ -5,12 +5,13 @@ which alone touches workers and rings, takes it out between two rounds.
 """
 
 import collections
+import contextlib
 import heapq
 import itertools
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig, check
@@ -20,12 +21,25 @@ from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.wakeup import Wakeup
-from jax_specdec.engine.weights import WeightsUpdate
+from jax_specdec.engine.weights import WeightsError, WeightsUpdate
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
 
 logger = logging.getLogger("jax_specdec.engine")
+
+
+class Sink(Protocol):
+    """Takes what an engine brings, whole steps at a time; called by the engine's thread alone.
+
+    While `take` waits, the engine waits too, and with it its workers, once their rings are full.
+    """
+
+    def take(self, update: Update) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        """Note that no further update comes."""
 
 
 class Streams:
@@ -35,13 +49,22 @@ class Streams:
       wakeup: ends the thread's wait for messages.
     """
 
-    def __init__(self, scheduler: Scheduler, config: EngineConfig, clock: Clock) -> None:
+    def __init__(
+        self, scheduler: Scheduler, config: EngineConfig, clock: Clock, sink: Sink | None = None
+    ) -> None:
+        """Begin with none.
+
+        Args:
+          sink: gets all updates; then streams get no records, only their ends.
+        """
         self.wakeup = Wakeup()
+        self._sink = sink
         self._scheduler, self._config, self._clock = scheduler, config, clock
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._open: dict[str, Stream] = {}
         self._inbox: collections.deque[Callable[[], object]] = collections.deque()
+        self._staged = threading.local()  # what a thread submits together
         self._unread = 0  # submitted requests among what is in the inbox
         self._deadlines: list[tuple[float, int, Stream]] = []  # a heap
         self._numbers = itertools.count()
@@ -78,16 +101,23 @@ class Streams:
         priority: int = 0,
         deadline: float | None = None,
         context: Any = None,
+        progress: Progress | None = None,
     ) -> Stream:
         """Queue a request; see `Engine.submit`.
 
         Args:
           context: of OpenTelemetry, for the request's spans.
+          progress: what was delivered of the request before.
         """
         check(request, self._config)
         now = self._clock.now()
         stream = Stream(request, self._ask_end, max_backlog=self._config.max_backlog)
-        queued = QueuedRequest(request=request, submitted=now, priority=priority)
+        queued = QueuedRequest(
+            request=request,
+            progress=progress or Progress(),
+            submitted=None if progress else now,
+            priority=priority,
+        )
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -103,12 +133,27 @@ class Streams:
                 )
             self._open[request.id] = stream
             self._unread += 1
+            staged: list[Callable[[], object]] | None = getattr(self._staged, "list", None)
+            inbox = self._inbox if staged is None else staged
             if deadline is not None:
                 entry = (now + deadline, next(self._numbers), stream)
-                self._inbox.append(lambda: heapq.heappush(self._deadlines, entry))
-            self._inbox.append(lambda: self._begin(queued, context))
-        self.wakeup.set()
+                inbox.append(lambda: heapq.heappush(self._deadlines, entry))
+            inbox.append(lambda: self._begin(queued, context))
+        if staged is None:
+            self.wakeup.set()
         return stream
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let what this thread submits in the block begin in one round, after it."""
+        staged: list[Callable[[], object]] = []
+        self._staged.list = staged
+        try:
+            yield
+        finally:
+            del self._staged.list
+            self._inbox.extend(staged)
+            self.wakeup.set()
 
     def update_weights(self, update: WeightsUpdate) -> None:
         """Carry out an update of the weights; its outcome is for who asks.
@@ -124,6 +169,14 @@ class Streams:
             self._update = update
             self._inbox.append(lambda: self._scheduler.update_weights(update))
         self.wakeup.set()
+
+    def discard_weights(self, why: str) -> None:
+        """End the update of the weights that is on its way, and wait until that is done."""
+        update = self._update
+        if update is not None:
+            self._ask(lambda: self._scheduler.fail_weights(why))
+            with contextlib.suppress(WeightsError):
+                update.result()
 
     def abort(self, request_id: str) -> bool:
         """End an open request; whether there is one."""
@@ -223,6 +276,15 @@ class Streams:
             self._scheduler.abort(name, reason)
 
     def _deliver(self, update: Update) -> None:
+        if self._sink is not None:
+            self._sink.take(update)
+            for record in update.records.events():
+                stream = self._open.get(record.request_id)
+                if stream is not None and record.finish_reason is not None:
+                    stream.finish_reason = record.finish_reason
+                    self._forget(record.request_id)
+                    stream.close()
+            return
         for record in update.records:
             name = record.request_id
             stream = self._open.get(name)
@@ -261,5 +323,7 @@ class Streams:
             update, self._update = self._update, None
         if update is not None:
             update.fail(f"the engine ended before all workers had loaded the weights: {error}")
+        if self._sink is not None:
+            self._sink.fail(error)
         for stream in left:
             stream.close(error)

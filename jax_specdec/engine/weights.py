@@ -103,7 +103,13 @@ class WeightsUpdate:
     """
 
     def __init__(
-        self, workers: Place, source: WeightsSource, number: int, deadline: float | None
+        self,
+        workers: Place,
+        source: WeightsSource,
+        number: int,
+        deadline: float | None,
+        *,
+        held: bool = False,
     ) -> None:
         """Begin with nothing told.
 
@@ -112,8 +118,11 @@ class WeightsUpdate:
           source: the weights.
           number: of the update, above those of all before it.
           deadline: in seconds of the engine's clock, until which all must have loaded them.
+          held: once all have, wait for `release`.
         """
         self.committed = False
+        self._held = held
+        self._loaded = threading.Event()  # by all, or it is over
         self._over = threading.Event()
         self._error: WeightsError | None = None
         self._workers, self._source = workers, source
@@ -125,6 +134,20 @@ class WeightsUpdate:
     def over(self) -> bool:
         """Whether all workers use the weights, or none does."""
         return self._over.is_set()
+
+    def wait_loaded(self) -> None:
+        """Wait until all workers have loaded the weights; any thread may ask.
+
+        Raises:
+          WeightsError: they will not: all use the weights that they had.
+        """
+        self._loaded.wait()
+        if self._error is not None:
+            raise self._error
+
+    def release(self) -> None:
+        """Let the workers use the weights once all have loaded them; any thread may call it."""
+        self._held = False
 
     def result(self) -> int:
         """Wait for the outcome: the new version; any thread may ask.
@@ -160,6 +183,7 @@ class WeightsUpdate:
                     session.worker.tell(Discard(number=self._number))
             self._error = WeightsError(why)
         self._over.set()
+        self._loaded.set()
 
     def _prepare(self, now: float) -> None:
         for session in self._workers.sessions:
@@ -181,7 +205,9 @@ class WeightsUpdate:
                 return
         decoding = any(not session.prefill_only for session in alive)
         if decoding and all(pulse.answered == self._number for _, pulse in pulses):
-            self._commit(alive)
+            self._loaded.set()
+            if not self._held:
+                self._commit(alive)
         elif self._deadline is not None and now >= self._deadline:
             slow = [str(rank) for rank, pulse in pulses if pulse.answered != self._number]
             self.fail(
@@ -201,6 +227,22 @@ class WeightsUpdate:
         for session in alive:
             session.worker.tell(Commit(number=self._number, version=self._version))
         self._workers.use_weights(self._source, self._version)
+
+
+class LoadedWeights:
+    """Weights that all workers of an engine have loaded and do not use yet."""
+
+    def __init__(self, update: WeightsUpdate) -> None:
+        self._update = update
+
+    def use(self) -> int:
+        """Let all workers use them from their next steps on; returns their version.
+
+        Raises:
+          WeightsError: a worker was lost meanwhile; all use the weights that they had.
+        """
+        self._update.release()
+        return self._update.result()
 
 
 def _remove(path: Path) -> None:

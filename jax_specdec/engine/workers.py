@@ -83,7 +83,7 @@ class Workers:
         num_workers = config.num_ranks + config.num_prefill_ranks
         self._shares = shares(
             num_workers,
-            config.tensor_parallel,
+            config.devices_here,
             os.environ,
             named=config.devices,
             processes=config.processes,

@@ -19,6 +19,7 @@ SECTIONS = [
     "Drafts",
     "Delivery",
     "Process ranks",
+    "Replicas",
     "Transformations of a kernel call",
 ]
 NOT_SERVED = "not served yet"

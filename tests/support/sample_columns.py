@@ -99,7 +99,15 @@ def logprobs_table(rows, width):
 
 def delivered(runs):
     """The columns of `runs`, delivered message by message."""
-    state, builder = ProcessorState.empty(len(runs)), ColumnBuilder()
+    builder = ColumnBuilder()
+    for records in released(runs):
+        builder.add(records)
+    return builder.columns()
+
+
+def released(runs):
+    """The records of `runs`, message by message."""
+    state = ProcessorState.empty(len(runs))
     for slot, (asked, _) in enumerate(runs):
         state = admit(state, slot, 1, asked)
     for number in range(len(runs[0][1])):
@@ -120,5 +128,4 @@ def delivered(runs):
         messages += [draft(number, *guessed)] if follows else []
         for message in messages:
             state, records = step(state, message)
-            builder.add(records)
-    return builder.columns()
+            yield records

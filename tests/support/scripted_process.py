@@ -55,6 +55,8 @@ def main(child):
         max_drafts=0,  # the steps of a request are the same in every run
     )
     commands, vitals = child.commands, child.vitals
+    worker.weights_version = start.config.weights_version
+    vitals.use(worker.weights_version)
     with child.ring as ring:
         vitals.be_ready(("scripted",))
         while True:
@@ -63,7 +65,12 @@ def main(child):
                 if isinstance(command, Shutdown):
                     return 0
                 worker.tell(command)
-            if message := worker.try_receive():
+            message = worker.try_receive()
+            if worker.answered != vitals.pulse.answered:
+                vitals.answer(worker.answered, worker.refusal)
+            if worker.weights_version != vitals.pulse.weights_version:
+                vitals.use(worker.weights_version)
+            if message:
                 vitals.advance()
                 ring.send(message.data)
 

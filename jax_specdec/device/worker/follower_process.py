@@ -22,7 +22,8 @@ def main(child: Child) -> int:
     """Entry point: every command that the lead carries out comes from it, `Advance` among them."""
     start = child.start
     assert start.member is not None
-    join(start.member.index, start.config.num_processes, start.member.coordinator)
+    index, here = start.member.index, start.config.devices_here
+    join(index, start.config.num_processes, start.member.coordinator, local=index % here)
     compilation_cache.begin(start.config.compilation_cache)
     compilations.watch(child.vitals, PROGRAMS)
     child.vitals.enter(Phase.LOADING)

@@ -10,10 +10,8 @@ each follower, and another one hears their heartbeats: none of them depends on a
 may hang in a collective.
 """
 
-import contextlib
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -40,14 +38,12 @@ from jax_specdec.control import (
     to_bytes,
     to_line,
 )
+from jax_specdec.device.worker.followers import FollowerHandle, OwnFollower, PlacedFollower
 
-# -P: a file in the current directory must not stand in for a module of the follower.
-FOLLOWER = (
-    sys.executable, "-P", "-m", "jax_specdec.child", "jax_specdec.device.worker.follower_process"
-)  # fmt: skip
 GRACE_SECONDS = 1.0  # to publish what was computed, once a follower is lost
 PATIENCE_SECONDS = 5.0  # for followers that were told to stop
 SILENCE_SECONDS = 10.0  # of a follower, after which it is stopped or worse
+PLACED_SILENCE_SECONDS = 3.5  # of one on another node, which may be gone; once it has begun
 START_SECONDS = 60.0  # more, until its first heartbeat
 ANSWER_SECONDS = 0.01  # between two looks for followers' answers
 
@@ -68,7 +64,7 @@ class Lead:
         self._links: list[Link] = []
         self._heard: list[tuple[int, Heart]] = []  # beats of each follower, and its heart
         self._size = start.config.num_processes
-        self._followers: list[subprocess.Popen[str]] = []
+        self._followers: list[FollowerHandle] = []
         self._sending = threading.Lock()  # held while a message is written, and to end for good
         self._closing = False
         self._lost = ("", 1)  # how the first lost follower ended, and the lead's exit status
@@ -91,8 +87,7 @@ class Lead:
         if error is None:
             leave()
             for follower in self._followers:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    follower.wait(PATIENCE_SECONDS)
+                follower.wait(PATIENCE_SECONDS)
         elif isinstance(error, SystemExit):
             self._end("")
         elif self._is_lost.wait(GRACE_SECONDS):  # an error of a collective is its consequence
@@ -131,7 +126,11 @@ class Lead:
         self._server = ControlServer(config.group_address, folder=Path(start.folder))
         for index in range(1, self._size):
             link = self._server.link()
-            follower = subprocess.Popen(FOLLOWER, stdin=subprocess.PIPE, text=True)
+            follower: FollowerHandle = (
+                OwnFollower()
+                if index < config.devices_here
+                else PlacedFollower(config.group_launcher)
+            )
             self._followers.append(follower)
             self._links.append(link)
             watch = threading.Thread(target=self._watch, args=(index, follower), daemon=True)
@@ -143,14 +142,11 @@ class Lead:
                 control=link.connection,
                 member=Member(index=index, coordinator=coordinator),
             )
-            assert follower.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its end is noticed by its thread
-                follower.stdin.write(to_line(born))  # far less than a pipe holds
-                follower.stdin.flush()  # and stays open: its end is the lead's
+            follower.tell(to_line(born))
         self._heard = [(0, Heart(each.pid, grace=START_SECONDS)) for each in self._followers]
         self._client.vitals.members = self._phases
         self._client.beside = self._listen
-        join(0, self._size, coordinator)
+        join(0, self._size, coordinator, local=0)
 
     def _phases(self) -> tuple[str, ...]:
         return tuple(str(link.pulse) for link in self._links)
@@ -161,22 +157,24 @@ class Lead:
         now = time.monotonic()
         for place, link in enumerate(self._links):
             beats, heart = self._heard[place]
-            lives = heart.look(now, beat=link.pulse.beats != beats, limit=SILENCE_SECONDS)
+            follower = self._followers[place]
+            limit = SILENCE_SECONDS if follower.pid or not beats else PLACED_SILENCE_SECONDS
+            lives = heart.look(now, beat=link.pulse.beats != beats, limit=limit)
             self._heard[place] = link.pulse.beats, heart
             if not lives and not self._closing:
-                follower = self._followers[place]
                 self._end(
-                    f"process {place + 1} of {self._size} (pid {follower.pid}) sent no heartbeat "
-                    f"for {SILENCE_SECONDS:.0f} seconds"
+                    f"process {place + 1} of {self._size} {_where(follower)} sent no heartbeat "
+                    f"for {limit:g} seconds"
                 )
 
-    def _watch(self, index: int, follower: subprocess.Popen[str]) -> None:
+    def _watch(self, index: int, follower: FollowerHandle) -> None:
         code = follower.wait()
+        assert code is not None
         if self._closing and code == 0:
             return
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if not self._is_lost.is_set():
-            text = f"process {index} of {self._size} (pid {follower.pid}) {how}"
+            text = f"process {index} of {self._size} {_where(follower)} {how}"
             self._lost = text, GROUP_KILLED - code if code < 0 else 1
             self._is_lost.set()
         time.sleep(GRACE_SECONDS)  # the main thread may hang from now on
@@ -192,14 +190,24 @@ class Lead:
                 os._exit(status)
 
 
-def join(index: int, size: int, coordinator: str) -> None:
-    """Make this process number `index` of `size`, with one device; before JAX has devices."""
+def _where(follower: FollowerHandle) -> str:
+    if isinstance(follower, PlacedFollower):
+        return f"on another node ({follower.why})" if follower.why else "on another node"
+    return f"(pid {follower.pid})"
+
+
+def join(index: int, size: int, coordinator: str, *, local: int) -> None:
+    """Make this process number `index` of `size`, with one device; before JAX has devices.
+
+    Args:
+      local: which of the accelerators that this process sees is its own.
+    """
     jax.config.update("jax_num_cpu_devices", 1)  # type: ignore[no-untyped-call]
     jax.distributed.initialize(
         coordinator,
         size,
         index,
-        local_device_ids=index,  # its own of several accelerators
+        local_device_ids=local,
         coordinator_bind_address=coordinator,  # by default it would listen to every network
     )
 

@@ -1,0 +1,73 @@
+"""`jax-specdec serve --ray`: the server as an application of Ray Serve, until a signal. No jax."""
+
+import argparse
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.ray import placement, serve_app
+from jax_specdec.serve.app import Bounds
+from jax_specdec.serve.model import ServedModel
+
+LOOK_SECONDS = 0.5
+
+MakeModel = Callable[[argparse.Namespace], tuple[ServedModel, EngineConfig]]
+
+
+def run(options: argparse.Namespace, make: MakeModel) -> int:
+    """Deploy, and wait for SIGTERM or Ctrl-C; returns the exit status.
+
+    Args:
+      make: makes the model and the configuration of an engine from the options, here to find what
+        is wrong with them, and in each replica.
+
+    Raises:
+      ValueError: an option cannot be used, or Ray is not installed.
+    """
+    model, config = make(options)
+    key = options.api_key or os.environ.get("JAX_SPECDEC_API_KEY", "")
+    bounds = Bounds(max_body=options.max_body, max_open=options.max_open, timeout=options.timeout)
+    try:
+        joined = placement.start(options.ray)
+        built = serve_app.application(
+            config,
+            functools.partial(_model, make, options),
+            bounds=bounds,
+            api_key=key,
+            replicas=options.replicas,
+            max_replicas=options.max_replicas,
+            devices=options.replica_devices,
+        )
+        serve_app.start(built, options.host, options.port)
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    print(
+        f"serving {model.name} on Ray Serve at http://{options.host}:{options.port}/v1",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        _wait_for_a_signal()
+        print("ending: open requests end first", file=sys.stderr, flush=True)
+    finally:
+        serve_app.stop()
+        if joined:
+            placement.leave()
+    return 0
+
+
+def _wait_for_a_signal() -> None:
+    """Wait for SIGTERM or SIGINT; Ray has handlers of its own, which would end this at once."""
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    while not over.wait(LOOK_SECONDS):  # a wait without an end would hold the handlers up
+        pass
+
+
+def _model(make: MakeModel, options: argparse.Namespace) -> ServedModel:
+    return make(options)[0]

@@ -1,0 +1,38 @@
+"""`jax-specdec status`: the nodes, replicas and applications of a Ray cluster."""
+
+import argparse
+import sys
+from typing import Any
+
+
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "status",
+        help="list the nodes, replicas and applications of a Ray cluster",
+        description="List what runs on a Ray cluster: its nodes, the replicas of generate --ray "
+        "and of programs with a RayEngine, and the applications of serve --ray.",
+    )
+    parser.add_argument(
+        "address", nargs="?", default="", metavar="ADDRESS",
+        help="of the head, host:port (default: what RAY_ADDRESS names, or this node's cluster)",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print it; returns 1 where no cluster answers.
+
+    Raises:
+      ValueError: Ray is not installed.
+    """
+    from jax_specdec.ray import overview
+
+    try:
+        for line in overview.lines(options.address):
+            print(line)
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    except (ConnectionError, RuntimeError) as error:
+        print(f"jax-specdec: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,21 @@
+"""The door to many nodes: engines as actors of Ray, requests in, batches of columns out. No jax.
+
+It stands above `jax_specdec.engine` and `jax_specdec.export`; the modules behind it may change. Ray
+itself is imported when the first engine is made: without it, that says what to install.
+"""
+
+from jax_specdec.ray.batch import ColumnBatch, Part, columns
+from jax_specdec.ray.config import RayConfig
+from jax_specdec.ray.errors import ClusterError
+from jax_specdec.ray.orders import ReplicaStatus
+from jax_specdec.ray.ray_engine import RayEngine
+
+__all__ = [
+    "RayEngine",
+    "RayConfig",
+    "ColumnBatch",
+    "Part",
+    "columns",
+    "ReplicaStatus",
+    "ClusterError",
+]

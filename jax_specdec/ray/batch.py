@@ -1,0 +1,166 @@
+"""What a replica brought: the columns of some of its steps, as a reader sees them. Never jax."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec.export.arrow import pyarrow
+from jax_specdec.export.joined_rows import joined_rows
+from jax_specdec.export.token_columns import TokenColumns
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnBatch:
+    """The tokens that some steps of a replica brought, one row a request.
+
+    Its arrays are views of Ray's object store, where the batch was made on this node: copy what
+    shall outlive many batches.
+
+    Attributes:
+      rows: a `pyarrow.RecordBatch`, as `jax_specdec.export.step_rows` describes.
+      requests: the requests of the rows, in their order.
+      replica: the number of the replica; -1 for ends that no replica caused.
+    """
+
+    rows: Any
+    requests: Sequence[Request]
+    replica: int = -1
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator["Part"]:
+        return (Part(self, row) for row in range(len(self)))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return len(self.rows.column("token_id").values)
+
+    @property
+    def offsets(self) -> NDArray[np.int32]:
+        """[rows + 1] int32: where each row's tokens begin among those of all."""
+        found: NDArray[np.int32] = self.rows.column("token_id").offsets.to_numpy()
+        return found
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[tokens] int32, row after row."""
+        found: NDArray[np.int32] = self.rows.column("token_id").values.to_numpy()
+        return found
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """[rows] int64, the place of each row's first token in its sequence."""
+        found: NDArray[np.int64] = self.rows.column("position").to_numpy()
+        return found
+
+    @property
+    def finish_reasons(self) -> NDArray[np.int8]:
+        """[rows] int8 `FinishReason`; 0 where the request goes on."""
+        found: NDArray[np.int8] = self.rows.column("finish_reason").to_numpy()
+        return found
+
+    def columns(self) -> TokenColumns:
+        """The batch as columns, one row a token."""
+        return columns([self])
+
+    def take(self, rows: Sequence[int]) -> "ColumnBatch":
+        """The batch with only these rows; a copy."""
+        pa = pyarrow()
+        taken = self.rows.take(pa.array(list(rows), pa.int64()))
+        return ColumnBatch(taken, [self.requests[row] for row in rows], self.replica)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One request's tokens of a batch: a view, like a `Record` of several steps."""
+
+    batch: ColumnBatch
+    row: int
+
+    @property
+    def request(self) -> Request:
+        return self.batch.requests[self.row]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.id
+
+    @property
+    def position(self) -> int:
+        """The place of the first token in the sequence; the prompt's tokens are counted."""
+        return int(self.batch.positions[self.row])
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[n] int32."""
+        begin, end = self.batch.offsets[self.row : self.row + 2]
+        return self.batch.token_ids[begin:end]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """[n] float32, of the tokens themselves; None where no request of the batch asked."""
+        if self.batch.rows.schema.get_field_index("logprob") < 0:
+            return None
+        begin, end = self.batch.offsets[self.row : self.row + 2]
+        found: NDArray[np.float32] = self.batch.rows.column("logprob").values.to_numpy()
+        return found[begin:end]
+
+    @property
+    def weights_versions(self) -> NDArray[np.uint32]:
+        """[n] uint32, of the weights that made each token."""
+        begin, end = self.batch.offsets[self.row : self.row + 2]
+        found: NDArray[np.uint32] = self.batch.rows.column("weights_version").values.to_numpy()
+        return found[begin:end]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over all tokens so far; None where the request asked for no logprobs."""
+        if not self.request.params.num_columns:
+            return None
+        return float(self.batch.rows.column("cumulative_logprob")[self.row].as_py())
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        reason = int(self.batch.finish_reasons[self.row])
+        return FinishReason(reason) if reason else None
+
+    def columns(self) -> TokenColumns:
+        """All that came with the tokens: top K, kept sets, drafts."""
+        return self.batch.take([self.row]).columns()
+
+
+def columns(batches: Sequence[ColumnBatch]) -> TokenColumns:
+    """The columns of all tokens of some batches, one row a token; of each request in order.
+
+    It copies: afterwards the batches may be dropped.
+    """
+    requests: Mapping[str, Request] = {
+        request.id: request for batch in batches for request in batch.requests
+    }
+    return joined_rows([batch.rows for batch in batches], requests)
+
+
+def packed(rows: Any) -> NDArray[np.uint8]:
+    """A `pyarrow.RecordBatch` as one array of bytes, in Arrow's stream format."""
+    pa = pyarrow()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    return np.frombuffer(sink.getvalue(), np.uint8)
+
+
+def unpacked(data: NDArray[np.uint8]) -> Any:
+    """The `pyarrow.RecordBatch` of `packed`: views of the same memory."""
+    pa = pyarrow()
+    return pa.ipc.open_stream(pa.py_buffer(data)).read_next_batch()

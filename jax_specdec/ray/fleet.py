@@ -1,0 +1,300 @@
+"""A fleet: its members, the book of requests, deliveries, deadlines, the end. Never jax.
+
+One lock holds all of it. Who waits for a reader, or for Ray, does so without the lock.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.errors import EngineClosed, WorkerFailed
+from jax_specdec.engine.stream import Stream
+from jax_specdec.ray import placement
+from jax_specdec.ray.batch import ColumnBatch, Part
+from jax_specdec.ray.book import Book, Entry, end_rows
+from jax_specdec.ray.collected import Collected
+from jax_specdec.ray.config import RayConfig
+from jax_specdec.ray.errors import ClusterError
+from jax_specdec.ray.head import Head
+from jax_specdec.ray.installed import ray
+from jax_specdec.ray.member import Member
+from jax_specdec.ray.orders import Weights
+from jax_specdec.ray.replica import MakeEngine
+from jax_specdec.ray.routes import Load, Routes
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import RequestError
+from jax_specdec.wording import counted
+
+logger = logging.getLogger("jax_specdec.ray")
+logger.addHandler(logging.NullHandler())
+LOOK_SECONDS = 0.25
+
+
+class Fleet:
+    """The replicas of a `RayEngine`, and the requests that are open.
+
+    Attributes:
+      members: by number.
+      weights: those in use, with which replicas begin.
+    """
+
+    def __init__(self, config: EngineConfig, cluster: RayConfig, make_engine: MakeEngine) -> None:
+        """Join the cluster and ask for the replicas."""
+        self.config, self.cluster = config, cluster
+        self.weights = Weights(version=config.weights_version, path=config.weights)
+        self._lock = threading.Condition(threading.RLock())
+        self._changing = False  # an update of the weights is between its two halves
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._started = placement.start(cluster.address)
+        self._book = Book(Routes(config.prefill_chunk))
+        slots = config.num_slots * config.num_ranks
+        ahead = slots if cluster.ahead is None else cluster.ahead
+        self._load = partial(Load, slots, ahead)
+        of_replica = replace(config, max_waiting=max(slots + ahead, config.max_waiting))
+        name = uuid.uuid4().hex[:8]
+        self.members = [
+            Member(
+                number,
+                partial(
+                    placement.Place, number, f"{name}:replica-{number}", of_replica, cluster,
+                    make_engine,
+                ),
+                self,
+            )
+            for number in range(cluster.replicas)
+        ]  # fmt: skip
+        self._head = Head(cluster.head_timeout)
+        self._began = time.monotonic()
+        try:
+            for member in self.members:
+                member.start()
+        except BaseException:
+            self._closed = True
+            for member in self.members:
+                member.close(reachable=True)
+            raise
+        self._watch = threading.Thread(target=self._look, name="fleet of jax_specdec", daemon=True)
+        self._watch.start()
+
+    def close(self) -> None:
+        """End all replicas, and the requests that are left, with the reason `ABORT`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._end([(entry, FinishReason.ABORT) for entry in self._book.all()])
+            self._lock.notify_all()
+        reachable = self._head.answers
+        for member in self.members:
+            member.close(reachable=reachable)
+        self._head.close()
+        self._watch.join()
+        if self._started:
+            ray().shutdown()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no replica has."""
+        with self._lock:
+            return self._book.num_waiting
+
+    def begin_change(self) -> list[Member]:
+        """Let no replica join until `end_change`; those that take requests now.
+
+        Raises:
+          EngineClosed, WorkerFailed, ClusterError: the engine has ended.
+        """
+        with self._lock:
+            self._check_open()
+            self._changing = True
+            return [member for member in self.members if member.ready]
+
+    def end_change(self) -> None:
+        """Let replicas join again, with the weights that are in use now."""
+        with self._lock:
+            self._changing = False
+            self._lock.notify_all()
+
+    def admit(self, entries: Sequence[Entry]) -> None:
+        """Let requests wait, and send what can be sent."""
+        with self._lock:
+            self._check_open()
+            for entry in entries:
+                if (name := entry.request.id) in self._book.entries:
+                    raise RequestError(f"request id {name!r} is that of an open request")
+            for entry in entries:
+                self._book.add(entry)
+            self._send()
+
+    def abort(self, name: str, consumer: Any, reason: FinishReason = FinishReason.ABORT) -> bool:
+        with self._lock:
+            entry = self._book.entries.get(name)
+            if entry is None or (consumer is not None and entry.consumer is not consumer):
+                return False
+            if entry.replica is not None:
+                self.members[entry.replica].abort([entry.key])
+            self._end([(entry, reason)])
+            self._send()
+            return True
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise EngineClosed("the engine is closed: make a new one")
+
+    def _send(self) -> None:
+        """Send what waits to replicas that have room; the lock is held."""
+        now = time.monotonic()
+        for replica, entries in self._book.assigned().items():
+            self.members[replica].submit([entry.order(now) for entry in entries])
+
+    def _end(self, ends: Sequence[tuple[Entry, FinishReason]]) -> None:
+        """End requests here; the lock is held."""
+        if not ends:
+            return
+        for entry, _ in ends:
+            self._book.drop(entry)
+        self._deliver(end_rows(ends), [entry for entry, _ in ends])
+
+    def _deliver(self, batch: ColumnBatch, entries: Sequence[Entry]) -> list[Collected]:
+        """Give rows to those who asked for them, with the lock held; which iterators got some."""
+        first = entries[0].consumer
+        if isinstance(first, Collected) and all(entry.consumer is first for entry in entries):
+            first.put(batch)
+            return [first]
+        collected: dict[int, tuple[Collected, list[int]]] = {}
+        for row, entry in enumerate(entries):
+            consumer = entry.consumer
+            if isinstance(consumer, Collected):
+                collected.setdefault(id(consumer), (consumer, []))[1].append(row)
+            else:
+                self._put(cast("Stream[Part]", consumer), Part(batch, row))
+        for consumer, rows in collected.values():
+            consumer.put(batch.take(rows))
+        return [consumer for consumer, _ in collected.values()]
+
+    def _put(self, stream: Stream[Part], part: Part) -> None:
+        if not stream.put(part) and part.finish_reason is None:
+            logger.warning("request %r ends: nobody reads its parts", part.request_id)
+            self.abort(part.request_id, stream)
+        elif part.finish_reason is not None:
+            stream.close()
+
+    # What the members call.
+
+    def joined(self, member: Member, version: int) -> bool:
+        """Let a replica have requests, if it has the weights in use; else it must get them."""
+        with self._lock:
+            while self._changing and not self._closed:
+                self._lock.wait(LOOK_SECONDS)
+            if version != self.weights.version:
+                return False
+            member.ready = True
+            self._book.join(member.number, self._load())
+            self._send()
+            return True
+
+    def over(self) -> bool:
+        """Whether no member shall go on."""
+        return self._closed or self._failure is not None
+
+    def brought(self, member: Member, rows: Any) -> None:
+        """Take a batch of a replica; waits where its reader is behind.
+
+        Raises:
+          BatchError: it contradicts what came before.
+        """
+        with self._lock:
+            batch, entries = self._book.take(rows, member.number)
+            self._send()
+            readers = self._deliver(batch, entries) if entries else ()
+        for reader in readers:
+            reader.wait_for_room()
+
+    def lost(self, member: Member, why: str, *, coming: bool) -> None:
+        """Note that a replica is lost, and whether Ray starts it anew."""
+        with self._lock:
+            member.ready = False
+            if self.over():
+                return
+            logger.warning("replica %d is lost: %s", member.number, why)
+            report = WorkerFailed(f"replica {member.number} is lost: {why}")
+            left = coming or any(other.coming for other in self.members if other is not member)
+            if self.config.on_worker_loss == "stop" or not left:
+                self._fail(report)
+                return
+            ends = self._book.lose(
+                member.number,
+                resume=self.config.resume_lost,
+                max_attempts=self.config.max_attempts,
+            )
+            self._end(ends)
+            self._send()
+
+    def _fail(self, error: BaseException) -> None:
+        """End everything with an error; the lock is held."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        entries = list(self._book.all())
+        consumers = {id(entry.consumer): entry.consumer for entry in entries}
+        for consumer in consumers.values():
+            if isinstance(consumer, Collected):
+                consumer.error = error
+        for entry in entries:
+            self._book.drop(entry)
+        if entries:
+            batch = end_rows([(entry, FinishReason.WORKER_LOST) for entry in entries])
+            for row, entry in enumerate(entries):
+                if isinstance(entry.consumer, Stream):
+                    entry.consumer.put(Part(batch, row))
+                    entry.consumer.close(error)
+            for consumer in consumers.values():
+                if isinstance(consumer, Collected):
+                    mine = [row for row, entry in enumerate(entries) if entry.consumer is consumer]
+                    if mine:
+                        consumer.put(batch.take(mine))
+        self._lock.notify_all()
+
+    def _look(self) -> None:
+        """Look at deadlines and at the head, until the end."""
+        while not self.over():
+            time.sleep(LOOK_SECONDS)
+            problem = self._head.problem()
+            for member in self.members:
+                member.look()
+            now = time.monotonic()
+            with self._lock:
+                if self.over():
+                    return
+                if problem:
+                    self._fail(ClusterError(problem))
+                    return
+                due = [e for e in self._book.all() if e.due is not None and e.due <= now]
+                for entry in due:
+                    self.abort(entry.request.id, entry.consumer, FinishReason.DEADLINE)
+                late = now - self._began > self.cluster.start_timeout
+                if late and not any(m.begun for m in self.members):
+                    self._fail(ClusterError(self._no_room()))
+                    return
+
+    def _no_room(self) -> str:
+        problems = {member.problem for member in self.members if member.problem}
+        with contextlib.suppress(Exception):
+            have = placement.nodes_of(ray().nodes())
+            problems.add(f"the nodes have {have}")
+        return (
+            f"no replica took requests within {self.cluster.start_timeout:g} seconds "
+            f"(RayConfig.start_timeout); each needs {dict(self.cluster.devices)} on "
+            f"{counted(self.cluster.nodes, 'node')}: {'; '.join(sorted(problems))}. Ask for fewer "
+            "devices, or add nodes"
+        )

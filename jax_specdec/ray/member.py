@@ -1,0 +1,249 @@
+"""One replica as the fleet sees it: begun, read, lost, begun again; a thread of its own. Never jax.
+
+Ray starts a lost actor anew; this thread notices the loss, has its requests taken back, and begins
+the new one.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax_specdec.ray.batch import unpacked
+from jax_specdec.ray.book import BatchError
+from jax_specdec.ray.errors import NotBegun, full_store
+from jax_specdec.ray.installed import ray
+from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
+from jax_specdec.ray.placement import Place
+
+if TYPE_CHECKING:
+    from jax_specdec.ray.fleet import Fleet
+
+logger = logging.getLogger("jax_specdec.ray")
+PATIENCE_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
+
+
+class Member:
+    """A replica of a fleet.
+
+    Attributes:
+      number: its place among the replicas.
+      ready: it takes requests.
+      begun: it did so at least once.
+      coming: it does, or will once Ray has started it.
+      problem: why it does not, as far as is known.
+      traffic: what came from it, and `calls` that were made to it.
+    """
+
+    def __init__(self, number: int, place: Callable[[], Place], fleet: "Fleet") -> None:
+        self.number = number
+        self.ready = self.begun = False
+        self.coming = True
+        self.problem = ""
+        self.traffic = dict.fromkeys(("batches", "bytes", "rows", "tokens", "calls"), 0)
+        self._make_place, self._fleet = place, fleet
+        self._place: Place | None = None
+        self._losses = 0
+        self._sent: list[Any] = []  # calls whose outcome is not known
+        self._thread = threading.Thread(target=self._run, name=f"replica {number}", daemon=True)
+
+    def start(self) -> None:
+        """Begin, in a thread of its own."""
+        self._place = self._make_place()
+        self._thread.start()
+
+    def close(self, *, reachable: bool) -> None:
+        """End the replica; without a head that can be reached, Ray ends it with this program."""
+        if self._place is not None and reachable:
+            with contextlib.suppress(Exception):
+                ray().get(self._call("close", "slow"), timeout=PATIENCE_SECONDS)
+            with contextlib.suppress(Exception):
+                self._place.remove()
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE_SECONDS)
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        """Send requests; does not wait."""
+        self._sent.append(self._call("submit", "commands", orders))
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests; does not wait."""
+        self._call("abort", "commands", names)
+
+    def look(self) -> None:
+        """Find requests that did not arrive: then the replica is not to be relied on."""
+        sent, self._sent = self._sent, []
+        if sent:
+            done, left = ray().wait(sent, num_returns=len(sent), timeout=0)
+            self._sent += left
+            for call in done:
+                try:
+                    ray().get(call)
+                except NotBegun:  # the reader of its batches finds it lost
+                    continue
+                except Exception as error:
+                    if self.ready:
+                        with contextlib.suppress(Exception):
+                            self.kill(_first(error))
+
+    def status(self) -> ReplicaStatus:
+        """Its numbers."""
+        state = "ready" if self.ready else "starting" if self.coming else "gone"
+        about = {"state": state, "losses": self._losses, "problem": self.problem}
+        if self.ready:
+            with contextlib.suppress(Exception):
+                found = ray().get(self._call("status", "slow"), timeout=PATIENCE_SECONDS)
+                return _with(found, **about)
+        return _with(ReplicaStatus(replica=self.number), **about)
+
+    def load_weights(self, weights: Weights, timeout: float | None) -> Callable[[], str]:
+        """Have weights loaded; returns a function that waits for the refusal, or ""."""
+        asked = self._call("load_weights", "slow", weights, timeout)
+
+        def answer() -> str:
+            try:
+                found: str = ray().get(asked)
+            except Exception as error:  # whatever Ray says of a lost actor
+                return f"it was lost before all had loaded the weights: {_first(error)}"
+            return found
+
+        return answer
+
+    def use_weights(self) -> Callable[[], int]:
+        """Have the loaded weights used; returns a function that waits for their version, or -1."""
+        asked = self._call("use_weights", "slow")
+
+        def answer() -> int:
+            try:
+                found: int = ray().get(asked)
+            except Exception:  # lost, or it lost a worker
+                return -1
+            return found
+
+        return answer
+
+    def forget_weights(self) -> None:
+        """Have loaded weights forgotten."""
+        with contextlib.suppress(Exception):
+            ray().get(self._call("forget_weights", "slow"), timeout=PATIENCE_SECONDS)
+
+    def kill(self, why: str) -> None:
+        """End the actor; Ray starts it anew where it may."""
+        logger.warning("replica %d is ended: %s", self.number, why)
+        assert self._place is not None
+        ray().kill(self._place.actor, no_restart=False)
+
+    def _call(self, method: str, group: str, *arguments: Any, **options: Any) -> Any:
+        assert self._place is not None
+        self.traffic["calls"] += 1
+        bound = getattr(self._place.actor, method)
+        return bound.options(concurrency_group=group, **options).remote(*arguments)
+
+    def _run(self) -> None:
+        """Live; once the fleet is over, Ray may be gone under this thread."""
+        try:
+            self._live()
+        except BaseException:
+            if not self._fleet.over():
+                raise
+
+    def _live(self) -> None:
+        """Begin and read, again and again, until the fleet is over or Ray gives up."""
+        died = ray("ray.exceptions").ActorDiedError
+        while not self._fleet.over():
+            try:
+                self._begin()
+            except died as error:
+                self._lose(self.problem or _first(error), coming=False)
+                return
+            except Exception as error:
+                self.problem = _first(error)
+                if not self._may_come_again():
+                    self._lose(self.problem, coming=False)
+                    return
+                self._lose(self.problem, coming=True)
+                self._restart()
+                continue
+            why = self._read()
+            if self._fleet.over():
+                return
+            coming = self._fleet.config.on_worker_loss == "restart"
+            self._lose(why, coming=coming)
+            if not coming:
+                self.kill(why)
+                return
+
+    def _begin(self) -> None:
+        """Wait until the replica takes requests, with the weights in use."""
+        while not self._fleet.over():
+            weights = self._fleet.weights
+            ray().get(self._call("begin", "slow", weights, max_task_retries=-1))
+            self.problem = ""
+            if self._fleet.joined(self, weights.version):
+                self.begun = True
+                return
+
+    def _read(self) -> str:
+        """Take batches until there are no more; why."""
+        cluster = self._fleet.cluster
+        batches = self._call(
+            "records",
+            "records",
+            cluster.coalesce,
+            num_returns="streaming",
+            _generator_backpressure_num_objects=cluster.backlog,
+        )
+        errors = ray("ray.exceptions")
+        try:
+            for reference in batches:
+                data = ray().get(reference)
+                del reference
+                if isinstance(data, str):
+                    self._restart()
+                    return data
+                rows = unpacked(data)
+                self.traffic["batches"] += 1
+                self.traffic["bytes"] += data.nbytes
+                self.traffic["rows"] += rows.num_rows
+                self.traffic["tokens"] += len(rows.column("token_id").values)
+                self._fleet.brought(self, rows)
+            return "its batches have ended"
+        except BatchError as error:
+            self._restart()
+            return str(error)
+        except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
+            self._restart()
+            return str(full_store("a batch", error))
+        except Exception as error:  # whatever Ray says of an actor, a node or an object
+            return _first(error)
+
+    def _restart(self) -> None:
+        """Have Ray start the actor anew, where it may: its engine has ended, or is not trusted."""
+        if not self._fleet.over():
+            with contextlib.suppress(Exception):
+                self.kill("its engine has ended")
+
+    def _may_come_again(self) -> bool:
+        return self._fleet.config.on_worker_loss == "restart"
+
+    def _lose(self, why: str, *, coming: bool) -> None:
+        self._losses += 1
+        self.coming = coming
+        self.problem = why
+        self._fleet.lost(self, why, coming=coming)
+        time.sleep(0.05)
+
+
+def _with(status: ReplicaStatus, **values: Any) -> ReplicaStatus:
+    from dataclasses import replace
+
+    return replace(status, **values)
+
+
+def _first(error: BaseException) -> str:
+    """An error of Ray's in a line: its cause, where it has one."""
+    text = str(getattr(error, "cause", None) or error).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:3])[:500] if lines else type(error).__name__

@@ -1,0 +1,139 @@
+"""Where replicas run: placement groups of Ray, and the actors in them. Never jax."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.ray.config import RayConfig
+from jax_specdec.ray.group import Follower
+from jax_specdec.ray.installed import ray
+from jax_specdec.ray.replica import MakeEngine, Replica
+
+NAMESPACE = "jax-specdec"
+CONNECT_SECONDS = 5.0
+# A method's thread: commands keep their order, and nothing waits behind a weights update.
+GROUPS = {"commands": 1, "records": 2, "slow": 4}
+
+
+def start(address: str) -> bool:
+    """Join the cluster; whether this program did so only now.
+
+    Raises:
+      ConnectionError: nobody listens at the address.
+    """
+    if ray().is_initialized():
+        return False
+    check_reachable(address)
+    options: dict[str, Any] = {"address": address} if address else {}
+    if not (address or os.environ.get("RAY_ADDRESS")):
+        options["include_dashboard"] = False
+    ray().init(namespace=NAMESPACE, log_to_driver=False, **options)
+    return True
+
+
+def leave() -> None:
+    """Leave the cluster; one of this machine alone ends."""
+    ray().shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Refuse an address "host:port" where nobody listens: Ray itself would try for minutes.
+
+    Raises:
+      ConnectionError: says why.
+    """
+    host, sign, port = address.rpartition(":")
+    if sign and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"no Ray cluster listens at {address} ({error}): give the host and port of its "
+                "head, as `ray start --head` prints them"
+            ) from error
+
+
+class Place:
+    """One replica's placement group and actors."""
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        config: EngineConfig,
+        cluster: RayConfig,
+        make_engine: MakeEngine,
+    ) -> None:
+        """Ask Ray for it; that takes as long as it takes.
+
+        Args:
+          number: of the replica.
+          name: of the actor, in the namespace "jax-specdec".
+        """
+        groups = ray("ray.util.placement_group")
+        strategies = ray("ray.util.scheduling_strategies")
+        self._bundles = [dict(cluster.devices)] * cluster.nodes
+        strategy = "STRICT_SPREAD" if cluster.nodes > 1 else "PACK"
+        self.group = groups.placement_group(self._bundles, strategy=strategy)
+        restarts = config.max_restarts if config.on_worker_loss == "restart" else 0
+
+        def options(bundle: int) -> dict[str, Any]:
+            return {
+                **of_actor(cluster.devices),
+                "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                    placement_group=self.group, placement_group_bundle_index=bundle
+                ),
+                "max_restarts": restarts,
+                "runtime_env": {"env_vars": environment(cluster.environment)},
+            }
+
+        followers = [
+            ray().remote(Follower).options(max_concurrency=256, **options(bundle)).remote()
+            for bundle in range(1, cluster.nodes)
+        ]
+        self.actor = (
+            ray()
+            .remote(concurrency_groups=GROUPS)(Replica)
+            .options(name=name, namespace=NAMESPACE, **options(0))
+            .remote(number, config, make_engine, followers)
+        )
+        self._followers = followers
+
+    @property
+    def asked(self) -> str:
+        """What it needs, for an error."""
+        return " + ".join(str(bundle) for bundle in self._bundles)
+
+    def remove(self) -> None:
+        """End the actors and give their devices back."""
+        for actor in (self.actor, *self._followers):
+            ray().kill(actor, no_restart=True)
+        ray("ray.util.placement_group").remove_placement_group(self.group)
+
+
+def of_actor(devices: Mapping[str, float]) -> dict[str, Any]:
+    """Devices as the options of an actor."""
+    others = {name: n for name, n in devices.items() if name not in ("CPU", "GPU")}
+    return {
+        "num_cpus": devices.get("CPU", 0),
+        "num_gpus": devices.get("GPU", 0),
+        "resources": others,
+    }
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a replica's process; this program's PYTHONPATH is among them."""
+    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | {**more}
+
+
+def nodes_of(found: Sequence[Mapping[str, Any]]) -> str:
+    """What the nodes that live have, for an error."""
+    said = []
+    for node in found:
+        if node["Alive"]:
+            amounts = sorted(node["Resources"].items())
+            parts = [f"{name} {n:g}" for name, n in amounts if ":" not in name]
+            said.append(", ".join(part for part in parts if "memory" not in part) or "none")
+    return "; ".join(said)

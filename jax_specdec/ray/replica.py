@@ -1,0 +1,270 @@
+"""One engine of a fleet, as an actor of Ray: requests in, batches of columns out. Never jax.
+
+The actor's process is the engine's: it starts workers, reads their rings, and ends with them.
+Whoever began it last, with `begin`, has it for itself; who began it before hears nothing more.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.streams import Sink
+from jax_specdec.engine.weights import LoadedWeights, WeightsError
+from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.export.step_rows import step_rows
+from jax_specdec.ray.batch import packed
+from jax_specdec.ray.errors import NotBegun
+from jax_specdec.ray.group import Followers
+from jax_specdec.ray.installed import ray
+from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
+from jax_specdec.ray.outbox import Outbox
+
+MakeEngine = Callable[..., Engine]
+BEGIN_SECONDS = 60.0  # for the ends of what an earlier program had asked for
+READY_SECONDS = 0.02  # between two looks whether a worker takes requests
+
+
+class Replica:
+    """An engine behind an actor; each method is called by Ray."""
+
+    def __init__(
+        self,
+        number: int,
+        config: EngineConfig,
+        make_engine: MakeEngine = Engine,
+        followers: Sequence[Any] = (),
+    ) -> None:
+        """Note what to run; `begin` makes the engine.
+
+        Args:
+          number: of the replica.
+          make_engine: called with the configuration and `sink`.
+          followers: actors on the other nodes of the model, in order.
+        """
+        self._number, self._config, self._make_engine = number, config, make_engine
+        self._followers = Followers(followers) if followers else None
+        self._engine: Engine | None = None
+        self._outbox = Outbox()
+        self._emitted: dict[str, int] = {}
+        self._open: dict[str, Any] = {}  # streams by request id
+        self._version = config.weights_version
+        self._loaded: tuple[contextlib.ExitStack, LoadedWeights] | None = None
+        self._folder: Path | None = None
+        self._held = threading.Lock()
+
+    def begin(self, weights: Weights) -> ReplicaStatus:
+        """Make the engine, or end all that it does; returns once a worker takes requests.
+
+        Raises:
+          WorkerFailed, WeightsError, ValueError, OSError: there is no engine; says why.
+        """
+        with self._held:
+            self._forget_loaded()
+            engine = self._engine
+            if engine is not None and engine.health().alive:
+                streams = list(self._open.values())
+                for stream in streams:
+                    stream.abort()
+                _wait(lambda: self._over(streams))
+                self._open.clear()
+                self._emitted.clear()
+                self._outbox.clear()
+                if weights.version != self._version:
+                    self._version = engine.update_weights(_content(weights))
+            else:
+                self._end()
+                engine = self._make(weights)
+            while not (health := engine.health()).ready:
+                if not health.alive:
+                    raise RuntimeError("; ".join(health.problems))
+                time.sleep(READY_SECONDS)
+            return self.status()
+
+    def records(self, pause: float) -> Iterator[Any]:
+        """Yield batches as arrays of bytes; a text says why the engine has ended.
+
+        Args:
+          pause: seconds between two batches, at least.
+        """
+        outbox = self._outbox
+        for taken in outbox.read(pause):
+            if isinstance(taken, BaseException):
+                yield str(taken)
+                return
+            rows = step_rows(taken, self._emitted)
+            for row in rows.column("finish_reason").to_numpy().nonzero()[0].tolist():
+                self._open.pop(rows.column("request_id")[row].as_py(), None)
+            yield packed(rows)
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        """Take requests; what cannot be taken ends the replica's batches with an error.
+
+        Raises:
+          NotBegun: there is no engine.
+        """
+        engine = self._engine
+        if engine is None:
+            raise NotBegun(f"replica {self._number} was started anew, and has no engine yet")
+        with engine.together():
+            for order in orders:
+                self._submit(engine, order)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests; their last rows come with the others."""
+        if self._engine is not None:
+            for name in names:
+                self._engine.abort(name)
+
+    def status(self) -> ReplicaStatus:
+        """The replica's numbers."""
+        context = ray().get_runtime_context()
+        return ReplicaStatus(
+            replica=self._number,
+            node=context.get_node_id(),
+            host=ray("ray.util").get_node_ip_address(),
+            pid=os.getpid(),
+            open_requests=len(self._open),
+            steps=self._outbox.steps,
+            events=tuple(self._outbox.events),
+            workers=self._engine.status if self._engine is not None else (),
+        )
+
+    def load_weights(self, weights: Weights, timeout: float | None) -> str:
+        """Load other weights beside those in use; why it cannot, or ""."""
+        engine = self._engine
+        if engine is None:
+            return "it has no engine"
+        with self._held:
+            self._forget_loaded()
+            stack = contextlib.ExitStack()
+            try:
+                block = engine.load_weights(_content(weights), timeout=timeout)
+                self._loaded = stack, stack.enter_context(block)
+            except (WeightsError, WorkerFailed, RuntimeError) as error:
+                stack.close()
+                return str(error)
+        return ""
+
+    def use_weights(self) -> int:
+        """Use what was loaded; returns its version.
+
+        Raises:
+          WeightsError: a worker was lost meanwhile.
+        """
+        with self._held:
+            assert self._loaded is not None
+            stack, loaded = self._loaded
+            self._loaded = None
+            with stack:
+                self._version = loaded.use()
+            return self._version
+
+    def forget_weights(self) -> None:
+        """Forget what was loaded and not used."""
+        with self._held:
+            self._forget_loaded()
+
+    def close(self) -> None:
+        """End the engine and its workers."""
+        with self._held:
+            self._end()
+
+    def _submit(self, engine: Engine, order: Order) -> None:
+        name = order.request.id
+        if order.progress is not None:
+            self._emitted[name] = len(order.progress.token_ids)
+        try:
+            stream = self._open[name] = engine.submit(
+                order.request,
+                priority=order.priority,
+                deadline=order.deadline,
+                progress=order.progress,
+            )
+        except (RuntimeError, ValueError) as error:
+            self._outbox.fail(error)
+            return
+        if stream.finish_reason is not None:  # its last row may have left before
+            self._open.pop(name, None)
+
+    def _over(self, streams: Sequence[Any]) -> bool:
+        """Whether streams have ended; what they brought is dropped, so that no engine waits."""
+        self._outbox.clear()
+        return all(stream.finish_reason is not None for stream in streams)
+
+    def _make(self, weights: Weights) -> Engine:
+        config = self._config
+        if weights.version != config.weights_version or weights.path or weights.arrays is not None:
+            config = self._with(weights)
+        self._outbox, self._version = Outbox(), weights.version
+        if self._followers is not None:
+            config = self._followers.placed(config)
+        sink: Sink = self._outbox
+        self._engine = engine = self._make_engine(config, sink=sink)
+        # An engine begins to hear its workers with its first request; this one shall before.
+        engine.serve()
+        return engine
+
+    def _with(self, weights: Weights) -> EngineConfig:
+        """The configuration with other weights than it names; arrays go into a file."""
+        path = weights.path
+        if weights.arrays is not None:
+            from jax_specdec.checkpoint.written_arrays import write_arrays
+
+            self._folder = Path(tempfile.mkdtemp(prefix="jax-specdec-weights-"))
+            arrays: Mapping[str, Any] = ray().get(weights.arrays[0])
+            made = write_arrays(
+                arrays,
+                self._config.weights,
+                self._folder / "weights",
+                own=bool(self._config.own_model),
+            )
+            path = str(made)
+        return replace(
+            self._config,
+            weights=path,
+            weights_version=weights.version,
+            tokenizer=self._config.tokenizer or self._config.weights,
+        )
+
+    def _forget_loaded(self) -> None:
+        if self._loaded is not None:
+            stack, _ = self._loaded
+            self._loaded = None
+            with contextlib.suppress(WeightsError, RuntimeError):
+                stack.close()
+
+    def _end(self) -> None:
+        self._forget_loaded()
+        self._outbox.close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if self._followers is not None:
+            self._followers.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        self._open.clear()
+        self._emitted.clear()
+
+
+def _content(weights: Weights) -> Any:
+    """What `Engine.update_weights` takes."""
+    return weights.path if weights.arrays is None else ray().get(weights.arrays[0])
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BEGIN_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"requests of an earlier program run on after {BEGIN_SECONDS:g} s")
+        time.sleep(READY_SECONDS)

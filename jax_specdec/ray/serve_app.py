@@ -1,0 +1,105 @@
+"""The OpenAI-compatible server as an application of Ray Serve. Never jax.
+
+Ray Serve listens, routes, scales and looks after its replicas; each replica is the server's own
+application around an engine of its own.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.ray.installed import ray
+from jax_specdec.ray.placement import environment, of_actor
+from jax_specdec.ray.replica import MakeEngine
+from jax_specdec.serve.app import Bounds, Service
+from jax_specdec.serve.model import ServedModel
+
+NAME = "jax-specdec"
+
+
+class Served:
+    """A replica of the application: what Ray Serve asks it, beside requests."""
+
+    app: Any  # Ray Serve's: what `build` has made
+
+    def check_health(self) -> None:
+        """Raise where the engine should be started anew; Ray Serve does that."""
+        health = self.app.state.engine.health()
+        if not health.alive:
+            raise RuntimeError("; ".join(health.problems))
+
+    def __del__(self) -> None:
+        """End the engine; a replica whose application was never made has none."""
+        app = getattr(self, "_asgi_app", None)
+        if app is not None:
+            app.state.engine.close()
+
+
+def application(
+    config: EngineConfig,
+    make_model: Callable[[], ServedModel],
+    *,
+    bounds: Bounds,
+    api_key: str = "",
+    replicas: int = 1,
+    max_replicas: int | None = None,
+    devices: Mapping[str, float] | None = None,
+    variables: Mapping[str, str] | None = None,
+    make_engine: MakeEngine = Engine,
+) -> Any:
+    """What `ray.serve.run` takes.
+
+    Args:
+      config: of each replica's engine.
+      make_model: makes the names and the tokenizer of the model, in each replica.
+      bounds: of each replica.
+      api_key: as the server's.
+      replicas: how many, at least.
+      max_replicas: above it, Ray Serve adds replicas while more requests run in each than it has
+        slots; None: never.
+      devices: of each replica; None: one CPU.
+      variables: environment of the replicas' processes.
+    """
+
+    def build() -> Any:
+        engine = make_engine(config)
+        engine.serve()
+        made = Service(engine, make_model(), bounds=bounds, api_key=api_key).app
+        made.state.engine = engine
+        return made
+
+    serve = ray("ray.serve")
+    scale: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas is not None:
+        scale = {
+            "autoscaling_config": {
+                "min_replicas": replicas,
+                "max_replicas": max_replicas,
+                "target_ongoing_requests": config.num_slots * config.num_ranks,
+            }
+        }
+    deployment = serve.deployment(
+        name=NAME,
+        max_ongoing_requests=bounds.max_open,
+        graceful_shutdown_timeout_s=bounds.timeout or 600.0,
+        ray_actor_options={
+            **of_actor(devices or {"CPU": 1}),
+            "runtime_env": {"env_vars": environment(variables or {})},
+        },
+        **scale,
+    )(serve.ingress(build)(Served))
+    return deployment.bind()
+
+
+def start(built: Any, host: str, port: int) -> None:
+    """Deploy the application, and listen; returns once it answers."""
+    serve = ray("ray.serve")
+    serve.start(http_options={"host": host, "port": port})
+    serve.run(built, name=NAME, route_prefix="/")
+
+
+def stop() -> None:
+    """Take the application back; its requests end first."""
+    serve = ray("ray.serve")
+    serve.delete(NAME)

@@ -1,0 +1,117 @@
+"""Files of columns that an interrupted run continues: whole rows, each once."""
+
+import argparse
+
+import numpy as np
+import pytest
+
+from jax_specdec.cli import main
+from jax_specdec.cli.ray_options import devices
+from jax_specdec.cli.resumable_columns import ColumnsOutput, read_columns
+from jax_specdec.cli.resumable_jsonl import OutputError
+from jax_specdec.export import arrow
+from jax_specdec.export.step_rows import step_rows
+from jax_specdec.ray.batch import ColumnBatch
+from jax_specdec.ray.config import RayConfig
+from tests.support.scene import Scene, long_requests
+from tests.support.scripted_worker import continuation
+
+pytestmark = pytest.mark.fast
+
+
+def batches_of(requests, replica=0):
+    """All that the requests bring, as one batch a step."""
+    scene, emitted = Scene(num_slots=8), {}
+    for update in scene.engine.generate(requests):
+        rows = step_rows(update.records.batches, emitted)
+        by_id = {request.id: request for request in requests}
+        names = rows.column("request_id").to_pylist()
+        yield ColumnBatch(rows, [by_id[name] for name in names], replica)
+
+
+def write(folder, requests, replica=0):
+    with ColumnsOutput(folder) as output:
+        found = {**output.done}
+        digests = {request.id: f"digest of {request.id}" for request in requests}
+        output.write(list(batches_of(requests, replica)), digests)
+        return found
+
+
+def check(folder, requests):
+    found = arrow.from_sequences(read_columns(folder))
+    assert sorted(found.request_id.tolist()) == sorted(request.id for request in requests)
+    for index, name in enumerate(found.request_id.tolist()):
+        request = next(one for one in requests if one.id == name)
+        mine = found.of_request(index)
+        assert mine.token_id.tolist() == continuation(request)[0]
+        assert mine.logprob.tolist() == continuation(request)[1]
+
+
+def test_a_later_run_finds_what_there_is_and_appends(tmp_path):
+    requests = long_requests(6)
+    assert write(tmp_path, requests[:2]) == {}
+    assert write(tmp_path, requests[2:3]) == {"r0": "digest of r0", "r1": "digest of r1"}
+    write(tmp_path, requests[3:], replica=4)
+    assert sorted(path.name for path in tmp_path.glob("*.arrows")) == [
+        "replica-0.arrows", "replica-4.arrows",
+    ]  # fmt: skip
+    check(tmp_path, requests)
+
+
+def test_what_a_crash_left_half_written_is_cut_off_wherever_it_ends(tmp_path):
+    requests = long_requests(4)
+    write(tmp_path, requests[:2])
+    path = tmp_path / "replica-0.arrows"
+    whole = path.stat().st_size
+    write(tmp_path, requests[2:])
+    data = path.read_bytes()
+    for size in [*np.linspace(whole + 1, len(data) - 1, 12).astype(int).tolist(), 3, 0]:
+        path.write_bytes(data[:size])
+        with ColumnsOutput(tmp_path) as output:
+            kept = 2 if size > whole else 0
+            assert len(output.done) == kept
+            assert output.cut == size - (whole if kept else 0)
+    write(tmp_path, requests)
+    check(tmp_path, requests)
+
+
+def test_two_writers_and_files_of_others_are_refused(tmp_path):
+    with ColumnsOutput(tmp_path), pytest.raises(OutputError, match="another process writes"):
+        ColumnsOutput(tmp_path)
+    pa = arrow.pyarrow()
+    other = pa.table({"x": [1]})
+    with pa.ipc.new_stream(str(tmp_path / "replica-1.arrows"), other.schema) as writer:
+        writer.write_table(other)
+    with pytest.raises(OutputError, match="no file of this command"):
+        ColumnsOutput(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no file replica"):
+        read_columns(tmp_path / "nowhere")
+
+
+def test_devices_are_read():
+    assert devices("GPU=4,CPU=0.5") == {"GPU": 4.0, "CPU": 0.5}
+    for wrong in ("GPU", "=4", "GPU=x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not KIND=N, such as GPU=4"):
+            devices(wrong)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_options_of_a_cluster_are_refused_without_one(command, model, capsys):
+    more = ["--prompt", "a"] if command == "generate" else []
+    arguments = [command, "--model", str(model), *more, "--replicas", "2"]
+    assert main.main(arguments) == 2
+    assert "are for --ray: add it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"replicas": 0}, "replicas = 0 must be from 1 to 65536"),
+        ({"coalesce": -1}, "coalesce = -1 must be from 0"),
+        ({"devices": {"GPU": -1}}, r"devices\['GPU'\] = -1 must be 0 or more"),
+        ({"devices": {}}, "names none"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        RayConfig(**values)

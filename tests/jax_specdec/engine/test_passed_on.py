@@ -1,0 +1,153 @@
+"""An engine whose updates are passed on whole: to a sink, behind other engines' tokens, in step."""
+
+import threading
+
+import pytest
+
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.errors import EngineClosed, WeightsError
+from jax_specdec.export.joined_rows import joined_rows
+from jax_specdec.export.step_rows import step_rows
+from jax_specdec.ray.outbox import Outbox
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.processor_state import Progress
+from tests.support.scene import long_requests
+from tests.support.scripted_worker import ScriptedWorker, continuation
+
+pytestmark = pytest.mark.fast
+
+
+def engine_of(sink, **options):
+    """An engine with a thread of its own over a worker in this process."""
+    workers = []
+
+    def start(config, *, process_rank, **_):
+        made = ScriptedWorker(config.num_slots, process_rank=process_rank)
+        workers.append(made)
+        return made
+
+    config = EngineConfig(vocab_size=32, num_slots=3, **options)
+    return Engine(config, start_worker=start, sink=sink), workers
+
+
+def wait(streams):
+    for stream in streams:
+        for record in stream:
+            pytest.fail(f"a stream beside a sink brought {record}")
+
+
+def columns_of(outbox, requests, emitted=None):
+    outbox.fail(EngineClosed("enough"))
+    taken = [batches for batches in outbox.read(0.0) if not isinstance(batches, BaseException)]
+    rows = [step_rows(batches, {} if emitted is None else emitted) for batches in taken]
+    return joined_rows(rows, {request.id: request for request in requests})
+
+
+def test_a_sink_gets_every_update_and_streams_only_their_ends():
+    outbox = Outbox()
+    engine, _ = engine_of(outbox)
+    requests = long_requests(7)
+    with engine:
+        streams = [engine.submit(request) for request in requests]
+        wait(streams)
+        assert {stream.finish_reason for stream in streams} == {FinishReason.LENGTH}
+        found = columns_of(outbox, requests)
+        for index, name in enumerate(found.request_id.tolist()):
+            request = next(one for one in requests if one.id == name)
+            assert found.of_request(index).token_id.tolist() == continuation(request)[0]
+
+
+def test_a_request_goes_on_behind_what_another_engine_delivered():
+    (request,) = long_requests(1)
+    ids, logprobs = continuation(request)
+    before = Progress(token_ids=tuple(ids[:8]), cumulative_logprob=sum(logprobs[:8]))
+    outbox = Outbox()
+    engine, _ = engine_of(outbox)
+    with engine:
+        wait([engine.submit(request, progress=before)])
+        found = columns_of(outbox, [request], {request.id: 8})
+    assert found.token_id.tolist() == ids[8:]
+    assert found.position.tolist() == list(range(9, 21))
+
+
+def test_an_engine_whose_sink_waits_waits_too():
+    """Nothing is dropped, and nothing piles up: the worker makes no step meanwhile."""
+
+    class Slow(Outbox):
+        def __init__(self):
+            super().__init__()
+            self.gate = threading.Event()
+            self.seen = 0
+
+        def take(self, update):
+            self.seen += 1
+            self.gate.wait()
+            super().take(update)
+
+    slow = Slow()
+    engine, (worker,) = engine_of(slow)
+    requests = long_requests(2)
+    with engine:
+        streams = [engine.submit(request) for request in requests]
+        while not slow.seen:
+            threading.Event().wait(0.001)
+        sent = worker.sent
+        threading.Event().wait(0.05)
+        assert (slow.seen, worker.sent) == (1, sent)
+        slow.gate.set()
+        wait(streams)
+        assert len(columns_of(slow, requests)) == 40
+
+
+def test_requests_that_are_submitted_together_begin_in_one_round():
+    outbox = Outbox()
+    engine, (worker,) = engine_of(outbox)
+    requests = long_requests(3)
+    with engine:
+        with engine.together():
+            streams = [engine.submit(request) for request in requests]
+            threading.Event().wait(0.05)
+            assert not worker.commands
+        wait(streams)
+        first = [type(command).__name__ for command in worker.commands[:3]]
+        assert first == ["Admit"] * 3
+        assert len(columns_of(outbox, requests)) == 60
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "new.safetensors"
+    path.write_bytes(b"weights")
+    return path
+
+
+def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(file):
+    engine, (worker,) = engine_of(Outbox())
+    with engine:
+        with engine.load_weights(file):
+            assert worker.answered == 1
+            assert worker.weights_version == 0
+        assert engine.weights_version == 0
+        assert type(worker.commands[-1]).__name__ == "Discard"
+        with engine.load_weights(file) as loaded:
+            assert worker.weights_version == 0
+            assert loaded.use() == 1
+        assert engine.weights_version == 1
+        assert worker.weights_version == 1
+        worker.refusal = None  # it never answers
+        with pytest.raises(WeightsError, match="in time"), engine.load_weights(file, timeout=0.05):
+            pytest.fail("nothing was loaded")
+        assert engine.weights_version == 1
+
+
+def test_a_reader_that_is_replaced_ends():
+    outbox = Outbox()
+    reader = outbox.read(0.0)
+    outbox.fail(EngineClosed("over"))
+    assert isinstance(next(reader), EngineClosed)
+    outbox = Outbox()
+    threading.Timer(0.05, outbox.clear).start()
+    assert list(outbox.read(0.0)) == []
+    outbox.close()
+    assert list(outbox.read(0.0)) == []

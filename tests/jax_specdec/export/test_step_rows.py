@@ -1,0 +1,115 @@
+"""Batches of whole steps, one row a request, against the columns of all records one by one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_specdec.export.column_builder import ColumnBuilder
+from jax_specdec.export.joined_rows import joined_rows
+from jax_specdec.export.step_rows import step_rows
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Request, SamplingParams
+from tests.support.sample_columns import delivered, released, streams
+from tests.support.scene import Scene, make_requests
+
+pytestmark = pytest.mark.fast
+
+
+def fields(columns):
+    """Every array of some columns, lists and kept sets included."""
+    for field in dataclasses.fields(columns):
+        value = getattr(columns, field.name)
+        if dataclasses.is_dataclass(value):
+            for inner in dataclasses.fields(value):
+                if getattr(value, inner.name) is not None:
+                    yield f"{field.name}.{inner.name}", getattr(value, inner.name)
+        else:
+            yield field.name, value
+
+
+def by_request(columns):
+    """The columns of each request alone, by its name."""
+    return {
+        name: dict(fields(columns.of_request(at)))
+        for at, name in enumerate(columns.request_id.tolist())
+    }
+
+
+def check_same(found, expected):
+    """Equal values and types, request by request: batches have no order among requests."""
+    found, expected = by_request(found), by_request(expected)
+    assert found.keys() == expected.keys()
+    whole = {"request", "request_id", "prompt.offsets", "prompt.ids", "temperature", "mode"}
+    for name, mine in expected.items():
+        for column, values in mine.items():
+            if column not in whole | {"finish_reason"}:
+                np.testing.assert_array_equal(found[name][column], values, err_msg=column)
+                assert found[name][column].dtype == values.dtype, column
+
+
+def run(requests, size, **options):
+    """The batches that a run makes, `size` updates in each, and the columns of its records."""
+    scene = Scene(**options)
+    taken, emitted, builder, batches = [], {}, ColumnBuilder(), []
+    for update in scene.engine.generate(requests):
+        builder.add(update.records)
+        taken.append(update)
+        if len(taken) == size:
+            batches.append(step_rows([b for u in taken for b in u.records.batches], emitted))
+            taken = []
+    batches.append(step_rows([b for u in taken for b in u.records.batches], emitted))
+    assert emitted == {}  # each request has ended
+    return batches, builder.columns()
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_batches_have_the_columns_of_all_records(size):
+    requests = make_requests(12, 3)
+    batches, expected = run(requests, size, num_ranks=2)
+    found = joined_rows(batches, {request.id: request for request in requests})
+    check_same(found, expected)
+    ends = dict(zip(expected.request_id, expected.finish_reason, strict=True))
+    assert dict(zip(found.request_id, found.finish_reason, strict=True)) == ends
+    assert set(ends.values()) <= {FinishReason.LENGTH, FinishReason.STOP_TOKEN}
+    assert len(found.prompt.ids) == sum(len(request.prompt_token_ids) for request in requests)
+
+
+@given(streams(), st.integers(1, 4))
+def test_every_kind_of_row_comes_through(stream, size):
+    records, expected = list(released(stream)), delivered(stream)
+    emitted, batches = {}, []
+    for at in range(0, len(records), size):
+        taken = [batch for each in records[at : at + size] for batch in each.batches]
+        batches.append(step_rows(taken, emitted))
+    requests = {asked.id: asked for asked, _ in stream}
+    check_same(joined_rows(batches, requests), expected)
+
+
+def test_a_difference_would_be_seen():
+    requests = make_requests(4, 5)
+    batches, expected = run(requests, 2)
+    found = joined_rows(batches, {request.id: request for request in requests})
+    changed = found.token_id.copy()
+    changed[-1] += 1
+    with pytest.raises(AssertionError):
+        check_same(dataclasses.replace(found, token_id=changed), expected)
+    batches.remove(max(batches, key=lambda batch: len(batch.column("token_id").values)))
+    with pytest.raises(AssertionError):
+        check_same(joined_rows(batches, {r.id: r for r in requests}), expected)
+
+
+def test_no_steps_make_an_empty_batch():
+    batch = step_rows([], {})
+    assert batch.num_rows == 0
+    assert len(joined_rows([batch], {})) == 0
+
+
+def test_a_request_that_goes_on_begins_behind_what_came_before():
+    asked = Request(id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=4))
+    scene, emitted = Scene(), {"a": 7}
+    batches = [b for update in scene.engine.generate([asked]) for b in update.records.batches]
+    found = joined_rows([step_rows(batches, emitted)], {"a": asked})
+    assert found.position.tolist() == [9, 10, 11, 12]

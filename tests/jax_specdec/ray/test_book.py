@@ -1,0 +1,151 @@
+"""A fleet's requests: delivered once and in order, whichever replica they are on."""
+
+import random
+
+import numpy as np
+import pytest
+
+from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.export.step_rows import step_rows
+from jax_specdec.ray.batch import columns, packed, unpacked
+from jax_specdec.ray.book import BatchError, Book, Entry, end_rows
+from jax_specdec.ray.routes import Load, Routes
+from jax_specdec.records.batch import FinishReason
+from tests.support.scene import Scene, long_requests, make_requests
+from tests.support.scripted_worker import continuation
+
+pytestmark = pytest.mark.fast
+
+
+def book_of(*replicas):
+    book = Book(Routes(4))
+    for replica in replicas:
+        book.join(replica, Load(slots=2, ahead=1))
+    return book
+
+
+def rows_of(orders):
+    """What a replica brings of its orders, a batch a step, as it arrives here."""
+    scene, emitted = Scene(num_slots=4), {}
+    queued = []
+    for order in orders:
+        progress = {} if order.progress is None else {"progress": order.progress}
+        queued.append(QueuedRequest(request=order.request, **progress))
+        if order.progress is not None:
+            emitted[order.request.id] = len(order.progress.token_ids)
+    scene.engine._scheduler.begin(queued)
+    for update in scene.engine._scheduler.run():
+        yield unpacked(packed(step_rows(update.records.batches, emitted)))
+
+
+def orders_of(entries):
+    return [entry.order(0.0) for entry in entries]
+
+
+def plain(count, seed=0):
+    """Requests without logprobs of their prompts, which no batch has."""
+    return [r for r in make_requests(4 * count, seed) if r.params.prompt_logprobs is None][:count]
+
+
+def check(requests, batches):
+    found = columns(batches)
+    for request in requests:
+        mine = found.of_request(found.request_id.tolist().index(request.id))
+        ids, logprobs = continuation(request)
+        assert mine.token_id.tolist() == ids
+        begin = len(request.prompt_token_ids)
+        assert mine.position.tolist() == list(range(begin, begin + len(ids)))
+        if request.params.logprobs is not None:
+            assert mine.logprob.tolist() == logprobs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_losses_at_any_moment_leave_every_position_once(seed):
+    rng = random.Random(seed)
+    requests = [*plain(5, seed), *long_requests(3)]
+    requests = [r for n, r in enumerate(requests) if r.id not in {o.id for o in requests[:n]}]
+    book, batches, lost = book_of(0, 1), [], 0
+    for request in requests:
+        book.add(Entry(request, None))
+    while book.entries:
+        for replica, entries in book.assigned().items():
+            dies = rng.randint(0, 8)
+            for number, rows in enumerate(rows_of(orders_of(entries))):
+                if number == dies and lost < 5:
+                    lost += 1
+                    assert book.lose(replica, resume=True, max_attempts=99) == []
+                    book.join(replica, Load(2, 1))
+                    stale = book.take(rows, replica)
+                    assert (len(stale[0]), stale[1]) == (0, [])
+                    break
+                batches.append(book.take(rows, replica)[0])
+    assert lost
+    check(requests, batches)
+    assert sum(load.open for load in book.routes.loads.values()) == 0
+    assert sum(load.tokens for load in book.routes.loads.values()) == 0
+
+
+def test_a_batch_that_skips_tokens_or_comes_twice_is_refused():
+    book = book_of(0)
+    book.add(Entry(long_requests(1)[0], None))
+    ((_, entries),) = book.assigned().items()
+    rows = [one for one in rows_of(orders_of(entries)) if len(one.column("token_id").values)]
+    book.take(rows[0], 0)
+    for wrong in (rows[0], rows[2]):
+        with pytest.raises(BatchError, match="begins at position"):
+            book.take(wrong, 0)
+    batch, owners = book.take(rows[1], 0)
+    assert owners == entries
+    assert batch.requests[0].id == "r0"
+
+
+def test_requests_that_are_not_resumed_end_and_so_do_those_tried_too_often():
+    book = book_of(0)
+    for request in long_requests(3):
+        book.add(Entry(request, None))
+    assert len(book.assigned()[0]) == 3
+    ends = book.lose(0, resume=False, max_attempts=9)
+    assert {reason for _, reason in ends} == {FinishReason.WORKER_LOST}
+    assert not book.entries
+    last = end_rows(ends)
+    assert last.finish_reasons.tolist() == [FinishReason.WORKER_LOST] * 3
+    assert [part.position for part in last] == [1, 1, 1]
+    assert last.num_tokens == 0
+    for request in long_requests(1):
+        book.add(Entry(request, None))
+    for attempt in range(2):
+        book.join(0, Load(2, 1))
+        book.assigned()
+        ends = book.lose(0, resume=True, max_attempts=2)
+        assert len(ends) == attempt
+    assert ends[0][1] is FinishReason.ATTEMPTS_EXHAUSTED
+
+
+def test_priorities_and_the_first_of_a_loss_come_first():
+    book = book_of()
+    for n, request in enumerate(long_requests(4)):
+        book.add(Entry(request, None, priority=[1, 0, 1, 0][n]))
+    assert book.num_waiting == 4
+    book.join(0, Load(1, 0))
+    order = []
+    while book.num_waiting:
+        ((_, (entry,)),) = book.assigned().items()
+        order.append(entry.request.id)
+        book.drop(entry)
+    assert order == ["r1", "r3", "r0", "r2"]
+
+
+def test_parts_are_views_of_their_batch():
+    book = book_of(0)
+    request = long_requests(1)[0]
+    book.add(Entry(request, None))
+    ((_, entries),) = book.assigned().items()
+    batches = [book.take(rows, 0)[0] for rows in rows_of(orders_of(entries))]
+    parts = [part for batch in batches for part in batch if part.num_tokens]
+    assert np.shares_memory(parts[0].token_ids, parts[0].batch.token_ids)
+    assert [t for part in parts for t in part.token_ids.tolist()] == continuation(request)[0]
+    assert parts[-1].cumulative_logprob == sum(continuation(request)[1])
+    assert parts[-1].finish_reason is FinishReason.LENGTH
+    assert {int(v) for part in parts for v in part.weights_versions} == {0}
+    assert parts[0].columns().request_id.tolist() == ["r0"]
+    assert parts[0].logprobs is not None

@@ -1,0 +1,99 @@
+"""What happens to a fleet beside lost replicas: new weights, no room, a lost head."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jax_specdec.engine.errors import WeightsError
+from jax_specdec.ray import ClusterError, RayConfig, RayEngine
+from tests.ray.cluster import (
+    check,
+    cluster_of,
+    config,
+    fleet,
+    make_engine,
+    make_requests,
+    nothing_is_left,
+    pids,
+    rings,
+)
+from tests.support.processes import wait_for
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    before = rings()
+    # No disk behind the stores: what does not fit is refused.
+    with cluster_of(1, 1, head=1, system={"local_fs_capacity_threshold": 0.0}) as made:
+        yield made
+    wait_for(lambda: nothing_is_left(before), 20)
+
+
+def versions(batches):
+    return {int(v) for batch in batches for part in batch for v in part.weights_versions}
+
+
+def test_all_replicas_get_new_weights_or_none(cluster, tmp_path):
+    path = tmp_path / "new.safetensors"
+    save_file({"x": np.zeros(4, np.float32)}, path)
+    with fleet(3) as engine:
+        wait_for(lambda: len(pids(engine)) == 3)
+        requests = make_requests(60, 60)
+        running = engine.generate(requests)
+        batches = [next(running)]
+        assert engine.update_weights(path) == 1
+        batches += list(running)
+        check(requests, batches)
+        assert versions(batches) == {0, 1}
+        later = list(engine.generate(make_requests(10, 5)))
+        assert versions(later) == {1}
+
+        with pytest.raises(WeightsError, match="replica 0: the weights cannot be read"):
+            engine.update_weights(tmp_path / "missing.safetensors")
+        assert {worker.weights_version for s in engine.status for worker in s.workers} == {1}
+        assert engine.weights_version == 1
+
+        # A replica that Ray starts anew begins with the weights in use.
+        os.kill(pids(engine)[1][0], signal.SIGKILL)
+        wait_for(lambda: engine.status[1].losses and len(pids(engine)) == 3)
+        batches = list(engine.generate(make_requests(48, 10)))
+        assert versions(batches) == {1}
+        assert {batch.replica for batch in batches} == {0, 1, 2}
+
+
+def test_weights_that_the_object_store_cannot_hold_are_refused(cluster):
+    with fleet(1) as engine:
+        check(requests := make_requests(2), list(engine.generate(requests)))
+        with pytest.raises(ClusterError, match=r"object store is full.*150000000 bytes"):
+            engine.update_weights({"x": np.ones(37_500_000, np.float32)})
+        assert engine.weights_version == 0
+        check(requests, list(engine.generate(requests)))
+
+
+def test_a_fleet_without_room_says_what_there_is(cluster):
+    small = RayConfig(devices={"CPU": 64}, start_timeout=2)
+    with (
+        RayEngine(config(), small, make_engine=make_engine) as engine,
+        pytest.raises(ClusterError, match=r"CPU': 64.*the nodes have CPU 1"),
+    ):
+        list(engine.generate(make_requests(1)))
+
+
+def test_a_lost_head_is_an_error_that_says_so(cluster):
+    with fleet(2, head_timeout=3.0) as engine:
+        wait_for(lambda: len(pids(engine)) == 2)
+        slow = engine.generate(make_requests(200, 400))
+        next(slow)
+        cluster.head_node.kill_gcs_server()
+
+        def drain():
+            for _ in slow:
+                pass
+
+        with pytest.raises(ClusterError, match="the head of the Ray cluster has not answered"):
+            drain()
+        with pytest.raises(ClusterError, match="start a new RayEngine"):
+            engine.submit(make_requests(1)[0])

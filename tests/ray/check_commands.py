@@ -1,0 +1,112 @@
+"""The command line on a cluster of several raylets, with the real worker."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from jax_specdec.cli.resumable_columns import read_columns
+from jax_specdec.export import arrow
+from tests.ray.cluster import cluster_of
+from tests.support import quick_compile, tiny_checkpoint
+from tests.support.paths import ROOT
+from tests.support.processes import wait_for
+
+COMMAND = (sys.executable, "-m", "jax_specdec.cli.main")
+TEXTS = ("def", "import os", "class A", "return", "for", "while")
+
+
+@pytest.fixture(scope="module")
+def environment():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", quick_compile.FLAGS)
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(environment):
+    with cluster_of(1, 1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("model"))
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=250, **options,
+    )  # fmt: skip
+
+
+def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path):
+    """As `generate` here: the same ids; a second run finds all of them; a torn file is mended."""
+    prompts, folder = tmp_path / "p.txt", tmp_path / "columns"
+    prompts.write_text("".join(f"{text}\n" for text in TEXTS[:3]))
+    common = ("generate", "--model", model, "--max-tokens", 8, "--logprobs", 1, "--quiet",
+              "--drafter", "none", "--ignore-eos", "--slots", 4, "--prompts", prompts)  # fmt: skip
+    on_ray = (*common, "--ray", cluster.address, "--replicas", 2, "--output", folder)
+    done = run(*on_ray)
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 requests, 24 tokens" in done.stderr
+    columns = arrow.from_sequences(read_columns(folder))
+    assert sorted(columns.request_id.tolist()) == ["1", "2", "3"]
+    assert len(columns) == 24
+
+    # A batch that was torn off with the machine: the run does that request again, and no other.
+    file = max(folder.glob("replica-*.arrows"), key=lambda path: path.stat().st_size)
+    os.truncate(file, file.stat().st_size - 5)
+    prompts.write_text("".join(f"{text}\n" for text in TEXTS))
+    done = run(*on_ray)
+    assert done.returncode == 0, done.stderr
+    assert "cut off half-written columns" in done.stderr
+    again = arrow.from_sequences(read_columns(folder))
+    assert sorted(again.request_id.tolist()) == [str(n + 1) for n in range(6)]
+
+    local = tmp_path / "local.jsonl"
+    assert run(*common, "--output", local).returncode == 0
+    import json
+
+    for line in local.read_text().splitlines():
+        record = json.loads(line)
+        index = again.request_id.tolist().index(record["id"])
+        mine = again.of_request(index)
+        expected = record["choices"][0]["logprobs"]["token_logprobs"]
+        assert mine.logprob.tolist() == pytest.approx(expected, abs=1e-4)
+    assert run(*on_ray).returncode == 0
+
+
+def test_serve_answers_and_status_lists_it(cluster, model):
+    server = subprocess.Popen(
+        [*COMMAND, "serve", "--ray", cluster.address, "--port", "18432", "--slots", "2",
+         "--max-length", "64", "--drafter", "none"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        for line in server.stderr:
+            if "serving" in line:
+                break
+        else:
+            pytest.fail("the server has ended")
+        asked = {"model": "tiny", "prompt": "def main(", "max_tokens": 4, "logprobs": 1}
+        with httpx.Client(base_url="http://127.0.0.1:18432", timeout=200) as client:
+            (model_here,) = client.get("/v1/models").json()["data"]
+            asked["model"] = model_here["id"]
+            answer = client.post("/v1/completions", json=asked).json()
+        assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 4
+        listed = run("status", cluster.address)
+        assert listed.returncode == 0, listed.stderr
+        assert "3 nodes" in listed.stdout
+        assert "application jax-specdec: RUNNING" in listed.stdout
+        server.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.poll() is not None, 60)
+        assert server.returncode == 0
+    finally:
+        server.kill()
+        server.communicate()

@@ -1,0 +1,42 @@
+"""The examples on a cluster, run as a user runs them."""
+
+import re
+
+from pyarrow import parquet
+
+from tests.docs.test_examples import EXAMPLES, run
+
+ROLLOUT = re.compile(r"iteration (\d): weights \[(\d)\], .* of 384 tokens: (\S+)")
+
+
+def test_rollouts_of_new_weights_have_a_ratio_of_one():
+    printed = run(EXAMPLES / "ray_rollouts.py")
+    found = ROLLOUT.findall(printed)
+    assert [(int(iteration), int(version)) for iteration, version, _ in found] == [
+        (0, 0), (1, 1), (2, 2),
+    ]  # fmt: skip
+    assert all(float(largest) <= 1e-4 for _, _, largest in found)
+    assert re.search(r"1152 tokens came in \d+ batches", printed)
+
+
+def test_rollouts_of_stale_weights_are_noticed():
+    printed = run(EXAMPLES / "ray_rollouts.py", "--stale", status=1)
+    found = ROLLOUT.findall(printed)
+    assert [version for _, version, _ in found] == ["0", "0"]
+    assert float(found[0][2]) <= 1e-4 < float(found[1][2])
+    assert "the rollouts are of another policy" in printed
+
+
+def test_prompts_are_scored_into_parquet(tmp_path):
+    printed = run("-W", "default", EXAMPLES / "ray_score.py", "--output", str(tmp_path / "out"))
+    found = re.findall(r"^(\S+) nats a token: '(.*)'", printed, re.MULTILINE)
+    scores = [float(score) for score, _ in found]
+    assert len(scores) == 6
+    assert scores == sorted(scores)
+    assert found[-1][1] == "qqqqqq"  # nothing a Python source has
+    table = parquet.read_table(tmp_path / "out")
+    for ids, logprobs in zip(
+        table["token_ids"].to_pylist(), table["logprobs"].to_pylist(), strict=True
+    ):
+        assert len(logprobs) == len(ids) - 1
+        assert max(logprobs) <= 0

@@ -1,0 +1,150 @@
+"""Several raylets on this machine, and fleets over scripted workers on them."""
+
+import contextlib
+import functools
+import os
+import signal
+
+import numpy as np
+
+from ipc.doctor import find_ring_files
+from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
+from jax_specdec.engine.worker_client import WorkerProcess
+from jax_specdec.ray import RayConfig, RayEngine, columns
+from tests.support.paths import ROOT
+from tests.support.scripted_process import WORKER
+from tests.support.scripted_worker import VOCAB, continuation
+
+STORE = 100_000_000  # bytes of each node's object store
+SOON = {  # a dead node is found in seconds
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 4,
+}
+
+make_engine = functools.partial(
+    Engine, start_worker=functools.partial(WorkerProcess, program=WORKER)
+)
+
+
+@contextlib.contextmanager
+def cluster_of(*nodes, head=0, system=None):
+    """A cluster whose nodes have so many CPUs, the head too, and this program in it.
+
+    Args:
+      system: further settings of Ray's own.
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    common = {
+        "object_store_memory": STORE,
+        "include_dashboard": False,
+        "include_log_monitor": False,
+    }
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": head,
+            "_system_config": SOON | (system or {}),
+            "no_monitor": True,
+            **common,
+        },
+    )
+    try:
+        cluster.workers = [cluster.add_node(num_cpus=cpus, **common) for cpus in nodes]
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def add_node(cluster, cpus):
+    cluster.workers.append(
+        cluster.add_node(
+            num_cpus=cpus,
+            object_store_memory=STORE,
+            include_dashboard=False,
+            include_log_monitor=False,
+        )
+    )
+
+
+def kill_raylet(node):
+    """SIGKILL the raylet of a node; its actors end by themselves."""
+    (info,) = node.all_processes["raylet"]
+    os.kill(info.process.pid, signal.SIGKILL)
+    info.process.wait()  # its actors look whether it is there; a zombie is
+    return info.process.pid
+
+
+def crash(node, engine):
+    """End all of a node at once, as a loss of power does; how many replicas it had."""
+    victims = [s for s in engine.status if s.node == node.node_id]
+    for pid in (
+        pid for status in victims for pid in (status.pid, *(w.pid for w in status.workers))
+    ):
+        os.kill(pid, signal.SIGKILL)
+    kill_raylet(node)
+    return len(victims)
+
+
+def config(**more):
+    options = {"num_slots": 8, "on_worker_loss": "restart", "resume_lost": True,
+               "max_attempts": 50, "max_restarts": 50, "restart_delay": 0.05}  # fmt: skip
+    return EngineConfig(**{"vocab_size": VOCAB, **options, **more})
+
+
+def fleet(replicas, engine_config=None, **more):
+    cluster = RayConfig(replicas=replicas, **{"coalesce": 0.005, **more})
+    return RayEngine(engine_config or config(), cluster, make_engine=make_engine)
+
+
+def make_requests(count, tokens=40, first=0):
+    return [
+        Request(
+            id=f"r{n}",
+            prompt_token_ids=(n % VOCAB, n // VOCAB % VOCAB, 3),
+            params=SamplingParams(max_tokens=tokens, logprobs=n % 3 or None),
+        )
+        for n in range(first, first + count)
+    ]
+
+
+def check(requests, batches):
+    """Each request has one end, and every token of an undisturbed run once, in order."""
+    found = columns(batches)
+    asked = {request.id: request for request in requests}
+    ends = [p.request_id for batch in batches for p in batch if p.finish_reason is not None]
+    assert sorted(ends) == sorted(asked)
+    by_request = {name: [] for name in asked}
+    for row, at in enumerate(found.request.tolist()):
+        by_request[str(found.request_id[at])].append(row)
+    for name, request in asked.items():
+        rows = np.array(by_request[name], int)
+        ids, logprobs = continuation(request)
+        assert found.token_id[rows].tolist() == ids, name
+        first = len(request.prompt_token_ids)
+        assert found.position[rows].tolist() == list(range(first, first + len(ids)))
+        if request.params.logprobs is not None:
+            assert found.logprob[rows].tolist() == logprobs
+    return found
+
+
+def pids(engine):
+    """The processes of each ready replica: the actor's, and its workers'."""
+    return {s.replica: (s.pid, *(w.pid for w in s.workers)) for s in engine.status if s.pid}
+
+
+def nothing_is_left(before):
+    """Whether no ring is in shared memory beside those that were there before."""
+    return not {file.path for file in find_ring_files()} - before
+
+
+def rings():
+    return {file.path for file in find_ring_files()}
