@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,26 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
+        self._given: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's; keeps the arguments for the errors."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with an error; where something is missing, a misspelt option may be why."""
+        if " required" in message:
+            message += "".join(map(self._misspelt, self._given))
+        super().error(message)
+
+    def _misspelt(self, argument: str) -> str:
+        """What is near an argument that looks like an option and is none; "" where nothing is."""
+        name = argument.partition("=")[0]
+        if not name.startswith("--") or name in self._option_string_actions:
+            return ""
+        near = closest(name, [*self._option_string_actions])
+        return f"; {name} is not known{near}" if near else ""
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with an error that says which arguments are not known, and what is near the first."""

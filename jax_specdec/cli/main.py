@@ -71,6 +71,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         _module(name).add(commands)
+    options: argparse.Namespace
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[options.command].refuse(unknown)

@@ -166,6 +166,8 @@ def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) 
         raise RequestError(f'a {type(fields).__name__}, not an object such as {{"prompt": "Hi"}}')
     given = dict(fields)
     kinds = [kind for kind in PROMPTS if kind in given]
+    if not kinds:  # one that is misspelt is refused as an unknown field
+        sampling_params({key: value for key, value in given.items() if key != "id"}, defaults)
     if len(kinds) != 1:
         raise RequestError(
             f"a line has one of {', '.join(PROMPTS)}; this one has {kinds or 'none'}"
@@ -207,7 +209,8 @@ def _way_out(name: str, known: list[str]) -> str:
     """What to write instead of a field that is not known."""
     if name in _OTHERS:
         return f"is not known here; {_OTHERS[name]}"
-    return f"is not known{closest(name, known)}; known are {', '.join(known)}"
+    near = closest(name, known)
+    return f"is not known{f'{near} Known' if near else '; known'} are {', '.join(known)}"
 
 
 def _field(name: str, value: Any, kind: Any) -> Any:

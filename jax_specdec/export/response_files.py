@@ -20,7 +20,8 @@ def read(lines: Iterable[str], strings: Strings) -> list[Shown]:
 
     Args:
       lines: of a UTF-8 text. A text that begins with "[", or whose first line is no whole JSON
-        value, is one JSON value; any other has one a line.
+        value, is one JSON value; any other has one a line. An array, and a list of OpenAI's API,
+        counts as what is in it.
       strings: where the tokens' strings are numbered.
 
     Raises:
@@ -49,17 +50,22 @@ def _values(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
     begin, first = next(((number, line) for number, line in numbered if line.strip()), (0, ""))
     if _goes_on(first):
         value = _json("".join([first, *(line for _, line in numbered)]), begin)
-        if isinstance(value, dict) and isinstance(value.get("data"), list):
-            value = value["data"]  # a list as OpenAI's API writes it
-        if not isinstance(value, list):
-            yield f"line {begin}", value
-            return
-        for index, one in enumerate(value, 1):
-            yield f"element {index} of the array", one
+        yield from _elements(value, begin)
         return
     for number, line in itertools.chain([(begin, first)], numbered):
         if line.strip():
-            yield f"line {number}", _json(line, number)
+            yield from _elements(_json(line, number), number)
+
+
+def _elements(value: Any, number: int) -> Iterator[tuple[str, Any]]:
+    """Yield a value that begins on line `number`, or what is in it where it is an array."""
+    if isinstance(value, dict) and isinstance(value.get("data"), list):
+        value = value["data"]  # a list as OpenAI's API writes it
+    if not isinstance(value, list):
+        yield f"line {number}", value
+        return
+    for index, one in enumerate(value, 1):
+        yield f"element {index} of the array", one
 
 
 def _goes_on(line: str) -> bool:

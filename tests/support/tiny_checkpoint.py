@@ -30,9 +30,9 @@ def make_tokenizer():
     return made
 
 
-def write(directory):
+def write(directory, config=CONFIG):
     """Write the whole model directory."""
-    hf_files.write(directory, CONFIG, shards=2, fields={"eos_token_id": 1})
+    hf_files.write(directory, config, shards=2, fields={"eos_token_id": 1})
     make_tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
     return directory

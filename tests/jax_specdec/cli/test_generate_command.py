@@ -80,7 +80,7 @@ def test_a_model_that_does_not_fit_is_reported_in_the_workers_words(model):
 
 
 @pytest.mark.fast
-def test_the_drafting_options_reach_the_engine(model, tmp_path, monkeypatch):
+def test_drafting_options_and_devices_reach_the_engine(model, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("a\n")
     seen = []
 
@@ -92,9 +92,11 @@ def test_the_drafting_options_reach_the_engine(model, tmp_path, monkeypatch):
     arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.txt")]
     assert main.main(arguments) == 2
     assert main.main([*arguments, "--adaptive-drafts", "--drafter", "suffix", "--drafts", "5"]) == 2
-    assert [(one.drafter, one.num_drafts, one.adaptive) for one in seen] == [
-        ("ngram", 3, False),
-        ("suffix", 5, True),
+    assert main.main([*arguments, "--tensor-parallel", "2"]) == 2
+    assert [(one.drafter, one.num_drafts, one.adaptive, one.tensor_parallel) for one in seen] == [
+        ("ngram", 3, False, 1),
+        ("suffix", 5, True, 1),
+        ("ngram", 3, False, 2),
     ]
 
 

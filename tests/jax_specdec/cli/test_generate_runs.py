@@ -4,6 +4,7 @@ The values come from one run with a real worker. Files, signals and the ends of 
 over scripted workers, and under the marker `slow` over real ones.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -13,10 +14,11 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from ipc.doctor import find_ring_files
-from tests.support import decoding, hf_files
+from tests.support import decoding, hf_files, quick_compile, tiny_checkpoint
 from tests.support.paths import ROOT
 from tests.support.processes import children_of
 from tests.support.scripted_process import start_command
@@ -126,6 +128,32 @@ def test_records_are_those_of_the_loop(model, tmp_path, cheap_compilation):
         )
     )
     assert out == shown
+
+
+@pytest.mark.slow
+def test_two_devices_and_a_draft_model_change_no_token(tmp_path, monkeypatch):
+    """The vocabulary does not divide, and the drafts of the model itself are all accepted."""
+    config = dataclasses.replace(CONFIG, vocab_size=301)
+    directory = tiny_checkpoint.write(tmp_path / "odd", config)
+    devices = "--xla_force_host_platform_device_count=2"
+    monkeypatch.setenv("XLA_FLAGS", f"{quick_compile.FLAGS} {devices}")
+    run(
+        "real", "--model", directory, "--draft-model", directory, "--tensor-parallel", 2,
+        "--prompt", "import json, import", "--output", tmp_path / "o.jsonl", "--logprobs", 301,
+        "--max-tokens", 17, "--slots", 2, "--max-length", 64, "--ignore-eos", "--quiet",
+    )  # fmt: skip
+    (record,) = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
+    found = record["speculation"]
+    request = decoding.request("1", found["prompt_token_ids"], max_tokens=17, logprobs=0)
+    loaded = hf_files.random_params(config), config
+    want = decoding.run([request], "none", num_slots=2, model=loaded)
+    assert found["token_ids"] == want.token_ids("1")
+    rows = np.concatenate([part.logprobs for part in want.records["1"]])[:, 0]
+    logprobs = record["choices"][0]["logprobs"]
+    np.testing.assert_allclose(logprobs["token_logprobs"], rows, atol=1e-4, rtol=0)
+    steps = found["by_step"]
+    assert sum(one["num_drafts"] for one in steps) == 12
+    assert sum(one["num_accepted"] for one in steps) == 12
 
 
 @either_worker

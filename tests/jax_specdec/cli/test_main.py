@@ -97,6 +97,9 @@ def test_an_option_that_is_not_known_is_answered_with_the_nearest(capsys):
         (["doctor", "--remov"], "unrecognized arguments: --remov; did you mean --remove?"),
         (["doctor", "--zzz"], "unrecognized arguments: --zzz\n"),
         (["view", "f", "--titel=x"], "--titel=x; did you mean --title?"),
+        (["generate", "--model", "m", "--promp=a"], "--promp is not known; did you mean --prompt?"),
+        (["score", "--prompt", "a"], "--output; --prompt is not known; did you mean --prompts?\n"),
+        (["score", "--zzz", "a"], "required: --model, --prompts, --output\n"),
     ):
         with pytest.raises(SystemExit):
             main(given)
