@@ -1,9 +1,9 @@
 """Drawing where few tokens are kept: among the read's candidates, without any groups.
 
-A cut keeps a prefix of the tokens in descending order. Where top-k is at most `MANY_CANDIDATES`, or
-fewer than `FEW_CANDIDATES` are kept, all of them are candidates, and Gumbel-max over these draws
-from exactly their distribution. How many a row keeps depends on the row and its request alone, and
-so does which way it goes: not on what the read found for its company.
+A cut keeps a prefix of the tokens in descending order. Where top-k gives all of them as candidates,
+or fewer are kept than `num_candidates` says, Gumbel-max over these draws from exactly their
+distribution. How many a row keeps depends on the row and its request alone, and so does which way
+it goes: not on what the read found for its company.
 """
 
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_specdec.device.sampling.parameters import Sampling, Truncation, truncates
 from jax_specdec.device.sampling.random_draws import RECOVER, Source, best, gumbel
-from jax_specdec.device.sampling.row_read import RowRead, scaled
-from pallas_kernels import FEW_CANDIDATES, MANY_CANDIDATES
+from jax_specdec.device.sampling.row_read import RowRead, num_candidates, scaled
+from pallas_kernels import MANY_CANDIDATES
 
 
 def keeps_few(
@@ -29,8 +29,8 @@ def keeps_few(
     asked = truncates(sampling)
     if vocab_size <= MANY_CANDIDATES:
         return asked
-    last = slice(FEW_CANDIDATES - 1, FEW_CANDIDATES)
-    ids, logits = read.top_ids[:, last], read.top_logits[:, last]
+    last = num_candidates(sampling, vocab_size)[:, None] - 1
+    ids, logits = (jnp.take_along_axis(x, last, axis=1) for x in (read.top_ids, read.top_logits))
     more = (cut.keeps(logits, ids) & (ids >= 0))[:, 0]  # perhaps
     by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
     return asked & (by_k | ~more)

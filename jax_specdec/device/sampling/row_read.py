@@ -84,12 +84,15 @@ def read(rows: GroupedRows, sampling: Sampling, *, raw_k: int = -1) -> RowRead:
 
 
 def num_candidates(sampling: Sampling, vocab_size: int) -> Int32[Array, " N"]:
-    """How many candidates the read of a row that is cut gives: as many as top-k, or a few.
+    """How many candidates the read of a row that is cut gives.
 
-    Of top-p and min-p most rows keep few tokens; `distribution.cuts` reads more of the others.
+    As many as top-k. Of top-p most rows keep no more than many tokens, and of min-p few;
+    `distribution.cuts` reads more of the others.
     """
     by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
-    others = FEW_CANDIDATES if vocab_size > MANY_CANDIDATES else vocab_size
+    others = jnp.where(sampling.top_p < 1, MANY_CANDIDATES, FEW_CANDIDATES)
+    if vocab_size <= MANY_CANDIDATES:
+        others = jnp.full_like(sampling.top_k, vocab_size)
     return jnp.minimum(jnp.where(by_k, sampling.top_k, others), vocab_size)
 
 
