@@ -11,25 +11,22 @@ from jax_specdec.engine.errors import WeightsError
 from jax_specdec.ray import ClusterError, RayConfig, RayEngine
 from tests.ray.cluster import (
     check,
-    cluster_of,
+    cluster_that_leaves_nothing,
     config,
     fleet,
     make_engine,
     make_requests,
-    nothing_is_left,
     pids,
-    rings,
 )
 from tests.support.processes import wait_for
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    before = rings()
     # No disk behind the stores: what does not fit is refused.
-    with cluster_of(1, 1, head=1, system={"local_fs_capacity_threshold": 0.0}) as made:
+    settings = {"local_fs_capacity_threshold": 0.0}
+    with cluster_that_leaves_nothing(1, 1, head=1, system=settings) as made:
         yield made
-    wait_for(lambda: nothing_is_left(before), 20)
 
 
 def versions(batches):

@@ -10,25 +10,21 @@ from jax_specdec.engine.errors import RequestError, WorkerFailed
 from tests.ray.cluster import (
     add_node,
     check,
-    cluster_of,
+    cluster_that_leaves_nothing,
     config,
     crash,
     fleet,
     kill_raylet,
     make_requests,
-    nothing_is_left,
     pids,
-    rings,
 )
 from tests.support.processes import is_alive, wait_for
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    before = rings()
-    with cluster_of(2, 2) as made:
+    with cluster_that_leaves_nothing(2, 2) as made:
         yield made
-    wait_for(lambda: nothing_is_left(before), 20)
 
 
 def run(engine, requests, at, strike):

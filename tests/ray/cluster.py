@@ -12,6 +12,7 @@ from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.ray import RayConfig, RayEngine, columns
 from tests.support.paths import ROOT
+from tests.support.processes import wait_for
 from tests.support.scripted_process import WORKER
 from tests.support.scripted_worker import VOCAB, continuation
 
@@ -21,6 +22,12 @@ SOON = {  # a dead node is found in seconds
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 500,
     "health_check_failure_threshold": 4,
+}
+
+NODE = {
+    "object_store_memory": STORE,
+    "include_dashboard": False,
+    "include_log_monitor": False,
 }
 
 make_engine = functools.partial(
@@ -40,22 +47,17 @@ def cluster_of(*nodes, head=0, system=None):
 
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    common = {
-        "object_store_memory": STORE,
-        "include_dashboard": False,
-        "include_log_monitor": False,
-    }
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": head,
             "_system_config": SOON | (system or {}),
             "no_monitor": True,
-            **common,
+            **NODE,
         },
     )
     try:
-        cluster.workers = [cluster.add_node(num_cpus=cpus, **common) for cpus in nodes]
+        cluster.workers = [cluster.add_node(num_cpus=cpus, **NODE) for cpus in nodes]
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
         cluster.wait_for_nodes()
         yield cluster
@@ -64,15 +66,17 @@ def cluster_of(*nodes, head=0, system=None):
         cluster.shutdown()
 
 
+@contextlib.contextmanager
+def cluster_that_leaves_nothing(*nodes, **options):
+    """`cluster_of`, at whose end no ring is in shared memory beside those that were there."""
+    before = rings()
+    with cluster_of(*nodes, **options) as made:
+        yield made
+    wait_for(lambda: nothing_is_left(before), 20)
+
+
 def add_node(cluster, cpus):
-    cluster.workers.append(
-        cluster.add_node(
-            num_cpus=cpus,
-            object_store_memory=STORE,
-            include_dashboard=False,
-            include_log_monitor=False,
-        )
-    )
+    cluster.workers.append(cluster.add_node(num_cpus=cpus, **NODE))
 
 
 def kill_raylet(node):
