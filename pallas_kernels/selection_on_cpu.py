@@ -4,6 +4,8 @@ That top_k takes the longer the more often it meets a larger value, and three qu
 go to the order of what it finds. Integers it sorts five times as fast as floats.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import bit_words
 from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.few_rows import few_rows
+from pallas_kernels.order_on_cpu import reached_by, top_k_by_integers
 from pallas_kernels.ordered_keys import floats, key_of
 from pallas_kernels.pieces import in_pairs, pieces, reduced
 from pallas_kernels.selection import (
@@ -98,7 +101,8 @@ def _among_eights(
     def few() -> Selected:
         chosen = jnp.take_along_axis(groups, places // times, axis=1) * times + places % times
         there = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
-        return among(x, chosen, k, NARROWEST_GROUP, least, there, _top_of_few)
+        top = functools.partial(_top_of_few, x.dtype)
+        return among(x, chosen, k, NARROWEST_GROUP, least, there, top)
 
     found: Selected = lax.cond(
         jnp.all(count <= size), few, lambda: among(x, groups, k, width, least, used)
@@ -106,7 +110,7 @@ def _among_eights(
     return found
 
 
-def _top_of_few(x: jax.Array, k: int) -> Selected:
+def _top_of_few(dtype: DTypeLike, x: jax.Array, k: int) -> Selected:
     """`top_k` of x [B, n], of which little more than k are above -inf: these alone are ordered."""
     size = 2 * k
     if x.shape[1] <= 2 * size:
@@ -116,7 +120,7 @@ def _top_of_few(x: jax.Array, k: int) -> Selected:
     def compacted() -> Selected:
         there = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
         some = jnp.where(there, jnp.take_along_axis(x, places, axis=1), -jnp.inf)
-        values, best = top_k(some, k)
+        values, best = top_k_by_integers(some, k, dtype)
         return values, jnp.take_along_axis(places, best, axis=1)
 
     found: Selected = lax.cond(jnp.all(count <= size), compacted, lambda: top_k(x, k))
@@ -140,7 +144,7 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
     if times == 1:
         return None
     wider = in_pairs(jnp.maximum, pieces(maxima, times, np.iinfo(maxima.dtype).min))
-    return jnp.sort(wider, axis=1)[:, -k]
+    return reached_by(wider, k)
 
 
 def first_places(flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,96 @@
+"""The order of a few hundred numbers a row, by integers."""
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels import order_on_cpu
+from pallas_kernels.ordered_keys import canonical, ordered_keys
+from tests.support import quick_compile
+
+ROWS, N, K = 3, 200, 128
+
+
+def random_rows(rng):
+    return rng.normal(size=(ROWS, N)) * 4
+
+
+def rows_with_missing_ones(rng):
+    x = random_rows(rng)
+    x[:, K + 3 :] = -np.inf
+    x[0, 5:] = -np.inf  # fewer than k that are not
+    x[1] = -np.inf
+    return x[:, rng.permutation(N)]
+
+
+def rows_of_ties(rng):
+    return rng.integers(-3, 3, (ROWS, N)) * 0.5
+
+
+def near_neighbors(rng):
+    """Numbers that differ in their last bits, two of each that agree in the others."""
+    pairs = np.repeat(8 + rng.permutation(N // 2), 2).astype(np.float32)
+    pairs[1::2] = np.nextafter(pairs[1::2], np.float32(np.inf))
+    return np.stack([pairs[rng.permutation(N)] for _ in range(ROWS)])
+
+
+def runs_of_near_neighbors(rng):
+    """More of them than the swaps put right."""
+    ones = np.float32(8) + np.float32(2**-20) * rng.permutation(N).astype(np.float32)
+    return np.stack([ones[rng.permutation(N)] for _ in range(ROWS)])
+
+
+KINDS = (
+    random_rows,
+    rows_with_missing_ones,
+    rows_of_ties,
+    near_neighbors,
+    runs_of_near_neighbors,
+)
+
+
+def by_integers(dtype, k):
+    return quick_compile.jit(lambda x: order_on_cpu.top_k_by_integers(x, k, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("k", [1, K, N])
+def test_the_order_is_that_of_top_k(dtype, k):
+    found, rng = by_integers(dtype, k), np.random.default_rng(k)
+    for kind in KINDS:
+        x = jnp.asarray(kind(rng), dtype).astype(jnp.float32)
+        wanted = lax.top_k(canonical(x), k)
+        chex.assert_trees_all_equal(found(x), tuple(wanted), custom_message=kind.__name__)
+
+
+def test_minus_zero_is_zero_and_the_first_of_equal_ones_comes_first():
+    x = jnp.asarray([[0.0, -0.0, 1.0, -0.0]])
+    values, places = by_integers("float32", 4)(x)
+    assert places.tolist() == [[2, 0, 1, 3]]
+    assert np.signbit(np.asarray(values)).tolist() == [[False] * 4]
+
+
+@pytest.mark.parametrize("missing", ["swaps", "fallback"])
+def test_numbers_that_their_integers_do_not_tell_apart_need_what_is_left_out(missing, monkeypatch):
+    kind = {"swaps": near_neighbors, "fallback": runs_of_near_neighbors}[missing]
+    x = jnp.asarray(kind(np.random.default_rng(0)), jnp.float32)
+    monkeypatch.setattr(lax, "cond", lambda done, ordered, again: ordered())
+    if missing == "swaps":
+        monkeypatch.setattr(
+            order_on_cpu, "_neighbors_in_order", lambda value, place, _: (value, place)
+        )
+    _, places = order_on_cpu.top_k_by_integers(x, K, "float32")
+    assert not np.array_equal(places, lax.top_k(x, K)[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [order_on_cpu.MANY - 1, order_on_cpu.MANY, 250])
+def test_k_keys_and_few_more_reach_the_key_that_is_found(dtype, n):
+    keys = ordered_keys(jnp.asarray(np.random.default_rng(n).normal(size=(ROWS, n)), dtype))
+    exact = n < order_on_cpu.MANY or dtype == "bfloat16"
+    for k in (1, 64, n):
+        bound = np.asarray(quick_compile.jit(lambda x, k=k: order_on_cpu.reached_by(x, k))(keys))
+        kth = np.sort(np.asarray(keys), axis=1)[:, -k]
+        chex.assert_trees_all_equal(bound, kth if exact else kth >> 16 << 16)
