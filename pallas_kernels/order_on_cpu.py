@@ -42,7 +42,8 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     found = vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
     # A loop, before which XLA's compiler writes the parts: else it widens them for each bit.
     found = lax.fori_loop(0, HALF, step, found)
-    return found.astype(keys.dtype) << shift
+    key: jax.Array = found.astype(keys.dtype) << shift
+    return key
 
 
 def top_k_by_integers(x: jax.Array, k: int, dtype: DTypeLike) -> Selected:

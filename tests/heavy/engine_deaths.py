@@ -150,22 +150,23 @@ class Round:
             self.output.close()
 
     def killed_engine(self):
-        below = family(self.engine.pid)
-        waits = {pid: [starved(pid) or 0.0] for pid in below}
+        # The engine too: a process that is killed needs a core to end.
+        ending = [self.engine.pid, *family(self.engine.pid)]
+        waits = {pid: [starved(pid) or 0.0] for pid in ending}
         me = f"self/task/{threading.get_native_id()}"
         own = starved(me)
 
         def all_ended():
-            for pid in below:
+            for pid in ending:
                 if (wait := starved(pid)) is not None:
                     waits[pid].append(wait)
-            return not any(map(is_alive, below)) and not marked(self.mark)
+            return not any(map(is_alive, ending)) and not marked(self.mark)
 
         began = time.monotonic()
         self.engine.kill()
-        self.engine.wait()
         assert wait_until(all_ended, 30) is not None, f"alive: {marked(self.mark)}"
         taken = time.monotonic() - began
+        self.engine.wait()
         leftovers.remove(leftovers.find(self.folder))  # a dead engine cannot remove its directory
         self.nothing_left(ignore_folder=False)
         taken -= max((max(wait) - wait[0] for wait in waits.values()), default=0.0)
