@@ -4,7 +4,7 @@ This door is all of the package that anything outside may import; what lies behi
 The package needs jax and nothing else of the project.
 """
 
-from pallas_kernels.blocks import vary_like
+from pallas_kernels.blocks import map_blocks, vary_like
 from pallas_kernels.contract import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.exponential import exponential
 from pallas_kernels.greedy_choice import greedy, greedy_token_ids
@@ -47,6 +47,7 @@ __all__ = [
     "WHOLE",
     "named_logits",
     "vary_like",
+    "map_blocks",
     # What drawing from rows needs.
     "GroupedRows",
     "top_candidates",

@@ -87,10 +87,10 @@ def map_blocks(
         `block` rows where these reach beyond R, as `lax.dynamic_slice` does.
       block: rows at a time.
       num_rows: int32 scalar; blocks from there on keep `initial`. None: all rows.
-      initial: a NamedTuple of [R, ...] arrays, R >= block.
+      initial: a tree of [R, ...] arrays, R >= block.
       inputs: a tree of the arrays that `work` closes over.
     """
-    rows = initial[0].shape[0]
+    rows = jax.tree.leaves(initial)[0].shape[0]
     if block == rows:
         return work(jnp.int32(0))
 

@@ -25,12 +25,12 @@ from pallas_kernels import (
     VocabShard,
     exponential,
     greedy,
+    map_blocks,
     vary_like,
 )
 
 MOST_CANDIDATES = 1024  # of a row; one that keeps more takes the search
 ROWS_WITH_MORE = 256  # with so many candidates at a time
-Left = tuple[jax.Array, Truncation, jax.Array]  # from where, the cuts, and the rows still left
 
 
 def truncation(
@@ -123,31 +123,23 @@ def _by_more(
     """The cuts with those of the rows that are `left` [N] bool: by more candidates, or a search."""
     index, number = compacted(left)
     block = min(ROWS_WITH_MORE, len(index))
-    index = jnp.pad(index, (0, -len(index) % block), constant_values=len(left))  # no row
-    first = (jnp.int32(0), cut, jnp.zeros_like(left))
 
-    def step(carry: Left) -> Left:
-        start, cut, still = carry
-        some = lax.dynamic_slice_in_dim(index, start, block)
-        count = jnp.minimum(number - start, block)
+    def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
+        begin = jnp.minimum(start, len(index) - block)  # of the last block, which begins early
+        there = lax.dynamic_slice_in_dim(index, begin, block)
         own = rows if block == len(index) else rows.in_trip(start)
-        there = jnp.minimum(some, len(left) - 1)
-        ids, logits = own.candidates(MOST_CANDIDATES, there, count)
+        ids, logits = own.candidates(MOST_CANDIDATES, there, jnp.minimum(number - begin, block))
         mine: Sampling = jax.tree.map(lambda x: x[there], sampling)
         row = jax.tree.map(lambda x: x[there], (found.largest, found.inverse, found.total))
-        more, settled = candidate_cut.cut_among(ids, logits, row, mine, rows.vocab_size)
-        cut = scattered(cut, more, jnp.where(settled, some, len(left)), count)
-        is_left = jnp.arange(block, dtype=jnp.int32) < count
-        unsettled = jnp.where(is_left & ~settled, some, len(left))
-        return start + block, cut, still.at[unsettled].set(True, mode="drop")
+        return candidate_cut.cut_among(ids, logits, row, mine, rows.vocab_size)
 
-    if block == len(index):
-        _, cut, still = step(first)
-    else:
-        varying: Left = vary_like(first, (rows.logits, cut, left))
-        _, cut, still = lax.while_loop(lambda carry: carry[0] < number, step, varying)
+    nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
+    more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
+    place = jnp.where(settled, index, len(left))
+    cut = scattered(cut, more, place, number)
     if rows.vocab_size <= MOST_CANDIDATES:
         return cut
+    still = left & ~jnp.zeros_like(left).at[place].set(True, mode="drop")
     return _for_the_rest(still, cut, lambda left, cut: _by_search(rows, sampling, left, cut))
 
 

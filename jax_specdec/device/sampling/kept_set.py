@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from ipc.wire import KEPT_ALL, KEPT_MANY, MAX_KEPT
 from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.kept_sets import PaddedKept
-from pallas_kernels import WHOLE, VocabShard, vary_like
+from pallas_kernels import WHOLE, VocabShard, map_blocks, vary_like
 
 GROUP = 64  # columns whose kept tokens are counted together
 BLOCK = 16  # rows at a time: the work follows the number of rows that were asked for
@@ -105,26 +105,16 @@ def _listed(
 ) -> _Found:
     """The sets of the first `num_rows` rows within this shard's columns, block after block."""
     block = min(BLOCK, rows.shape[0])
-    zeros = jnp.zeros_like(rows)
-    first = (jnp.int32(0), _Found(jnp.zeros((rows.shape[0], width), jnp.int32), zeros))
 
-    def step(carry: tuple[jax.Array, _Found]) -> tuple[jax.Array, _Found]:
-        # The last block may reach beyond the rows: slices and updates then begin early, alike.
-        start, done = carry
+    def work(start: jax.Array) -> _Found:
         part: tuple[jax.Array, Truncation] = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, start, block), (rows, cut)
         )
-        found = _block(_tied(logits, start), *part, width, shard)
-        updated: _Found = jax.tree.map(
-            lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, start, 0), done, found
-        )
-        return start + block, updated
+        return _block(_tied(logits, start), *part, width, shard)
 
-    last = jnp.minimum(num_rows, rows.shape[0])
+    nothing = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
     inputs = (logits, rows, cut, shard.ids(logits.shape[1]))
-    carry = vary_like(first, inputs)
-    done: _Found = lax.while_loop(lambda carry: carry[0] < last, step, carry)[1]
-    return done
+    return map_blocks(work, block, num_rows, nothing, inputs)
 
 
 def _block(

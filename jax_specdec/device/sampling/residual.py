@@ -25,11 +25,18 @@ from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from jax_specdec.device.sampling.row_read import RowRead, scaled
 from pallas_kernels import GROUP_WIDTH as WIDTH
-from pallas_kernels import GroupedRows, GroupSums, exponential, sums_of_groups, vary_like
+from pallas_kernels import (
+    GroupedRows,
+    GroupSums,
+    exponential,
+    map_blocks,
+    sums_of_groups,
+    vary_like,
+)
 
 SOME_GROUPS = 64  # that the kept tokens of most rows are in
 SLOTS = 64  # to draw for at a time
-Outputs = TypeVar("Outputs")  # a tree of arrays [B]
+Outputs = TypeVar("Outputs", bound=Any)  # a tree of arrays [B]
 
 
 class Drawing(NamedTuple):
@@ -105,22 +112,13 @@ def _in_blocks(work: Callable[..., Outputs], logits: GroupedRows, slots: Any) ->
     if number <= SLOTS:
         return work(logits, *slots)
 
-    def block(carry: tuple[jax.Array, Outputs]) -> tuple[jax.Array, Outputs]:
-        # The last block may reach beyond the slots: slices and updates begin early then, alike.
-        start, done = carry
+    def block(start: jax.Array) -> Outputs:
         some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, SLOTS), slots)
-        updated: Outputs = jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0),
-            done,
-            work(logits.in_trip(start), *some),
-        )
-        return start + SLOTS, updated
+        return work(logits.in_trip(start), *some)
 
     like = jax.eval_shape(lambda *some: work(logits, *some), *slots)
     zeros: Outputs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
-    first = vary_like((jnp.int32(0), zeros), (logits.logits, slots))
-    found: Outputs = lax.while_loop(lambda carry: carry[0] < number, block, first)[1]
-    return found
+    return map_blocks(block, SLOTS, None, zeros, (logits.logits, slots))
 
 
 def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
