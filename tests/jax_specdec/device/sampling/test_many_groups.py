@@ -226,6 +226,7 @@ def test_float32_decides_less_than_one_draw_in_100_000():
     assert later > 1
 
 
+@pytest.mark.slow
 def test_a_row_whose_kept_tokens_are_in_many_groups_draws_the_same():
     """All groups are summed again where a few, here two, cannot hold the kept tokens."""
     target, draft = map(jnp.asarray, rows())

@@ -162,6 +162,7 @@ def test_the_bounds_of_the_next_messages_by_hand():
     assert host_slots.draft_bound(batch) == fixed + 3 * (1 + 6) + 1
 
 
+@pytest.mark.slow
 def test_messages_of_both_kinds_are_copied_in_buckets_of_their_bound():
     local, copied = Local("mtp"), []
     inner = local.worker.compiled.leading
