@@ -229,10 +229,10 @@ class Member:
         return self._fleet.config.on_worker_loss == "restart"
 
     def _lose(self, why: str, *, coming: bool) -> None:
-        self._losses += 1
         self.coming = coming
         self.problem = why
         self._fleet.lost(self, why, coming=coming)
+        self._losses += 1  # who sees it sees that the replica is not ready
         time.sleep(0.05)
 
 
