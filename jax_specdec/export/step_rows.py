@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.arrow import pyarrow
+from jax_specdec.export.prompt_columns import PromptColumns
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import RecordBatch
@@ -32,6 +33,12 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     `token_rank` int32, the lists of lists `topk_ids`, `topk_logprobs`, and what else was asked for:
     `chosen_*`, `draft_*`, `kept_*`. There are no nulls: values are those of `TokenColumns`.
 
+    Where some request's prompt has logprobs here, also: `prompt_start` int64, the place of the
+    first such token in the prompt, 0 where there is none; a list of one value for each such token,
+    `prompt_weights_version` uint32 and `prompt_token_ranks` int32; and the lists of lists
+    `prompt_logprobs` float32, of the token itself, then of the top K, then of the chosen ids, and
+    `prompt_topk_ids` int32, -1 where fewer than K are finite. They are those of `PromptRows`.
+
     Args:
       batches: of any number of workers, those of one in order.
       emitted: for each request that has no end yet, how many of its tokens came before, prompt not
@@ -49,10 +56,12 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     drafted = any(batch.joined is not None and batch.joined.any() for batch in taken)
     kept = any(b.message is not None and b.message.kept.any() for b in taken)
     sets: list[KeptSets] = []
+    of_prompts = PromptColumns()
     for batch, row in zip(taken, places, strict=True):
         ends = batch.finish_reason > 0
         reasons[row[ends]] = batch.finish_reason[ends]
         sums[row] = batch.cumulative_logprob
+        of_prompts.add(batch, row)
         if batch.message is None or not batch.num_tokens.any():
             continue
         _add_tokens(parts, batch, batch.message, row)
@@ -62,7 +71,10 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
             _add_drafts(parts, batch)
         if kept:
             sets.append(_kept(batch, batch.message))
-    return _table(rows, prompts, emitted, reasons, sums, parts, sets if kept else None)
+    table = _table(rows, prompts, emitted, reasons, sums, parts, sets if kept else None)
+    for name, values in of_prompts.columns(len(rows)).items():
+        table = table.append_column(name, values)
+    return table
 
 
 def _rows_of(

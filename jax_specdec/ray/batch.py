@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from jax_specdec.export.arrow import pyarrow
 from jax_specdec.export.joined_rows import joined_rows
+from jax_specdec.export.prompt_columns import prompt_part, prompt_versions
 from jax_specdec.export.token_columns import TokenColumns
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.requests import Request
 
 
@@ -122,6 +123,19 @@ class Part:
         begin, end = self.batch.offsets[self.row : self.row + 2]
         found: NDArray[np.uint32] = self.batch.rows.column("weights_version").values.to_numpy()
         return found[begin:end]
+
+    @property
+    def prompt(self) -> PromptRows | None:
+        """Some of the prompt's logprobs, as `Record.prompt` has them; None where none came.
+
+        The parts come in order, the last before the first token or with it.
+        """
+        return prompt_part(self.batch.rows, self.row, self.request)
+
+    @property
+    def prompt_weights_versions(self) -> NDArray[np.uint32]:
+        """[n] uint32, of the weights that made each row of `prompt`."""
+        return prompt_versions(self.batch.rows, self.row)
 
     @property
     def cumulative_logprob(self) -> float | None:
