@@ -9,6 +9,7 @@ from jax_specdec.engine.updates import Update
 from jax_specdec.records.batch import RecordBatch
 
 MOST_BYTES = 32 << 20  # of messages that wait; then the engine waits
+BATCH_BYTES = 4 << 20  # of messages in a batch, one more message not counted
 SLICE_SECONDS = 0.25
 
 
@@ -22,7 +23,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
-        self._batches: list[RecordBatch] = []
+        self._updates: collections.deque[tuple[Sequence[RecordBatch], int]] = collections.deque()
         self._bytes = 0
         self._error: BaseException | None = None
         self._closed = False
@@ -39,8 +40,9 @@ class Outbox:
             if update.lost is not None:
                 self.events.append(update.lost.report)
             if update.records.batches:
-                self._batches.extend(update.records.batches)
-                self._bytes += 0 if update.message is None else update.message.num_bytes
+                size = 0 if update.message is None else update.message.num_bytes
+                self._updates.append((update.records.batches, size))
+                self._bytes += size
                 self._ready.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -59,17 +61,21 @@ class Outbox:
         """Forget what waits, and end the readers that there are."""
         with self._ready:
             self._reader += 1
-            self._batches, self._bytes = [], 0
+            self._updates.clear()
+            self._bytes = 0
             self._ready.notify_all()
 
     def read(self, pause: float) -> Iterator[Sequence[RecordBatch] | BaseException]:
-        """Yield what came since the last time, at most every `pause` seconds; at last the error."""
+        """Yield what came since the last time, at most every `pause` seconds; at last the error.
+
+        Where nobody read for long, it comes in several parts: a batch is one object of a store.
+        """
         with self._ready:
             reader = self._reader
         last = 0.0
         while True:
             with self._ready:
-                while not (self._batches or self._error or self._closed):
+                while not (self._updates or self._error or self._closed):
                     if reader != self._reader:
                         return
                     self._ready.wait(SLICE_SECONDS)
@@ -78,7 +84,7 @@ class Outbox:
             with self._ready:
                 if reader != self._reader:
                     return
-                taken, self._batches, self._bytes = self._batches, [], 0
+                taken = self._part()
                 error, over = self._error, self._closed
                 self._ready.notify_all()
             last = time.monotonic()
@@ -89,3 +95,14 @@ class Outbox:
                 return
             elif over:
                 return
+
+    def _part(self) -> Sequence[RecordBatch]:
+        """Take the first of what waits out, up to the size of a batch; the lock is held."""
+        taken: list[RecordBatch] = []
+        size = 0
+        while self._updates and size < BATCH_BYTES:
+            batches, more = self._updates.popleft()
+            taken += batches
+            size += more
+        self._bytes -= size
+        return taken
