@@ -88,8 +88,7 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
         done = run(*common[:-1], scored, *more)
         assert done.returncode == 0, done.stderr
     (row,) = read_columns(folder).to_pylist()
-    (extension,) = [c["jax_specdec"] for c in json.loads(local.read_text())["choices"]]
-    entries = extension["prompt_logprobs"][1:]
+    entries = json.loads(local.read_text())["speculation"]["prompt_logprobs"][1:]
     assert len(entries) == len(row["prompt_logprobs"]) > 4
     for ids, logprobs, entry in zip(
         row["prompt_topk_ids"], row["prompt_logprobs"], entries, strict=True
