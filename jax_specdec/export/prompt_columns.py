@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.arrow import pyarrow
+from jax_specdec.export.runs import offsets
 from jax_specdec.records.batch import PromptRows, RecordBatch
 from jax_specdec.requests import Request
 
@@ -47,7 +48,7 @@ class PromptColumns:
         for row, _, found in reversed(parts):
             starts[row] = found.start  # at last of the first part
             counts[row] += len(found.token_ids)
-        outer = pa.array(_offsets(counts))
+        outer = pa.array(offsets(counts))
         rows = [found for _, _, found in parts]
         values = {
             VERSION: pa.array(_joined([versions for _, versions, _ in parts], np.uint32)),
@@ -96,8 +97,8 @@ def prompt_span(batch: Any, row: int) -> tuple[int, int]:
     """Where a row's prompt tokens begin and end among those of all rows."""
     if batch.schema.get_field_index(START) < 0:
         return 0, 0
-    offsets = batch.column(RANKS).offsets
-    return offsets[row].as_py(), offsets[row + 1].as_py()
+    begins = batch.column(RANKS).offsets
+    return begins[row].as_py(), begins[row + 1].as_py()
 
 
 def _table(batch: Any, name: str, begin: int, end: int) -> NDArray[Any]:
@@ -113,14 +114,8 @@ def _inner(tables: Sequence[NDArray[Any]], dtype: type) -> Any:
     pa = pyarrow()
     widths = _joined([np.full(len(table), table.shape[1]) for table in tables], np.int64)
     values = _joined([table.reshape(-1) for table in tables], dtype)
-    return pa.ListArray.from_arrays(pa.array(_offsets(widths)), pa.array(values))
+    return pa.ListArray.from_arrays(pa.array(offsets(widths)), pa.array(values))
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
     return np.concatenate([np.empty(0, dtype), *parts])
-
-
-def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    offsets = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets

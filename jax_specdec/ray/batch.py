@@ -14,6 +14,8 @@ from jax_specdec.export.token_columns import TokenColumns
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.requests import Request
 
+ENVELOPE = 1 << 16  # more bytes than a schema, a batch's header and the padding of arrays take
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnBatch:
@@ -168,10 +170,11 @@ def columns(batches: Sequence[ColumnBatch]) -> TokenColumns:
 def packed(rows: Any) -> NDArray[np.uint8]:
     """A `pyarrow.RecordBatch` as one array of bytes, in Arrow's stream format."""
     pa = pyarrow()
-    sink = pa.BufferOutputStream()
+    whole = pa.allocate_buffer(rows.nbytes + ENVELOPE)
+    sink = pa.FixedSizeBufferWriter(whole)
     with pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write_batch(rows)
-    return np.frombuffer(sink.getvalue(), np.uint8)
+    return np.frombuffer(whole, np.uint8)[: sink.tell()]
 
 
 def unpacked(data: NDArray[np.uint8]) -> Any:

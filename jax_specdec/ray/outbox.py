@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from jax_specdec.engine.updates import Update
 from jax_specdec.records.batch import RecordBatch
 
@@ -22,14 +24,21 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._ready = threading.Condition()
+        lock = threading.RLock()
+        self._ready, self._hurry = threading.Condition(lock), threading.Condition(lock)
         self._updates: collections.deque[tuple[Sequence[RecordBatch], int]] = collections.deque()
         self._bytes = 0
         self._error: BaseException | None = None
         self._closed = False
+        self._open = 0  # requests that have not ended
         self._reader = 0  # the last one: earlier ones end
         self.steps = 0
         self.events: collections.deque[str] = collections.deque(maxlen=8)
+
+    def expect(self, requests: int) -> None:
+        """Note that so many more requests run; once all have ended, no reader waits for more."""
+        with self._ready:
+            self._open += requests
 
     def take(self, update: Update) -> None:
         """Keep an update; waits while too much waits."""
@@ -44,31 +53,36 @@ class Outbox:
                 self._updates.append((update.records.batches, size))
                 self._bytes += size
                 self._ready.notify_all()
+                self._note_ends(update.records.batches)
 
     def fail(self, error: BaseException) -> None:
         """Note that no further update comes."""
         with self._ready:
             self._error = self._error or error
             self._ready.notify_all()
+            self._hurry.notify_all()
 
     def close(self) -> None:
         """Let nobody wait any more."""
         with self._ready:
             self._closed = True
             self._ready.notify_all()
+            self._hurry.notify_all()
 
     def clear(self) -> None:
         """Forget what waits, and end the readers that there are."""
         with self._ready:
             self._reader += 1
             self._updates.clear()
-            self._bytes = 0
+            self._bytes = self._open = 0
             self._ready.notify_all()
+            self._hurry.notify_all()
 
     def read(self, pause: float) -> Iterator[Sequence[RecordBatch] | BaseException]:
         """Yield what came since the last time, at most every `pause` seconds; at last the error.
 
         Where nobody read for long, it comes in several parts: a batch is one object of a store.
+        The last of all requests' ends does not wait.
         """
         with self._ready:
             reader = self._reader
@@ -79,9 +93,8 @@ class Outbox:
                     if reader != self._reader:
                         return
                     self._ready.wait(SLICE_SECONDS)
-            if (left := last + pause - time.monotonic()) > 0:
-                time.sleep(left)
-            with self._ready:
+            with self._hurry:
+                self._hurry.wait_for(self._may_leave, last + pause - time.monotonic())
                 if reader != self._reader:
                     return
                 taken = self._part()
@@ -95,6 +108,17 @@ class Outbox:
                 return
             elif over:
                 return
+
+    def _note_ends(self, batches: Sequence[RecordBatch]) -> None:
+        """Count requests that have ended; the lock is held."""
+        if self._open:
+            ends = sum(int(np.count_nonzero(batch.finish_reason)) for batch in batches)
+            self._open = max(self._open - ends, 0)
+            if not self._open:
+                self._hurry.notify_all()
+
+    def _may_leave(self) -> bool:
+        return not self._open or self._closed or self._error is not None
 
     def _part(self) -> Sequence[RecordBatch]:
         """Take the first of what waits out, up to the size of a batch; the lock is held."""

@@ -114,6 +114,7 @@ class Replica:
         engine = self._engine
         if engine is None:
             raise NotBegun(f"replica {self._number} was started anew, and has no engine yet")
+        self._outbox.expect(len(orders))
         with engine.together():
             for order in orders:
                 self._submit(engine, order)

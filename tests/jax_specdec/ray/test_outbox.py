@@ -3,6 +3,7 @@
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jax_specdec.ray.outbox import BATCH_BYTES, MOST_BYTES, Outbox
@@ -65,3 +66,31 @@ def test_whoever_is_done_with_a_reader_hears_nothing_that_came_before():
     assert list(earlier) == []
     outbox.close()
     assert list(outbox.read(0.0)) == [[2]]
+
+
+def ending(number, reasons):
+    """An update whose records have these finish reasons."""
+    found = update(number, 1)
+    found.records.batches = (SimpleNamespace(number=number, finish_reason=np.array(reasons)),)
+    return found
+
+
+def numbers(part):
+    return [batch.number for batch in part]
+
+
+def test_the_last_end_of_all_does_not_wait_for_more():
+    """With a pause of an hour, a reader gets it at once; while one request is open, it waits."""
+    outbox, parts = Outbox(), []
+    outbox.expect(3)
+    outbox.take(ending(0, [1, 0, 0]))
+    reading = outbox.read(3600.0)
+    assert numbers(next(reading)) == [0]
+    outbox.take(ending(1, [0, 2]))
+    reader = threading.Thread(target=lambda: parts.append(next(reading)))
+    reader.start()
+    reader.join(0.2)  # it has begun to wait
+    assert not parts
+    outbox.take(ending(2, [3]))
+    reader.join()
+    assert [numbers(part) for part in parts] == [[1, 2]]
