@@ -16,6 +16,7 @@ from tests.support.scripted_process import WORKER
 
 WORKER_LOST = FinishReason.WORKER_LOST
 SLOTS, LENGTH, VOCABULARY, K = 256, 4000, 1000, 20
+INLINE = 1 << 18  # bytes; smaller objects come within Ray's answers, and lie in no store
 make_engine = functools.partial(
     Engine,
     start_worker=functools.partial(WorkerProcess, program=(*WORKER[:-1], "bench.ray_worker")),
@@ -46,6 +47,16 @@ def steps(engine):
     return engine.status[0].steps
 
 
+def in_store(array):
+    """Whether an array lies in memory that this process shares with Ray's object store."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            if begin <= array.ctypes.data < end:
+                return "plasma" in line
+    return False
+
+
 def test_a_reader_that_does_not_read_stops_the_worker_and_not_the_store(cluster):
     with fleet() as engine:
         running = engine.generate(requests())
@@ -61,6 +72,10 @@ def test_a_reader_that_does_not_read_stops_the_worker_and_not_the_store(cluster)
         assert steps(engine) < LENGTH // TOKENS // 2
         size, ends = 0, 0
         for batch in running:  # what was read is let go of
+            if batch.rows.nbytes > INLINE:
+                assert in_store(batch.token_ids)
+                assert in_store(batch.rows.column("topk_logprobs").values.values.to_numpy())
+                assert not in_store(batch.token_ids.copy())
             size += batch.rows.nbytes
             ends += np.count_nonzero(batch.finish_reasons == FinishReason.LENGTH)
         assert (size > 1.5 * STORE, ends) == (True, SLOTS)
