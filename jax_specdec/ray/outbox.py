@@ -10,8 +10,8 @@ import numpy as np
 from jax_specdec.engine.updates import Update
 from jax_specdec.records.batch import RecordBatch
 
-MOST_BYTES = 32 << 20  # of messages that wait; then the engine waits
-BATCH_BYTES = 4 << 20  # of messages in a batch, one more message not counted
+MAX_WAITING_BYTES = 32 << 20  # of messages that wait; then the engine waits
+MAX_BATCH_BYTES = 4 << 20  # of messages in a batch, one more message not counted
 SLICE_SECONDS = 0.25
 
 
@@ -43,7 +43,7 @@ class Outbox:
     def take(self, update: Update) -> None:
         """Keep an update; waits while too much waits."""
         with self._ready:
-            while self._bytes > MOST_BYTES and not self._closed:
+            while self._bytes > MAX_WAITING_BYTES and not self._closed:
                 self._ready.wait(SLICE_SECONDS)
             self.steps += update.message is not None
             if update.lost is not None:
@@ -124,7 +124,7 @@ class Outbox:
         """Take the first of what waits out, up to the size of a batch; the lock is held."""
         taken: list[RecordBatch] = []
         size = 0
-        while self._updates and size < BATCH_BYTES:
+        while self._updates and size < MAX_BATCH_BYTES:
             batches, more = self._updates.popleft()
             taken += batches
             size += more

@@ -12,15 +12,13 @@ import signal
 import httpx
 import pytest
 
-from bench.ray_worker import PACE, TOKENS
 from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.ray import serve_app
 from jax_specdec.serve.app import Bounds
 from jax_specdec.serve.model import tiny_model
-from tests.ray.cluster import cluster_that_leaves_nothing
+from tests.ray.cluster import EMITTER, PACE, TOKENS, cluster_that_leaves_nothing
 from tests.support.processes import children_of, wait_for
-from tests.support.scripted_process import WORKER
 
 SLOTS, LENGTH, PORT = 2, 512, 18433
 URL = f"http://127.0.0.1:{PORT}/v1/completions"
@@ -41,8 +39,7 @@ def cluster():
 
 def served(**more):
     """An application with one replica, listening; the models' processes are scripted ones."""
-    program = (*WORKER[:-1], "bench.ray_worker")
-    make = functools.partial(Engine, start_worker=functools.partial(WorkerProcess, program=program))
+    make = functools.partial(Engine, start_worker=functools.partial(WorkerProcess, program=EMITTER))
     model = functools.partial(tiny_model, name="tiny", created=0, max_length=LENGTH)
     config = EngineConfig(
         vocab_size=model().vocab_size, num_slots=SLOTS, max_length=LENGTH, num_drafts=TOKENS,
@@ -81,7 +78,7 @@ def workers(cluster):
         for process in node.all_processes["raylet"]
         for actor in children_of(process.process.pid)
         for worker in children_of(actor)
-        if b"bench.ray_worker" in cmdline(worker)
+        if EMITTER[-1].encode() in cmdline(worker)
     ]
 
 

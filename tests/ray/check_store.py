@@ -6,20 +6,17 @@ import time
 import numpy as np
 import pytest
 
-from bench.ray_worker import TOKENS
 from jax_specdec.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.ray import ClusterError, RayConfig, RayEngine
-from tests.ray.cluster import STORE, cluster_that_leaves_nothing
+from tests.ray.cluster import EMITTER, STORE, TOKENS, cluster_that_leaves_nothing
 from tests.support.processes import wait_for
-from tests.support.scripted_process import WORKER
 
 WORKER_LOST = FinishReason.WORKER_LOST
 SLOTS, LENGTH, VOCABULARY, K = 256, 4000, 1000, 20
 INLINE = 1 << 18  # bytes; smaller objects come within Ray's answers, and lie in no store
 make_engine = functools.partial(
-    Engine,
-    start_worker=functools.partial(WorkerProcess, program=(*WORKER[:-1], "bench.ray_worker")),
+    Engine, start_worker=functools.partial(WorkerProcess, program=EMITTER)
 )
 
 

@@ -30,6 +30,11 @@ NODE = {
     "include_log_monitor": False,
 }
 
+# A program of the benchmarks: a worker without a model, all of whose slots emit in every step.
+EMITTER = (*WORKER[:-1], "bench.ray_worker")
+TOKENS = 2  # of a slot and step, there
+PACE = "BENCH_RAY_PACE"  # microseconds of a step, there
+
 make_engine = functools.partial(
     Engine, start_worker=functools.partial(WorkerProcess, program=WORKER)
 )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jax_specdec.ray.outbox import BATCH_BYTES, MOST_BYTES, Outbox
+from jax_specdec.ray.outbox import MAX_BATCH_BYTES, MAX_WAITING_BYTES, Outbox
 
 pytestmark = pytest.mark.fast
 
@@ -21,7 +21,7 @@ def update(number, size):
 
 
 def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
-    outbox, size = Outbox(), BATCH_BYTES // 4
+    outbox, size = Outbox(), MAX_BATCH_BYTES // 4
     for number in range(10):
         outbox.take(update(number, size))
     outbox.fail(OSError("the end"))
@@ -33,14 +33,14 @@ def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
 def test_an_update_that_is_larger_than_a_batch_comes_alone():
     outbox = Outbox()
     for number in range(3):
-        outbox.take(update(number, 3 * BATCH_BYTES))
+        outbox.take(update(number, 3 * MAX_BATCH_BYTES))
     outbox.close()
     assert list(outbox.read(0.0)) == [[0], [1], [2]]
 
 
 def test_the_engine_waits_where_too_much_waits():
-    outbox, size, count = Outbox(), BATCH_BYTES, 40
-    most = MOST_BYTES // size + 1  # the last one that was let in, and one that is being put in
+    outbox, size, count = Outbox(), MAX_BATCH_BYTES, 40
+    most = MAX_WAITING_BYTES // size + 1  # the last one that was let in
     engine = threading.Thread(
         target=lambda: [outbox.take(update(number, size)) for number in range(count)]
     )
