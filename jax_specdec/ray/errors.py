@@ -13,7 +13,7 @@ def full_store(what: str, error: BaseException) -> ClusterError:
     """The error of an object store that takes nothing more."""
     return ClusterError(
         f"Ray's object store is full, and so is the disk behind it: {what} cannot be stored "
-        f"({type(error).__name__}): keep copies of what batches have, such as `columns(batches)`, "
-        "and no batches, which are views of the store; start nodes with a larger "
+        f"({type(error).__name__}). Batches are views of the store: drop each once it is read, or "
+        "copy it, as `columns(batches)` does. Else start nodes with a larger "
         "--object-store-memory, or free their disks"
     )
