@@ -31,7 +31,7 @@ STORE = 200_000_000  # bytes
 
 
 def run(*, quick: bool) -> list[Comparison]:
-    """Measure at K = 0, 5 and 20 at full speed, and at the pace of a model of 10 ms a step."""
+    """Measure at K = 0, 5 and 20 at full speed, and at the pace of a model of 5 ms a step."""
     ray = importlib.import_module("ray")  # this module has its name
     ray.init(
         address="local", num_cpus=2, object_store_memory=STORE, include_dashboard=False,

@@ -1,6 +1,7 @@
 """The rows of the measured tables: what each one says, beside what, and where it is read."""
 
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -51,6 +52,17 @@ def share(name: str) -> Callable[[Comparison], str]:
         if low <= 100 <= high:
             return f"within noise: {kept}"
         return f"{kept}, {figures['adds us']:+,.0f} us a step"
+
+    return value
+
+
+def kept(name: str) -> Callable[[Comparison], str]:
+    """The share of the baseline's speed that is left, and its middle half over the rounds."""
+
+    def value(one: Comparison) -> str:
+        low, high = (100 * share for share in middle_half(one.kept(name)))
+        middle = 100 * statistics.median(one.kept(name))
+        return f"{middle:.0f} % ({low:.0f} to {high:.0f})"
 
     return value
 
@@ -121,6 +133,11 @@ ROWS = (
     Row("strings and bytes of a step's ids, 64 requests, K = 20", "`tokenizers`, `decode` each",
         r"^ids to strings and bytes: 64 .* K = 20$",
         faster("tokenizers, decode each", "table an id (ours)"), device=False),
+    Row("tokens/s of 256 requests on a cluster of one replica, 5 ms a step", "an engine here",
+        r"^256 requests, K = 5, .* 5 ms a step$", kept("RayEngine, one replica"), device=False),
+    Row("the same, the worker as fast as it is read", "an engine here",
+        r"^256 requests, K = 5, .* as fast as it is read$", kept("RayEngine, one replica"),
+        device=False),
     Row("importing the engine's side", "numpy and jax", r"^importing, in a fresh process$",
         faster("numpy and jax", "numpy and the engine side"), device=False),
     Row("device array to records, 64 requests, K = 20", "at most 500 us", LOOP,

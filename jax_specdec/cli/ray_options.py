@@ -18,13 +18,13 @@ def add_ray(group: Any) -> None:
         help="engines, each on devices of its own (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--replica-devices", type=devices, default={"CPU": 1.0}, metavar="KIND=N,..",
+        "--replica-devices", type=numbers, default={"CPU": 1.0}, metavar="KIND=N,..",
         help="what a replica takes of a node, such as GPU=4 or TPU=4 (default: CPU=1)",
     )  # fmt: skip
 
 
-def devices(text: str) -> dict[str, float]:
-    """An argparse type: "GPU=4,CPU=2" as a mapping."""
+def numbers(text: str) -> dict[str, float]:
+    """An argparse type: numbers by name, such as "GPU=4,CPU=2"."""
     found = {}
     for part in text.split(","):
         name, sign, amount = part.partition("=")
@@ -33,7 +33,7 @@ def devices(text: str) -> dict[str, float]:
         except ValueError:
             sign = ""
         if not sign or not name.strip():
-            raise argparse.ArgumentTypeError(f"{part!r} is not KIND=N, such as GPU=4")
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=N, such as GPU=4")
     return found
 
 
@@ -45,3 +45,5 @@ def refuse_without_ray(options: argparse.Namespace) -> None:
     """
     if options.ray is None and (options.replicas != 1 or options.replica_devices != {"CPU": 1.0}):
         raise ValueError("--replicas and --replica-devices are for --ray: add it")
+    if getattr(options, "scaling", None) and options.max_replicas is None:
+        raise ValueError("--scaling is for --max-replicas: add it")

@@ -13,6 +13,7 @@ from typing import IO, Any, Self
 
 from jax_specdec.cli.resumable_jsonl import OutputError, lock
 from jax_specdec.export.arrow import pyarrow, sequences_table
+from jax_specdec.export.prompt_columns import PromptColumns
 from jax_specdec.ray import ColumnBatch, columns
 
 DIGEST = "request_digest"
@@ -60,6 +61,8 @@ class ColumnsOutput:
         pa = pyarrow()
         table = sequences_table(columns(batches))
         ids = table["request_id"].to_pylist()
+        for name, values in _of_prompts(batches, ids).items():
+            table = table.append_column(name, values)
         table = table.append_column(DIGEST, pa.array([digests[name] for name in ids]))
         replica = batches[-1].replica
         file = self._files.get(replica)
@@ -131,6 +134,16 @@ def read_columns(folder: Path) -> Any:
         with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
             tables.append(reader.read_all())
     return pa.concat_tables(tables)
+
+
+def _of_prompts(batches: Sequence[ColumnBatch], ids: Sequence[str]) -> dict[str, Any]:
+    """The columns of the prompts' logprobs, of the requests `ids` in their order."""
+    found, places = PromptColumns(), {name: at for at, name in enumerate(ids)}
+    for batch in batches:
+        for part in batch:
+            if (rows := part.prompt) is not None:
+                found.put(places[part.request_id], part.prompt_weights_versions, rows)
+    return found.columns(len(ids), always=True)
 
 
 def _write(file: IO[bytes], left: memoryview, path: Path) -> None:

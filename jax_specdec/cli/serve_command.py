@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import add_compilation_cache, add_dtype, found, integer
 from jax_specdec.cli.draft_options import add_drafting, drafting
-from jax_specdec.cli.ray_options import add_ray, refuse_without_ray
+from jax_specdec.cli.ray_options import add_ray, numbers, refuse_without_ray
 
 if TYPE_CHECKING:
     from jax_specdec.engine.config import EngineConfig
@@ -121,6 +121,11 @@ def add(commands: Any) -> None:
         "--max-replicas", type=integer(1, 2**16), metavar="N",
         help="with --ray: Ray Serve adds replicas up to N while more requests run in each than it "
         "has slots (default: none)",
+    )  # fmt: skip
+    running.add_argument(
+        "--scaling", type=numbers, default={}, metavar="NAME=N,..",
+        help="with --max-replicas: further settings of Ray Serve's AutoscalingConfig, such as "
+        "upscale_delay_s=10,downscale_delay_s=60 (default: Ray's own, 30 and 600)",
     )  # fmt: skip
 
 

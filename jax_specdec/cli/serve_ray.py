@@ -40,6 +40,7 @@ def run(options: argparse.Namespace, make: MakeModel) -> int:
             api_key=key,
             replicas=options.replicas,
             max_replicas=options.max_replicas,
+            scaling=options.scaling,
             devices=options.replica_devices,
         )
         serve_app.start(built, options.host, options.port)

@@ -15,16 +15,17 @@ class Wakeup:
 
     def set(self) -> None:
         """End the wait that is under way, or else the next one; after `close`, nothing."""
-        self._set = True
         with self._lock, contextlib.suppress(BlockingIOError):  # it is readable already
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
+        self._set = True  # last: whoever clears it finds the descriptor readable
 
     def clear(self) -> None:
         """Let the next wait last. Look for what was announced afterwards, never before."""
-        self._set = False
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        if self._set:  # mostly it is not: a system call less in each round of an engine
+            self._set = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
 
     def ready(self) -> bool:
         """Whether it was set since the last `clear`."""

@@ -4,13 +4,15 @@
 batch of what some steps brought, and forgets it: for who passes records on as they come.
 """
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.arrow import pyarrow
+from jax_specdec.export.prompt_columns import PromptColumns
+from jax_specdec.export.runs import cells, offsets, sorted_lists, within
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import RecordBatch
@@ -20,6 +22,8 @@ from jax_specdec.records.record import Record
 ACCEPTED, PLAIN = KINDS.index("accepted"), KINDS.index("plain")
 RECOVERED, BONUS = KINDS.index("recovered"), KINDS.index("bonus")
 Parts = dict[str, list[NDArray[Any]]]
+# Records with tokens, their message, the rows [N] of their requests, and how many tokens they have.
+Spoken = tuple[RecordBatch, Message, NDArray[np.int64], int]
 
 
 def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int]) -> Any:
@@ -31,6 +35,12 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     int32, `kind` int8. Where some request asked for logprobs also `logprob` float32 and
     `token_rank` int32, the lists of lists `topk_ids`, `topk_logprobs`, and what else was asked for:
     `chosen_*`, `draft_*`, `kept_*`. There are no nulls: values are those of `TokenColumns`.
+
+    Where some request's prompt has logprobs here, also: `prompt_start` int64, the place of the
+    first such token in the prompt, 0 where there is none; a list of one value for each such token,
+    `prompt_weights_version` uint32 and `prompt_token_ranks` int32; and the lists of lists
+    `prompt_logprobs` float32, of the token itself, then of the top K, then of the chosen ids, and
+    `prompt_topk_ids` int32, -1 where fewer than K are finite. They are those of `PromptRows`.
 
     Args:
       batches: of any number of workers, those of one in order.
@@ -45,24 +55,33 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     places = [_rows_of(batch, rows, prompts, tables) for batch in taken]
     reasons = np.zeros(len(rows), np.int8)
     sums = np.zeros(len(rows), np.float64)
-    ranked = any(_asks(batch.message) for batch in taken)
-    drafted = any(batch.joined is not None and batch.joined.any() for batch in taken)
-    kept = any(b.message is not None and b.message.kept.any() for b in taken)
-    sets: list[KeptSets] = []
+    of_prompts = PromptColumns()
+    spoken: list[Spoken] = []
     for batch, row in zip(taken, places, strict=True):
-        ends = batch.finish_reason > 0
-        reasons[row[ends]] = batch.finish_reason[ends]
+        if batch.finish_reason.any():
+            ends = batch.finish_reason > 0
+            reasons[row[ends]] = batch.finish_reason[ends]
         sums[row] = batch.cumulative_logprob
-        if batch.message is None or not batch.num_tokens.any():
-            continue
-        _add_tokens(parts, batch, batch.message, row)
-        if ranked:
-            _add_logprobs(parts, batch, batch.message)
-        if drafted:
-            _add_drafts(parts, batch)
-        if kept:
-            sets.append(_kept(batch, batch.message))
-    return _table(rows, prompts, emitted, reasons, sums, parts, sets if kept else None)
+        of_prompts.add(batch, row)
+        if batch.message is not None and (total := int(batch.num_tokens.sum())):
+            spoken.append((batch, batch.message, row, total))
+    if spoken:
+        _add_tokens(parts, spoken)
+        if any(message.columns.any() for _, message, _, _ in spoken) and not _add_table(
+            parts, spoken
+        ):
+            for batch, message, _, total in spoken:
+                _add_logprobs(parts, batch, message, total)
+        if any(batch.joined is not None and batch.joined.any() for batch, _, _, _ in spoken):
+            for batch, _, _, _ in spoken:
+                _add_drafts(parts, batch)
+    sets = None
+    if any(message.kept.any() for _, message, _, _ in spoken):
+        sets = [_kept(batch, message) for batch, message, _, _ in spoken]
+    table = _table(rows, prompts, emitted, reasons, sums, parts, sets)
+    for name, values in of_prompts.columns(len(rows)).items():
+        table = table.append_column(name, values)
+    return table
 
 
 def _rows_of(
@@ -81,76 +100,89 @@ def _rows_of(
     if table is None:
         table = tables[id(batch.requests)] = np.full(len(batch.requests), -1, np.int64)
     found = table[batch.slots]
-    for slot in batch.slots[found < 0].tolist():
-        request = batch.requests[slot]
-        assert request is not None  # a record exists only for an occupied slot
-        table[slot] = row = rows.setdefault(request.id, len(rows))
-        if row == len(prompts):
-            prompts.append(len(request.packed_prompt) // 4)
+    if int(found.min()) >= 0:
+        return found
+    slots = batch.slots[found < 0]
+    # A record exists only for an occupied slot.
+    requests = [one for slot in slots.tolist() if (one := batch.requests[slot]) is not None]
+    table[slots] = [rows.setdefault(request.id, len(rows)) for request in requests]
+    begun = [request for request in requests if rows[request.id] >= len(prompts)]
+    prompts += [len(request.packed_prompt) // 4 for request in begun]
     return table[batch.slots]
 
 
-def _asks(message: Message | None) -> bool:
-    return message is not None and bool(message.columns.any())
-
-
-def _add_tokens(parts: Parts, batch: RecordBatch, message: Message, row: NDArray[np.int64]) -> None:
-    counts = batch.num_tokens
-    total = int(counts.sum())
-    within = _within(counts)
-    parts["row"].append(row.repeat(counts))
-    parts["step"].append(np.full(total, batch.step, np.int64))
-    parts["weights_version"].append(np.full(total, message.weights_version, np.uint32))
-    if total == len(message.token_ids):  # all of them, slot after slot
-        parts["token_id"].append(message.token_ids)
-    else:
-        starts = message.token_start[batch.slots].repeat(counts)
-        parts["token_id"].append(message.token_ids[starts + within])
-    accepted, drafts = batch.num_accepted, batch.num_drafts
+def _add_tokens(parts: Parts, spoken: Sequence[Spoken]) -> None:
+    """Add the tokens of all steps at once: a step alone is too small for NumPy to be quick."""
+    counts = np.concatenate([batch.num_tokens for batch, _, _, _ in spoken])
+    accepted = np.concatenate([batch.num_accepted for batch, _, _, _ in spoken])
+    drafts = np.concatenate([batch.num_drafts for batch, _, _, _ in spoken])
+    totals = np.array([total for _, _, _, total in spoken])
+    versions = [message.weights_version for _, message, _, _ in spoken]
+    parts["row"].append(np.concatenate([row for _, _, row, _ in spoken]).repeat(counts))
+    parts["step"].append(np.array([b.step for b, _, _, _ in spoken], np.int64).repeat(totals))
+    parts["weights_version"].append(np.array(versions, np.uint32).repeat(totals))
     last = np.where(accepted < drafts, RECOVERED, np.where(drafts > 0, BONUS, PLAIN))
-    kinds = np.where(within < accepted.repeat(counts), ACCEPTED, last.repeat(counts))
+    kinds = np.where(within(counts) < accepted.repeat(counts), ACCEPTED, last.repeat(counts))
     parts["kind"].append(kinds.astype(np.int8))
+    for batch, message, _, total in spoken:
+        ids = message.token_ids
+        if total < len(ids):  # not all of them, slot after slot
+            starts = message.token_start[batch.slots].repeat(batch.num_tokens)
+            ids = ids[starts + within(batch.num_tokens)]
+        parts["token_id"].append(ids)
 
 
-def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message) -> None:
+def _add_table(parts: Parts, spoken: Sequence[Spoken]) -> bool:
+    """Add logprobs where all tokens of all steps have rows of one width; whether they have."""
+    if not all(
+        total == len(message.token_ids) == len(message.token_ranks)
+        for _, message, _, total in spoken
+    ):
+        return False
+    requests = {id(batch.requests): batch.requests for batch, _, _, _ in spoken}
+    asked = [one.params for each in requests.values() for one in each if one is not None]
+    widths = {params.num_columns for params in asked}
+    if len(widths) > 1 or any(params.extra_token_ids for params in asked):
+        return False
+    ids = np.concatenate([message.topk_ids for _, message, _, _ in spoken])
+    if ids.size and int(ids.min()) < 0:  # fewer than K are finite
+        return False
+    (width,) = widths
+    rows = np.concatenate([message.logprobs for _, message, _, _ in spoken]).reshape(-1, width)
+    sizes = np.full(len(rows), width - 1)
+    _put(parts, "logprob", rows[:, 0])
+    _put(parts, "token_rank", np.concatenate([message.token_ranks for _, message, _, _ in spoken]))
+    _put_list(parts, "topk", sizes, ids, rows[:, 1:].reshape(-1))
+    return True
+
+
+def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message, total: int) -> None:
     slots, counts = batch.slots, batch.num_tokens
     columns = message.columns[slots]
-    total = int(counts.sum())
-    if total == len(message.token_ids) == len(message.token_ranks) and not message.num_chosen.any():
-        width = int(columns[0])
-        if (columns == width).all():  # a table of equal rows
-            rows = message.logprobs.reshape(total, width)
-            sizes = np.full(total, width - 1)
-            if width == 1 or int(message.topk_ids.min()) >= 0:
-                _put(parts, "logprob", rows[:, 0])
-                _put(parts, "token_rank", message.token_ranks)
-                _put_list(parts, "topk", sizes, message.topk_ids, rows[:, 1:].reshape(-1))
-                _put_list(parts, "chosen", np.zeros_like(sizes), _NO_IDS, _NO_LOGPROBS)
-                return
     asked = columns > 0
-    within = _within(counts)
+    place = within(counts)
     has = asked.repeat(counts)
     logprob = np.full(total, np.nan, np.float32)
     rank = np.full(total, NOT_ASKED, np.int32)
     widths = (columns + message.num_chosen[slots]).repeat(counts)[has]
-    begin = message.logprob_start[slots].repeat(counts)[has] + within[has] * widths
+    begin = message.logprob_start[slots].repeat(counts)[has] + place[has] * widths
     logprob[has] = message.logprobs[begin]
-    rank[has] = message.token_ranks[message.row_start[slots].repeat(counts)[has] + within[has]]
+    rank[has] = message.token_ranks[message.row_start[slots].repeat(counts)[has] + place[has]]
     _put(parts, "logprob", logprob)
     _put(parts, "token_rank", rank)
     k = np.maximum(columns - 1, 0).repeat(counts)
     chosen = np.where(asked, message.num_chosen[slots], 0).repeat(counts)
-    tops = message.topk_start[slots].repeat(counts) + within * k
+    tops = message.topk_start[slots].repeat(counts) + place * k
     first = np.zeros(total, np.int64)
     first[has] = begin
-    ids = message.topk_ids[_cells(tops, k)]
-    values = message.logprobs[_cells(first + 1, k)]
+    ids = message.topk_ids[cells(tops, k)]
+    values = message.logprobs[cells(first + 1, k)]
     if ids.size and int(ids.min()) < 0:  # fewer than K are finite
         there = ids >= 0
         k = np.bincount(np.arange(total).repeat(k)[there], minlength=total)
         ids, values = ids[there], values[there]
     _put_list(parts, "topk", k, ids, values)
-    values = message.logprobs[_cells(first + columns.repeat(counts), chosen)]
+    values = message.logprobs[cells(first + columns.repeat(counts), chosen)]
     named = [
         np.tile(np.array(_params(batch, slot).extra_token_ids, np.int32), n)
         for slot, n in zip(slots.tolist(), counts.tolist(), strict=True)
@@ -198,7 +230,7 @@ def _add_drafts(parts: Parts, batch: RecordBatch) -> None:
 def _kept(batch: RecordBatch, message: Message) -> KeptSets:
     slots, counts = batch.slots, batch.num_tokens
     has = message.kept[slots].astype(np.bool_).repeat(counts)
-    rows = (message.kept_start[slots].repeat(counts) + _within(counts))[has]
+    rows = (message.kept_start[slots].repeat(counts) + within(counts))[has]
     sets = message.kept_sets.take(rows)
     sizes = np.zeros(len(has), np.int32)
     masses = np.zeros(len(has), np.float32)
@@ -216,7 +248,11 @@ def _table(
     sets: Sequence[KeptSets] | None,
 ) -> Any:
     pa = pyarrow()
-    joined = {name: np.concatenate(found) for name, found in parts.items() if found}
+    joined = {
+        name: found[0] if len(found) == 1 else np.concatenate(found)
+        for name, found in parts.items()
+        if found
+    }
     of_row = joined.pop("row", np.empty(0, np.int64))
     counts = np.bincount(of_row, minlength=len(rows))
     order = None
@@ -224,16 +260,14 @@ def _table(
         # Of 16 bits, NumPy's stable sort is a radix sort.
         small = of_row.astype(np.uint16) if len(rows) < 1 << 16 else of_row
         order = small.argsort(kind="stable")
-    positions = np.empty(len(rows), np.int64)
-    for name, row in rows.items():
-        before = emitted.get(name, 0)
-        positions[row] = prompts[row] + before
-        emitted[name] = before + int(counts[row])
+    before = np.array([emitted.get(name, 0) for name in rows], np.int64)
+    positions = np.array(prompts, np.int64) + before
+    emitted.update(zip(rows, (before + counts).tolist(), strict=True))
     if reasons.any():
         names = list(rows)
         for row in np.flatnonzero(reasons).tolist():
             emitted.pop(names[row], None)
-    outer = _offsets(counts)
+    outer = offsets(counts)
     columns: dict[str, Any] = {
         "request_id": pa.array(list(rows), pa.string()),
         "position": positions,
@@ -254,8 +288,8 @@ def _table(
         sizes = joined.get(f"{name}.counts")
         if sizes is None or not sizes.any():
             continue
-        takes, sizes = _sorted_lists(sizes, order)
-        inner = pa.array(_offsets(sizes))
+        takes, sizes = sorted_lists(sizes, order)
+        inner = pa.array(offsets(sizes))
         for what in ("ids", "logprobs"):
             values = takes(joined[f"{name}.{what}"])
             whole(f"{name}_{what}", pa.ListArray.from_arrays(inner, pa.array(values)))
@@ -276,37 +310,6 @@ def _params(batch: RecordBatch, slot: int) -> Any:
     request = batch.requests[slot]
     assert request is not None
     return request.params
-
-
-def _within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, .. of each of the runs that `counts` [N] long, one after the other."""
-    ends = counts.cumsum()
-    return np.arange(int(ends[-1]) if ends.size else 0) - (ends - counts).repeat(counts)
-
-
-def _cells(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The places of runs of `sizes` [N] from `starts` [N] on, one after the other."""
-    return _within(sizes) + starts.repeat(sizes)
-
-
-def _sorted_lists(
-    sizes: NDArray[np.int64], order: NDArray[np.int64] | None
-) -> tuple[Callable[[NDArray[Any]], NDArray[Any]], NDArray[np.int64]]:
-    """What puts lists of `sizes` [N] into another order, and their sizes there."""
-    if order is None:
-        return lambda values: values, sizes
-    size = int(sizes[0])
-    if (sizes == size).all():
-        return lambda values: values.reshape(-1, size)[order].reshape(-1), sizes
-    ends = sizes.cumsum()
-    cells = _cells((ends - sizes)[order], sizes[order])
-    return lambda values: values[cells], sizes[order]
-
-
-def _offsets(counts: NDArray[Any]) -> NDArray[np.int32]:
-    offsets = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
 
 
 def _put(parts: Parts, name: str, values: NDArray[Any]) -> None:

@@ -9,9 +9,12 @@ from numpy.typing import NDArray
 
 from jax_specdec.export.arrow import pyarrow
 from jax_specdec.export.joined_rows import joined_rows
+from jax_specdec.export.prompt_columns import prompt_part, prompt_versions
 from jax_specdec.export.token_columns import TokenColumns
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.requests import Request
+
+ENVELOPE = 1 << 16  # more bytes than a schema, a batch's header and the padding of arrays take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +127,19 @@ class Part:
         return found[begin:end]
 
     @property
+    def prompt(self) -> PromptRows | None:
+        """Some of the prompt's logprobs, as `Record.prompt` has them; None where none came.
+
+        The parts come in order, the last before the first token or with it.
+        """
+        return prompt_part(self.batch.rows, self.row, self.request)
+
+    @property
+    def prompt_weights_versions(self) -> NDArray[np.uint32]:
+        """[n] uint32, of the weights that made each row of `prompt`."""
+        return prompt_versions(self.batch.rows, self.row)
+
+    @property
     def cumulative_logprob(self) -> float | None:
         """The sum over all tokens so far; None where the request asked for no logprobs."""
         if not self.request.params.num_columns:
@@ -154,10 +170,11 @@ def columns(batches: Sequence[ColumnBatch]) -> TokenColumns:
 def packed(rows: Any) -> NDArray[np.uint8]:
     """A `pyarrow.RecordBatch` as one array of bytes, in Arrow's stream format."""
     pa = pyarrow()
-    sink = pa.BufferOutputStream()
+    whole = pa.allocate_buffer(rows.nbytes + ENVELOPE)
+    sink = pa.FixedSizeBufferWriter(whole)
     with pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write_batch(rows)
-    return np.frombuffer(sink.getvalue(), np.uint8)
+    return np.frombuffer(whole, np.uint8)[: sink.tell()]
 
 
 def unpacked(data: NDArray[np.uint8]) -> Any:

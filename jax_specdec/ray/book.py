@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jax_specdec.engine.queued_request import QueuedRequest, ended
 from jax_specdec.export.arrow import pyarrow
+from jax_specdec.export.prompt_columns import START, prompt_span
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import ColumnBatch
 from jax_specdec.ray.orders import Order
@@ -42,6 +43,7 @@ class Entry:
       tokens: what was delivered, batch by batch; copies.
       count: how many they are.
       cumulative_logprob: over these.
+      prompt_rows: rows of the prompt's logprobs that were delivered.
     """
 
     request: Request
@@ -54,6 +56,7 @@ class Entry:
     tokens: list[NDArray[np.int32]] = field(default_factory=list)
     count: int = 0
     cumulative_logprob: float = 0.0
+    prompt_rows: int = 0
 
     @property
     def prompt_length(self) -> int:
@@ -67,12 +70,13 @@ class Entry:
     @property
     def progress(self) -> Progress | None:
         """What was delivered; None where nothing was."""
-        if not self.count:
+        if not (self.count or self.prompt_rows):
             return None
         asks = self.request.params.num_columns
         return Progress(
-            token_ids=tuple(np.concatenate(self.tokens).tolist()),
+            token_ids=tuple(token_id for part in self.tokens for token_id in part.tolist()),
             cumulative_logprob=self.cumulative_logprob if asks else None,
+            num_prompt_rows=self.prompt_rows,
         )
 
     def order(self, now: float) -> Order:
@@ -148,6 +152,7 @@ class Book:
         ids, offsets = batch.token_ids, batch.offsets.tolist()
         positions, reasons = batch.positions.tolist(), batch.finish_reasons.tolist()
         sums = rows.column("cumulative_logprob").to_numpy().tolist()
+        prompts = rows.schema.get_field_index(START) >= 0
         requests: list[Request] = []
         entries: list[Entry] = []
         taken: list[int] = []
@@ -161,6 +166,8 @@ class Book:
                     f"request {entry.request.id!r}: a row begins at position {positions[row]}, "
                     f"behind {entry.count} tokens of a prompt of {entry.prompt_length}"
                 )
+            if prompts:
+                self._note_prompt(entry, rows, row)
             if end > begin:
                 entry.tokens.append(ids[begin:end].copy())
                 entry.count += end - begin
@@ -177,6 +184,17 @@ class Book:
         names = pa.array([request.id for request in requests], pa.string())
         place = rows.schema.get_field_index("request_id")
         return ColumnBatch(rows.set_column(place, "request_id", names), requests, replica), entries
+
+    def _note_prompt(self, entry: Entry, rows: Any, row: int) -> None:
+        """Count the rows of a prompt's logprobs; BatchError where they do not go on."""
+        begin, end = prompt_span(rows, row)
+        start = rows.column(START)[row].as_py()
+        if end > begin and start != entry.prompt_rows + 1:
+            raise BatchError(
+                f"request {entry.request.id!r}: logprobs of its prompt begin at token {start}, "
+                f"behind {entry.prompt_rows} rows"
+            )
+        entry.prompt_rows += end - begin
 
     def lose(
         self, replica: int, *, resume: bool, max_attempts: int

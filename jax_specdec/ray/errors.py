@@ -13,6 +13,7 @@ def full_store(what: str, error: BaseException) -> ClusterError:
     """The error of an object store that takes nothing more."""
     return ClusterError(
         f"Ray's object store is full, and so is the disk behind it: {what} cannot be stored "
-        f"({str(error).strip().splitlines()[0]}): start the node with a larger "
-        "--object-store-memory, free its disk, or read batches sooner"
+        f"({type(error).__name__}). Batches are views of the store: drop each once it is read, or "
+        "copy it, as `columns(batches)` does. Else start nodes with a larger "
+        "--object-store-memory, or free their disks"
     )

@@ -155,7 +155,11 @@ class Fleet:
         """Send what waits to replicas that have room; the lock is held."""
         now = time.monotonic()
         for replica, entries in self._book.assigned().items():
-            self.members[replica].submit([entry.order(now) for entry in entries])
+            try:
+                self.members[replica].submit([entry.order(now) for entry in entries])
+            except ClusterError as error:
+                self._fail(error)
+                return
 
     def _end(self, ends: Sequence[tuple[Entry, FinishReason]]) -> None:
         """End requests here; the lock is held."""
@@ -215,8 +219,8 @@ class Fleet:
         """
         with self._lock:
             batch, entries = self._book.take(rows, member.number)
-            self._send()
             readers = self._deliver(batch, entries) if entries else ()
+            self._send()
         for reader in readers:
             reader.wait_for_room()
 
@@ -239,6 +243,11 @@ class Fleet:
             )
             self._end(ends)
             self._send()
+
+    def fail(self, error: BaseException) -> None:
+        """End everything with an error."""
+        with self._lock:
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """End everything with an error; the lock is held."""

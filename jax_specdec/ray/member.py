@@ -17,6 +17,7 @@ from jax_specdec.ray.errors import NotBegun, full_store
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
+from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
     from jax_specdec.ray.fleet import Fleet
@@ -65,8 +66,16 @@ class Member:
             self._thread.join(PATIENCE_SECONDS)
 
     def submit(self, orders: Sequence[Order]) -> None:
-        """Send requests; does not wait."""
-        self._sent.append(self._call("submit", "commands", orders))
+        """Send requests; does not wait.
+
+        Raises:
+          ClusterError: they are large, and the object store is full.
+        """
+        errors = ray("ray.exceptions")
+        try:
+            self._sent.append(self._call("submit", "commands", orders))
+        except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
+            raise full_store(f"{counted(len(orders), 'request')}", error) from error
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; does not wait."""
@@ -214,8 +223,8 @@ class Member:
             self._restart()
             return str(error)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
-            self._restart()
-            return str(full_store("a batch", error))
+            self._fleet.fail(full_store(f"a batch of replica {self.number}", error))
+            return str(error)
         except Exception as error:  # whatever Ray says of an actor, a node or an object
             return _first(error)
 
@@ -229,10 +238,10 @@ class Member:
         return self._fleet.config.on_worker_loss == "restart"
 
     def _lose(self, why: str, *, coming: bool) -> None:
-        self._losses += 1
         self.coming = coming
         self.problem = why
         self._fleet.lost(self, why, coming=coming)
+        self._losses += 1  # who sees it sees that the replica is not ready
         time.sleep(0.05)
 
 

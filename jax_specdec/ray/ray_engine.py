@@ -221,11 +221,6 @@ class RayEngine:
 
     def _checked(self, request: Request) -> Request:
         check(request, self.config)
-        if request.params.prompt_logprobs is not None:
-            raise RequestError(
-                f"request {request.id!r}: batches of columns have no prompt_logprobs; score "
-                "prompts with an Engine on each node (examples/ray_score.py)"
-            )
         return request
 
     def _end(self, stream: Stream[Part], reason: FinishReason) -> None:

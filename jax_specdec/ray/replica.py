@@ -7,6 +7,7 @@ Whoever began it last, with `begin`, has it for itself; who began it before hear
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +32,9 @@ from jax_specdec.ray.outbox import Outbox
 MakeEngine = Callable[..., Engine]
 BEGIN_SECONDS = 60.0  # for the ends of what an earlier program had asked for
 READY_SECONDS = 0.02  # between two looks whether a worker takes requests
+# One thread reads the rings, another one makes batches. While both compute, Python lets one of them
+# wait for 5 ms as it comes, ten steps of a quick worker; a shorter time costs nothing here.
+SWITCH_SECONDS = 0.0002
 
 
 class Replica:
@@ -60,6 +64,7 @@ class Replica:
         self._loaded: tuple[contextlib.ExitStack, LoadedWeights] | None = None
         self._folder: Path | None = None
         self._held = threading.Lock()
+        sys.setswitchinterval(SWITCH_SECONDS)
 
     def begin(self, weights: Weights) -> ReplicaStatus:
         """Make the engine, or end all that it does; returns once a worker takes requests.
@@ -114,6 +119,7 @@ class Replica:
         engine = self._engine
         if engine is None:
             raise NotBegun(f"replica {self._number} was started anew, and has no engine yet")
+        self._outbox.expect(len(orders))
         with engine.together():
             for order in orders:
                 self._submit(engine, order)

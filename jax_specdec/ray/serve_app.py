@@ -44,6 +44,7 @@ def application(
     api_key: str = "",
     replicas: int = 1,
     max_replicas: int | None = None,
+    scaling: Mapping[str, float] | None = None,
     devices: Mapping[str, float] | None = None,
     variables: Mapping[str, str] | None = None,
     make_engine: MakeEngine = Engine,
@@ -58,6 +59,7 @@ def application(
       replicas: how many, at least.
       max_replicas: above it, Ray Serve adds replicas while more requests run in each than it has
         slots; None: never.
+      scaling: further settings of Ray Serve's `AutoscalingConfig`, such as `upscale_delay_s`.
       devices: of each replica; None: one CPU.
       variables: environment of the replicas' processes.
     """
@@ -77,6 +79,7 @@ def application(
                 "min_replicas": replicas,
                 "max_replicas": max_replicas,
                 "target_ongoing_requests": config.num_slots * config.num_ranks,
+                **(scaling or {}),
             }
         }
     deployment = serve.deployment(

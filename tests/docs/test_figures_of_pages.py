@@ -11,6 +11,7 @@ from ipc import wire
 from jax_specdec.device.messages.buckets import k_bucket, words_bucket
 from jax_specdec.engine import EngineConfig, SamplingParams, decode
 from jax_specdec.engine.errors import RequestError
+from jax_specdec.ray import RayConfig
 from tests.support.pages import DOCS, python_blocks
 from tests.support.paths import ROOT
 
@@ -137,6 +138,8 @@ def make(place, number):
     kind, _, name = place.partition(".")
     if kind == "EngineConfig":
         return EngineConfig(vocab_size=300, **{name: number})
+    if kind == "RayConfig":
+        return RayConfig(**{name: number})
     return SamplingParams(**{name: number})
 
 

@@ -38,10 +38,13 @@ def test_all_replicas_get_new_weights_or_none(cluster, tmp_path):
     save_file({"x": np.zeros(4, np.float32)}, path)
     with fleet(3) as engine:
         wait_for(lambda: len(pids(engine)) == 3)
-        requests = make_requests(60, 60)
+        # While nobody reads, 8 batches at most come, of 16 requests each, which is what a replica
+        # holds: however long the weights take, most of these requests have not even been sent.
+        requests = make_requests(240, 20)
         running = engine.generate(requests)
         batches = [next(running)]
         assert engine.update_weights(path) == 1
+        assert engine.num_waiting >= 240 - 8 * 16 - 3 * 16
         batches += list(running)
         check(requests, batches)
         assert versions(batches) == {0, 1}

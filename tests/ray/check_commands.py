@@ -1,5 +1,6 @@
 """The command line on a cluster of several raylets, with the real worker."""
 
+import json
 import os
 import signal
 import subprocess
@@ -71,8 +72,6 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
 
     local = tmp_path / "local.jsonl"
     assert run(*common, "--output", local).returncode == 0
-    import json
-
     for line in local.read_text().splitlines():
         record = json.loads(line)
         index = again.request_id.tolist().index(record["id"])
@@ -80,6 +79,22 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
         expected = record["choices"][0]["logprobs"]["token_logprobs"]
         assert mine.logprob.tolist() == pytest.approx(expected, abs=1e-4)
     assert run(*on_ray).returncode == 0
+
+    # The prompt's logprobs are columns of such a file, and a part of a record here.
+    scored = tmp_path / "scored.jsonl"
+    scored.write_text('{"prompt": "import os", "prompt_logprobs": 2}\n')
+    folder, local = tmp_path / "scored", tmp_path / "scored.out.jsonl"
+    for more in (("--ray", cluster.address, "--output", folder), ("--output", local)):
+        done = run(*common[:-1], scored, *more)
+        assert done.returncode == 0, done.stderr
+    (row,) = read_columns(folder).to_pylist()
+    entries = json.loads(local.read_text())["speculation"]["prompt_logprobs"][1:]
+    assert len(entries) == len(row["prompt_logprobs"]) > 4
+    for ids, logprobs, entry in zip(
+        row["prompt_topk_ids"], row["prompt_logprobs"], entries, strict=True
+    ):
+        assert entry["logprob"] == pytest.approx(logprobs[0], abs=1e-4)
+        assert len(ids) + 1 == len(logprobs) == 3
 
 
 def test_serve_answers_and_status_lists_it(cluster, model):

@@ -14,7 +14,7 @@ from jax_specdec.ray import RayConfig, RayEngine, columns
 from tests.support.paths import ROOT
 from tests.support.processes import wait_for
 from tests.support.scripted_process import WORKER
-from tests.support.scripted_worker import VOCAB, continuation
+from tests.support.scripted_worker import VOCAB, continuation, logprob
 
 STORE = 100_000_000  # bytes of each node's object store
 SOON = {  # a dead node is found in seconds
@@ -30,6 +30,11 @@ NODE = {
     "include_log_monitor": False,
 }
 
+# A program of the benchmarks: a worker without a model, all of whose slots emit in every step.
+EMITTER = (*WORKER[:-1], "bench.ray_worker")
+TOKENS = 2  # of a slot and step, there
+PACE = "BENCH_RAY_PACE"  # microseconds of a step, there
+
 make_engine = functools.partial(
     Engine, start_worker=functools.partial(WorkerProcess, program=WORKER)
 )
@@ -42,11 +47,12 @@ def cluster_of(*nodes, head=0, system=None):
     Args:
       system: further settings of Ray's own.
     """
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # other programs run here too
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
     from ray.cluster_utils import Cluster
 
-    os.environ["PYTHONPATH"] = str(ROOT)
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
@@ -114,14 +120,21 @@ def make_requests(count, tokens=40, first=0):
         Request(
             id=f"r{n}",
             prompt_token_ids=(n % VOCAB, n // VOCAB % VOCAB, 3),
-            params=SamplingParams(max_tokens=tokens, logprobs=n % 3 or None),
+            params=SamplingParams(
+                max_tokens=tokens,
+                logprobs=n % 3 or None,
+                prompt_logprobs=None if n % 4 else n % 3,
+            ),
         )
         for n in range(first, first + count)
     ]
 
 
 def check(requests, batches):
-    """Each request has one end, and every token of an undisturbed run once, in order."""
+    """Each request has one end, and every token of an undisturbed run once, in order.
+
+    So have the logprobs of the prompts, where they were asked for.
+    """
     found = columns(batches)
     asked = {request.id: request for request in requests}
     ends = [p.request_id for batch in batches for p in batch if p.finish_reason is not None]
@@ -137,6 +150,18 @@ def check(requests, batches):
         assert found.position[rows].tolist() == list(range(first, first + len(ids)))
         if request.params.logprobs is not None:
             assert found.logprob[rows].tolist() == logprobs
+    prompts = {name: [] for name in asked}
+    for part in (part for batch in batches for part in batch):
+        if (prompt := part.prompt) is not None:
+            assert prompt.start == 1 + len(prompts[part.request_id])
+            k = part.request.params.prompt_logprobs
+            assert prompt.topk_ids.shape == (len(prompt.token_ids), k)
+            prompts[part.request_id] += prompt.logprobs[:, 0].tolist()
+    for name, request in asked.items():
+        ids = list(request.prompt_token_ids)
+        scored = request.params.prompt_logprobs is not None
+        places = range(1, len(ids)) if scored else ()
+        assert prompts[name] == [logprob(ids[:place]) for place in places], name
     return found
 
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from jax_specdec.cli import main
-from jax_specdec.cli.ray_options import devices
+from jax_specdec.cli.ray_options import numbers
 from jax_specdec.cli.resumable_columns import ColumnsOutput, read_columns
 from jax_specdec.cli.resumable_jsonl import OutputError
 from jax_specdec.export import arrow
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import ColumnBatch
 from jax_specdec.ray.config import RayConfig
-from tests.support.scene import Scene, long_requests
-from tests.support.scripted_worker import continuation
+from tests.support.scene import Scene, long_requests, make_requests
+from tests.support.scripted_worker import continuation, logprob
 
 pytestmark = pytest.mark.fast
 
@@ -58,6 +58,26 @@ def test_a_later_run_finds_what_there_is_and_appends(tmp_path):
     check(tmp_path, requests)
 
 
+def test_the_logprobs_of_prompts_are_columns_too(tmp_path):
+    """Lists of those that asked; empty for the others, and both kinds may share a file."""
+    asked = [request for request in make_requests(20, 1) if request.params.logprobs is not None]
+    scored = {r.id for r in asked if r.params.prompt_logprobs is not None}
+    write(tmp_path, [r for r in asked if r.id not in scored])
+    write(tmp_path, [r for r in asked if r.id in scored])
+    check(tmp_path, asked)
+    for row in read_columns(tmp_path).to_pylist():
+        (request,) = [one for one in asked if one.id == row["request_id"]]
+        ids, k = list(request.prompt_token_ids), request.params.prompt_logprobs
+        n = 0 if k is None else len(ids) - 1
+        expected = [[logprob(ids[:at])] + [-9.0] * k for at in range(1, n + 1)]
+        assert row["prompt_logprobs"] == expected
+        assert row["prompt_token_ranks"] == [1] * n
+        assert row["prompt_topk_ids"] == [[0] * (k or 0)] * n
+        assert row["prompt_weights_version"] == [0] * n
+        assert row["prompt_start"] == min(n, 1)
+    assert len(scored) > 2
+
+
 def test_what_a_crash_left_half_written_is_cut_off_wherever_it_ends(tmp_path):
     requests = long_requests(4)
     write(tmp_path, requests[:2])
@@ -89,10 +109,10 @@ def test_two_writers_and_files_of_others_are_refused(tmp_path):
 
 
 def test_devices_are_read():
-    assert devices("GPU=4,CPU=0.5") == {"GPU": 4.0, "CPU": 0.5}
+    assert numbers("GPU=4,CPU=0.5") == {"GPU": 4.0, "CPU": 0.5}
     for wrong in ("GPU", "=4", "GPU=x"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is not KIND=N, such as GPU=4"):
-            devices(wrong)
+        with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=N, such as GPU=4"):
+            numbers(wrong)
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
@@ -101,6 +121,9 @@ def test_options_of_a_cluster_are_refused_without_one(command, model, capsys):
     arguments = [command, "--model", str(model), *more, "--replicas", "2"]
     assert main.main(arguments) == 2
     assert "are for --ray: add it" in capsys.readouterr().err
+    if command == "serve":
+        assert main.main([*arguments[:3], "--ray", "--scaling", "upscale_delay_s=1"]) == 2
+        assert "--scaling is for --max-replicas: add it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

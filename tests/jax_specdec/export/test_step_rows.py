@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.joined_rows import joined_rows
+from jax_specdec.export.prompt_columns import prompt_part, prompt_versions
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
@@ -75,6 +76,55 @@ def test_batches_have_the_columns_of_all_records(size):
     assert dict(zip(found.request_id, found.finish_reason, strict=True)) == ends
     assert set(ends.values()) <= {FinishReason.LENGTH, FinishReason.STOP_TOKEN}
     assert len(found.prompt.ids) == sum(len(request.prompt_token_ids) for request in requests)
+
+
+def prompts_of(parts):
+    """The rows of each request's prompt, of all its parts one after the other."""
+    found = {}
+    for request, version, rows in parts:
+        mine = found.setdefault(request.id, {"next": 1, "versions": [], "tables": []})
+        assert rows.start == mine["next"]
+        mine["next"] += len(rows.token_ids)
+        mine["versions"] += version
+        mine["tables"].append(rows)
+    names = ("token_ids", "logprobs", "chosen_logprobs", "token_ranks", "topk_ids")
+    return {
+        name: [
+            mine["versions"],
+            *(np.concatenate([getattr(r, n) for r in mine["tables"]]).tolist() for n in names),
+        ]
+        for name, mine in found.items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_batches_have_the_logprobs_of_prompts_where_asked(size):
+    """As the records have them, chosen ids included; batches without such rows have no column."""
+    requests = make_requests(12, 3)
+    chosen = SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=1, extra_token_ids=(7, 3, 5))
+    requests.append(Request(id="chosen", prompt_token_ids=tuple(range(20)), params=chosen))
+    scene, emitted, records, taken = Scene(num_ranks=2), {}, [], [[]]
+    for update in scene.engine.generate(requests):
+        records += update.records
+        taken += [[]] if len(taken[-1]) == size else []
+        taken[-1].append(update)
+    batches = [step_rows([b for u in each for b in u.records.batches], emitted) for each in taken]
+    by_id = {request.id: request for request in requests}
+    parts = [
+        (by_id[name], prompt_versions(batch, row).tolist(), prompt_part(batch, row, by_id[name]))
+        for batch in batches
+        for row, name in enumerate(batch.column("request_id").to_pylist())
+    ]
+    found = prompts_of([part for part in parts if part[2] is not None])
+    assert found == prompts_of(
+        [(r.request, [r.weights_version] * len(r.prompt.token_ids), r.prompt)
+         for r in records if r.prompt is not None]
+    )  # fmt: skip
+    asked = {r.id for r in requests if r.params.prompt_logprobs is not None}
+    assert found.keys() == {name for name in asked if len(by_id[name].prompt_token_ids) > 1}
+    assert all(not version for _, version, rows in parts if rows is None)
+    with_rows = {"prompt_start" in batch.schema.names for batch in batches}
+    assert with_rows == ({True, False} if size < 1000 else {True})
 
 
 @given(streams(), st.integers(1, 4))

@@ -11,8 +11,9 @@ from jax_specdec.ray.batch import columns, packed, unpacked
 from jax_specdec.ray.book import BatchError, Book, Entry, end_rows
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Request, SamplingParams
 from tests.support.scene import Scene, long_requests, make_requests
-from tests.support.scripted_worker import continuation
+from tests.support.scripted_worker import continuation, logprob
 
 pytestmark = pytest.mark.fast
 
@@ -24,9 +25,9 @@ def book_of(*replicas):
     return book
 
 
-def rows_of(orders):
+def rows_of(orders, seed=0):
     """What a replica brings of its orders, a batch a step, as it arrives here."""
-    scene, emitted = Scene(num_slots=4), {}
+    scene, emitted = Scene(num_slots=4, seed=seed), {}
     queued = []
     for order in orders:
         progress = {} if order.progress is None else {"progress": order.progress}
@@ -42,13 +43,9 @@ def orders_of(entries):
     return [entry.order(0.0) for entry in entries]
 
 
-def plain(count, seed=0):
-    """Requests without logprobs of their prompts, which no batch has."""
-    return [r for r in make_requests(4 * count, seed) if r.params.prompt_logprobs is None][:count]
-
-
 def check(requests, batches):
     found = columns(batches)
+    check_prompts(requests, batches)
     for request in requests:
         mine = found.of_request(found.request_id.tolist().index(request.id))
         ids, logprobs = continuation(request)
@@ -59,10 +56,33 @@ def check(requests, batches):
             assert mine.logprob.tolist() == logprobs
 
 
+def check_prompts(requests, batches):
+    """Each row of each prompt's logprobs came once and in order, where they were asked for."""
+    found = {request.id: [] for request in requests}
+    for part in (part for batch in batches for part in batch):
+        rows = part.prompt
+        if rows is None:
+            assert not len(part.prompt_weights_versions)
+            continue
+        prompt, k = part.request.prompt_token_ids, part.request.params.prompt_logprobs
+        assert rows.start == 1 + len(found[part.request_id])
+        n = len(rows.token_ids)
+        assert rows.token_ids.tolist() == list(prompt[rows.start : rows.start + n])
+        assert rows.logprobs.shape == (n, k + 1)
+        assert rows.topk_ids.shape == (n, k)
+        assert rows.token_ranks.tolist() == [1] * n
+        assert part.prompt_weights_versions.tolist() == [0] * n
+        found[part.request_id] += rows.logprobs[:, 0].tolist()
+    for request in requests:
+        prompt, asked = request.prompt_token_ids, request.params.prompt_logprobs is not None
+        expected = [logprob(list(prompt[:at])) for at in range(1, len(prompt))] if asked else []
+        assert found[request.id] == expected
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_losses_at_any_moment_leave_every_position_once(seed):
     rng = random.Random(seed)
-    requests = [*plain(5, seed), *long_requests(3)]
+    requests = [*make_requests(8, seed), *long_requests(3)]
     requests = [r for n, r in enumerate(requests) if r.id not in {o.id for o in requests[:n]}]
     book, batches, lost = book_of(0, 1), [], 0
     for request in requests:
@@ -97,6 +117,37 @@ def test_a_batch_that_skips_tokens_or_comes_twice_is_refused():
     batch, owners = book.take(rows[1], 0)
     assert owners == entries
     assert batch.requests[0].id == "r0"
+
+
+def scored_request(name="s"):
+    params = SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=2, extra_token_ids=(4, 9))
+    return Request(id=name, prompt_token_ids=tuple(range(32)) + (1,) * 20, params=params)
+
+
+def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused():
+    book = book_of(0)
+    book.add(Entry(scored_request(), None))
+    ((_, entries),) = book.assigned().items()
+    brought = rows_of(orders_of(entries), seed=2)  # with it, the prompt comes in several parts
+    rows = [one for one in brought if "prompt_start" in one.schema.names]
+    assert len(rows) > 2
+    first = book.take(rows[0], 0)[0]
+    for wrong in (rows[0], rows[2]):
+        with pytest.raises(BatchError, match=r"'s': logprobs of its prompt begin at token"):
+            book.take(wrong, 0)
+    ((part,),) = [first]
+    assert part.prompt.chosen_logprobs.shape == (len(part.prompt.token_ids), 2)
+    assert np.shares_memory(
+        part.prompt.logprobs, first.rows.column("prompt_logprobs").values.values.to_numpy()
+    )
+    # Another replica goes on behind the rows that came.
+    assert book.lose(0, resume=True, max_attempts=9) == []
+    book.join(0, Load(2, 1))
+    ((_, entries),) = book.assigned().items()
+    assert entries[0].progress.num_prompt_rows == len(part.prompt.token_ids)
+    batches = [first, *(book.take(one, 0)[0] for one in rows_of(orders_of(entries)))]
+    assert not book.entries
+    check([scored_request()], batches)
 
 
 def test_requests_that_are_not_resumed_end_and_so_do_those_tried_too_often():

@@ -1,0 +1,96 @@
+"""What waits in a replica for its reader: in order, in parts of a bounded size, up to a limit."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jax_specdec.ray.outbox import MAX_BATCH_BYTES, MAX_WAITING_BYTES, Outbox
+
+pytestmark = pytest.mark.fast
+
+
+def update(number, size):
+    """An engine's update with one batch of records, from a message of `size` bytes."""
+    return SimpleNamespace(
+        message=SimpleNamespace(num_bytes=size),
+        lost=None,
+        records=SimpleNamespace(batches=(number,)),
+    )
+
+
+def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
+    outbox, size = Outbox(), MAX_BATCH_BYTES // 4
+    for number in range(10):
+        outbox.take(update(number, size))
+    outbox.fail(OSError("the end"))
+    *parts, error = outbox.read(0.0)
+    assert parts == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert str(error) == "the end"
+
+
+def test_an_update_that_is_larger_than_a_batch_comes_alone():
+    outbox = Outbox()
+    for number in range(3):
+        outbox.take(update(number, 3 * MAX_BATCH_BYTES))
+    outbox.close()
+    assert list(outbox.read(0.0)) == [[0], [1], [2]]
+
+
+def test_the_engine_waits_where_too_much_waits():
+    outbox, size, count = Outbox(), MAX_BATCH_BYTES, 40
+    most = MAX_WAITING_BYTES // size + 1  # the last one that was let in
+    engine = threading.Thread(
+        target=lambda: [outbox.take(update(number, size)) for number in range(count)]
+    )
+    engine.start()
+    found = []
+    for part in outbox.read(0.0):
+        found += part
+        assert outbox.steps <= len(found) + most + 1
+        if len(found) == count:
+            outbox.close()
+    engine.join()
+    assert found == list(range(count))
+
+
+def test_whoever_is_done_with_a_reader_hears_nothing_that_came_before():
+    outbox = Outbox()
+    outbox.take(update(0, 1))
+    earlier = outbox.read(0.0)
+    assert next(earlier) == [0]
+    outbox.take(update(1, 1))
+    outbox.clear()
+    outbox.take(update(2, 1))
+    assert list(earlier) == []
+    outbox.close()
+    assert list(outbox.read(0.0)) == [[2]]
+
+
+def ending(number, reasons):
+    """An update whose records have these finish reasons."""
+    found = update(number, 1)
+    found.records.batches = (SimpleNamespace(number=number, finish_reason=np.array(reasons)),)
+    return found
+
+
+def numbers(part):
+    return [batch.number for batch in part]
+
+
+def test_the_last_end_of_all_does_not_wait_for_more():
+    """With a pause of an hour, a reader gets it at once; while one request is open, it waits."""
+    outbox, parts = Outbox(), []
+    outbox.expect(3)
+    outbox.take(ending(0, [1, 0, 0]))
+    reading = outbox.read(3600.0)
+    assert numbers(next(reading)) == [0]
+    outbox.take(ending(1, [0, 2]))
+    reader = threading.Thread(target=lambda: parts.append(next(reading)))
+    reader.start()
+    reader.join(0.2)  # it has begun to wait
+    assert not parts
+    outbox.take(ending(2, [3]))
+    reader.join()
+    assert [numbers(part) for part in parts] == [[1, 2]]
