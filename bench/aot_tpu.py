@@ -4,18 +4,25 @@
     python -m bench.aot --tpu --check    the same; exit status 1 if a limit is broken
     python -m bench.aot --tpu --quick    what two minutes allow
     python -m bench.aot --tpu --keep     writes the cycles down, as those to compare with
-    python -m bench.aot --tpu --only "v6e kernel 64 131072"    programs whose names begin so
+    python -m bench.aot --tpu --check --chip v6e --shape "64 131072"    a part of the programs
+    python -m bench.aot --tpu --check --results FILE    compiles what FILE has not, adds it there
+
+All take half an hour of processor time. --chip, --way and --shape choose a part; limits that
+compare ways need them all in one part, as those of a chip and a shape. With --results a run that
+was cut short goes on, and parts make a whole: what FILE has counts for the same sources and
+compiler.
 
 Cycles are the compiler's bundles times the turns of loops: the arithmetic, without waits for copies
 and without what rare rows need. Beside them stands the time in which the chip reads the logits, and
 for v6e what the compiler estimates for the plain way. "full" is the unit of which the largest share
 of slots is taken in the loop that costs most; VALU is the vector unit's arithmetic. The limits:
-cycles within 5 % of those kept; the shares of the bytes' time on v5e, and of the plain way's cycles
-on v6e; a minute and 4 GB to compile; one operation that reads the logits beside the gather of the
-given tokens', and no temporaries of the logits' size. On both sides of the limits of
-`pallas_kernels.tpu_rule`, what it chooses must take fewer cycles than the other. And in the
-worker's programs, split over 2 x 2 devices, the kernel must be there, and nothing else may sort or
-search the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu` extra).
+cycles within 5 % of those kept, which must be there; the shares of the bytes' time on v5e, and of
+the plain way's cycles on v6e; a minute of processor time and 4 GB to compile; one operation that
+reads the logits beside the gather of the given tokens', and no temporaries of the logits' size. On
+both sides of the limits of `pallas_kernels.tpu_rule`, what it chooses must take fewer cycles than
+the other. And in the worker's programs, split over 2 x 2 devices, the kernel must be there, and
+nothing else may sort or search the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu`
+extra).
 """
 
 import argparse
@@ -30,7 +37,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.tpu.programs import BANDWIDTHS, CLOCKS, Compiled
+from bench.tpu.grid import LIMITED, STEPS, name, programs, steps_name
+from bench.tpu.programs import BANDWIDTHS, CLOCKS, TOPOLOGIES, WAYS, Compiled
+from bench.tpu.results import Results
 from bench.tpu.steps import Step, sizes
 from pallas_kernels.shapes import Shape
 from pallas_kernels.tpu_rule import kernel_is_faster
@@ -55,93 +64,76 @@ REACHED = {
 }
 OUTPUTS = 512  # columns that outputs may have
 BESIDE = 1 << 20  # bytes of other temporaries
-LIMITED = tuple(
-    Shape(rows, vocabulary, k, dtype)
-    for rows in (64, 256)
-    for vocabulary in (131_072, 151_936)
-    for k in (0, 20, 64)
-    for dtype in ("bfloat16", "float32")
-)
-OTHERS = (
-    *(Shape(rows, 131_072, 20, "bfloat16") for rows in (1, 2048)),
-    Shape(64, 50_257, 20, "bfloat16"),
-    Shape(64, 262_144, 20, "float32"),
-    Shape(64, 131_072, 512, "bfloat16"),
-    *(Shape(64, 131_072, k, "float16") for k in (0, 20)),
-)
-# Read by XLA: rows that are too long for the kernel, and shorter ones, by choice.
-BY_XLA = (
-    *(Shape(64, 655_360, 0, dtype) for dtype in ("bfloat16", "float32")),
-    Shape(64, 655_360, 20, "bfloat16"),
-    Shape(1, 655_360, 0, "float32"),
-    Shape(64, 32_768, 0, "bfloat16"),
-    Shape(256, 16_384, 0, "bfloat16"),
-    Shape(64, 32_768, 20, "float32"),
-    *(Shape(64, 2048, k, "bfloat16") for k in (0, 20)),
-)
-SAMPLED = (Shape(64, 131_072, 0, "bfloat16"), Shape(64, 151_936, 0, "float32"))
-# On both sides of the rule's limits: what it chooses, and the other.
-RULE = (
-    *(Shape(64, vocabulary, 0, "float32") for vocabulary in (16_384, 32_768)),
-    *(Shape(rows, 131_072, 0, "bfloat16") for rows in (8, 16)),
-    *(Shape(256, vocabulary, 1, "float32") for vocabulary in (2048, 8192)),
-    *(Shape(64, vocabulary, 5, "float32") for vocabulary in (128, 512)),
-)
 AS_FAST = 0.01  # of the cycles of the plain way: what finding invalid rows may cost
 UNDECIDED = 0.1  # of the cycles: by so much the choice may be the slower one
-STEPS = (("v5e", 4, 32_768), ("v6e", 4, 32_768))  # chip, devices, vocabulary
-QUICK = tuple(Shape(64, 131_072, k, "bfloat16") for k in (0, 20))
-FEW = (Shape(64, 131_072, 0, "bfloat16"), Shape(64, 131_072, 20, "float32"))  # on v5p and 7x
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile every shape; exit status 0, or 1 if a checked limit is broken."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
-    parser.add_argument("--quick", action="store_true", help="few shapes, on v5e and v6e")
-    parser.add_argument("--keep", action="store_true", help="write the cycles to compare with")
-    parser.add_argument("--only", default="", metavar="NAME", help="what the names begin with")
-    options = parser.parse_args(arguments)
+    options = parsed(arguments)
     if importlib.util.find_spec("libtpu") is None:
         print("NOT RUN: libtpu is not installed: pip install -e '.[aot-tpu]'")
         return 1 if options.check else 0
-    kept: dict[str, int] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    kept = kept_cycles()
+    wanted = [one for one in programs(options.quick) if is_wanted(name(*one), options)]
+    file = Results(options.results, WAYS)
+    before = {key(one): one for one in file.read()}
     begin = time.monotonic()
     results: list[Compiled] = []
-    for chip, way, shape in programs(options.quick):
-        if not name(chip, way, shape).startswith(options.only):
+    broken = 0
+    for number, program in enumerate(wanted, 1):
+        one = before.get(name(*program))
+        try:
+            one = one or compiled(*program)
+        except RuntimeError as error:
+            print(f"FAILED {error}", flush=True)
+            broken += 1
             continue
-        results.append(compiled(chip, way, shape))
-        one = results[-1]
-        print(f"{time.monotonic() - begin:6.0f} s  {key(one)}: {one.cycles}", flush=True)
+        results.append(one)
+        if key(one) not in before:
+            file.add(one)
+        place = f"{time.monotonic() - begin:6.0f} s  {number}/{len(wanted)}"
+        print(f"{place} {key(one)}: {one.cycles:,} cycles, {one.seconds} s", flush=True)
         if options.keep:
-            kept[key(one)] = one.cycles
-            KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
-    broken = print_table(results, kept)
-    if not options.quick and "steps".startswith(options.only):
-        broken += print_steps()
+            more = {**kept_cycles(), key(one): one.cycles}
+            KEPT.write_text(json.dumps(dict(sorted(more.items())), indent=1) + "\n")
+    broken += print_table(results, kept)
+    chips = [] if options.quick else [one for one in STEPS if is_wanted(steps_name(*one), options)]
+    broken += sum(print_steps(*one) for one in chips)
+    slowest = max((one.seconds for one in results), default=0)
+    largest = max((one.gigabytes for one in results), default=0)
+    print(f"to compile: at most {slowest} s and {largest} GB")
     print(f"{len(results)} programs compiled, {broken} break a limit")
     return 1 if options.check and broken else 0
 
 
-def programs(quick: bool) -> list[tuple[str, str, Shape]]:
-    """Chip, way and shape of each program to compile."""
-    shapes = QUICK if quick else (*LIMITED, *OTHERS)
-    found = [(chip, "kernel", shape) for chip in ("v5e", "v6e") for shape in shapes]
-    if quick:
-        return found
-    found += [(chip, "kernel", shape) for chip in ("v5p", "7x") for shape in LIMITED]
-    found += [(chip, "groups", shape) for chip in ("v5e", "v6e") for shape in SAMPLED]
-    found += [("v6e", "plain", shape) for shape in LIMITED]
-    found += [("v6e", way, shape) for shape in RULE for way in ("kernel", "xla")]
-    found += [("v6e", "xla", shape) for shape in QUICK]
-    found += [("v6e", way, shape) for shape in BY_XLA for way in ("plain", "xla")]
-    return found + [(chip, "full", shape) for chip in CLOCKS for shape in FEW]
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
+    parser.add_argument("--quick", action="store_true", help="few shapes, on v5e and v6e")
+    parser.add_argument("--keep", action="store_true", help="write the cycles to compare with")
+    parser.add_argument("--chip", choices=TOPOLOGIES, help="the programs of one chip")
+    parser.add_argument("--way", choices=(*WAYS, "steps"), help="the programs of one way")
+    parser.add_argument(
+        "--shape", metavar="'R V K DTYPE'", help="the programs whose shapes begin so: '64 131072'"
+    )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="what was compiled before")
+    return parser.parse_args(arguments)
 
 
-def name(chip: str, way: str, shape: Shape) -> str:
-    """A program's name."""
-    return f"{chip} {way} {shape.rows} {shape.vocabulary} {shape.k} {shape.dtype}"
+def is_wanted(program: str, options: argparse.Namespace) -> bool:
+    """Whether a program of this name is to be compiled."""
+    chip, way, shape = program.split(" ", 2)
+    if (options.chip or chip) != chip or (options.way or way) != way:
+        return False
+    return options.shape is None or f"{shape} ".startswith(f"{options.shape} ")
+
+
+def kept_cycles() -> dict[str, int]:
+    """The cycles to compare with, by the programs' names."""
+    kept: dict[str, int] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    return kept
 
 
 def compiled(chip: str, way: str, shape: Shape) -> Compiled:
@@ -171,18 +163,20 @@ def faults(
     """What breaks a limit; the plain way and XLA of the same shape, where they were compiled."""
     if one.way == "plain":
         return []
+    found = []
+    if kept is None:
+        found.append("no cycles are kept to compare with")
+    elif one.cycles > kept * (1 + SLACK):
+        found.append(f"{one.cycles / kept - 1:.1%} more cycles than {kept}")
     if one.way == "xla":
         slower = plain is not None and one.cycles > plain.cycles * (1 + AS_FAST)
-        return ["more cycles than the plain way"] if slower else []
-    found = []
+        return [*found, "more cycles than the plain way"] if slower else found
     if one.seconds > SECONDS or one.gigabytes > GIGABYTES:
         found.append(f"{one.seconds} s and {one.gigabytes} GB to compile")
     if one.reads > READS and one.vocabulary > OUTPUTS:  # else outputs look like logits
         found.append(f"{one.reads} operations read the logits")
     if one.temporaries > one.rows * one.vocabulary + BESIDE:
         found.append(f"{one.temporaries} bytes of temporaries: the logits are written")
-    if kept is not None and one.cycles > kept * (1 + SLACK):
-        found.append(f"{one.cycles / kept - 1:.1%} more cycles than {kept}")
     if one.way != "kernel":
         return found
     if xla is not None:
@@ -239,21 +233,21 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
     return broken
 
 
-def print_steps() -> int:
-    """The worker's programs; returns how many break a limit."""
+def print_steps(chip: str, devices: int, vocabulary: int) -> int:
+    """The worker's programs on a chip; returns how many break a limit."""
+    command = [sys.executable, "-m", "bench.tpu.steps", chip, str(devices), str(vocabulary)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode:
+        print(f"FAILED {' '.join(command[2:])}:\n{found.stderr[-2000:]}")
+        return 1
     broken = 0
-    for chip, devices, vocabulary in STEPS:
-        command = [sys.executable, "-m", "bench.tpu.steps", chip, str(devices), str(vocabulary)]
-        found = subprocess.run(command, capture_output=True, text=True)
-        if found.returncode:
-            raise RuntimeError(f"{' '.join(command[2:])} failed:\n{found.stderr[-2000:]}")
-        for line in found.stdout.splitlines():
-            step = Step(**json.loads(line))
-            wrong = step_faults(step)
-            broken += bool(wrong)
-            carried = ", ".join(f"{count} {what}" for what, count in step.collectives.items())
-            print(f"{chip} x {devices}, {step.program}: {step.kernels} kernels; {carried}")
-            print(*(f"  {one}" for one in wrong), sep="\n", end="\n" if wrong else "")
+    for line in found.stdout.splitlines():
+        step = Step(**json.loads(line))
+        wrong = step_faults(step)
+        broken += bool(wrong)
+        carried = ", ".join(f"{count} {what}" for what, count in step.collectives.items())
+        print(f"{chip} x {devices}, {step.program}: {step.kernels} kernels; {carried}")
+        print(f"  {step.seconds} s to compile", *wrong, sep="\n  ", flush=True)
     return broken
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.report import outputs, rows
 from bench.report.comparison import Comparison, Target
 from bench.report.files import Results, ResultsError, read_json
-from bench.report.rows import ROWS, Newest
+from bench.report.rows import ROWS, Platforms
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PLOTS = ROOT / "bench/results", ROOT / "docs/plots"
@@ -41,19 +41,21 @@ def load(directory: Path) -> list[Results]:
     return sorted(found, key=lambda results: results.date)
 
 
-def on_gpu(one: Comparison) -> bool:
-    """Whether a comparison was measured on a GPU, and by its own clock."""
+def platform(one: Comparison) -> str:
+    """Where a comparison was measured: "cpu", "gpu" or "tpu"; a GPU's only by its own clock."""
     device = str(one.settings.get("device", "cpu")).lower()
-    return device != "cpu" and one.settings.get("clock", "device") == "device"
+    if "tpu" in device:
+        return "tpu"
+    on_gpu = device != "cpu" and one.settings.get("clock", "device") == "device"
+    return "gpu" if on_gpu else "cpu"
 
 
-def newest(results: Iterable[Results], gpu: bool) -> Newest:
-    """The newest comparison of each title on a CPU or a GPU."""
-    found = {}
+def newest(results: Iterable[Results]) -> Platforms:
+    """The newest comparison of each title on each platform."""
+    found = Platforms({}, {}, {})
     for one in results:
         for comparison in one.comparisons:
-            if on_gpu(comparison) == gpu:
-                found[comparison.title] = (comparison, one)
+            getattr(found, platform(comparison))[comparison.title] = (comparison, one)
     return found
 
 
@@ -64,10 +66,10 @@ def readme_part(results: Sequence[Results], images: Sequence[str]) -> str:
       results: the oldest first.
       images: the file names of the plots that exist.
     """
-    cpu, gpu = newest(results, gpu=False), newest(results, gpu=True)
-    lines, _ = rows.table([row for row in ROWS if row.in_readme], cpu, gpu)
+    found = newest(results)
+    lines, _ = rows.table([row for row in ROWS if row.in_readme], found)
     more = "[All figures, limits and plots, with machine and command](docs/measurements.md)."
-    lines = ["", *lines, "", NOISE, *_verdicts(_targets(cpu, gpu))[:1], more, ""]
+    lines = ["", *lines, "", NOISE, *_verdicts(_targets(found))[:1], more, ""]
     lines += [
         f"![{text}](docs/plots/{name}.svg)"
         for name, text in SHOWN.items()
@@ -78,9 +80,9 @@ def readme_part(results: Sequence[Results], images: Sequence[str]) -> str:
 
 def page(results: Sequence[Results], images: Sequence[str]) -> str:
     """docs/measurements.md: all rows, all limits, where the figures come from, all plots."""
-    cpu, gpu = newest(results, gpu=False), newest(results, gpu=True)
-    table, used = rows.table(ROWS, cpu, gpu)
-    targets = _targets(cpu, gpu)
+    found = newest(results)
+    table, used = rows.table(ROWS, found)
+    targets = _targets(found)
     limits = [f"| {title} | {target} |" for (title, _), target in targets.items()]
     sources = [_source(source) for _, source in sorted(used.items())]
     plots = [f"![{name.removesuffix('.svg')}](plots/{name})\n" for name in images]
@@ -98,10 +100,10 @@ def page(results: Sequence[Results], images: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _targets(cpu: Newest, gpu: Newest) -> dict[tuple[str, str], Target]:
-    """The limits that the benchmarks state, by comparison and subject; a GPU's verdict counts."""
+def _targets(platforms: Platforms) -> dict[tuple[str, str], Target]:
+    """The limits of the benchmarks, by comparison and subject; the verdict of a device counts."""
     found: dict[tuple[str, str], Target] = {}
-    for comparison, _ in (*cpu.values(), *gpu.values()):
+    for comparison, _ in (one for there in platforms for one in there.values()):
         for target in comparison.targets:
             key = comparison.title, target.what
             if key not in found or target.measured is not None:
@@ -202,14 +204,16 @@ def _check(pages: dict[Path, str]) -> int:
 
 
 def draw(results: Sequence[Results], directory: Path) -> list[Path]:
-    """Replace the plots by those of the newest results; a GPU's have a folder of their own."""
+    """Replace the plots by those of the newest results; those of a GPU or a TPU in its folder."""
     from bench.report import plots  # needs matplotlib, and `--check` does not
 
     for path in directory.rglob("*.svg"):
         path.unlink()
-    cpu = [one for one, _ in newest(results, gpu=False).values()]
-    gpu = [one for one, _ in newest(results, gpu=True).values()]
-    return plots.draw(cpu, directory) + plots.draw(gpu, directory / "gpu")
+    drawn: list[Path] = []
+    for name, there in newest(results)._asdict().items():
+        folder = directory if name == "cpu" else directory / name
+        drawn += plots.draw([one for one, _ in there.values()], folder)
+    return drawn
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.report.comparison import Comparison, middle_half
 from bench.report.files import Results
@@ -11,6 +12,14 @@ from bench.timing import readable
 
 NOT_MEASURED = "not measured"
 Newest = dict[str, tuple[Comparison, Results]]  # by title
+
+
+class Platforms(NamedTuple):
+    """What was measured where: the table's columns."""
+
+    cpu: Newest
+    gpu: Newest
+    tpu: Newest
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ LOOP = r"^decoding 64 greedy .*(tiny model|1B)"
 WIDE = r"^decoding 64 greedy .*(random model|1B)"
 SAMPLED = r"^decoding 64 sampled .*(random model|1B)"
 PLAIN, NO_LOGPROBS = "`log_softmax` + `top_k` + gather + count", "the loop without logprobs"
-KERNEL_SPEED = faster("log_softmax + top_k", "mosaic_gpu", "xla")
+KERNEL_SPEED = faster("log_softmax + top_k", "mosaic_gpu", "mosaic_tpu", "xla")
 
 
 def _loop(name: str, in_readme: bool = False) -> Row:
@@ -147,20 +156,19 @@ ROWS = (
 )  # fmt: skip
 
 
-def table(rows: Iterable[Row], cpu: Newest, gpu: Newest) -> tuple[list[str], dict[str, Results]]:
+def table(rows: Iterable[Row], platforms: Platforms) -> tuple[list[str], dict[str, Results]]:
     """The lines of a Markdown table, and the results that it was read from, by file name."""
     lines = ["| What | Beside | Two CPU cores | GPU | TPU |", "| --- | --- | --- | --- | --- |"]
     used: dict[str, Results] = {}
     for row in rows:
         cells = []
-        for there in (cpu, gpu):
-            text = NOT_MEASURED if row.device or there is cpu else "-"
+        for there in platforms:
+            text = NOT_MEASURED if row.device or there is platforms.cpu else "-"
             for title, (comparison, source) in there.items():
                 if re.search(row.title, title) and (value := _value(row, comparison)):
                     text = value
                     used[source.path.name] = source
             cells.append(text)
-        cells.append(NOT_MEASURED if row.device else "-")  # no results of a TPU are there
         lines.append(f"| {row.what} | {row.beside} | {' | '.join(cells)} |")
     return lines, used
 

@@ -94,22 +94,27 @@ def test_a_search_in_every_turn_but_the_last():
     assert bundles.plain_cycles(program, text.replace(", 8 ", ", 7 "), 20) == 90 + 2000
 
 
+def faults(one, plain=None, xla=None):
+    """Those of a program whose cycles are those kept."""
+    return aot_tpu.faults(one, plain, one.cycles, xla)
+
+
 def test_limits():
     """The control for each: a program that breaks it."""
     fine = Compiled("v5e", "kernel", 64, 131_072, 0, "bfloat16", 30_000, 5.0, 0.5, 0, 2)
     assert aot_tpu.faults(fine, None, 29_000) == []
     assert "more cycles" in aot_tpu.faults(fine, None, 28_000)[0]
-    assert "bytes' time" in aot_tpu.faults(replace(fine, cycles=41_000), None, None)[0]
-    assert "operations read" in aot_tpu.faults(replace(fine, reads=3), None, None)[0]
-    assert "are written" in aot_tpu.faults(replace(fine, temporaries=2**24), None, None)[0]
-    assert "GB to compile" in aot_tpu.faults(replace(fine, seconds=61.0), None, None)[0]
+    assert "bytes' time" in faults(replace(fine, cycles=41_000))[0]
+    assert "operations read" in faults(replace(fine, reads=3))[0]
+    assert "are written" in faults(replace(fine, temporaries=2**24))[0]
+    assert "GB to compile" in faults(replace(fine, seconds=61.0))[0]
     v6e = replace(fine, chip="v6e")
-    assert aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=75_000), None) == []
-    assert "are wanted" in aot_tpu.faults(v6e, replace(v6e, way="plain", cycles=70_000), None)[0]
+    assert faults(v6e, replace(v6e, way="plain", cycles=75_000)) == []
+    assert "are wanted" in faults(v6e, replace(v6e, way="plain", cycles=70_000))[0]
     wide = replace(v6e, rows=256)
-    assert aot_tpu.faults(wide, replace(wide, way="plain", cycles=60_000), None) == []
+    assert faults(wide, replace(wide, way="plain", cycles=60_000)) == []
     slow = replace(wide, way="plain", cycles=58_000)
-    assert "1.95x are wanted" in aot_tpu.faults(wide, slow, None)[0]
+    assert "1.95x are wanted" in faults(wide, slow)[0]
 
 
 def test_operations_that_read_the_logits():
@@ -127,13 +132,13 @@ def test_the_rule_is_held_against_both_ways():
     """64 short rows are XLA's, long ones the kernel's; a way that is chosen and slower is named."""
     short = Compiled("v6e", "kernel", 64, 2048, 0, "float32", 2254, 5.0, 0.5, 0, 2)
     xla = replace(short, way="xla", cycles=1653)
-    assert aot_tpu.faults(short, None, None, xla) == []
-    assert "None takes xla" in aot_tpu.faults(short, None, None, replace(xla, cycles=2500))[0]
+    assert faults(short, None, xla) == []
+    assert "None takes xla" in faults(short, None, replace(xla, cycles=2500))[0]
     long = replace(short, vocabulary=131_072)
-    assert "None takes kernel" in aot_tpu.faults(long, None, None, xla)[0]
+    assert "None takes kernel" in faults(long, None, xla)[0]
     plain = replace(xla, way="plain", cycles=1673)
-    assert aot_tpu.faults(xla, plain, None) == []
-    assert "the plain way" in aot_tpu.faults(replace(xla, cycles=1900), plain, None)[0]
+    assert faults(xla, plain) == []
+    assert "the plain way" in faults(replace(xla, cycles=1900), plain)[0]
 
 
 STEP = """

@@ -119,6 +119,20 @@ def test_a_result_of_a_gpu_goes_to_its_own_column(tmp_path):
         assert row.split(" | ")[-2].startswith(cell)
 
 
+def test_a_result_of_a_tpu_goes_to_its_own_column(tmp_path):
+    """The kernel's figure, not XLA's; a GPU's and a CPU's columns stay as they are."""
+    samples = {"log_softmax + top_k": [1e-3], "xla": [5e-4], "mosaic_tpu": [1e-4]}
+    one = from_samples(
+        "topk_logprobs R=64 V=131072 K=20 float32", samples, settings={"device": "TPU v6 lite"}
+    )
+    write_json(tmp_path / "tpu.json", [one])
+    for render in RENDERERS:
+        lines = render(pages.load(tmp_path), []).splitlines()
+        row = next(line for line in lines if "131072 logits, K = 20" in line)
+        cells = row.strip("| ").split(" | ")[2:]
+        assert cells == [rows.NOT_MEASURED] * 2 + ["10.0x the speed, 100 us"]
+
+
 @pytest.mark.parametrize(
     ("steps", "cell"),
     [

@@ -1,0 +1,109 @@
+"""The check of the TPU kernel's cycles in parts, and what it keeps; nothing is compiled here."""
+
+import json
+
+import pytest
+
+from bench import aot_tpu
+from bench.tpu import grid, results
+from bench.tpu.programs import Compiled
+from pallas_kernels.shapes import Shape
+
+ONE = ["--chip", "v6e", "--shape", "64 131072 0 float32"]
+
+
+def wanted(*arguments):
+    options = aot_tpu.parsed(list(arguments))
+    every = [grid.name(*one) for one in grid.programs(False)]
+    return [one for one in every if aot_tpu.is_wanted(one, options)]
+
+
+def test_a_part_of_the_programs():
+    """Those of a chip and a shape are there in every way; a number is no beginning of another."""
+    assert wanted(*ONE) == [f"v6e {way} 64 131072 0 float32" for way in ("kernel", "plain", "xla")]
+    assert wanted("--way", "groups", "--chip", "v5e") == [
+        "v5e groups 64 131072 0 bfloat16",
+        "v5e groups 64 151936 0 float32",
+    ]
+    assert not wanted("--shape", "64 13107")
+    steps = aot_tpu.parsed(["--way", "steps", "--chip", "v5e"])
+    assert [one for one in grid.STEPS if aot_tpu.is_wanted(grid.steps_name(*one), steps)] == [
+        ("v5e", 4, 32_768)
+    ]
+
+
+KEPT = {"kernel": 1000, "xla": 2000, "plain": 3000}
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Stands in for the compiler: kept cycles, or what a test puts there; and its calls."""
+    cycles, calls = dict(KEPT), []
+    file = tmp_path / "cycles.json"
+    file.write_text(json.dumps({f"v6e {way} {ONE[3]}": count for way, count in KEPT.items()}))
+
+    def compile_one(chip, way, shape: Shape):
+        calls.append(grid.name(chip, way, shape))
+        if cycles[way] is None:
+            raise RuntimeError("no room in VMEM")
+        size = (shape.rows, shape.vocabulary, shape.k, shape.dtype)
+        return Compiled(chip, way, *size, cycles[way], 1.0, 0.5, 0, 2)
+
+    monkeypatch.setattr(aot_tpu, "compiled", compile_one)
+    monkeypatch.setattr(aot_tpu, "KEPT", file)
+    monkeypatch.setattr(aot_tpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(results, "COMPILERS", ("jax",))
+    return cycles, calls
+
+
+def test_a_check_of_a_part(compiled, capsys):
+    """It holds; and does not where a way has more cycles than are kept, or does not compile."""
+    cycles, calls = compiled
+    assert aot_tpu.main(["--check", *ONE]) == 0
+    assert len(calls) == 3
+    cycles["kernel"] = 1060
+    assert aot_tpu.main(["--check", *ONE]) == 1
+    assert aot_tpu.main(["--check", "--keep", *ONE]) == 1
+    assert aot_tpu.main(["--check", *ONE]) == 0
+    cycles["kernel"] = None
+    capsys.readouterr()
+    assert aot_tpu.main(["--check", *ONE]) == 1
+    assert "FAILED no room in VMEM" in capsys.readouterr().out
+
+
+def test_cycles_that_nobody_kept_are_a_fault():
+    one = Compiled("v6e", "xla", 64, 300, 0, "float32", 10, 1.0, 0.5, 0, 2)
+    assert aot_tpu.faults(one, None, 10) == []
+    assert "no cycles are kept" in aot_tpu.faults(one, None, None)[0]
+    assert "more cycles than 9" in aot_tpu.faults(one, None, 9)[0]
+
+
+def test_a_run_that_was_cut_short_goes_on(compiled, tmp_path, monkeypatch):
+    """What a file has is not compiled again; a torn line is, and all if the sources changed."""
+    _, calls = compiled
+    file = tmp_path / "some" / "results"
+    part = [*ONE, "--results", str(file), "--check"]
+    assert aot_tpu.main(part) == 0
+    assert aot_tpu.main(part) == 0
+    assert len(calls) == 3
+    file.write_text(file.read_text()[:-20])
+    assert aot_tpu.main(part) == 0
+    assert calls[3:] == ["v6e xla 64 131072 0 float32"]
+    monkeypatch.setattr(results, "fingerprint", lambda way: "of other sources")
+    assert aot_tpu.main(part) == 0
+    assert len(calls) == 7
+
+
+def test_what_a_ways_results_depend_on(tmp_path, monkeypatch):
+    """XLA's on no file of the kernel, the plain way's on none of the package; each on the tool."""
+    every = {way: set(results.sources(way, results.ROOT)) for way in ("plain", "xla", "kernel")}
+    assert every["plain"] < every["xla"] < every["kernel"]
+    assert results.KERNELS / "kernel.py" in every["kernel"] - every["xla"]
+    for path in every["kernel"]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes((results.ROOT / path).read_bytes())
+    monkeypatch.setattr(results, "COMPILERS", ("jax",))
+    before = {way: results.fingerprint(way, tmp_path) for way in every}
+    (tmp_path / results.KERNELS / "kernel.py").write_text("other")
+    after = {way: results.fingerprint(way, tmp_path) for way in every}
+    assert [way for way in every if before[way] != after[way]] == ["kernel"]
