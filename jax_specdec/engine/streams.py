@@ -63,6 +63,8 @@ class Streams:
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._open: dict[str, Stream] = {}
+        # Requests that have not begun, and why each shall end once it has; None: it shall go on.
+        self._coming: dict[str, FinishReason | None] = {}
         self._inbox: collections.deque[Callable[[], object]] = collections.deque()
         self._staged = threading.local()  # what a thread submits together
         self._unread = 0  # submitted requests among what is in the inbox
@@ -132,6 +134,7 @@ class Streams:
                     "(EngineConfig.max_waiting): try again later"
                 )
             self._open[request.id] = stream
+            self._coming[request.id] = None
             self._unread += 1
             staged: list[Callable[[], object]] | None = getattr(self._staged, "list", None)
             inbox = self._inbox if staged is None else staged
@@ -260,6 +263,9 @@ class Streams:
         self._scheduler.begin([queued], context)
         with self._lock:
             self._unread -= 1
+            ends = self._coming.pop(queued.request.id)
+        if ends is not None:
+            self._scheduler.abort(queued.request.id, ends)
 
     def _ask(self, what: Callable[[], object]) -> None:
         """Have the engine's thread call a function before its next round."""
@@ -272,7 +278,11 @@ class Streams:
     def _end(self, stream: Stream, reason: FinishReason) -> None:
         """End the stream's request; another one may have its id by now, and is spared."""
         name = stream.request.id
-        if self._open.get(name) is stream and stream.finish_reason is None:
+        if self._open.get(name) is not stream or stream.finish_reason is not None:
+            return
+        if name in self._coming:  # its thread still submits others together with it
+            self._coming[name] = self._coming[name] or reason
+        else:
             self._scheduler.abort(name, reason)
 
     def _deliver(self, update: Update) -> None:

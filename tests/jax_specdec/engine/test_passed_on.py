@@ -115,6 +115,20 @@ def test_requests_that_are_submitted_together_begin_in_one_round():
         assert len(columns_of(outbox, requests)) == 60
 
 
+def test_a_request_that_is_aborted_before_its_round_ends_in_it():
+    outbox = Outbox()
+    engine, (worker,) = engine_of(outbox)
+    with engine:
+        with engine.together():
+            streams = [engine.submit(request) for request in long_requests(3)]
+            assert engine.abort(streams[1].request.id)
+            threading.Event().wait(0.05)  # the engine's thread has heard so
+        wait(streams)
+        ends = [stream.finish_reason for stream in streams]
+        assert ends == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH]
+        assert "r1" not in [c.request.id for c in worker.commands if hasattr(c, "request")]
+
+
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "new.safetensors"
