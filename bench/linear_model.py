@@ -3,12 +3,16 @@
     python -m bench.linear_model          a line for each shape
 
 XLA multiplies by cuBLAS, writes float32 logits and reads them twice: for maxima, and for sums.
-A fused kernel (TMA, wgmma) would keep them on the chip; its epilogue is taken to be hidden behind
-the product, which is the most that it could be. Logits' bytes go at the bandwidth of the memory,
-or of the L2 cache if the blocks stay there: the truth is in between. Left out: starting XLA's
-kernels, and the order of the top K, which both ways need. Nothing of this was measured.
+A fused kernel (TMA, wgmma) would keep them on the chip where K = 0. For a top K it would write them
+once, in bfloat16, with a maximum a group: the K groups with the largest are read afterwards, and
+their product again would read K groups of the head for every row. Its epilogue is taken to be
+hidden behind the product, and the product to be as fast as that of cuBLAS, which is the most that
+it could be. Logits' bytes go at the bandwidth of the memory, or of the L2 cache if the blocks stay
+there: the truth is in between. Left out: starting XLA's kernels, and the order of the top K, which
+both ways need. Nothing of this was measured.
 """
 
+import itertools
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +21,7 @@ from bench.linear import Shape
 
 READS = 2  # of each logit
 LOGIT_BYTES = 4
+KEPT_BYTES = 2  # of a logit that a fused kernel writes for a top K
 WORTH = 1.2  # times the speed, from which on a kernel of its own is worth it
 ROWS = (64, 256, 1024, 8192)
 
@@ -37,16 +42,18 @@ class Times(NamedTuple):
     product: float
     logits_in_memory: float
     logits_in_cache: float
+    fused_in_memory: float = 0.0  # of the logits that a fused kernel writes
+    fused_in_cache: float = 0.0
 
     @property
     def most(self) -> float:
         """Where each block of logits goes through the memory."""
-        return 1 + self.logits_in_memory / self.product
+        return (self.product + self.logits_in_memory) / (self.product + self.fused_in_memory)
 
     @property
     def least(self) -> float:
         """Where it stays in the cache."""
-        return 1 + self.logits_in_cache / self.product
+        return (self.product + self.logits_in_cache) / (self.product + self.fused_in_cache)
 
 
 def times(shape: Shape, chip: Chip | None = None) -> Times:
@@ -59,8 +66,10 @@ def times(shape: Shape, chip: Chip | None = None) -> Times:
     product = max(
         flops / (chip.bfloat16_flops * chip.product_share), operands / chip.memory_bandwidth
     )
-    moved = LOGIT_BYTES * (1 + READS) * shape.rows * shape.vocabulary
-    return Times(product, moved / chip.memory_bandwidth, moved / chip.cache_bandwidth)
+    logits = shape.rows * shape.vocabulary
+    moved, kept = LOGIT_BYTES * (1 + READS) * logits, KEPT_BYTES * logits if shape.k else 0
+    bandwidths = (chip.memory_bandwidth, chip.cache_bandwidth)
+    return Times(product, *(moved / b for b in bandwidths), *(kept / b for b in bandwidths))
 
 
 def verdict(found: Times) -> str:
@@ -72,11 +81,12 @@ def verdict(found: Times) -> str:
 
 def main() -> int:
     """Print the comparison."""
-    for hidden in (1024, 4096, 8192):
-        for rows in ROWS:
-            found = times(Shape(rows, hidden, 151_936, 20, "bfloat16"))
+    for hidden in (1024, 2048, 4096, 8192):
+        for rows, k in itertools.product(ROWS, (0, 20)):
+            found = times(Shape(rows, hidden, 151_936, k, "bfloat16"))
             print(
-                f"N={rows} H={hidden} V=151936 bfloat16: the product {1e3 * found.product:.2f} ms, "
+                f"N={rows} H={hidden} V=151936 K={k} bfloat16: "
+                f"the product {1e3 * found.product:.2f} ms, "
                 f"its logits {1e3 * found.logits_in_cache:.2f} ms in the cache, "
                 f"{1e3 * found.logits_in_memory:.2f} ms in memory: fused at most "
                 f"{found.least:.2f}x, {found.most:.2f}x; {verdict(found)}"
