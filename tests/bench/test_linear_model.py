@@ -15,21 +15,22 @@ def times(rows, hidden, k):
 def test_one_shape_by_hand():
     chip = linear_model.Chip(1e15, 0.5, 2e12, 4e12)
     found = linear_model.times(Shape(1000, 1000, 100_000, 0, "bfloat16"), chip)
-    assert found == pytest.approx((4e-4, 6e-4, 3e-4, 0, 0))  # 2e11 flops, 1.2e9 bytes
-    assert (found.most, found.least) == pytest.approx((2.5, 1.75))
+    # 2e8 bytes of the head, 2e11 flops, 6e8 bytes of logits
+    assert found == pytest.approx((1e-4, 4e-4, 4e-4, 3e-4, 1.5e-4, 0, 0))
+    assert (found.most, found.least) == pytest.approx((2, 1.625))
     best = linear_model.times(Shape(1000, 1000, 100_000, 20, "bfloat16"), chip)
-    assert (best.most, best.least) == pytest.approx((1e-3 / 5e-4, 7e-4 / 4.5e-4))
+    assert (best.most, best.least) == pytest.approx((8e-4 / 5e-4, 6.5e-4 / 4.5e-4))
     few = linear_model.times(Shape(10, 1000, 100_000, 0, "bfloat16"), chip)
-    assert few.product == pytest.approx(2000 * 100_010 / 2e12)  # the head's bytes, no flops
+    assert (few.product, few.fused) == pytest.approx((5e-5, 1e-4))  # the head's bytes, no flops
 
 
 @pytest.mark.parametrize(
     ("rows", "hidden", "k", "words"),
     [
         (256, 1024, 20, "worth it"),
-        (1024, 4096, 0, "if the blocks leave"),
-        (1024, 8192, 0, "not worth it"),
-        (1024, 8192, 20, "not worth it"),
+        (1024, 4096, 20, "worth it"),
+        (8192, 2048, 20, "if the blocks leave"),
+        (8192, 8192, 0, "not worth it"),
     ],
 )
 def test_what_it_says(rows, hidden, k, words):
