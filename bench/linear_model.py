@@ -4,8 +4,8 @@
 
 As compiled for an H100, XLA copies a part of the head, multiplies, writes bfloat16 logits and reads
 them twice: for maxima, and for sums. A fused kernel (TMA, wgmma) would read the head while it
-multiplies, and keep the logits on the chip where K = 0. For a top K it would write them once, with a
-maximum a group: the K groups with the largest are read afterwards, as computing them again would
+multiplies, and keep the logits on the chip where K = 0. For a top K it would write them once, with
+a maximum a group: the K groups with the largest are read afterwards, as computing them again would
 read K groups of the head for every row. Its epilogue is taken to be hidden behind the product, and
 the product to be as fast as XLA's, which is the most that it could be. Logits' bytes go at the
 bandwidth of the memory, or of the L2 cache if the blocks stay there: the truth is in between. Left
