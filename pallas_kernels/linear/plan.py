@@ -95,10 +95,11 @@ def columns_at_a_time(
     rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int, room: int
 ) -> Plan:
     """The third way."""
-    share = 0.95 * share_of(rows, 4 * rows * width) - state_of(rows, k, room)
+    share = 0.98 * share_of(rows, 4 * rows * width) - state_of(rows, k, room)
     share = min(share, ENOUGH_BYTES)
-    rounded = rows * logits_itemsize if logits_itemsize < 4 and k else 0
-    a_column = hidden * itemsize + 4 * rows + rounded  # of the head's copy and of the product
+    # The product, and beside it the head's copy; or, afterwards, the logits in other forms.
+    forms = 4 if logits_itemsize == 4 else 6 if k else 2
+    a_column = 4 * rows + max(hidden * itemsize, forms * rows)
     # Of many rows a product reads so much that its columns need not be few.
     cached = max(1, rows / MANY_ROWS) * COPY_BYTES / (hidden * itemsize)
     worth = PART_OF_ROWS / rows
