@@ -42,6 +42,7 @@ WORD_BYTES = 4
 MAX_TOP_K = 512  # columns 1..K of a row
 MAX_CHOSEN = 128  # token ids beside the top K that a request may name
 MAX_KEPT = 1024  # kept token ids of a row; more are a mark
+PROMPT_WORDS = 1 << 18  # of one chunk of a prompt, unless a step can have more
 MAX_DRAFTS = 64  # of a slot and step: far beyond what pays, and each is a row of every step
 
 # What a kept count says where no ids follow, as int32.
@@ -249,6 +250,31 @@ def words_bound(
         if ids is not None:
             words += tokens * (2 + ids)
     return words
+
+
+def message_bound(num_slots: int, positions: int, prompt_tokens: int, vocab_size: int) -> int:
+    """Returns the words of a worker's longest message, whatever its requests ask for.
+
+    A step's is whole. A chunk of a prompt has `PROMPT_WORDS` at most, or a step's: with a large K
+    it has fewer tokens.
+
+    Args:
+      num_slots: of the worker.
+      positions: tokens that a step can emit in each slot.
+      prompt_tokens: the most that one chunk can have.
+      vocab_size: V.
+    """
+    columns = min(MAX_TOP_K, vocab_size) + 1
+    every = [1] * num_slots
+    step = words_bound(
+        [positions] * num_slots,
+        [columns] * num_slots,
+        [MAX_CHOSEN] * num_slots,
+        [min(MAX_KEPT, vocab_size)] * num_slots,
+    )
+    tokens = [prompt_tokens, *[0] * (num_slots - 1)]
+    chunk = words_bound(tokens, [columns, *every[1:]], [MAX_CHOSEN, *every[1:]])
+    return max(step, min(chunk, PROMPT_WORDS))
 
 
 def failed_checks(error_checks: int) -> list[str]:

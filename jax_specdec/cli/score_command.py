@@ -26,6 +26,8 @@ before it, and the K most likely tokens there, as a teacher gives them to a stud
 Writes Parquet files, one row a sequence. An interrupted run can go on: run the same command again.
 """
 LENGTH_STEP = 128  # slot lengths are multiples of it, so that few programs are compiled
+CHUNK = 512  # prompt tokens at a time, of one prompt: the weights are read once for them
+SCORES_BYTES = 256 << 20  # of a layer's attention scores; a chunk of a long prompt is smaller
 SECONDS = 30.0  # after which a part is written, and its tokens a second are said
 
 
@@ -200,11 +202,14 @@ def _engine_config(
             f"a prompt of {longest - 1} tokens and the token behind it are more than the {limit} "
             "positions that the model was made for: shorten it, or cut it in two"
         )
+    max_length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
+    scores = 4 * model.config.num_heads * max_length
     return EngineConfig(
         drafter="none",
         num_drafts=0,
         num_slots=min(options.slots, len(prompts)),
-        max_length=min(-(-longest // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1),
+        max_length=max_length,
+        prefill_chunk=max(8, min(CHUNK, max_length, SCORES_BYTES // scores)),
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,

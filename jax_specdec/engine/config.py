@@ -144,12 +144,9 @@ class EngineConfig(WorkerConfig):
 
     @property
     def message_bytes(self) -> int:
-        """Size of a step's largest message: every slot sends all that a request may ask for."""
-        tokens = [self.num_drafts + 1] * self.num_slots
-        columns = [min(wire.MAX_TOP_K, self.vocab_size) + 1] * self.num_slots
-        chosen = [wire.MAX_CHOSEN] * self.num_slots
-        kept = [min(wire.MAX_KEPT, self.vocab_size)] * self.num_slots
-        return wire.WORD_BYTES * wire.words_bound(tokens, columns, chosen, kept)
+        """Size of the largest message: every slot sends all that a request may ask for."""
+        sizes = (self.num_slots, self.num_drafts + 1, self.prefill_chunk, self.vocab_size)
+        return wire.WORD_BYTES * wire.message_bound(*sizes)
 
 
 def check(request: Request, config: EngineConfig) -> None:

@@ -27,7 +27,7 @@ from pallas_kernels.selection import top_k
 FEW, MORE = 8, 16  # of each row, that are appended at a time; more for K above SMALL_K
 SMALL_K = 64
 MOST_COLUMNS = 1024  # of a part that are looked at together
-PART = 256  # rows that are shrunk or ordered at a time
+PART = 128  # rows that are shrunk or ordered at a time
 UNROLL = 8
 
 
@@ -81,7 +81,7 @@ def appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runnin
 def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Running:
     running, x, first = vary_like((running, x, first), (running, x, first))
 
-    def larger_than(keys: jax.Array) -> jax.Array:
+    def larger_than(keys: jax.Array, x: jax.Array = x) -> jax.Array:
         floor = floats(keys, jnp.float32).astype(x.dtype)
         return bit_words.packed(strictly_larger(x, floor[:, None]))
 
@@ -91,10 +91,10 @@ def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runni
         # Of more than K, those below the part's own K-th largest do not count.
         def fewer(carry: Three) -> Three:
             words, _, _ = carry
-            zero = barrier((jnp.int32(0), words))[0]  # tied: else XLA would always do it
-            least = kth_largest(x, k, k, zero)
+            own = barrier((x, words))[0]  # tied: else XLA would always search
+            least = kth_largest(own, k, k)
             below = ordered_keys(floats(least - 1, x.dtype).astype(jnp.float32))
-            words &= larger_than(below)
+            words &= larger_than(below, own)
             fewest = jnp.max(bit_words.counts(words))
             return words, fewest, vary_like(jnp.bool_(True), words)
 
@@ -132,7 +132,13 @@ def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runni
     return grown
 
 
-def kth_largest(x: jax.Array, k: int, most: int, first: jax.Array | int = 0) -> jax.Array:
+def kth_largest(
+    x: jax.Array,
+    k: int,
+    most: int,
+    low: jax.Array | int | None = None,
+    high: jax.Array | int | None = None,
+) -> jax.Array:
     """A key [B] that at least k of each row of x [B, n] reach, and at most `most` if it can be.
 
     It is found by bisection: at the end, it is the largest key that at least k reach.
@@ -141,32 +147,39 @@ def kth_largest(x: jax.Array, k: int, most: int, first: jax.Array | int = 0) -> 
       x: floats, or `ordered_keys`.
       k: at least.
       most: the search goes on while a row has more.
-      first: 0, to which the search may be tied.
+      low: [B] or [], a key that at least k of each row reach; None: the lowest.
+      high: [B] or [], a key above `low` that fewer than k reach; None: the highest.
     """
     is_key = jnp.issubdtype(x.dtype, jnp.integer)
-    bits = 8 * x.dtype.itemsize
-    key = x.dtype if is_key else jnp.dtype(f"int{bits}")
+    key = x.dtype if is_key else jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    limits = np.iinfo(key)
 
     def step(carry: Three) -> Three:
-        i, least, number = carry
-        more = least + (jnp.ones((), key) << (bits - 1 - i).astype(key))
-        # No keys of the floats: XLA would make those of all of x before the loop.
-        below = None if is_key else floats(more - 1, x.dtype)
-        reach = x >= more[:, None] if below is None else strictly_larger(x, below[:, None])
+        least, beyond, number = carry
+        middle = (least & beyond) + ((least ^ beyond) >> 1)  # their mean, without their sum
+        # No keys of the floats, and tied: XLA would have integers of all of x before the loop.
+        if is_key:
+            reach = x >= middle[:, None]
+        else:
+            below = floats(middle - 1, x.dtype)
+            reach = strictly_larger(barrier((x, least))[0], below[:, None])
         # Counted in float32, exact below 2**24: on a CPU faster than in int32.
         count = jnp.sum(reach.astype(jnp.float32), axis=1)
-        return i + 1, jnp.where(count >= k, more, least), jnp.where(count >= k, count, number)
+        enough = (count >= k) & (middle > least)
+        beyond = jnp.where(count >= k, beyond, middle)
+        return jnp.where(enough, middle, least), beyond, jnp.where(enough, count, number)
+
+    def unfinished(carry: Three) -> jax.Array:
+        least, beyond, number = carry
+        return jnp.any((number > most) & (least + 1 < beyond))
 
     rows = x.shape[0]
     carry = (
-        jnp.asarray(first, jnp.int32),
-        jnp.full(rows, np.iinfo(key).min, key),
+        jnp.broadcast_to(jnp.asarray(limits.min if low is None else low, key), (rows,)),
+        jnp.broadcast_to(jnp.asarray(limits.max if high is None else high, key), (rows,)),
         jnp.full(rows, jnp.inf, jnp.float32),
     )
-    _, key_found, _ = lax.while_loop(
-        lambda carry: (carry[0] < bits) & jnp.any(carry[2] > most), step, vary_like(carry, x)
-    )
-    found: jax.Array = key_found
+    found: jax.Array = lax.while_loop(unfinished, step, vary_like(carry, (x, carry)))[0]
     return found
 
 
@@ -174,7 +187,8 @@ def shrunk(running: Running, k: int, most: int) -> Running:
     """The K largest and a few more, at most `most`, in the order of their ids; the rest is room."""
     rows, size = running.keys.shape
     part = min(PART, rows)
-    least = kth_largest(running.keys, k, most)
+    largest = jnp.max(running.keys, axis=1)
+    least = kth_largest(running.keys, k, most, running.floor, largest + 1)
     larger = bit_words.packed(running.keys > least[:, None])
     equal = bit_words.packed(running.keys == least[:, None])
     words = barrier(larger | bit_words.leading(equal, most - bit_words.counts(larger)))
@@ -216,11 +230,10 @@ def ordered(running: Running, k: int) -> tuple[jax.Array, jax.Array]:
     column = jnp.arange(k, dtype=jnp.int32)
 
     def some(j: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # In place: rows that two parts have are in order the second time, and stay so.
         start = jnp.minimum(j * part, rows - part)
-        keys, ids = (
-            lax.dynamic_slice(x, (start, jnp.int32(0)), (part, k))
-            for x in (running.keys, running.ids)
-        )
+        here = (start, jnp.int32(0))
+        keys, ids = (barrier(lax.dynamic_slice(x, here, (part, k))) for x in found)
 
         def count(i: jax.Array, before: jax.Array) -> jax.Array:
             other = lax.dynamic_slice_in_dim(keys, i, 1, 1)
@@ -238,15 +251,13 @@ def ordered(running: Running, k: int) -> tuple[jax.Array, jax.Array]:
                 .at[row, before]
                 .set(own, mode="promise_in_bounds", unique_indices=True)
             )
-            return lax.dynamic_update_slice_in_dim(whole, own, start, 0)
+            return lax.dynamic_update_slice(whole, own, here)
 
-        return put(found[0], floats(keys, jnp.float32)), put(found[1], ids)
+        return put(found[0], keys), put(found[1], ids)
 
-    nothing = (jnp.zeros((rows, k), jnp.float32), jnp.zeros((rows, k), jnp.int32))
-    found: tuple[jax.Array, jax.Array] = lax.fori_loop(
-        0, -(-rows // part), some, vary_like(nothing, running)
-    )
-    return found
+    arrays = vary_like((running.keys, running.ids), running)
+    keys, ids = lax.fori_loop(0, -(-rows // part), some, arrays)
+    return floats(keys[:, :k], jnp.float32), ids[:, :k]
 
 
 def merged(

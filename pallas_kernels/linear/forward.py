@@ -5,6 +5,7 @@ and R * C words, for the given tokens' logits and the extra ids'. Then R * (3 + 
 from every shard (R more with entropy), and one word that says whether to count again.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from pallas_kernels.linear import columns, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
 from pallas_kernels.linear.types import Call, Inputs, RowSums
 from pallas_kernels.logarithm import logarithm
+from pallas_kernels.platforms import lowered_for
 from pallas_kernels.selection import top_k
 from pallas_kernels.sharding.vocab_shard import VocabShard
 from pallas_kernels.types import TopkLogprobs
@@ -181,7 +183,15 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
     def counted_again() -> tuple[jax.Array, jax.Array]:
         real = shard.across_sum(jnp.where(mine[:, 0], own[:, 0], 0))
         real = jnp.where(known[:, 0], real, jnp.nan)
-        count = columns.recount(definition, way.piece, *arrays, real)
+        # By the products that made the blocks: their bits count.
+        run = functools.partial(columns.recount, definition)
+        count = lowered_for(
+            *arrays,
+            real,
+            like=lambda *given: jnp.zeros_like(given[-1], jnp.int32),
+            cpu=functools.partial(run, way.piece),
+            default=functools.partial(run, way.elsewhere or way.piece),
+        )
         return vary_like(real, given), vary_like(count, sums.num_larger)
 
     def as_it_is() -> tuple[jax.Array, jax.Array]:

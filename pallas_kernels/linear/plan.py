@@ -18,8 +18,10 @@ FEW_BYTES = 48 << 20  # of fewer rows, logits up to here, in float32, are one bl
 FILLED = 0.86  # of the share, by what is counted here
 LEAST_ROOM = 64
 NARROWEST = 64  # columns of a product: a multiple of what one step of any matrix unit computes
+NARROW = 128  # columns from which a CPU's products are about as fast as wider ones
 LEAST_PIECE = 64  # columns of the backward pass
 WIDEST = 512
+COPY_BYTES = 2 << 20  # of the head, that a CPU copies and multiplies at a time: they fit a cache
 MOST_COLUMNS = 8192
 PART_OF_ROWS = 1 << 17  # logits that a CPU reads at a time: they fit a core's cache
 PART = 8  # rows of a row block that are read at a time
@@ -34,6 +36,7 @@ class Plan(NamedTuple):
     piece: columns of the head that are copied and multiplied at a time; V: no copy is made.
     part: rows whose logits are read at a time, where columns are fewer than V.
     room: for candidates of a row, behind its top K.
+    elsewhere: columns at a time, and of a product, on other platforms than a CPU; 0: the same.
     """
 
     rows: int
@@ -41,6 +44,7 @@ class Plan(NamedTuple):
     piece: int
     part: int
     room: int = 64
+    elsewhere: int = 0
 
 
 def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int) -> Plan:
@@ -55,8 +59,9 @@ def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int
     if room is None and block >= 1:
         blocks = -(-rows // min(block, rows))
         return Plan(-(-rows // blocks), width, width, PART)
-    found = columns_at_a_time(rows, width, hidden, itemsize, logits_itemsize, k, room or LEAST_ROOM)
-    return found._replace(room=room or LEAST_ROOM)
+    sizes = (rows, width, hidden, itemsize, logits_itemsize, k)
+    found = columns_at_a_time(*sizes, room or LEAST_ROOM)
+    return found._replace(room=room or LEAST_ROOM, elsewhere=columns_elsewhere(*sizes))
 
 
 def share_of(rows: int, logits: int) -> float:
@@ -65,8 +70,8 @@ def share_of(rows: int, logits: int) -> float:
 
 
 def state_of(rows: int, k: int, room: int) -> int:
-    """Bytes of what is known of the rows between two parts, and of what making room takes."""
-    return rows * (8 * (k + room) + 64) + min(candidates.PART, rows) * 12 * (k + room)
+    """Bytes of what is known of the rows between two parts."""
+    return rows * (8 * (k + room) + 64)
 
 
 def room_of(rows: int, width: int, hidden: int, itemsize: int, k: int) -> int | None:
@@ -74,11 +79,15 @@ def room_of(rows: int, width: int, hidden: int, itemsize: int, k: int) -> int | 
     if not k:
         return 0
     share = 0.92 * share_of(rows, 4 * rows * width)
-    # At the end, the top K are there once more, in order.
+    a_column = hidden * itemsize + 4 * rows
+    making = min(candidates.PART, rows) * 12  # bytes, for each that a row has
     most = 8 if width >= 256 * k else 6
-    for room in (max(LEAST_ROOM, k * eighths // 8) for eighths in range(most, 0, -1)):
-        if share - state_of(rows, k, room) >= NARROWEST * (hidden * itemsize + 4 * rows):
-            return room
+    for columns in (NARROW, NARROWEST):
+        for room in (max(LEAST_ROOM, k * eighths // 8) for eighths in range(most, 0, -1)):
+            # At the end, the top K are there once more.
+            beside = max(columns * a_column, making * (k + room), 8 * rows * k)
+            if state_of(rows, k, room) + beside <= share:
+                return room
     return None
 
 
@@ -86,26 +95,43 @@ def columns_at_a_time(
     rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int, room: int
 ) -> Plan:
     """The third way."""
-    share = FILLED * share_of(rows, 4 * rows * width) - state_of(rows, k, room)
+    share = 0.98 * share_of(rows, 4 * rows * width) - state_of(rows, k, room)
     share = min(share, ENOUGH_BYTES)
-    a_column = hidden * itemsize + 4 * rows  # of the head's copy and of the product
-    piece = max(NARROWEST, min(WIDEST, width, int(share / 5 / a_column)))
-    piece = min(piece // NARROWEST * NARROWEST, width)
+    # The product, and beside it the head's copy; or, afterwards, the logits in other forms.
+    forms = 4 if logits_itemsize == 4 else 6 if k else 2
+    a_column = 4 * rows + max(hidden * itemsize, forms * rows)
+    # Of many rows a product reads so much that its columns need not be few.
+    cached = max(1, rows / MANY_ROWS) * COPY_BYTES / (hidden * itemsize)
+    worth = PART_OF_ROWS / rows
+    most = min(max(WIDEST, worth), width, share / a_column, max(cached, worth))
+    columns = NARROWEST
+    while 2 * columns <= most:
+        columns *= 2
+    few = max(16, PART_OF_ROWS // columns)
+    part = max(size for size in range(1, min(rows, few) + 1) if rows % size == 0)
+    if part >= min(few, rows) // 2:  # the product is read where it is
+        return Plan(rows, columns, columns, part)
+    # In a buffer, with rows of padding.
+    piece = columns
+    while piece > NARROWEST and piece * (a_column + 1.1 * rows * logits_itemsize) > share:
+        piece //= 2
     left = share - piece * a_column
-    many = max(1, min(MOST_COLUMNS, int(left / 1.1 / (rows * logits_itemsize))) // piece)
-    columns = piece * max(1, min(many, width // piece))
-    # One product without a buffer is read where it is: faster, though with fewer columns at a time.
-    rounded = rows * logits_itemsize if logits_itemsize < 4 else 0
-    copied = 2 * rows * logits_itemsize if k else 0  # by the search for candidates
-    direct = min(MOST_COLUMNS, width, int(1.1 * share / (a_column + rounded + copied)))
-    if direct >= NARROWEST:
-        direct = direct // NARROWEST * NARROWEST
-        few = max(16, PART_OF_ROWS // direct)
-        part = max(size for size in range(1, min(rows, few) + 1) if rows % size == 0)
-        if part >= few // 2:
-            return Plan(rows, direct, direct, part)
+    many = max(1, min(WIDEST, width, int(left / 1.1 / (rows * logits_itemsize))) // piece)
+    columns = piece * many
     parts = -(-rows // max(16, PART_OF_ROWS // columns))
     return Plan(rows, columns, piece, -(-rows // parts))
+
+
+def columns_elsewhere(
+    rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
+) -> int:
+    """The columns of one product where each operation is a launch: as many as the share allows."""
+    share = FILLED * share_of(rows, 4 * rows * width) - 16 * rows * k
+    a_column = hidden * itemsize + 4 * rows
+    a_column += rows * logits_itemsize if logits_itemsize < 4 else 0
+    a_column += 2 * rows * logits_itemsize if k else 0  # of the selection
+    most = min(MOST_COLUMNS, width, int(min(share, ENOUGH_BYTES) / a_column))
+    return max(NARROWEST, most // NARROWEST * NARROWEST)
 
 
 def backward_piece(rows: int, width: int, hidden: int, itemsize: int) -> int:

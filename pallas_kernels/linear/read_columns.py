@@ -89,6 +89,8 @@ def _read(
 ) -> tuple[RowSums, jax.Array]:
     num_rows, width = hidden.shape[0], definition.width(head)
     part = plan.part if on_cpu else num_rows
+    if plan.elsewhere and not on_cpu:
+        plan = plan._replace(columns=plan.elsewhere, piece=plan.elsewhere)
     inputs = (hidden, head, bias, limit, of_rows)
     named, given, inverse = (_padded(x, part) for x in of_rows)
     assert named is not None

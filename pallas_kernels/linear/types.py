@@ -36,7 +36,7 @@ class Call(NamedTuple):
     k: int
     entropy: bool
     shard: VocabShard
-    plan: "tuple[int, int, int, int] | None" = None  # see `plan`; None: as the sizes suggest
+    plan: "tuple[int, ...] | None" = None  # see `plan`; None: as the sizes suggest
 
 
 class Inputs(NamedTuple):

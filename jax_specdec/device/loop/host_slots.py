@@ -20,6 +20,7 @@ from jax_specdec.device.sampling.logit_changes import Changes
 from jax_specdec.requests import Request, SamplingParams
 
 NOTHING_ASKED = SamplingParams()  # by an empty slot
+CHUNK_STEP = 64  # tokens of a chunk with logprobs
 
 
 @dataclass
@@ -110,12 +111,20 @@ def for_prompt(slot: Slot) -> Slot:
 def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
     """Prompt tokens of the slot that run between two steps.
 
-    A chunk with logprobs has at most as many as a step can have tokens, so its message never needs
-    more room in the ring than a step's.
+    A chunk with logprobs has as many as its message has room for in the ring, which depends on the
+    columns that the slot asks for; where that is less, a multiple of `CHUNK_STEP` if it can be.
     """
     if slot.score_from is None:
         return prefill_chunk
-    return min(prefill_chunk, config.num_slots * config.num_positions)
+    sizes = (config.num_slots, config.num_positions, prefill_chunk, config.model.vocab_size)
+    empty = [Slot()] * config.num_slots
+    scoring = for_prompt(slot)
+    none = prompt_bound(empty, scoring, 0)
+    each = prompt_bound(empty, scoring, 1) - none
+    fitting = (wire.message_bound(*sizes) - none) // each
+    if fitting >= prefill_chunk:
+        return prefill_chunk
+    return fitting - fitting % CHUNK_STEP if fitting >= CHUNK_STEP else fitting
 
 
 def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, kept: bool = False) -> int:

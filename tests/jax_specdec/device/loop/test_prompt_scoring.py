@@ -69,7 +69,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def by_chunk():
-    return {chunk: messages_of(prompts()[:count], chunk) for chunk, count in ((64, 3), (5, 1))}
+    return {chunk: messages_of(prompts()[:count], chunk) for chunk, count in ((12, 3), (5, 1))}
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def exact_rows(ids):
     return reference_model.logits(named_arrays(params), config.to_dict(), ids)[:-1]
 
 
-@pytest.mark.parametrize("chunk", [64, 5])
+@pytest.mark.parametrize("chunk", [12, 5])
 def test_every_prompt_token_but_the_first_has_its_logprobs(by_chunk, chunk):
     """Against a forward pass over the whole prompt in float64, in the request's own mode."""
     for slot, item in enumerate(prompts()[: 1 if chunk == 5 else 3]):
@@ -121,7 +121,7 @@ def test_prompt_messages_precede_their_step_and_speak_of_one_slot(by_chunk):
             assert message.step == following
             (slot,) = np.flatnonzero(message.num_tokens)
             params = prompts()[slot].params
-            assert message.num_tokens[slot] <= min(chunk, SLOTS * (D + 1))
+            assert message.num_tokens[slot] <= chunk
             assert (message.num_rows == message.num_tokens).all()
             assert message.state[slot] == SlotState.TOKENS
             assert message.columns[slot] == params.prompt_logprobs + 1
@@ -129,9 +129,8 @@ def test_prompt_messages_precede_their_step_and_speak_of_one_slot(by_chunk):
             assert message.num_chosen[slot] == len(params.extra_token_ids)
             assert message.generation[slot] == 10 + slot
             assert message.running
-        size = min(chunk, SLOTS * (D + 1))
         run = prompts()[: 1 if chunk == 5 else 3]
-        chunks = sum(-(-(len(item.prompt_token_ids) - 1) // size) for item in run)
+        chunks = sum(-(-(len(item.prompt_token_ids) - 1) // chunk) for item in run)
         assert sum(message.kind is Kind.PROMPT for message in messages) == chunks
     # The tokens that follow are those of requests that did not ask.
     silent = [
@@ -142,15 +141,15 @@ def test_prompt_messages_precede_their_step_and_speak_of_one_slot(by_chunk):
     for slot in range(SLOTS):
         emitted = [
             [t for m in found if m.kind is Kind.TARGET for t in m.slot(slot).token_ids.tolist()]
-            for found in (by_chunk[64], messages_of(silent, 64))
+            for found in (by_chunk[12], messages_of(silent, 12))
         ]
         assert emitted[0] == emitted[1]
 
 
 def test_nothing_more_of_a_prompt_that_was_evicted_or_is_one_token_long():
-    messages = messages_of([request("one", [3], max_tokens=2, prompt_logprobs=5)], 64)
+    messages = messages_of([request("one", [3], max_tokens=2, prompt_logprobs=5)], 12)
     assert {message.kind for message in messages} == {Kind.TARGET}
-    speaking, silent = (worker_of(64, publish=publish) for publish in (True, False))
+    speaking, silent = (worker_of(12, publish=publish) for publish in (True, False))
     for worker in (speaking, silent):
         worker.apply(Admit(slot=0, generation=1, request=prompts()[0]))
         worker.advance()
@@ -167,7 +166,7 @@ def test_nothing_more_of_a_prompt_that_was_evicted_or_is_one_token_long():
 
 def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(by_chunk):
     """From the worker through the engine's processor, with an eviction between two chunks."""
-    local, records = Local("none", chunk=64), []
+    local, records = Local("none", chunk=12), []
     item = prompts()[0]
     local.admit(item)
     for step in range(20):
@@ -182,7 +181,7 @@ def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(by_chunk):
     rows = [record.prompt for record in records if record.prompt is not None]
     assert len(rows) == -(-40 // 12)
     for name, expected in zip(("token_ids", "token_ranks", "logprobs", "topk_ids"),
-                              prompt_of(by_chunk[64], 0), strict=True):  # fmt: skip
+                              prompt_of(by_chunk[12], 0), strict=True):  # fmt: skip
         np.testing.assert_array_equal(np.concatenate([getattr(r, name) for r in rows]), expected)
     sent = [m for m in local.messages if m.kind is Kind.PROMPT]
     assert len(sent) == 2 + len(rows)
@@ -190,21 +189,31 @@ def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(by_chunk):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("num_slots", "num_drafts"), [(1, 0), (1, 3), (3, 3), (64, 3)])
-def test_a_prompt_message_is_no_longer_than_a_steps(num_slots, num_drafts):
-    """A ring that was made for the steps holds it."""
-    model = ModelConfig.tiny(vocab_size=VOCAB)
+@pytest.mark.parametrize("chosen", [0, 128])
+@pytest.mark.parametrize("k", [0, 20, 128])
+@pytest.mark.parametrize(("num_slots", "num_drafts"), [(1, 0), (3, 3), (64, 3)])
+@pytest.mark.parametrize("most", [8, 64, 1024])
+def test_a_prompt_message_has_room_in_the_ring(most, num_slots, num_drafts, k, chosen):
+    """One more step of tokens would not have; few columns leave room for all that may be run."""
+    model = ModelConfig.tiny(vocab_size=4096)
     config = LoopConfig(model, NoDrafter(num_drafts), num_slots=num_slots, max_length=LENGTH)
-    settings = EngineConfig(vocab_size=200, num_slots=num_slots, num_drafts=num_drafts)
-    params = SamplingParams(logprobs=0, prompt_logprobs=128, extra_token_ids=(1,) * 128)
-    slot = Slot(params=params, most_tokens=1, prefill_at=0, score_from=0)
-    size = host_slots.chunk_size(slot, config, 64)
-    assert size == min(64, num_slots * (num_drafts + 1))
-    words = host_slots.prompt_bound(
-        [slot] + [Slot()] * (num_slots - 1), host_slots.for_prompt(slot), size
+    settings = EngineConfig(
+        vocab_size=4096, num_slots=num_slots, num_drafts=num_drafts, prefill_chunk=most
     )
-    assert words * wire.WORD_BYTES <= settings.message_bytes
-    assert host_slots.chunk_size(Slot(params=SamplingParams(logprobs=3)), config, 64) == 64
+    params = SamplingParams(logprobs=0, prompt_logprobs=k, extra_token_ids=(1,) * chosen)
+    slot = Slot(params=params, most_tokens=1, prefill_at=0, score_from=0)
+    size = host_slots.chunk_size(slot, config, most)
+
+    def needed(tokens):
+        slots = [slot] + [Slot()] * (num_slots - 1)
+        words = host_slots.prompt_bound(slots, host_slots.for_prompt(slot), tokens)
+        return words * wire.WORD_BYTES
+
+    assert needed(size) <= settings.message_bytes
+    if size < most:
+        assert needed(size + host_slots.CHUNK_STEP) > settings.message_bytes
+    assert size == most or k == 128
+    assert host_slots.chunk_size(Slot(params=SamplingParams(logprobs=3)), config, most) == most
 
 
 def test_scoring_takes_little_memory_beyond_one_chunk():
