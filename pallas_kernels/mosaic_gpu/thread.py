@@ -161,6 +161,20 @@ def one_each(value: Word, layout: Any, shape: tuple[int, ...]) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
 
 
+def vector_of(registers: Sequence[Any], tiled: Any, shape: tuple[int, ...]) -> Any:
+    """A vector from a thread's registers, in their order: vectors of MLIR, or integers."""
+    found = [_of_one(x) if isinstance(x, Word) else x for x in registers]
+    whole = np.array(found, dtype=object).reshape(tiled.registers_shape(shape))
+    signed = True if isinstance(registers[0], Word) else None
+    return mgpu.FragmentedArray(_registers=whole, _layout=tiled, _is_signed=signed)
+
+
+def _of_one(value: Word) -> Any:
+    """A vector of MLIR that has one element."""
+    undefined = llvm.mlir_undef(ir.VectorType.get((1,), value.value.type))
+    return llvm.insertelement(undefined, value.value, word(0).value)
+
+
 def scalar(value: Word) -> Any:
     """A number that all threads agree on, as an inline function returns it."""
     return mgpu.FragmentedArray.splat(value.value, (), is_signed=True)

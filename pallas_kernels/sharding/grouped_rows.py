@@ -55,6 +55,15 @@ class GroupedRows:
         return replace(self, logits=logits, part=part)
 
     @property
+    def arrays(self) -> tuple[jax.Array, Part, jax.Array]:
+        """What of it is no constant of a program: see `with_arrays`."""
+        return self.logits, self.part, self.first
+
+    def with_arrays(self, logits: jax.Array, part: Part, first: jax.Array) -> "GroupedRows":
+        """The same rows, of these arrays."""
+        return replace(self, logits=logits, part=part, first=first)
+
+    @property
     def num_groups(self) -> int:
         """G, of all shards."""
         return group_sums.number_of_groups(self.vocab_size)
