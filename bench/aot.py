@@ -18,7 +18,7 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +222,10 @@ def measure_after(
     keep: Path | None,
 ) -> Result:
     """`measure` of what follows a read of sampled rows."""
+    keys = {"draw": ("draw", shape), "count_larger": ("count_larger", replace(shape, k=0))}
     for ptx in device.dump.glob("*.ptx"):
-        seen[ptx.stem.rsplit("_", 1)[0], shape] = sass.read(ptx, keep)
-    kernels = seen["draw", shape], seen["count_larger", shape]
+        seen[keys[ptx.stem.rsplit("_", 1)[0]]] = sass.read(ptx, keep)
+    kernels = tuple(seen[key] for key in keys.values())
     text, temporaries = compiled.as_text() or "", compiled.memory_analysis()
     return Result(
         after_read.PATH,

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels import implementations
+from pallas_kernels.cuda_kernel import on_cuda
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.sharding.grouped_rows import GroupedRows
 
@@ -124,17 +125,5 @@ def _chosen(
         closed = ClosedJaxpr(traced.jaxpr, constants)
         return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(arguments)))
 
-    @jax.custom_batching.custom_vmap
-    def cuda(constants: Any, arguments: Any) -> Any:
-        capability = implementations.cuda_capability()  # None: the program is for another host
-        if capability is not None and implementations.capability_obstacle(capability) is not None:
-            return once(constants, arguments)
-        return kernel(*arguments)
-
-    @cuda.def_vmap
-    def _(_: int, is_batched: Any, *arguments: Any) -> tuple[Any, Any]:
-        axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        found = jax.vmap(once, in_axes=tuple(axes))(*arguments)
-        return found, jax.tree.map(lambda _: True, found)
-
+    cuda = on_cuda(lambda _, given: kernel(*given), once)
     return lowered_for(traced.consts, arguments, like=once, default=once, cuda=cuda)

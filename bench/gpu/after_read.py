@@ -56,9 +56,9 @@ def lowered(shape: Shape, device: h100.H100) -> Lowered:
 
 
 def blocks_with_larger(vocabulary: int, dtype: str) -> float:
-    """The mean number of blocks that hold a larger logit than a drawn token's, by `DRAWS` draws.
+    """How many blocks hold a larger logit than a drawn token's, the mean of `DRAWS` draws.
 
-    Of a row of normally distributed logits, as `trips.selection` takes it.
+    From a row of normally distributed logits, as `trips.selection` takes it.
     """
     rng = np.random.default_rng(0)
     x = (rng.normal(size=vocabulary) * trips.SPREAD).astype(trips.DTYPES[dtype]).astype(np.float32)

@@ -100,9 +100,12 @@ def load_groups(ref: Any, row: Any, number: int, otherwise: float, interpreted: 
 
 
 def over_blocks(
-    row: Row, flags: jax.Array, work: Callable[[jax.Array, Any], Any], initial: Any
+    row: Row,
+    flags: jax.Array,
+    work: Callable[[jax.Array, list[jax.Array], Any], Any],
+    initial: Any,
 ) -> Any:
-    """work(block, carry) -> carry, over the blocks that have a flagged group, ascending.
+    """work(block, its pieces, carry) -> carry, over the blocks with a flagged group, ascending.
 
     flags: [padded_size] bool, in a `compat.vector_layout`.
     """
@@ -117,8 +120,8 @@ def over_blocks(
     def body(state: Any) -> Any:
         group, carry = state
         block = group // size
-        carry = work(block, carry)
-        return next_group((block + 1) * size), carry
+        group = next_group((block + 1) * size)
+        return group, work(block, row.block(block), carry)
 
     return lax.while_loop(
         lambda state: state[0] < NO_GROUP, body, (next_group(jnp.int32(0)), initial)

@@ -70,7 +70,8 @@ def _count_larger_kernel(
     def _() -> None:
         least = compat.asarray(logits_ref[row.first + token].astype(jnp.float32))
         nothing = compat.cast(jnp.zeros(tiling.piece(RUN), jnp.int32), row.layout)
-        counts = over_blocks(row, maxima > least, functools.partial(_counted, row, least), nothing)
+        work = functools.partial(_counted, least)
+        counts = over_blocks(row, maxima > least, work, nothing)
         counts_ref[target] = jnp.sum(jnp.sum(counts, axis=1))
 
     @pl.when(token < 0)
@@ -78,9 +79,11 @@ def _count_larger_kernel(
         counts_ref[target] = jnp.int32(0)
 
 
-def _counted(row: Row, least: jax.Array, block: jax.Array, counts: jax.Array) -> jax.Array:
+def _counted(
+    least: jax.Array, _: jax.Array, pieces: list[jax.Array], counts: jax.Array
+) -> jax.Array:
     """The counts with those of one more block, in each place of a piece."""
-    for piece in row.block(block):
+    for piece in pieces:
         larger = piece.astype(jnp.float32) > least
         counts = counts + jnp.where(larger, jnp.int32(1), jnp.int32(0))
     return counts

@@ -164,9 +164,11 @@ def _best_group(row: RowToDraw, maxima: jax.Array, sums: jax.Array) -> Best:
     return Best(*over_blocks(row.row, again, functools.partial(_better, row), tuple(first)))
 
 
-def _better(row: RowToDraw, block: jax.Array, best: tuple[Any, Any]) -> tuple[Any, Any]:
+def _better(
+    row: RowToDraw, block: jax.Array, pieces: list[jax.Array], best: tuple[Any, Any]
+) -> tuple[Any, Any]:
     """The best group with those of one more block, whose tokens are summed again."""
-    pieces, ids = row.row.block(block), row.row.ids(block)
+    ids = row.row.ids(block)
     nothing = jnp.asarray(-jnp.inf, pieces[0].dtype)
     pieces = [
         jnp.where(row.keeps(piece.astype(jnp.float32), here), piece, nothing)

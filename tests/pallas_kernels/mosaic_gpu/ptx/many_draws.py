@@ -32,10 +32,11 @@ def main() -> None:
     """Print the number of draws and of those that differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--draws", type=int, default=100_000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--errors", choices=("none", "up", "random"), default="none")
     options = parser.parse_args()
     compiler = kernels.Compiler()
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(options.first)
     x = jnp.asarray((rng.normal(size=(ROWS, VOCABULARY)) * 2).astype(np.float32))
     stand = kernels.Stand(schedule(options.errors), compiler)
     ones = jnp.ones(ROWS, jnp.float32)
@@ -45,7 +46,7 @@ def main() -> None:
     groups, _ = run_sampled.of_rows(out, tiling, VOCABULARY // 256)
     begin, done, differ = time.monotonic(), 0, 0
     while done < options.draws:
-        seeds = jnp.arange(done, done + SLOTS, dtype=jnp.uint32)
+        seeds = jnp.arange(SLOTS, dtype=jnp.uint32) + np.uint32(options.first + done)
         taken = jnp.asarray(rng.integers(-VOCABULARY, VOCABULARY, (SLOTS, 1)), jnp.int32)
         taken = jnp.maximum(taken, -1)  # half of the slots have none
         with kernels.executed(stand, (draw,)):
