@@ -1,7 +1,7 @@
 """What follows the read of sampled rows, compiled for `bench.aot`: a draw, and token ranks.
 
 A shape's K is how many tokens are taken out of each row: 1 of certain drafts, 64 of drawn ones.
-The model takes each row for one that a draft was rejected in, so that blocks are read again.
+The model takes each row for one in which a draft was rejected, so that groups are read again.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from jax.stages import Lowered
 
 from bench.gpu import estimates, model, sass, trips
 from bench.gpu.machine_code import Code, Loop
-from pallas_kernels.group_sums import number_of_groups
+from pallas_kernels.group_sums import WIDTH, number_of_groups
 from pallas_kernels.mosaic_gpu import count_larger, draw, h100
 from pallas_kernels.mosaic_gpu.tiling import BLOCK
 from pallas_kernels.sampled_draw import RowsToDraw
@@ -26,7 +26,8 @@ SHAPES = (
     Shape(64, 50_257, 1, "bfloat16"),
 )
 PURPOSES = (3, 1)
-DRAWS = 4096  # whose blocks are counted
+AT_ONCE = BLOCK // WIDTH  # groups that a turn reads
+DRAWS = 4096  # whose groups are counted
 
 
 def lowered(shape: Shape, device: h100.H100) -> Lowered:
@@ -55,44 +56,50 @@ def lowered(shape: Shape, device: h100.H100) -> Lowered:
     return jax.jit(call).lower(logits, given)
 
 
-def blocks_with_larger(vocabulary: int, dtype: str) -> float:
-    """How many blocks hold a larger logit than a drawn token's, the mean of `DRAWS` draws.
+def groups_with_larger(vocabulary: int, dtype: str) -> tuple[float, float]:
+    """How many groups hold a larger logit than a drawn token's; in how many turns they are read.
 
-    From a row of normally distributed logits, as `trips.selection` takes it.
+    Means of `DRAWS` draws from a row of normally distributed logits, as `trips.selection` takes it.
     """
     rng = np.random.default_rng(0)
     x = (rng.normal(size=vocabulary) * trips.SPREAD).astype(trips.DTYPES[dtype]).astype(np.float32)
-    padded = np.pad(x, (0, -vocabulary % BLOCK), constant_values=-np.inf)
+    padded = np.pad(x, (0, -vocabulary % WIDTH), constant_values=-np.inf)
     weights = np.exp(x.astype(np.float64) - x.max())
     tokens = rng.choice(vocabulary, DRAWS, p=weights / weights.sum())
-    maxima = padded.reshape(-1, BLOCK).max(axis=1)
-    return float((maxima[None] > x[tokens][:, None]).sum(axis=1).mean())
+    maxima = padded.reshape(-1, WIDTH).max(axis=1)
+    found = (maxima[None] > x[tokens][:, None]).sum(axis=1)
+    return float(found.mean()), float(np.ceil(found / AT_ONCE).mean())
 
 
 def estimate(
     shape: Shape, kernels: tuple[sass.Kernel, ...], chip: model.Chip
 ) -> estimates.Estimate:
-    """The model's time of both kernels; the loop over blocks is the one that it knows in each."""
+    """The model's time of both kernels; the one loop in each is over the groups read again."""
     size = np.dtype(trips.DTYPES[shape.dtype]).itemsize
     groups = 4 * number_of_groups(shape.vocabulary)
-    blocks = min(shape.k, -(-shape.vocabulary // BLOCK))
-    larger = blocks_with_larger(shape.vocabulary, shape.dtype)
-    turns = float(blocks), larger
-    read = (2 * groups + (blocks * BLOCK + 256) * size, groups + larger * BLOCK * size)
+    larger, turns = groups_with_larger(shape.vocabulary, shape.dtype)
+    again = (shape.k, larger)
+    read = (2 * groups + WIDTH * size, groups)
     times = [
         model.time(
             model.Launched(
-                kernel.code, kernel.registers, shape.rows, shape.rows * (more + 64), of_blocks(n)
+                kernel.code,
+                kernel.registers,
+                shape.rows,
+                shape.rows * (more + number * WIDTH * size + 64),
+                of_groups(each),
             ),
             chip,
         )
-        for kernel, n, more in zip(kernels, turns, read, strict=True)
+        for kernel, number, more, each in zip(
+            kernels, again, read, (-(-shape.k // AT_ONCE), turns), strict=True
+        )
     ]
     return estimates.Estimate(times[0], times[1], 2 * chip.launch)
 
 
-def of_blocks(turns: float) -> model.Trips:
-    """Every loop of these kernels is one over blocks."""
+def of_groups(turns: float) -> model.Trips:
+    """Every loop of these kernels is one over groups."""
 
     def trips_of(_: Code, __: Loop) -> float:
         return turns

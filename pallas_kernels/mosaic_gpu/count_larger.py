@@ -1,8 +1,7 @@
 """Token ranks of rows that were read before their tokens were known: one kernel, a program a row.
 
 A token that is drawn is known only after the read. The groups whose maximum is above its logit hold
-all that is larger, so only their blocks are read again: none for the most likely token, a few for
-most that are drawn.
+all that is larger, so only they are read again: none for the most likely token, a few for most.
 """
 
 import functools
@@ -14,7 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.chosen_blocks import Row, load_groups, over_blocks
+from pallas_kernels.mosaic_gpu.chosen_groups import (
+    Chosen,
+    Row,
+    load_groups,
+    over_groups,
+    scratch_types,
+)
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.tiling import RUN, Tiling, choose_fixed_tiling
@@ -41,6 +46,7 @@ def count_larger(
             interpreted=interpret is not None,
         ),
         out_type=[compat.shape((rows,), jnp.int32)],
+        scratch_types=scratch_types(maxima.shape[1]),
         grid=(rows,),
         grid_names=("row",),
         compiler_params=compat.compiler_params(approx_math=False),
@@ -56,7 +62,7 @@ def _count_larger_kernel(
     maxima_ref: Any,  # [R * G] f32  in
     token_ids_ref: Any,  # [R] i32  in
     counts_ref: Any,  # [R] i32  out
-    *,
+    *scratch: Any,  # of `Chosen`  shared memory
     tiling: Tiling,
     number: int,
     interpreted: bool,
@@ -70,8 +76,9 @@ def _count_larger_kernel(
     def _() -> None:
         least = compat.asarray(logits_ref[row.first + token].astype(jnp.float32))
         nothing = compat.cast(jnp.zeros(tiling.piece(RUN), jnp.int32), row.layout)
-        work = functools.partial(_counted, least)
-        counts = over_blocks(row, maxima > least, work, nothing)
+        chosen = Chosen(*scratch, interpreted)
+        work = functools.partial(_counted, row, least)
+        counts = over_groups(row, chosen, maxima > least, work, nothing)
         counts_ref[target] = jnp.sum(jnp.sum(counts, axis=1))
 
     @pl.when(token < 0)
@@ -79,11 +86,9 @@ def _count_larger_kernel(
         counts_ref[target] = jnp.int32(0)
 
 
-def _counted(
-    least: jax.Array, _: jax.Array, pieces: list[jax.Array], counts: jax.Array
-) -> jax.Array:
-    """The counts with those of one more block, in each place of a piece."""
-    for piece in pieces:
+def _counted(row: Row, least: jax.Array, _: Any, groups: jax.Array, counts: jax.Array) -> jax.Array:
+    """The counts with those of some more groups, in each place of a piece."""
+    for piece in row.pieces(groups):
         larger = piece.astype(jnp.float32) > least
         counts = counts + jnp.where(larger, jnp.int32(1), jnp.int32(0))
     return counts

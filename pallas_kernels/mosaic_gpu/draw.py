@@ -5,7 +5,7 @@ a token in it, from its 256 logits. The noise is a function of a purpose, the re
 token's position and the id of the group or token: the words and the arithmetic that XLA has too.
 
 Where tokens are left out of a row, by a cut or since a rejected draft could have been they, the
-groups that held them are summed again: their blocks are read once more (`chosen_blocks`), no other.
+groups that held them are read and summed once more (`chosen_groups`), no others.
 """
 
 import functools
@@ -18,7 +18,15 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gumbel import gumbel, log_of
 from pallas_kernels.mosaic_gpu import compat, taken
-from pallas_kernels.mosaic_gpu.chosen_blocks import NO_GROUP, WIDTH, Row, load_groups, over_blocks
+from pallas_kernels.mosaic_gpu.chosen_groups import (
+    NO_GROUP,
+    WIDTH,
+    Chosen,
+    Row,
+    load_groups,
+    over_groups,
+    scratch_types,
+)
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.early import load_at_once
 from pallas_kernels.mosaic_gpu.pass1_groups import maxima_and_sums
@@ -52,7 +60,7 @@ def draw(
             interpreted=interpret is not None,
         ),
         out_type=[compat.shape((slots,), jnp.float32), compat.shape((slots,), jnp.int32)],
-        scratch_types=(GPU.SMEM((taken.num_marks(number),), jnp.int32),),
+        scratch_types=(*scratch_types(number), GPU.SMEM((taken.words_of(tiling),), jnp.int32)),
         grid=(slots,),
         grid_names=("slot",),
         compiler_params=compat.compiler_params(approx_math=True),
@@ -110,8 +118,7 @@ def _draw_kernel(
     given: RowsToDraw,  # flat arrays  in
     scores_ref: Any,  # [B] f32  out
     tokens_ref: Any,  # [B] i32  out
-    marks_ref: Any,  # [taken.num_marks] i32  shared memory
-    *,
+    *scratch: Any,  # of `Chosen`, and bits of `Taken`  shared memory
     tiling: Tiling,
     number: int,
     count: int,
@@ -129,11 +136,12 @@ def _draw_kernel(
 
     @pl.when(row_id >= 0)
     def _() -> None:
+        chosen = Chosen(*scratch[:-1], interpreted)
         maxima = load_groups(given.maxima, row, number, -jnp.inf, interpreted)
         sums = load_groups(given.sums, row, number, 0.0, interpreted)
         mine = RowToDraw(
             Row(tiling, logits_ref, row * tiling.vocabulary, interpreted),
-            taken.Taken(given.taken_ids, slot * count, count, marks_ref, interpreted),
+            taken.Taken(given.taken_ids, slot * count, count, chosen, scratch[-1], interpreted),
             load_at_once(given.largest, row, interpreted),
             load_at_once(given.inverse, row, interpreted),
             cut_logit,
@@ -144,7 +152,7 @@ def _draw_kernel(
         )
         best = _best_group(mine, maxima, sums)
         scores_ref[slot] = best.score
-        tokens_ref[slot] = _token_in(mine, jnp.minimum(best.number, number - 1))
+        tokens_ref[slot] = _token_in(mine, jnp.clip(best.number, 0, number - 1))
 
     @pl.when(row_id < 0)
     def _() -> None:
@@ -161,24 +169,22 @@ def _best_group(row: RowToDraw, maxima: jax.Array, sums: jax.Array) -> Best:
     nothing = jnp.float32(0)
     left = jnp.where(again, nothing, jnp.where(reached, sums, nothing))
     first = best_of(row.scores(maxima, left, numbers), numbers)
-    return Best(*over_blocks(row.row, again, functools.partial(_better, row), tuple(first)))
+    work = functools.partial(_better, row)
+    return Best(*over_groups(row.row, row.taken.chosen, again, work, tuple(first)))
 
 
-def _better(
-    row: RowToDraw, block: jax.Array, pieces: list[jax.Array], best: tuple[Any, Any]
-) -> tuple[Any, Any]:
-    """The best group with those of one more block, whose tokens are summed again."""
-    ids = row.row.ids(block)
+def _better(row: RowToDraw, turn: Any, groups: jax.Array, best: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The best group with some more, whose tokens are summed again."""
+    pieces, ids = row.row.pieces(groups), row.row.ids(groups)
     nothing = jnp.asarray(-jnp.inf, pieces[0].dtype)
     pieces = [
         jnp.where(row.keeps(piece.astype(jnp.float32), here), piece, nothing)
         for piece, here in zip(pieces, ids, strict=True)
     ]
-    pieces = row.taken.without(pieces, ids, block, row.row)
+    pieces = row.taken.without(pieces, ids, turn, row.row)
     scale = jnp.minimum(row.inverse * LOG2_E, jnp.float32(LARGEST))
     maxima, (sums,) = maxima_and_sums(pieces, (scale,), row.row.layout, row.row.interpreted)
-    numbers = row.row.groups(block)
-    score, number = best_of(row.scores(maxima.astype(jnp.float32), sums, numbers), numbers)
+    score, number = best_of(row.scores(maxima.astype(jnp.float32), sums, groups), groups)
     wins = (score > best[0]) | ((score == best[0]) & (number < best[1]))
     return jnp.where(wins, score, best[0]), jnp.where(wins, number, best[1])
 

@@ -4,6 +4,7 @@ To compare each of them with everything that a thread holds would take long. Ins
 one of them and writes a mark to shared memory, where every thread finds the marks of its own.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,16 +12,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat, thread
-from pallas_kernels.mosaic_gpu.chosen_blocks import WIDTH, Row, padded_size
+from pallas_kernels.mosaic_gpu.chosen_groups import WIDTH, Chosen, Row
 from pallas_kernels.mosaic_gpu.thread import Word, word
-from pallas_kernels.mosaic_gpu.tiling import RUN, WARPGROUP
+from pallas_kernels.mosaic_gpu.tiling import RUN, WARPGROUP, Tiling
 
 BITS = 32  # tokens of a word
 
 
-def num_marks(num_groups: int) -> int:
-    """Words of shared memory: one a group or token of a group, or a bit a token of a block."""
-    return max(padded_size(num_groups), WIDTH)
+def words_of(tiling: Tiling) -> int:
+    """Words of shared memory: a bit for each token of as many groups as are read at a time."""
+    return tiling.block // BITS
 
 
 class Taken(NamedTuple):
@@ -29,7 +30,8 @@ class Taken(NamedTuple):
     ids_ref: Any  # [B * M] i32: distinct; -1 where there is none
     start: Any
     number: int  # M, at most one a thread
-    marks_ref: Any  # [num_marks] i32 in shared memory, which is used
+    chosen: Chosen  # the groups that are read again; its memory is used before it is made
+    bits_ref: Any  # [words_of] i32 in shared memory, which is used
     interpreted: bool
 
     def groups_of(self, size: int) -> jax.Array:
@@ -41,36 +43,45 @@ class Taken(NamedTuple):
         return self._flags(WIDTH, 0, begin)
 
     def without(
-        self, pieces: list[jax.Array], ids: list[jax.Array], block: Any, row: Row
+        self, pieces: list[jax.Array], ids: list[jax.Array], turn: Any, row: Row
     ) -> list[jax.Array]:
-        """The pieces of a block, which have these ids, with -inf for the tokens that are taken."""
+        """The pieces of a turn's groups, with -inf for the tokens that are taken.
+
+        Args:
+          pieces: of the row; of a turn of `over_groups`.
+          ids: of their tokens.
+          turn: which one.
+          row: the row.
+        """
         if self.interpreted:
             nothing = jnp.asarray(-jnp.inf, pieces[0].dtype)
             pairs = zip(pieces, ids, strict=True)
             return [jnp.where(self._are(here), nothing, piece) for piece, here in pairs]
         tiling, shape = row.tiling, pieces[0].shape
 
-        def body(taken: Any, marks: Any, start: Any, number: Any, *given: Any) -> Any:
-            me, lanes = thread.thread(), shape[1] // RUN
-            begin = word(number) * tiling.block
+        def body(taken: Any, bits: Any, places: Any, start: Any, turn: Any, *given: Any) -> Any:
+            def place_of(token: Word) -> Word:
+                group = word(thread.load(places, thread.larger(token, 0) >> 8))
+                return (group - word(turn) * tiling.groups_per_block) * WIDTH + (token & 255)
 
             def mark(at: Word) -> None:
-                thread.add_atomically(marks, at >> 5, word(1) << (at & (BITS - 1)))
+                thread.add_atomically(bits, at >> 5, word(1) << (at & (BITS - 1)))
 
-            self._mark(taken, marks, word(start), begin, tiling.block, 0, WARPGROUP, mark)
+            self._mark(taken, bits, word(start), place_of, tiling.block, WARPGROUP, mark)
+            me, lanes = thread.thread(), shape[1] // RUN
             group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
-            first = group * tiling.group_width + column
+            first = group * WIDTH + column
             out = []
             for i, piece in enumerate(given):
                 mine = first + i * shape[1]
-                found = word(thread.load(marks, mine >> 5)) >> (mine & (BITS - 1))
+                found = word(thread.load(bits, mine >> 5)) >> (mine & (BITS - 1))
                 out.append(thread.kept(piece, ~found))
             return tuple(out)
 
         kinds = tuple(thread.result(shape, piece.dtype, row.layout) for piece in pieces)
-        arguments = (self.ids_ref, self.marks_ref, self.start, block, *pieces)
-        layouts = (None, None, "scalar", "scalar", *[row.layout] * len(pieces))
-        return list(thread.inline(body, arguments, layouts, kinds))
+        references = self.ids_ref, self.bits_ref, self.chosen.places_ref
+        layouts = (None, None, None, "scalar", "scalar", *[row.layout] * len(pieces))
+        return list(thread.inline(body, (*references, self.start, turn, *pieces), layouts, kinds))
 
     def _flags(self, size: int, shift: int, begin: Any) -> jax.Array:
         """Which of `size` places, from `begin` on, some token has when it is shifted right."""
@@ -83,12 +94,15 @@ class Taken(NamedTuple):
             def mark(at: Word) -> None:
                 thread.store(marks, at, 1)
 
-            self._mark(taken, marks, word(start), word(begin), size, shift, size, mark)
+            def place_of(token: Word) -> Word:
+                return (token >> shift) - word(begin)
+
+            self._mark(taken, marks, word(start), place_of, size, size, mark)
             mine = range(0, size, WARPGROUP)
             found = [word(thread.load(marks, thread.thread() + i)) for i in mine]
             return thread.vector_of(found, layout.to_mgpu(), (size,))
 
-        arguments = (self.ids_ref, self.marks_ref, self.start, begin)
+        arguments = (self.ids_ref, self.chosen.places_ref, self.start, begin)
         layouts = (None, None, "scalar", "scalar")
         kind = thread.result((size,), jnp.int32, layout)
         found: jax.Array = compat.asarray(thread.inline(body, arguments, layouts, kind)) != 0
@@ -99,20 +113,19 @@ class Taken(NamedTuple):
         taken: Any,
         marks: Any,
         start: Word,
-        begin: Word,
+        place_of: Callable[[Word], Word],
         size: int,
-        shift: int,
         used: int,
-        mark: Any,
+        mark: Callable[[Word], None],
     ) -> None:
-        """Set `used` words to 0, then mark(place) of each token's place, if it is below `size`."""
+        """Set `used` words to 0, then mark each token's place, if it is one of 0 to `size`."""
         me = thread.thread()
-        thread.barrier()  # what was marked before has been read
+        thread.barrier()  # what was here before has been read
         for i in range(0, used, WARPGROUP):
             thread.store(marks, me + i, 0)
         thread.barrier()
         token = word(thread.load(taken, start + thread.smaller(me, self.number - 1)))
-        place = (token >> shift) - begin
+        place = place_of(token)
         here = (token >= 0) & (me < self.number) & (place >= 0) & (place < size)
         thread.when(here, lambda: mark(place))
         thread.barrier()
