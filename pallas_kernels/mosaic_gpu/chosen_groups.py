@@ -134,6 +134,12 @@ class Chosen(NamedTuple):
     counter_ref: Any  # [4] i32
     interpreted: bool
 
+    @classmethod
+    def of(cls, scratch: tuple[Any, ...], interpreted: bool) -> "Chosen":
+        """In memory of `scratch_types`."""
+        chosen, places, counter = scratch
+        return cls(chosen, places, counter, interpreted)
+
     def choose(self, flags: jax.Array) -> jax.Array:
         """Make the list of flagged groups; returns how many they are.
 

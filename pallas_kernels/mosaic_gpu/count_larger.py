@@ -76,7 +76,7 @@ def _count_larger_kernel(
     def _() -> None:
         least = compat.asarray(logits_ref[row.first + token].astype(jnp.float32))
         nothing = compat.cast(jnp.zeros(tiling.piece(RUN), jnp.int32), row.layout)
-        chosen = Chosen(*scratch, interpreted)
+        chosen = Chosen.of(scratch, interpreted)
         work = functools.partial(_counted, row, least)
         counts = over_groups(row, chosen, maxima > least, work, nothing)
         counts_ref[target] = jnp.sum(jnp.sum(counts, axis=1))

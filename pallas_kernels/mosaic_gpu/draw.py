@@ -136,7 +136,7 @@ def _draw_kernel(
 
     @pl.when(row_id >= 0)
     def _() -> None:
-        chosen = Chosen(*scratch[:-1], interpreted)
+        chosen = Chosen.of(scratch[:-1], interpreted)
         maxima = load_groups(given.maxima, row, number, -jnp.inf, interpreted)
         sums = load_groups(given.sums, row, number, 0.0, interpreted)
         mine = RowToDraw(

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic_gpu import compat, count_larger, draw
+from pallas_kernels import oracle
+from pallas_kernels.mosaic_gpu import compat, count_larger, draw, run_sampled
 from tests.support import quick_compile
 from tests.support.drawn_tokens import PURPOSES, Slot, check, group_sums, rows_to_draw
 from tests.support.interpreted_kernels import ON_GPU, interpret, run_without_races
@@ -95,3 +96,17 @@ def test_larger_logits_are_counted():
     pairs = zip(wide, tokens, strict=True)
     expected = [(row > row[token]).sum() if token >= 0 else 0 for row, token in pairs]
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_candidates_of_listed_rows():
+    x = logits_of(*ODD)
+
+    def call(x, rows, number, interpret):
+        return run_sampled.candidates(x, rows, number, 5, interpret)
+
+    found = run_without_races(call, jnp.asarray(x), np.array([2, 1, 0], np.int32), np.int32(2))
+    for i, row in enumerate((2, 1)):
+        ids = oracle.top_ids(x[row].astype(np.float64), 5)
+        np.testing.assert_array_equal(found.ids[i], ids)
+        np.testing.assert_array_equal(found.logits[i], x[row].astype(np.float32)[ids])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import implementations, sampled_draw
+from pallas_kernels import implementations, sampled_draw, sampled_rows
 from pallas_kernels.sampled_draw import Drawn, RowsToDraw
 from pallas_kernels.sharding.grouped_rows import GroupedRows
 
@@ -67,6 +67,19 @@ def test_who_is_chosen(function, monkeypatch):
     assert kernels_of(jax.vmap(function), 4099, batch=(2,)) == 0
     monkeypatch.setattr(implementations, "cuda_capability", lambda: 8.9)
     assert kernels_of(function, 4099) == 0
+
+
+@pytest.mark.fast
+def test_candidates_of_valid_rows_are_the_kernels():
+    def call(valid):
+        def candidates(logits, slots, *_):
+            return sampled_rows.candidates(logits, 1024, slots, slots[0], valid=valid)
+
+        return candidates
+
+    assert kernels_of(call(True), 4099) == 2
+    assert kernels_of(call(False), 4099) == 0
+    assert kernels_of(call(True), 4099, "cpu") == 0
 
 
 def test_taken_tokens_that_are_too_many():

@@ -1,4 +1,4 @@
-"""What follows the read of sampled rows, to be executed as PTX: draws, and token ranks."""
+"""What follows the read of sampled rows, to be executed as PTX: draws, candidates, token ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mosaic_gpu import count_larger, draw
+from pallas_kernels import oracle
+from pallas_kernels.mosaic_gpu import count_larger, draw, run_sampled
 from pallas_kernels.mosaic_gpu.tiling import Tiling
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
@@ -79,6 +80,23 @@ def ranks(name: str, tiling: Tiling) -> Case:
     return Case(name, tiling, 0, len(x), call, check, (count_larger,))
 
 
+def candidates(name: str, tiling: Tiling, k: int) -> Case:
+    """The largest logits of listed rows, more of them than a call may ask for."""
+    x = logits_of(tiling)
+    rows = np.array([2, 0, 1], np.int32)
+
+    def call() -> Any:
+        return run_sampled.candidates(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2), k)
+
+    def check(found: Any) -> None:
+        for i, row in enumerate(rows[:2]):
+            ids = oracle.top_ids(x[row].astype(np.float64), k)
+            np.testing.assert_array_equal(found.ids[i], ids)
+            np.testing.assert_array_equal(found.logits[i], x[row].astype(np.float32)[ids])
+
+    return Case(name, tiling, k, len(rows), call, check)
+
+
 def draw_mutant_case() -> Case:
     """A quick case for spoiled kernels."""
     return draws("draw", fixed(4868, "bfloat16"), 3)
@@ -92,6 +110,7 @@ def draw_cases() -> list[Callable[[], Case]]:
         lambda: draws("draw, odd", fixed(4867, bf16), 5),
         lambda: draws("draw, 64 taken", fixed(12_292, f32), 64),
         lambda: draws("draw, float16, even", fixed(4866, f16), 2),
+        lambda: candidates("draw, 1024 candidates", fixed(135_176, bf16), 1024),
         lambda: ranks("ranks", fixed(8448, bf16)),
         lambda: ranks("ranks, odd", fixed(4867, f32)),
         lambda: ranks("ranks, whole blocks", fixed(8192, f16)),
