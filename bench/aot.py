@@ -18,7 +18,7 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import aot_tpu
-from bench.gpu import estimates, model, sampled, sass
+from bench.gpu import after_read, estimates, model, sampled, sass
 from bench.report.files import environment
 from pallas_kernels.changes import Changes
 from pallas_kernels.mosaic_gpu import h100, run
@@ -64,6 +64,8 @@ LIMITS = {
     # Rows that are sampled; XLA cuts what the kernels leave to the groups and candidates there are.
     "sampled": Limits(9.3, 0.03, 7),
     "sampled, raw": Limits(12.5, 0.04, 8, once=9.3),
+    # What follows their read: it has no loop over all logits.
+    after_read.PATH: Limits(0, 0.01, 2),
 }
 OPTIONS = ("results", "mask", "bias")
 OPTION_SHAPES = (
@@ -129,6 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.gpu:
         more = [(path, shape) for shape in OPTION_SHAPES for path in OPTIONS]
         more += [(path, shape) for shape in sampled.SHAPES for path in sampled.PATHS]
+        more += [(after_read.PATH, shape) for shape in after_read.SHAPES]
         calls = [*([] if options.options else calls), *more]
     results = []
     for number, (path, shape) in enumerate(calls, 1):
@@ -177,6 +180,8 @@ def measure(
     """
     compiled = device.compile(lowered(path, shape, device))
     rows = shape.rows
+    if path == after_read.PATH:
+        return measure_after(compiled, shape, device, seen, keep)
     width = max(shape.k, 1) if path == "fused" else shape.k
     masked = path in ("mask", "bias")
     is_sampled = path in sampled.PATHS
@@ -209,8 +214,36 @@ def measure(
     )
 
 
+def measure_after(
+    compiled: Any,
+    shape: Shape,
+    device: h100.H100,
+    seen: dict[tuple[Any, ...], sass.Kernel],
+    keep: Path | None,
+) -> Result:
+    """`measure` of what follows a read of sampled rows."""
+    keys = {"draw": ("draw", shape), "count_larger": ("count_larger", replace(shape, k=0))}
+    for ptx in device.dump.glob("*.ptx"):
+        seen[keys[ptx.stem.rsplit("_", 1)[0]]] = sass.read(ptx, keep)
+    kernels = tuple(seen[key] for key in keys.values())
+    text, temporaries = compiled.as_text() or "", compiled.memory_analysis()
+    return Result(
+        after_read.PATH,
+        shape,
+        sampled.tiling_of(shape),
+        kernels,
+        (),
+        temporaries.temp_size_in_bytes,
+        len(SORT.findall(text)),
+        count_launches(text),
+        after_read.estimate(shape, kernels, model.Chip()),
+    )
+
+
 def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
     """One path's program at one shape, before it is compiled."""
+    if path == after_read.PATH:
+        return after_read.lowered(shape, device)
     if path in sampled.PATHS:
         return sampled.lowered(path, shape, device)
     rows = shape.rows
@@ -251,6 +284,7 @@ def broken_limits(result: Result) -> list[str]:
     # A program that reads a single step has no loop.
     looped = result.tiling.num_steps > result.tiling.splits
     counts = [limits.per_logit] if limits.once is None else [limits.once, limits.per_logit]
+    counts = counts if limits.per_logit else []
     if looped and len(result.per_logit) != len(counts):
         out.append(f"{name}: pass 1 has {len(result.per_logit)} main loops, not {len(counts)}")
     for found, most in zip(result.per_logit, counts, strict=False):

@@ -10,17 +10,22 @@ from pallas_kernels.exponential import exponential
 from pallas_kernels.greedy_choice import greedy, greedy_token_ids
 from pallas_kernels.group_sums import WIDTH as GROUP_WIDTH
 from pallas_kernels.group_sums import GroupSums, inverse_temperature, sums_of_groups
+from pallas_kernels.gumbel import gumbel as gumbel_of_bits
+from pallas_kernels.gumbel import log_of
 from pallas_kernels.implementations import Implementation, gpu_obstacle
 from pallas_kernels.linear.contract import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import LinearKeptLogprobs
 from pallas_kernels.logarithm import logarithm
 from pallas_kernels.padded_tables import LogprobsTensors, logprobs_tensors, padded_token_ids
 from pallas_kernels.read_logprobs import logprobs_of_read
+from pallas_kernels.sampled_draw import Drawn, RowsToDraw
+from pallas_kernels.sampled_draw import draw as draw_rows
 from pallas_kernels.sampled_rows import FEW as FEW_CANDIDATES
 from pallas_kernels.sampled_rows import MANY as MANY_CANDIDATES
 from pallas_kernels.sampled_rows import keeps
 from pallas_kernels.sharding.grouped_rows import GroupedRows, top_candidates
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
+from pallas_kernels.threefry import word as threefry_word
 from pallas_kernels.types import Greedy, TopkLogprobs
 from pallas_kernels.wanted import RankTies
 
@@ -61,4 +66,10 @@ __all__ = [
     "exponential",
     "logarithm",
     "keeps",
+    "draw_rows",
+    "RowsToDraw",
+    "Drawn",
+    "threefry_word",
+    "gumbel_of_bits",
+    "log_of",
 ]

@@ -6,6 +6,7 @@ gives them all, and each block of rows pays for what its rows need.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import blocks, group_sums, sampled_on_tpu, selection
+from pallas_kernels import blocks, group_sums, implementations, sampled_on_tpu, selection
+from pallas_kernels.cuda_kernel import on_cuda
 from pallas_kernels.group_sums import EIGHT, WIDTH, GroupSums
 from pallas_kernels.ordered_keys import as_integers, strictly_larger
 from pallas_kernels.platforms import lowered_for
@@ -246,9 +248,22 @@ def keeps(
 
 
 def candidates(
-    logits: Float[Array, "N V"], k: int, row_ids: Int32[Array, " R"], num_rows: Int32[Array, ""]
+    logits: Float[Array, "N V"],
+    k: int,
+    row_ids: Int32[Array, " R"],
+    num_rows: Int32[Array, ""],
+    *,
+    valid: bool,
 ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
-    """The k largest logits of rows, and their ids; see `selection.select_top_k`."""
+    """The k largest logits of rows, and their ids; see `selection.select_top_k`.
+
+    Args:
+      logits: the rows.
+      k: static.
+      row_ids, num_rows: which rows; from `num_rows` on, the results are anything.
+      valid: static; whether these rows are. The GPU kernels, which find nothing in others, are for
+        valid rows.
+    """
     cpu, default = (
         functools.partial(_candidates, k, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
     )
@@ -258,7 +273,16 @@ def candidates(
         found = Top(*sampled_on_tpu.largest(logits, k, row_ids, num_rows))
         return blocks.vary_like(found, (logits, row_ids, num_rows))
 
-    return lowered_for(logits, row_ids, num_rows, like=like, cpu=cpu, tpu=tpu, default=default)
+    def kernels(*arguments: jax.Array) -> Top:
+        run = importlib.import_module("pallas_kernels.mosaic_gpu.run_sampled")
+        found: Top = run.candidates(*arguments, k)
+        return found
+
+    fits = valid and implementations.shape_obstacle(logits) is None
+    cuda = on_cuda(kernels, default) if fits else default
+    arguments = logits, row_ids, num_rows
+    found: Top = lowered_for(*arguments, like=like, cpu=cpu, tpu=tpu, cuda=cuda, default=default)
+    return found
 
 
 def _like_candidates(k: int, _: jax.Array, row_ids: jax.Array, *__: jax.Array) -> Top:

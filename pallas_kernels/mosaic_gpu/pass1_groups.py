@@ -214,22 +214,30 @@ def before_any_block(row: RowOfGroups) -> Carry:
 def updated(row: RowOfGroups, block: Any, pieces: list[jax.Array], carry: Carry) -> Carry:
     """The carry after one more block, whose groups are written."""
     layout = row.tiling.fixed_layout(row.vector)
+    largest, sums = maxima_and_sums(pieces, row.scales, layout, row.interpreted)
+    _store(row, block, row.maxima_ref, largest)
+    for i, ref in enumerate(row.sums_refs):
+        _store(row, block, ref, sums[min(i, len(sums) - 1)])
+    maximum = jnp.maximum(carry.maximum, largest.astype(jnp.float32))
+    return Carry(maximum, carry.evidence + sums[0])
+
+
+def maxima_and_sums(
+    pieces: list[jax.Array], scales: Scales, layout: Any, interpreted: bool
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The largest logit [groups] of each group of a block, in their dtype; a sum by each scale."""
     largest = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
-    maxima = largest.astype(jnp.float32)
-    reference = finite_reference(maxima)
+    reference = finite_reference(largest.astype(jnp.float32))
     reference = compat.cast(lax.broadcast_in_dim(reference, pieces[0].shape, (0,)), layout)
     # The difference is exact near the maximum, however large that is.
     differences = [piece.astype(jnp.float32) - reference for piece in pieces]
     sums = []
-    for scale in row.scales:
+    for scale in scales:
         terms = [jnp.exp2(x * scale) for x in differences]
         while len(terms) > 1:
             terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
-        sums.append(group_sums_of(terms[0], layout, row.interpreted))
-    _store(row, block, row.maxima_ref, largest)
-    for i, ref in enumerate(row.sums_refs):
-        _store(row, block, ref, sums[min(i, len(sums) - 1)])
-    return Carry(jnp.maximum(carry.maximum, maxima), carry.evidence + sums[0])
+        sums.append(group_sums_of(terms[0], layout, interpreted))
+    return largest, sums
 
 
 def group_sums_of(terms: jax.Array, layout: Any, interpreted: bool) -> jax.Array:

@@ -103,6 +103,16 @@ def top_of_groups(
     return _top(found.ids.reshape(rows, k), found.values.reshape(rows, k))
 
 
+def candidates(
+    logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int, interpret: Any = None
+) -> Top:
+    """`sampled_rows.candidates`, by both passes of a call without sampling."""
+    nothing = jnp.full(len(row_ids), jnp.inf, jnp.float32)
+    wanted = Wanted(k)
+    found = run.row_parts(logits, nothing, wanted, row_ids, num_rows, None, interpret=interpret)
+    return vary_like(_top(found.top_ids, found.top_logits), (logits, row_ids, num_rows))
+
+
 def _top_of_columns(logits: jax.Array, k: int, interpret: Any) -> Top:
     """Both passes of a call without sampling; no logit is larger than infinity."""
     nothing = jnp.full(logits.shape[0], jnp.inf, jnp.float32)

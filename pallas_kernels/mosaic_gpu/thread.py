@@ -152,13 +152,25 @@ def kept(vector: Any, bits: Word) -> Any:
     )
 
 
-def one_each(value: Word, layout: Any, shape: tuple[int, ...]) -> Any:
-    """A vector of floats in a layout in which a thread holds one element, this value."""
+def one_each(value: Word, layout: Any, shape: tuple[int, ...], signed: bool | None = None) -> Any:
+    """A vector in a layout in which a thread holds one element, this value; signed: of integers."""
     tiled = layout.to_mgpu()
+    registers = np.full(tiled.registers_shape(shape), _of_one(value), dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=signed)
+
+
+def vector_of(registers: Sequence[Any], tiled: Any, shape: tuple[int, ...]) -> Any:
+    """A vector from a thread's registers, in their order: vectors of MLIR, or integers."""
+    found = [_of_one(x) if isinstance(x, Word) else x for x in registers]
+    whole = np.array(found, dtype=object).reshape(tiled.registers_shape(shape))
+    signed = True if isinstance(registers[0], Word) else None
+    return mgpu.FragmentedArray(_registers=whole, _layout=tiled, _is_signed=signed)
+
+
+def _of_one(value: Word) -> Any:
+    """A vector of MLIR that has one element."""
     undefined = llvm.mlir_undef(ir.VectorType.get((1,), value.value.type))
-    one = llvm.insertelement(undefined, value.value, word(0).value)
-    registers = np.full(tiled.registers_shape(shape), one, dtype=object)
-    return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+    return llvm.insertelement(undefined, value.value, word(0).value)
 
 
 def scalar(value: Word) -> Any:

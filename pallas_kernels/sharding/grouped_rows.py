@@ -55,6 +55,15 @@ class GroupedRows:
         return replace(self, logits=logits, part=part)
 
     @property
+    def arrays(self) -> tuple[jax.Array, Part, jax.Array]:
+        """What of it is no constant of a program: see `with_arrays`."""
+        return self.logits, self.part, self.first
+
+    def with_arrays(self, logits: jax.Array, part: Part, first: jax.Array) -> "GroupedRows":
+        """The same rows, of these arrays."""
+        return replace(self, logits=logits, part=part, first=first)
+
+    @property
     def num_groups(self) -> int:
         """G, of all shards."""
         return group_sums.number_of_groups(self.vocab_size)
@@ -138,9 +147,11 @@ class GroupedRows:
     ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
         """The K = min(k, V) largest of rows: ids and logits, ties lowest id first.
 
-        An id is -1 where fewer are above -inf. Rows from `num_rows` on hold anything.
+        An id is -1 where fewer are above -inf. Rows from `num_rows` on hold anything; the others
+        must be valid.
         """
-        return _candidates(self.logits, self.shard, self.vocab_size, k, row_ids, num_rows)
+        every = self.logits, self.shard, self.vocab_size
+        return _candidates(*every, k, row_ids, num_rows, valid=True)
 
     def _gathered(self, found: Read, *, with_top: bool) -> Read:
         """Every shard's part of a read, in one exchange; with the candidates or without."""
@@ -186,7 +197,8 @@ def top_candidates(
     """
     vocab_size = shard.size(logits.shape[1])
     rows = jnp.arange(len(logits), dtype=jnp.int32)
-    return _candidates(shard.masked(logits), shard, vocab_size, k, rows, jnp.int32(len(logits)))
+    every = shard.masked(logits), shard, vocab_size
+    return _candidates(*every, k, rows, jnp.int32(len(logits)), valid=False)
 
 
 def _candidates(
@@ -196,10 +208,12 @@ def _candidates(
     k: int,
     row_ids: jax.Array,
     num_rows: jax.Array,
+    *,
+    valid: bool,
 ) -> tuple[jax.Array, jax.Array]:
     count = min(k, vocab_size)
     mine = min(count, logits.shape[1])
-    ids, found = sampled_rows.candidates(logits, mine, row_ids, num_rows)
+    ids, found = sampled_rows.candidates(logits, mine, row_ids, num_rows, valid=valid)
     if shard.axis_name is None:
         return ids, found
     return _merged(shard.gathered(_packed(logits, shard, ids, found)), count)

@@ -133,6 +133,13 @@ def largest(kind: str) -> Callable[..., np.ndarray]:
     return maximum
 
 
+def smallest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """min.NaN.f32: a NaN if either is one; -0.0 is smaller than 0.0."""
+    sign = np.uint32(1 << 31)
+    found = largest("f32")(a ^ sign, b ^ sign)
+    return np.where(found == NAN32, NAN32, found ^ sign)
+
+
 def packed(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """On both 16-bit halves of 32-bit words."""
 
@@ -187,6 +194,13 @@ def funnel_right(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarra
     """shf.r.wrap: the lower word of both, moved by the last five bits of `by`."""
     both = (high.astype(np.uint64) << np.uint64(32)) | low
     return (both >> (by.astype(np.uint64) & np.uint64(31))).astype(np.uint32)
+
+
+def funnel_left(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """shf.l.wrap: the upper word of both, moved by the last five bits of `by`."""
+    both = (high.astype(np.uint64) << np.uint64(32)) | low
+    moved = both << (by.astype(np.uint64) & np.uint64(31))
+    return (moved >> np.uint64(32)).astype(np.uint32)
 
 
 def wide_product(kind: str) -> Callable[..., np.ndarray]:
@@ -263,6 +277,7 @@ def _table() -> dict[str, Operation]:
         add(f"max.NaN.{kind}", _letter(kind), _letter(kind) * 2, largest(kind))
         for name in FLOAT_COMPARISONS:
             add(f"setp.{name}.{kind}", "p", _letter(kind) * 2, comparison(name, kind))
+    add("min.NaN.f32", "w", "ww", smallest)
     add("max.NaN.bf16x2", "w", "ww", packed(largest("bf16")))
     add("max.NaN.f16x2", "w", "ww", packed(largest("f16")))
     for kind in ("b16", "b32", "b64", "u32", "s32", "u64", "s64"):
@@ -300,6 +315,7 @@ def _table() -> dict[str, Operation]:
         for kind in kinds:
             add(f"{name}.{kind}", _letter(kind), _letter(kind) + "w", shift(name, kind))
     add("shf.r.wrap.b32", "w", "www", funnel_right)
+    add("shf.l.wrap.b32", "w", "www", funnel_left)
     add("popc.b32", "w", "w", lambda x: np.bitwise_count(x).astype(np.uint32))
     add("bfe.u32", "w", "www", bit_field)
     add("cvt.f32.bf16", "w", "h", lambda x: bits32(floats(x, "bf16")))
@@ -311,6 +327,7 @@ def _table() -> dict[str, Operation]:
     add("cvt.s64.s32", "d", "w", lambda x: signed(x).astype(np.int64).view(np.uint64))
     add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))
     add("cvt.rn.f32.s32", "w", "w", lambda x: bits32(signed(x).astype(np.float32)))
+    add("cvt.rn.f32.u32", "w", "w", lambda x: bits32(x.astype(np.float32)))
     add("cvt.rzi.s32.f32", "w", "w", truncated)
     # Generic and global addresses are the same.
     add("cvta.to.global.u64 cvta.global.u64", "d", "d", lambda x: x)

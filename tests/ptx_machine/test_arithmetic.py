@@ -90,6 +90,9 @@ def test_maxima_and_comparisons():
                 assert got == (words(x)[()] & words(y)[()])
             else:
                 assert got == words(max(x, y))
+            lowest = operate("min.NaN.f32", words(x), words(y))[0]
+            opposite = operate("max.NaN.f32", words(-x), words(-y))[0]
+            assert lowest == (got if np.isnan(x) or np.isnan(y) else opposite ^ 0x80000000)
             unordered = np.isnan(x) or np.isnan(y)
             assert operate("setp.lt.f32", words(x), words(y))[0] == (x < y)
             assert operate("setp.ne.f32", words(x), words(y))[0] == (x != y and not unordered)
@@ -108,6 +111,8 @@ def test_maxima_and_comparisons():
         ("shr.u32", (np.uint32(0x80000000), np.uint32(31)), 1),
         ("shf.r.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(8)), 0x56ABCD12),
         ("shf.r.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(32)), 0xABCD1234),
+        ("shf.l.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(8)), 0x56AB),
+        ("shf.l.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(33)), 0xAD),
         ("bfe.u32", (np.uint32(0xABCD1234), np.uint32(8), np.uint32(12)), 0xD12),
         ("mul.wide.s32", (np.uint32(2**32 - 2), np.uint32(3)), 2**64 - 6),
         ("mul.wide.u32", (np.uint32(2**32 - 2), np.uint32(3)), 3 * (2**32 - 2)),
@@ -122,6 +127,8 @@ def test_maxima_and_comparisons():
         ("cvt.f32.f16", (np.uint16(0x0001),), int(words(2.0**-24))),
         ("cvt.f32.f16", (np.uint16(0xFE01),), 0x7FFFFFFF),
         ("cvt.rn.f32.s32", (np.uint32(2**32 - 16777217),), int(words(-16777216.0))),
+        ("cvt.rn.f32.u32", (np.uint32(2**32 - 129),), int(words(2.0**32 - 256))),
+        ("cvt.rn.f32.u32", (np.uint32(2**24 + 1),), int(words(2.0**24))),
         ("cvt.rzi.s32.f32", (words(-1.9),), 2**32 - 1),
         ("cvt.rzi.s32.f32", (words(3e9),), 2**31 - 1),
         ("cvt.rzi.s32.f32", (words(np.nan),), 0),

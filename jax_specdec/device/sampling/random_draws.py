@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from jax_specdec.device.sampling import threefry
-from pallas_kernels import logarithm
+from pallas_kernels import gumbel_of_bits, threefry_word
 
 # Purposes: independent random numbers at one position. A token after the drafts is drawn in two
 # steps, with noise of its group (GROUP) and of itself (RECOVER).
@@ -29,7 +28,7 @@ class Source(NamedTuple):
 
 def uniform(source: Source, purpose: int) -> Float32[Array, "*rows"]:
     """One number in [0, 1), a multiple of 2**-23, for each row."""
-    bits = threefry.word(source.seed, purpose, source.position, jnp.zeros((), jnp.int32)) >> 9
+    bits = threefry_word(source.seed, purpose, source.position, jnp.zeros((), jnp.int32)) >> 9
     return lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32) - 1
 
 
@@ -38,15 +37,8 @@ def gumbel(source: Source, purpose: int, ids: Int32[Array, "B C"]) -> Float32[Ar
 
     So a device that holds a part of a row makes the noise of that part.
     """
-    bits = threefry.word(source.seed[:, None], purpose, source.position[:, None], ids)
-    # All 32 bits, so that the smallest exponentials, which decide for rare tokens, are fine ones.
-    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), 1 - 2.0**-24)
-    # -log(1 - u): what 1 - u loses by rounding, the quotient gives back (W. Kahan).
-    rest = 1 - u
-    lost = jnp.where(rest < 1, 1 - rest, jnp.float32(1))
-    exponential = jnp.where(rest < 1, -logarithm(rest) * (u / lost), u)
-    # After a minimum that changes nothing, no compiler contracts the product and a sum.
-    return -logarithm(jnp.minimum(exponential, jnp.float32(32)))
+    bits = threefry_word(source.seed[:, None], purpose, source.position[:, None], ids)
+    return gumbel_of_bits(bits)
 
 
 def best(
@@ -56,9 +48,3 @@ def best(
     score = scores.max(axis=1)
     largest = scores == score[:, None]
     return score, jnp.min(jnp.where(largest, ids, 2**31 - 1), axis=1)
-
-
-def log_of(weights: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """log of weights, 0 or more; -inf of what is 0, or next to it."""
-    some = weights > jnp.float32(1e-37)  # `logarithm` is for normal numbers
-    return jnp.where(some, logarithm(jnp.where(some, weights, jnp.float32(1))), -jnp.inf)

@@ -22,13 +22,17 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jax_specdec.device.sampling.distribution import compacted
 from jax_specdec.device.sampling.few_kept import draw_among
 from jax_specdec.device.sampling.parameters import Truncation
-from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
+from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, Source, best, gumbel
 from jax_specdec.device.sampling.row_read import RowRead, scaled
 from pallas_kernels import GROUP_WIDTH as WIDTH
 from pallas_kernels import (
+    Drawn,
     GroupedRows,
     GroupSums,
+    RowsToDraw,
+    draw_rows,
     exponential,
+    log_of,
     map_blocks,
     sums_of_groups,
     vary_like,
@@ -54,24 +58,16 @@ class Drawing(NamedTuple):
 
 def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
     """A token of each row: of p without q, or of p where nothing is left of it."""
-    largest, inverse, log_total = (
-        x[drawing.rows] for x in (found.largest, found.inverse, found.log_total)
-    )
-    log_mass = log_total + drawing.cut.log_kept
+    log_mass = found.log_total[drawing.rows] + drawing.cut.log_kept
     few = drawing.sampled & drawing.few
     widely = drawing.sampled & ~drawing.few
     nothing = jnp.full_like(log_mass, -jnp.inf), jnp.full_like(drawing.rows, -1)
-    no_group = vary_like(nothing, (few, logits.logits))  # each shard finds its own
     no_token = vary_like(nothing, few)
-
-    def by_groups() -> tuple[jax.Array, jax.Array]:
-        slots = drawing._replace(sampled=widely), largest, inverse
-        return _in_blocks(lambda logits, *some: _by_groups(logits, found, *some), logits, slots)
 
     def by_tokens() -> tuple[jax.Array, jax.Array]:
         return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, drawing.source)
 
-    score, token = lax.cond(jnp.any(widely), by_groups, lambda: no_group)
+    score, token = _drawn_widely(logits, found, drawing._replace(sampled=widely))
     score, token = _of_all_shards(logits, score, token)
     own_score, own_token = lax.cond(jnp.any(few), by_tokens, lambda: no_token)
     score, token = jnp.where(few, own_score, score), jnp.where(few, own_token, token)
@@ -87,13 +83,46 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     return jnp.where(jnp.maximum(score, apart) > -jnp.inf, chosen, of_p)
 
 
+def _drawn_widely(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn:
+    """`_by_groups` of the sampled rows: by a kernel on a GPU, else by XLA, if there are any."""
+    given = RowsToDraw(
+        rows=jnp.where(drawing.sampled, drawing.rows, -1),
+        cut_logit=drawing.cut.cut_logit,
+        cut_id=drawing.cut.cut_id,
+        taken_ids=drawing.taken_ids,
+        seed=drawing.source.seed,
+        position=drawing.source.position,
+        maxima=found.groups.maxima,
+        sums=found.groups.sums,
+        largest=found.largest,
+        inverse=found.inverse,
+    )
+
+    def by_xla(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn:
+        nothing = Drawn(
+            jnp.full(drawing.rows.shape, -jnp.inf, jnp.float32), jnp.full_like(drawing.rows, -1)
+        )
+
+        def by_groups() -> Drawn:
+            own = found.largest[drawing.rows], found.inverse[drawing.rows]
+            slots = drawing, *own
+            return _in_blocks(lambda logits, *some: _by_groups(logits, found, *some), logits, slots)
+
+        # Each shard finds its own.
+        no_group = vary_like(nothing, (drawing, logits.logits))
+        drawn: Drawn = lax.cond(jnp.any(drawing.sampled), by_groups, lambda: no_group)
+        return drawn
+
+    return draw_rows(logits, given, (GROUP, RECOVER), by_xla, found, drawing)
+
+
 def _by_groups(
     logits: GroupedRows,
     found: RowRead,
     drawing: Drawing,
     largest: Float32[Array, " B"],
     inverse: Float32[Array, " B"],
-) -> tuple[jax.Array, jax.Array]:
+) -> Drawn:
     """The score of this device's best group of each row, and a token in it that is not taken."""
     sums = _kept_groups(logits, found, drawing)
     sums = _without_taken(logits, sums, drawing, inverse)
@@ -103,7 +132,7 @@ def _by_groups(
     place = jnp.argmax(scores, axis=1)[:, None]  # the first of equal ones
     score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
     group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
-    return score, _in_group(logits, group, drawing, inverse)
+    return Drawn(score, _in_group(logits, group, drawing, inverse))
 
 
 def _in_blocks(work: Callable[..., Outputs], logits: GroupedRows, slots: Any) -> Outputs:

@@ -349,6 +349,7 @@ def _raw_logprobs(rows: GroupedRows, read: RowRead, verified: Verified, k: int) 
         read.top_logits[:, :k],
         read.largest,
         jnp.where(read.valid, sum_exp, jnp.float32(jnp.nan)),
+        read.groups.maxima,
     )
 
 

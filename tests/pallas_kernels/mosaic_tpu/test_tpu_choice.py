@@ -139,7 +139,7 @@ def test_rows_that_are_sampled_are_read_by_kernels():
         return GroupedRows.of(x).read(inverse, jnp.zeros(3, jnp.int32))
 
     def candidates(x, rows):
-        return sampled_rows.candidates(x, 5, rows, jnp.int32(1))
+        return sampled_rows.candidates(x, 5, rows, jnp.int32(1), valid=True)
 
     assert kernels(lowered(read, rows, numbers)) == 3
     assert kernels(lowered(candidates, rows, listed)) == 1

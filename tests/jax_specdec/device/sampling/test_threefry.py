@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from jax_specdec.device.sampling import threefry
 from jax_specdec.device.sampling.random_draws import ACCEPT, GROUP, Source, uniform
+from pallas_kernels import threefry_word
 
 pytestmark = pytest.mark.fast
 
@@ -27,7 +27,7 @@ def of_jax(purpose, seeds, positions, ids):
 @pytest.mark.parametrize("purpose", [ACCEPT, GROUP])
 @pytest.mark.parametrize("transform", [jax.jit, lambda call: call])
 def test_words_are_those_of_jaxs_threefry(transform, purpose):
-    found = transform(lambda *numbers: threefry.word(numbers[0], purpose, *numbers[1:]))
+    found = transform(lambda *numbers: threefry_word(numbers[0], purpose, *numbers[1:]))
     np.testing.assert_array_equal(found(*map(jnp.asarray, ALL)), of_jax(purpose, *ALL))
 
 

@@ -1,7 +1,7 @@
 """Every path of the GPU kernels, executed from its PTX: `.ci/heavy ptx`.
 
     --only WORD   the cases whose names have it
-    --mutants N   spoil N instructions of two calls' kernels too, one at a time (default 200)
+    --mutants N   spoil N instructions of three calls' kernels too, one at a time (default 300)
     --seed N      which ones
     --chip B200   what the kernels are compiled for
 
@@ -24,6 +24,7 @@ from rich.table import Table
 from pallas_kernels.mosaic_gpu import h100
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment, kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases, mutant_case
+from tests.pallas_kernels.mosaic_gpu.ptx.draw_cases import draw_cases, draw_mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import (
     sampled_cases,
@@ -103,21 +104,21 @@ def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--only", default="", help="the cases whose names have this")
-    parser.add_argument("--mutants", type=int, default=200, help="how many are tried")
+    parser.add_argument("--mutants", type=int, default=300, help="how many are tried")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--chip", choices=tuple(h100.CHIPS), default="H100")
     options = parser.parse_args(arguments)
     gc.freeze()  # jax has made many objects, and they stay
     compiler, console = kernels.Compiler(options.chip), Console(width=130)
-    cases = [*all_cases(), *option_cases(), *sampled_cases()]
+    cases = [*all_cases(), *option_cases(), *sampled_cases(), *draw_cases()]
     wrong = alignment.report(compiler.device)
     wrong += execute_all(cases, options.only, compiler, console)
     other = kernels.others_in_program(compiler)
     print(f"kernels that are others in a whole program than alone: {other or 'none'}")
     wrong += len(other)
     if options.mutants and not wrong:
-        each = options.mutants // 2
-        for case in (mutant_case(), sampled_mutant_case()):
+        each = options.mutants // 3
+        for case in (mutant_case(), sampled_mutant_case(), draw_mutant_case()):
             missed = mutants.report(case, compiler, EXACT[0], each, options.seed, console)
             wrong += len(missed)
     return min(wrong, 1)

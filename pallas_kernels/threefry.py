@@ -7,7 +7,6 @@ key and the counter of one run, whose first word is the random number.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -23,8 +22,8 @@ def word(
     """
     first, second = jnp.uint32(purpose), seed
     schedule = (first, second, first ^ second ^ jnp.uint32(PARITY))
-    x: jax.Array = schedule[0] + lax.bitcast_convert_type(position, jnp.uint32)
-    y = schedule[1] + lax.bitcast_convert_type(ids, jnp.uint32)
+    x: jax.Array = schedule[0] + position.astype(jnp.uint32)
+    y = schedule[1] + ids.astype(jnp.uint32)
     for turn in range(5):
         for bits in ROTATIONS[turn % 2]:
             x = x + y

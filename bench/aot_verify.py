@@ -1,0 +1,80 @@
+"""Compile the verification of sampled drafts for an H100 without one: launches and temporaries.
+
+    python -m bench.aot_verify            what the program has, in a minute or two
+    python -m bench.aot_verify --check    the same; exit status 1 if a limit is broken
+    python -m bench.aot_verify --dump DIR XLA writes what it compiled there, and its buffers by size
+
+64 slots of 4 rows, V = 151936, bfloat16, raw logprobs with 20 columns from the same read. The
+temporaries are those of any batch, whatever its filters. They may take 5 % of the logits' bytes,
+beside one block of `BLOCK` rows in float32. Launches are those outside of branches; a branch counts
+as one.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+BATCH, POSITIONS, VOCABULARY, K = 64, 4, 151_936, 20
+SHARE, BLOCK = 0.05, 8
+LAUNCHES = 34
+KERNELS = 8  # pass 1; pass 2 for 20, 64, 128 candidates; both for 1024; the draw; token ranks
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the figures; exit status 1 if a limit is broken and that is asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
+    parser.add_argument("--dump", type=Path, help="XLA writes the program to this folder")
+    options = parser.parse_args(arguments)
+    if options.dump is not None:  # before XLA reads them
+        flags = f"--xla_dump_to={options.dump} --xla_dump_hlo_as_text"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    from bench import aot_xla
+
+    begin = time.monotonic()
+    compiled = program()
+    text, size = compiled.as_text(), 2 * BATCH * POSITIONS * VOCABULARY
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    count = aot_xla.launches(text, 1)
+    kernels = text.count('custom_call_target="mosaic_gpu')
+    most = SHARE * size + 4 * BLOCK * VOCABULARY
+    print(
+        f"compiled for an H100 in {time.monotonic() - begin:.0f} s: {kernels} kernels of Mosaic GPU"
+    )
+    print(f"temporaries: {temporaries} bytes of {most:.0f}, {temporaries / size:.1%} of the logits")
+    print(f"launches outside of branches: {count}; limit {LAUNCHES}")
+    broken = (temporaries > most) + (count > LAUNCHES) + (kernels != KERNELS)
+    print(f"{broken} limits broken")
+    return 1 if options.check and broken else 0
+
+
+def program() -> Any:
+    """The compiled program of one verification."""
+    from pallas_kernels.mosaic_gpu import h100
+
+    device = h100.find()  # before any array is made
+    import jax
+
+    from jax_specdec.device.sampling.parameters import Sampling
+    from jax_specdec.device.sampling.verify import Drafts, Verified, verify
+
+    def of_slots(dtype: str) -> Any:
+        return device.array((BATCH,), dtype)
+
+    def call(logits: jax.Array, drafts: Drafts, sampling: Sampling, positions: Any) -> Verified:
+        return verify(logits, drafts, sampling, positions, raw_k=K)
+
+    floats, integers = of_slots("float32"), of_slots("int32")
+    sampling = Sampling(
+        temperature=floats, top_k=integers, top_p=floats, min_p=floats, seed=of_slots("uint32")
+    )
+    logits = device.array((BATCH, POSITIONS, VOCABULARY), "bfloat16")
+    drafts = Drafts(device.array((BATCH, POSITIONS - 1), "int32"), integers)
+    return device.compile(jax.jit(call).lower(logits, drafts, sampling, integers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The GPU kernels that draw tokens and count larger logits, interpreted, against float64.
+
+The compiled kernels are executed by `.ci/heavy ptx`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import oracle
+from pallas_kernels.mosaic_gpu import compat, count_larger, draw, run_sampled
+from tests.support import quick_compile
+from tests.support.drawn_tokens import PURPOSES, Slot, check, group_sums, rows_to_draw
+from tests.support.interpreted_kernels import ON_GPU, interpret, run_without_races
+
+INVERSE = np.array([1, 0.5, 1.7], np.float32)
+ODD = 4867, "bfloat16"  # the last group is cut off
+
+
+@functools.cache
+def logits_of(vocabulary, dtype):
+    rng = np.random.default_rng(vocabulary)
+    return (rng.normal(size=(3, vocabulary)) * 3).astype(jnp.dtype(dtype))
+
+
+def slots_of(x):
+    """Plain rows, a taken token, several of one group and of others, cuts with ties, no row."""
+    order = np.argsort(-x[2].astype(np.float32), kind="stable")
+    last = x.shape[1] - 1
+    cut = float(x[2, order[300]])
+    return [
+        Slot(0, 5, 7),
+        Slot(-1),
+        Slot(1, 2**32 - 1, 2**31 - 1, (int(x[1].argmax()),)),
+        Slot(2, 9, 1, (last, last - 1, 3, 4)),
+        Slot(2, 11, 2, (-1,), cut, int(order[300])),
+        Slot(2, 12, 2, (int(order[0]), int(order[1])), cut, int(order[300])),
+        Slot(2, 13, 2, tuple(map(int, order[1:3])), float(x[2, order[0]]), int(order[0])),
+    ]
+
+
+@functools.cache
+def program():
+    options = None if ON_GPU else quick_compile.OPTIONS
+    call = functools.partial(draw.draw, purposes=PURPOSES, interpret=interpret())
+    return jax.jit(call, compiler_options=options)
+
+
+def drawn(x, given):
+    found = jax.block_until_ready(program()(jnp.asarray(x), given))
+    assert ON_GPU or not compat.races_found()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), [pytest.param(*ODD, marks=pytest.mark.fast), (8448, "float32")]
+)
+def test_draws_are_those_of_float64(vocabulary, dtype):
+    x = logits_of(vocabulary, dtype)
+    slots = slots_of(x)
+    check(drawn(x, rows_to_draw(x, slots, INVERSE)), x, slots, INVERSE)
+
+
+def test_broken_draws_are_seen():
+    """Negative controls: one noise twice, a sum that lacks a token, a taken token that is kept."""
+    x = logits_of(*ODD)
+    slots = slots_of(x)
+    right = rows_to_draw(x, slots, INVERSE)
+    found = drawn(x, right)
+    with pytest.raises(AssertionError, match="slot 0 drew"):
+        check(found, x, slots, INVERSE, (PURPOSES[1], PURPOSES[1]))
+    wrong = rows_to_draw(x, slots, INVERSE, forget=int(found.token_ids[0]))
+    with pytest.raises(AssertionError):
+        check(drawn(x, wrong), x, slots[:1], INVERSE)
+    wrong = right._replace(taken_ids=np.full_like(right.taken_ids, -1))
+    with pytest.raises(AssertionError):
+        check(drawn(x, wrong), x, slots, INVERSE)
+
+
+def test_larger_logits_are_counted():
+    """Of the most and the least likely token, among equal logits, without a token."""
+    x = logits_of(*ODD).repeat(2, axis=0)
+    x[1] = 0
+    x[4, ::3] = -np.inf
+    tokens = np.array([x[0].argmax(), 5, -1, x[3].argmin(), 1, x.shape[1] - 1], np.int32)
+    maxima, _ = group_sums(x, np.ones(len(x)))
+
+    def call(*given, interpret):
+        return count_larger.count_larger(*given, interpret)
+
+    found = run_without_races(call, jnp.asarray(x), jnp.asarray(maxima), tokens)
+    wide = x.astype(np.float64)
+    pairs = zip(wide, tokens, strict=True)
+    expected = [(row > row[token]).sum() if token >= 0 else 0 for row, token in pairs]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_candidates_of_listed_rows():
+    x = logits_of(*ODD)
+
+    def call(x, rows, number, interpret):
+        return run_sampled.candidates(x, rows, number, 5, interpret)
+
+    found = run_without_races(call, jnp.asarray(x), np.array([2, 1, 0], np.int32), np.int32(2))
+    for i, row in enumerate((2, 1)):
+        ids = oracle.top_ids(x[row].astype(np.float64), 5)
+        np.testing.assert_array_equal(found.ids[i], ids)
+        np.testing.assert_array_equal(found.logits[i], x[row].astype(np.float32)[ids])

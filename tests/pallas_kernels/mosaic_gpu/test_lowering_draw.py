@@ -1,0 +1,87 @@
+"""Who draws and who counts larger logits, without a GPU or an interpreter: lowering, choice.
+
+What the machine code looks like is checked by `python -m bench.aot --options --check`.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import implementations, sampled_draw, sampled_rows
+from pallas_kernels.sampled_draw import Drawn, RowsToDraw
+from pallas_kernels.sharding.grouped_rows import GroupedRows
+
+ROWS, SLOTS = 8, 2
+
+
+def drawn_by_xla(rows, slots):
+    """Anything of the right shape."""
+    return Drawn(slots.astype(jnp.float32) + rows.logits[0, 0].astype(jnp.float32), slots)
+
+
+def draws(logits, slots, floats, groups, taken):
+    given = RowsToDraw(
+        rows=slots,
+        cut_logit=floats,
+        cut_id=slots,
+        taken_ids=taken,
+        seed=slots.astype(jnp.uint32),
+        position=slots,
+        maxima=groups,
+        sums=groups,
+        largest=groups[:, 0],
+        inverse=groups[:, 0],
+    )
+    return sampled_draw.draw(GroupedRows.of(logits), given, (3, 1), drawn_by_xla, slots)
+
+
+def counts(logits, slots, floats, groups, taken):
+    ids = jnp.zeros(ROWS, jnp.int32)
+    return sampled_draw.num_larger(logits, groups, ids, lambda _, ids: ids), slots, floats, taken
+
+
+def kernels_of(function, vocabulary, platform="cuda", taken=1, batch=()):
+    """How many kernels a program for the platform has."""
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct((*batch, *shape), dtype)
+
+    program = jax.jit(function).trace(
+        array((ROWS, vocabulary), jnp.bfloat16),
+        array((SLOTS,), jnp.int32),
+        array((SLOTS,), jnp.float32),
+        array((ROWS, -(-vocabulary // 256)), jnp.float32),
+        array((SLOTS, taken), jnp.int32),
+    )
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    return text.count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("function", [draws, counts])
+def test_who_is_chosen(function, monkeypatch):
+    assert kernels_of(function, 151_936) == 1
+    assert kernels_of(function, 4099, "cpu") == 0
+    assert kernels_of(function, 2000) == 0  # too short
+    assert kernels_of(function, 2**20 + 1) == 0  # too many groups
+    assert kernels_of(jax.vmap(function), 4099, batch=(2,)) == 0
+    monkeypatch.setattr(implementations, "cuda_capability", lambda: 8.9)
+    assert kernels_of(function, 4099) == 0
+
+
+@pytest.mark.fast
+def test_candidates_of_valid_rows_are_the_kernels():
+    def call(valid):
+        def candidates(logits, slots, *_):
+            return sampled_rows.candidates(logits, 1024, slots, slots[0], valid=valid)
+
+        return candidates
+
+    assert kernels_of(call(True), 4099) == 2
+    assert kernels_of(call(False), 4099) == 0
+    assert kernels_of(call(True), 4099, "cpu") == 0
+
+
+def test_taken_tokens_that_are_too_many():
+    assert kernels_of(draws, 4099, taken=128) == 1
+    assert kernels_of(draws, 4099, taken=129) == 0

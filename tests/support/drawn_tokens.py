@@ -1,0 +1,115 @@
+"""Draws of a token by groups, in float64, for tests of the kernels that draw.
+
+The random words are `pallas_kernels.threefry_word`'s, which have a test of their own; the rest is
+written anew.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import GROUP_WIDTH, threefry_word
+from pallas_kernels.sampled_draw import RowsToDraw
+
+PURPOSES = (3, 1)  # of the noise of groups, of tokens
+
+
+def gumbel(seed, purpose, position, ids):
+    """Noise of ids, float64."""
+    ids = jnp.asarray(ids, jnp.int32)
+    bits = threefry_word(jnp.uint32(seed), purpose, jnp.int32(position), ids)
+    u = np.minimum((np.asarray(bits).astype(np.float64) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -np.log(-np.log1p(-u))
+
+
+def in_groups(x):
+    """[..., V] -> [..., G, 256], float64; -inf behind the last token."""
+    missing = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP_WIDTH)]
+    padded = np.pad(np.asarray(x).astype(np.float64), missing, constant_values=-np.inf)
+    return padded.reshape(*x.shape[:-1], -1, GROUP_WIDTH)
+
+
+def group_sums(x, inverse):
+    """Maxima and sums [R, G] of exp((x - maximum) / T), float32 as a read leaves them."""
+    groups = in_groups(x)
+    maxima = groups.max(axis=-1)
+    finite = np.where(np.isfinite(maxima), maxima, 0)[..., None]
+    sums = np.exp((groups - finite) * np.asarray(inverse, np.float64)[:, None, None]).sum(-1)
+    return maxima.astype(np.float32), sums.astype(np.float32)
+
+
+def rows_to_draw(x, slots, inverse, *, forget=None):
+    """What a kernel is given of rows x [N, V]; slots are `Slot`s.
+
+    forget: a token whose exponential the groups' sums do not have, in every row.
+    """
+    inverse = np.asarray(inverse, np.float32)
+    summed = np.array(x).astype(np.float32)
+    if forget is not None:
+        summed[:, forget] = -np.inf
+    maxima, _ = group_sums(x, inverse)
+    _, sums = group_sums(summed, inverse)
+    most = max(len(slot.taken) for slot in slots)
+    taken = [(*slot.taken, *[-1] * (most - len(slot.taken))) for slot in slots]
+    return RowsToDraw(
+        rows=np.array([slot.row for slot in slots], np.int32),
+        cut_logit=np.array([slot.cut_logit for slot in slots], np.float32),
+        cut_id=np.array([slot.cut_id for slot in slots], np.int32),
+        taken_ids=np.array(taken, np.int32).reshape(len(slots), most),
+        seed=np.array([slot.seed for slot in slots], np.uint32),
+        position=np.array([slot.position for slot in slots], np.int32),
+        maxima=maxima,
+        sums=sums,
+        largest=np.asarray(x).astype(np.float32).max(axis=1),
+        inverse=inverse,
+    )
+
+
+class Slot(NamedTuple):
+    """A slot to draw for."""
+
+    row: int
+    seed: int = 0
+    position: int = 0
+    taken: tuple[int, ...] = (-1,)
+    cut_logit: float = -np.inf
+    cut_id: int = 2**31 - 1
+
+
+def expected(x, slot, inverse, purposes=PURPOSES):
+    """The score and the token of a slot, and how far its group and its token lie ahead."""
+    row = np.asarray(x[slot.row]).astype(np.float64)
+    ids = np.arange(len(row))
+    kept = (row > slot.cut_logit) | ((row == slot.cut_logit) & (ids < slot.cut_id))
+    kept |= ids == slot.cut_id
+    kept[[token for token in slot.taken if token >= 0]] = False
+    inverse = float(np.float32(inverse[slot.row]))
+    left = in_groups(np.where(kept, row, -np.inf))
+    with np.errstate(divide="ignore"):
+        weights = np.log(np.exp((left - row.max()) * inverse).sum(axis=1))
+    source = slot.seed, slot.position
+    scores = weights + gumbel(source[0], purposes[0], source[1], np.arange(len(left)))
+    group = int(scores.argmax())
+    first = group * GROUP_WIDTH
+    own = left[group] * inverse
+    own = own + gumbel(source[0], purposes[1], source[1], first + np.arange(GROUP_WIDTH))
+    return scores[group], first + int(own.argmax()), min(_ahead(scores), _ahead(own))
+
+
+def _ahead(scores):
+    second, best = np.sort(scores)[-2:]
+    return best - second
+
+
+def check(found, x, slots, inverse, purposes=PURPOSES):
+    """The draws are those of float64; slots must be such that rounding does not decide."""
+    scores, tokens = (np.asarray(part) for part in found)
+    for i, slot in enumerate(slots):
+        if slot.row < 0:
+            assert (scores[i], tokens[i]) == (-np.inf, -1)
+            continue
+        score, token, ahead = expected(x, slot, inverse, purposes)
+        assert ahead > 1e-4, f"slot {i} would be decided by rounding: take another seed"
+        assert tokens[i] == token, f"slot {i} drew {tokens[i]}, not {token}"
+        np.testing.assert_allclose(scores[i], score, rtol=1e-5, atol=1e-5)
