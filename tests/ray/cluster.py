@@ -48,7 +48,6 @@ def cluster_of(*nodes, head=0, system=None):
       system: further settings of Ray's own.
     """
     os.environ["PYTHONPATH"] = str(ROOT)
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # other programs run here too
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
     from ray.cluster_utils import Cluster
