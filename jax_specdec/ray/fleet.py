@@ -81,7 +81,9 @@ class Fleet:
             for member in self.members:
                 member.close(reachable=True)
             raise
-        self._watch = threading.Thread(target=self._look, name="fleet of jax_specdec", daemon=True)
+        self._watch = threading.Thread(
+            target=self._watch_all, name="fleet of jax_specdec", daemon=True
+        )
         self._watch.start()
 
     def close(self) -> None:
@@ -273,6 +275,15 @@ class Fleet:
                     if mine:
                         consumer.put(batch.take(mine))
         self._lock.notify_all()
+
+    def _watch_all(self) -> None:
+        """Look until the end; without a watch nothing may go on, for deadlines would pass."""
+        try:
+            self._look()
+        except BaseException as error:
+            if not self.over():
+                logger.exception("the fleet's watch ends")
+                self.fail(ClusterError(f"the watch over the replicas has ended: {error!r}"))
 
     def _look(self) -> None:
         """Look at deadlines and at the head, until the end."""

@@ -4,6 +4,7 @@ Ray starts a lost actor anew; this thread notices the loss, has its requests tak
 the new one.
 """
 
+import collections
 import contextlib
 import logging
 import threading
@@ -47,7 +48,8 @@ class Member:
         self._make_place, self._fleet = place, fleet
         self._place: Place | None = None
         self._losses = 0
-        self._sent: list[Any] = []  # calls whose outcome is not known
+        # Calls whose outcome is not known: any thread adds some, the fleet's watch takes them out.
+        self._sent: collections.deque[Any] = collections.deque()
         self._thread = threading.Thread(target=self._run, name=f"replica {number}", daemon=True)
 
     def start(self) -> None:
@@ -73,9 +75,10 @@ class Member:
         """
         errors = ray("ray.exceptions")
         try:
-            self._sent.append(self._call("submit", "commands", orders))
+            call = self._call("submit", "commands", orders)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
             raise full_store(f"{counted(len(orders), 'request')}", error) from error
+        self._sent.append(call)
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; does not wait."""
@@ -83,7 +86,7 @@ class Member:
 
     def look(self) -> None:
         """Find requests that did not arrive: then the replica is not to be relied on."""
-        sent, self._sent = self._sent, []
+        sent = [self._sent.popleft() for _ in range(len(self._sent))]
         if sent:
             done, left = ray().wait(sent, num_returns=len(sent), timeout=0)
             self._sent += left
