@@ -80,28 +80,28 @@ def read_fixed_block(
 
 
 def read_fixed_edge(
-    logits_ref: Any, first: Any, block: Any, tiling: Tiling, vector: int, interpreted: bool
+    logits_ref: Any, first: Any, block: int, tiling: Tiling, vector: int, interpreted: bool
 ) -> list[jax.Array]:
     """`read_fixed_block` of a block that may go beyond the row: -inf there, where nothing is read.
 
-    The row starts at `first`, and its length is a multiple of `vector`. The block's number may be
-    one that only the program knows.
+    The row starts at `first`, and its length is a multiple of `vector`.
     """
     begin = block * tiling.block
-    if tiling.vocabulary % tiling.block == 0:
-        return read_fixed_block(logits_ref, first + begin, tiling, vector, interpreted)
-    if isinstance(block, int) and begin + tiling.block <= tiling.vocabulary:
+    if begin + tiling.block <= tiling.vocabulary:
         return read_fixed_block(logits_ref, first + begin, tiling, vector, interpreted)
     shape, layout = tiling.piece(RUN), tiling.fixed_layout(vector)
     number = tiling.group_width // shape[1]
     if interpreted:
-        return _interpreted_edge(logits_ref, first, block, tiling)
+        there = logits_ref[pl.ds(first + begin, tiling.vocabulary - begin)]
+        missing = jnp.full(begin + tiling.block - tiling.vocabulary, -jnp.inf, there.dtype)
+        whole = jnp.concatenate([there, missing]).reshape(shape[0], -1)
+        return jnp.split(whole, number, axis=1)
 
-    def body(logits: Any, first: Any, begin: Any) -> Any:
+    def body(logits: Any, first: Any) -> Any:
         lanes = shape[1] // RUN
         me = thread.thread()
         group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
-        mine = group * tiling.group_width + column + thread.word(begin)
+        mine = group * tiling.group_width + column + begin
         return tuple(run(logits, thread.word(first), mine + i * shape[1]) for i in range(number))
 
     def run(logits: Any, first: thread.Word, token: thread.Word) -> Any:
@@ -118,18 +118,5 @@ def read_fixed_edge(
         return thread.mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
 
     kind = thread.result(shape, logits_ref.dtype, layout)
-    arguments, layouts = (logits_ref, first, jnp.int32(begin)), (None, "scalar", "scalar")
+    arguments, layouts = (logits_ref, first), (None, "scalar")
     return list(thread.inline(body, arguments, layouts, (kind,) * number))
-
-
-def _interpreted_edge(logits_ref: Any, first: Any, block: Any, tiling: Tiling) -> list[jax.Array]:
-    """`read_fixed_edge` in an interpreted kernel, for rows whose last block goes beyond them."""
-    shape, last = tiling.piece(RUN), tiling.vocabulary // tiling.block
-    begin = last * tiling.block
-    there = logits_ref[pl.ds(first + begin, tiling.vocabulary - begin)]
-    missing = jnp.full(begin + tiling.block - tiling.vocabulary, -jnp.inf, there.dtype)
-    found = jnp.concatenate([there, missing])
-    if last and not isinstance(block, int):
-        whole = logits_ref[pl.ds(first + jnp.minimum(block, last - 1) * tiling.block, tiling.block)]
-        found = jnp.where(block == last, found, whole)
-    return jnp.split(found.reshape(shape[0], -1), tiling.group_width // shape[1], axis=1)

@@ -73,7 +73,7 @@ def test_who_is_chosen(function, monkeypatch):
 def test_candidates_of_valid_rows_are_the_kernels():
     def call(valid):
         def candidates(logits, slots, *_):
-            return sampled_rows.candidates(logits, 1024, slots, slots[0], valid=valid)
+            return sampled_rows.candidates(logits, 5, slots, slots[0], valid=valid)
 
         return candidates
 

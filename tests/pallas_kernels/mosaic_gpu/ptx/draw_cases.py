@@ -86,7 +86,8 @@ def candidates(name: str, tiling: Tiling, k: int) -> Case:
     rows = np.array([2, 0, 1], np.int32)
 
     def call() -> Any:
-        return run_sampled.candidates(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2), k)
+        found = run_sampled.candidates(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2), k)
+        return run_sampled.Top(*(part[:2] for part in found))  # the third row's are anything
 
     def check(found: Any) -> None:
         for i, row in enumerate(rows[:2]):
