@@ -198,8 +198,10 @@ class Silence:
         self._seconds = 0.0
 
 
-def _phase_of(text: str) -> Phase:
-    """The phase at the beginning of `str` of a pulse. ValueError: there is none."""
+def _phase_of(text: object) -> Phase:
+    """The phase at the beginning of `str` of a pulse. ValueError, LookupError: there is none."""
+    if not isinstance(text, str):
+        raise ValueError(f"{text!r} is no text")
     return Phase(text.split(maxsplit=1)[0])
 
 

@@ -279,9 +279,28 @@ class Workers:
             elif session.worker.exit_status is not None:
                 problems.append(f"{what}: its process has ended; the next request will report it")
         return Health(
-            alive=failure is None and self.coming(prefill_only=False) and away <= patience,
-            ready=any(session.ready and not session.prefill_only for session in self.sessions),
+            alive=failure is None
+            and away <= patience
+            and any(self._serves(session, asked=bool(asked)) for session in self.sessions),
+            ready=any(
+                session.ready and session.worker.exit_status is None and not session.prefill_only
+                for session in self.sessions
+            ),
             problems=tuple(problems),
+        )
+
+    def _serves(self, session: WorkerSession, *, asked: bool) -> bool:
+        """Whether requests decode there, now or once a worker has started.
+
+        Args:
+          asked: somebody asks for updates, and will say of an ended process how it ended.
+        """
+        if session.prefill_only:
+            return False
+        if session.alive and (asked or session.worker.exit_status is None):
+            return True
+        return session.process_rank in self._due or (
+            session.lost is None and self._may_have_a_successor(session)
         )
 
     def _start(self, process_rank: int) -> WorkerHandle:
@@ -297,10 +316,14 @@ class Workers:
             share=self._shares[process_rank],
         )
 
+    def _may_have_a_successor(self, session: WorkerSession) -> bool:
+        config = self._config
+        return config.on_worker_loss == "restart" and session.restarts < config.max_restarts
+
     def _plan(self, session: WorkerSession) -> None:
         """Note when the successor of a lost worker is due, if it may have one."""
         config = self._config
-        if config.on_worker_loss == "restart" and session.restarts < config.max_restarts:
+        if self._may_have_a_successor(session):
             delay = min(config.restart_delay * 2**session.restarts, MAX_RESTART_DELAY)
             self._due[session.process_rank] = self._clock.now() + delay
 

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 
+import msgpack
 import pytest
 import zmq
 
@@ -163,6 +164,25 @@ def test_what_is_no_heartbeat_of_this_link_is_dropped(connected, said):
     peer.socket.send_multipart([Pulse().to_bytes(), b"more"])
     hear(listening, link, peer, phase=Phase.IDLE)
     assert (link.pulse.beats, link.pulse.phase) == (before.beats + 1, Phase.IDLE)
+
+
+ODD = (None, True, -1, 5, 2**63, 1.5, "", "idle", b"idle", [], [""], [5], [["idle"]], {}, {1: 2},
+       msgpack.ExtType(5, b"x"))  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(len(msgpack.unpackb(Pulse().to_bytes()))))
+def test_a_heartbeat_of_any_values_is_a_pulse_or_refused(place):
+    values = msgpack.unpackb(Pulse(phase=Phase.IDLE).to_bytes())
+    outcomes = set()
+    for odd in ODD:
+        values[place] = odd
+        try:
+            str(Pulse.from_bytes(msgpack.packb(values), 1))
+        except ValueError:
+            outcomes.add("refused")
+        else:
+            outcomes.add("taken")
+    assert "taken" in outcomes
 
 
 def test_a_heartbeat_that_is_too_long_is_not_heard_and_the_link_goes_on(connected):

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from jax_specdec.control.heart import LEAST_TICKS, LOOK_SECONDS, Activity, Heart
+from jax_specdec.control.pulse import Silence
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.fast
@@ -105,3 +106,10 @@ EVER = {n / 10 for n in range(1000)}
 )
 def test_a_silent_process_lives_while_it_works(beats, works, until):
     assert life(beats, works) == pytest.approx(until, abs=0.3)
+
+
+def test_time_in_which_nobody_looked_is_no_silence():
+    silence = Silence()
+    for now in (100.0, 100.5, 4000.0, 4000.2):
+        silence.look(now, sign=False)
+    assert silence.seconds == pytest.approx(0.5 + Silence.LONGEST_LOOK + 0.2)

@@ -12,6 +12,7 @@ from prometheus_client import parser
 from ipc.errors import RingTimeout
 from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.worker_session import WorkerSilent
 from jax_specdec.export import metrics
 from tests.support.scene import Scene, long_requests
 from tests.support.scripted_worker import ScriptedWorker
@@ -159,3 +160,37 @@ def test_health_of_workers_that_load_or_have_ended_while_nothing_ran():
     scene.workers[0].exit_status = -9
     said = "process rank 0: its process has ended; the next request will report it"
     assert scene.engine.health().problems == (said,)
+
+
+@pytest.mark.parametrize(
+    ("loss", "alive"),
+    [
+        ({}, False),
+        ({"on_worker_loss": "continue"}, False),
+        ({"on_worker_loss": "restart"}, True),
+        ({"on_worker_loss": "restart", "max_restarts": 0}, False),
+    ],
+)
+def test_health_counts_an_end_that_nobody_has_reported_yet(loss, alive):
+    """Of a worker that has ended while nothing ran, or that is ended for its silence."""
+    for how in ("ended", "is being ended"):
+        scene = Scene(num_prefill_ranks=1, **loss)  # a prefill worker alone serves nobody
+        health = scene.engine.health()
+        assert (health.alive, health.ready) == (True, True)
+        if how == "ended":
+            scene.workers[0].exit_status = -9
+        else:
+            scene.engine._workers.end(scene.engine.sessions[0], WorkerSilent("no heartbeat"))
+        health = scene.engine.health()
+        assert (health.alive, health.ready) == (alive, False)
+
+
+def test_who_asks_for_updates_will_tell_of_an_end_before_the_engine_counts_as_dead():
+    scene = Scene()
+    stream = scene.engine.generate(long_requests())
+    next(stream)
+    scene.workers[0].exit_status = -9
+    health = scene.engine.health()
+    assert (health.alive, health.ready) == (True, False)
+    stream.close()
+    assert not scene.engine.health().alive
