@@ -251,7 +251,8 @@ def ordered(running: Running, k: int) -> tuple[jax.Array, jax.Array]:
                 .at[row, before]
                 .set(own, mode="promise_in_bounds", unique_indices=True)
             )
-            return lax.dynamic_update_slice(whole, own, here)
+            updated: jax.Array = lax.dynamic_update_slice(whole, own, here)
+            return updated
 
         return put(found[0], keys), put(found[1], ids)
 
