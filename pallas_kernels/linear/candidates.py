@@ -233,6 +233,8 @@ def ordered(running: Running, k: int) -> tuple[jax.Array, jax.Array]:
         # In place: rows that two parts have are in order the second time, and stay so.
         start = jnp.minimum(j * part, rows - part)
         here = (start, jnp.int32(0))
+        keys: jax.Array
+        ids: jax.Array
         keys, ids = (barrier(lax.dynamic_slice(x, here, (part, k))) for x in found)
 
         def count(i: jax.Array, before: jax.Array) -> jax.Array:
@@ -251,7 +253,8 @@ def ordered(running: Running, k: int) -> tuple[jax.Array, jax.Array]:
                 .at[row, before]
                 .set(own, mode="promise_in_bounds", unique_indices=True)
             )
-            return lax.dynamic_update_slice(whole, own, here)
+            updated: jax.Array = lax.dynamic_update_slice(whole, own, here)
+            return updated
 
         return put(found[0], keys), put(found[1], ids)
 

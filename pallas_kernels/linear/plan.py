@@ -78,7 +78,7 @@ def room_of(rows: int, width: int, hidden: int, itemsize: int, k: int) -> int | 
     """How much room there can be beside one narrow product; None: too little."""
     if not k:
         return 0
-    share = 0.92 * share_of(rows, 4 * rows * width)
+    share = 0.97 * share_of(rows, 4 * rows * width)
     a_column = hidden * itemsize + 4 * rows
     making = min(candidates.PART, rows) * 12  # bytes, for each that a row has
     most = 8 if width >= 256 * k else 6
