@@ -26,7 +26,7 @@ def separate(k, x, token_ids, interpret, cut, **options):
     return run.topk_logprobs(x, token_ids, wanted, *rest, extra, None, interpret=interpret, cut=cut)
 
 
-def check(x, k, token_ids=None, **options):
+def check(x, k, token_ids=None, races=True, **options):
     rng = np.random.default_rng(1)
     count = len(options.get("row_ids", x))
     if token_ids is None:
@@ -36,7 +36,7 @@ def check(x, k, token_ids=None, **options):
     def call(x, token_ids, options, interpret, cut):
         return separate(k, x, token_ids, interpret, cut, **options)
 
-    found = run_interpreted(call, x, token_ids, options)
+    found = run_interpreted(call, x, token_ids, options, races=races)
     oracle.assert_matches(found, oracle.topk_logprobs(x, token_ids, k, **options))
 
 
@@ -106,10 +106,13 @@ def test_greedy_choice_of_valid_and_invalid_rows():
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 @pytest.mark.parametrize("k", [1, 20, 64, 130, 512])
 def test_every_k(dtype, k):
-    """Up to more than the stacks' sections hold; equal logits in rows that are not ties alone."""
+    """Up to more than the stacks' sections hold; equal logits in rows that are not ties alone.
+
+    Copies are the same for every K; races are looked for where that takes seconds.
+    """
     x = np.concatenate([oracle.edge_rows(2600, dtype, 128), normal(3, dtype, 2600)])
     x[8] = np.round(x[8])
-    check(x, k)
+    check(x, k, races=k <= 20)
 
 
 @pytest.mark.slow
