@@ -193,8 +193,9 @@ def test_as_many_requests_are_open_as_may(waiting):
     threads = [
         threading.Thread(target=lambda: http.post("/v1/completions", json=BODY)) for _ in range(2)
     ]
-    for each in threads:
-        each.start()
+    threads[0].start()
+    until(lambda: server.engine.running)  # it has the slot: until then it is one that waits
+    threads[1].start()
     until(lambda: server.service._open == 2)
     assert error(http.post("/v1/completions", json=BODY), 429)["code"] == "too_many_requests"
     server.workers[0].allowed.release(1000)
