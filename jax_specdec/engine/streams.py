@@ -260,8 +260,8 @@ class Streams:
             self._end(heapq.heappop(self._deadlines)[2], FinishReason.DEADLINE)
 
     def _begin(self, queued: QueuedRequest, context: Any) -> None:
-        self._scheduler.begin([queued], context)
-        with self._lock:
+        with self._lock:  # between the two, a request would count twice among those that wait
+            self._scheduler.begin([queued], context)
             self._unread -= 1
             ends = self._coming.pop(queued.request.id)
         if ends is not None:

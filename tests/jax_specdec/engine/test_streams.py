@@ -81,6 +81,33 @@ def test_a_lower_priority_comes_first_then_who_came_first():
     assert admitted(scene) == ["d", "a", "c", "b", "e"]
 
 
+def test_a_request_on_its_way_to_the_queue_counts_once(monkeypatch):
+    """Another thread submits just when the engine's own has queued the first request."""
+    scene = StreamingScene(num_slots=1, max_waiting=2)
+    begin, refused = scene.engine._scheduler.begin, []
+
+    def submit():
+        try:
+            scene.submit(request("second"))
+        except EngineFull as error:
+            refused.append(error)
+
+    other = threading.Thread(target=submit)
+
+    def begun(queued, context=None):
+        begin(queued, context)
+        if not other.ident:
+            other.start()
+            other.join(0.2)  # it ends by then where it need not wait for this thread
+
+    monkeypatch.setattr(scene.engine._scheduler, "begin", begun)
+    scene.submit(request("first"))
+    scene.round()
+    other.join()
+    scene.finish()
+    assert not refused
+
+
 def test_as_many_wait_as_may_and_one_more_is_refused():
     scene = StreamingScene(num_slots=1, max_waiting=3)
     for n in range(3):
