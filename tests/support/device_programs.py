@@ -199,11 +199,11 @@ STEPS = [
     step_case("ngram", devices=()),
     step_case("ngram", 0, devices=()),
     step_case("suffix", devices=()),
-    step_case("suffix with corpus", 5),
-    step_case("callable"),
+    step_case("suffix with corpus", 5, devices=()),
+    step_case("callable", devices=()),
     step_case("callable that draws", 5, devices=()),
     step_case("adaptive mtp", devices=()),
-    step_case("adaptive ngram", 5),
+    step_case("adaptive ngram", 5, devices=()),
     step_case("mtp", prefill_only=True)._replace(variant="mtp, prefill only"),
     *(
         Case(
