@@ -1,16 +1,18 @@
 """Several raylets on this machine, and fleets over scripted workers on them."""
 
+import collections
 import contextlib
 import functools
 import os
 import signal
 
 import numpy as np
+import pytest
 
 from ipc.doctor import find_ring_files
 from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
 from jax_specdec.engine.worker_client import WorkerProcess
-from jax_specdec.ray import RayConfig, RayEngine, columns
+from jax_specdec.ray import ClusterError, RayConfig, RayEngine, columns
 from tests.support.paths import ROOT
 from tests.support.processes import wait_for
 from tests.support.scripted_process import WORKER
@@ -176,3 +178,14 @@ def nothing_is_left(before):
 
 def rings():
     return {file.path for file in find_ring_files()}
+
+
+def check_end_of_fleet(engine, strike, says):
+    """`strike()` ends the fleet in mid-run: by an error that says why, and another for new work."""
+    slow = engine.generate(make_requests(200, 400))
+    next(slow)
+    strike()
+    with pytest.raises(ClusterError, match=says):
+        collections.deque(slow, maxlen=0)
+    with pytest.raises(ClusterError, match="start a new RayEngine"):
+        engine.submit(make_requests(1)[0])
