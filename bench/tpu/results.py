@@ -14,6 +14,7 @@ from bench.tpu.programs import Compiled
 
 ROOT = Path(__file__).parent.parent.parent
 KERNELS = Path("pallas_kernels/mosaic_tpu")
+OF_GPUS = Path("pallas_kernels/mosaic_gpu")
 COMPILERS = ("jax", "jaxlib", "libtpu")
 
 
@@ -28,13 +29,17 @@ def fingerprint(way: str, root: Path = ROOT) -> str:
 
 
 def sources(way: str, root: Path) -> Iterable[Path]:
-    """The files of a way, from the root: of the plain way none is ours but its own."""
+    """The files of a way, from the root: those of other chips' kernels do not count.
+
+    Of the plain way none is ours but its own.
+    """
     yield from map(Path, ("bench/tpu/programs.py", "bench/tpu/bundles.py", "bench/reference.py"))
     if way == "plain":
         return
     for path in sorted((root / "pallas_kernels").rglob("*.py")):
         found = path.relative_to(root)
-        if way != "xla" or KERNELS not in found.parents:
+        others = {OF_GPUS, KERNELS} if way == "xla" else {OF_GPUS}
+        if others.isdisjoint(found.parents):
             yield found
 
 

@@ -99,6 +99,7 @@ def test_what_a_ways_results_depend_on(tmp_path, monkeypatch):
     every = {way: set(results.sources(way, results.ROOT)) for way in ("plain", "xla", "kernel")}
     assert every["plain"] < every["xla"] < every["kernel"]
     assert results.KERNELS / "kernel.py" in every["kernel"] - every["xla"]
+    assert not any(results.OF_GPUS in one.parents for one in every["kernel"] | every["xla"])
     for path in every["kernel"]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((results.ROOT / path).read_bytes())
