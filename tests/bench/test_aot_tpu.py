@@ -115,6 +115,9 @@ def test_limits():
     assert faults(wide, replace(wide, way="plain", cycles=60_000)) == []
     slow = replace(wide, way="plain", cycles=58_000)
     assert "1.95x are wanted" in faults(wide, slow)[0]
+    few = replace(v6e, rows=1)  # of which no more is promised
+    assert faults(few, replace(few, way="plain", cycles=30_000)) == []
+    assert "1.0x are wanted" in faults(few, replace(few, way="plain", cycles=29_000))[0]
 
 
 def test_operations_that_read_the_logits():

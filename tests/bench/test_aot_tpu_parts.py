@@ -108,3 +108,9 @@ def test_what_a_ways_results_depend_on(tmp_path, monkeypatch):
     (tmp_path / results.KERNELS / "kernel.py").write_text("other")
     after = {way: results.fingerprint(way, tmp_path) for way in every}
     assert [way for way in every if before[way] != after[way]] == ["kernel"]
+
+
+def test_every_program_has_cycles_to_compare_with():
+    names = {grid.name(*one) for one in grid.programs(False)}
+    assert set(aot_tpu.kept_cycles()) == names
+    assert {grid.name(*one) for one in grid.programs(True)} <= names
