@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax_specdec.ray.batch import unpacked
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jax_specdec.ray")
 PATIENCE_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
+# Between two looks whether the fleet is over: a thread that waits in Ray after `ray.shutdown` ends
+# the process, without a word.
+SLICE_SECONDS = 0.5
 
 
 class Member:
@@ -116,7 +119,7 @@ class Member:
 
         def answer() -> str:
             try:
-                found: str = ray().get(asked)
+                found: str = self._get(asked)
             except Exception as error:  # whatever Ray says of a lost actor
                 return f"it was lost before all had loaded the weights: {_first(error)}"
             return found
@@ -129,7 +132,7 @@ class Member:
 
         def answer() -> int:
             try:
-                found: int = ray().get(asked)
+                found: int = self._get(asked)
             except Exception:  # lost, or it lost a worker
                 return -1
             return found
@@ -191,7 +194,7 @@ class Member:
         """Wait until the replica takes requests, with the weights in use."""
         while not self._fleet.over():
             weights = self._fleet.weights
-            ray().get(self._call("begin", "slow", weights, max_task_retries=-1))
+            self._get(self._call("begin", "slow", weights, max_task_retries=-1))
             self.problem = ""
             if self._fleet.joined(self, weights.version):
                 self.begun = True
@@ -209,9 +212,7 @@ class Member:
         )
         errors = ray("ray.exceptions")
         try:
-            for reference in batches:
-                data = ray().get(reference)
-                del reference
+            for data in self._each(batches):
                 if isinstance(data, str):
                     self._restart()
                     return data
@@ -230,6 +231,35 @@ class Member:
             return str(error)
         except Exception as error:  # whatever Ray says of an actor, a node or an object
             return _first(error)
+
+    def _each(self, references: Any) -> Iterator[Any]:
+        """Yield what a generator of Ray's brings, until it has ended or the fleet is over."""
+        while not self._fleet.over():
+            done, _ = ray().wait([references], timeout=SLICE_SECONDS, fetch_local=False)
+            if done:
+                try:
+                    reference = next(references)
+                except StopIteration:
+                    return
+                data = self._get(reference)
+                del reference
+                yield data
+                del data
+
+    def _get(self, reference: Any) -> Any:
+        """What a reference stands for.
+
+        Raises:
+          GetTimeoutError: the fleet is over.
+          Exception: whatever Ray says of an actor, a node or an object.
+        """
+        late = ray("ray.exceptions").GetTimeoutError
+        while True:
+            try:
+                return ray().get(reference, timeout=SLICE_SECONDS)
+            except late:
+                if self._fleet.over():
+                    raise
 
     def _restart(self) -> None:
         """Have Ray start the actor anew, where it may: its engine has ended, or is not trusted."""
