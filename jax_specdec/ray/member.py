@@ -16,7 +16,7 @@ from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.book import BatchError
 from jax_specdec.ray.errors import NotBegun, full_store
 from jax_specdec.ray.installed import ray
-from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
+from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
 from jax_specdec.wording import counted
 
@@ -50,6 +50,7 @@ class Member:
         self.traffic = dict.fromkeys(("batches", "bytes", "rows", "tokens", "calls"), 0)
         self._make_place, self._fleet = place, fleet
         self._place: Place | None = None
+        self._home: Home | None = None  # where it has to be closed, or tidied up after
         self._losses = 0
         # Calls whose outcome is not known: any thread adds some, the fleet's watch takes them out.
         self._sent: collections.deque[Any] = collections.deque()
@@ -65,8 +66,10 @@ class Member:
         if self._place is not None and reachable:
             with contextlib.suppress(Exception):
                 ray().get(self._call("close", "slow"), timeout=PATIENCE_SECONDS)
+                self._home = None
             with contextlib.suppress(Exception):
                 self._place.remove()
+            self._tidy()
         if self._thread.ident is not None:
             self._thread.join(PATIENCE_SECONDS)
 
@@ -166,13 +169,17 @@ class Member:
 
     def _live(self) -> None:
         """Begin and read, again and again, until the fleet is over or Ray gives up."""
-        died = ray("ray.exceptions").ActorDiedError
+        errors = ray("ray.exceptions")
         while not self._fleet.over():
             try:
                 self._begin()
-            except died as error:
+            except errors.ActorDiedError as error:
                 self._lose(self.problem or _first(error), coming=False)
+                self._tidy()
                 return
+            except errors.ActorUnavailableError as error:  # lost while it began: Ray starts it anew
+                self._lose(_first(error), coming=True)
+                continue
             except Exception as error:
                 self.problem = _first(error)
                 if not self._may_come_again():
@@ -188,13 +195,16 @@ class Member:
             self._lose(why, coming=coming)
             if not coming:
                 self.kill(why)
+                self._tidy()
                 return
 
     def _begin(self) -> None:
         """Wait until the replica takes requests, with the weights in use."""
         while not self._fleet.over():
             weights = self._fleet.weights
-            self._get(self._call("begin", "slow", weights, max_task_retries=-1))
+            # The first question waits until Ray has started it; who answered is begun, or lost.
+            self._home = self._get(self._call("home", "slow", max_task_retries=-1))
+            self._get(self._call("begin", "slow", weights))
             self.problem = ""
             if self._fleet.joined(self, weights.version):
                 self.begun = True
@@ -276,6 +286,13 @@ class Member:
         self._fleet.lost(self, why, coming=coming)
         self._losses += 1  # who sees it sees that the replica is not ready
         time.sleep(0.05)
+
+    def _tidy(self) -> None:
+        """Remove what the replica left on its node, where it did not close and begins no more."""
+        home, self._home = self._home, None
+        if home is not None and self._place is not None:
+            with contextlib.suppress(Exception):  # the node is gone
+                ray().get(self._place.tidy(home), timeout=PATIENCE_SECONDS)
 
 
 def _with(status: ReplicaStatus, **values: Any) -> ReplicaStatus:
