@@ -3,14 +3,17 @@
     python -m bench.ray_scale [--requests 1000] [--tokens 256] [--logprobs 0] [--coalesce 0.02]
 
 Two replicas of 64 slots run a worker without a model, at 10 ms a step. Counted are batches, bytes
-and calls at the driver, and the CPU seconds of the driver, of the head (`gcs_server`), of the
-raylet and of the replicas, beside what the same processes take when nothing runs.
+and calls at the driver, the bytes and messages that the head (`gcs_server`) sends and receives, and
+the CPU seconds of the driver, of the head, of the raylet and of the replicas, beside what the same
+processes take when nothing runs. The kernel counts what a connection carries (`ss`, of iproute2).
 """
 
 import argparse
 import functools
 import importlib
 import os
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +32,20 @@ def cpu(pid: int) -> float:
     """CPU seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def carried(pid: int) -> dict[str, float]:
+    """Bytes and segments with data that the open connections of a process have carried."""
+    lines = subprocess.run(
+        ["ss", "-tinHpO"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    found = {"bytes": 0.0, "messages": 0.0}
+    for line in lines:
+        if f"pid={pid}," in line:
+            for name, word in (("bytes", r"bytes_(?:acked|received)"), ("messages", "data_segs_")):
+                counts = re.findall(rf"{word}\w*:(\d+)", line)
+                found[name] += sum(map(float, counts))
+    return found
 
 
 def named(word: str) -> list[int]:
@@ -76,7 +93,11 @@ def main() -> None:
         parts = {"driver": [os.getpid()], "head": [head], "raylet": [raylet], "replicas": replicas}
 
         def counted() -> dict[str, float]:
-            return {name: sum(map(cpu, pids)) for name, pids in parts.items()}
+            seconds = {
+                f"CPU seconds of the {name}": sum(map(cpu, pids)) for name, pids in parts.items()
+            }
+            through = {f"{name} through the head": n for name, n in carried(head).items()}
+            return seconds | through
 
         began, idle = time.monotonic(), counted()
         time.sleep(5)
@@ -98,9 +119,10 @@ def main() -> None:
     for name, count in moved.items():
         print(f"  {name}: {count * scale:,.0f}")
     for name, value in used.items():
+        digits = 2 if "CPU" in name else 0
         print(
-            f"  CPU seconds of the {name}: {value * scale:.2f} "
-            f"({still[name]:.3f} a second when nothing runs)"
+            f"  {name}: {value * scale:,.{digits}f} "
+            f"({still[name]:,.{digits + 1}f} a second when nothing runs)"
         )
 
 

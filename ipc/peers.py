@@ -126,6 +126,9 @@ def _open_pidfd(identity: ProcessIdentity) -> int | None:
     except ProcessLookupError:
         return None
     except OSError as error:
+        # The number is that of a thread of another process by now: EINVAL, on Linux 6.18 ENOENT.
+        if error.errno in (errno.EINVAL, errno.ENOENT):
+            return None
         if error.errno not in (errno.ENOSYS, errno.EPERM):
             raise
         raise RingError(

@@ -115,7 +115,7 @@ class Fleet:
           EngineClosed, WorkerFailed, ClusterError: the engine has ended.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             self._changing = True
             return [member for member in self.members if member.ready]
 
@@ -128,7 +128,7 @@ class Fleet:
     def admit(self, entries: Sequence[Entry]) -> None:
         """Let requests wait, and send what can be sent."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             for entry in entries:
                 if (name := entry.request.id) in self._book.entries:
                     raise RequestError(f"request id {name!r} is that of an open request")
@@ -147,11 +147,17 @@ class Fleet:
             self._send()
             return True
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise EngineClosed("the engine is closed: make a new one")
+    def check_open(self) -> None:
+        """Refuse what nobody can do any more.
+
+        Raises:
+          EngineClosed, WorkerFailed, ClusterError: the engine has ended.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise EngineClosed("the engine is closed: make a new one")
 
     def _send(self) -> None:
         """Send what waits to replicas that have room; the lock is held."""
@@ -310,7 +316,7 @@ class Fleet:
     def _no_room(self) -> str:
         problems = {member.problem for member in self.members if member.problem}
         with contextlib.suppress(Exception):
-            have = placement.nodes_of(ray().nodes())
+            have = placement.nodes_of(self._head.nodes())
             problems.add(f"the nodes have {have}")
         return (
             f"no replica took requests within {self.cluster.start_timeout:g} seconds "

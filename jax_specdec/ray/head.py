@@ -2,14 +2,22 @@
 
 import threading
 import time
+from typing import Any
 
 from jax_specdec.ray.installed import ray
 
 ASK_SECONDS = 1.0
+# A head that has lost its state is that of another cluster, and refuses who belongs to the old one.
+OTHER_CLUSTER = "WrongClusterID"
 
 
 class Head:
-    """Asks the head for its nodes now and then, in a thread that may hang in the question."""
+    """Asks the head whether it lives now and then, in a thread of its own.
+
+    It asks through a client of Ray's that raises. `ray.nodes()`, as any question of Ray's state,
+    ends the whole process where a head that was started anew has lost its state (Ray 2.60,
+    `global_state_accessor.cc`).
+    """
 
     def __init__(self, timeout: float) -> None:
         """Ask from now on.
@@ -18,7 +26,8 @@ class Head:
           timeout: seconds without an answer that are a problem.
         """
         self._timeout = timeout
-        self._node: str = ray().get_runtime_context().get_node_id()
+        address = ray().get_runtime_context().gcs_address
+        self._client: Any = ray("ray._raylet").GcsClient(address=address)
         self._answered = time.monotonic()
         self._changed = ""
         self._over = threading.Event()
@@ -46,16 +55,31 @@ class Head:
             "`ray status` answers (a head with external storage of its state outlives restarts)"
         )
 
+    def nodes(self) -> list[dict[str, Any]]:
+        """The nodes, as `ray.nodes()` lists them.
+
+        Raises:
+          ConnectionError: the head does not answer, or is not the one that it was; says which.
+        """
+        if not self._answer():
+            raise ConnectionError(self.problem() or "the head of the Ray cluster does not answer")
+        found: list[dict[str, Any]] = ray().nodes()
+        return found
+
     def _ask(self) -> None:
-        while not self._over.wait(ASK_SECONDS):
-            try:
-                nodes = {node["NodeID"] for node in ray().nodes()}
-            except Exception:  # whatever it is, it is no answer
-                continue
-            if nodes and self._node not in nodes:
+        while not (self._changed or self._over.wait(ASK_SECONDS)):
+            self._answer()
+
+    def _answer(self) -> bool:
+        """Ask once; whether the head that it was has answered."""
+        try:
+            self._client.check_alive([], timeout=ASK_SECONDS)
+        except Exception as error:  # whatever it is, it is no answer
+            if OTHER_CLUSTER in str(error):
                 self._changed = (
                     "the head of the Ray cluster was restarted: it does not know this node any "
                     "more. Requests that have not ended are lost; start a new RayEngine"
                 )
-                return
-            self._answered = time.monotonic()
+            return False
+        self._answered = time.monotonic()
+        return True

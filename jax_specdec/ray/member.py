@@ -9,14 +9,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.book import BatchError
 from jax_specdec.ray.errors import NotBegun, full_store
 from jax_specdec.ray.installed import ray
-from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
+from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
 from jax_specdec.wording import counted
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jax_specdec.ray")
 PATIENCE_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
+# Between two looks whether the fleet is over: a thread that waits in Ray after `ray.shutdown` ends
+# the process, without a word.
+SLICE_SECONDS = 0.5
 
 
 class Member:
@@ -47,6 +50,7 @@ class Member:
         self.traffic = dict.fromkeys(("batches", "bytes", "rows", "tokens", "calls"), 0)
         self._make_place, self._fleet = place, fleet
         self._place: Place | None = None
+        self._home: Home | None = None  # where it has to be closed, or tidied up after
         self._losses = 0
         # Calls whose outcome is not known: any thread adds some, the fleet's watch takes them out.
         self._sent: collections.deque[Any] = collections.deque()
@@ -62,8 +66,10 @@ class Member:
         if self._place is not None and reachable:
             with contextlib.suppress(Exception):
                 ray().get(self._call("close", "slow"), timeout=PATIENCE_SECONDS)
+                self._home = None
             with contextlib.suppress(Exception):
                 self._place.remove()
+            self._tidy()
         if self._thread.ident is not None:
             self._thread.join(PATIENCE_SECONDS)
 
@@ -116,7 +122,7 @@ class Member:
 
         def answer() -> str:
             try:
-                found: str = ray().get(asked)
+                found: str = self._get(asked)
             except Exception as error:  # whatever Ray says of a lost actor
                 return f"it was lost before all had loaded the weights: {_first(error)}"
             return found
@@ -129,7 +135,7 @@ class Member:
 
         def answer() -> int:
             try:
-                found: int = ray().get(asked)
+                found: int = self._get(asked)
             except Exception:  # lost, or it lost a worker
                 return -1
             return found
@@ -163,13 +169,17 @@ class Member:
 
     def _live(self) -> None:
         """Begin and read, again and again, until the fleet is over or Ray gives up."""
-        died = ray("ray.exceptions").ActorDiedError
+        errors = ray("ray.exceptions")
         while not self._fleet.over():
             try:
                 self._begin()
-            except died as error:
+            except errors.ActorDiedError as error:
                 self._lose(self.problem or _first(error), coming=False)
+                self._tidy()
                 return
+            except errors.ActorUnavailableError as error:  # lost while it began: Ray starts it anew
+                self._lose(_first(error), coming=True)
+                continue
             except Exception as error:
                 self.problem = _first(error)
                 if not self._may_come_again():
@@ -185,13 +195,16 @@ class Member:
             self._lose(why, coming=coming)
             if not coming:
                 self.kill(why)
+                self._tidy()
                 return
 
     def _begin(self) -> None:
         """Wait until the replica takes requests, with the weights in use."""
         while not self._fleet.over():
             weights = self._fleet.weights
-            ray().get(self._call("begin", "slow", weights, max_task_retries=-1))
+            # The first question waits until Ray has started it; who answered is begun, or lost.
+            self._home = self._get(self._call("home", "slow", max_task_retries=-1))
+            self._get(self._call("begin", "slow", weights))
             self.problem = ""
             if self._fleet.joined(self, weights.version):
                 self.begun = True
@@ -209,9 +222,7 @@ class Member:
         )
         errors = ray("ray.exceptions")
         try:
-            for reference in batches:
-                data = ray().get(reference)
-                del reference
+            for data in self._each(batches):
                 if isinstance(data, str):
                     self._restart()
                     return data
@@ -231,6 +242,35 @@ class Member:
         except Exception as error:  # whatever Ray says of an actor, a node or an object
             return _first(error)
 
+    def _each(self, references: Any) -> Iterator[Any]:
+        """Yield what a generator of Ray's brings, until it has ended or the fleet is over."""
+        while not self._fleet.over():
+            done, _ = ray().wait([references], timeout=SLICE_SECONDS, fetch_local=False)
+            if done:
+                try:
+                    reference = next(references)
+                except StopIteration:
+                    return
+                data = self._get(reference)
+                del reference
+                yield data
+                del data
+
+    def _get(self, reference: Any) -> Any:
+        """What a reference stands for.
+
+        Raises:
+          GetTimeoutError: the fleet is over.
+          Exception: whatever Ray says of an actor, a node or an object.
+        """
+        late = ray("ray.exceptions").GetTimeoutError
+        while True:
+            try:
+                return ray().get(reference, timeout=SLICE_SECONDS)
+            except late:
+                if self._fleet.over():
+                    raise
+
     def _restart(self) -> None:
         """Have Ray start the actor anew, where it may: its engine has ended, or is not trusted."""
         if not self._fleet.over():
@@ -246,6 +286,13 @@ class Member:
         self._fleet.lost(self, why, coming=coming)
         self._losses += 1  # who sees it sees that the replica is not ready
         time.sleep(0.05)
+
+    def _tidy(self) -> None:
+        """Remove what the replica left on its node, where it did not close and begins no more."""
+        home, self._home = self._home, None
+        if home is not None and self._place is not None:
+            with contextlib.suppress(Exception):  # the node is gone
+                ray().get(self._place.tidy(home), timeout=PATIENCE_SECONDS)
 
 
 def _with(status: ReplicaStatus, **values: Any) -> ReplicaStatus:

@@ -31,6 +31,19 @@ class Weights:
     arrays: Any = None  # a list of one reference, which Ray then leaves alone
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a replica is.
+
+    Attributes:
+      node: the id of its node, as Ray has it.
+      process: the actor's, as `ipc.doctor.this_process` names it.
+    """
+
+    node: str
+    process: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStatus:
     """One replica's numbers at one moment.

@@ -9,7 +9,9 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.group import Follower
 from jax_specdec.ray.installed import ray
+from jax_specdec.ray.orders import Home
 from jax_specdec.ray.replica import MakeEngine, Replica
+from jax_specdec.ray.tidy import tidy
 
 NAMESPACE = "jax-specdec"
 CONNECT_SECONDS = 5.0
@@ -77,6 +79,7 @@ class Place:
         self._bundles = [dict(cluster.devices)] * cluster.nodes
         strategy = "STRICT_SPREAD" if cluster.nodes > 1 else "PACK"
         self.group = groups.placement_group(self._bundles, strategy=strategy)
+        self._environment = {"env_vars": environment(cluster.environment)}
         restarts = config.max_restarts if config.on_worker_loss == "restart" else 0
 
         def options(bundle: int) -> dict[str, Any]:
@@ -86,7 +89,7 @@ class Place:
                     placement_group=self.group, placement_group_bundle_index=bundle
                 ),
                 "max_restarts": restarts,
-                "runtime_env": {"env_vars": environment(cluster.environment)},
+                "runtime_env": self._environment,
             }
 
         followers = [
@@ -105,6 +108,17 @@ class Place:
     def asked(self) -> str:
         """What it needs, for an error."""
         return " + ".join(str(bundle) for bundle in self._bundles)
+
+    def tidy(self, home: Home) -> Any:
+        """Have what a replica left on its node removed, once its process has ended; a reference."""
+        strategies = ray("ray.util.scheduling_strategies")
+        options = {
+            "num_cpus": 0,
+            "max_retries": 0,
+            "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(home.node, soft=False),
+            "runtime_env": self._environment,
+        }
+        return ray().remote(tidy).options(**options).remote(home.process)
 
     def remove(self) -> None:
         """End the actors and give their devices back."""

@@ -198,6 +198,7 @@ class RayEngine:
                 if refusals:
                     for member in members:
                         member.forget_weights()
+                    self._fleet.check_open()  # its end is the reason, where it has ended
                     raise WeightsError("; ".join(refusals))
                 self._fleet.weights = new
                 answers = [(member, member.use_weights()) for member in members]

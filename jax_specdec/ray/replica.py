@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ipc import doctor
+from jax_specdec.engine import leftovers
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.streams import Sink
@@ -26,8 +28,9 @@ from jax_specdec.ray.batch import packed
 from jax_specdec.ray.errors import NotBegun
 from jax_specdec.ray.group import Followers
 from jax_specdec.ray.installed import ray
-from jax_specdec.ray.orders import Order, ReplicaStatus, Weights
+from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
 from jax_specdec.ray.outbox import Outbox
+from jax_specdec.ray.tidy import tidy
 
 MakeEngine = Callable[..., Engine]
 BEGIN_SECONDS = 60.0  # for the ends of what an earlier program had asked for
@@ -64,10 +67,17 @@ class Replica:
         self._loaded: tuple[contextlib.ExitStack, LoadedWeights] | None = None
         self._folder: Path | None = None
         self._held = threading.Lock()
+        self._closing = False
         sys.setswitchinterval(SWITCH_SECONDS)
+
+    def home(self) -> Home:
+        """Where it is, and which process."""
+        return Home(ray().get_runtime_context().get_node_id(), doctor.this_process())
 
     def begin(self, weights: Weights) -> ReplicaStatus:
         """Make the engine, or end all that it does; returns once a worker takes requests.
+
+        First it removes what killed replicas left on this host.
 
         Raises:
           WorkerFailed, WeightsError, ValueError, OSError: there is no engine; says why.
@@ -87,8 +97,12 @@ class Replica:
                     self._version = engine.update_weights(_content(weights))
             else:
                 self._end()
+                tidy()
                 engine = self._make(weights)
             while not (health := engine.health()).ready:
+                if self._closing:
+                    self._end()
+                    raise RuntimeError("it was closed before a worker took requests")
                 if not health.alive:
                     raise RuntimeError("; ".join(health.problems))
                 time.sleep(READY_SECONDS)
@@ -180,9 +194,11 @@ class Replica:
             self._forget_loaded()
 
     def close(self) -> None:
-        """End the engine and its workers."""
+        """End the engine and its workers; remove what killed replicas left on this host."""
+        self._closing = True
         with self._held:
             self._end()
+        tidy()
 
     def _submit(self, engine: Engine, order: Order) -> None:
         name = order.request.id
@@ -225,7 +241,8 @@ class Replica:
         if weights.arrays is not None:
             from jax_specdec.checkpoint.written_arrays import write_arrays
 
-            self._folder = Path(tempfile.mkdtemp(prefix="jax-specdec-weights-"))
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{leftovers.PREFIX}weights-"))
+            leftovers.own(self._folder)
             arrays: Mapping[str, Any] = ray().get(weights.arrays[0])
             made = write_arrays(
                 arrays,

@@ -12,6 +12,7 @@ from jax_specdec.engine.engine import Engine
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.placement import environment, of_actor
 from jax_specdec.ray.replica import MakeEngine
+from jax_specdec.ray.tidy import tidy
 from jax_specdec.serve.app import Bounds, Service
 from jax_specdec.serve.model import ServedModel
 
@@ -65,6 +66,7 @@ def application(
     """
 
     def build() -> Any:
+        tidy()
         engine = make_engine(config)
         engine.serve()
         made = Service(engine, make_model(), bounds=bounds, api_key=api_key).app

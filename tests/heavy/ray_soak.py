@@ -6,7 +6,9 @@ First 2,000 greedy requests run on 6 replicas over 3 nodes; in mid-run a node is
 one joins. Then requests run for the given time, while workers, replicas' actors, raylets and whole
 nodes are killed. Workers are scripted ones: what an undisturbed run gives is known. Each position
 of every request came once, in order, with the ids and logprobs of such a run. At the end no
-process of a replica lives, and no ring is in /dev/shm.
+process of a replica lives, and no ring is in /dev/shm. That holds for rings of crashed nodes too,
+for which no real cluster could answer: the nodes here are one host, and each replica that begins or
+closes on it removes the rings of all its dead processes.
 """
 
 import argparse

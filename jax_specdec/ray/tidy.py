@@ -1,0 +1,47 @@
+"""What killed replicas left on a host: their rings in shared memory, and their files of weights.
+
+Never jax. A ring whose two sides have met has no name any more, and goes with them. One whose
+engine was killed before that keeps its name. Only what names a dead process of this very host as
+its maker is removed (`ipc.doctor`): no ring that anybody uses, and nothing of other users.
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from ipc import RingError, doctor
+from jax_specdec.engine import leftovers
+
+logger = logging.getLogger("jax_specdec.ray")
+RINGS = Path("/dev/shm")
+END_SECONDS = 5.0  # for a process that was killed
+LOOK_SECONDS = 0.02
+
+
+def tidy(process: str = "", *, rings: Path = RINGS, folders: Path | None = None) -> None:
+    """Remove what dead processes left on this host.
+
+    Directories with what workers printed stay, for who looks for a reason.
+
+    Args:
+      process: one that is about to end, as `ipc.doctor.this_process` names it; waited for.
+      rings: where rings are.
+      folders: where engines have their directories; None: the system's temporary directory.
+    """
+    deadline = time.monotonic() + END_SECONDS
+    try:
+        while (
+            process
+            and doctor.state_of(process, os.geteuid()) == "alive"
+            and time.monotonic() < deadline
+        ):
+            time.sleep(LOOK_SECONDS)
+        removed = doctor.remove_leftovers(doctor.find_ring_files(rings))
+        left = [each for each in leftovers.find(folders) if not each.outputs]
+        folders_removed = leftovers.remove(left)
+    except (RingError, OSError) as error:  # a replica works as well beside leftovers
+        logger.warning("what dead processes left was not removed: %s", error)
+        return
+    for path in [*(each.path for each in removed), *(each.path for each in folders_removed)]:
+        logger.info("removed %s: its process is dead", path)

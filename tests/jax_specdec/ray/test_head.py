@@ -1,0 +1,72 @@
+"""Whether the head is noticed that does not answer, or is another one; with a stand-in for Ray."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jax_specdec.ray import head as module
+from jax_specdec.ray.head import Head
+
+pytestmark = pytest.mark.fast
+
+
+class Ray:
+    """A cluster whose head answers, until it does not; it counts who asks Ray itself."""
+
+    def __init__(self):
+        self.error, self.asked, self.addresses = None, 0, []
+
+    def __call__(self, name="ray"):
+        return self
+
+    def GcsClient(self, address):
+        self.addresses.append(address)
+        return self
+
+    def get_runtime_context(self):
+        return SimpleNamespace(gcs_address="a:1")
+
+    def check_alive(self, nodes, timeout):
+        assert (nodes, timeout > 0) == ([], True)
+        if self.error is not None:
+            raise self.error
+
+    def nodes(self):
+        self.asked += 1
+        return [{"NodeID": "n"}]
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    made = Ray()
+    monkeypatch.setattr(module, "ray", made)
+    # No thread: who tests asks.
+    monkeypatch.setattr(module.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    return made
+
+
+def test_a_head_that_answers_is_asked_for_nodes(ray):
+    head = Head(60.0)
+    assert head.nodes() == [{"NodeID": "n"}]
+    assert (head.answers, ray.addresses) == (True, ["a:1"])
+
+
+def test_a_head_that_lost_its_state_is_a_problem_at_once_and_ray_itself_is_not_asked(ray):
+    """`ray.nodes()` would end the process there."""
+    head = Head(60.0)
+    ray.error = RuntimeError("RPC error: WrongClusterID: Perhaps the client is accessing GCS")
+    with pytest.raises(ConnectionError, match="was restarted"):
+        head.nodes()
+    assert ray.asked == 0
+    assert not head.answers
+    ray.error = None
+    assert "does not know this node any more" in head.problem()
+
+
+def test_a_head_that_is_silent_is_a_problem_only_after_its_time(ray):
+    patient, strict = Head(60.0), Head(0.0)
+    ray.error = TimeoutError("Timed out while waiting for GCS to become available.")
+    with pytest.raises(ConnectionError, match="does not answer"):
+        patient.nodes()
+    assert patient.answers
+    assert "has not answered for 0 seconds" in strict.problem()

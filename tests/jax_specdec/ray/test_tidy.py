@@ -1,0 +1,110 @@
+"""What killed replicas left on a host is removed; what anybody lives for is not."""
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+from ipc import RingError, doctor
+from ipc.peers import current_process
+from ipc.segment_names import new_name, to_text
+from jax_specdec.engine import leftovers
+from jax_specdec.ray.tidy import tidy
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def rings(tmp_path):
+    made = tmp_path / "shm"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def folders(tmp_path):
+    made = tmp_path / "tmp"
+    made.mkdir()
+    return made
+
+
+def ended():
+    """The identity of a process that has ended."""
+    program = "from ipc import doctor; print(doctor.this_process())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def ring_of(process, rings):
+    """All names that a ring of a process has; the file of its memory."""
+    name = new_name(process)[1:]
+    for each in (name, *(f"sem.{name}.{part}" for part in ("freed", "items", "seat", "joined"))):
+        (rings / each).write_bytes(b"x")
+    os.mkfifo(rings / f"{name}.bell")
+    return rings / name
+
+
+def folder_of(process, folders, name, *files):
+    made = folders / f"{leftovers.PREFIX}{name}"
+    made.mkdir()
+    for file in files:
+        (made / file).write_text("x")
+    (made / leftovers.OWNER).write_text(process)
+    return made
+
+
+def test_only_what_dead_processes_of_this_host_made_is_removed(rings, folders):
+    me = current_process()
+    living = ring_of(me, rings)
+    ring_of(replace(me, start_time=me.start_time + 1), rings)  # its pid is this one's by now
+    unknown = ring_of(replace(me, pid_namespace=me.pid_namespace + 1), rings)
+    (foreign := rings / "psm_abc").write_bytes(b"x")
+    dead = ended()
+    weights = folder_of(dead, folders, "weights-a", "weights")
+    used = folder_of(to_text(me), folders, "weights-b", "weights")
+    explains = folder_of(dead, folders, "c", "rank-0.log")
+    assert len(list(rings.iterdir())) == 3 * 6 + 1
+    tidy(rings=rings, folders=folders)
+    left = {path.name.removeprefix("sem.").partition(".bell")[0] for path in rings.iterdir()}
+    assert len(list(rings.iterdir())) == 2 * 6 + 1
+    assert {living.name, unknown.name, foreign.name} <= left
+    assert not weights.exists()
+    assert (used.exists(), explains.exists()) == (True, True)
+
+
+def test_a_process_that_is_about_to_end_is_waited_for(rings, folders):
+    """A replica is tidied up after as soon as Ray was told to end it."""
+    program = "import sys; from ipc import doctor; print(doctor.this_process(), flush=True)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{program}; sys.stdin.read()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        process = child.stdout.readline().strip()
+        creator = replace(current_process(), pid=child.pid, start_time=int(process.split(".")[-1]))
+        ring = ring_of(creator, rings)
+        tidy(rings=rings, folders=folders)
+        assert ring.exists()
+        of = {"rings": rings, "folders": folders}
+        tidying = threading.Thread(target=tidy, args=(process,), kwargs=of)
+        tidying.start()
+        child.kill()
+        tidying.join(30)
+        assert list(rings.iterdir()) == []
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_where_nobody_knows_who_lives_nothing_is_removed(rings, folders, monkeypatch, caplog):
+    def unknown(*_):
+        raise RingError("mount the /proc of this pid namespace")
+
+    ring = ring_of(replace(current_process(), start_time=1), rings)
+    monkeypatch.setattr(doctor, "current_process", unknown)
+    tidy(rings=rings, folders=folders)
+    assert ring.exists()
+    assert "mount the /proc" in caplog.text
