@@ -13,8 +13,6 @@ import pytest
 from tests.support.pages import PAGES, python_blocks
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.fast
-
 PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 BESIDE = ("bench", "tests", "examples", "docs")
 

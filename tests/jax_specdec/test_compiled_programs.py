@@ -12,8 +12,6 @@ from jax_specdec.cli.main import main
 from jax_specdec.compiled_programs import Contents, clear, contents, is_whole, prepare
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.fast
-
 WHOLE = zlib.compress(b"a program" * 100)
 
 

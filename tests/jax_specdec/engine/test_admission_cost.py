@@ -20,8 +20,6 @@ from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.processes import wait_for
 
-pytestmark = pytest.mark.fast
-
 LONG = 128_000
 VOCAB = 200_000
 CONFIG = EngineConfig(vocab_size=VOCAB, num_slots=32, max_length=LONG + 200, num_drafts=0)

@@ -63,9 +63,7 @@ def kernel_arguments(arrays):
     )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.fast] * (n == "float16")) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_separate_path(name):
     tiling, k, ties, changed = CASES[name]
     x = rows_of(tiling)

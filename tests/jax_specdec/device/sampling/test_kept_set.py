@@ -13,8 +13,6 @@ from pallas_kernels.sharding.vocab_shard import WHOLE
 from tests.support import quick_compile
 from tests.support.shards import P, on_shards
 
-pytestmark = pytest.mark.fast
-
 R, V = 20, 2_600  # more than a block of rows, and of ids than a set may have
 # Tokens to keep: around the sizes of groups and of parts that are listed together; all of them.
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 300, 1000, 1023, 1024, 1025, 2000, V, 5, 1, 7, 64, 3]
