@@ -36,6 +36,7 @@ MORE = {
 MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite", "kernel-grid": "kernel_grid"}
 # A package that the suite needs, and its extra.
 NEEDS = {"detokenize": ("tokenizers", "hf"), "ray": ("ray", "ray")}
+PARTS = {"rows": "rows", "vocabulary": "tokens"}  # of the suite "sampling"
 COMMANDS = {
     "compare": "bench.report.regressions",
     "report": "bench.report.pages",
@@ -74,7 +75,7 @@ def run(given: list[str]) -> int:
     machine = files.environment()  # before the benchmarks load the machine
     comparisons: list[Comparison] = []
     for name in suites:
-        results = measure(name, options.quick)
+        results = measure(name, options.quick, **_parts(options))
         print_table(results)
         comparisons += results
     if options.json:
@@ -85,9 +86,10 @@ def run(given: list[str]) -> int:
     return 0
 
 
-def measure(suite: str, quick: bool) -> list[Comparison]:
-    """Run one suite."""
-    found = importlib.import_module(f"bench.{MODULES.get(suite, suite)}").run(quick=quick)
+def measure(suite: str, quick: bool, **parts: list[int]) -> list[Comparison]:
+    """Run one suite, or parts of it."""
+    module = importlib.import_module(f"bench.{MODULES.get(suite, suite)}")
+    found = module.run(quick=quick, **parts)
     return [replace(one, suite=one.suite or suite) for one in found]
 
 
@@ -109,12 +111,22 @@ def _parsed(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few sizes, a minute in all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results in DIR, as SVG")
+    for name, what in PARTS.items():
+        text = f"of sampling: cases of so many {what} alone; may be given again"
+        parser.add_argument(f"--{name}", type=int, action="append", metavar="N", help=text)
     options = parser.parse_args(given)
+    if _parts(options) and options.suites != ["sampling"]:
+        parser.error("--rows and --vocabulary are options of the suite sampling: name it alone")
     unknown = [name for name in options.suites if name not in SUITES | MORE]
     if unknown:
         names = ", ".join((*SUITES, *MORE, *COMMANDS))
         parser.error(f"unknown suite or command {unknown[0]!r}: choose from {names}")
     return options
+
+
+def _parts(options: argparse.Namespace) -> dict[str, list[int]]:
+    """The numbers that the run is limited to, by the name of their option."""
+    return {name: found for name in PARTS if (found := getattr(options, name))}
 
 
 def _check_requirements(suites: Sequence[str], json: Path | None, plot: Path | None) -> None:

@@ -9,7 +9,8 @@ has the logit -a log(r) plus normal noise of 0.3, at a random place; a is from 1
 Flat logits (normal noise of 0.1) are the worst case.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax_specdec.device import Drafts, Sampling, verify
 from pallas_kernels import topk_logprobs
 
 K, POSITIONS = 20, 4
+BUDGET = 1.0  # seconds of a way in one case, but for three rounds: some take half a minute
 LOGPROBS, OURS, PLAIN = "topk_logprobs, K = 20", "verify, draw and logprobs", "plain JAX sampler"
 Filters = dict[str, Any]  # of a slot, beside temperature 1
 KINDS: dict[str, tuple[Filters, float]] = {
@@ -64,33 +66,48 @@ QUICK = tuple(
     Case(64, 151_936, "bfloat16", kind) for kind in ("temperature 1", "top-k 50", "top-p 0.9")
 )
 GRID = tuple(
-    dict.fromkeys([
-        *(
-            Case(rows, vocabulary, dtype, kind)
-            for rows in (16, 64, 256)
-            for vocabulary in (32_000, 151_936)
-            for dtype in ("bfloat16", "float32")
-            for kind in (*KINDS, "mixed")
-            if rows < 256 or dtype == "bfloat16"
-        ),
-        *(Case(64, 151_936, "bfloat16", kind, flat=True) for kind in (*KINDS, "mixed")),
-    ])
-)  # fmt: skip
+    Case(rows, vocabulary, dtype, kind, flat)
+    for rows in (16, 64, 256)
+    for vocabulary in (32_000, 151_936)
+    for flat in (False, True)
+    for dtype in ("bfloat16", "float32")
+    for kind in (*KINDS, "mixed")
+)
 
 
-def run(quick: bool) -> list[Comparison]:
-    """Measure the grid; `quick` takes three of it."""
-    return [measure(case) for case in (QUICK if quick else GRID)]
+def run(
+    quick: bool, rows: Collection[int] = (), vocabulary: Collection[int] = ()
+) -> list[Comparison]:
+    """Measure the grid; `quick` takes three of it.
+
+    Args:
+      quick: three cases instead of the grid.
+      rows, vocabulary: the cases of these numbers alone; (): of all.
+
+    Raises:
+      BenchError: there is no such case.
+    """
+    cases = [
+        case
+        for case in (QUICK if quick else GRID)
+        if (not rows or case.rows in rows) and (not vocabulary or case.vocabulary in vocabulary)
+    ]
+    if not cases:
+        has = sorted({(case.rows, case.vocabulary) for case in (QUICK if quick else GRID)})
+        raise BenchError(
+            f"no case has rows {list(rows)} and vocabulary {list(vocabulary)}: choose among {has}"
+        )
+    return [measure(case) for case in cases]
 
 
-def measure(case: Case, rounds: int = 5) -> Comparison:
+def measure(case: Case, rounds: int = 9) -> Comparison:
     """Compare the three on one batch. Raises BenchError if they do not sample alike."""
     logits = jnp.asarray(rows_of(case), jnp.dtype(case.dtype))
     drafts, sampling = drafts_of(logits), sampling_of(case)
     positions = jnp.zeros(case.slots, jnp.int32)
     ours, plain = jax.jit(our_way), jax.jit(plain_way, static_argnums=4)
     filters = filters_of(case)
-    check_alike(case)
+    check_alike(case.kind, case.flat)
     flat = logits.reshape(-1, case.vocabulary)
     ids = jnp.argmax(flat, axis=1).astype(jnp.int32)
     alone = jax.jit(lambda x, ids: topk_logprobs(x, ids, K))
@@ -104,7 +121,7 @@ def measure(case: Case, rounds: int = 5) -> Comparison:
         PLAIN: bound(plain, logits, drafts, sampling, positions, filters),
     }
     found = compare(
-        case.title(), contenders, check=None, rounds=rounds, min_seconds=0.01,
+        case.title(), contenders, check=None, rounds=rounds, min_seconds=0.01, budget=BUDGET,
         settings={"rows": case.rows, "vocabulary": case.vocabulary, "dtype": case.dtype,
                   "kind": case.kind, "flat": case.flat},
     )  # fmt: skip
@@ -123,6 +140,11 @@ def targets_of(found: Comparison, case: Case) -> tuple[Target, ...]:
 
 def rows_of(case: Case) -> np.ndarray:
     """Logits [B, S, V] float32, see the module."""
+    return _rows_of(replace(case, dtype="", kind=""))
+
+
+@functools.lru_cache(maxsize=2)
+def _rows_of(case: Case) -> np.ndarray:
     random = np.random.default_rng(case.vocabulary + case.rows)
     shape = (case.slots, POSITIONS, case.vocabulary)
     if case.flat:
@@ -225,25 +247,25 @@ def plain_probs(logits: jax.Array, sampling: Sampling, filters: tuple[str, ...])
     return jnp.where(temperature > 0, sampled, one_hot)
 
 
-def check_alike(case: Case) -> None:
+@functools.cache
+def check_alike(kind: str, flat: bool) -> None:
     """Both samplers' first tokens follow one distribution: a small batch, many seeds.
 
     Raises:
       BenchError: a chi-square test tells them from the exact distribution.
     """
-    small = Case(4, 600, "float32", case.kind, case.flat)
+    small = Case(4, 600, "float32", kind, flat)
     count = 4000
     row = jnp.asarray(rows_of(small))
     logits = jnp.broadcast_to(lax.optimization_barrier(row), (count, *row.shape[1:]))  # type: ignore[no-untyped-call]
-    kinds = MIXED if case.kind == "mixed" else (KINDS[case.kind][0],)
-    for kind in kinds:
-        if kind.get("temperature", 1.0) == 0.0:
+    for one in MIXED if kind == "mixed" else (KINDS[kind][0],):
+        if one.get("temperature", 1.0) == 0.0:
             continue
         sampling = Sampling(
-            temperature=jnp.full(count, kind.get("temperature", 1.0), jnp.float32),
-            top_k=jnp.full(count, kind.get("top_k", 0), jnp.int32),
-            top_p=jnp.full(count, kind.get("top_p", 1.0), jnp.float32),
-            min_p=jnp.full(count, kind.get("min_p", 0.0), jnp.float32),
+            temperature=jnp.full(count, one.get("temperature", 1.0), jnp.float32),
+            top_k=jnp.full(count, one.get("top_k", 0), jnp.int32),
+            top_p=jnp.full(count, one.get("top_p", 1.0), jnp.float32),
+            min_p=jnp.full(count, one.get("min_p", 0.0), jnp.float32),
             seed=jnp.arange(count, dtype=jnp.uint32),
         )
         exact = plain_probs(
@@ -254,7 +276,7 @@ def check_alike(case: Case) -> None:
         draws = {
             OURS: jax.jit(our_way)(logits, drafts, sampling, positions),
             PLAIN: jax.jit(plain_way, static_argnums=4)(
-                logits, drafts, sampling, positions, filters_of(case)
+                logits, drafts, sampling, positions, filters_of(small)
             ),
         }
         for name, (tokens, *_) in draws.items():

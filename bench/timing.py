@@ -22,6 +22,7 @@ __all__ = [
 
 Call = Callable[[], Any]
 
+LEAST_ROUNDS = 3  # of a contender that is too slow for more
 BORDER = 3  # characters that a table's column takes beside its text
 PART = "part: "  # the prefix of a figure that is part of another one
 
@@ -37,6 +38,7 @@ def compare(
     check: Callable[[str, Any, Any], None] | None,
     rounds: int = 7,
     min_seconds: float = 0.02,
+    budget: float | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Comparison:
     """Time `contenders` (each call must finish its own work, device work included).
@@ -48,6 +50,8 @@ def compare(
         contender's result before anything is timed. None only where calls return nothing.
       rounds: interleaved rounds; each starts with another contender.
       min_seconds: a contender's calls per round are repeated to fill this time.
+      budget: seconds; a contender whose calls have taken so long sits out further rounds, but for
+        `LEAST_ROUNDS`. None: each takes part in all rounds.
       settings: what was measured, for the JSON.
 
     Raises:
@@ -60,12 +64,20 @@ def compare(
         for index in range(rounds):
             for name in rotated(names, index):
                 call, count = contenders[name], repeats[name]
-                begin = time.perf_counter()
-                for _ in range(count):
-                    call()
-                samples[name].append((time.perf_counter() - begin) / count)
+                if not _spent(samples[name], count, budget):
+                    begin = time.perf_counter()
+                    for _ in range(count):
+                        call()
+                    samples[name].append((time.perf_counter() - begin) / count)
                 advance()
     return from_samples(title, samples, settings=settings)
+
+
+def _spent(rounds: Sequence[float], repeats: int, budget: float | None) -> bool:
+    """Whether a contender's budget is spent, after the fewest rounds that it gets in any case."""
+    if budget is None or len(rounds) < LEAST_ROUNDS:
+        return False
+    return repeats * sum(rounds) >= budget
 
 
 def _checked(
@@ -108,6 +120,7 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
         columns = {
             "median": [readable(t.median) for t in comparison.timings],
             "quartiles": [f"{readable(t.low)} .. {readable(t.high)}" for t in comparison.timings],
+            **_rounds(comparison),
             **_of_single_events(comparison),
             f"time over {comparison.names[0]}": [f"{t.ratio:.2f}x" for t in comparison.timings],
         }
@@ -120,6 +133,12 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
             console.print(f"  {name}: {value}")
         for target in comparison.targets:
             console.print(f"  target: {target}")
+
+
+def _rounds(comparison: Comparison) -> dict[str, list[str]]:
+    """How many rounds each contender took part in, where not all took part in as many."""
+    counts = [len(timing.rounds) for timing in comparison.timings]
+    return {"rounds": [str(count) for count in counts]} if len(set(counts)) > 1 else {}
 
 
 def _of_single_events(comparison: Comparison) -> dict[str, list[str]]:

@@ -10,8 +10,7 @@ from pallas_kernels.exponential import exponential
 from pallas_kernels.greedy_choice import greedy, greedy_token_ids
 from pallas_kernels.group_sums import WIDTH as GROUP_WIDTH
 from pallas_kernels.group_sums import GroupSums, inverse_temperature, sums_of_groups
-from pallas_kernels.gumbel import gumbel as gumbel_of_bits
-from pallas_kernels.gumbel import log_of
+from pallas_kernels.gumbel import gumbel_of_bits, log_of
 from pallas_kernels.implementations import Implementation, gpu_obstacle
 from pallas_kernels.linear.contract import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import LinearKeptLogprobs

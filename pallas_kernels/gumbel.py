@@ -6,11 +6,17 @@ XLA and the kernels draw with the same arithmetic, so that they draw the same to
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt32
 
+from pallas_kernels.computed_once import computed_once
 from pallas_kernels.logarithm import logarithm
 
 
-def gumbel(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
-    """Gumbel noise, one number of each 32 random bits."""
+def gumbel_of_bits(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
+    """`gumbel`, for XLA's programs: on a CPU the bits are not computed for each of its parts."""
+    return gumbel(computed_once(bits.astype(jnp.float32)))
+
+
+def gumbel(bits: UInt32[Array, "..."] | Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Gumbel noise, one number of each 32 random bits, or of such as float32."""
     # All 32 bits, so that the smallest exponentials, which decide for rare tokens, are fine ones.
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), 1 - 2.0**-24)
     # -log(1 - u): what 1 - u loses by rounding, the quotient gives back (W. Kahan).

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import blocks, group_sums, implementations, sampled_on_tpu, selection
+from pallas_kernels.computed_once import computed_once
 from pallas_kernels.cuda_kernel import on_cuda
 from pallas_kernels.group_sums import EIGHT, WIDTH, GroupSums
 from pallas_kernels.ordered_keys import as_integers, strictly_larger
@@ -120,6 +121,7 @@ def _of_block(
     mine = eights if part.tail.shape[1] < 2 else None
     grouped = columns_of_groups(part)
     groups = group_sums.of_block(grouped, part.tail, inverse, mine)
+    groups = groups._replace(sums=computed_once(groups.sums))
     raw = jnp.zeros((len(x), 0), jnp.float32)
     if k >= 0:
         once = jnp.ones_like(inverse)
@@ -343,15 +345,22 @@ def _num_larger_on_cpu(
 ) -> _Count:
     def work(start: jax.Array) -> _Count:
         row = lax.dynamic_slice_in_dim(row_ids, start, 1)
-        # As integers: a slice of bfloat16 would be widened and rounded again.
-        bits = as_integers(blocks.tied(logits, start))
-        x = lax.dynamic_slice_in_dim(bits, row[0], 1)
+        x = _row_on_cpu(blocks.tied(logits, start), row[0])
         least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(logits.dtype)
-        larger = strictly_larger(lax.bitcast_convert_type(x[0], logits.dtype), least)
+        larger = strictly_larger(x, least)
         return _Count(_number_of(larger)[None])
 
     initial = _Count(jnp.zeros(len(than), jnp.int32))
     return blocks.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
+
+
+def _row_on_cpu(logits: Float[Array, "N V"], row: jax.Array) -> Float[Array, " V"]:
+    """One row of the logits, in the form that costs XLA's CPU programs least."""
+    if logits.dtype.itemsize == 4:  # of a plain slice the compiler knows that it reads little
+        return lax.dynamic_slice_in_dim(logits, row, 1)[0]
+    # As integers: a slice of bfloat16 would be widened and rounded again.
+    bits = lax.dynamic_slice_in_dim(as_integers(logits), row, 1)[0]
+    return lax.bitcast_convert_type(bits, logits.dtype)
 
 
 def _number_of(flags: Bool[Array, " V"]) -> Int32[Array, ""]:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bench import __main__ as bench
-from bench import host, kernel_grid, kernels, timing
+from bench import host, kernel_grid, kernels, sampling, timing
 from bench.report.comparison import from_samples
 from bench.report.files import read_json
 from bench.timing import BenchError
@@ -28,6 +28,28 @@ def test_an_unknown_suite_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         bench.main(["kernel"])
     assert "unknown suite or command 'kernel': choose from kernels, ring" in capsys.readouterr().err
+
+
+def test_sampling_is_measured_in_parts(monkeypatch, capsys, tmp_path):
+    def measure(case):
+        return from_samples(case.title(), {"ours": [1e-4]})
+
+    monkeypatch.setattr(sampling, "measure", measure)
+    titles = set()
+    for rows in (["--rows", "16", "--rows", "64"], ["--rows", "256"]):
+        file = tmp_path / f"{len(rows)}.json"
+        assert bench.main(["sampling", *rows, "--json", str(file)]) == 0
+        found = {one.title for one in read_json(file).comparisons}
+        assert found
+        assert not found & titles
+        titles |= found
+    assert titles == {case.title() for case in sampling.GRID}
+    capsys.readouterr()
+    assert bench.main(["sampling", "--rows", "64", "--vocabulary", "600"]) == 1
+    assert "rows [64] and vocabulary [600]: choose among [(16, 32000)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["host", "--rows", "16"])
+    assert "--rows and --vocabulary are options of the suite sampling" in capsys.readouterr().err
 
 
 def measured(monkeypatch, calls):

@@ -35,6 +35,35 @@ def test_contenders_are_interleaved_and_each_round_starts_with_another():
     assert len(result["a"].rounds) == 4
 
 
+def test_a_slow_contender_sits_out_once_its_budget_is_spent(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def taking(seconds):
+        def call():
+            now[0] += seconds
+
+        return call
+
+    contenders = {"fast": taking(0.01), "slow": taking(1.0), "between": taking(0.2)}
+    counts = {}
+    for budget in (1.0, None):
+        result = timing.compare(
+            "t", contenders, check=None, rounds=9, min_seconds=0.02, budget=budget
+        )
+        counts[budget] = [len(result[name].rounds) for name in contenders]
+    assert counts == {1.0: [9, timing.LEAST_ROUNDS, 5], None: [9, 9, 9]}
+    assert result["slow"].median == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rounds", [3, 2])
+def test_rounds_are_told_where_contenders_had_different_numbers(rounds):
+    one = timing.from_samples("t", {"fast": [1.0] * 3, "slow": [2.0] * rounds})
+    out = io.StringIO()
+    timing.print_table([one], Console(file=out, width=120))
+    assert ("rounds" in out.getvalue()) == (rounds == 2)
+
+
 def test_ratios_are_of_medians():
     result = timing.from_samples("t", {"slow": [4.0, 2.0, 9.0], "fast": [1.0, 2.0, 0.5]})
     assert result.speedup("fast", over="slow") == 4.0

@@ -127,12 +127,12 @@ def _by_groups(
     sums = _kept_groups(logits, found, drawing)
     sums = _without_taken(logits, sums, drawing, inverse)
     numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
+    place = jnp.broadcast_to(jnp.arange(sums.sums.shape[1], dtype=jnp.int32), sums.sums.shape)
     scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
     scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.source, GROUP, numbers), -jnp.inf)
-    place = jnp.argmax(scores, axis=1)[:, None]  # the first of equal ones
-    score = jnp.take_along_axis(scores, place, axis=1)[:, 0]
-    group = jnp.take_along_axis(numbers, place, axis=1)[:, 0]
-    return Drawn(score, _in_group(logits, group, drawing, inverse))
+    score, first = best(scores, place)
+    maximum = jnp.take_along_axis(sums.maxima, first[:, None], axis=1)
+    return Drawn(score, _in_group(logits, logits.first + first, maximum, drawing, inverse))
 
 
 def _in_blocks(work: Callable[..., Outputs], logits: GroupedRows, slots: Any) -> Outputs:
@@ -232,6 +232,8 @@ def _without_taken(
     """The groups without the taken tokens: those that had one are summed again."""
     taken = drawing.taken_ids
     there = taken >= 0
+    if taken.shape[1] == 1:
+        return _without_one(logits, sums, drawing, inverse)
 
     def again() -> GroupSums:
         batch, count = taken.shape
@@ -262,17 +264,33 @@ def _without_taken(
     return found
 
 
+def _without_one(
+    logits: GroupedRows, sums: GroupSums, drawing: Drawing, inverse: jax.Array
+) -> GroupSums:
+    """`_without_taken` where one token at most is: its group needs no search, and no branch."""
+    taken = drawing.taken_ids
+    group = jnp.where(taken >= 0, taken // WIDTH, -1)
+    x, ids = logits.tokens(drawing.rows, jnp.maximum(group[:, 0], 0))
+    kept = drawing.cut.keeps(x, ids) & (ids != taken)
+    found = sums_of_groups(jnp.where(kept, x, -jnp.inf), inverse)
+    own = (logits.numbers()[None] == group) & logits.has(group)
+    return GroupSums(*(jnp.where(own, new[:, None], x) for x, new in zip(sums, found, strict=True)))
+
+
 def _in_group(
     logits: GroupedRows,
     group: Int32[Array, " B"],
+    largest: Float32[Array, "B 1"],
     drawing: Drawing,
     inverse: Float32[Array, " B"],
 ) -> Int32[Array, " B"]:
-    """A token of one group of each row, not one that is taken."""
+    """A token of one group of each row, not one that is taken.
+
+    largest: of the logits that it is drawn among.
+    """
     x, ids = logits.tokens(drawing.rows, group)
     taken = (ids[:, :, None] == drawing.taken_ids[:, None, :]).any(axis=2)
     x = jnp.where(drawing.cut.keeps(x, ids) & ~taken, x, -jnp.inf)
-    largest = x.max(axis=1, keepdims=True)
     largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
     _, token = best(
         scaled(x, largest, inverse[:, None]) + gumbel(drawing.source, RECOVER, ids), ids
