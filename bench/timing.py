@@ -57,14 +57,16 @@ def compare(
     Raises:
       BenchError: a contender's result differs from the baseline's.
     """
-    repeats = _checked(title, contenders, check, min_seconds)
+    repeats, once = _checked(title, contenders, check, min_seconds)
     names = list(contenders)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    # Where calls are dear, the one that told how often to repeat it counts as well.
+    kept = [name for name in names if budget is not None and repeats[name] == 1]
+    samples = {name: [once[name]] if name in kept else [] for name in names}
     with progress.bar(title, rounds * len(names)) as advance:
         for index in range(rounds):
             for name in rotated(names, index):
                 call, count = contenders[name], repeats[name]
-                if not _spent(samples[name], count, budget):
+                if len(samples[name]) < rounds and not _spent(samples[name], count, budget):
                     begin = time.perf_counter()
                     for _ in range(count):
                         call()
@@ -85,11 +87,12 @@ def _checked(
     contenders: Mapping[str, Call],
     check: Callable[[str, Any, Any], None] | None,
     min_seconds: float,
-) -> dict[str, int]:
-    """Compare all results, and return how often each contender is called in a round."""
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Compare all results; how often each contender is called in a round, and one call's time."""
     baseline = next(iter(contenders))
     expected = contenders[baseline]()
     repeats: dict[str, int] = {}
+    times: dict[str, float] = {}
     for name, call in contenders.items():
         actual = call()  # also the warm-up
         if check is not None:
@@ -99,9 +102,9 @@ def _checked(
                 raise BenchError(f"{title}: {name} differs from {baseline}: {error}") from error
         begin = time.perf_counter()
         call()
-        once = max(time.perf_counter() - begin, 1e-7)
-        repeats[name] = max(1, round(min_seconds / once))
-    return repeats
+        times[name] = max(time.perf_counter() - begin, 1e-7)
+        repeats[name] = max(1, round(min_seconds / times[name]))
+    return repeats, times
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:

@@ -12,7 +12,7 @@ from pallas_kernels.platforms import lowered_for
 
 
 def computed_once(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """The same numbers, which are 0 or more, or NaN."""
+    """The same numbers, which are NaN, 0 or positive; what is below 2**-126 becomes 0 on a CPU."""
     return lowered_for(x, like=_same, cpu=_divided, default=_same)
 
 

@@ -16,12 +16,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels import group_sums, sampled_implementations, sampled_rows
 from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.group_sums import WIDTH, GroupSums
-from pallas_kernels.platforms import lowered_for
 from pallas_kernels.sampled_rows import Part, Read
 from pallas_kernels.selection import top_k
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
-
-FEW_SLICES = 16  # of logits, each of which is an operation of its own
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,9 @@ class GroupedRows:
         found = jnp.zeros(ids.shape, part.logits.dtype)
         if whole:
             start = part.offset + jnp.minimum(local, whole - 1) * WIDTH
-            arguments = part.logits, rows, start
-            found = lowered_for(*arguments, like=_slices, cpu=_slices_on_cpu, default=_slices)
+            found = jax.vmap(
+                lambda row, at: lax.dynamic_slice(part.logits, (row, at), (1, WIDTH))[0]
+            )(rows, start)
         if part.tail.shape[1]:
             last = part.tail[rows, jnp.maximum(local - whole, 0)]
             found = jnp.where((local >= whole)[:, None], last, found)
@@ -183,26 +181,6 @@ class GroupedRows:
         width, numbers = self.logits.shape[1], np.arange(self.num_groups)
         holder = numbers * WIDTH // width
         return holder * self.num_local + numbers - -(-holder * width // WIDTH)
-
-
-def _slices(
-    logits: Float[Array, "N C"], rows: Int32[Array, " P"], starts: Int32[Array, " P"]
-) -> Float[Array, "P W"]:
-    """`WIDTH` columns of rows."""
-
-    def one(row: jax.Array, start: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(logits, (row, start), (1, WIDTH))[0]
-
-    return jax.vmap(one)(rows, starts)
-
-
-def _slices_on_cpu(logits: jax.Array, rows: jax.Array, starts: jax.Array) -> jax.Array:
-    """`_slices`. A gather counts all logits as read, and so a second thread is woken for it."""
-    number = rows.shape[0]
-    if logits.dtype.itemsize < 4 or not isinstance(number, int) or number > FEW_SLICES:
-        return _slices(logits, rows, starts)
-    each = [lax.dynamic_slice(logits, (rows[i], starts[i]), (1, WIDTH)) for i in range(number)]
-    return jnp.concatenate(each)
 
 
 def top_candidates(

@@ -46,12 +46,16 @@ def test_a_slow_contender_sits_out_once_its_budget_is_spent(monkeypatch):
         return call
 
     contenders = {"fast": taking(0.01), "slow": taking(1.0), "between": taking(0.2)}
-    counts = {}
+    counts, calls = {}, []
+    slow = contenders["slow"]
+    contenders["slow"] = lambda: calls.append(1) or slow()
     for budget in (1.0, None):
         result = timing.compare(
             "t", contenders, check=None, rounds=9, min_seconds=0.02, budget=budget
         )
         counts[budget] = [len(result[name].rounds) for name in contenders]
+        if budget:
+            assert len(calls) == 1 + timing.LEAST_ROUNDS  # the first compiles
     assert counts == {1.0: [9, timing.LEAST_ROUNDS, 5], None: [9, 9, 9]}
     assert result["slow"].median == pytest.approx(1.0)
 
