@@ -1,0 +1,363 @@
+"""A product of hidden states and a head whose logits never leave the chip: an H100's kernel.
+
+One warpgroup loads steps of both into a ring of shared memory, by TMA. Two others multiply them by
+wgmma, 64 rows and 256 tokens each, into 128 registers a thread, and reduce their logits there: to
+each row's maximum, sum of exponentials, and count of larger logits than a given one, of each group
+of 256 tokens. While they do, the ring fills with the steps of the next tile.
+
+A logit's bits depend on its row and its token alone: whatever the tile, the same instructions add
+the same products in the same order. So `Tiles.diagonal`, which makes the logit of one token of
+each row, has the bits of the blocks. (That the matrix unit does so is not promised: the caller
+compares.)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic_gpu import compat, thread
+from pallas_kernels.mosaic_gpu.compat import GPU
+from pallas_kernels.mosaic_gpu.linear_tiles import GROUP, HALF, ROWS, STAGES, STEP, Tiles
+from pallas_kernels.mosaic_gpu.pass1_rows import finite_reference
+from pallas_kernels.row_entropy import LEAST
+from pallas_kernels.mosaic_gpu.targets import LARGEST, LOG2_E
+
+# Of 168 registers for each of 384 threads, those that load give most to those that multiply.
+LOADING, MULTIPLYING = 40, 232
+MULTIPLIERS = 2  # warpgroups
+
+
+class Rounding(NamedTuple):
+    """What makes a logit of a product: scale * product + bias, rounded."""
+
+    scale: float
+    dtype: str
+
+
+class Of(NamedTuple):
+    """What the kernel reads; in it, references."""
+
+    hidden: Any  # [R, H] bfloat16 or float16
+    head: Any  # [W, H] of the same dtype
+    bias: Any  # [W] f32, or None
+    given: Any  # [R] f32: counts are of larger logits. NaN: 0
+    tokens: Any  # [R] i32: whose logits are written
+    inverse: Any  # [R] f32, 1 / T; None: 1
+    # [halves, groups] i32: not 0 where a row's token is, or where some tokens do not count.
+    special: Any
+    limit: Any  # [1] i32: tokens from there on do not count
+
+
+class Groups(NamedTuple):
+    """Of each group and row, [groups * R] f32."""
+
+    maxima: Any
+    sums: Any  # of exp((x - maximum) / T); NaN where there is a NaN or +inf
+    larger: Any  # counts
+    own: Any  # the logit of the row's token; written where the group has it
+    weighted: Any = None  # sums of s exp(s), s = (x - maximum) / T
+
+
+def group_sums(
+    tiles: Tiles, rounding: Rounding, entropy: bool, of: Of, programs: int, interpret: Any = None
+) -> Groups:
+    """The groups of all rows.
+
+    Args:
+      tiles: those of of.hidden and of.head; not `diagonal`.
+      rounding: what a logit is.
+      entropy: whether `weighted` is wanted.
+      of: all but `bias` and `inverse` must be there.
+      programs: how many run, at most one a multiprocessor.
+      interpret: None to compile, or `compat.interpret_params(...)`.
+    """
+    one = compat.shape((tiles.groups * tiles.rows,), jnp.float32)
+    kernel = functools.partial(_group_sums_kernel, tiles, rounding, programs, interpret is not None)
+    found = _call(kernel, [one] * (5 if entropy else 4), "linear_groups", programs, interpret)(*of)
+    return Groups(*found)
+
+
+def diagonal_logits(
+    tiles: Tiles,
+    rounding: Rounding,
+    hidden: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    programs: int,
+    interpret: Any = None,
+) -> jax.Array:
+    """The logit [R] float32 of row i and token i, as it is in `group_sums`.
+
+    Args:
+      tiles: `diagonal` ones.
+      rounding: what a logit is.
+      hidden: [R, H].
+      head: [R + 128, H], a token a row, and any.
+      bias: [R + 128] float32 or None.
+      programs, interpret: as `group_sums` has them.
+    """
+    one = compat.shape((tiles.rows,), jnp.float32)
+    kernel = functools.partial(_diagonal_kernel, tiles, rounding, programs, interpret is not None)
+    found: jax.Array = _call(kernel, one, "linear_diagonal", programs, interpret)(
+        hidden, head, bias
+    )
+    return found
+
+
+def _call(kernel: Any, out_type: Any, name: str, programs: int, interpret: Any) -> Any:
+    return GPU.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=MULTIPLIERS + 1,
+        thread_name="warpgroup",
+        compiler_params=compat.compiler_params(approx_math=True),
+        kernel_name=name,
+        interpret=interpret,
+    )
+
+
+def _group_sums_kernel(
+    tiles: Tiles, rounding: Rounding, programs: int, interpreted: bool, *refs: Any
+) -> None:
+    of, out = Of(*refs[: len(Of._fields)]), Groups(*refs[len(Of._fields) :])
+    layout = GPU.Layout.WGMMA
+    limit = of.limit[0]
+
+    def finish(row_tile: Any, group: Any, half: Any, products: jax.Array) -> None:
+        row, first = tiles.first_row(row_tile) + half * HALF, tiles.first_token(group)
+        x = _logits(rounding, products, of.bias, first, interpreted)
+        rows = pl.ds(row, HALF)
+        given = _of_rows(of.given, rows, interpreted)
+        inverse = None if of.inverse is None else _of_rows(of.inverse, rows, interpreted)
+        place = pl.ds(group * tiles.rows + row, HALF)
+
+        def all_count() -> tuple[jax.Array, ...]:
+            return _reduced(x, given, inverse, out.weighted is not None)
+
+        def some_count() -> tuple[jax.Array, ...]:
+            token = compat.iota(x.shape, 1, layout) + first
+            mine = _of_rows(of.tokens, rows, interpreted)
+            own = jnp.where(token == _across(mine, x.shape), x, jnp.float32(0))
+            inside = (token >= group * GROUP) & (token < limit)
+            own = jnp.where(inside, own, jnp.float32(0))
+            compat.store(out.own.at[place], jnp.sum(own, axis=1), interpreted)
+            masked = jnp.where(inside, x, jnp.float32(-jnp.inf))
+            return _reduced(masked, given, inverse, out.weighted is not None)
+
+        special = of.special[(row_tile * MULTIPLIERS + half) * tiles.groups + group] != 0
+        found = lax.cond(special, some_count, all_count)
+        refs = (out.maxima, out.sums, out.larger, out.weighted)
+        for ref, values in zip(refs, found, strict=False):
+            compat.store(ref.at[place], values, interpreted)
+
+    _products(tiles, programs, interpreted, of.hidden, of.head, finish)
+
+
+def _diagonal_kernel(
+    tiles: Tiles,
+    rounding: Rounding,
+    programs: int,
+    interpreted: bool,
+    hidden_ref: Any,
+    head_ref: Any,
+    bias_ref: Any,
+    out_ref: Any,
+) -> None:
+    def finish(row_tile: Any, group: Any, half: Any, products: jax.Array) -> None:
+        first = tiles.first_token(group)
+        x = _logits(rounding, products, bias_ref, first, interpreted)
+        token = compat.iota(x.shape, 1, GPU.Layout.WGMMA)
+        row = compat.iota(x.shape, 0, GPU.Layout.WGMMA) + half * HALF
+        own = jnp.sum(jnp.where(token == row, x, jnp.float32(0)), axis=1)
+        here = out_ref.at[pl.ds(tiles.first_row(row_tile) + half * HALF, HALF)]
+        compat.store(here, own, interpreted)
+
+    _products(tiles, programs, interpreted, hidden_ref, head_ref, finish)
+
+
+def _products(
+    tiles: Tiles,
+    programs: int,
+    interpreted: bool,
+    hidden_ref: Any,
+    head_ref: Any,
+    finish: Callable[[Any, Any, Any, jax.Array], None],
+) -> None:
+    """finish(tile of rows, group, half, products [HALF, GROUP] float32) of all of them."""
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    steps = tiles.steps
+    mine = (tiles.number - program + programs - 1) // programs
+    swizzled = (GPU.TilingTransform((8, STEP)), GPU.SwizzleTransform(2 * STEP))
+
+    @functools.partial(
+        pl.run_scoped,
+        rows=GPU.SMEM((STAGES, ROWS, STEP), hidden_ref.dtype, transforms=swizzled),
+        tokens=GPU.SMEM((STAGES, GROUP, STEP), head_ref.dtype, transforms=swizzled),
+        full=GPU.Barrier(num_arrivals=2, num_barriers=STAGES),
+        free=GPU.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STAGES),
+        collective_axes="warpgroup",
+    )
+    def _(rows: Any, tokens: Any, full: Any, free: Any) -> None:
+        @pl.when(warpgroup == MULTIPLIERS)
+        def _() -> None:
+            GPU.set_max_registers(LOADING, action="decrease")
+
+            def tile(i: Any, _: None) -> None:
+                row_tile, group = tiles.place(program + i * programs)
+                row, token = tiles.first_row(row_tile), tiles.first_token(group)
+
+                def step(k: Any, _: None) -> None:
+                    number = i * steps + k
+                    stage = lax.rem(number, STAGES)
+                    pl.when(number >= STAGES)(lambda: GPU.barrier_wait(free.at[stage]))
+                    part = pl.ds(k * STEP, STEP)
+                    GPU.copy_gmem_to_smem(
+                        hidden_ref.at[pl.ds(row, ROWS), part], rows.at[stage], full.at[stage]
+                    )
+                    GPU.copy_gmem_to_smem(
+                        head_ref.at[pl.ds(token, GROUP), part], tokens.at[stage], full.at[stage]
+                    )
+
+                lax.fori_loop(0, steps, step, None)
+
+            lax.fori_loop(0, mine, tile, None)
+
+        @pl.when(warpgroup < MULTIPLIERS)
+        def _() -> None:
+            GPU.set_max_registers(MULTIPLYING, action="increase")
+            half = pl.ds(warpgroup * HALF, HALF)
+
+            def tile(i: Any, _: None) -> None:
+                multiply = _product_on_cpu if interpreted else _product
+                products = multiply(steps, i * steps, rows, tokens, full, free, half)
+                finish(*tiles.place(program + i * programs), warpgroup, products)
+
+            lax.fori_loop(0, mine, tile, None)
+
+
+def _product(
+    steps: int, before: Any, rows: Any, tokens: Any, full: Any, free: Any, half: Any
+) -> jax.Array:
+    """A tile's products [HALF, GROUP] float32, by wgmma; `before`: steps of earlier tiles."""
+
+    def run(products: Any) -> jax.Array:
+        def step(k: Any, _: None) -> None:
+            stage = lax.rem(before + k, STAGES)
+            GPU.barrier_wait(full.at[stage])
+            GPU.wgmma(products, rows.at[stage, half], GPU.transpose_ref(tokens.at[stage], (1, 0)))
+            GPU.wgmma_wait(1)  # the step before this one is through with its memory
+            last = lax.rem(before + k + STAGES - 1, STAGES)
+            pl.when(k > 0)(lambda: GPU.barrier_arrive(free.at[last]))
+
+        lax.fori_loop(0, steps, step, None)
+        found = compat.asarray(products[...])
+        GPU.barrier_arrive(free.at[lax.rem(before + steps - 1, STAGES)])
+        return found
+
+    return compat.asarray(pl.run_scoped(run, GPU.ACC((HALF, GROUP), jnp.float32)))
+
+
+def _product_on_cpu(
+    steps: int, before: Any, rows: Any, tokens: Any, full: Any, free: Any, half: Any
+) -> jax.Array:
+    """`_product`, interpreted: jax 0.10.2's interpreter multiplies no transposed reference."""
+
+    def step(k: Any, products: jax.Array) -> jax.Array:
+        stage = lax.rem(before + k, STAGES)
+        GPU.barrier_wait(full.at[stage])
+        more = lax.dot_general(
+            rows[stage, half],
+            tokens[stage],
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        GPU.barrier_arrive(free.at[stage])
+        return products + more
+
+    found: jax.Array = lax.fori_loop(0, steps, step, jnp.zeros((HALF, GROUP), jnp.float32))
+    return found
+
+
+def _logits(
+    rounding: Rounding, products: jax.Array, bias_ref: Any, first: Any, interpreted: bool
+) -> jax.Array:
+    """The logits of a tile's half, as float32."""
+    x = products
+    if rounding.scale != 1:
+        x = x * jnp.float32(rounding.scale)
+    if bias_ref is not None:
+        here = bias_ref.at[pl.ds(first, GROUP)]
+        layout = GPU.Layout.WGMMA.reduce(0)
+        bias = here[...] if interpreted else compat.load(here, layout)
+        x = x + lax.broadcast_in_dim(bias, x.shape, (1,))
+    if rounding.dtype == "float32":
+        return x
+    if rounding.dtype == "bfloat16" and not interpreted:
+        return _through_bfloat16(x)
+    return x.astype(rounding.dtype).astype(jnp.float32)
+
+
+def _through_bfloat16(x: jax.Array) -> jax.Array:
+    """x, rounded to bfloat16: two numbers an instruction, where Pallas takes one each."""
+
+    def body(given: Any) -> Any:
+        registers = given.registers.copy()
+        for i, register in enumerate(registers.flat):
+            low, high = (
+                thread.llvm.extractelement(register, thread.word(j).value) for j in range(2)
+            )
+            both = thread.packed_bfloat16(low, high)
+            found = register
+            for j, half in enumerate((both << 16, both & -65536)):
+                found = thread.llvm.insertelement(
+                    found, thread.float_of(half).value, thread.word(j).value
+                )
+            registers.flat[i] = found
+        return thread.mgpu.FragmentedArray(
+            _registers=registers, _layout=given.layout, _is_signed=None
+        )
+
+    layout = GPU.Layout.WGMMA
+    found: jax.Array = thread.inline(
+        body, (x,), (layout,), thread.result(x.shape, jnp.float32, layout)
+    )
+    return found
+
+
+def _of_rows(ref: Any, rows: Any, interpreted: bool) -> jax.Array:
+    """A vector [HALF] of rows' numbers."""
+    if interpreted:
+        return compat.asarray(ref[rows])
+    return compat.load(ref.at[rows], GPU.Layout.WGMMA.reduce(1))
+
+
+def _across(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return compat.asarray(lax.broadcast_in_dim(values, shape, (0,)))
+
+
+def _reduced(
+    x: jax.Array, given: jax.Array, inverse: jax.Array | None, entropy: bool
+) -> tuple[jax.Array, ...]:
+    """The maximum, the sum of exponentials, the count of larger ones, and `weighted`; [HALF]."""
+    largest = jnp.max(x, axis=1)
+    # The difference is exact near the maximum, however large that is.
+    moved = x - _across(finite_reference(largest), x.shape)
+    if inverse is None:
+        scaled = moved * jnp.float32(LOG2_E)
+    else:
+        scale = jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(LARGEST))
+        scaled = moved * _across(scale, x.shape)
+    exponentials = jnp.exp2(scaled)
+    larger = jnp.where(x > _across(given, x.shape), jnp.float32(1), jnp.float32(0))
+    found = (largest, jnp.sum(exponentials, axis=1), jnp.sum(larger, axis=1))
+    if not entropy:
+        return found
+    terms = exponentials * jnp.maximum(scaled, jnp.float32(LEAST))
+    return (*found, jnp.sum(terms, axis=1) * jnp.float32(1 / LOG2_E))
