@@ -79,7 +79,8 @@ def given_logits(
     """`columns.given_logits`: the logit [R] float32 of one column each, as it is in the groups."""
     run = functools.partial(_given_logits, definition, interpret=interpret)
     like: Callable[..., jax.Array] = _like_rows
-    return _on_cuda(run, like, interpret, hidden, head, bias, columns)
+    found: jax.Array = _on_cuda(run, like, interpret, hidden, head, bias, columns)
+    return found
 
 
 def read(
@@ -133,17 +134,17 @@ def _like_rows(hidden: jax.Array, *_: Any) -> jax.Array:
     return jnp.zeros(hidden.shape[0], jnp.float32)
 
 
-def _kernel() -> Any:
-    """The kernel's module: only a program that has it imports it."""
-    return importlib.import_module("pallas_kernels.mosaic_gpu.linear_groups")
+def _kernel() -> tuple[Any, Any]:
+    """The kernel's modules: only a program that has it imports them."""
+    room = "pallas_kernels.mosaic_gpu"
+    tiles = importlib.import_module(f"{room}.linear_tiles")
+    return tiles, importlib.import_module(f"{room}.linear_groups")
 
 
-def _programs(tiles: Any) -> int:
-    """One a multiprocessor, or a tile."""
-    at_once = MULTIPROCESSORS
-    if implementations.cuda_capability() is not None:
-        at_once = int(getattr(jax.local_devices()[0], "core_count", at_once))
-    return min(at_once, tiles.number)
+def _multiprocessors() -> int:
+    if implementations.cuda_capability() is None:
+        return MULTIPROCESSORS
+    return int(getattr(jax.local_devices()[0], "core_count", MULTIPROCESSORS))
 
 
 def _given_logits(
@@ -154,22 +155,24 @@ def _given_logits(
     columns: jax.Array,
     interpret: Any,
 ) -> jax.Array:
-    groups = _kernel()
+    cut, groups = _kernel()
     count, size = hidden.shape
     padded = _at_least(hidden, ROWS), _at_least(columns, ROWS)
     rows = padded[0].shape[0]
     # Gathered rows of the head, and as many of hidden, a few at a time.
     most = int(SHARE * 4 * count * definition.width(head) / (2 * size * head.dtype.itemsize))
     part = min(rows, max(1, most // ROWS) * ROWS)
-    tiles = groups.Tiles(part, part + groups.GROUP - ROWS, size, diagonal=True)
+    beside = cut.GROUP - ROWS
+    tiles = cut.Tiles(part, part + beside, size, diagonal=True)
+    programs = cut.programs(tiles, _multiprocessors())
     rounding = groups.Rounding(definition.scale, definition.logits_dtype)
 
     def of(start: jax.Array) -> jax.Array:
         own, wanted = (lax.dynamic_slice_in_dim(x, start, part) for x in padded)
-        named = jnp.pad(wanted, (0, groups.GROUP - ROWS))
+        named = jnp.pad(wanted, (0, beside))
         own_bias = None if bias is None else bias[named].astype(jnp.float32)
         found: jax.Array = groups.diagonal_logits(
-            tiles, rounding, own, head[named], own_bias, _programs(tiles), interpret
+            tiles, rounding, own, head[named], own_bias, programs, interpret
         )
         return found
 
@@ -201,12 +204,13 @@ def _read(
     rows: Rows,
     interpret: Any,
 ) -> tuple[RowSums, jax.Array]:
-    groups = _kernel()
+    cut, groups = _kernel()
     count, width = hidden.shape[0], definition.width(head)
     token, given = (_at_least(x, ROWS) for x in (rows.named[:, 0], rows.given))
     hidden = _at_least(hidden, ROWS)
     padded = hidden.shape[0]
-    tiles = groups.Tiles(padded, width, hidden.shape[1])
+    tiles = cut.choose_tiles(padded, width, hidden.shape[1])
+    programs = cut.programs(tiles, _multiprocessors())
     of = groups.Of(
         hidden,
         head,
@@ -218,7 +222,7 @@ def _read(
         limit.reshape(1),
     )
     rounding = groups.Rounding(definition.scale, definition.logits_dtype)
-    found = groups.group_sums(tiles, rounding, entropy, of, _programs(tiles), interpret)
+    found = groups.group_sums(tiles, rounding, entropy, of, programs, interpret)
     by_group = jax.tree.map(lambda x: x.reshape(tiles.groups, padded)[:, :count], found)
     mine = jnp.clip(rows.named[:, 0], 0, width - 1) // LEAST_WIDTH
     own = jnp.take_along_axis(by_group.own, mine[None], axis=0)[0]

@@ -1,6 +1,7 @@
 """A product of hidden states and a head whose logits never leave the chip: an H100's kernel.
 
-One warpgroup loads steps of both into a ring of shared memory, by TMA. Two others multiply them by
+One warpgroup loads steps of both into a ring of shared memory, by TMA; two programs of a pair share
+what they load of the head. Two other warpgroups multiply them by
 wgmma, 64 rows and 256 tokens each, into 128 registers a thread, and reduce their logits there: to
 each row's maximum, sum of exponentials, and count of larger logits than a given one, of each group
 of 256 tokens. While they do, the ring fills with the steps of the next tile.
@@ -24,12 +25,13 @@ from pallas_kernels.mosaic_gpu import compat, thread
 from pallas_kernels.mosaic_gpu.compat import GPU
 from pallas_kernels.mosaic_gpu.linear_tiles import GROUP, HALF, ROWS, STAGES, STEP, Tiles
 from pallas_kernels.mosaic_gpu.pass1_rows import finite_reference
-from pallas_kernels.row_entropy import LEAST
 from pallas_kernels.mosaic_gpu.targets import LARGEST, LOG2_E
+from pallas_kernels.row_entropy import LEAST
 
 # Of 168 registers for each of 384 threads, those that load give most to those that multiply.
 LOADING, MULTIPLYING = 40, 232
 MULTIPLIERS = 2  # warpgroups
+PAIR = "pair"
 
 
 class Rounding(NamedTuple):
@@ -73,12 +75,14 @@ def group_sums(
       rounding: what a logit is.
       entropy: whether `weighted` is wanted.
       of: all but `bias` and `inverse` must be there.
-      programs: how many run, at most one a multiprocessor.
+      programs: how many run: `linear_tiles.programs`.
       interpret: None to compile, or `compat.interpret_params(...)`.
     """
     one = compat.shape((tiles.groups * tiles.rows,), jnp.float32)
     kernel = functools.partial(_group_sums_kernel, tiles, rounding, programs, interpret is not None)
-    found = _call(kernel, [one] * (5 if entropy else 4), "linear_groups", programs, interpret)(*of)
+    found = _call(
+        tiles, kernel, [one] * (5 if entropy else 4), "linear_groups", programs, interpret
+    )(*of)
     return Groups(*found)
 
 
@@ -103,18 +107,21 @@ def diagonal_logits(
     """
     one = compat.shape((tiles.rows,), jnp.float32)
     kernel = functools.partial(_diagonal_kernel, tiles, rounding, programs, interpret is not None)
-    found: jax.Array = _call(kernel, one, "linear_diagonal", programs, interpret)(
-        hidden, head, bias
-    )
+    run = _call(tiles, kernel, one, "linear_diagonal", programs, interpret)
+    found: jax.Array = run(hidden, head, bias)
     return found
 
 
-def _call(kernel: Any, out_type: Any, name: str, programs: int, interpret: Any) -> Any:
+def _call(
+    tiles: Tiles, kernel: Any, out_type: Any, name: str, programs: int, interpret: Any
+) -> Any:
     return GPU.kernel(
         kernel,
         out_type=out_type,
         grid=(programs,),
         grid_names=("program",),
+        cluster=(tiles.together,) if tiles.together > 1 else (),
+        cluster_names=(PAIR,) if tiles.together > 1 else (),
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
         compiler_params=compat.compiler_params(approx_math=True),
@@ -192,16 +199,22 @@ def _products(
 ) -> None:
     """finish(tile of rows, group, half, products [HALF, GROUP] float32) of all of them."""
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    paired = tiles.together > 1
+    second = lax.axis_index(PAIR) if paired else 0
     steps = tiles.steps
     mine = (tiles.number - program + programs - 1) // programs
     swizzled = (GPU.TilingTransform((8, STEP)), GPU.SwizzleTransform(2 * STEP))
+
+    def place(i: Any) -> tuple[Any, Any]:
+        row_tile, group = tiles.place(program + i * programs)
+        return row_tile + second, group
 
     @functools.partial(
         pl.run_scoped,
         rows=GPU.SMEM((STAGES, ROWS, STEP), hidden_ref.dtype, transforms=swizzled),
         tokens=GPU.SMEM((STAGES, GROUP, STEP), head_ref.dtype, transforms=swizzled),
         full=GPU.Barrier(num_arrivals=2, num_barriers=STAGES),
-        free=GPU.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STAGES),
+        free=_free_barrier(paired and not interpreted),
         collective_axes="warpgroup",
     )
     def _(rows: Any, tokens: Any, full: Any, free: Any) -> None:
@@ -210,24 +223,31 @@ def _products(
             GPU.set_max_registers(LOADING, action="decrease")
 
             def tile(i: Any, _: None) -> None:
-                row_tile, group = tiles.place(program + i * programs)
+                row_tile, group = place(i)
                 row, token = tiles.first_row(row_tile), tiles.first_token(group)
 
                 def step(k: Any, _: None) -> None:
                     number = i * steps + k
                     stage = lax.rem(number, STAGES)
-                    pl.when(number >= STAGES)(lambda: GPU.barrier_wait(free.at[stage]))
+                    pl.when(number >= STAGES)(functools.partial(_wait_until_free, free, stage))
                     part = pl.ds(k * STEP, STEP)
                     GPU.copy_gmem_to_smem(
                         hidden_ref.at[pl.ds(row, ROWS), part], rows.at[stage], full.at[stage]
                     )
                     GPU.copy_gmem_to_smem(
-                        head_ref.at[pl.ds(token, GROUP), part], tokens.at[stage], full.at[stage]
+                        head_ref.at[pl.ds(token, GROUP), part],
+                        tokens.at[stage],
+                        full.at[stage],
+                        collective_axes=PAIR if paired else None,
                     )
 
                 lax.fori_loop(0, steps, step, None)
 
             lax.fori_loop(0, mine, tile, None)
+            # The other program of a pair still tells this one what it has read.
+            read = mine * steps
+            for stage in range(STAGES):
+                pl.when(stage < read)(functools.partial(_wait_until_free, free, stage))
 
         @pl.when(warpgroup < MULTIPLIERS)
         def _() -> None:
@@ -237,9 +257,22 @@ def _products(
             def tile(i: Any, _: None) -> None:
                 multiply = _product_on_cpu if interpreted else _product
                 products = multiply(steps, i * steps, rows, tokens, full, free, half)
-                finish(*tiles.place(program + i * programs), warpgroup, products)
+                finish(*place(i), warpgroup, products)
 
             lax.fori_loop(0, mine, tile, None)
+
+
+def _free_barrier(paired: bool) -> Any:
+    """What tells that a stage has been read: by both programs of a pair, as both write there."""
+    if paired:
+        return GPU.ClusterBarrier(
+            collective_axes=(PAIR,), num_arrivals=MULTIPLIERS, num_barriers=STAGES
+        )
+    return GPU.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STAGES)
+
+
+def _wait_until_free(free: Any, stage: Any) -> None:
+    GPU.barrier_wait(free.at[stage])
 
 
 def _product(
