@@ -22,7 +22,8 @@ from pallas_kernels.linear.types import Call, Inputs, RowSums
 from pallas_kernels.platforms import lowered_for
 
 LEAST_WIDTH = 256  # one group
-STEP = 64  # H is a multiple of this
+ALIGNED = 8  # the tokens of a head are a multiple of this
+STEP = 64  # and H of this
 ROWS = 128  # of a tile
 MULTIPROCESSORS = 132  # of an H100 SXM, where no device says how many it has
 SHARE = 0.005  # of the float32 logits: the rows of the head that are gathered at a time
@@ -55,6 +56,11 @@ def obstacle(call: Call, inputs: Inputs) -> str | None:
         return f"H = {size} is no multiple of {STEP}"
     if width < LEAST_WIDTH:
         return f"a head of {width} tokens on a device is less than one group of {LEAST_WIDTH}"
+    if width % ALIGNED:
+        return (
+            f"a head of {width} tokens on a device is no multiple of {ALIGNED}: add rows of "
+            "padding, and pass vocab_size"
+        )
     groups = -(-width // LEAST_WIDTH)
     if groups * inputs.num_targets > NUMBERS:
         return f"{inputs.num_targets} rows of {groups} groups are more than a 32-bit index reaches"
@@ -157,7 +163,7 @@ def _given_logits(
 ) -> jax.Array:
     cut, groups = _kernel()
     count, size = hidden.shape
-    padded = _at_least(hidden, ROWS), _at_least(columns, ROWS)
+    padded = in_whole(hidden), in_whole(columns)
     rows = padded[0].shape[0]
     # Gathered rows of the head, and as many of hidden, a few at a time.
     most = int(SHARE * 4 * count * definition.width(head) / (2 * size * head.dtype.itemsize))
@@ -171,10 +177,11 @@ def _given_logits(
         own, wanted = (lax.dynamic_slice_in_dim(x, start, part) for x in padded)
         named = jnp.pad(wanted, (0, beside))
         own_bias = None if bias is None else bias[named].astype(jnp.float32)
-        found: jax.Array = groups.diagonal_logits(
+        found = groups.diagonal_logits(
             tiles, rounding, own, head[named], own_bias, programs, interpret
         )
-        return found
+        by_row: jax.Array = tiles.of_rows(found)
+        return by_row
 
     if part == rows:
         return of(jnp.int32(0))[:count]
@@ -188,9 +195,10 @@ def _given_logits(
     return found
 
 
-def _at_least(x: jax.Array, rows: int) -> jax.Array:
-    """x with zeros behind it, if it has fewer rows."""
-    missing = max(0, rows - x.shape[0])
+def in_whole(x: jax.Array) -> jax.Array:
+    """x [R, ...] with as many zeros behind it as whole tiles need."""
+    rows = max(ROWS, -(-x.shape[0] // ALIGNED) * ALIGNED)
+    missing = rows - x.shape[0]
     return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) if missing else x
 
 
@@ -206,10 +214,8 @@ def _read(
 ) -> tuple[RowSums, jax.Array]:
     cut, groups = _kernel()
     count, width = hidden.shape[0], definition.width(head)
-    token, given = (_at_least(x, ROWS) for x in (rows.named[:, 0], rows.given))
-    hidden = _at_least(hidden, ROWS)
-    padded = hidden.shape[0]
-    tiles = cut.choose_tiles(padded, width, hidden.shape[1])
+    hidden, token, given = (in_whole(x) for x in (hidden, rows.named[:, 0], rows.given))
+    tiles = cut.choose_tiles(hidden.shape[0], width, hidden.shape[1])
     programs = cut.programs(tiles, _multiprocessors())
     of = groups.Of(
         hidden,
@@ -217,13 +223,15 @@ def _read(
         None if bias is None else bias.astype(jnp.float32),
         given,
         token,
-        None if rows.inverse is None else _at_least(rows.inverse, ROWS),
+        None if rows.inverse is None else in_whole(rows.inverse),
         special_of(tiles, token, limit),
         limit.reshape(1),
     )
     rounding = groups.Rounding(definition.scale, definition.logits_dtype)
     found = groups.group_sums(tiles, rounding, entropy, of, programs, interpret)
-    by_group = jax.tree.map(lambda x: x.reshape(tiles.groups, padded)[:, :count], found)
+    by_group = jax.tree.map(
+        lambda x: tiles.of_rows(x.reshape(tiles.groups, tiles.places))[:, :count], found
+    )
     mine = jnp.clip(rows.named[:, 0], 0, width - 1) // LEAST_WIDTH
     own = jnp.take_along_axis(by_group.own, mine[None], axis=0)[0]
     return joined(by_group, rows.inverse), own
@@ -239,7 +247,7 @@ def special_of(tiles: Any, token: jax.Array, limit: jax.Array) -> jax.Array:
     """
     halves = 2 * tiles.row_tiles
     first = tiles.first_row(jnp.arange(tiles.row_tiles, dtype=jnp.int32))
-    rows = (first[:, None] + jnp.arange(ROWS, dtype=jnp.int32)).reshape(halves, ROWS // 2)
+    rows = (first[:, None] + jnp.arange(ROWS, dtype=jnp.int32)[None]).reshape(halves, ROWS // 2)
     group = jnp.where(token < 0, tiles.groups, token // LEAST_WIDTH)[rows]
     named = jnp.zeros((halves, tiles.groups), jnp.int32)
     half = jnp.arange(halves, dtype=jnp.int32)[:, None]
@@ -247,7 +255,7 @@ def special_of(tiles: Any, token: jax.Array, limit: jax.Array) -> jax.Array:
     every = jnp.arange(tiles.groups, dtype=jnp.int32)
     start, end = every * LEAST_WIDTH, (every + 1) * LEAST_WIDTH
     some = (end > limit) | (tiles.first_token(every) < start)
-    return jnp.where(some, 1, named).reshape(-1)
+    return jnp.where(some[None], 1, named).reshape(-1)
 
 
 def joined(groups: Any, inverse: jax.Array | None) -> RowSums:
@@ -258,8 +266,11 @@ def joined(groups: Any, inverse: jax.Array | None) -> RowSums:
         sum_exp=groups.sums,
         weighted=groups.weighted,
     )
-    parts = online.rescaled(parts, jnp.max(parts.maximum, axis=0), inverse)
+    maximum = jnp.max(parts.maximum, axis=0)
+    each = None if inverse is None else inverse[None]
+    parts = online.rescaled(parts, jnp.broadcast_to(maximum[None], parts.maximum.shape), each)
     return parts._replace(
+        maximum=maximum,
         sum_exp=jnp.sum(parts.sum_exp, axis=0),
         weighted=None if parts.weighted is None else jnp.sum(parts.weighted, axis=0),
         num_larger=jnp.sum(groups.larger, axis=0).astype(jnp.int32),

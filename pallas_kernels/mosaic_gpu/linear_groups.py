@@ -56,7 +56,7 @@ class Of(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Of each group and row, [groups * R] f32."""
+    """Of each group and row, [groups * places] f32: see `Tiles.of_rows`."""
 
     maxima: Any
     sums: Any  # of exp((x - maximum) / T); NaN where there is a NaN or +inf
@@ -78,7 +78,7 @@ def group_sums(
       programs: how many run: `linear_tiles.programs`.
       interpret: None to compile, or `compat.interpret_params(...)`.
     """
-    one = compat.shape((tiles.groups * tiles.rows,), jnp.float32)
+    one = compat.shape((tiles.groups * tiles.places,), jnp.float32)
     kernel = functools.partial(_group_sums_kernel, tiles, rounding, programs, interpret is not None)
     found = _call(
         tiles, kernel, [one] * (5 if entropy else 4), "linear_groups", programs, interpret
@@ -95,7 +95,7 @@ def diagonal_logits(
     programs: int,
     interpret: Any = None,
 ) -> jax.Array:
-    """The logit [R] float32 of row i and token i, as it is in `group_sums`.
+    """The logit [places] float32 of row i and token i, as it is in `group_sums`.
 
     Args:
       tiles: `diagonal` ones.
@@ -105,7 +105,7 @@ def diagonal_logits(
       bias: [R + 128] float32 or None.
       programs, interpret: as `group_sums` has them.
     """
-    one = compat.shape((tiles.rows,), jnp.float32)
+    one = compat.shape((tiles.places,), jnp.float32)
     kernel = functools.partial(_diagonal_kernel, tiles, rounding, programs, interpret is not None)
     run = _call(tiles, kernel, one, "linear_diagonal", programs, interpret)
     found: jax.Array = run(hidden, head, bias)
@@ -143,7 +143,7 @@ def _group_sums_kernel(
         rows = pl.ds(row, HALF)
         given = _of_rows(of.given, rows, interpreted)
         inverse = None if of.inverse is None else _of_rows(of.inverse, rows, interpreted)
-        place = pl.ds(group * tiles.rows + row, HALF)
+        place = pl.ds(group * tiles.places + row_tile * ROWS + half * HALF, HALF)
 
         def all_count() -> tuple[jax.Array, ...]:
             return _reduced(x, given, inverse, out.weighted is not None)
@@ -183,7 +183,7 @@ def _diagonal_kernel(
         token = compat.iota(x.shape, 1, GPU.Layout.WGMMA)
         row = compat.iota(x.shape, 0, GPU.Layout.WGMMA) + half * HALF
         own = jnp.sum(jnp.where(token == row, x, jnp.float32(0)), axis=1)
-        here = out_ref.at[pl.ds(tiles.first_row(row_tile) + half * HALF, HALF)]
+        here = out_ref.at[pl.ds(row_tile * ROWS + half * HALF, HALF)]
         compat.store(here, own, interpreted)
 
     _products(tiles, programs, interpreted, hidden_ref, head_ref, finish)

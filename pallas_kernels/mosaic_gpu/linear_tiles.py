@@ -8,8 +8,9 @@
 
 A program takes every `programs`-th tile. Within a band, the tiles of a group are neighbors: they
 run at about the same time, so the head is read from the memory once a band, and the band's hidden
-states stay in the L2 cache. Rows and tokens at the end are moved inside: there, rows are computed
-twice, and tokens that are of the group before are left out.
+states stay in the L2 cache. Tiles at an end are moved inside: there, rows are computed twice, and
+tokens that are of the group before are left out. Results have places for all rows of all tiles:
+nothing is written twice.
 
 Without pairs, a tile takes 384 rows from the L2 cache for 128 x 256 logits: 85 operations a byte,
 and at the speed of a good product 8 TB/s. With pairs it is 256 rows, and 6 TB/s.
@@ -24,6 +25,7 @@ ROWS = 128
 HALF = 64
 GROUP = 256
 STEP = 64
+ALIGNED = 8  # rows and tokens that TMA copies as one, of which tiles begin and end at the first
 MANY = 8  # tiles of rows, from where on one more than needed does not matter
 STAGES = 4  # steps in shared memory: 48 KiB each, of 227 KiB
 BAND_BYTES = 16 << 20  # of hidden: a third of an H100's L2 cache
@@ -31,8 +33,10 @@ BAND_BYTES = 16 << 20  # of hidden: a third of an H100's L2 cache
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of one product: at least ROWS rows, GROUP tokens; size is a multiple of STEP.
+    """The cut of one product of at least ROWS rows and GROUP tokens.
 
+    rows, tokens: multiples of ALIGNED.
+    size: a multiple of STEP.
     together: 2 where tiles come in pairs, else 1.
     diagonal: of row i, the logit of token i alone is wanted; GROUP - ROWS tokens more than rows.
     """
@@ -47,6 +51,19 @@ class Tiles:
     def row_tiles(self) -> int:
         """Tiles of rows; the last one of a pair may have rows of the one before again."""
         return -(-self.rows // (ROWS * self.together)) * self.together
+
+    @property
+    def places(self) -> int:
+        """Of results, for each group."""
+        return self.row_tiles * ROWS
+
+    def of_rows(self, x: Any) -> Any:
+        """The results of all rows once: [.., places] -> [.., rows]."""
+        whole = self.rows // ROWS * ROWS
+        rest = self.rows - whole
+        if not rest:
+            return x[..., :whole]
+        return jnp.concatenate([x[..., :whole], x[..., whole + ROWS - rest : whole + ROWS]], -1)
 
     @property
     def groups(self) -> int:
@@ -98,4 +115,4 @@ def choose_tiles(rows: int, tokens: int, size: int) -> Tiles:
 
 def programs(tiles: Tiles, multiprocessors: int) -> int:
     """One a multiprocessor or tile; or one for each two, or pair."""
-    return min(multiprocessors // tiles.together, tiles.number)
+    return min(max(1, multiprocessors // tiles.together), tiles.number)
