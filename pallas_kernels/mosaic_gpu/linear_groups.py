@@ -134,7 +134,6 @@ def _group_sums_kernel(
     tiles: Tiles, rounding: Rounding, programs: int, interpreted: bool, *refs: Any
 ) -> None:
     of, out = Of(*refs[: len(Of._fields)]), Groups(*refs[len(Of._fields) :])
-    layout = GPU.Layout.WGMMA
     limit = of.limit[0]
 
     def finish(row_tile: Any, group: Any, half: Any, products: jax.Array) -> None:
@@ -149,13 +148,10 @@ def _group_sums_kernel(
             return _reduced(x, given, inverse, out.weighted is not None)
 
         def some_count() -> tuple[jax.Array, ...]:
-            token = compat.iota(x.shape, 1, layout) + first
-            mine = _of_rows(of.tokens, rows, interpreted)
-            own = jnp.where(token == _across(mine, x.shape), x, jnp.float32(0))
-            inside = (token >= group * GROUP) & (token < limit)
-            own = jnp.where(inside, own, jnp.float32(0))
-            compat.store(out.own.at[place], jnp.sum(own, axis=1), interpreted)
-            masked = jnp.where(inside, x, jnp.float32(-jnp.inf))
+            mine = _of_rows(of.tokens, rows, interpreted) - first
+            part = group * GROUP - first, limit - first
+            masked, own = _part_and_own(x, mine, *part, interpreted)
+            compat.store(out.own.at[place], own, interpreted)
             return _reduced(masked, given, inverse, out.weighted is not None)
 
         special = of.special[(row_tile * MULTIPLIERS + half) * tiles.groups + group] != 0
@@ -180,9 +176,8 @@ def _diagonal_kernel(
     def finish(row_tile: Any, group: Any, half: Any, products: jax.Array) -> None:
         first = tiles.first_token(group)
         x = _logits(rounding, products, bias_ref, first, interpreted)
-        token = compat.iota(x.shape, 1, GPU.Layout.WGMMA)
-        row = compat.iota(x.shape, 0, GPU.Layout.WGMMA) + half * HALF
-        own = jnp.sum(jnp.where(token == row, x, jnp.float32(0)), axis=1)
+        row = compat.iota((HALF,), 0, GPU.Layout.WGMMA.reduce(1)) + half * HALF
+        _, own = _part_and_own(x, row, jnp.int32(0), jnp.int32(GROUP), interpreted)
         here = out_ref.at[pl.ds(row_tile * ROWS + half * HALF, HALF)]
         compat.store(here, own, interpreted)
 
@@ -362,6 +357,55 @@ def _through_bfloat16(x: jax.Array) -> jax.Array:
         body, (x,), (layout,), thread.result(x.shape, jnp.float32, layout)
     )
     return found
+
+
+def _part_and_own(
+    x: jax.Array, own: jax.Array, begin: Any, end: Any, interpreted: bool
+) -> tuple[jax.Array, jax.Array]:
+    """x with -inf outside of columns `begin` to `end`; and of each row x in column own [HALF].
+
+    0 where there is no such column. Written for threads: vectors of column numbers would take 64
+    registers.
+    """
+    if interpreted:
+        column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        chosen = jnp.where(column == _across(own, x.shape), x, jnp.float32(0))
+        inside = (column >= begin) & (column < end)
+        return jnp.where(inside, x, jnp.float32(-jnp.inf)), jnp.sum(chosen, axis=1)
+
+    def body(given: Any, wanted: Any, low: Any, high: Any) -> Any:
+        # A thread has columns 8 j + 2 (lane % 4) and the next one, for all j, of two rows.
+        mine = (thread.thread() & 3) << 1
+        low, high = thread.word(low) - mine, thread.word(high) - mine
+        columns = [column - mine for column in thread.words(wanted)]
+        found = [thread.word(0.0)] * len(columns)
+        registers, nothing = given.registers.copy(), thread.word(float("-inf"))
+        for i, register in enumerate(registers.flat):
+            row, first = i % 2, i // 2 * 8
+            for j in range(2):
+                at = thread.word(j).value
+                value = thread.Word(thread.llvm.extractelement(register, at))
+                here = columns[row] == first + j
+                found[row] = thread.select(here, value, found[row])
+                inside = (low < first + j + 1) & (high > first + j)
+                kept = thread.select(inside, value, nothing)
+                register = thread.llvm.insertelement(register, kept.value, at)
+            registers.flat[i] = register
+        kind = thread.mgpu.FragmentedArray
+        masked = kind(_registers=registers, _layout=given.layout, _is_signed=None)
+        owns = [thread.sum_over_lanes(one, 4) for one in found]
+        return masked, thread.vector_like(wanted, owns, integer=False)
+
+    layout = GPU.Layout.WGMMA
+    of_rows = layout.reduce(1)
+    results = (
+        thread.result(x.shape, jnp.float32, layout),
+        thread.result((HALF,), jnp.float32, of_rows),
+    )
+    masked, chosen = thread.inline(
+        body, (x, own, begin, end), (layout, of_rows, "scalar", "scalar"), results
+    )
+    return masked, chosen
 
 
 def _of_rows(ref: Any, rows: Any, interpreted: bool) -> jax.Array:
