@@ -33,6 +33,9 @@ LOADING, MULTIPLYING = 40, 232
 MULTIPLIERS = 2  # warpgroups
 PAIR = "pair"
 
+# Of a tile of rows, a group, a half, and its products [HALF, GROUP] float32.
+Finish = Callable[[Any, Any, Any, jax.Array], None]
+
 
 class Rounding(NamedTuple):
     """What makes a logit of a product: scale * product + bias, rounded."""
@@ -134,6 +137,14 @@ def _group_sums_kernel(
     tiles: Tiles, rounding: Rounding, programs: int, interpreted: bool, *refs: Any
 ) -> None:
     of, out = Of(*refs[: len(Of._fields)]), Groups(*refs[len(Of._fields) :])
+    finish = sums_of_tiles(tiles, rounding, of, out, interpreted)
+    _products(tiles, programs, interpreted, of.hidden, of.head, finish)
+
+
+def sums_of_tiles(
+    tiles: Tiles, rounding: Rounding, of: Of, out: Groups, interpreted: bool
+) -> Finish:
+    """What makes the groups' results of products, in the kernel."""
     limit = of.limit[0]
 
     def finish(row_tile: Any, group: Any, half: Any, products: jax.Array) -> None:
@@ -160,7 +171,7 @@ def _group_sums_kernel(
         for ref, values in zip(refs, found, strict=False):
             compat.store(ref.at[place], values, interpreted)
 
-    _products(tiles, programs, interpreted, of.hidden, of.head, finish)
+    return finish
 
 
 def _diagonal_kernel(
@@ -190,9 +201,9 @@ def _products(
     interpreted: bool,
     hidden_ref: Any,
     head_ref: Any,
-    finish: Callable[[Any, Any, Any, jax.Array], None],
+    finish: Finish,
 ) -> None:
-    """finish(tile of rows, group, half, products [HALF, GROUP] float32) of all of them."""
+    """Call `finish` with the products of every tile's halves."""
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     paired = tiles.together > 1
     second = lax.axis_index(PAIR) if paired else 0
