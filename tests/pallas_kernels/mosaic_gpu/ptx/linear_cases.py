@@ -71,8 +71,9 @@ def case(
     added = rng.normal(size=width).astype(np.float32)
     inverse = rng.uniform(0.5, 2, rows).astype(np.float32) if temperatures else None
     with np.errstate(invalid="ignore", over="ignore"):
-        logits = products * np.float32(scale) + (added if bias else np.float32(0))
-        logits = np.array(jnp.asarray(logits).astype(dtype), np.float32)
+        # A product and a sum are rounded once: an fma.
+        exact = products.astype(np.float64) * np.float32(scale) + (added if bias else 0)
+        logits = np.array(jnp.asarray(exact.astype(np.float32)).astype(dtype), np.float32)
     given = np.take_along_axis(logits, np.clip(tokens, 0, None)[:, None], 1)[:, 0]
     special = on_gpu.special_of(tiles, jnp.asarray(tokens), jnp.int32(limit))
     of = Of(
