@@ -19,12 +19,10 @@ from pallas_kernels.linear import online
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.read_columns import Rows
 from pallas_kernels.linear.types import Call, Inputs, RowSums
+from pallas_kernels.mosaic_gpu import linear_tiles
+from pallas_kernels.mosaic_gpu.linear_tiles import ALIGNED, GROUP, HALF, ROWS, STEP
 from pallas_kernels.platforms import lowered_for
 
-LEAST_WIDTH = 256  # one group
-ALIGNED = 8  # the tokens of a head are a multiple of this
-STEP = 64  # and H of this
-ROWS = 128  # of a tile
 MULTIPROCESSORS = 132  # of an H100 SXM, where no device says how many it has
 SHARE = 0.005  # of the float32 logits: the rows of the head that are gathered at a time
 NUMBERS = 2**31 - 1
@@ -54,14 +52,14 @@ def obstacle(call: Call, inputs: Inputs) -> str | None:
     size, width = inputs.hidden.shape[1], definition.width(inputs.head)
     if not size or size % STEP:
         return f"H = {size} is no multiple of {STEP}"
-    if width < LEAST_WIDTH:
-        return f"a head of {width} tokens on a device is less than one group of {LEAST_WIDTH}"
+    if width < GROUP:
+        return f"a head of {width} tokens on a device is less than one group of {GROUP}"
     if width % ALIGNED:
         return (
             f"a head of {width} tokens on a device is no multiple of {ALIGNED}: add rows of "
             "padding, and pass vocab_size"
         )
-    groups = -(-width // LEAST_WIDTH)
+    groups = -(-width // GROUP)
     if groups * inputs.num_targets > NUMBERS:
         return f"{inputs.num_targets} rows of {groups} groups are more than a 32-bit index reaches"
     return None
@@ -140,11 +138,9 @@ def _like_rows(hidden: jax.Array, *_: Any) -> jax.Array:
     return jnp.zeros(hidden.shape[0], jnp.float32)
 
 
-def _kernel() -> tuple[Any, Any]:
-    """The kernel's modules: only a program that has it imports them."""
-    room = "pallas_kernels.mosaic_gpu"
-    tiles = importlib.import_module(f"{room}.linear_tiles")
-    return tiles, importlib.import_module(f"{room}.linear_groups")
+def _kernel() -> Any:
+    """The kernel's module: only a program that has it imports it."""
+    return importlib.import_module("pallas_kernels.mosaic_gpu.linear_groups")
 
 
 def _multiprocessors() -> int:
@@ -161,16 +157,16 @@ def _given_logits(
     columns: jax.Array,
     interpret: Any,
 ) -> jax.Array:
-    cut, groups = _kernel()
+    groups = _kernel()
     count, size = hidden.shape
     padded = in_whole(hidden), in_whole(columns)
     rows = padded[0].shape[0]
     # Gathered rows of the head, and as many of hidden, a few at a time.
     most = int(SHARE * 4 * count * definition.width(head) / (2 * size * head.dtype.itemsize))
     part = min(rows, max(1, most // ROWS) * ROWS)
-    beside = cut.GROUP - ROWS
-    tiles = cut.Tiles(part, part + beside, size, diagonal=True)
-    programs = cut.programs(tiles, _multiprocessors())
+    beside = GROUP - ROWS
+    tiles = linear_tiles.Tiles(part, part + beside, size, diagonal=True)
+    programs = linear_tiles.programs(tiles, _multiprocessors())
     rounding = groups.Rounding(definition.scale, definition.logits_dtype)
 
     def of(start: jax.Array) -> jax.Array:
@@ -212,11 +208,11 @@ def _read(
     rows: Rows,
     interpret: Any,
 ) -> tuple[RowSums, jax.Array]:
-    cut, groups = _kernel()
+    groups = _kernel()
     count, width = hidden.shape[0], definition.width(head)
     hidden, token, given = (in_whole(x) for x in (hidden, rows.named[:, 0], rows.given))
-    tiles = cut.choose_tiles(hidden.shape[0], width, hidden.shape[1])
-    programs = cut.programs(tiles, _multiprocessors())
+    tiles = linear_tiles.choose_tiles(hidden.shape[0], width, hidden.shape[1])
+    programs = linear_tiles.programs(tiles, _multiprocessors())
     of = groups.Of(
         hidden,
         head,
@@ -232,7 +228,7 @@ def _read(
     by_group = jax.tree.map(
         lambda x: tiles.of_rows(x.reshape(tiles.groups, tiles.places))[:, :count], found
     )
-    mine = jnp.clip(rows.named[:, 0], 0, width - 1) // LEAST_WIDTH
+    mine = jnp.clip(rows.named[:, 0], 0, width - 1) // GROUP
     own = jnp.take_along_axis(by_group.own, mine[None], axis=0)[0]
     return joined(by_group, rows.inverse), own
 
@@ -247,13 +243,13 @@ def special_of(tiles: Any, token: jax.Array, limit: jax.Array) -> jax.Array:
     """
     halves = 2 * tiles.row_tiles
     first = tiles.first_row(jnp.arange(tiles.row_tiles, dtype=jnp.int32))
-    rows = (first[:, None] + jnp.arange(ROWS, dtype=jnp.int32)[None]).reshape(halves, ROWS // 2)
-    group = jnp.where(token < 0, tiles.groups, token // LEAST_WIDTH)[rows]
+    rows = (first[:, None] + jnp.arange(ROWS, dtype=jnp.int32)[None]).reshape(halves, HALF)
+    group = jnp.where(token < 0, tiles.groups, token // GROUP)[rows]
     named = jnp.zeros((halves, tiles.groups), jnp.int32)
     half = jnp.arange(halves, dtype=jnp.int32)[:, None]
     named = named.at[half, group].set(1, mode="drop")
     every = jnp.arange(tiles.groups, dtype=jnp.int32)
-    start, end = every * LEAST_WIDTH, (every + 1) * LEAST_WIDTH
+    start, end = every * GROUP, (every + 1) * GROUP
     some = (end > limit) | (tiles.first_token(every) < start)
     return jnp.where(some[None], 1, named).reshape(-1)
 
