@@ -31,6 +31,7 @@ from pallas_kernels.row_entropy import LEAST
 # Of 168 registers for each of 384 threads, those that load give most to those that multiply.
 LOADING, MULTIPLYING = 40, 232
 MULTIPLIERS = 2  # warpgroups
+PLAIN = compat.VERSION < (0, 12)  # an interpreter that multiplies no transposed reference
 PAIR = "pair"
 
 # Of a tile of rows, a group, a half, and its products [HALF, GROUP] float32.
@@ -261,7 +262,7 @@ def _products(
             half = pl.ds(warpgroup * HALF, HALF)
 
             def tile(i: Any, _: None) -> None:
-                multiply = _product_on_cpu if interpreted else _product
+                multiply = _product_on_cpu if interpreted and PLAIN else _product
                 products = multiply(steps, i * steps, rows, tokens, full, free, half)
                 finish(*place(i), warpgroup, products)
 
@@ -290,7 +291,7 @@ def _product(
         def step(k: Any, _: None) -> None:
             stage = lax.rem(before + k, STAGES)
             GPU.barrier_wait(full.at[stage])
-            GPU.wgmma(products, rows.at[stage, half], GPU.transpose_ref(tokens.at[stage], (1, 0)))
+            GPU.wgmma(products, rows.at[stage, half], compat.transposed(tokens.at[stage]))
             GPU.wgmma_wait(1)  # the step before this one is through with its memory
             last = lax.rem(before + k + STAGES - 1, STAGES)
             pl.when(k > 0)(lambda: GPU.barrier_arrive(free.at[last]))
@@ -306,7 +307,7 @@ def _product(
 def _product_on_cpu(
     steps: int, before: Any, rows: Any, tokens: Any, full: Any, free: Any, half: Any
 ) -> jax.Array:
-    """`_product`, interpreted: jax 0.10.2's interpreter multiplies no transposed reference."""
+    """`_product`, where the interpreter has no wgmma of a transposed reference."""
 
     def step(k: Any, products: jax.Array) -> jax.Array:
         stage = lax.rem(before + k, STAGES)
