@@ -1,8 +1,8 @@
 """The fused kernel of `linear_topk_logprobs`, interpreted: its sums, and who waits for whom.
 
 The interpreter gives each program of a pair the whole head. That of jax 0.10.2 multiplies without
-the matrix unit; that of 0.12 has wgmma. Machine code, and what an H100 alone could show, are checked by `python -m bench.aot_linear --check`
-and by `python -m bench.gpu_check`.
+the matrix unit; that of 0.12 has wgmma. Machine code is checked by
+`python -m bench.aot_linear --check`, what an H100 alone could show by `python -m bench.gpu_check`.
 """
 
 import dataclasses
