@@ -17,7 +17,7 @@ from pallas_kernels.linear import forward, on_gpu
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.read_columns import Rows
 from pallas_kernels.linear.types import Call, Inputs
-from pallas_kernels.mosaic_gpu import compat, linear_groups, linear_tiles
+from pallas_kernels.mosaic_gpu import compat, linear_groups, linear_products, linear_tiles
 from pallas_kernels.sharding.vocab_shard import WHOLE
 from tests.support import linear_cases, quick_compile
 
@@ -148,7 +148,7 @@ def test_ranks_are_those_of_the_groups_logits(interpreted, monkeypatch):
 def test_races_would_be_seen(interpreted, monkeypatch):
     """Without waiting until a stage has been read, the next step overwrites it."""
     hidden, head, _, ids = random_case(9, 256, 640)
-    monkeypatch.setattr(linear_groups, "_wait_until_free", lambda free, stage: None)
+    monkeypatch.setattr(linear_products, "_wait_until_free", lambda free, stage: None)
     errors = (AssertionError, RuntimeError)
     with pytest.raises(errors, match=r"races_found|completed again before|RACE DETECTED"):
         run(CALL, hidden, head, token_ids=ids)
