@@ -74,6 +74,23 @@ def bits32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), NAN32, raw)
 
 
+def rounded(x: np.ndarray, kind: str) -> np.ndarray:
+    """Raw bits of float32 as those of f16 or bf16, ties to even, with the NaN of the GPU."""
+    if kind == "f16":
+        with np.errstate(over="ignore"):
+            narrow = floats(x, "f32").astype(np.float16).view(np.uint16)
+    else:
+        odd = (x >> np.uint32(16)) & np.uint32(1)
+        narrow = ((x.astype(np.uint64) + 0x7FFF + odd) >> np.uint64(16)).astype(np.uint16)
+    return np.where(np.isnan(floats(x, "f32")), NAN16, narrow)
+
+
+def both_rounded(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """cvt.rn.bf16x2.f32: the first source is the upper half."""
+    upper, lower = (rounded(x, "bf16").astype(np.uint32) for x in (high, low))
+    return (upper << np.uint32(16)) | lower
+
+
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float32 values, rounded once.
 
@@ -295,6 +312,7 @@ def _table() -> dict[str, Operation]:
     for name, function in (("min", np.minimum), ("max", np.maximum)):
         add(f"{name}.s32", "w", "ww", to_signed(function))
         add(f"{name}.u32", "w", "ww", function)
+    add("mul.wide.u16", "w", "hh", lambda a, b: a.astype(np.uint32) * b.astype(np.uint32))
     add("mul.wide.u32", "d", "ww", wide_product("u32"))
     add("mul.wide.s32", "d", "ww", wide_product("s32"))
     for kind in ("pred", "b16", "b32", "b64"):
@@ -320,6 +338,8 @@ def _table() -> dict[str, Operation]:
     add("bfe.u32", "w", "www", bit_field)
     add("cvt.f32.bf16", "w", "h", lambda x: bits32(floats(x, "bf16")))
     add("cvt.f32.f16", "w", "h", lambda x: bits32(floats(x, "f16")))
+    add("cvt.rn.f16.f32", "h", "w", lambda x: rounded(x, "f16"))
+    add("cvt.rn.bf16x2.f32", "w", "ww", both_rounded)
     add("cvt.u16.u32", "h", "w", lambda x: x.astype(np.uint16))
     add("cvt.u32.u16", "w", "h", lambda x: x.astype(np.uint32))
     add("cvt.u64.u16", "d", "h", lambda x: x.astype(np.uint64))
