@@ -31,6 +31,7 @@ from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
 from jax_specdec.ray.outbox import Outbox
 from jax_specdec.ray.tidy import tidy
+from jax_specdec.records.batch import FinishReason
 
 MakeEngine = Callable[..., Engine]
 BEGIN_SECONDS = 60.0  # for the ends of what an earlier program had asked for
@@ -122,7 +123,10 @@ class Replica:
             rows = step_rows(taken, self._emitted)
             for row in rows.column("finish_reason").to_numpy().nonzero()[0].tolist():
                 self._open.pop(rows.column("request_id")[row].as_py(), None)
-            yield packed(rows)
+            if self._config.resume_lost:
+                rows = without_lost(rows)
+            if rows.num_rows:
+                yield packed(rows)
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Take requests; what cannot be taken ends the replica's batches with an error.
@@ -278,6 +282,16 @@ class Replica:
             self._folder = None
         self._open.clear()
         self._emitted.clear()
+
+
+def without_lost(rows: Any) -> Any:
+    """The rows but for those of requests that ended because no worker is left.
+
+    An engine that resumes requests ends some so at its own end alone. Then they are the fleet's to
+    resume, from the tokens that reached it: what the rows have is computed again.
+    """
+    lost = rows.column("finish_reason").to_numpy() == FinishReason.WORKER_LOST
+    return rows.filter(~lost) if lost.any() else rows
 
 
 def _content(weights: Weights) -> Any:

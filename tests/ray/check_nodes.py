@@ -72,6 +72,10 @@ def test_two_nodes_compute_what_one_device_does_whatever_becomes_of_the_follower
         expected = local_ids(12)
         assert ids(engine.generate(requests(12))) == expected
 
+        def said(reason):
+            (now,) = engine.status
+            return re.search(reason, " ".join((*now.events, now.problem)))
+
         def struck(strike, reason):
             """Strike in mid-run; how long the lead lived after it, in seconds."""
             wait_for(lambda: engine.status[0].workers, 60)
@@ -85,12 +89,13 @@ def test_two_nodes_compute_what_one_device_does_whatever_becomes_of_the_follower
             strike(node, actor, follower)
             wait_for(lambda: not is_alive(lead.pid), 30)
             taken = time.monotonic() - began
+            # At once: an engine that has no node for its followers is replaced, and its words too.
+            wait_for(lambda: said(reason), 30)
             if strike is lose_node:
                 add_node(cluster, 1)
             batches += list(slow)
             assert {text: found[:12] for text, found in ids(batches).items()} == expected
             (after,) = engine.status
-            assert re.search(reason, " ".join(after.events)), after.events
             assert after.workers[0].pid != lead.pid
             wait_for(lambda: not is_alive(follower), 30)
             print(f"{strike.__name__}: the lead ended {taken:.2f} s after it")
