@@ -115,9 +115,11 @@ def test_limits():
     assert faults(wide, replace(wide, way="plain", cycles=60_000)) == []
     slow = replace(wide, way="plain", cycles=58_000)
     assert "1.95x are wanted" in faults(wide, slow)[0]
-    few = replace(v6e, rows=1)  # of which no more is promised
-    assert faults(few, replace(few, way="plain", cycles=30_000)) == []
-    assert "1.0x are wanted" in faults(few, replace(few, way="plain", cycles=29_000))[0]
+    one = replace(v6e, rows=1, k=20)
+    assert faults(one, replace(one, way="plain", cycles=54_000)) == []
+    assert "1.8x are wanted" in faults(one, replace(one, way="plain", cycles=53_000))[0]
+    many = replace(one, rows=2048)
+    assert "12.0x are wanted" in faults(many, replace(many, way="plain", cycles=359_000))[0]
 
 
 def test_operations_that_read_the_logits():
