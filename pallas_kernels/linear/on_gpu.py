@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import implementations
-from pallas_kernels.blocks import vary_like
+from pallas_kernels.blocks import map_blocks
 from pallas_kernels.linear import online
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.read_columns import Rows
@@ -169,26 +169,17 @@ def _given_logits(
     programs = linear_tiles.programs(tiles, _multiprocessors())
     rounding = groups.Rounding(definition.scale, definition.logits_dtype)
 
-    def of(start: jax.Array) -> jax.Array:
+    def of(start: jax.Array) -> tuple[jax.Array]:
         own, wanted = (lax.dynamic_slice_in_dim(x, start, part) for x in padded)
         named = jnp.pad(wanted, (0, beside))
         own_bias = None if bias is None else bias[named].astype(jnp.float32)
         found = groups.diagonal_logits(
             tiles, rounding, own, head[named], own_bias, programs, interpret
         )
-        by_row: jax.Array = tiles.of_rows(found)
-        return by_row
+        return (tiles.of_rows(found),)
 
-    if part == rows:
-        return of(jnp.int32(0))[:count]
-
-    def step(i: jax.Array, found: jax.Array) -> jax.Array:
-        start = jnp.minimum(i * part, rows - part)
-        return lax.dynamic_update_slice_in_dim(found, of(start), start, 0)
-
-    empty = vary_like(jnp.zeros(rows, jnp.float32), (hidden, head, bias, columns))
-    found: jax.Array = lax.fori_loop(0, -(-rows // part), step, empty)
-    return found
+    nothing = (jnp.zeros(rows, jnp.float32),)
+    return map_blocks(of, part, None, nothing, (hidden, head, bias, columns))[0][:count]
 
 
 def in_whole(x: jax.Array) -> jax.Array:
