@@ -12,6 +12,7 @@ from pallas_kernels.group_sums import WIDTH as GROUP_WIDTH
 from pallas_kernels.group_sums import GroupSums, inverse_temperature, sums_of_groups
 from pallas_kernels.gumbel import gumbel_of_bits, log_of
 from pallas_kernels.implementations import Implementation, gpu_obstacle
+from pallas_kernels.kept_groups import keeps
 from pallas_kernels.linear.contract import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import LinearKeptLogprobs
 from pallas_kernels.logarithm import logarithm
@@ -21,7 +22,6 @@ from pallas_kernels.sampled_draw import Drawn, RowsToDraw
 from pallas_kernels.sampled_draw import draw as draw_rows
 from pallas_kernels.sampled_rows import FEW as FEW_CANDIDATES
 from pallas_kernels.sampled_rows import MANY as MANY_CANDIDATES
-from pallas_kernels.sampled_rows import keeps
 from pallas_kernels.sharding.grouped_rows import GroupedRows, top_candidates
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
 from pallas_kernels.threefry import word as threefry_word

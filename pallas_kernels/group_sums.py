@@ -101,13 +101,23 @@ def of_block(
     grouped = x.reshape(len(x), whole, WIDTH)
     parts = [part for part in (grouped, tail) if part.shape[1]]
     if eights is None:
-        found = [_eights_to_groups(selection.group_maxima(x, EIGHT), x.dtype)] if whole else []
-        found += [maxima_of(tail)] if tail.shape[1] else []
+        found = _maxima(x, tail)
     else:
         largest = _eights_to_groups(eights, x.dtype)
         found = [one for one in (largest[:, :whole], largest[:, whole:]) if one.shape[1]]
     sums = [sums_of(part, one, inverse[:, None]) for part, one in zip(parts, found, strict=True)]
     return GroupSums(_joined(found), _joined(sums))
+
+
+def maxima_of_block(x: Float[Array, "B N"], tail: Float[Array, "B T W"]) -> Float32[Array, "B G"]:
+    """The largest logit of each group of a block of rows; arguments as for `of_block`."""
+    return _joined(_maxima(x, tail))
+
+
+def _maxima(x: jax.Array, tail: jax.Array) -> list[jax.Array]:
+    """Those of the whole groups, and those of the tail, where there are any."""
+    found = [_eights_to_groups(selection.group_maxima(x, EIGHT), x.dtype)] if x.shape[1] else []
+    return found + ([maxima_of(tail)] if tail.shape[1] else [])
 
 
 def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:

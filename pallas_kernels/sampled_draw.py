@@ -25,7 +25,7 @@ class RowsToDraw(NamedTuple):
     """B slots, each with a row of N to draw from, and what the read left of all rows."""
 
     rows: Int32[Array, " B"]  # valid ones; -1 where nothing is drawn
-    cut_logit: Float32[Array, " B"]  # as `sampled_rows.keeps` takes it; -inf where all is kept
+    cut_logit: Float32[Array, " B"]  # as `kept_groups.keeps` takes it; -inf where all is kept
     cut_id: Int32[Array, " B"]
     taken_ids: Int32[Array, "B M"]  # distinct tokens that are not drawn; -1 where there is none
     seed: UInt32[Array, " B"]

@@ -106,9 +106,7 @@ def _read(size: Size, k: int, *arguments: jax.Array) -> Read:
         return _of_block(Part(x, tail, part.offset), inverse, needed, k, is_tpu)
 
     rows = (part.tail, inverse, needed)
-    return _in_blocks(
-        work, size, part.logits, rows, initial, min(max(k, FEW), part.logits.shape[1])
-    )
+    return in_blocks(work, size, part.logits, rows, initial, min(max(k, FEW), part.logits.shape[1]))
 
 
 def _of_block(
@@ -187,68 +185,6 @@ def columns_of_groups(part: Part) -> jax.Array:
     return lax.dynamic_slice_in_dim(part.logits, part.offset, width, axis=1)
 
 
-def kept_sums(
-    part: Part,
-    first_id: Int32[Array, ""],
-    cut: tuple[Float32[Array, " R"], Int32[Array, " R"]],
-    inverse: Float32[Array, " R"],
-    row_ids: Int32[Array, " R"],
-    num_rows: Int32[Array, ""],
-) -> GroupSums:
-    """The groups of the tokens that a cut keeps, of the rows `row_ids`; 0 from `num_rows` on.
-
-    Args:
-      part: the logits.
-      first_id: the token id of the first group's first token.
-      cut: a logit and an id: kept are larger logits, equal ones with a smaller id, and that id.
-      inverse: of the R rows.
-      row_ids: the row of each.
-      num_rows: how many rows count.
-    """
-    arguments = (*part, first_id, *cut, inverse, row_ids, num_rows)
-    cpu, default = (
-        functools.partial(_kept_sums, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
-    )
-    return lowered_for(*arguments, like=_like_kept, cpu=cpu, default=default)
-
-
-def _like_kept(*arguments: jax.Array) -> GroupSums:
-    part, row_ids = Part(*arguments[:3]), arguments[7]
-    zeros = jnp.zeros((len(row_ids), whole_groups(part) + part.tail.shape[1]), jnp.float32)
-    return GroupSums(zeros, zeros)
-
-
-def _kept_sums(size: Size, *arguments: jax.Array) -> GroupSums:
-    part = Part(*arguments[:3])
-    first_id, cut_logit, cut_id, inverse, row_ids, num_rows = arguments[3:]
-    whole = whole_groups(part) * WIDTH
-
-    def work(
-        x: jax.Array, tail: jax.Array, logit: jax.Array, last: jax.Array, inverse: jax.Array
-    ) -> GroupSums:
-        def kept(x: jax.Array, first: jax.Array) -> jax.Array:
-            ids = (first + jnp.arange(x[0].size, dtype=jnp.int32)).reshape(1, *x.shape[1:])
-            shape = (-1, *[1] * (x.ndim - 1))
-            return jnp.where(keeps(x, ids, logit.reshape(shape), last.reshape(shape)), x, -jnp.inf)
-
-        grouped = columns_of_groups(Part(x, tail, part.offset))
-        return group_sums.of_block(kept(grouped, first_id), kept(tail, first_id + whole), inverse)
-
-    rows = (part.tail.at[row_ids].get(mode="clip"), cut_logit, cut_id, inverse)
-    return _in_blocks(work, size, part.logits, rows, _like_kept(*arguments), 0, row_ids, num_rows)
-
-
-def keeps(
-    x: Float[Array, "..."],
-    ids: Int32[Array, "..."],
-    cut_logit: Float32[Array, "..."],
-    cut_id: Int32[Array, "..."],
-) -> Bool[Array, "..."]:
-    """Whether tokens with logits x and these ids are kept by a cut; all shapes broadcast."""
-    value = x.astype(jnp.float32)
-    return (value > cut_logit) | ((value == cut_logit) & (ids < cut_id)) | (ids == cut_id)
-
-
 def candidates(
     logits: Float[Array, "N V"],
     k: int,
@@ -305,7 +241,7 @@ def _candidates(k: int, size: Size, *arguments: jax.Array) -> Top:
         return Top(*selection.select_top_k(x, keys, k, width, two_stages))
 
     initial = _like_candidates(k, *arguments)
-    return _in_blocks(work, size, logits, (), initial, k, row_ids, num_rows)
+    return in_blocks(work, size, logits, (), initial, k, row_ids, num_rows)
 
 
 class _Count(NamedTuple):
@@ -337,7 +273,7 @@ def _num_larger(
         return _Count(larger.sum(axis=1, dtype=jnp.int32))
 
     initial = _Count(jnp.zeros(len(than), jnp.int32))
-    return _in_blocks(work, blocks.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
+    return in_blocks(work, blocks.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
 
 
 def _num_larger_on_cpu(
@@ -373,7 +309,7 @@ def _number_of(flags: Bool[Array, " V"]) -> Int32[Array, ""]:
     return found
 
 
-def _in_blocks(
+def in_blocks(
     work: Callable[..., Outputs],
     size: Size,
     logits: jax.Array,

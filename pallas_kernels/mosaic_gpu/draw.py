@@ -86,7 +86,7 @@ class RowToDraw(NamedTuple):
     taken: taken.Taken
     largest: Any  # m
     inverse: Any  # 1 / T
-    cut_logit: Any  # as `sampled_rows.keeps` takes it
+    cut_logit: Any  # as `kept_groups.keeps` takes it
     cut_id: Any
     seed: Any
     position: Any

@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import group_sums, sampled_implementations, sampled_rows
+from pallas_kernels import group_sums, kept_groups, sampled_implementations, sampled_rows
 from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.group_sums import WIDTH, GroupSums
+from pallas_kernels.kept_groups import KeptGroups
 from pallas_kernels.sampled_rows import Part, Read
 from pallas_kernels.selection import top_k
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
@@ -98,9 +99,19 @@ class GroupedRows:
         row_ids: Int32[Array, " R"],
         num_rows: Int32[Array, ""],
     ) -> GroupSums:
-        """This device's groups [R, L] of the tokens that cuts keep: `sampled_rows.kept_sums`."""
+        """This device's groups [R, L] of the tokens that cuts keep: `kept_groups.kept_sums`."""
         first_id = self.first * WIDTH
-        return sampled_rows.kept_sums(self.part, first_id, cut, inverse, row_ids, num_rows)
+        return kept_groups.kept_sums(self.part, first_id, cut, inverse, row_ids, num_rows)
+
+    def sums_within(
+        self,
+        gap: tuple[Float32[Array, " R"], Float32[Array, " R"]],
+        inverse: Float32[Array, " R"],
+        row_ids: Int32[Array, " R"],
+        num_rows: Int32[Array, ""],
+    ) -> KeptGroups:
+        """This device's groups [R, L] of what is near the largest: `kept_groups.sums_within`."""
+        return kept_groups.sums_within(self.part, gap, inverse, row_ids, num_rows)
 
     def own(self, groups: Float[Array, "R G"], missing: float) -> Float[Array, "R L"]:
         """This device's columns of values of all groups; `missing` where it has fewer."""

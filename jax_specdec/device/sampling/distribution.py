@@ -12,11 +12,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32
 
-from jax_specdec.device.sampling import candidate_cut, flat_search, parameters, row_read
+from jax_specdec.device.sampling import candidate_cut, flat_search, gap_cut, parameters, row_read
 from jax_specdec.device.sampling.parameters import Sampling, Truncation
 from jax_specdec.device.sampling.row_read import RowRead
+from jax_specdec.device.sampling.some_rows import compacted, scattered
 from pallas_kernels import (
     MANY_CANDIDATES,
     WHOLE,
@@ -84,8 +85,9 @@ def cuts(
 ) -> Truncation:
     """The cuts [N] of the sampled rows; those of others keep everything.
 
-    The read's candidates settle most rows. For those that are left, and for them alone, 1,024
-    candidates are read, and rows whose cut lies beyond take a search, one after the other.
+    The read's candidates settle most rows. What is left, and that alone, is read again: rows of
+    min-p alone once more (`gap_cut`); of the others 1,024 candidates are read, and rows whose cut
+    lies beyond take a search, one after the other.
 
     Args:
       rows: the logits.
@@ -109,8 +111,15 @@ def cuts(
         cut = parameters.where(asked & settled, cut, nothing)
         if rows.vocab_size <= MANY_CANDIDATES:
             return cut  # all tokens are candidates
+        return _for_the_rest(asked & ~settled, cut, again)
+
+    def again(left: jax.Array, cut: Truncation) -> Truncation:
+        by_gap = left & gap_cut.suffices(sampling, rows.vocab_size)
+        cut = _for_the_rest(
+            by_gap, cut, lambda left, cut: gap_cut.cut_of(rows, found, sampling, left, cut)
+        )
         return _for_the_rest(
-            asked & ~settled, cut, lambda left, cut: _by_more(rows, found, sampling, left, cut)
+            left & ~by_gap, cut, lambda left, cut: _by_more(rows, found, sampling, left, cut)
         )
 
     cut: Truncation = lax.cond(jnp.any(asked), some, lambda: nothing)
@@ -170,22 +179,6 @@ def _for_the_rest(
     """`call(left, cut)` where a row is left."""
     found: Truncation = lax.cond(jnp.any(left), call, lambda _, cut: cut, left, cut)
     return found
-
-
-def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:
-    """The rows that are chosen, in their order, then others; and how many are."""
-    index = jnp.argsort(~which, stable=True).astype(jnp.int32)
-    return index, which.sum(dtype=jnp.int32)
-
-
-def scattered(
-    whole: Truncation, part: Truncation, index: Int32[Array, " N"], number: Int32[Array, ""]
-) -> Truncation:
-    """The cuts with the first `number` of `part`, at the rows `index`; from N on: nowhere."""
-    counts = jnp.arange(len(index), dtype=jnp.int32) < number
-    place = jnp.where(counts, index, len(index))
-    put: Truncation = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
-    return put
 
 
 def processed_probs(

@@ -54,11 +54,20 @@ def mass(
 
 def total(weights: jax.Array, vocab_size: int) -> Mass:
     """The sum [N] of weights [N, V]; digits of `digits`."""
+    return of_sums(sums(weights, vocab_size), vocab_size)
+
+
+def sums(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
+    """The sums [N] int32 of the digits of weights [N, V]: shards may add theirs, as integers."""
     parts = digits(weights, vocab_size)
     # All digits in one reduction: else the weights are computed for each.
     zeros = tuple(np.int32(0) for _ in parts)
-    sums = lax.reduce(parts, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,))
-    return carried(tuple(_unsigned(one) for one in sums), vocab_size)
+    return tuple(lax.reduce(parts, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,)))
+
+
+def of_sums(added: tuple[jax.Array, ...], vocab_size: int) -> Mass:
+    """The mass of which all digits are added up: `sums` of one device or of all shards."""
+    return carried(tuple(_unsigned(one) for one in added), vocab_size)
 
 
 def carried(sums: Mass, vocab_size: int) -> Mass:

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jax_specdec.device.sampling.distribution import compacted
 from jax_specdec.device.sampling.few_kept import draw_among
 from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, Source, best, gumbel
 from jax_specdec.device.sampling.row_read import RowRead, scaled
+from jax_specdec.device.sampling.some_rows import compacted
 from pallas_kernels import GROUP_WIDTH as WIDTH
 from pallas_kernels import (
     Drawn,

@@ -1,0 +1,57 @@
+"""The cut of rows that min-p alone cuts, where they keep more tokens than their read's candidates.
+
+min-p keeps what is not too far below the largest logit, and that is known: one more read of the row
+sums what is kept, and finds the smallest of it. Nothing is sorted, and nothing is searched for.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from jax_specdec.device.sampling import exact_sums
+from jax_specdec.device.sampling.parameters import Sampling, Truncation, lowest_gap
+from jax_specdec.device.sampling.row_read import RowRead, scaled
+from jax_specdec.device.sampling.some_rows import compacted, scattered
+from pallas_kernels import GroupedRows, exponential, logarithm
+
+
+def suffices(sampling: Sampling, vocab_size: int) -> Bool[Array, " N"]:
+    """Whether no filter but min-p can cut a row."""
+    by_k = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
+    return ~by_k & (sampling.top_p >= 1)
+
+
+def cut_of(
+    rows: GroupedRows, found: RowRead, sampling: Sampling, left: jax.Array, cut: Truncation
+) -> Truncation:
+    """The cuts with those of the rows that are `left` [N] bool: valid, sampled, by min-p alone.
+
+    Shards send one another a row's least kept logit, its last id, and its sum.
+    """
+    index, number = compacted(left)
+    largest, inverse = found.largest[index], found.inverse[index]
+    gap = largest, lowest_gap(sampling)[index]
+    kept = rows.sums_within(gap, inverse, index, number)  # [N, L]
+    weights = kept.sums * exponential(scaled(kept.maxima, largest[:, None], inverse[:, None]))
+    sums = exact_sums.sums(weights, rows.vocab_size)
+
+    lowest = kept.least.min(axis=1)
+    groups = jnp.arange(rows.num_local, dtype=jnp.int32)[None]
+    last_group = jnp.max(jnp.where(kept.least == lowest[:, None], groups, 0), axis=1)
+    x, ids = rows.tokens(index, rows.first + last_group)
+    last_id = jnp.max(jnp.where(x == lowest[:, None], ids, -1), axis=1)
+
+    words = jnp.stack([lax.bitcast_convert_type(lowest, jnp.int32), last_id, *sums], axis=1)
+    every = rows.shard.gathered(words)  # [shards, N, words]
+    lowests = lax.bitcast_convert_type(every[..., 0], jnp.float32)
+    lowest = lowests.min(axis=0)
+    last_id = jnp.max(jnp.where(lowests == lowest[None], every[..., 1], -1), axis=0)
+    digits = every[..., 2:].sum(axis=0, dtype=jnp.int32)
+    mass = exact_sums.of_sums(
+        tuple(digits[:, place] for place in range(digits.shape[1])), rows.vocab_size
+    )
+    total = tuple(digit[index] for digit in found.total)
+    share, whole = (exact_sums.to_float(one, rows.vocab_size) for one in (mass, total))
+    part = Truncation(lowest, last_id, jnp.minimum(logarithm(share / whole), 0.0))
+    return scattered(cut, part, index, number)
