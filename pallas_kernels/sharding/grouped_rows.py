@@ -154,15 +154,19 @@ class GroupedRows:
         return jnp.where(self.has(groups)[:, None], found.astype(jnp.float32), -jnp.inf), ids
 
     def candidates(
-        self, k: int, row_ids: Int32[Array, " R"], num_rows: Int32[Array, ""]
-    ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
+        self,
+        k: int,
+        row_ids: Int32[Array, " R"],
+        num_rows: Int32[Array, ""],
+        beside: Int32[Array, "R _"],
+    ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"], Int32[Array, "shards R _"]]:
         """The K = min(k, V) largest of rows: ids and logits, ties lowest id first.
 
         An id is -1 where fewer are above -inf. Rows from `num_rows` on hold anything; the others
-        must be valid.
+        must be valid. beside: words of this device's own; all devices' come back, in one exchange.
         """
         every = self.logits, self.shard, self.vocab_size
-        return _candidates(*every, k, row_ids, num_rows, valid=True)
+        return _candidates(*every, k, row_ids, num_rows, beside, valid=True)
 
     def _gathered(self, found: Read, *, with_top: bool) -> Read:
         """Every shard's part of a read, in one exchange; with the candidates or without."""
@@ -209,7 +213,8 @@ def top_candidates(
     vocab_size = shard.size(logits.shape[1])
     rows = jnp.arange(len(logits), dtype=jnp.int32)
     every = shard.masked(logits), shard, vocab_size
-    return _candidates(*every, k, rows, jnp.int32(len(logits)), valid=False)
+    nothing = jnp.zeros((len(logits), 0), jnp.int32)
+    return _candidates(*every, k, rows, jnp.int32(len(logits)), nothing, valid=False)[:2]
 
 
 def _candidates(
@@ -219,15 +224,19 @@ def _candidates(
     k: int,
     row_ids: jax.Array,
     num_rows: jax.Array,
+    beside: jax.Array,
     *,
     valid: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     count = min(k, vocab_size)
     mine = min(count, logits.shape[1])
     ids, found = sampled_rows.candidates(logits, mine, row_ids, num_rows, valid=valid)
     if shard.axis_name is None:
-        return ids, found
-    return _merged(shard.gathered(_packed(logits, shard, ids, found)), count)
+        return ids, found, beside[None]
+    packed = _packed(logits, shard, ids, found)
+    every = shard.gathered(jnp.concatenate([packed, beside], axis=1))
+    width = packed.shape[1]
+    return *_merged(every[..., :width], count), every[..., width:]
 
 
 def _packed(logits: jax.Array, shard: VocabShard, ids: jax.Array, values: jax.Array) -> jax.Array:

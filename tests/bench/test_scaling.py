@@ -14,7 +14,7 @@ from jax_specdec.device.drafting.drawing import draw, none_drawn
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import forward
 from jax_specdec.device.model.params import init_cache
-from jax_specdec.device.sampling import distribution
+from jax_specdec.device.sampling import distribution, gap_cut
 from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.verify import verify
 from pallas_kernels import topk_logprobs
@@ -56,6 +56,8 @@ def test_constants_are_those_of_the_code():
     assert scaling.CANDIDATES == pallas_kernels.MANY_CANDIDATES
     assert scaling.MOST_CANDIDATES == distribution.MOST_CANDIDATES
     assert scaling.DRAFT_TOKENS == drawing.MOST_TOKENS
+    for vocabulary in (2, 1000, 1024, 32_000, 128_256, 262_144):
+        assert scaling.gap_words(vocabulary) == gap_cut.num_words(vocabulary)
 
 
 @pytest.mark.parametrize(("shards", "rows", "k", "chosen"), [(2, 5, 7, 0), (4, 24, 20, 3)])

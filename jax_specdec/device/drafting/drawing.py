@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from jax_specdec.device.model.sharding import Parallel
 from jax_specdec.device.sampling import candidate_cut, exact_sums
 from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.parameters import Sampling
@@ -51,7 +51,7 @@ def draw(
     draft_logits: Float[Array, "B 1 V"],
     sampling: Sampling,
     positions: Int32[Array, " B"],
-    parallel: Parallel = ONE_DEVICE,
+    parallel: Parallel | None = None,
     *,
     tell: Tell | None = None,
 ) -> Drafts:

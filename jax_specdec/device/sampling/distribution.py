@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_specdec.device.sampling import candidate_cut, flat_search, gap_cut, parameters, row_read
 from jax_specdec.device.sampling.parameters import Sampling, Truncation
@@ -115,32 +115,58 @@ def cuts(
 
     def again(left: jax.Array, cut: Truncation) -> Truncation:
         by_gap = left & gap_cut.suffices(sampling, rows.vocab_size)
-        cut = _for_the_rest(
-            by_gap, cut, lambda left, cut: gap_cut.cut_of(rows, found, sampling, left, cut)
-        )
-        return _for_the_rest(
-            left & ~by_gap, cut, lambda left, cut: _by_more(rows, found, sampling, left, cut)
-        )
+        others = left & ~by_gap
+
+        def by_more(left: jax.Array, cut: Truncation) -> Truncation:
+            return _by_more(rows, found, sampling, left, cut, by_gap)
+
+        def once_more(left: jax.Array, cut: Truncation) -> Truncation:
+            return gap_cut.cut_of(rows, found, sampling, left, cut)
+
+        if rows.shard.axis_name is None:
+            cut = _for_the_rest(by_gap, cut, once_more)
+            return _for_the_rest(others, cut, by_more)
+        # Shards exchange both kinds of rows at once.
+        both: Truncation = lax.cond(jnp.any(others), by_more, once_more, left, cut)
+        return both
 
     cut: Truncation = lax.cond(jnp.any(asked), some, lambda: nothing)
     return cut
 
 
 def _by_more(
-    rows: GroupedRows, found: RowRead, sampling: Sampling, left: jax.Array, cut: Truncation
+    rows: GroupedRows,
+    found: RowRead,
+    sampling: Sampling,
+    left: jax.Array,
+    cut: Truncation,
+    by_gap: jax.Array,
 ) -> Truncation:
-    """The cuts with those of the rows that are `left` [N] bool: by more candidates, or a search."""
+    """The cuts with those of the rows that are `left` [N] bool: by more candidates, or a search.
+
+    by_gap: rows that take `gap_cut` instead; on shards they are among those that are left.
+    """
     index, number = compacted(left)
     block = min(ROWS_WITH_MORE, len(index))
+    no_words = jnp.zeros((block, 0), jnp.int32)
 
     def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
         begin = jnp.minimum(start, len(index) - block)  # of the last block, which begins early
         there = lax.dynamic_slice_in_dim(index, begin, block)
+        count = jnp.minimum(number - begin, block)
         own = rows if block == len(index) else rows.in_trip(start)
-        ids, logits = own.candidates(MOST_CANDIDATES, there, jnp.minimum(number - begin, block))
+        words = no_words
+        if rows.shard.axis_name is not None:
+            words = _words_of_gaps(own, found, sampling, there, count, by_gap[there])
+        ids, logits, every = own.candidates(MOST_CANDIDATES, there, count, words)
         mine: Sampling = jax.tree.map(lambda x: x[there], sampling)
         row = jax.tree.map(lambda x: x[there], (found.largest, found.inverse, found.total))
-        return candidate_cut.cut_among(ids, logits, row, mine, rows.vocab_size)
+        more, settled = candidate_cut.cut_among(ids, logits, row, mine, rows.vocab_size)
+        if rows.shard.axis_name is not None:
+            of_gaps = gap_cut.joined(every, found, there, rows.vocab_size)
+            more = parameters.where(by_gap[there], of_gaps, more)
+            settled |= by_gap[there]
+        return more, settled
 
     nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
     more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
@@ -150,6 +176,28 @@ def _by_more(
         return cut
     still = left & ~jnp.zeros_like(left).at[place].set(True, mode="drop")
     return _for_the_rest(still, cut, lambda left, cut: _by_search(rows, sampling, left, cut))
+
+
+def _words_of_gaps(
+    rows: GroupedRows,
+    found: RowRead,
+    sampling: Sampling,
+    index: jax.Array,
+    number: jax.Array,
+    by_gap: jax.Array,
+) -> Int32[Array, "R _"]:
+    """`gap_cut.own_words` of the first rows of `index`, if one of them is `by_gap` [R] bool."""
+    shape = len(index), gap_cut.num_words(rows.vocab_size)
+
+    def nothing() -> jax.Array:
+        return vary_like(jnp.zeros(shape, jnp.int32), (rows.arrays, index))
+
+    words: jax.Array = lax.cond(
+        jnp.any(by_gap),
+        lambda: gap_cut.own_words(rows, found, sampling, index, number),
+        nothing,
+    )
+    return words
 
 
 def _by_search(

@@ -1,8 +1,8 @@
-"""Calls on logits [B, ..., V] of a mesh with explicit axes.
+"""Calls on logits [B, ..., V] of a user's mesh, with explicit or automatic axes.
 
 Explicit axes are part of an array's type, so a function that mixes split and whole arrays would
 have to name a sharding at every step. Under `jax.shard_map` each device computes on its own slots
-and columns instead, as it does with automatic axes.
+and columns instead, as it does with automatic axes (`automatic_axes`).
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from jax_specdec.device.model.sharding import Parallel
+from jax_specdec.device.sampling import automatic_axes
 from pallas_kernels import WHOLE, VocabShard
 
 Result = TypeVar("Result")
@@ -21,7 +22,7 @@ def on_own_part(
     call: Callable[[VocabShard, Any, Any], Result],
     logits: Any,
     by_slot: Any,
-    parallel: Parallel = ONE_DEVICE,
+    parallel: Parallel | None = None,
 ) -> Result:
     """`call(shard, logits, by_slot)`, by each device on its own slots and columns.
 
@@ -31,14 +32,19 @@ def on_own_part(
         between B and V are gathered if they are split.
       by_slot: arrays [B, ...].
       parallel: the devices that hold the columns, where the caller knows; slots are whole then.
+        None: the logits' type tells, or with automatic axes the compiler; then `call` closes over
+        no traced value.
 
     Returns:
       The results, split by slots as the logits are.
     """
-    if parallel.mesh is not None:
+    if parallel is not None and parallel.mesh is not None:
         return parallel.over_vocabulary(call, logits, by_slot)
-    mesh, slots, columns = explicit_split(jax.tree.leaves(logits)[0])
+    first = jax.tree.leaves(logits)[0]
+    mesh, slots, columns = explicit_split(first)
     if mesh is None:
+        if parallel is None and automatic_axes.may_be_split(first):
+            return automatic_axes.on_own_part(call, logits, by_slot)
         return call(WHOLE, logits, by_slot)
     shard = VocabShard(columns)
 

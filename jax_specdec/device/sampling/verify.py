@@ -107,7 +107,7 @@ def verify(
     *,
     accept: AcceptRule = accept_draft,
     choice: Greedy | None = None,
-    parallel: Parallel = ONE_DEVICE,
+    parallel: Parallel | None = None,
     raw_k: int | None = None,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
@@ -119,9 +119,11 @@ def verify(
       positions: the sequence position of the token that row 0 predicts.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
       choice: the greedy choice of the B * S rows, where it is known already.
-      parallel: the devices among which the vocabulary of the logits is split. Without it, logits
-        may be split by slots and vocabulary over any mesh with explicit or automatic axes: their
-        type or the compiler tells. On the same logits, the emitted tokens are those of one device.
+      parallel: the devices among which the vocabulary of the logits is split, `ONE_DEVICE` where
+        there is one. Without it, logits may be split by slots and vocabulary over any mesh with
+        explicit or automatic axes: their type or the compiler tells, and no row of them travels,
+        but with automatic axes where `accept` is your own. On the same logits, the emitted tokens
+        are those of one device.
       raw_k: static; with it, the same read gives the raw logprobs of all emitted tokens and so many
         top columns. Logits must be whole on this device.
 
@@ -150,6 +152,9 @@ def verify(
         drafts, sampling, positions, choice = whole
         return _verify(shard, logits, drafts, sampling, positions, choice, accept, raw_k)
 
+    if raw_k is not None or accept is not accept_draft:
+        # What the compiler asks for later can't refuse, nor close over a rule's traced values.
+        parallel = parallel or ONE_DEVICE
     return on_own_part(on_shard, logits, (drafts, sampling, positions, choice), parallel)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from jax_specdec.device.sampling import gap_cut
 from jax_specdec.device.sampling.distribution import processed_probs, truncation
+from pallas_kernels import WHOLE
 from tests.jax_specdec.device.sampling.test_truncation import check, sampling_of
 from tests.support import quick_compile
 from tests.support.shards import P, on_shards
@@ -89,12 +90,21 @@ def test_other_filters_do_not_take_it():
     assert takes == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_shards_give_the_same_bits(shards):
+@pytest.mark.parametrize(
+    ("shards", "top_p"),
+    [
+        pytest.param(2, [0.9] + [1.0] * 7, id="2, beside a row of 1,024 candidates"),
+        pytest.param(4, 1.0, id="4, alone", marks=pytest.mark.slow),
+        pytest.param(8, [0.9, 0.999] * 4, id="8, beside as many others", marks=pytest.mark.slow),
+    ],
+)
+def test_shards_give_the_same_bits(shards, top_p):
     """Ragged shards are padded with NaN, and groups are split between them."""
+    asked = sampling(top_p=top_p)
 
     def on_shard(x, shard):
-        return truncation(x, sampling(), shard=shard)
+        return truncation(x, asked, shard=shard)
 
-    cut = on_shards(on_shard, shards, rows_of(jnp.float32), V, P())
-    chex.assert_trees_all_equal(cut, found(jnp.float32)[0])
+    rows = rows_of(jnp.float32)
+    cut = on_shards(on_shard, shards, rows, V, P())
+    chex.assert_trees_all_equal(cut, quick_compile.jit(lambda x: on_shard(x, WHOLE))(rows))

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from jax_specdec.device.drafting import drawing
+from jax_specdec.device.model.sharding import ONE_DEVICE
 from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.random_draws import ACCEPT, RECOVER
 from jax_specdec.device.sampling.verify import CompactQ, Drafts, accept_draft, verify
@@ -199,7 +200,8 @@ def first_tokens():
             for rows in (P[:2], Q[:1])
         )
         with mock.patch.object(drawing, "DRAFT", purpose):
-            drafts = drawing.draw(draft, sampling, position)
+            # Else the drafts' program could not close over a traced purpose.
+            drafts = drawing.draw(draft, sampling, position, ONE_DEVICE)
         return verify(target, drafts, sampling, position).token_ids[:, 0]
 
     return quick_compile.jit(call)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from jax_specdec.device import Sampling, verify
+from jax_specdec.device import Drafts, Sampling, verify
 from jax_specdec.device.drafting import draw, joined
 from tests.support import quick_compile
 from tests.support.collectives import collectives
@@ -23,8 +23,13 @@ SPLITS = {
 }
 KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
 CASES = [
-    ("explicit", "both"), ("automatic", "both"), ("explicit", "slots"), ("explicit", "vocabulary"),
-]  # fmt: skip
+    ("automatic", "both"),
+    *(
+        pytest.param(kind, split, marks=pytest.mark.slow)
+        for kind, splits in {"explicit": SPLITS, "automatic": ("slots", "vocabulary")}.items()
+        for split in splits
+    ),
+]
 
 
 @functools.cache
@@ -71,7 +76,6 @@ def longest_axis(program):
     return max((max(shape, default=1) for shape in shapes), default=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "split"), CASES)
 def test_tokens_are_those_of_one_device(kind, split):
     """No collective carries a part of a row; tokens are split as the slots are."""
@@ -84,6 +88,28 @@ def test_tokens_are_those_of_one_device(kind, split):
     assert longest_axis(program) < V // 4
     assert found[1].sharding.spec[:1] == SPLITS[split][:1] or SPLITS[split][0] is None
     assert len(set(np.asarray(found[2]))) > 1  # some drafts were accepted, others not
+
+
+def test_of_automatic_axes_with_a_rule_of_ones_own_and_without_drafts():
+    """A rule may close over values of the trace, and drafts that are not there have no axis."""
+    target, _ = inputs()
+    narrow = target[..., :512]
+    ids = jnp.argmax(narrow[:, :-1], axis=-1).astype(jnp.int32)
+
+    def verified(logits, ids, share):
+        drafts = Drafts(ids, jnp.full(B, ids.shape[1], jnp.int32))
+        own = verify(logits, drafts, SAMPLING, POSITIONS, accept=lambda u, p, q: u * share < p)
+        none = Drafts(ids[:, :0], jnp.zeros(B, jnp.int32))
+        return own[:2], verify(logits[:, :1], none, SAMPLING, POSITIONS)[:2]
+
+    of_one = quick_compile.jit(verified)(narrow, ids, 0.5)
+    with jax.set_mesh(mesh_of("automatic")):
+        split = jax.device_put(narrow, NamedSharding(mesh_of("automatic"), SPLITS["both"]))
+        program = jax.jit(verified).lower(split, ids, 0.5).compile(QUICK)
+        for actual, expected in zip(
+            jax.tree.leaves(program(split, ids, 0.5)), jax.tree.leaves(of_one), strict=True
+        ):
+            np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_gather_of_the_logits_would_be_seen():
