@@ -117,8 +117,7 @@ def _of_block(
     vocabulary, columns = x.shape[1], _columns(part, k)
     eights = blocks.barrier(selection.group_maxima(x, EIGHT))
     mine = eights if part.tail.shape[1] < 2 else None
-    grouped = columns_of_groups(part)
-    groups = group_sums.of_block(grouped, part.tail, inverse, mine)
+    groups = group_sums.of_block(columns_of_groups(part), part.tail, inverse, mine)
     groups = groups._replace(sums=computed_once(groups.sums))
     raw = jnp.zeros((len(x), 0), jnp.float32)
     if k >= 0:
@@ -126,7 +125,8 @@ def _of_block(
         raw = lax.cond(
             jnp.all(inverse == 1),
             lambda: groups.sums,
-            lambda: group_sums.of_block(grouped, part.tail, once, mine).sums,
+            # Its own columns: what a branch is given is copied, a slice too.
+            lambda: group_sums.of_block(columns_of_groups(part), part.tail, once, mine).sums,
         )
 
     def select(count: int) -> tuple[jax.Array, jax.Array]:
