@@ -16,6 +16,8 @@ PEERS = frozenset(
         "max only",
         "copy",
         "logsumexp + top_k",
+        "plain JAX sampler",
+        "topk_logprobs, K = 20",
         "numpy argpartition",
         "SysV fixed struct",
         "ZeroMQ msgpack",

@@ -20,6 +20,7 @@ PREFIXES = {  # of the files' names, by suite
     "ring": ("ring-",),
     "host": ("host-", "message-"),
     "end-to-end": ("loop-",),
+    "sampling": ("sampled-",),
 }
 PARTS = ("copy", "ring", "decode", "process")
 PART_COLORS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7")
@@ -44,6 +45,7 @@ def _figures(comparisons: Sequence[Comparison]) -> dict[str, Figure | None]:
     made["host-against-k"] = host(comparisons, "k", {"requests": 256})
     made["host-garbage"] = garbage(comparisons)
     made["message-bytes"] = message_bytes(comparisons)
+    made["sampled-rows"] = sampled(comparisons)
     for one in of_suite(comparisons, "ring"):
         if any(timing.percentiles for timing in one.timings):
             made[f"ring-{slug(one.title)}"] = latencies(one)
@@ -119,6 +121,28 @@ def host(comparisons: Sequence[Comparison], axis: str, fixed: dict[str, int]) ->
     axes.set_ylabel("ms a step")
     ticks(axes, sorted({point[0] for points in series.values() for point in points}))
     drawing.lines(axes, series, {"columns (ours)": "columns (this project)"})
+    return figure
+
+
+def sampled(comparisons: Sequence[Comparison]) -> Figure | None:
+    """The time of sampled rows at temperature 1, with raw logprobs, against their number."""
+    fixed = {"vocabulary": 151_936, "dtype": "bfloat16", "kind": "temperature 1", "flat": False}
+    series: dict[str, list[tuple[float, float]]] = {}
+    for one in of_suite(comparisons, "sampling"):
+        if fixed.items() <= one.settings.items():
+            for timing in one.timings:
+                point = (one.settings["rows"], 1e3 * timing.median)
+                series.setdefault(timing.name, []).append(point)
+    if not series or max(map(len, series.values())) < 3:
+        return None
+    figure, axes = drawing.new("Sampled rows, verified and with logprobs: time against the batch")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("rows   (temperature 1, K = 20, V = 151,936, bfloat16)")
+    axes.set_ylabel("ms a step")
+    ticks(axes, sorted({point[0] for points in series.values() for point in points}))
+    shown = {"verify, draw and logprobs": "this project", "topk_logprobs, K = 20": "logprobs alone"}
+    drawing.lines(axes, series, shown)
     return figure
 
 

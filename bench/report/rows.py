@@ -100,6 +100,19 @@ def _wide(name: str, in_readme: bool = False) -> Row:
     return Row(what, NO_LOGPROBS, WIDE, share(name), in_readme=in_readme)
 
 
+def _sampled(kind: str) -> Row:
+    """Sampled rows with raw logprobs, beside a plain sampler and the logprobs alone."""
+    ours, alone = "verify, draw and logprobs", "topk_logprobs, K = 20"
+    quicker = faster("plain JAX sampler", ours)
+
+    def value(one: Comparison) -> str:
+        over = one[ours].median / one[alone].median
+        return f"{quicker(one)}, {over:.1f}x the time of the logprobs alone"
+
+    title = rf"^sampling R=64 V=151936 bfloat16, {kind}, real-like$"
+    return Row(f"sampled: 64 x 151936, {kind}, K = 20 raw", "a plain JAX sampler", title, value)
+
+
 ROWS = (
     Row("logprobs of 64 x 131072 logits, K = 0", PLAIN, KERNEL.format(0), KERNEL_SPEED),
     Row("logprobs of 64 x 131072 logits, K = 20", PLAIN, KERNEL.format(20), KERNEL_SPEED,
@@ -139,6 +152,7 @@ ROWS = (
         share("K = 20, processed")),
     Row("steps/s, large vocabulary, sampled (T = 0.8, top-p 0.95)", "the greedy loop", SAMPLED,
         figure("no logprobs", "% of greedy steps/s", "%"), in_readme=True),
+    *(_sampled(kind) for kind in ("temperature 1", "top-k 50", "top-p 0.9", "min-p 0.02", "mixed")),
     Row("strings and bytes of a step's ids, 64 requests, K = 20", "`tokenizers`, `decode` each",
         r"^ids to strings and bytes: 64 .* K = 20$",
         faster("tokenizers, decode each", "table an id (ours)"), device=False),

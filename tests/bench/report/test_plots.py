@@ -27,6 +27,13 @@ def results() -> list[Comparison]:
             settings={"shape": f"Shape(rows=64, vocabulary=131072, k={k}, dtype='float32')"},
         )
         found.append(Comparison(**{**vars(one), "suite": "kernels"}))
+    for rows in (16, 64, 256):
+        samples = {"verify, draw and logprobs": [2e-3], "plain JAX sampler": [rows * 1e-3]}
+        settings = {"vocabulary": 151_936, "dtype": "bfloat16", "kind": "temperature 1"}
+        one = from_samples(
+            f"sampling R={rows}", samples, settings={**settings, "rows": rows, "flat": False}
+        )
+        found.append(Comparison(**{**vars(one), "suite": "sampling"}))
     events = {"ring": [1e-5, 2e-5], "ZeroMQ msgpack": [4e-5, 5e-5]}
     one = from_samples("16 KB, hot", events, events=events)
     found.append(Comparison(**{**vars(one), "suite": "ring"}))
@@ -53,6 +60,7 @@ def test_every_kind_is_drawn_once_and_names_units_and_contenders(drawn):
         "loop-host-decoding",
         "message-bytes",
         "ring-16-kb-hot",
+        "sampled-rows",
     ]
     for name, words in {
         "host-against-requests": ("ms a step", "requests in the batch", "lists a token"),
@@ -61,6 +69,7 @@ def test_every_kind_is_drawn_once_and_names_units_and_contenders(drawn):
         "loop-decoding": ("tokens/s", "90 %"),
         "loop-host-decoding": ("ms, from the device array", "decode"),
         "message-bytes": ("kB a step", "64 requests", "530 kB"),
+        "sampled-rows": ("ms a step", "V = 151,936", "this project", "plain JAX sampler"),
     }.items():
         assert all(word in texts[name] for word in words), name
     assert all(len(text) < 60_000 for text in texts.values())
