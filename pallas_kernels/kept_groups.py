@@ -15,7 +15,17 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels import blocks, group_sums
 from pallas_kernels.group_sums import WIDTH, GroupSums
 from pallas_kernels.platforms import lowered_for
-from pallas_kernels.sampled_rows import Part, Size, columns_of_groups, in_blocks, whole_groups
+from pallas_kernels.sampled_rows import (
+    LISTED,
+    Part,
+    Size,
+    columns_of_groups,
+    in_blocks,
+    whole_groups,
+)
+
+# Rows of `sums_within` that a GPU copies at a time: the kernels do without any other such block.
+FLAT_ROWS = 8
 
 
 class KeptGroups(NamedTuple):
@@ -124,7 +134,8 @@ def _sums_within(size: Size, *arguments: jax.Array) -> KeptGroups:
         return KeptGroups(*found, -group_sums.maxima_of_block(*negated))
 
     rows = largest, lowest, inverse
-    return _of_listed(work, size, part, rows, _like_within(*arguments), row_ids, num_rows)
+    initial = _like_within(*arguments)
+    return _of_listed(work, size, part, rows, initial, row_ids, num_rows, FLAT_ROWS)
 
 
 def _of_listed(
@@ -135,10 +146,11 @@ def _of_listed(
     initial: Outputs,
     row_ids: jax.Array,
     num_rows: jax.Array,
+    listed: int = LISTED,
 ) -> Outputs:
     """`work(x, tail, *rows)` of the listed rows, a block at a time."""
-    tail = part.tail.at[row_ids].get(mode="clip")
-    return in_blocks(work, size, part.logits, (tail, *rows), initial, 0, row_ids, num_rows)
+    given = part.tail.at[row_ids].get(mode="clip"), *rows
+    return in_blocks(work, size, part.logits, given, initial, 0, row_ids, num_rows, listed)
 
 
 def _beside(values: jax.Array, x: jax.Array) -> jax.Array:

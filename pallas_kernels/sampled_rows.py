@@ -318,12 +318,16 @@ def in_blocks(
     k: int,
     row_ids: jax.Array | None = None,
     num_rows: jax.Array | None = None,
+    listed: int = LISTED,
 ) -> Outputs:
-    """`work(x [B, V], *rows)` of blocks of rows, put together; see `blocks.map_blocks`."""
+    """`work(x [B, V], *rows)` of blocks of rows, put together; see `blocks.map_blocks`.
+
+    listed: how many rows of a list are copied at a time, but on a CPU.
+    """
     num_targets = jax.tree.leaves(initial)[0].shape[0]
     block = size(logits, num_targets, k, num_rows is not None)
     if num_rows is not None:
-        block = min(block, LISTED_ON_CPU if size is blocks.rows_on_cpu else LISTED)
+        block = min(block, LISTED_ON_CPU if size is blocks.rows_on_cpu else listed)
 
     def of(start: jax.Array) -> tuple[jax.Array, ...]:
         def part(x: jax.Array) -> jax.Array:
