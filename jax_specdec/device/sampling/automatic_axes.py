@@ -77,7 +77,15 @@ def on_own_part(
 
     program: Any = custom_partitioning(whole)  # type: ignore[no-untyped-call]
     program.def_partition(partition, sharding_rule=rule)
-    found = iter(program(*_not_empty(arrays)))
+    batched = jax.custom_batching.custom_vmap(lambda *present: program(*present))
+
+    @batched.def_vmap
+    def _vmap(_: int, is_batched: Any, *present: jax.Array) -> tuple[list[jax.Array], Any]:
+        found = jax.vmap(whole, [0 if one else None for one in is_batched])(*present)
+        return found, [True] * len(found)
+
+    # Tokens have no derivative, and what the compiler asks for later has no rule for one.
+    found = iter(batched(*jax.lax.stop_gradient(_not_empty(arrays))))
     outputs: Result = jax.tree.map(
         lambda x: next(found) if x.size else jnp.zeros(x.shape, x.dtype), shapes[0]
     )

@@ -3,6 +3,7 @@
 import functools
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +86,28 @@ def test_no_drafts_is_a_normal_case():
         jnp.zeros(2, jnp.int32),
     )
     np.testing.assert_array_equal(got.token_ids, [[1], [2]])
+
+
+def test_under_vmap_and_in_a_loss():
+    """`vmap` gives what calls give one by one; a loss over tokens has its own gradient alone."""
+    x = jnp.asarray(np.random.default_rng(2).normal(0, 2, (2, 3, 2, 40)), jnp.float32)
+    drafts = Drafts(jnp.argmax(x[0, :, :1], axis=-1).astype(jnp.int32), jnp.ones(3, jnp.int32))
+    sampling = Sampling.greedy(3)._replace(
+        temperature=jnp.array([0.0, 0.7, 1.0]), top_k=jnp.array([0, 5, 0], jnp.int32)
+    )
+
+    def tokens(x):
+        return verify(x, drafts, sampling, jnp.zeros(3, jnp.int32)).token_ids
+
+    def loss(x, ids=None):
+        ids = tokens(x) if ids is None else ids
+        logprobs = jax.nn.log_softmax(x, axis=-1)
+        return jnp.take_along_axis(logprobs, jnp.maximum(ids, 0)[..., None], axis=-1).sum()
+
+    one_by_one = jnp.stack([quick_compile.jit(tokens)(one) for one in x])
+    chex.assert_trees_all_equal(quick_compile.jit(jax.vmap(tokens))(x), one_by_one)
+    found = quick_compile.jit(jax.grad(loss))(x[0])
+    chex.assert_trees_all_close(found, jax.grad(loss)(x[0], one_by_one[0]), atol=1e-6)
 
 
 @pytest.mark.fast
