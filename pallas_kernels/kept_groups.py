@@ -58,10 +58,7 @@ def kept_sums(
       num_rows: how many rows count.
     """
     arguments = (*part, first_id, *cut, inverse, row_ids, num_rows)
-    cpu, default = (
-        functools.partial(_kept_sums, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
-    )
-    return lowered_for(*arguments, like=_like_kept, cpu=cpu, default=default)
+    return _lowered(_kept_sums, _like_kept, arguments)
 
 
 def sums_within(
@@ -78,10 +75,7 @@ def sums_within(
       gap: m, and the least x - m that is kept.
     """
     arguments = (*part, *gap, inverse, row_ids, num_rows)
-    cpu, default = (
-        functools.partial(_sums_within, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
-    )
-    return lowered_for(*arguments, like=_like_within, cpu=cpu, default=default)
+    return _lowered(_sums_within, _like_within, arguments)
 
 
 def keeps(
@@ -93,6 +87,16 @@ def keeps(
     """Whether tokens with logits x and these ids are kept by a cut; all shapes broadcast."""
     value = x.astype(jnp.float32)
     return (value > cut_logit) | ((value == cut_logit) & (ids < cut_id)) | (ids == cut_id)
+
+
+def _lowered(
+    call: Callable[..., Outputs], like: Callable[..., Outputs], arguments: tuple[jax.Array, ...]
+) -> Outputs:
+    """call(size, *arguments), with the size of a CPU's blocks or of any other device's."""
+    cpu, default = (
+        functools.partial(call, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+    )
+    return lowered_for(*arguments, like=like, cpu=cpu, default=default)
 
 
 def _kept_sums(size: Size, *arguments: jax.Array) -> GroupSums:
