@@ -128,7 +128,7 @@ def test_changes_by_hand():
     assert one.top_logits.tolist() == [[1 + 2**-10]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_asking_for_more_changes_no_bit(dtype):
     """And a mask that allows all, and biases of nothing, change none either."""
     rng = np.random.default_rng(0)

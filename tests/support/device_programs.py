@@ -194,7 +194,7 @@ def step_case(drafter, fused_k=None, **options):
 STEPS = [
     step_case("none", devices=()),
     step_case("none", 5, fast=True),
-    step_case("mtp", devices=(1, 2)),
+    step_case("mtp", devices=()),
     step_case("mtp", 5, devices=(1, 2)),
     step_case("ngram", devices=()),
     step_case("ngram", 0, devices=()),
@@ -204,7 +204,7 @@ STEPS = [
     step_case("callable that draws", 5, devices=()),
     step_case("adaptive mtp", devices=()),
     step_case("adaptive ngram", 5, devices=()),
-    step_case("mtp", prefill_only=True)._replace(variant="mtp, prefill only"),
+    step_case("mtp", prefill_only=True, devices=())._replace(variant="mtp, prefill only"),
     *(
         Case(
             "step", f"{drafter}, tells {widths.mode.name}",
@@ -212,7 +212,7 @@ STEPS = [
             devices=devices,
         )
         for drafter, widths, devices in (
-            ("mtp", RAW, (1,)), ("mtp", SCALED, ()), ("mtp", PROCESSED, (1, 2)),
+            ("mtp", RAW, ()), ("mtp", SCALED, ()), ("mtp", PROCESSED, (1, 2)),
             ("callable that draws", RAW, ()),
         )
     ),

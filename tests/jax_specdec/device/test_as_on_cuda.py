@@ -208,11 +208,8 @@ def by_slots(function):
     )
 
 
-@pytest.mark.parametrize(
-    "widths",
-    [pytest.param(RAW, marks=pytest.mark.slow), PROCESSED],
-    ids=lambda widths: widths.mode.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [RAW, PROCESSED], ids=lambda widths: widths.mode.name)
 def test_messages_with_slots_on_shards(widths):
     """Drafting, verification and both messages of it."""
     target = jax.ShapeDtypeStruct((SLOTS, DRAFTS + 1, VOCAB), jnp.float32)

@@ -70,8 +70,15 @@ def in_float64(definition, hidden, head, bias):
     return definition.soft_cap * np.tanh(u / definition.soft_cap)
 
 
-@pytest.mark.parametrize("name", ["one block", "columns"])
-@pytest.mark.parametrize("soft_cap", [None, 6.0])
+@pytest.mark.parametrize(
+    ("name", "soft_cap"),
+    [
+        ("one block", None),
+        ("columns", 6.0),
+        pytest.param("one block", 6.0, marks=pytest.mark.slow),
+        pytest.param("columns", None, marks=pytest.mark.slow),
+    ],
+)
 def test_the_definition_in_float64(name, soft_cap):
     """Scale, bias and soft cap; log-sum-exp and entropy too. Ids differ at near-ties alone."""
     hidden, head, bias, ids = random_case(jnp.float32)
@@ -94,7 +101,7 @@ def test_the_definition_in_float64(name, soft_cap):
     np.testing.assert_allclose(found.entropy, -(np.exp(logprobs) * logprobs).sum(1), atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_ids_and_ranks_are_those_of_the_whole_products_logits(dtype):
     """Where other blocks add in another order, what differs is a near-tie; here none is seen.
 

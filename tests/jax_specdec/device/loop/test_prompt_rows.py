@@ -133,8 +133,15 @@ def copies(text, *shape):
     return re.findall(made, text)
 
 
-@pytest.mark.parametrize("k", [20, 512])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("k", "tied"),
+    [
+        (20, False),
+        (512, True),
+        pytest.param(20, True, marks=pytest.mark.slow),
+        pytest.param(512, False, marks=pytest.mark.slow),
+    ],
+)
 def test_neither_the_chunks_logits_nor_another_head_is_made(k, tied):
     """Of a chunk whose float32 logits are more than 48 MiB."""
     count, vocab = 520, 32_768

@@ -51,7 +51,9 @@ def found(dtype):
     return quick_compile.jit(both)(rows_of(dtype), sampling())
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16], ids=str
+)
 def test_kept_tokens_are_those_of_sorting(dtype):
     rows = rows_of(dtype)
     assert check(rows, sampling(), *found(dtype)) >= 12

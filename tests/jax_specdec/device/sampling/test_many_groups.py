@@ -137,7 +137,6 @@ def p_value(ids, **filters):
 
 OFTEN = [
     ("no draft", "none"), ("certain", "top-k"), ("drawn", "all"), ("certain", "few"),
-    ("drawn", "few"),
 ]  # fmt: skip
 CASES = [
     *OFTEN,

@@ -137,7 +137,11 @@ VOCAB = 131
 KINDS = ["plain", "ties", "masked", "equal", "zeros", "invalid", "wide"]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_kept_tokens_are_those_of_sorting(dtype):
     rng = np.random.default_rng(0)
     compared = total = 0
