@@ -5,7 +5,7 @@
     python -m bench.aot --check    the same; exit status 1 if a limit is broken
     python -m bench.aot --accept   the times of this run are the limits from now on
     python -m bench.aot --gpu      the shapes that are measured on a GPU instead of the varied ones
-    python -m bench.aot --only N   every N-th shape
+    python -m bench.aot --only N   every N-th shape of each path
     python -m bench.aot --options  only the calls with optional results and changed logits
     python -m bench.aot --chip B200
     python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
@@ -114,7 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
     parser.add_argument("--accept", action="store_true", help="write the limits of the time")
-    parser.add_argument("--only", type=int, default=1, metavar="N", help="every N-th shape")
+    parser.add_argument(
+        "--only", type=int, default=1, metavar="N", help="every N-th shape of a path"
+    )
     parser.add_argument("--options", action="store_true", help="only those with options")
     parser.add_argument("--chip", choices=tuple(h100.CHIPS), default="H100")
     parser.add_argument("--gpu", action="store_true", help="the shapes of the GPU benchmark")
@@ -123,16 +125,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = h100.find(options.chip)
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
+    groups: list[tuple[tuple[Shape, ...], tuple[str, ...]]] = []
+    if options.gpu or not options.options:
+        groups += [(GPU if options.gpu else AOT, ("separate", "fused"))]
+    if not options.gpu:
+        groups += [(OPTION_SHAPES, OPTIONS), (sampled.SHAPES, sampled.PATHS)]
+        groups += [(after_read.SHAPES, (after_read.PATH,))]
     calls = [
         (path, shape)
-        for shape in (GPU if options.gpu else AOT)[:: options.only]
-        for path in ("separate", "fused")
+        for shapes, paths in groups
+        for shape in shapes[:: options.only]
+        for path in paths
     ]
-    if not options.gpu:
-        more = [(path, shape) for shape in OPTION_SHAPES for path in OPTIONS]
-        more += [(path, shape) for shape in sampled.SHAPES for path in sampled.PATHS]
-        more += [(after_read.PATH, shape) for shape in after_read.SHAPES]
-        calls = [*([] if options.options else calls), *more]
     results = []
     for number, (path, shape) in enumerate(calls, 1):
         results.append(measure(path, shape, device, seen, options.sass))

@@ -41,7 +41,6 @@ metric_list: [{{metric: acc}}]
 @pytest.fixture(scope="module")
 def backends(tmp_path_factory):
     """The reference, and the client of a server of the same checkpoint."""
-    torch.set_num_threads(1)  # two would wait for each other in a busy loop
     directory = tmp_path_factory.mktemp("lm") / "model"
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     os.environ["HF_DATASETS_CACHE"] = str(directory.parent / "datasets")

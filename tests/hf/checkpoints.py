@@ -25,6 +25,8 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+torch.set_num_threads(1)  # of models this small; two would wait for each other in a busy loop
+
 VOCAB = 96
 SIZES = {
     "vocab_size": VOCAB,
