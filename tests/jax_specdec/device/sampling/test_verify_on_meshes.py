@@ -106,6 +106,25 @@ def test_few_tokens_on_automatic_axes_with_drafts_and_without():
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.slow
+def test_a_rule_of_ones_own_on_automatic_axes():
+    """It may close over a value of the trace."""
+    target, _ = inputs()
+    narrow = target[..., :128]
+    ids = jnp.argmax(narrow[:, :-1], axis=-1).astype(jnp.int32)
+
+    def verified(logits, ids, share):
+        drafts = Drafts(ids, jnp.full(B, ids.shape[1], jnp.int32))
+        return verify(logits, drafts, SAMPLING, POSITIONS, accept=lambda u, p, q: u * share < p)[:2]
+
+    of_one = quick_compile.jit(verified)(narrow, ids, 0.5)
+    with jax.set_mesh(mesh_of("automatic")):
+        split = jax.device_put(narrow, NamedSharding(mesh_of("automatic"), SPLITS["both"]))
+        found = jax.jit(verified).lower(split, ids, 0.5).compile(QUICK)(split, ids, 0.5)
+    for actual, expected in zip(found, of_one, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_a_gather_of_the_logits_would_be_seen():
     """Negative control: a plain draw sorts whole rows."""
 
