@@ -16,7 +16,7 @@ from tests.jax_specdec.device.sampling.test_truncation import check, sampling_of
 from tests.support import quick_compile
 from tests.support.shards import P, on_shards
 
-V = 600  # three groups, the last one short; more than the read's candidates
+V = 1100  # five groups, the last one short; more than the read's candidates, and than 1,024
 KINDS = ("flat", "ties", "masked", "one group", "equal", "zeros", "large", "peaked")
 MIN_P = (0.02, 0.05, 1e-30, 0.9, 0.1, 0.5, 0.02, 0.2)
 
