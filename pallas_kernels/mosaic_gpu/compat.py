@@ -18,13 +18,15 @@ VERSION = jax.__version_info__
 
 
 def interpret_params(detect_races: bool) -> Any:
-    """What `GPU.kernel(interpret=...)` takes to run a kernel on a CPU."""
+    """What `GPU.kernel(interpret=...)` takes to run a kernel on a CPU; races are noted."""
+    # Copies by one of these threads would count as one after the other.
+    options: dict[str, Any] = {"detect_races": detect_races, "num_tma_threads_per_device": 16}
     if VERSION >= (0, 12):
-        return GPU.InterpretGPUParams(detect_races=detect_races)
+        return GPU.InterpretGPUParams(on_race="warn", **options)
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     _register_layout_cast()
-    return InterpretGPUParams(detect_races=detect_races)
+    return InterpretGPUParams(**options)
 
 
 def asarray(value: Any) -> jax.Array:
@@ -180,17 +182,3 @@ def full(size: int, value: int) -> jax.Array:
 def vector_of(size: int, value: jax.Array) -> jax.Array:
     """[size], all equal to a scalar of the kernel, one element a thread at a time."""
     return cast(lax.broadcast_in_dim(value, (size,), ()), vector_layout())
-
-
-def races_found() -> bool:
-    """Whether the last interpreted kernel, run with race detection, had a race."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    return bool(gpu_callbacks.get_races().races_found)
-
-
-def reset_interpreter() -> None:
-    """Needed before the interpreter is used again, after it raised."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    gpu_callbacks.reset_gpu_interpret_mode_state()  # type: ignore[no-untyped-call]

@@ -5,16 +5,14 @@ The compiled kernels are executed by `.ci/heavy ptx`.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import oracle
-from pallas_kernels.mosaic_gpu import compat, count_larger, draw, run_sampled
-from tests.support import quick_compile
+from pallas_kernels.mosaic_gpu import count_larger, draw, run_sampled
 from tests.support.drawn_tokens import PURPOSES, Slot, check, group_sums, rows_to_draw
-from tests.support.interpreted_kernels import ON_GPU, interpret, run_without_races
+from tests.support.interpreted_kernels import checked, compiled, run_without_races
 
 INVERSE = np.array([1, 0.5, 1.7], np.float32)
 ODD = 4867, "bfloat16"  # the last group is cut off
@@ -44,15 +42,11 @@ def slots_of(x):
 
 @functools.cache
 def program():
-    options = None if ON_GPU else quick_compile.OPTIONS
-    call = functools.partial(draw.draw, purposes=PURPOSES, interpret=interpret())
-    return jax.jit(call, compiler_options=options)
+    return compiled(functools.partial(draw.draw, purposes=PURPOSES))
 
 
 def drawn(x, given):
-    found = jax.block_until_ready(program()(jnp.asarray(x), given))
-    assert ON_GPU or not compat.races_found()
-    return found
+    return checked(program(), jnp.asarray(x), given)
 
 
 @pytest.mark.parametrize(

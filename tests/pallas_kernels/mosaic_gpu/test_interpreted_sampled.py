@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
 from pallas_kernels.sampled_rows import Part, Read
 from pallas_kernels.sharding.grouped_rows import GroupedRows
 from tests.support import quick_compile
-from tests.support.interpreted_kernels import interpret, run_without_races
+from tests.support.interpreted_kernels import run_without_races
 
 # Rows that start at vectors or between two; whole blocks, ragged ones, a last group cut off.
 CASES = {
@@ -102,11 +102,11 @@ def sums_of(x, inverse):
     """The sums [R, G] of one read."""
     tiling = choose_fixed_tiling(len(x), x.shape[1], x.dtype.name)
 
-    def call(x, inverse):
-        out = pass1_groups.read_groups(tiling, x, inverse, False, interpret=interpret())
+    def call(x, inverse, interpret):
+        out = pass1_groups.read_groups(tiling, x, inverse, False, interpret=interpret)
         return run_sampled.of_rows(out, tiling, -(-x.shape[1] // 256))[0].sums
 
-    return np.asarray(jax.jit(call, compiler_options=quick_compile.OPTIONS)(x, inverse))
+    return np.asarray(run_without_races(call, x, inverse))
 
 
 def test_a_forgotten_token_would_be_seen(monkeypatch):

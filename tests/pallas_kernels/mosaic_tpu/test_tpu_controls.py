@@ -1,6 +1,7 @@
 """Negative controls: a TPU kernel that is wrong in one place is caught when it is interpreted."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from pallas_kernels import oracle
 from pallas_kernels.mosaic_tpu import copies, run, stacks, unit
 from pallas_kernels.wanted import Wanted
 from tests.support import quick_compile
-from tests.support.interpreted_tpu_kernel import CUT, interpret, run_interpreted
+from tests.support.interpreted_tpu_kernel import CUT, interpret, run_interpreted, run_watched
 
 V = 700
 X = np.random.default_rng(5).normal(size=(9, V)).astype(np.float32)
@@ -20,12 +21,12 @@ X[8, 15] = 9.0
 IDS = np.arange(9, dtype=np.int32)
 
 
-def found(k=1):
+def found(k=1, run_it=run_interpreted):
     def call(x, ids, interpret, cut):
         nothing = jnp.zeros((len(x), 0), jnp.int32)
         return run.topk_logprobs(x, ids, Wanted(k), None, None, None, nothing, None, interpret, cut)
 
-    return run_interpreted(call, X, IDS)
+    return run_it(call, X, IDS)
 
 
 def is_caught(k=1):
@@ -42,6 +43,7 @@ def test_the_kernel_as_it_is_is_not_caught():
 
 
 def test_a_wait_left_out(monkeypatch):
+    """What was never copied is read; where it is copied at once, a race is found."""
     wait = copies.Copies.wait
 
     def all_but_one(self, number, index, tokens):
@@ -50,6 +52,8 @@ def test_a_wait_left_out(monkeypatch):
 
     monkeypatch.setattr(copies.Copies, "wait", all_but_one)
     assert is_caught()
+    assert not found(run_it=run_watched)[1]
+    assert found(run_it=partial(run_watched, copied="eager"))[1]
 
 
 def test_a_group_forgotten(monkeypatch):

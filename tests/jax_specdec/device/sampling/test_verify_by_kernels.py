@@ -12,7 +12,7 @@ from jax_specdec.device.sampling.verify import CompactQ, Drafts, verify
 from pallas_kernels import sampled_draw
 from pallas_kernels.mosaic_gpu import count_larger, draw
 from tests.support import quick_compile
-from tests.support.interpreted_kernels import interpret
+from tests.support.interpreted_kernels import checked, interpret
 
 B, S, V, M = 8, 3, 4099, 4
 
@@ -42,7 +42,7 @@ def verified():
         found = verify(*arguments, raw_k=2)
         return found.token_ids, found.num_tokens, found.raw.token_ranks
 
-    return jax.jit(call, compiler_options=quick_compile.OPTIONS)(*given())
+    return checked(jax.jit(call, compiler_options=quick_compile.OPTIONS), *given())
 
 
 @pytest.mark.slow
