@@ -26,13 +26,14 @@ def few_rows(x: jax.Array) -> bool:
 
 def in_one_thread(function: Callable[..., Outputs], *arguments: Any) -> Outputs:
     """function(*arguments), as a list of operations of its own for XLA's runtime."""
+    traced_once = jax.jit(function)
 
     def never(*arguments: Any) -> Outputs:
-        like = jax.eval_shape(function, *arguments)
+        like = jax.eval_shape(traced_once, *arguments)
         zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
         found: Outputs = vary_like(zeros, arguments)
         return found
 
     always = barrier(jnp.bool_(True))  # which the compiler does not see through
-    found: Outputs = lax.cond(always, function, never, *arguments)
+    found: Outputs = lax.cond(always, traced_once, never, *arguments)
     return found

@@ -49,6 +49,7 @@ def inverse_temperature(temperatures: jax.Array) -> jax.Array:
     return jnp.maximum(1 / usable, jnp.float32(1e-30))
 
 
+@jax.jit  # a program has many, of few shapes
 def sums_of(
     tokens: Float[Array, "*groups W"],
     maxima: Float32[Array, "*groups"],

@@ -40,15 +40,21 @@ def lowered_for(
     does: that is a part of their type.
     """
     arrays, tree = jax.tree.flatten(arguments)
-    results = jax.tree.structure(jax.eval_shape(like, *arguments))
     functions = {name: _flat(others.get(name, default), tree) for name in PLATFORMS}
+    results: list[Any] = []
+
+    def typed(*given: Any) -> Result:
+        result = vary_like(like(*given), given)
+        results[:] = [jax.tree.structure(result)]
+        return result
+
     found = _choice.bind(
         *arrays,
-        like=_flat(lambda *given: vary_like(like(*given), given), tree),
+        like=_flat(typed, tree),
         default=_flat(default, tree),
         functions=tuple(functions.items()),
     )
-    chosen: Result = jax.tree.unflatten(results, found)
+    chosen: Result = jax.tree.unflatten(results[0], found)
     return chosen
 
 

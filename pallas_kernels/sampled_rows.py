@@ -351,6 +351,7 @@ def in_blocks(
         done: tuple[jax.Array, ...] = lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
         return done
 
+    @jax.jit  # traced once, for its shapes and in the branch
     def leaves_of_work(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         return blocks.vary_like(tuple(jax.tree.leaves(work(*arguments))), arguments)
 

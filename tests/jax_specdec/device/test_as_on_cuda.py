@@ -294,12 +294,15 @@ JIT = {"jit", "pjit", "pmap"}
 OTHERS = {
     "jax_specdec/device/loop/state.py: _empty_slots": test_empty_slots_are_made,
     "jax_specdec/device/model/hf_weights.py: _placing": test_weights_are_placed,
+    "pallas_kernels/few_rows.py: traced_once": test_programs_of_another_host_have_no_kernels,
     "pallas_kernels/greedy_choice.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
+    "pallas_kernels/group_sums.py: sums_of": test_programs_of_the_loop,
     "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,
     "pallas_kernels/linear/contract.py: _kept_of": test_linear_calls_are_left_to_xla,
     "pallas_kernels/linear/contract.py: _topk_of": test_linear_calls_are_left_to_xla,
     "pallas_kernels/linear/placement.py: mapped": test_linear_calls_are_left_to_xla,
     "pallas_kernels/platforms.py: found": test_xla_where_it_is_asked_for,
+    "pallas_kernels/sampled_rows.py: leaves_of_work": test_programs_of_the_loop,
     "pallas_kernels/sharding/placement.py: mapped": test_xla_where_it_is_asked_for,
 }
 
