@@ -21,6 +21,7 @@ USUAL = {
     (24, 32_000, "bfloat16", True),
     (64, 131_072, "float32", False),
     (64, 50_257, "bfloat16", True),
+    (64, 50_257, "float32", False),
     (1536, 151_936, "float32", True),
     (1536, 151_936, "bfloat16", False),
 }

@@ -86,6 +86,7 @@ class ScriptedWorker:
         self.slots = [None] * num_slots  # of SimpleNamespace
         self.step = 0
         self.launched = []  # messages of the step under way
+        self.owes_a_step = False  # the last one lacks its draft message
         self.outbox = []
         self.sent = 0
         self.stopped = False
@@ -142,6 +143,7 @@ class ScriptedWorker:
             or self.launched
             or self.new_commands
             or any(self.slots)
+            or self.owes_a_step
             or self.sent == self.dies_after
         )
 
@@ -169,7 +171,7 @@ class ScriptedWorker:
         for command in self.new_commands:
             self.apply(command)
         self.new_commands.clear()
-        following = self.launch() if any(self.slots) else []
+        following = self.launch() if any(self.slots) or self.owes_a_step else []
         self.outbox += self.launched
         self.launched = following
 
@@ -232,8 +234,10 @@ class ScriptedWorker:
         follows = self.draft_messages and self.rng.random() < 0.7
         header = self.header
         messages.append(encode(Kind.TARGET, self.step, contents, draft_follows=follows, **header))
-        # A draft message that does not come costs only the drafts, as long as a step follows.
-        if follows and not (any(self.slots) and self.rng.random() < 0.2):
+        # A draft message that does not come costs only the drafts, as long as a step follows: it
+        # does, even where every slot is released before.
+        self.owes_a_step = follows and any(self.slots) and self.rng.random() < 0.2
+        if follows and not self.owes_a_step:
             messages.append(encode(Kind.DRAFT, self.step, drafts, **header))
         self.step += 1
         return messages

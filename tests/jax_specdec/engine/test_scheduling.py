@@ -8,7 +8,7 @@ import functools
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jax_specdec.control import Admit, Evict
@@ -83,6 +83,11 @@ def run_through(*, seed, count, ranks, prefill_ranks, aborts, preemptions, stops
     )
 
 
+# All slots of a worker are released after it left out a draft message.
+@example(
+    seed=1283, count=3, ranks=1, prefill_ranks=2, aborts=0.05, preemptions=0.0, stops=0.0,
+    losses=False,
+)  # fmt: skip
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**EVENTS)
 def test_whatever_happens_nothing_is_lost_or_doubled(**events):

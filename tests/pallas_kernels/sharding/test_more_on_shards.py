@@ -95,5 +95,6 @@ def test_on_meshes(kind, split, call):
         token_ids = [oracle.greedy_token_id(row) for row in in_float64(x, arrays)]
     oracle.assert_matches(found, oracle.topk_logprobs(x[rows], token_ids, K, **arrays))
     shapes = [shape for one in collectives(program) for _, shape in one.shapes]
-    assert shapes
+    # Where every row is whole on one device, the fused read has nothing to tell another.
+    assert shapes or (split, call) == ("rows", "fused")
     assert all(max(shape, default=1) < vocabulary // 4 for shape in shapes)

@@ -29,19 +29,17 @@ def test_without_jit_every_value_is_the_same():
     for functions in (compiled(config), without_jit(config)):
         state = functions.admit(init_state(config), slot, admission(item, 96, 1))
         state = functions.prefill_chunk(params, state, slot, start, chunk=8)
-        state, _ = compiled(config).step(params, state)  # so that there is a draft to verify
-        _, output = functions.step(params, state)
-        assert output.num_drafts[0] == 1
         slots = [Slot(params=item.params, most_tokens=2)]
         widths = widths_of_slots(slots, VOCAB)
+        ask = asked_of_slots(slots, widths)
+        # So that there is a draft to verify.
+        state, _ = compiled(config).step(params, state, ask, told=widths)
+        _, output = functions.step(params, state, ask, told=widths)
+        assert output.num_drafts[0] == 1
         sent[type(functions)] = [
             decode(np.asarray(words[: words[4]]).tobytes())
             for message in (functions.target_message, functions.draft_message)
-            for words in [
-                message(
-                    output, asked_of_slots(slots, widths), jnp.zeros(2, jnp.uint32), widths=widths
-                )
-            ]
+            for words in [message(output, ask, jnp.zeros(2, jnp.uint32), widths=widths)]
         ]
     for jitted, plain in zip(*sent.values(), strict=True):
         assert len(plain.token_ranks) > 0
