@@ -38,11 +38,13 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
     vocabulary = logits.shape[1]
     # The sums and maxima of groups, and the selection.
     bytes_per_row = vocabulary + vocabulary * itemsize // 8 + 8 * selection_size(vocabulary, k)
-    if vocabulary % 8:  # a copied row, and one in float32
+    copies = 2 * vocabulary * itemsize  # where rows are taken block by block
+    if vocabulary % 8:  # one is made of all rows too, and one in float32
         bytes_per_row += vocabulary * (itemsize + 4)
+        copies //= 2
     if not dynamic and num_targets * bytes_per_row <= CPU_BYTES:
         return num_targets
-    bytes_per_row += vocabulary * (itemsize if vocabulary % 8 else 2 * itemsize)  # copied rows
+    bytes_per_row += copies
     rows = max(1, CPU_BYTES // bytes_per_row)
     if dynamic:
         rows = min(rows, max(8, num_targets // 4))

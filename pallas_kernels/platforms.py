@@ -41,7 +41,7 @@ def lowered_for(
     """
     arrays, tree = jax.tree.flatten(arguments)
     functions = {name: _flat(others.get(name, default), tree) for name in PLATFORMS}
-    results: list[Any] = []
+    results: list[Any] = []  # their tree, from when `_choice` traces `typed` for their types
 
     def typed(*given: Any) -> Result:
         result = vary_like(like(*given), given)

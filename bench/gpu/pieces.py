@@ -25,16 +25,16 @@ FIRST = (
     Shape(3, 50_257, 128, "float16"),
 )
 GLANCES = tuple(Shape(rows, 131_072, k, "bfloat16") for rows in (64, 1536) for k in (0, 20))
-# Test files and the tests to run: a race on a GPU proves nothing, and some tests are about CPUs.
+# Test files and the tests to run: some are about CPUs.
 TESTS = {
-    "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "not race_detection",
+    "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "",
     "tests/bench/test_floor.py": "reads",
     "tests/pallas_kernels/test_small_rows.py": "not no_rows",
     "tests/pallas_kernels/test_topk_logprobs.py": "not shard_map",
 }
 # Interpreted kernels take a second a row: few rows in every part.
 REHEARSED_TESTS = {
-    "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "not race_detection and float16",
+    "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "float16",
     "tests/pallas_kernels/test_small_rows.py": "by_hand",
 }
 REHEARSED_FIRST = (Shape(2, 2050, 2, "bfloat16"),)

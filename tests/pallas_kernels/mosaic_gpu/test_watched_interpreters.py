@@ -46,6 +46,7 @@ def slowly():
 
 
 def test_a_race_of_any_kernel_is_seen():
+    """Two warpgroups write one place without a barrier, in the first of two kernels."""
     racy = kernel_of(raced, plgpu.SMEM((128,), jnp.float32))
     clean = kernel_of(lambda x, out, _: None, plgpu.SMEM((128,), jnp.float32))
 
