@@ -1,9 +1,10 @@
-"""The logarithm: near float64's, and the same bits whatever stands beside a number."""
+"""The logarithm: near float64's, and the same bits whatever stands beside a number; its noise."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.gumbel import gumbel
 from pallas_kernels.logarithm import logarithm
 
 VALUES = np.concatenate(
@@ -29,6 +30,17 @@ def test_near_float64():
     exact = np.log(VALUES.astype(np.float64))
     error = np.abs(np.asarray(logarithm(VALUES)) - exact)
     assert (error <= np.spacing(exact.astype(np.float32)).clip(1e-45)).all()
+
+
+def test_noise_has_both_ends():
+    """Of random bits next to 0, which decide for rare tokens, and next to 2**32, to float32."""
+    powers = 2 ** np.arange(8, 31)
+    low = np.array([0, 1, 2, 100, *powers[:15]])
+    bits = np.concatenate([low, 2**32 - powers, [2**32 - 1]]).astype(np.uint32)
+    exact = -np.log1p(-(low + 0.5) / 2**32)
+    # Of the highest bits float32 has no half, and no more than 24 in a row.
+    exact = np.concatenate([exact, -np.log(powers / 2**32), [24 * np.log(2)]])
+    np.testing.assert_allclose(jax.jit(gumbel)(bits), -np.log(exact), rtol=2e-7, atol=2e-7)
 
 
 def test_the_bits_do_not_depend_on_the_company():

@@ -147,6 +147,7 @@ def test_forward_mode_is_refused():
 
 
 KEPT = jnp.asarray([[*RNG.permutation(V)[:6], -1, V] for _ in range(N)], jnp.int32)
+KEPT = KEPT.at[1, 4].set(KEPT[1, 2])  # twice: both count in the sum
 UNKEPT = min({*range(V)} - {*KEPT[N - 3].tolist()})
 GIVEN = jnp.asarray([*KEPT[: N - 3, 2], UNKEPT, V, KEPT[N - 1, 2]], jnp.int32)
 
@@ -158,19 +159,20 @@ def kept_loss(logprobs, kept):
 
 
 def plain_kept(arrays, dtype):
-    """log_softmax of logits that are -inf where a row does not keep the token."""
+    """log_softmax of the kept tokens' logits, -inf where there is none."""
     h, w, b = (arrays[name].astype(dtype) for name in ("hidden", "head", "bias"))
     x = 5 * jnp.tanh((0.5 * h @ w.T + b[None]) / 5)
-    rows = jnp.arange(N, dtype=jnp.int32)[:, None]
-    mask = jnp.zeros((N, V + 1), bool).at[rows, jnp.where(KEPT < 0, V, KEPT)].set(True)[:, :V]
+    is_token = (KEPT >= 0) & (KEPT < V)
     t = arrays["temperatures"][-N:]
     valid = (t > 0)[:, None]
     t = jnp.where(t <= 0, jnp.ones_like(t), t).astype(dtype)
-    found = jax.nn.log_softmax(jnp.where(mask, x / t[:, None], -jnp.inf), axis=1)
-    at = jnp.where(valid, jnp.take_along_axis(found, jnp.clip(KEPT, 0, V - 1), 1), jnp.nan)
-    at = jnp.where((KEPT >= 0) & (KEPT < V), at, jnp.nan)
-    given = jnp.take_along_axis(found, jnp.clip(GIVEN, 0, V - 1)[:, None], 1)[:, 0]
-    return jnp.where((valid[:, 0]) & (GIVEN < V), given, jnp.nan), at
+    kept = jnp.take_along_axis(x, jnp.clip(KEPT, 0, V - 1), 1) / t[:, None]
+    found = jax.nn.log_softmax(jnp.where(is_token, kept, -jnp.inf), axis=1)
+    is_given = GIVEN[:, None] == KEPT
+    first = jnp.take_along_axis(found, jnp.argmax(is_given, axis=1)[:, None], 1)[:, 0]
+    given = jnp.where(is_given.any(axis=1), first, -jnp.inf)
+    answers = jnp.where(valid & is_token, found, jnp.nan)
+    return jnp.where(valid[:, 0] & (GIVEN < V), given, jnp.nan), answers
 
 
 def test_kept_logprobs_and_their_gradients(monkeypatch):

@@ -33,17 +33,17 @@ CASES = {
     [pytest.param(name, marks=[pytest.mark.fast] * (name == "float16")) for name in CASES],
 )
 def test_separate_path(name):
-    """Rows picked by row_ids, out of order, some skipped; temperatures; extra ids."""
+    """Rows picked by row_ids, out of order, some skipped; temperatures; ids outside; extra ids."""
     tiling, k = CASES[name]
     vocabulary = tiling.vocabulary
     x = oracle.edge_rows(vocabulary, tiling.dtype, tiling.group_width)
-    row_ids = np.array([1, 0, 2, 3, -1, 4, 6, 5, 7, 0], np.int32)
-    token_ids = np.array([5, vocabulary - 1, vocabulary - 2, 3, 0, 1, 2, 3, 4, 5], np.int32)
-    token_ids[0] = tiling.group_width
+    row_ids = np.array([1, 0, 2, 3, -1, 4, 6, 5, 7, 1, 0, 0], np.int32)
+    ids = [tiling.group_width, vocabulary - 1, vocabulary - 2, 3, 0, 1, 2, 3, 4, vocabulary, -1, 5]
+    token_ids = np.array(ids, np.int32)
     options = {
         "row_ids": row_ids,
-        "num_rows": np.int32(9),
-        "temperatures": np.array([0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1], np.float32),
+        "num_rows": np.int32(11),
+        "temperatures": np.array([0, 0.5] + [1] * 10, np.float32),
         "extra_token_ids": np.stack([token_ids[::-1], token_ids + 1], axis=1),
     }
 

@@ -9,23 +9,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import oracle
+from pallas_kernels import oracle, threefry_word
+from pallas_kernels.gumbel import gumbel
 from pallas_kernels.mosaic_gpu import count_larger, draw, run_sampled
 from tests.support.drawn_tokens import PURPOSES, Slot, check, group_sums, rows_to_draw
 from tests.support.interpreted_kernels import checked, compiled, run_without_races
 
-INVERSE = np.array([1, 0.5, 1.7], np.float32)
+INVERSE = np.array([1, 0.5, 1.7, 1], np.float32)
+TIED = 772_913, 7  # a seed and a position that give the groups 1 and 4 the same noise
 ODD = 4867, "bfloat16"  # the last group is cut off
 
 
 @functools.cache
 def logits_of(vocabulary, dtype):
+    """Three ordinary rows, and one of two equal groups."""
     rng = np.random.default_rng(vocabulary)
-    return (rng.normal(size=(3, vocabulary)) * 3).astype(jnp.dtype(dtype))
+    x = (rng.normal(size=(3, vocabulary)) * 3).astype(jnp.dtype(dtype))
+    equal = np.full_like(x[:1], -np.inf)
+    equal[0, 256:511] = equal[0, 1024:1279] = 0  # each lacks its last token
+    return np.concatenate([x, equal])
 
 
 def slots_of(x):
-    """Plain rows, a taken token, several of one group and of others, cuts with ties, no row."""
+    """Plain rows, a taken token, several of one group and of others, cuts with ties, no row.
+
+    The last two have a tie of two groups, of which either is summed again.
+    """
     order = np.argsort(-x[2].astype(np.float32), kind="stable")
     last = x.shape[1] - 1
     cut = float(x[2, order[300]])
@@ -37,7 +46,14 @@ def slots_of(x):
         Slot(2, 11, 2, (-1,), cut, int(order[300])),
         Slot(2, 12, 2, (int(order[0]), int(order[1])), cut, int(order[300])),
         Slot(2, 13, 2, tuple(map(int, order[1:3])), float(x[2, order[0]]), int(order[0])),
+        Slot(3, *TIED, (511,)),
+        Slot(3, *TIED, (1279,)),
     ]
+
+
+def check_untied(found, x, slots, purposes=PURPOSES):
+    """The draws that rounding does not decide are those of float64."""
+    check(found, x, slots[:-2], INVERSE, purposes)
 
 
 @functools.cache
@@ -55,7 +71,12 @@ def drawn(x, given):
 def test_draws_are_those_of_float64(vocabulary, dtype):
     x = logits_of(vocabulary, dtype)
     slots = slots_of(x)
-    check(drawn(x, rows_to_draw(x, slots, INVERSE)), x, slots, INVERSE)
+    found = drawn(x, rows_to_draw(x, slots, INVERSE))
+    check_untied(found, x, slots)
+    seed, position = jnp.uint32(TIED[0]), jnp.int32(TIED[1])
+    noise = gumbel(threefry_word(seed, PURPOSES[0], position, jnp.array([1, 4])))
+    assert noise[0] == noise[1]
+    assert (found.token_ids[-2:] // 256).tolist() == [1, 1]  # the lower of equal groups
 
 
 def test_broken_draws_are_seen():
@@ -65,18 +86,18 @@ def test_broken_draws_are_seen():
     right = rows_to_draw(x, slots, INVERSE)
     found = drawn(x, right)
     with pytest.raises(AssertionError, match="slot 0 drew"):
-        check(found, x, slots, INVERSE, (PURPOSES[1], PURPOSES[1]))
+        check_untied(found, x, slots, (PURPOSES[1], PURPOSES[1]))
     wrong = rows_to_draw(x, slots, INVERSE, forget=int(found.token_ids[0]))
     with pytest.raises(AssertionError):
         check(drawn(x, wrong), x, slots[:1], INVERSE)
     wrong = right._replace(taken_ids=np.full_like(right.taken_ids, -1))
     with pytest.raises(AssertionError):
-        check(drawn(x, wrong), x, slots, INVERSE)
+        check_untied(drawn(x, wrong), x, slots)
 
 
 def test_larger_logits_are_counted():
     """Of the most and the least likely token, among equal logits, without a token."""
-    x = logits_of(*ODD).repeat(2, axis=0)
+    x = logits_of(*ODD)[:3].repeat(2, axis=0)
     x[1] = 0
     x[4, ::3] = -np.inf
     tokens = np.array([x[0].argmax(), 5, -1, x[3].argmin(), 1, x.shape[1] - 1], np.int32)

@@ -61,6 +61,8 @@ def check_found(found, x, token_ids, num_rows, params):
             found.token_ranks[part],
             found.extra_logprobs[part, :c],
         )
+        # Column 0 names the token, excluded or not.
+        np.testing.assert_array_equal(found.token_ids[part, 0], token_ids[b, :count])
         row += count
     assert (found.token_ids[row:] == -1).all()  # skipped
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax import lax
 from scipy import stats
 
-from jax_specdec.device.sampling import exact_sums
+from jax_specdec.device.sampling import candidate_cut, exact_sums, flat_search
 from jax_specdec.device.sampling.distribution import processed_probs, truncation
-from jax_specdec.device.sampling.parameters import Sampling, Truncation
+from jax_specdec.device.sampling.parameters import Sampling, Truncation, of_each_row, truncates
 from jax_specdec.device.sampling.random_draws import DRAFT, Source, gumbel
 from pallas_kernels import exponential, oracle
 from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard
@@ -315,6 +315,61 @@ def test_shards_give_the_same_bits(shards):
     probs = np.asarray(probs)
     np.testing.assert_array_equal(probs[..., :RAGGED], whole_probs)
     assert (probs[..., RAGGED:] == 0).all()
+
+
+def test_a_search_finds_the_same_cut():
+    """Of whole rows, as where candidates cannot hold the kept tokens; ties are cut by their ids."""
+    rows, sampling = rows_for_shards()
+    flat = rows.reshape(-1, RAGGED)
+    each = of_each_row(sampling, rows.shape[:2])
+    found = quick_compile.jit(lambda x: flat_search.searched(x, each, WHOLE))(flat)
+    asked = np.array([oracle.is_valid(row) for row in flat])
+    asked &= np.asarray(truncates(each) & (each.temperature > 0))
+    assert asked.sum() >= 30
+    for name, mine in found._asdict().items():
+        other = np.asarray(getattr(of_one_device()[0], name)).ravel()
+        tolerance = 2e-6 if name == "log_kept" else 0  # sums are rounded in either
+        np.testing.assert_allclose(mine[asked], other[asked], rtol=0, atol=tolerance, err_msg=name)
+
+
+# Of 20 equal logits, the largest 8: filters, and how many they keep; None: that is not known.
+AMONG = [
+    ({"top_k": 12, "top_p": 0.3}, None),  # 4 of 12 tokens, not 6 of 20
+    ({"top_k": 8, "top_p": 0.3}, 3),
+    ({"top_k": 20, "top_p": 0.3}, 6),
+    ({"top_p": 0.35}, 7),
+    ({"top_p": 0.4}, 8),
+    ({"top_p": 0.41}, None),
+    ({"top_k": 8}, 8),
+    ({"top_k": 9}, None),
+    ({"min_p": 0.5}, None),  # the next one may be kept too
+    ({"min_p": 0.5, "top_k": 3}, 3),
+]
+
+
+def test_candidates_say_where_they_are_too_few():
+    """And hold all of a row that has fewer logits above -inf, whatever the filters."""
+    filters, kept = zip(*AMONG, strict=True)
+    names = ("top_k", "top_p", "min_p")
+    columns = [[one.get(name, 1.0 if name == "top_p" else 0) for one in filters] for name in names]
+    ones = np.ones(len(AMONG), np.float32)
+    ids = np.tile(np.arange(8, dtype=np.int32), (len(AMONG), 1))
+
+    @quick_compile.jit
+    def cut(ids, logits, total):
+        mass = exact_sums.at_least(total, 20)
+        row = logits[:, 0], jnp.asarray(ones), mass
+        return candidate_cut.cut_among(ids, logits, row, sampling_of(ones, *columns), 20)
+
+    found, settled = jax.device_get(cut(ids, np.zeros(ids.shape, np.float32), 20 * ones))
+    assert settled.tolist() == [one is not None for one in kept]
+    known = [one for one in kept if one is not None]
+    np.testing.assert_array_equal(found.cut_id[settled] + 1, known)
+    np.testing.assert_allclose(found.log_kept[settled], np.log(np.array(known) / 20), atol=1e-6)
+    few = np.where(ids < 7, np.float32(0), -np.inf)
+    found, settled = jax.device_get(cut(ids, few, 7 * ones))
+    assert settled.all()
+    np.testing.assert_array_equal(found.cut_id + 1, [3, 3, 3, 3, 3, 3, 7, 7, 7, 3])
 
 
 def test_noise_belongs_to_source_and_token_and_is_gumbels():
