@@ -79,15 +79,15 @@ def test_scaled_logprobs_keep_the_raw_order_and_rank():
 @pytest.mark.parametrize("k", [0, 2])
 def test_ranks_of_rows_that_were_read(k):
     """Of a token among the top K and of others, which are counted; without one; of no answer."""
-    x = np.log(np.array([[1, 2, 4, 1]] * 5, np.float32))
-    tokens = np.array([2, 1, 3, -1, 1], np.int32)
-    sums = np.array([2, 2, 2, 2, NAN], np.float32)  # (1 + 2 + 4 + 1) / 4
+    x = np.log(np.array([[1, 2, 4, 0.5, 0.5]] * 5, np.float32))
+    tokens = np.array([2, 1, 4, -1, 1], np.int32)
+    sums = np.array([2, 2, 2, 2, NAN], np.float32)  # 8 / 4
     top = np.array([[2, 1]] * 5, np.int32)[:, :k]
     top_logits, maxima = x[:, [2, 1]][:, :k], x[:, 2:3]
     read = quick_compile.jit(logprobs_of_read)
     found = read(x, tokens, top, top_logits, maxima[:, 0], sums, maxima)
-    assert found.token_ranks.tolist() == [1, 2, 3, 0, 0]
-    expected = np.log([4, 2, 1, NAN, NAN]) - np.log(8)
+    assert found.token_ranks.tolist() == [1, 2, 4, 0, 0]
+    expected = np.log([4, 2, 0.5, NAN, NAN]) - np.log(8)
     np.testing.assert_allclose(found.logprobs[:, 0], expected, atol=1e-6)
     answers = np.where(np.isnan(sums)[:, None], -1, top)
     np.testing.assert_array_equal(found.token_ids, np.c_[tokens, answers])

@@ -281,7 +281,7 @@ RAGGED = 301  # columns
 @functools.cache
 def rows_for_shards():
     rng = np.random.default_rng(5)
-    kinds = ["plain", "plain", "ties", "ties", "masked", "masked", "invalid"]
+    kinds = ["plain", "zeros", "ties", "ties", "masked", "masked", "invalid"]
     rows = np.concatenate([random_rows(rng, RAGGED, np.float32, kind) for kind in kinds])
     sampling = sampling_of(
         [1.0, 0.3, 1e4, 1.0, 0.8, 0.0, 1.0] * 3,
