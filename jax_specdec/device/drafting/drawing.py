@@ -104,15 +104,13 @@ def _from_candidates(
 ) -> tuple[jax.Array, CompactQ]:
     """`_drawn` where a slot samples."""
     ids, x = top_candidates(draft_logits[:, 0], MOST_TOKENS, shard)
-    count, vocab_size = x.shape[1], shard.size(draft_logits.shape[-1])
+    vocab_size = shard.size(draft_logits.shape[-1])
     greedy_ids = jnp.maximum(ids[:, 0], 0)  # -1: no logit is a number above -inf
     largest, inverse = x[:, 0], inverse_temperature(sampling.temperature)
     total = candidate_cut.mass_of(x, largest, inverse, vocab_size)
-    among = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, count), count)
-    cut, _ = candidate_cut.cut_among(
-        ids, x, (largest, inverse, total), sampling._replace(top_k=among), vocab_size
-    )
-    place = jnp.arange(count, dtype=jnp.int32)[None]
+    # The total is that of the candidates: a top-k of more than there are keeps all of them.
+    cut, _ = candidate_cut.cut_among(ids, x, (largest, inverse, total), sampling, vocab_size)
+    place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     kept = cut.keeps(x, ids) & (ids >= 0)
     gap = scaled(x, largest[:, None], inverse[:, None])
     log_mass = logarithm(exact_sums.to_float(total, vocab_size)) + cut.log_kept
