@@ -203,6 +203,25 @@ class ByHand(chex.TestCase):
         assert probs == [6, 6, 3, 3, 0]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_differences_beyond_float32_are_minus_infinity(dtype):
+    """Of finite logits too; x - m is taken before it is divided, so no temperature helps."""
+    modes = [(RAW, 0.5), (SCALED, 4.0), (SCALED, 0.5), (SCALED, 0.1), (PROCESSED, 4.0),
+             (PROCESSED, 0.1)]  # fmt: skip
+    params = [SamplingParams(logprobs=4, logprobs_mode=mode, temperature=t) for mode, t in modes]
+    widths, count = widths_of(params, 4), len(modes)
+    x = np.tile(np.array([2e38, 1e38, -2e38, -np.inf]), (count, 1, 1)).astype(jnp.dtype(dtype))
+    ones, token = np.ones(count, np.int32), np.full((count, 1), 2, np.int32)
+    found = jitted(x, token, ones, asked_of(params, widths), widths)
+    first = np.array([-1, -1 / 4, -2, -np.inf, -1 / 4, -np.inf]) * 1e38
+    np.testing.assert_allclose(found.logprobs[:, 2], first, rtol=1e-2)
+    assert not np.asarray(found.logprobs[:, 1]).any()
+    assert np.isneginf(np.asarray(found.logprobs)[:, [0, 3, 4]]).all()
+    ids = [[2, 0, 1, 2, -1]] * 4 + [[2, 0, 1, -1, -1], [2, 0, -1, -1, -1]]
+    np.testing.assert_array_equal(found.token_ids[:, :5], ids)
+    assert found.token_ranks.tolist() == [3] * count
+
+
 def test_logprobs_are_the_same_where_the_cut_is_not_told():
     """A caller of `row_logprobs` may have sampled elsewhere."""
     random = np.random.default_rng(1)
