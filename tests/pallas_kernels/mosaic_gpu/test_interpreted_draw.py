@@ -12,26 +12,29 @@ import pytest
 from pallas_kernels import oracle, threefry_word
 from pallas_kernels.gumbel import gumbel
 from pallas_kernels.mosaic_gpu import count_larger, draw, run_sampled
-from tests.support.drawn_tokens import PURPOSES, Slot, check, group_sums, rows_to_draw
+from tests.support.drawn_tokens import PURPOSES, Slot, check, expected, group_sums, rows_to_draw
 from tests.support.interpreted_kernels import checked, compiled, run_without_races
 
-INVERSE = np.array([1, 0.5, 1.7, 1], np.float32)
-TIED = 772_913, 7  # a seed and a position that give the groups 1 and 4 the same noise
+INVERSE = np.array([1, 0.5, 1.7, 1, 1], np.float32)
+LIKELY = 2**32 - 1, 2**31 - 1  # a seed and a position
+LAST = 196, 3  # whose draw from the fifth row is of the last group, where that is cut off
+TIED = 772_913, 7  # that give the groups 1 and 4 the same noise
 ODD = 4867, "bfloat16"  # the last group is cut off
 
 
 @functools.cache
 def logits_of(vocabulary, dtype):
-    """Three ordinary rows, and one of two equal groups."""
+    """Three ordinary rows, one of two equal groups, and one of the last tokens alone."""
     rng = np.random.default_rng(vocabulary)
     x = (rng.normal(size=(3, vocabulary)) * 3).astype(jnp.dtype(dtype))
-    equal = np.full_like(x[:1], -np.inf)
-    equal[0, 256:511] = equal[0, 1024:1279] = 0  # each lacks its last token
-    return np.concatenate([x, equal])
+    few = np.full_like(x[:2], -np.inf)
+    few[0, 256:511] = few[0, 1024:1279] = 0  # each lacks its last token
+    few[1, -256:] = 0
+    return np.concatenate([x, few])
 
 
 def slots_of(x):
-    """Plain rows, a taken token, several of one group and of others, cuts with ties, no row.
+    """Plain rows, taken tokens, one that was drawn, several of one group, cuts with ties, no row.
 
     The last two have a tie of two groups, of which either is summed again.
     """
@@ -41,7 +44,8 @@ def slots_of(x):
     return [
         Slot(0, 5, 7),
         Slot(-1),
-        Slot(1, 2**32 - 1, 2**31 - 1, (int(x[1].argmax()),)),
+        Slot(1, *LIKELY, (int(x[1].argmax()), expected(x, Slot(1, *LIKELY), INVERSE)[1])),
+        Slot(4, *LAST),
         Slot(2, 9, 1, (last, last - 1, 3, 4)),
         Slot(2, 11, 2, (-1,), cut, int(order[300])),
         Slot(2, 12, 2, (int(order[0]), int(order[1])), cut, int(order[300])),
@@ -109,8 +113,8 @@ def test_larger_logits_are_counted():
     found = run_without_races(call, jnp.asarray(x), jnp.asarray(maxima), tokens)
     wide = x.astype(np.float64)
     pairs = zip(wide, tokens, strict=True)
-    expected = [(row > row[token]).sum() if token >= 0 else 0 for row, token in pairs]
-    np.testing.assert_array_equal(found, expected)
+    larger = [(row > row[token]).sum() if token >= 0 else 0 for row, token in pairs]
+    np.testing.assert_array_equal(found, larger)
 
 
 @pytest.mark.slow
