@@ -367,9 +367,14 @@ def test_candidates_say_where_they_are_too_few():
     np.testing.assert_array_equal(found.cut_id[settled] + 1, known)
     np.testing.assert_allclose(found.log_kept[settled], np.log(np.array(known) / 20), atol=1e-6)
     few = np.where(ids < 7, np.float32(0), -np.inf)
-    found, settled = jax.device_get(cut(ids, few, 7 * ones))
+    found, settled = jax.device_get(cut(ids, few, (7 - 1e-6) * ones))
     assert settled.all()
     np.testing.assert_array_equal(found.cut_id + 1, [3, 3, 3, 3, 3, 3, 7, 7, 7, 3])
+    assert (found.log_kept <= 0).all()  # though a total is rounded
+    light = np.where(ids < 3, np.float32(0), np.float32(-200))  # top-p alone leaves them out
+    found, settled = jax.device_get(cut(ids, light, 3 * ones))
+    np.testing.assert_array_equal(settled, [False, *[True] * 6, False, True, True])
+    np.testing.assert_array_equal(found.cut_id[settled] + 1, [1, 1, 2, 2, 2, 8, 3, 3])
 
 
 def test_noise_belongs_to_source_and_token_and_is_gumbels():
