@@ -315,13 +315,15 @@ def _drawing(
     sampled, and those that keep few tokens.
     """
     batch, num_positions = slots.positions.shape
-    rows = jnp.arange(batch, dtype=jnp.int32) * num_positions + a
+    slot = jnp.arange(batch, dtype=jnp.int32)
+    rows = slot * num_positions + a
 
     def at_a(x: jax.Array, missing: float) -> jax.Array:
-        more = [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2)
-        padded = jnp.pad(x, more, constant_values=missing)
-        place = a.reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.take_along_axis(padded, place, axis=1)[:, 0]
+        # Not padded by a row of what is missing: of such a pad beside two computed rows of seven or
+        # eight tokens, LLVM can't select instructions with AVX-512, and aborts the process.
+        if num_positions == 1:
+            return jnp.full((batch, *x.shape[2:]), missing, x.dtype)
+        return x.at[slot, a].get(mode="fill", fill_value=missing)
 
     rejected = at_a(considered, False)[:, None]
     position = slots.positions[:, 0] + a
