@@ -7,7 +7,7 @@ With the recorded set both describe one policy, and the ratio of equal weights i
 Axes: `*rows` of any number (often batch and position), V vocabulary, M ids of a set.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_specdec.kept_sets import PaddedKept
 
 AnyArray = jax.Array | np.ndarray
-Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, jax.Array, jax.Array]
 
 
 def kept_logprobs(
@@ -84,33 +83,37 @@ def _logprobs(
     return _forward(logits, token_ids, kept, temperatures)[0]
 
 
+class _Scale(NamedTuple):
+    """What a row's logits are taken relative to: logprobs are (x - largest) / T - log_sum."""
+
+    largest: Float32[Array, "*rows"]  # m, of the set or of the row; 0 where all are -inf
+    log_sum: Float32[Array, "*rows"]  # log(sum(exp((x - m) / T))); 0 there
+
+
+Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, _Scale, jax.Array]
+
+
 def _forward(
     logits: jax.Array, token_ids: jax.Array, kept: PaddedKept, temperatures: jax.Array
 ) -> tuple[jax.Array, Residuals]:
     vocab_size = logits.shape[-1]
-    own = _at(logits, token_ids[..., None])[..., 0] / temperatures
+    own = _at(logits, token_ids[..., None])[..., 0]
     own = jnp.where((token_ids >= 0) & (token_ids < vocab_size), own, jnp.nan)
-    total = _log_sum_exp(_scaled_set(logits, kept, temperatures))
     inside = (is_id(kept) & (kept.token_ids == token_ids[..., None])).any(-1)
     over_all = kept.counts < 0
-
-    def of_rows() -> jax.Array:
-        # The maximum of the logits as they are: what two sums share, XLA would write down.
-        largest = logits.max(-1).astype(jnp.float32)
-        weights = jnp.exp(_relative(logits, largest, temperatures))
-        return largest / temperatures + jnp.log(weights.sum(-1))
-
+    of_set = _scale(_of_set(logits, kept), temperatures)
     # Whole rows are read only where some row needs it.
-    whole = lax.cond(jnp.any(over_all), of_rows, lambda: jnp.zeros_like(total))
-    total = jnp.where(over_all, whole, total)
-    logprobs = jnp.where(own > -jnp.inf, own - total - jnp.where(over_all, kept.log_kept, 0), own)
+    of_rows = lax.cond(jnp.any(over_all), lambda: _scale(logits, temperatures), lambda: of_set)
+    scale: _Scale = jax.tree.map(lambda x, y: jnp.where(over_all, x, y), of_rows, of_set)
+    log_mass = scale.log_sum + jnp.where(over_all, kept.log_kept, 0)
+    logprobs = jnp.where(own > -jnp.inf, _relative(own, scale, temperatures) - log_mass, own)
     logprobs = jnp.where(over_all | inside | jnp.isnan(own), logprobs, -jnp.inf)
     logprobs = jnp.where(kept.counts == 0, 0.0, logprobs)
-    return logprobs, (logits, token_ids, kept, temperatures, total, logprobs)
+    return logprobs, (logits, token_ids, kept, temperatures, scale, logprobs)
 
 
 def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
-    logits, token_ids, kept, temperatures, total, logprobs = residuals
+    logits, token_ids, kept, temperatures, scale, logprobs = residuals
     over_all = kept.counts < 0
     has_slope = (kept.counts != 0) & (logprobs != -jnp.inf)
     slope = jnp.where(has_slope, gradient, 0.0) / temperatures
@@ -121,16 +124,17 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
     def as_bits(values: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(values.astype(logits.dtype), bits)
 
-    scaled = _scaled_set(logits, kept, temperatures)
-    shares = jnp.exp(scaled - total[..., None])
+    relative = _relative(_of_set(logits, kept), scale, temperatures)
+    shares = jnp.exp(relative - scale.log_sum[..., None])
     is_token = is_id(kept) & (kept.token_ids == token_ids[..., None])
     of_set = jnp.where(is_id(kept), slope[..., None] * (is_token.astype(jnp.float32) - shares), 0.0)
-    mean = _mean(shares, scaled)
+    mean = _mean(shares, relative)
 
     def of_rows() -> tuple[jax.Array, jax.Array]:
         def shares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            z = x.astype(jnp.float32) / temperatures[..., None]
-            return jnp.where(over_all[..., None], jnp.exp(z - total[..., None]), 0.0), z
+            relative = _relative(x, scale, temperatures)
+            share = jnp.exp(relative - scale.log_sum[..., None])
+            return jnp.where(over_all[..., None], share, 0.0), relative
 
         ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         is_token = over_all[..., None] & (ids == token_ids[..., None])
@@ -150,7 +154,7 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
     ids = jnp.where(is_id(kept), kept.token_ids, vocab_size).reshape(-1, width)
     flat = flat.at[row, ids].set(as_bits(of_set).reshape(-1, width), mode="drop")
     gradient = lax.bitcast_convert_type(flat, logits.dtype).reshape(logits.shape)
-    own = _at(logits, token_ids[..., None])[..., 0] / temperatures
+    own = _relative(_at(logits, token_ids[..., None])[..., 0], scale, temperatures)
     by_temperature = slope * (jnp.where(over_all, whole_mean, mean) - own)
     by_temperature = jnp.where(has_slope, by_temperature, 0.0)
     return gradient, None, None, by_temperature
@@ -167,11 +171,9 @@ def is_id(kept: PaddedKept) -> Bool[Array, "*rows M"]:
     return found
 
 
-def _scaled_set(
-    logits: jax.Array, kept: PaddedKept, temperatures: jax.Array
-) -> Float32[Array, "*rows M"]:
-    """The sets' logits over the temperatures; -inf where there is no id."""
-    return jnp.where(is_id(kept), _at(logits, kept.token_ids) / temperatures[..., None], -jnp.inf)
+def _of_set(logits: jax.Array, kept: PaddedKept) -> Float32[Array, "*rows M"]:
+    """The sets' logits; -inf where there is no id."""
+    return jnp.where(is_id(kept), _at(logits, kept.token_ids), -jnp.inf)
 
 
 def _at(logits: jax.Array, ids: jax.Array) -> Float32[Array, "*rows M"]:
@@ -180,21 +182,22 @@ def _at(logits: jax.Array, ids: jax.Array) -> Float32[Array, "*rows M"]:
     return jnp.take_along_axis(logits, ids, axis=-1).astype(jnp.float32)
 
 
-def _relative(
-    logits: jax.Array, largest: jax.Array, temperatures: jax.Array
-) -> Float32[Array, "*rows V"]:
-    """(x - m) / T, with -inf where the whole row is."""
-    x = logits.astype(jnp.float32) - jnp.where(largest == -jnp.inf, 0.0, largest)[..., None]
-    relative: jax.Array = x / temperatures[..., None]
+def _scale(x: Float[Array, "*rows N"], temperatures: jax.Array) -> _Scale:
+    """The largest of the logits and the sum of them all, of bfloat16, float16 or float32."""
+    # The maximum of the logits as they are: what two sums share, XLA would write down.
+    largest = x.max(-1).astype(jnp.float32)
+    largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+    scale = _Scale(largest, jnp.zeros_like(largest))
+    total = jnp.exp(_relative(x, scale, temperatures)).sum(-1)
+    return scale._replace(log_sum=jnp.where(total == 0, 0.0, jnp.log(total)))
+
+
+def _relative(x: jax.Array, scale: _Scale, temperatures: jax.Array) -> jax.Array:
+    """(x - m) / T of x [*rows] or [*rows, N]: a quotient x / T would have lost the digits."""
+    shape = (*temperatures.shape, *(1,) * (x.ndim - temperatures.ndim))
+    above = x.astype(jnp.float32) - scale.largest.reshape(shape)
+    relative: jax.Array = above / temperatures.reshape(shape)
     return relative
-
-
-def _log_sum_exp(z: Float32[Array, "*rows N"]) -> Float32[Array, "*rows"]:
-    """log(sum(exp(z))), and 0 for a row of -inf."""
-    largest = z.max(-1)
-    largest = jnp.where(largest > -jnp.inf, largest, jnp.where(jnp.isnan(largest), largest, 0.0))
-    total = jnp.exp(z - largest[..., None]).sum(-1)
-    return jnp.where(total == 0, 0.0, largest + jnp.log(total))
 
 
 def _mean(shares: Float32[Array, "*rows N"], z: Float32[Array, "*rows N"]) -> jax.Array:

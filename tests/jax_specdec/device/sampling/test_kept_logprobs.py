@@ -49,15 +49,15 @@ def a_batch(dtype="float32", seed=0):
 def by_hand(row, token, ids, count, log_kept, temperature):
     """The logprob in float64, its gradient by the logits [V] and by the temperature."""
     t = float(temperature) or 1.0
-    z = row.astype(np.float64) / t
     if count == 0:
-        return 0.0, np.zeros(V), 0.0
-    among = np.arange(V) if count < 0 else np.array(ids[:count])
+        return 0.0, np.zeros(len(row)), 0.0
+    among = np.arange(len(row)) if count < 0 else np.array(ids[:count])
     if token not in among:
-        return -np.inf, np.zeros(V), 0.0
-    largest = z[among].max()
-    total = largest + np.log(np.exp(z[among] - largest).sum())
-    shares = np.zeros(V)
+        return -np.inf, np.zeros(len(row)), 0.0
+    row = row.astype(np.float64)
+    z = (row - row[among].max()) / t
+    total = np.log(np.exp(z[among]).sum())
+    shares = np.zeros(len(row))
     shares[among] = np.exp(z[among] - total)
     slope = -shares / t
     slope[token] += 1 / t
@@ -93,6 +93,40 @@ def test_values_and_gradients_are_those_of_float64(dtype):
         by_logits.astype(jnp.float32), slopes * weights[..., None], atol=tolerance
     )
     np.testing.assert_allclose(by_t, by_temperature[..., 0] * weights, atol=1e-4)
+
+
+TEMPERATURES = (1e-4, 1e-3, 0.1, 1.0, 100.0)
+
+
+def far_from_zero(offset, seed=0):
+    """Rows [4, 5], of each temperature: likely tokens and any, of sets and of marks."""
+    rng = np.random.default_rng(seed)
+    temperatures = np.tile(np.float32(TEMPERATURES), (4, 1))
+    spread = np.minimum(5, 5 * temperatures)[..., None]
+    spread[1] = 5
+    x = (offset + rng.normal(size=(4, 5, V)) * spread).astype(np.float32)
+    ids = np.sort(rng.permuted(np.tile(np.arange(V, dtype=np.int32), (20, 1)), axis=1)[:, :12])
+    counts = np.repeat(np.int32([12, 12, KEPT_ALL, KEPT_MANY]), 5)
+    log_kept = np.where(counts == KEPT_MANY, np.float32(-0.2), np.float32(0))
+    kept = PaddedKept(*(y.reshape(4, 5, *y.shape[1:]) for y in (ids, counts, log_kept)))
+    return x, np.ascontiguousarray(kept.token_ids[..., 3]), kept, temperatures
+
+
+@pytest.mark.parametrize("offset", [-300.0, 0.0, 20.0, 300.0])
+def test_digits_are_kept_far_from_zero(offset):
+    """Errors and ratios to float64, and gradients by what a temperature makes of them."""
+    arrays = far_from_zero(offset)
+    x, _, _, temperatures = arrays
+    values, slopes, by_temperature = (y.squeeze() for y in expected(jnp.asarray(x), *arrays[1:]))
+    found = np.asarray(logprobs(*arrays), np.float64)
+    assert (np.abs(found - values) <= 1e-5 + 2e-7 * np.abs(values)).all()
+    likely = values > -20
+    assert likely.sum() >= 15
+    np.testing.assert_allclose(np.exp((found - values)[likely]), 1, atol=1e-5)
+    by_logits, by_t = gradients(*arrays, np.ones((4, 5), np.float32))
+    t = temperatures[..., None]
+    np.testing.assert_allclose(by_logits * t, slopes * t, atol=1e-5)
+    np.testing.assert_allclose(by_t * t[..., 0], by_temperature * t[..., 0], 1e-5, 1e-5)
 
 
 def test_that_comparison_can_fail():
