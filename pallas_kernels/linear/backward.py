@@ -1,14 +1,16 @@
 """What the results' changes are of hidden, head, bias and temperatures: recomputed, piece by piece.
 
-With y = logits / T, p = softmax(y), L = log_sum_exp and E = entropy, the derivatives by y[v] are
+With y = (logits - m) / T, m their maximum, p = softmax(y), l = log(p) and E = entropy, the
+derivatives by y[v] are
 
     logprob of token t   [v = t] - p[v]
     log_sum_exp          p[v]
-    entropy              -p[v] (y[v] - L + E)
+    entropy              -p[v] (l[v] + E)
 
-A row or a token without an answer has none. Rounding to the logits' dtype is passed over, as
-autodiff of a cast does. As there too, the logits' change is rounded to the dtype of hidden and head
-before it is multiplied with them.
+and those by T are sums of these times -y[v] / T; that of log_sum_exp, m / T + log(sum(exp(y))), has
+-m / T^2 too. A row or a token without an answer has none. Rounding to the logits' dtype is passed
+over, as autodiff of a cast does. As there too, the logits' change is rounded to the dtype of hidden
+and head before it is multiplied with them.
 """
 
 from typing import NamedTuple
@@ -22,7 +24,7 @@ from pallas_kernels.finish import usable_temperatures, wanted_rows
 from pallas_kernels.linear.definition import Definition, head_rows, loaded, stored
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows
 from pallas_kernels.linear.plan import backward_part, backward_piece
-from pallas_kernels.linear.types import Call, Inputs
+from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.types import TopkLogprobs
 
 
@@ -33,7 +35,8 @@ class Changes(NamedTuple):
     by_logprob: jax.Array  # [R, 1 + K + C] float32, of each named token
     by_all: jax.Array  # [R] float32, what p is multiplied with
     by_entropy: jax.Array | None  # [R] float32
-    log_sum_exp: jax.Array  # [R] float32, 0 where there is no answer
+    by_log_sum_exp: jax.Array  # [R] float32
+    scale: RowScale
     valid: jax.Array  # [R] bool
     inverse: jax.Array | None  # [R] float32, 1 / T
 
@@ -44,11 +47,21 @@ class Gradients(NamedTuple):
     hidden: jax.Array  # [R, H]
     head: jax.Array  # as the head's axes are
     bias: jax.Array | None  # [W]
-    logits: jax.Array  # [R], the sum of d logit * logit: the temperature's
+    logits: jax.Array  # [R], what `of_piece` says: the temperature's
 
 
-def changes_of(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprobs) -> Changes:
-    """What `given`, the loss's derivatives by the results `out`, says of each row."""
+def changes_of(
+    call: Call,
+    inputs: Inputs,
+    out: TopkLogprobs,
+    scale: RowScale,
+    given: TopkLogprobs,
+    by_scale: RowScale,
+) -> Changes:
+    """What `given`, the loss's derivatives by the results `out`, says of each row.
+
+    by_scale: those by the scale. Its maximum is a constant: no result depends on which it is.
+    """
     ids = jnp.concatenate([out.token_ids, inputs.extra_token_ids], axis=1)
     logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)
     by_logprob = jnp.concatenate([given.logprobs, given.extra_logprobs], axis=1)
@@ -58,7 +71,7 @@ def changes_of(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprob
     valid = ~jnp.isnan(out.log_sum_exp)
     if inputs.temperatures is not None:
         valid &= ~jnp.isnan(usable_temperatures(inputs.temperatures))
-    by_all = given.log_sum_exp - jnp.sum(by_logprob, axis=1)
+    by_all = given.log_sum_exp + by_scale.log_sum - jnp.sum(by_logprob, axis=1)
     by_entropy = None
     if out.entropy is not None and given.entropy is not None:
         by_entropy = jnp.where(valid, given.entropy, 0)
@@ -69,7 +82,8 @@ def changes_of(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprob
         by_logprob,
         jnp.where(valid, by_all, 0),
         by_entropy,
-        jnp.where(valid, out.log_sum_exp, 0),
+        jnp.where(valid, given.log_sum_exp, 0),
+        scale,
         valid,
         inverse_temperatures(inputs.temperatures),
     )
@@ -82,7 +96,9 @@ def of_piece(
     first: jax.Array,
     changes: Changes,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss's derivatives by u [R, W] float32, and each row's sum of d logit * logit.
+    """The loss's derivatives by u [R, W] float32, and each row's sum of d logit * (logit - m).
+
+    To it is added what log_sum_exp's m contributes.
 
     Args:
       definition: of the logits.
@@ -93,8 +109,9 @@ def of_piece(
     """
     rows, width = u.shape
     logits = definition.capped(u).astype(definition.logits_dtype).astype(jnp.float32)
-    y = logits if changes.inverse is None else logits * changes.inverse[:, None]
-    logprob = y - changes.log_sum_exp[:, None]
+    above = logits - changes.scale.maximum[:, None]
+    y = above if changes.inverse is None else above * changes.inverse[:, None]
+    logprob = y - changes.scale.log_sum[:, None]
     counts = real[None] & changes.valid[:, None] & (logprob > -jnp.inf)
     p = jnp.where(counts, jnp.exp(logprob), 0)
     factor = jnp.broadcast_to(changes.by_all[:, None], u.shape)
@@ -109,7 +126,10 @@ def of_piece(
     if changes.inverse is not None:
         d = d * changes.inverse[:, None]
     d = jnp.where(changes.valid[:, None], d, 0)
-    moved = jnp.sum(d * jnp.where(counts, logits, 0), axis=1)
+    by_maximum = changes.by_log_sum_exp * changes.scale.maximum
+    if changes.inverse is not None:
+        by_maximum = by_maximum * changes.inverse
+    moved = jnp.sum(d * jnp.where(counts, above, 0) + p * by_maximum[:, None], axis=1)
     return jnp.where(counts | (d != 0), d * definition.slope(u), 0), moved
 
 
@@ -187,9 +207,16 @@ def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
     return found
 
 
-def cotangents(call: Call, inputs: Inputs, out: TopkLogprobs, given: TopkLogprobs) -> Inputs:
+def cotangents(
+    call: Call,
+    inputs: Inputs,
+    out: TopkLogprobs,
+    scale: RowScale,
+    given: TopkLogprobs,
+    by_scale: RowScale,
+) -> Inputs:
     """The loss's derivatives by the inputs; None for those that have none."""
-    changes = changes_of(call, inputs, out, given)
+    changes = changes_of(call, inputs, out, scale, given, by_scale)
     sums = gradients(call, inputs, changes)
     by_hidden = sums.hidden
     if inputs.row_ids is not None:

@@ -10,24 +10,28 @@ from typing import Any
 import jax
 
 from pallas_kernels.linear import backward, forward
-from pallas_kernels.linear.types import Call, Inputs
+from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.types import TopkLogprobs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
     """`forward.topk_logprobs`, differentiable in reverse mode."""
-    return forward.topk_logprobs(call, inputs)
+    return _with_scale(call, inputs)[0]
 
 
-def _forward(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, Any]:
-    out = linear_topk_logprobs(call, inputs)
-    return out, (inputs, out)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
+    """With what the backward pass needs, whose own derivative is needed for second ones."""
+    return forward.with_scale(call, inputs)
 
 
-def _backward(call: Call, kept: Any, given: TopkLogprobs) -> tuple[Inputs]:
-    inputs, out = kept
-    return (backward.cotangents(call, inputs, out, given),)
+def _forward(call: Call, inputs: Inputs) -> tuple[tuple[TopkLogprobs, RowScale], Any]:
+    found = _with_scale(call, inputs)
+    return found, (inputs, *found)
 
 
-linear_topk_logprobs.defvjp(_forward, _backward)
+def _backward(call: Call, kept: Any, given: tuple[TopkLogprobs, RowScale]) -> tuple[Inputs]:
+    return (backward.cotangents(call, *kept, *given),)
+
+
+_with_scale.defvjp(_forward, _backward)

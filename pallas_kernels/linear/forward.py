@@ -17,7 +17,7 @@ from pallas_kernels.blocks import barrier, map_blocks, tied, vary_like
 from pallas_kernels.finish import usable_temperatures, wanted_rows
 from pallas_kernels.linear import columns, on_gpu, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
-from pallas_kernels.linear.types import Call, Inputs, RowSums
+from pallas_kernels.linear.types import Call, Inputs, RowScale, RowSums
 from pallas_kernels.logarithm import logarithm
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.selection import top_k
@@ -57,6 +57,11 @@ def num_columns(shard: VocabShard, width: int) -> jax.Array:
 
 def topk_logprobs(call: Call, inputs: Inputs, interpret: Any = None) -> TopkLogprobs:
     """The call, on one device's part of hidden and head; `interpret` is for a Pallas kernel."""
+    return with_scale(call, inputs, interpret)[0]
+
+
+def with_scale(call: Call, inputs: Inputs, interpret: Any = None) -> tuple[TopkLogprobs, RowScale]:
+    """`topk_logprobs`, and what its logprobs are relative to."""
     if call.implementation == "mosaic_gpu":
         on_gpu.refuse_obstacle(call, inputs)
         return _finish(call, inputs, _by_columns(call, _fused(call, interpret), inputs))
@@ -287,7 +292,7 @@ def _across(call: Call, sums: RowSums, width: int, inverse: jax.Array | None) ->
     return total._replace(top_ids=ids, top_logits=values)
 
 
-def _finish(call: Call, inputs: Inputs, found: Found) -> TopkLogprobs:
+def _finish(call: Call, inputs: Inputs, found: Found) -> tuple[TopkLogprobs, RowScale]:
     """From sums to answers: those of rows and tokens without one are as `topk_logprobs` says."""
     sums = found.sums
     wanted = wanted_rows(
@@ -315,7 +320,7 @@ def _finish(call: Call, inputs: Inputs, found: Found) -> TopkLogprobs:
     given = jnp.where(wanted, inputs.token_ids, jnp.int32(-1))
     known = valid & ~jnp.isnan(found.named[:, 0])
     k = call.k
-    return TopkLogprobs(
+    out = TopkLogprobs(
         token_ids=jnp.concatenate(
             [given[:, None], jnp.where(there, sums.top_ids, jnp.int32(-1))], axis=1
         ),
@@ -325,3 +330,4 @@ def _finish(call: Call, inputs: Inputs, found: Found) -> TopkLogprobs:
         log_sum_exp=answers(largest + log_sum),
         entropy=entropy,
     )
+    return out, RowScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))

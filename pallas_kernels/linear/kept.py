@@ -132,7 +132,9 @@ def _kept_backward(call: Call, kept: Any, given: LinearKeptLogprobs) -> tuple[Ke
     by_temperature = None
     if inputs.temperatures is not None:
         t = inputs.temperatures
-        moved = jnp.sum(d * jnp.where(answered & jnp.isfinite(logits), logits, 0), axis=1)
+        # Relative to the largest, as the logprobs are: what all have in common moves nothing.
+        above = logits - jnp.max(logits, axis=1, keepdims=True)
+        moved = jnp.sum(d * jnp.where(answered & jnp.isfinite(above), above, 0), axis=1)
         by_temperature = like(jnp.where(t > 0, -moved / jnp.where(t > 0, t, 1), 0), t)
     by_hidden, by_head, by_bias = _gradients(call, inputs, local, jnp.where(local.mine, d, 0))
     return (

@@ -57,6 +57,13 @@ class Inputs(NamedTuple):
         return self.token_ids.shape[0]
 
 
+class RowScale(NamedTuple):
+    """What the logprobs of R rows are relative to: they are (x - maximum) / T - log_sum."""
+
+    maximum: jax.Array  # [R] float32; 0 in a row without an answer
+    log_sum: jax.Array  # [R] float32, log(sum(exp((x - maximum) / T))); 0 there
+
+
 class RowSums(NamedTuple):
     """What reading rows of logits, or a part of each, gives."""
 

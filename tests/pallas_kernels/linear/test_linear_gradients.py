@@ -128,6 +128,36 @@ def test_gradients_are_those_of_autodiff_of_the_plain_form():
         )
 
 
+def test_second_derivatives():
+    """Of the gradients by states and temperatures, against autodiff of the plain form."""
+    hidden, head = case()["hidden"][:5], case()["head"]
+    t = jnp.asarray([0.5, 1, 2, 0.7, 1.5], jnp.float32)
+    weights = np.random.default_rng(2).normal(size=(3, 5)).astype(np.float32)
+
+    def found(hidden, t):
+        out = linear_topk_logprobs(
+            hidden, head, IDS[:5], 0, temperatures=t, log_sum_exp=True, entropy=True
+        )
+        return jnp.stack([out.logprobs[:, 0], out.log_sum_exp, out.entropy])
+
+    def plain(hidden, t):
+        y = hidden @ head.T / t[:, None]
+        logprobs = jax.nn.log_softmax(y)
+        own = jnp.take_along_axis(logprobs, IDS[:5, None], axis=1)[:, 0]
+        entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=1)
+        return jnp.stack([own, jax.nn.logsumexp(y, axis=1), entropy])
+
+    def second(function):
+        def size(*arrays):
+            slopes = jax.grad(lambda *arrays: jnp.sum(function(*arrays) * weights), (0, 1))(*arrays)
+            return sum(jnp.sum(slope**2) for slope in slopes)
+
+        return quick_compile.jit(jax.grad(size, (0, 1)))(hidden, t)
+
+    for actual, right in zip(second(found), second(plain), strict=True):
+        np.testing.assert_allclose(actual, right, 1e-4, 1e-4)
+
+
 def test_a_wrong_derivative_would_be_noticed(monkeypatch, in_pieces):
     """Negative control: entropy's part is forgotten."""
     real = backward.of_piece

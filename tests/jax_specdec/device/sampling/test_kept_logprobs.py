@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from ipc.wire import KEPT_ALL, KEPT_MANY
-from jax_specdec.device import kept_logprobs
+from jax_specdec.device import kept_logprobs, learner_logprobs
 from jax_specdec.kept_sets import KeptSets, PaddedKept
 from tests.support import quick_compile
 from tests.support.collectives import collectives
@@ -19,14 +19,34 @@ V = 50
 logprobs = quick_compile.jit(kept_logprobs)
 
 
-@quick_compile.jit
-def gradients(logits, token_ids, kept, temperatures, weights):
-    def total(logits, temperatures):
-        found = kept_logprobs(logits, token_ids, kept, temperatures)
-        # A row without a slope may be -inf.
-        return jnp.where(jnp.isfinite(found), found * weights, 0.0).sum()
+def gradients_of(function):
+    def gradients(logits, token_ids, kept, temperatures, weights):
+        def total(logits, temperatures):
+            found = function(logits, token_ids, kept, temperatures)
+            # A row without a slope may be -inf.
+            return jnp.where(jnp.isfinite(found), found * weights, 0.0).sum()
 
-    return jax.grad(total, argnums=(0, 1))(logits, temperatures)
+        return jax.grad(total, argnums=(0, 1))(logits, temperatures)
+
+    return quick_compile.jit(gradients)
+
+
+gradients = gradients_of(kept_logprobs)
+
+
+def of_states(logits, *rest):
+    """`learner_logprobs` of states and a head whose product is exactly these logits."""
+    rows = logits.shape[:-1]
+    states = jnp.eye(np.prod(rows), dtype=logits.dtype)
+    head = logits.reshape(-1, logits.shape[-1]).T
+    return learner_logprobs(states.reshape(*rows, -1), head, *rest)
+
+
+# By logits, and by hidden states: each row's part of the head is its logits.
+WAYS = {
+    "logits": (logprobs, gradients),
+    "states": (quick_compile.jit(of_states), gradients_of(of_states)),
+}
 
 
 def a_batch(dtype="float32", seed=0):
@@ -112,9 +132,11 @@ def far_from_zero(offset, seed=0):
     return x, np.ascontiguousarray(kept.token_ids[..., 3]), kept, temperatures
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("offset", [-300.0, 0.0, 20.0, 300.0])
-def test_digits_are_kept_far_from_zero(offset):
+def test_digits_are_kept_far_from_zero(offset, way):
     """Errors and ratios to float64, and gradients by what a temperature makes of them."""
+    logprobs, gradients = WAYS[way]
     arrays = far_from_zero(offset)
     x, _, _, temperatures = arrays
     values, slopes, by_temperature = (y.squeeze() for y in expected(jnp.asarray(x), *arrays[1:]))
