@@ -31,7 +31,8 @@ def _forward(call: Call, inputs: Inputs) -> tuple[tuple[TopkLogprobs, RowScale],
 
 
 def _backward(call: Call, kept: Any, given: tuple[TopkLogprobs, RowScale]) -> tuple[Inputs]:
-    return (backward.cotangents(call, *kept, *given),)
+    inputs, out, scale = kept
+    return (backward.cotangents(call, inputs, out, scale, *given),)
 
 
 _with_scale.defvjp(_forward, _backward)
