@@ -233,6 +233,43 @@ def test_values_never_written_may_be_loaded_but_not_used():
             run(load + use)
 
 
+@pytest.mark.parametrize(("opcode", "settles"), [("and", False), ("or", True)])
+def test_a_defined_source_settles_and_and_or(opcode, settles):
+    """Whatever the other source is: bit by bit, in either order, and only in the threads it does."""
+    body = """
+	ld.shared.b32 	%r2, [__dynamic_shmem__0];
+	setp.eq.b32 	%p1, %r2, 77;
+	setp.lt.u32 	%p2, %r1, {below};
+	{opcode}.pred 	%p3, {sources};
+	selp.b32 	%r3, 1, 0, %p3;
+	st.global.b32 	[%rd5], %r3;
+	ret;
+"""
+    below = {settles: THREADS * settles, not settles: THREADS * (not settles)}
+    for sources in ("%p1, %p2", "%p2, %p1"):
+        settled = run(body.format(opcode=opcode, below=below[settles], sources=sources))
+        assert (settled == settles).all()
+        for open_ in (below[not settles], THREADS // 2):
+            with pytest.raises(PtxError, match="a value that was never written"):
+                run(body.format(opcode=opcode, below=open_, sources=sources))
+    with pytest.raises(PtxError, match="a value that was never written"):
+        run(body.format(opcode=opcode, below=below[settles], sources="%p1, %p1"))
+
+    word = """
+	ld.shared.b32 	%r2, [__dynamic_shmem__0];
+	{opcode}.b32 	%r2, %r2, {bits};
+	mov.b32 	{{%rs1, %rs2}}, %r2;
+	mov.b32 	%r3, {{{chosen}, {chosen}}};
+	st.global.b32 	[%rd5], %r3;
+	ret;
+"""
+    half = 0xFFFF0000 if settles else 0x0000FFFF  # settles the upper half
+    settled = run(word.format(opcode=opcode, bits=half, chosen="%rs2"))
+    assert (settled == 0xFFFFFFFF * settles).all()
+    with pytest.raises(PtxError, match="a value that was never written"):
+        run(word.format(opcode=opcode, bits=half, chosen="%rs1"))
+
+
 def test_election_and_packed_halves():
     body = """
 	elect.sync 	%r2|%p1, -1;

@@ -2,7 +2,8 @@
 
 They may be loaded, moved and computed with, as long as nothing depends on them: no branch, no
 address, no global memory. Each register has a mask of its undefined bits, as Valgrind's memcheck
-has (Seward, Nethercote 2005), but coarser: a computed value is undefined as a whole.
+has (Seward, Nethercote 2005), but coarser: a computed value is undefined as a whole, save that of
+`and` and `or`, which one source may settle.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +52,17 @@ def rule(opcode: str, letter: str) -> Rule:
                     out = np.where(mask & half != 0, out | half, out)
         return out
 
+    def settled(lanes: int, values: Sequence[np.ndarray], masks: Masks) -> np.ndarray:
+        """Bit by bit: a defined 0 settles an `and`, a defined 1 an `or`."""
+        unknown, open_bits = np.zeros(lanes, dtype), all_bits(lanes, dtype)
+        for value, mask in zip(values, masks, strict=True):
+            bits = dtype(0) if mask is None else mask
+            unknown = unknown | bits
+            open_bits = open_bits & (bits | (value if opcode.startswith("and.") else ~value))
+        return unknown & open_bits
+
+    if opcode.startswith(("and.", "or.")):
+        return settled
     if opcode.startswith("mov.") or opcode in ("cvt.u16.u32", "cvt.u32.u64", "cvt.u64.u32"):
         return moved
     if opcode.startswith("selp."):

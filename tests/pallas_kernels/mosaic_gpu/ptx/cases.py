@@ -18,6 +18,7 @@ from pallas_kernels.mosaic_gpu import pass1_rows, pass2_finish, run
 from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.transformations import _folded
 from pallas_kernels.wanted import Wanted
+from tests.support.changed_logits import ALL
 
 INF, NAN = np.inf, np.nan
 
@@ -87,8 +88,12 @@ def separate(
     options: bool = True,
     rows: int | None = None,
     temperatures: tuple[float, ...] = TEMPERATURES,
+    **results: bool,
 ) -> Case:
-    """A call with all options (row_ids, skipped rows, temperatures, extra ids) or with none."""
+    """A call with all options (row_ids, skipped rows, temperatures, extra ids) or with none.
+
+    `results` are the optional ones of `Wanted`.
+    """
     x = edge_rows(tiling)[:rows]
     vocabulary = tiling.vocabulary
     rng = np.random.default_rng(k)
@@ -120,7 +125,7 @@ def separate(
         tiling,
         k,
         len(row_ids),
-        lambda: run.topk_logprobs(*inputs, Wanted(k), **arrays, tiling=tiling),
+        lambda: run.topk_logprobs(*inputs, Wanted(k, **results), **arrays, tiling=tiling),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
@@ -263,6 +268,7 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: separate("whole blocks", Tiling(8192, f16, 128, 1, 2), 2),
         lambda: separate("ragged end", Tiling(8448, bf16, 256, 2, 1), 5),
         lambda: separate("odd, three programs", Tiling(12_291, bf16, 256, 1, 2), 20),
+        lambda: separate("results, three programs", Tiling(12_291, bf16, 256, 1, 2), 5, **ALL),
         lambda: separate("odd, narrow groups", Tiling(8195, bf16, 128, 1, 1), 1),
         lambda: separate("split", Tiling(12_290, f32, 256, 1, 2), 20),
         lambda: separate(

@@ -112,6 +112,7 @@ class Compiler:
             str(jax.tree.structure(args)),
             str(types),
             str(body.keywords),
+            str(options["out_type"]),
             options["kernel_name"],
         )
         if key not in self.known:
