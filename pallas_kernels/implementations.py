@@ -15,6 +15,7 @@ from pallas_kernels import xla
 from pallas_kernels.changes import prepared
 from pallas_kernels.finish import RowParts
 from pallas_kernels.greedy_choice import greedy_of_rows
+from pallas_kernels.mosaic_tpu.plan import DoesNotFit
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.tpu_rule import kernel_is_faster
 from pallas_kernels.transformations import transformable
@@ -180,7 +181,11 @@ class _Kernel(NamedTuple):
         if obstacle is not None or (self.otherwise is not None and self.is_slower(arguments)):
             return self.elsewhere(*arguments, obstacle=obstacle)
         run = importlib.import_module(f"pallas_kernels.{self.implementation}.run")
-        return getattr(run, self.name)(*self.complete(arguments))
+        try:
+            return getattr(run, self.name)(*self.complete(arguments))
+        except DoesNotFit as error:
+            obstacle = str(error)
+        return self.elsewhere(*arguments, obstacle=obstacle)
 
     def obstacle(self) -> str | None:
         if self.implementation == "mosaic_tpu":

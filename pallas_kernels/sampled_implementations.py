@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import implementations, sampled_rows
+from pallas_kernels.mosaic_tpu.plan import DoesNotFit
 from pallas_kernels.platforms import lowered_for
 from pallas_kernels.sampled_rows import Part, Read
 
@@ -97,8 +98,12 @@ def _kernels(name: str, by_xla: Callable[..., Read], k: int, explicit: bool) -> 
             if obstacle is not None:
                 return _refused(name, obstacle) if explicit else by_xla(part, inverse, needed)
         run = importlib.import_module(f"pallas_kernels.{name}.run_sampled")
-        found: Read = run.read(part, inverse, needed, k)
-        return found
+        try:
+            found: Read = run.read(part, inverse, needed, k)
+            return found
+        except DoesNotFit as error:
+            obstacle = str(error)
+        return _refused(name, obstacle) if explicit else by_xla(part, inverse, needed)
 
     @kernels.def_vmap
     def _(_: int, is_batched: Any, *arguments: Any) -> tuple[Read, Any]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import implementations, selection
+from pallas_kernels.mosaic_tpu.plan import DoesNotFit
 from pallas_kernels.tpu_rule import kernel_is_faster
 from pallas_kernels.wanted import Wanted
 
@@ -36,7 +37,10 @@ def largest(
         from pallas_kernels.mosaic_tpu import run
 
         nothing = jnp.full(count, jnp.inf, jnp.float32)  # no logit is larger: nothing to count
-        found = run.row_parts(logits, nothing, Wanted(k), row_ids, num_rows, None)
+        try:
+            found = run.row_parts(logits, nothing, Wanted(k), row_ids, num_rows, None)
+        except DoesNotFit:
+            return _by_xla(k, logits, row_ids)
         there = found.top_logits > -jnp.inf
         return jnp.where(there, found.top_ids, jnp.int32(-1)), found.top_logits
 

@@ -15,6 +15,12 @@ GROUP = 8  # columns of which the largest logit is pushed, if it is the only one
 WORD_COLUMNS = 32  # columns of which a vector of words has the bits
 BATCH_ROWS = 64  # whose selections are ordered together
 REST = 8 << 20  # bytes of VMEM beside the logits, the stacks and the outputs
+# Of these the compiler took at most so many for a v4, and once more the stacks for a large top K.
+TAKEN = 5 << 18
+
+
+class DoesNotFit(NotImplementedError):
+    """The VMEM of the chip that a program is lowered for is too small for the kernel."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +136,30 @@ class Plan:
     @property
     def vmem_bytes(self) -> int:
         """What the kernel may take of VMEM."""
+        return self.own_bytes + REST
+
+    @property
+    def needed_bytes(self) -> int:
+        """A little more than the kernel takes of VMEM, as compiled."""
+        return self.own_bytes + TAKEN + 2 * self.stack_bytes
+
+    @property
+    def stack_bytes(self) -> int:
+        """The stacks of a batch's rows: of values, and as many of ids."""
+        return 4 * self.batch_rows * LANES * self.slots
+
+    @property
+    def own_bytes(self) -> int:
+        """The logits, the stacks, the outputs and a mask's words."""
         buffers = 1 if self.as_blocks else 2
         size = 2 if self.is_packed else 4
         logits = buffers * self.buffer_rows * self.width * size
         if self.as_blocks:  # as float32, if XLA does not widen them here
             logits += 2 * self.buffer_rows * self.block * LANES * size
-        rest = 4 * self.batch_rows * LANES * (2 * self.slots + 1)
+        rest = 2 * self.stack_bytes + 4 * self.batch_rows * LANES
         outputs = 2 * 4 * self.batch_rows * (2 * LANES + 2 * self.out_width)
         words = 4 * (2 * self.batch_rows + self.unit) * self.words if self.masked else 0
-        return logits + rest + outputs + words + REST
+        return logits + rest + outputs + words
 
 
 def choose_plan(

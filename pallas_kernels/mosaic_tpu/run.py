@@ -18,7 +18,7 @@ from pallas_kernels.changes import Changes
 from pallas_kernels.finish import RowParts, RowStatistics, finish, usable_temperatures, wanted_rows
 from pallas_kernels.from_parts import named_changed
 from pallas_kernels.greedy_choice import greedy_of_rows
-from pallas_kernels.mosaic_tpu import kernel
+from pallas_kernels.mosaic_tpu import chip, kernel
 from pallas_kernels.mosaic_tpu.plan import CUT, SUBLANES, Plan, choose_plan
 from pallas_kernels.ordered_keys import just_below
 from pallas_kernels.parts import with_biased
@@ -128,7 +128,11 @@ def row_parts(
     interpret: Any = False,
     cut: tuple[int, int] = CUT,
 ) -> RowParts:
-    """`xla.row_parts` on a TPU."""
+    """`xla.row_parts` on a TPU.
+
+    Raises:
+      DoesNotFit: the chip's VMEM is too small.
+    """
     num_targets, k = selected.shape[0], wanted.k
     targets = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
     targets = jnp.clip(targets, 0, logits.shape[0] - 1)
@@ -149,6 +153,7 @@ def row_parts(
         interpreted=bool(interpret),
         cut=cut,
     )
+    chip.must_fit(plan)
     count = jnp.full((1,), num_targets, jnp.int32)
     if num_rows is not None:
         count = jnp.clip(num_rows, 0, num_targets).reshape(1)

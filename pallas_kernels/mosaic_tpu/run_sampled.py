@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels import sampled_on_tpu
 from pallas_kernels.blocks import vary_like
 from pallas_kernels.group_sums import GroupSums
-from pallas_kernels.mosaic_tpu import groups
+from pallas_kernels.mosaic_tpu import chip, groups
 from pallas_kernels.mosaic_tpu.plan import CUT, choose_plan
 from pallas_kernels.mosaic_tpu.run import LARGEST, LOG2_E, in_rows, in_units
 from pallas_kernels.sampled_rows import Part, Read, Top, as_many_as_needed, whole_groups
@@ -23,7 +23,11 @@ Found = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R
 
 
 def read(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
-    """`sampled_rows.read`, with the kernels."""
+    """`sampled_rows.read`, with the kernels.
+
+    Raises:
+      DoesNotFit: the chip's VMEM is too small for the groups; candidates are then left to XLA.
+    """
 
     def top(count: int) -> Top:
         return Top(*sampled_on_tpu.largest(part.logits, count))
@@ -73,6 +77,7 @@ def _groups_of(
         logits = logits.astype(jnp.float32)  # in the kernel
     options: dict[str, Any] = {"gathered": False, "entropy": False, "cut": cut}
     plan = choose_plan(logits.shape, rows, 0, dtype, interpreted=bool(interpret), **options)
+    chip.must_fit(plan)
     what = groups.Groups(tokens, offset is not None, raw)
     scale = jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(LARGEST))
     scale = lax.bitcast_convert_type(scale, jnp.int32)

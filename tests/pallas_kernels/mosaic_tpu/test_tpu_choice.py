@@ -14,6 +14,8 @@ from pallas_kernels import (
     sampled_rows,
     topk_logprobs,
 )
+from pallas_kernels.mosaic_tpu import chip
+from pallas_kernels.mosaic_tpu.plan import choose_plan
 from pallas_kernels.sharding.grouped_rows import GroupedRows
 from pallas_kernels.tpu_rule import kernel_is_faster
 
@@ -71,6 +73,77 @@ def test_what_the_kernel_does_not_serve():
     assert kernels(lowered(call, *given)) == 0
     with pytest.raises(NotImplementedError, match="do not fit VMEM"):
         lowered(lambda x, ids: call(x, ids, "mosaic_tpu"), *given)
+
+
+def on(kind):
+    """Lowering for a chip of this kind, which need not be here."""
+    device = jax.sharding.AbstractDevice(kind, 1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("one",), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def test_a_chip_whose_memory_is_too_small():
+    """Two units of rows in VMEM: a v4 has 16 MiB, a v5e 128. By name, an error has the figures."""
+
+    def both(x, ids, implementation=None):
+        chosen = topk_logprobs(x, ids, 0, implementation=implementation)
+        return chosen, greedy_topk_logprobs(x, 0, implementation=implementation)
+
+    def one(x, ids):
+        return topk_logprobs(x, ids, 0)
+
+    large = shapes(8, 262_144, "float32")
+    figures = "262144 float32 .*MiB of VMEM, and this chip has 16.0; use 'xla'"
+    with on("TPU v4"):
+        assert kernels(lowered(both, *large)) == 0
+        with pytest.raises(NotImplementedError, match=figures):
+            lowered(functools.partial(both, implementation="mosaic_tpu"), *large)
+        assert kernels(lowered(one, *shapes(8, 200_064, "float32"))) == 1
+    with on("TPU v5e"):
+        assert kernels(lowered(one, *large)) == 1
+
+
+@pytest.mark.fast
+def test_the_memory_of_a_chip():
+    """What a v4's compiler took of its 16 MiB, in MiB; None where no chip is known."""
+    assert chip.vmem_bytes() is None
+    with on("TPU v4"):
+        assert chip.vmem_bytes() == 16 << 20
+    with on("TPU v5e"):
+        assert chip.vmem_bytes() == 128 << 20
+    for rows, k, dtype, masked, taken in (
+        (8, 20, "float32", False, 16.66),
+        (64, 0, "bfloat16", False, 16.76),
+        (64, 20, "float32", False, 17.11),
+        (64, 64, "float32", False, 17.23),
+        (64, 512, "float32", False, 24.34),
+        (64, 512, "bfloat16", False, 25.62),
+        (64, 20, "bfloat16", True, 19.92),
+    ):
+        plan = choose_plan((rows, 262_144), rows, k, dtype, False, False, masked)
+        assert taken <= plan.needed_bytes / 2**20 <= plan.vmem_bytes / 2**20
+    # What fits is not refused: 200,064 tokens are the largest common vocabulary below 2**18.
+    assert choose_plan((64, 200_064), 64, 20, "float32", False, False).needed_bytes < 16 << 20
+
+
+def test_sampled_rows_in_a_chip_whose_memory_is_too_small():
+    """Groups, and candidates; by name, an error."""
+
+    def read(x, inverse, implementation=None):
+        part, needed = GroupedRows.of(x).part, jnp.zeros(8, jnp.int32)
+        return sampled_implementations.read(part, inverse, needed, 5, implementation)
+
+    def candidates(x, rows):
+        return sampled_rows.candidates(x, 5, rows, jnp.int32(1), valid=True)
+
+    logits = jax.ShapeDtypeStruct((8, 262_144), jnp.float32)
+    inverse, numbers = (jax.ShapeDtypeStruct((8,), x) for x in (jnp.float32, jnp.int32))
+    with on("TPU v4"):
+        assert kernels(lowered(read, logits, inverse)) == 0
+        assert kernels(lowered(candidates, logits, numbers)) == 0
+        by_name = functools.partial(read, implementation="mosaic_tpu")
+        with pytest.raises(NotImplementedError, match="this chip has 16"):
+            lowered(by_name, logits, inverse)
 
 
 def test_short_rows_are_left_to_xla():
