@@ -21,7 +21,7 @@ of 256 on in every row, since a draw depends on them. There is no skew and no bl
 rows start between two vectors, logits are loaded in the widest vectors that every row allows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -169,8 +169,7 @@ def choose_fixed_tiling(num_targets: int, vocabulary: int, dtype: str) -> Tiling
 
     A step is one block: with two, and two exponentials a logit, fewer programs would fit.
     """
-    steps = Tiling(vocabulary, dtype, 256, 1, 0, fixed=True).num_steps
-    return Tiling(vocabulary, dtype, 256, 1, choose_splits(num_targets, steps), fixed=True)
+    return with_splits(num_targets, Tiling(vocabulary, dtype, 256, 1, 0, fixed=True))
 
 
 def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tiling:
@@ -184,28 +183,33 @@ def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tili
         if num_targets * steps >= PROGRAMS_AT_ONCE:
             break
         blocks_per_step //= 2
-    steps = Tiling(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
-    splits = choose_splits(num_targets, steps)
-    return Tiling(vocabulary, dtype, group_width, blocks_per_step, splits)
+    return with_splits(num_targets, Tiling(vocabulary, dtype, group_width, blocks_per_step, 0))
 
 
-def choose_splits(num_targets: int, steps: int) -> int:
+def with_splits(num_targets: int, tiling: Tiling) -> Tiling:
+    """The tiling with `choose_splits`."""
+    return replace(tiling, splits=choose_splits(num_targets, tiling.num_steps, len(tiling.edges)))
+
+
+def choose_splits(num_targets: int, steps: int, edges: int) -> int:
     """How many programs share the whole steps of a row, so that no round of programs runs empty.
 
     The last programs may be few: they run alone, and take as long as their loads do. The more
     programs, the shorter they are; a program's start costs a little, an empty place too.
     """
+    others = 1 if edges else 0  # programs of a row that read no step
 
     def cost(splits: int) -> float:
-        programs = num_targets * splits
+        programs = num_targets * (splits + others)
         each = -(-steps // splits)
         last = programs % PROGRAMS_AT_ONCE / PROGRAMS_AT_ONCE
-        alone = max(0.0, STEP_ALONE * each + START - last * each) if last else 0.0
+        read = last * each * splits / (splits + others)
+        alone = max(0.0, STEP_ALONE * each + START - read) if last else 0.0
         empty = 0.1 * each * max(0.0, 1 - programs / PROGRAMS_AT_ONCE)
         rounds = -(-programs // PROGRAMS_AT_ONCE)
         return num_targets * steps / PROGRAMS_AT_ONCE + alone + empty + 0.05 * rounds
 
     if steps == 0:
         return 0
-    fewest = min(steps, max(1, PROGRAMS_AT_ONCE // num_targets))
+    fewest = min(steps, max(1, PROGRAMS_AT_ONCE // num_targets - others))
     return min(range(fewest, steps + 1), key=cost)

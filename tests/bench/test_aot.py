@@ -7,7 +7,12 @@ import pytest
 
 from bench.gpu import estimates, machine_code, model, trips
 from pallas_kernels.mosaic_gpu.select import capacity
-from pallas_kernels.mosaic_gpu.tiling import PROGRAMS_AT_ONCE, choose_splits
+from pallas_kernels.mosaic_gpu.tiling import (
+    PROGRAMS_AT_ONCE,
+    choose_fixed_tiling,
+    choose_splits,
+    choose_tiling,
+)
 from pallas_kernels.shapes import Shape
 
 pytestmark = pytest.mark.fast
@@ -138,6 +143,19 @@ def test_what_depends_on_logits_is_counted():
 def test_no_round_of_programs_runs_nearly_empty(rows):
     """Rounds of whole programs, as if none began before all of a round ended, waste a tenth."""
     steps = 16
-    splits = choose_splits(rows, steps)
+    splits = choose_splits(rows, steps, edges=0)
     rounds = -(-rows * splits // PROGRAMS_AT_ONCE)
     assert rounds * -(-steps // splits) <= 1.1 * rows * steps / PROGRAMS_AT_ONCE
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("vocabulary", [32_000, 50_257, 128_256, 151_936])
+def test_programs_of_edges_have_places_of_their_own(rows, vocabulary):
+    """Else a few programs would run alone after the others: a second round of a few rows."""
+    for dtype in ("bfloat16", "float32"):
+        fixed = choose_fixed_tiling(rows, vocabulary, dtype)
+        for tiling in (choose_tiling(rows, vocabulary, 20, dtype), fixed):
+            assert tiling.edges
+            places = rows * tiling.programs
+            assert places <= PROGRAMS_AT_ONCE
+            assert places + rows > PROGRAMS_AT_ONCE or tiling.splits == tiling.num_steps

@@ -235,7 +235,7 @@ def test_values_never_written_may_be_loaded_but_not_used():
 
 @pytest.mark.parametrize(("opcode", "settles"), [("and", False), ("or", True)])
 def test_a_defined_source_settles_and_and_or(opcode, settles):
-    """Whatever the other source is: bit by bit, in either order, and only in the threads it does."""
+    """Whatever the other source is: bit by bit, in either order, in the threads where it does."""
     body = """
 	ld.shared.b32 	%r2, [__dynamic_shmem__0];
 	setp.eq.b32 	%p1, %r2, 77;
