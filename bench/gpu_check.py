@@ -5,6 +5,7 @@
                                                   continues where this one stopped
     python -m bench.gpu_check --part first tune   only some parts
     python -m bench.gpu_check --rehearse          anywhere: the same steps, small and interpreted
+    python -m bench.gpu_check --one-of-each       only the first piece of every part
 
 The parts, the most informative first, with estimated minutes on an H100 (mostly compiling):
 
@@ -24,6 +25,7 @@ Exit status: 0 if every piece passed, 1 if one failed, 2 without such a GPU, 3 i
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -59,6 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument(
+        "--one-of-each", action="store_true", help="only the first piece of every part"
+    )
+    parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin no piece after this many"
     )
     parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="FOLDER")
@@ -84,7 +89,12 @@ def main(arguments: list[str] | None = None) -> int:
     journal = opened(path, environment() | device(), options.afresh)
     if journal.checks:
         print(f"{path} has {len(journal.checks)} finished pieces (--afresh repeats them)")
-    pieces = [piece for part in options.part for piece in pieces_of(part, machine, journal)]
+    most = 1 if options.one_of_each else None
+    pieces = [
+        piece
+        for part in options.part
+        for piece in itertools.islice(pieces_of(part, machine, journal), most)
+    ]
     left = journal.work(pieces, 60 * options.minutes)
     return conclude(journal, left, options.rehearse)
 

@@ -115,7 +115,7 @@ def check_shape(shape: Shape, interpret: Any) -> None:
     greedy = jax.jit(implementations.xla_greedy_topk_logprobs, static_argnums=1)
     compare(
         fused_path(shape.k, interpret)(x, num_rows, temperatures, extra),
-        greedy(x, shape.k, num_rows, temperatures, extra),
+        greedy(x, Wanted(shape.k), num_rows, temperatures, extra, None),
     )
 
 

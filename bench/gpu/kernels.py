@@ -125,14 +125,7 @@ def clock_name(machine: Machine) -> str:
 def interleave(contenders: Mapping[str, Contender], machine: Machine) -> dict[str, list[Span]]:
     """Sample all contenders: one launch each in every round."""
     names = list(contenders)
-    once = 0.0
-    for contender in contenders.values():
-        contender.wait(contender.plug())
-        begin = time.perf_counter()
-        contender.wait(contender.launch(0))
-        once += time.perf_counter() - begin
-    least, most = machine.rounds
-    rounds = min(most, max(least, int(SECONDS_PER_SHAPE / once)))
+    rounds = rounds_of(contenders, machine)
     schedule = [(i, name) for i in range(rounds) for name in rotated(names, i)]
 
     def work(i: int, name: str) -> Work:
@@ -144,6 +137,20 @@ def interleave(contenders: Mapping[str, Contender], machine: Machine) -> dict[st
     for (_, name), span in zip(schedule, spans, strict=True):
         found[name].append(span)
     return found
+
+
+def rounds_of(contenders: Mapping[str, Contender], machine: Machine) -> int:
+    """How many rounds take about `SECONDS_PER_SHAPE`, by one launch each."""
+    least, most = machine.rounds
+    if least == most:
+        return least
+    once = 0.0
+    for contender in contenders.values():
+        contender.wait(contender.plug())
+        begin = time.perf_counter()
+        contender.wait(contender.launch(0))
+        once += time.perf_counter() - begin
+    return min(most, max(least, int(SECONDS_PER_SHAPE / once)))
 
 
 def targets(

@@ -29,7 +29,7 @@ SHAPES = tuple(
     for hidden in (1024, 2048, 4096)
     for rows in (256, 1024, 8192)
 )
-REHEARSED = (Shape(9, 64, 304, 0, "bfloat16"),)
+REHEARSED = tuple(Shape(9, 64, vocabulary, 0, "bfloat16") for vocabulary in (256, 304))
 
 
 def shapes(on_gpu_here: bool) -> tuple[Shape, ...]:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench import gpu_tune
+from bench import gpu_check, gpu_tune
 from bench.gpu import contenders as gpu_contenders
 from bench.gpu import journal as gpu_journal
 from bench.gpu import pieces, summary
@@ -89,7 +89,34 @@ def test_every_shape_is_measured_once(tmp_path):
     assert all(parts.values())
 
 
-@pytest.mark.parametrize("chosen", [pieces.TESTS, pieces.REHEARSED_TESTS])
+def test_one_of_each_part_and_a_piece_that_raises(tmp_path, monkeypatch, capsys):
+    """What `.ci/run` rehearses: no part without a piece, and one fault makes the status 1."""
+    book = journal(tmp_path / "gpu.json")
+    small = gpu_contenders.rehearsal(interpret=True)
+    assert all(any(pieces.pieces_of(part, small, book)) for part in pieces.PARTS)
+    done = []
+
+    def wrong():
+        raise AssertionError("another answer")
+
+    def of(part, machine, journal):
+        first = Piece(part, wrong if part == fault else lambda: done.append(part))
+        yield from (first, Piece(f"{part}, again", lambda: done.append("again")))
+
+    monkeypatch.setattr(gpu_check, "pieces_of", of)
+    given = ["--rehearse", "--one-of-each", "--afresh", "--results", str(tmp_path)]
+    fault = None
+    assert gpu_check.main(given) == 0
+    assert done == list(pieces.PARTS)
+    fault = "shapes"
+    assert gpu_check.main(given) == 1
+    assert "FAILED shapes: AssertionError: another answer" in capsys.readouterr().out
+
+
+LOOP = dict([pieces.REHEARSED_LOOP[:2]])
+
+
+@pytest.mark.parametrize("chosen", [pieces.TESTS, pieces.REHEARSED_TESTS, LOOP])
 def test_the_tests_that_a_session_runs_exist(chosen):
     """A word of a selection that no test has would select too few, or all."""
     for file, selection in chosen.items():
