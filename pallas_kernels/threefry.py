@@ -20,7 +20,8 @@ def word(
 
     The first word of threefry2x32 of the key (purpose, seed) and the counter (position, id).
     """
-    first, second = jnp.uint32(purpose), seed
+    # An integer of another type that joined would make the shifts below arithmetic.
+    first, second = jnp.uint32(purpose), seed.astype(jnp.uint32)
     schedule = (first, second, first ^ second ^ jnp.uint32(PARITY))
     x: jax.Array = schedule[0] + position.astype(jnp.uint32)
     y = schedule[1] + ids.astype(jnp.uint32)

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.device.model.sharding import Parallel
-from jax_specdec.device.sampling import candidate_cut, exact_sums
+from jax_specdec.device.sampling import candidate_cut, door, exact_sums
 from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.device.sampling.random_draws import DRAFT, Source, best, gumbel
@@ -71,6 +71,9 @@ def draw(
     Returns:
       One draft a slot (D = 1), with its q; `joined` makes a longer proposal.
     """
+    draft_logits, sampling, positions = door.of_rows(
+        draft_logits, sampling, positions, name="draft_logits"
+    )
     ids, q = on_own_part(_drawn, draft_logits, (sampling, positions), parallel)
     drafts = Drafts(ids, jnp.ones_like(positions), q)
     return drafts if tell is None else drafts._replace(told=tell(draft_logits, drafts))

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling import exact_sums, row_read
+from jax_specdec.device.sampling import door, exact_sums, row_read
 from jax_specdec.device.sampling.distribution import cuts
 from jax_specdec.device.sampling.explicit_axes import on_own_part
 from jax_specdec.device.sampling.few_kept import keeps_few
@@ -115,7 +115,7 @@ def verify(
     Args:
       logits: S = D + 1; row j predicts the token after drafts 0..j-1.
       drafts: the proposals.
-      sampling: each slot's parameters.
+      sampling: each slot's parameters; seeds of any integer type are taken modulo 2**32.
       positions: the sequence position of the token that row 0 predicts.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
       choice: the greedy choice of the B * S rows, where it is known already.
@@ -132,9 +132,12 @@ def verify(
       greedy token.
 
     Raises:
-      ValueError: the drafts are not one fewer than the rows, or raw_k is given for logits whose
-        vocabulary is split.
+      TypeError: an argument is no array or not of its kind, such as a JAX key for a seed.
+      ValueError: the drafts are not one fewer than the rows, another shape does not go with the
+        logits, or raw_k is given for logits whose vocabulary is split.
     """
+    logits, sampling, positions = door.of_rows(logits, sampling, positions)
+    drafts = door.drafts_of(drafts)
     batch, num_positions, _ = logits.shape
     if drafts.token_ids.shape != (batch, num_positions - 1):
         raise ValueError(
