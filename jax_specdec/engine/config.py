@@ -8,10 +8,10 @@ import numpy as np
 from ipc import wire
 from jax_specdec.checkpoint.model_config import DTYPES
 from jax_specdec.control import BEAT_SECONDS, DRAFTERS, WorkerConfig
+from jax_specdec.engine.restarts import MAX_RESTART_DELAY, Restarts
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
 
-MAX_RESTART_DELAY = 30.0  # seconds
 LEAST_HEARTBEAT_TIMEOUT = 2 * BEAT_SECONDS
 
 OnWorkerLoss = Literal["stop", "continue", "restart"]
@@ -34,11 +34,14 @@ class EngineConfig(WorkerConfig):
         the other workers go on without it. "restart": a new worker takes its place.
       resume_lost: where the engine goes on, a lost worker's requests continue after their last
         delivered token; otherwise they end with the reason `WORKER_LOST`.
-      max_restarts: restarts in each worker's place; after that, a loss is as with "continue".
+      max_restarts: restarts in each worker's place within `restart_window`; after that, a loss is
+        as with "continue". A loss that is put down to a request does not count.
+      restart_window: seconds. A loss that is older counts no more.
       restart_delay: seconds before the first of them; each further one waits twice as long as the
         one before, and `MAX_RESTART_DELAY` at most.
-      max_attempts: workers that may be lost while they have a request. Then it ends with the reason
-        `ATTEMPTS_EXHAUSTED`: it may be what ends them. After its first loss it is tried alone.
+      max_attempts: workers that may be lost while they have a request, which gets no further
+        meanwhile. Then it ends with the reason `ATTEMPTS_EXHAUSTED`, once it was lost without
+        others that may be what ended the worker: those that are lost together are tried apart.
       heartbeat_timeout: seconds. A worker whose process says nothing of itself for longer is lost;
         it does so each second, whatever it computes or compiles. One that is on this host, and
         visibly works all the time, is not: it reads a large tensor, for example.
@@ -65,6 +68,7 @@ class EngineConfig(WorkerConfig):
     on_worker_loss: OnWorkerLoss = "stop"
     resume_lost: bool = False
     max_restarts: int = 3
+    restart_window: float = 600.0
     restart_delay: float = 0.5
     max_attempts: int = 2
     heartbeat_timeout: float = 10.0
@@ -88,6 +92,7 @@ class EngineConfig(WorkerConfig):
             ("num_prefill_ranks", 0, 2**10),
             ("tensor_parallel", 1, 2**10),
             ("max_restarts", 0, 2**31 - 1),
+            ("restart_window", 1, 2**31 - 1),
             ("restart_delay", 0, MAX_RESTART_DELAY),
             ("max_attempts", 1, 2**31 - 1),
             ("max_waiting", 1, 2**31 - 1),
@@ -141,6 +146,11 @@ class EngineConfig(WorkerConfig):
         return WorkerConfig(
             **{field.name: getattr(self, field.name) for field in fields(WorkerConfig)}
         )
+
+    def restarts(self) -> Restarts:
+        """A new count of losses, of one worker or replica; without "restart" it allows none."""
+        most = self.max_restarts if self.on_worker_loss == "restart" else 0
+        return Restarts(most, self.restart_window, self.restart_delay)
 
     @property
     def message_bytes(self) -> int:

@@ -15,7 +15,8 @@ class QueuedRequest:
     """A request, its progress so far, and the drafts that a prefill worker left for it.
 
     Attributes:
-      attempts: workers that were lost while they had it.
+      losses: numbers of the workers' losses that it may be to blame for; it got no further since
+        the first of them.
       submitted: when it came, in seconds of the engine's clock; None once it has had a token.
       had_slot: it does not wait for its first slot.
       priority: those with a lower one get a slot before it.
@@ -24,7 +25,7 @@ class QueuedRequest:
     request: Request
     progress: Progress = field(default_factory=Progress)
     draft_token_ids: tuple[int, ...] = ()
-    attempts: int = 0
+    losses: tuple[int, ...] = ()
     submitted: float | None = None
     had_slot: bool = False
     priority: int = 0
@@ -33,11 +34,6 @@ class QueuedRequest:
     def begun(self) -> bool:
         """Whether any of the request's tokens were delivered."""
         return bool(self.progress.token_ids)
-
-    @property
-    def alone(self) -> bool:
-        """Whether it may be what ends workers: then it gets one for itself."""
-        return self.attempts > 0
 
     @property
     def for_worker(self) -> Request:
@@ -70,11 +66,13 @@ class TokenLog:
     def __init__(self, num_slots: int, max_length: int) -> None:
         self._tokens = np.zeros((num_slots, max_length), np.int32)  # [B, T]
         self._lengths = np.zeros(num_slots, np.int64)  # [B]
+        self._steps = np.zeros(num_slots, np.int64)  # [B], since a slot's log began
 
     def start(self, slot: int, token_ids: tuple[int, ...]) -> None:
         """Begin a slot's log with the tokens that its new request brings along."""
         self._tokens[slot, : len(token_ids)] = token_ids
         self._lengths[slot] = len(token_ids)
+        self._steps[slot] = 0
 
     def extend(self, records: Records) -> None:
         """Append the tokens of the slots' records."""
@@ -88,9 +86,14 @@ class TokenLog:
             places = self._lengths[slots].repeat(counts) + within
             self._tokens[slots.repeat(counts), places] = message.token_ids[source]
             self._lengths[slots] += counts
+            self._steps[slots] += counts > 0
 
     def tokens(self, slot: int) -> tuple[int, ...]:
         return tuple(self._tokens[slot, : self._lengths[slot]].tolist())
+
+    def steps(self, slot: int) -> int:
+        """How many steps have brought tokens since the slot's log began."""
+        return int(self._steps[slot])
 
 
 def handed_on(records: Records) -> Records:

@@ -4,6 +4,7 @@ A scheduler runs in one thread, which never waits for a worker: the caller's own
 over `Engine.generate`, or the one that serves an engine's streams.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from jax_specdec.engine.placement import Placement
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
+from jax_specdec.engine.trials import Loss
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.weights import WeightsUpdate
 from jax_specdec.engine.worker_client import WorkerFailed, together
@@ -44,7 +46,8 @@ class Scheduler:
         self.workers = workers
         self.timings = Timings()
         self._config, self._clock, self._spans = config, clock, spans
-        self._waiting = Placement()  # requests without a slot
+        self._waiting = self._placement()  # requests without a slot
+        self._loss_numbers = itertools.count(1)
         self._pending: deque[Update] = deque()  # not yielded yet
         self._weights: WeightsUpdate | None = None  # that is on its way
         self._failure: WorkerFailed | None = None  # met beside `run`
@@ -154,7 +157,7 @@ class Scheduler:
             for name in session.request_ids:
                 session.abort(name)  # or its record that waits for drafts would come later
                 session.leave(name)
-        self._waiting = Placement()
+        self._waiting = self._placement()
         self._pending.clear()
         self._failure = None
         if self._spans is not None:
@@ -173,7 +176,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free slots to the requests that wait."""
-        for session, queued in self._waiting.places(self.workers.sessions):
+        for session, queued in self._waiting.places(self.workers.sessions, self._clock.now()):
             self._give_slot(session, queued)
 
     def _give_slot(self, session: WorkerSession, queued: QueuedRequest) -> None:
@@ -259,32 +262,63 @@ class Scheduler:
         """Report a lost worker; queue its requests again or end them, as `EngineConfig` says."""
         config = self._config
         failure = self.workers.lose(session)
-        goes_on = config.on_worker_loss != "stop" and self.workers.coming(prefill_only=False)
         records = self._act_on(session, session.flush())
+        number, loss = next(self._loss_numbers), self._waiting.lost(session)
+        exhausted = self._exhausted(session, loss.suspects)
+        self._settle(session, number, loss, exhausted)
+        goes_on = config.on_worker_loss != "stop" and self.workers.coming(prefill_only=False)
         ends: list[Records] = []
         left: list[QueuedRequest] = []
         for name in session.request_ids if goes_on else ():
             # What the worker never took is told to another one, whatever the configuration says.
             if config.resume_lost or not session.took(name):
                 queued = session.leave(name)
-                queued = replace(queued, attempts=queued.attempts + 1)
-                if queued.attempts < config.max_attempts:
-                    left.append(queued)
-                else:
+                losses = (*queued.losses, number) if name in loss.suspects else ()
+                queued = replace(queued, losses=losses)
+                if name in exhausted:
                     ends.append(ended(queued, FinishReason.ATTEMPTS_EXHAUSTED))
                     logger.warning(
-                        "request %r ends: %d workers were lost while they had it",
-                        name,
-                        queued.attempts,
+                        "request %r ends: %d workers were lost while they had it", name, len(losses)
                     )
+                else:
+                    left.append(queued)
         ends.append(self._end_all(session))
         records = Records(sum((each.batches for each in ends), records.batches))
-        self._enqueue(left, first=True)
+        self._enqueue([*left, *loss.cleared], first=True)
         if not self.workers.coming(prefill_only=True):
             self._waiting.prefill_no_more()
         yield Update(None, None, records, session.process_rank, lost=failure)
         if not goes_on:
             yield from self._stop()
+
+    def _exhausted(self, session: WorkerSession, suspects: Sequence[str]) -> tuple[str, ...]:
+        """Those of a lost worker's suspects that get no further worker."""
+        most = self._config.max_attempts
+        if most > 1 and len(suspects) > 1:  # which of them it is shall be found out first
+            return ()
+        again = [
+            name
+            for name in suspects
+            if (self._config.resume_lost or not session.took(name))
+            and len(session.losses(name)) + 1 >= most
+        ]
+        return tuple(again)
+
+    def _settle(
+        self, session: WorkerSession, number: int, loss: Loss, exhausted: Sequence[str]
+    ) -> None:
+        """Count a loss against the worker's place, unless it is put down to a request.
+
+        One that leaves fewer suspects than before will be: it is not counted either.
+        """
+        blamed = exhausted if len(loss.suspects) == 1 else ()
+        for name in blamed:
+            self.workers.forgive(session.losses(name))
+        narrowed = loss.tried and len(loss.suspects) > 1
+        self.workers.replace(session, None if blamed or narrowed else number)
+
+    def _placement(self) -> Placement:
+        return Placement(one_by_one=self._config.on_worker_loss == "continue")
 
     def _stop(self) -> Iterator[Update]:
         """Close every request, then raise a report of every worker that is lost."""

@@ -22,6 +22,9 @@ from jax_specdec.records.decode import decode
 from jax_specdec.records.output_processor import ProcessorState, Progress
 from jax_specdec.records.record import Records
 
+# Steps with tokens after which a request is not what ends its worker: what it did to the one before,
+# it would have done again by then. A worker launches a step before it publishes the one before.
+GETS_ON_STEPS = 8
 START_SECONDS = 60.0  # until a process's first heartbeat: Python starts, on a busy machine perhaps
 
 
@@ -104,7 +107,7 @@ class WorkerSession:
         self._free = collections.deque(range(num_slots))
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
-        self._attempts = [0] * num_slots
+        self._losses: list[tuple[int, ...]] = [()] * num_slots
         self._priorities = [0] * num_slots
         self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
@@ -169,7 +172,7 @@ class WorkerSession:
             handed_over=queued.progress,
         )
         self._slots[request.id] = slot
-        self._attempts[slot] = queued.attempts
+        self._losses[slot] = queued.losses
         self._priorities[slot] = queued.priority
         self._times.admit(slot, queued.submitted)
         self._log.start(slot, queued.progress.token_ids)
@@ -185,6 +188,14 @@ class WorkerSession:
     def took(self, request_id: str) -> bool:
         """Whether the worker has said that it got the request: otherwise it ran nothing of it."""
         return self.worker.pulse.taken >= self._numbers[self._slots[request_id]]
+
+    def gets_on(self, request_id: str) -> bool:
+        """Whether the request has run here for so long that no loss can be put down to its start."""
+        return self._log.steps(self._slots[request_id]) >= GETS_ON_STEPS
+
+    def losses(self, request_id: str) -> tuple[int, ...]:
+        """The losses that the request may be to blame for: none, once it gets on."""
+        return () if self.gets_on(request_id) else self._losses[self._slots[request_id]]
 
     def look(
         self, now: float, *, heartbeat_timeout: float, max_silence: float | None
@@ -264,6 +275,7 @@ class WorkerSession:
 
     def leave(self, request_id: str) -> QueuedRequest:
         """Free the request's slot; returns the request with its progress."""
+        losses = self.losses(request_id)
         slot = self._slots.pop(request_id)
         request = self.state.admitted.requests[slot]
         assert request is not None  # every live request was admitted
@@ -279,7 +291,7 @@ class WorkerSession:
                 statistics=self.state.slot_statistics(slot),
                 num_prompt_rows=int(prompt_rows),
             ),
-            attempts=self._attempts[slot],
+            losses=losses,
             submitted=self._times.leave(slot),
             had_slot=True,
             priority=self._priorities[slot],

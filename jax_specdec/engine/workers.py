@@ -5,6 +5,7 @@ once it has ended; its successor is started when its time has come.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Protocol
 from ipc import EndOfStream, RingError, RingReader, wait_readable
 from jax_specdec.control import ControlServer
 from jax_specdec.engine.clock import Clock
-from jax_specdec.engine.config import MAX_RESTART_DELAY, EngineConfig
+from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share, shares
 from jax_specdec.engine.wakeup import Wakeup
 from jax_specdec.engine.weights import WeightsSource
@@ -81,6 +82,8 @@ class Workers:
         self.wakeup: Wakeup | None = None  # ends a wait, where another thread may ask for something
         self._due: dict[int, float] = {}  # when to start a successor, by process rank
         num_workers = config.num_ranks + config.num_prefill_ranks
+        self._restarts = [config.restarts() for _ in range(num_workers)]
+        self._failed_starts = itertools.count(-1, -1)  # numbers of losses that had no worker
         self._shares = shares(
             num_workers,
             config.devices_here,
@@ -215,14 +218,33 @@ class Workers:
         self._next_look = 0.0
 
     def lose(self, session: WorkerSession) -> WorkerFailed:
-        """The report of a worker that is lost and has ended; plans its successor."""
+        """The report of a worker that is lost and has ended; `replace` plans its successor."""
         cause = session.ending or EndOfStream("its process has ended")
         failure = session.lost = session.worker.failure(cause)
         failure.__cause__ = cause
         names = list(session.request_ids)
         logger.warning("a worker is lost, with the requests %s: %s", names, failure)
-        self._plan(session)
         return failure
+
+    def replace(self, session: WorkerSession, charged: int | None) -> None:
+        """Plan the successor of a lost worker, if it may have one.
+
+        Args:
+          charged: the number of the loss, where it counts against its place.
+        """
+        restarts, now = self._restarts[session.process_rank], self._clock.now()
+        if session.worker.pulse.ready:
+            restarts.forget(now)
+        if charged is not None:
+            restarts.charge(charged, now)
+        self._plan(session)
+
+    def forgive(self, losses: Sequence[int]) -> None:
+        """Count losses no more: a request is to blame for them."""
+        for session in self.sessions:
+            self._restarts[session.process_rank].forgive(losses)
+            if session.lost is not None and session.process_rank not in self._due:
+                self._plan(session)
 
     @property
     def weights_version(self) -> int:
@@ -300,7 +322,7 @@ class Workers:
         if session.alive and (asked or session.worker.exit_status is None):
             return True
         return session.process_rank in self._due or (
-            session.lost is None and self._may_have_a_successor(session)
+            session.lost is None and self._restarts[session.process_rank].allows(more=1)
         )
 
     def _start(self, process_rank: int) -> WorkerHandle:
@@ -316,16 +338,18 @@ class Workers:
             share=self._shares[process_rank],
         )
 
-    def _may_have_a_successor(self, session: WorkerSession) -> bool:
-        config = self._config
-        return config.on_worker_loss == "restart" and session.restarts < config.max_restarts
-
     def _plan(self, session: WorkerSession) -> None:
         """Note when the successor of a lost worker is due, if it may have one."""
-        config = self._config
-        if self._may_have_a_successor(session):
-            delay = min(config.restart_delay * 2**session.restarts, MAX_RESTART_DELAY)
-            self._due[session.process_rank] = self._clock.now() + delay
+        rank = session.process_rank
+        restarts = self._restarts[rank]
+        if restarts.allows():
+            self._due[rank] = self._clock.now() + restarts.delay
+            logger.info(
+                "process rank %d: a new worker starts in %g s; losses that count: %s",
+                rank,
+                restarts.delay,
+                restarts,
+            )
 
     def _restart(self, session: WorkerSession) -> None:
         """Start the successor of a lost worker; one that cannot be started counts as lost too."""
@@ -336,6 +360,7 @@ class Workers:
         except (OSError, RingError, RuntimeError) as error:
             logger.warning("process rank %d: no new worker could be started: %s", rank, error)
             session.restarts += 1
+            self._restarts[rank].charge(next(self._failed_starts), self._clock.now())
             self._plan(session)
         else:
             session.restart(worker)
