@@ -11,7 +11,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         help="list rings and directories of engines, and remove those of dead processes",
         description="List every ring in /dev/shm and every engine's directory, with the state of "
         "the process that made it. An engine that is killed leaves its directory, and one that is "
-        "closed the output of its lost workers.",
+        "closed the output of its lost workers, with the reason of each loss.",
     )
     parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
     parser.add_argument(
@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
     removed = leftovers.remove(found) if options.remove else []
     for each in found:
         print(each.line("removed" if each in removed else each.state))
+        for name, loss in each.losses:
+            print(f"{'':16} {name}: {loss}")
     left = [each for each in found if each.state == "dead" and each not in removed]
     print(
         f"directories of engines: {len(found)}, {len(removed)} removed, {len(left)} of dead engines"

@@ -15,6 +15,7 @@ from jax_specdec.cli.argument_types import (
 )
 from jax_specdec.cli.draft_options import add_drafting, drafting
 from jax_specdec.cli.ray_options import add_ray, refuse_without_ray
+from jax_specdec.cli.restart_options import add_restarts, restarts
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def _add_running(group: Any) -> None:
         "without accelerators it makes N CPU devices (default: %(default)s)",
     )  # fmt: skip
     add_compilation_cache(group)
+    add_restarts(group, default=None)
     add_ray(group)
 
 
@@ -205,12 +207,15 @@ def _generate(
     """Run the prompts; an error that ends the run gets a note on what was kept."""
     from ipc import RingError
     from jax_specdec.cli import standard_output, starting
+    from jax_specdec.cli.logs import logged
     from jax_specdec.engine.engine import Engine
     from jax_specdec.engine.worker_client import WorkerFailed
 
     prompts = result.prompts.values()
     try:
         with (
+            # Where a loss ends the command, its error says so.
+            logged("error" if config.on_worker_loss == "stop" else "warning"),
             Engine(config) as engine,
             standard_output.waiting(starting.phases_of(engine)) as begun,
         ):
@@ -278,6 +283,7 @@ def _engine_config(
         adaptive=options.adaptive_drafts,
         tensor_parallel=options.tensor_parallel,
         compilation_cache=options.compilation_cache,
+        **restarts(options),
     )
 
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import add_compilation_cache, add_dtype, found, integer
 from jax_specdec.cli.draft_options import add_drafting, drafting
+from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.ray_options import add_ray, numbers, refuse_without_ray
+from jax_specdec.cli.restart_options import add_restarts, restarts
 
 if TYPE_CHECKING:
     from jax_specdec.engine.config import EngineConfig
     from jax_specdec.serve.model import ServedModel
 
+logger = logging.getLogger("jax_specdec.serve")
+
 HELP = """\
 Serve a model over HTTP as OpenAI's API has it: /v1/completions, /v1/chat/completions, /v1/models,
 and /health, /metrics, /openapi.json. Without --model, it is the tiny model that comes along. It
 listens on this machine only, unless --host says otherwise. SIGTERM and Ctrl-C let open requests
-end first.
+end first. Where no worker may be started anew any more, it ends with status 1.
 """
 MAX_LENGTH = 1024  # where neither an option nor the checkpoint says less
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
@@ -116,6 +120,8 @@ def add(commands: Any) -> None:
         "--workers", type=integer(1, 64), default=1, metavar="N",
         help="processes with a model each (default: %(default)s)",
     )  # fmt: skip
+    add_restarts(running, default=3)
+    add_log_level(running)
     add_ray(running)
     running.add_argument(
         "--max-replicas", type=integer(1, 2**16), metavar="N",
@@ -133,6 +139,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until a signal ends it; returns the exit status, 0 after draining.
 
     Raises:
+      WorkerFailed: the engine has stopped for good.
       ValueError: an option cannot be used, or a library is missing.
       OSError: a file cannot be read, or the address is taken.
     """
@@ -145,6 +152,7 @@ def run(options: argparse.Namespace) -> int:
         if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
             raise
         raise ValueError(f"the server needs {error.name}: {INSTALL}") from error
+    from jax_specdec.cli.serve_watch import watched
     from jax_specdec.engine import Engine
 
     if not options.timeout > 0:
@@ -153,21 +161,34 @@ def run(options: argparse.Namespace) -> int:
     if options.ray is not None:
         from jax_specdec.cli import serve_ray
 
-        return serve_ray.run(options, _model)
+        with logged(options.log_level):
+            return serve_ray.run(options, _model)
     model, config = _model(options)
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     bounds = Bounds(max_body=options.max_body, max_open=options.max_open, timeout=options.timeout)
     socket = bound(options.host, options.port)
-    with socket, Engine(config) as engine:
+    with logged(options.log_level), socket, Engine(config) as engine:
         service = Service(engine, model, bounds=bounds, api_key=key)
         server = uvicorn.Config(
-            service.app, log_level="warning", timeout_graceful_shutdown=int(options.timeout) + 1
+            service.app,
+            log_config=None,
+            log_level="warning",
+            timeout_graceful_shutdown=int(options.timeout) + 1,
         )
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"serving {model.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
-        Listener(server, service).run(sockets=[socket])
+        logger.info(
+            "serving %s at http://%s:%d/v1 (pid %d; workers: %d, slots of each: %d)",
+            model.name, shown, port, os.getpid(), config.num_ranks, config.num_slots,
+        )  # fmt: skip
+        engine.serve()  # a worker that is lost before the first request is replaced too
+        listener = Listener(server, service)
+        with watched(engine, listener):
+            listener.run(sockets=[socket])
+        if (failure := engine.failure) is not None:
+            raise failure
         engine.drain(0)
+        logger.info("the server has ended")
     return 0
 
 
@@ -225,6 +246,5 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         max_waiting=options.max_waiting,
         tensor_parallel=options.tensor_parallel,
         compilation_cache=options.compilation_cache,
-        on_worker_loss="restart",
-        resume_lost=True,
+        **restarts(options),
     )

@@ -2,9 +2,9 @@
 
 import argparse
 import functools
+import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 
@@ -13,6 +13,7 @@ from jax_specdec.ray import placement, serve_app
 from jax_specdec.serve.app import Bounds
 from jax_specdec.serve.model import ServedModel
 
+logger = logging.getLogger("jax_specdec.serve")
 LOOK_SECONDS = 0.5
 
 MakeModel = Callable[[argparse.Namespace], tuple[ServedModel, EngineConfig]]
@@ -46,14 +47,12 @@ def run(options: argparse.Namespace, make: MakeModel) -> int:
         serve_app.start(built, options.host, options.port)
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
-    print(
-        f"serving {model.name} on Ray Serve at http://{options.host}:{options.port}/v1",
-        file=sys.stderr,
-        flush=True,
+    logger.info(
+        "serving %s on Ray Serve at http://%s:%d/v1", model.name, options.host, options.port
     )
     try:
         _wait_for_a_signal()
-        print("ending: open requests end first", file=sys.stderr, flush=True)
+        logger.info("the server ends: open requests end first")
     finally:
         serve_app.stop()
         if joined:

@@ -10,6 +10,7 @@ import msgpack
 
 BEAT_SECONDS = 1.0  # between two heartbeats
 MAX_REFUSAL = 4096  # characters: the sender of commands takes no long heartbeats
+MAX_NOTES, MAX_NOTE = 16, 200  # notes of a heartbeat, and characters of each
 
 
 class Phase(StrEnum):
@@ -47,6 +48,8 @@ class Pulse:
       answered: the number of the last update of its weights that it has loaded or refused.
       refusal: why it refused that one; empty where it loaded it.
       weights_version: of the weights that it uses.
+      noted: how many notes it has made for the log.
+      notes: the last of them, each a short line.
     """
 
     beats: int = 0
@@ -63,6 +66,13 @@ class Pulse:
     answered: int = 0
     refusal: str = ""
     weights_version: int = 0
+    noted: int = 0
+    notes: tuple[str, ...] = ()
+
+    def notes_since(self, before: "Pulse") -> tuple[str, ...]:
+        """Its notes that an earlier heartbeat did not have; the oldest may be gone."""
+        new = self.noted - before.noted
+        return self.notes[-new:] if new > 0 else ()
 
     @property
     def takes_its_time(self) -> bool:
@@ -91,7 +101,7 @@ class Pulse:
         """
         try:
             (taken, ready, progress, phase, done, total, what, members, devices, missing,
-             answered, refusal, version) = msgpack.unpackb(data)  # fmt: skip
+             answered, refusal, version, noted, notes) = msgpack.unpackb(data)  # fmt: skip
             for text in members:
                 _phase_of(text)
             return cls(
@@ -109,6 +119,8 @@ class Pulse:
                 answered=_count(answered),
                 refusal=str(refusal),
                 weights_version=_count(version),
+                noted=_count(noted),
+                notes=tuple(map(str, notes)),
             )
         except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
             raise ValueError(f"not a heartbeat: {data[:200]!r} ({error!r})") from error
@@ -158,6 +170,11 @@ class Vitals:
         """Say at once which weights are used."""
         self.change(weights_version=weights_version)
         self.told()
+
+    def note(self, text: str) -> None:
+        """Have a line written to the log, with the next heartbeat."""
+        notes = (*self.pulse.notes, text[:MAX_NOTE])[-MAX_NOTES:]
+        self.change(noted=self.pulse.noted + 1, notes=notes)
 
     def change(self, **values: Any) -> None:
         """Replace some of the pulse's values."""

@@ -123,6 +123,11 @@ class Engine:
         """Every worker's numbers, its ring's included; also after `close`."""
         return tuple(session.status for session in self.sessions)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What has stopped an engine that serves streams for good; None while it goes on."""
+        return None if self._streams is None else self._streams.failure
+
     def health(self, patience: float = 10.0) -> Health:
         """Whether requests can be served, for a supervisor; any thread may ask, at any time.
 
@@ -130,9 +135,8 @@ class Engine:
           patience: seconds that `generate` may be left alone by who iterates over it, and that the
             thread which serves streams may be away.
         """
-        failure = None if self._streams is None else self._streams.failure
         asked = "generate" if self._generating else "the streams" if self._streams else ""
-        return self._workers.health(asked=asked, patience=patience, failure=failure)
+        return self._workers.health(asked=asked, patience=patience, failure=self.failure)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Update]:
         """Run `requests`, as many at once as there are slots; yields what each message brought.

@@ -4,9 +4,11 @@ An engine has a directory for its socket and its workers' output, and removes it
 but for the output of lost workers. A file in it says whose it is.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from ipc import doctor
 from jax_specdec.wording import counted
 
 PREFIX = "jax-specdec-"
+LOST = "lost: "  # begins a line that the engine adds to a lost worker's output, after the time
+MAX_LINE = 1 << 14  # bytes
 OWNER = "engine"  # the file that names the engine's process
 
 
@@ -26,12 +30,14 @@ class Leftover:
       size: bytes of the files in it.
       state: of the engine's process; "dead" means that the directory may be removed.
       outputs: files with what workers printed.
+      losses: the file of each worker that was lost, and when and why it was.
     """
 
     path: Path
     size: int
     state: doctor.State
     outputs: int
+    losses: tuple[tuple[str, str], ...] = ()
 
     def line(self, state: str) -> str:
         """The directory in a list, with its state or what has become of it."""
@@ -63,8 +69,20 @@ def find(directory: Path | None = None) -> list[Leftover]:
             continue
         if state is not None:
             outputs = sum(entry.suffix == ".log" for entry in entries)
-            found.append(Leftover(path, size, state, outputs))
+            found.append(Leftover(path, size, state, outputs, tuple(_losses(entries))))
     return found
+
+
+def _losses(entries: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """The names of outputs that tell of a loss, and that line."""
+    for entry in sorted(entries):
+        if entry.suffix != ".log":
+            continue
+        with contextlib.suppress(OSError), entry.open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - MAX_LINE, 0))
+            last = file.read().decode(errors="backslashreplace").rstrip().rpartition("\n")[2]
+            if last.partition(" ")[2].startswith(LOST):
+                yield entry.name, last
 
 
 def remove(leftovers: list[Leftover]) -> list[Leftover]:

@@ -91,9 +91,7 @@ class Placement:
             fit = [
                 session
                 for session in sessions
-                if session.prefill_only == prefill_only
-                and session.ready
-                and session is not apart
+                if session.prefill_only == prefill_only and session.ready and session is not apart
             ]
             while queue and fit:
                 session = max(fit, key=lambda session: session.num_free)

@@ -1,4 +1,4 @@
-"""How often a lost worker, or replica, is replaced: so many times within so many seconds. No jax."""
+"""How often a lost worker or replica is replaced: so many times within a window. Never jax."""
 
 from collections.abc import Iterable
 

@@ -247,8 +247,10 @@ class Scheduler:
         handovers = False
         for record in records.events():
             queued = session.leave(record.request_id)
-            ends = record.finish_reason.name if record.finish_reason else "reschedule"
-            logger.debug("request %r: %s", record.request_id, ends)
+            if record.finish_reason is None:
+                logger.debug("request %r: reschedule", record.request_id)
+            elif logger.isEnabledFor(logging.DEBUG):
+                self._log_end(queued, record.finish_reason)
             if record.reschedule:
                 self._enqueue([queued], first=True)
             elif record.finish_reason is FinishReason.PREFILL_HANDOVER:
@@ -257,6 +259,18 @@ class Scheduler:
                 ids = () if drafts is None else tuple(drafts.tolist())
                 self._enqueue([replace(queued, draft_token_ids=ids)])
         return handed_on(records) if handovers else records
+
+    def _log_end(self, queued: QueuedRequest, reason: FinishReason) -> None:
+        progress = queued.progress
+        logger.debug(
+            "request %r: %s; tokens: %d, steps: %d, drafts accepted: %d of %d",
+            queued.request.id,
+            reason.name,
+            len(progress.token_ids),
+            progress.statistics.steps,
+            progress.statistics.num_accepted,
+            progress.statistics.num_drafts,
+        )
 
     def _lose(self, session: WorkerSession) -> Iterator[Update]:
         """Report a lost worker; queue its requests again or end them, as `EngineConfig` says."""

@@ -239,8 +239,8 @@ class Streams:
         try:
             while not self._stopping:
                 self.round()
-        except WorkerFailed:
-            pass  # every stream has it, and the log
+        except WorkerFailed as failure:
+            logger.error("the engine has stopped: %s", failure.reason)
         except BaseException as error:
             logger.exception("the engine's thread ends")
             self._fail(error)

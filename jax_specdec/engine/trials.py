@@ -1,9 +1,9 @@
 """The search for the request that ended a worker, among those that were lost with it. Never jax.
 
-Half of them, the newest first, get a worker in whose company nobody is unknown. Those that get on
-there are cleared, and run on; the search goes on in the other half. Where the worker is lost, it was
-one of the half that ran, and the other half is cleared instead. So one of n is found in log2(n) + 1
-tries, each of which lasts for a few steps, and nobody waits for a request's end.
+Half of them, the newest first, are tried on a worker that gets no unknown ones meanwhile. Those
+that get on there are cleared, and run on; the search goes on in the other half. Where that worker
+is lost too, it was one of the half that ran, and the other half is cleared instead. So one of n is
+found in log2(n) + 1 tries, each of which lasts for a few steps: nobody waits for a request's end.
 """
 
 from collections import deque

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout, doctor
 from jax_specdec.control import (
@@ -21,6 +22,7 @@ from jax_specdec.control import (
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
+from jax_specdec.engine.leftovers import LOST
 from jax_specdec.engine.workplace import Workplace
 from jax_specdec.wording import counted
 
@@ -37,6 +39,7 @@ ADVICE = (
     'EngineConfig(on_worker_loss="restart") a new worker takes the place of a lost one, and with '
     "resume_lost=True its requests go on there"
 )
+MAX_LAST_LINE = 200  # characters of it in a reason
 MEMORY = (
     "SIGKILL comes from another process, or from Linux where memory runs out (`dmesg` tells "
     "which): then fewer slots or shorter requests help"
@@ -48,15 +51,21 @@ class WorkerFailed(RuntimeError):
 
     Attributes:
       report: the message without the advice.
+      reason: the report in one line, for a log.
       advice: for the author of a program around the engine; empty where it would not help.
       failures: one for each worker, where the report is of several that were lost; else empty.
     """
 
     def __init__(
-        self, report: str, advice: str = "", failures: Sequence["WorkerFailed"] = ()
+        self,
+        report: str,
+        advice: str = "",
+        failures: Sequence["WorkerFailed"] = (),
+        reason: str = "",
     ) -> None:
         super().__init__(f"{report}\n{advice}" if advice else report)
         self.report = report
+        self.reason = " ".join((reason or report).splitlines())
         self.advice = advice
         self.failures = tuple(failures)
 
@@ -70,6 +79,7 @@ def together(failures: Sequence[WorkerFailed]) -> WorkerFailed:
         "\n\n".join([f"{count} are lost:", *(each.report for each in failures)]),
         next((each.advice for each in failures if each.advice), ""),
         failures,
+        "; ".join(each.reason for each in failures),
     )
     failure.__cause__ = failures[-1]
     return failure
@@ -190,16 +200,25 @@ class WorkerProcess:
         )  # fmt: skip
         # The cause tells how the ring ended; where the process ended, that is said already.
         told = isinstance(cause, EndOfStream | PeerDied) and not self._had_to_be_ended
-        report = [
+        ended = (
             f"the model worker of process rank {self._process_rank} (pid {self.pid}) {how} after "
-            f"{counted(arrived, 'message')}, "
-            f"before its requests were done{'' if told else f': {cause}'}",
+            f"{counted(arrived, 'message')}"
+        )
+        why = "" if told else f": {cause}"
+        report = [
+            f"{ended}, before its requests were done{why}",
             f"its last words (all of them: {self._output}):\n{last}"
             if last
             else "it printed nothing",
             *([MEMORY] if number == signal.SIGKILL else ()),
         ]
-        return WorkerFailed("\n".join(report), ADVICE if number and self._stops_all else "")
+        reason = ended + why
+        if last:
+            reason += f"; it printed last: {last.splitlines()[-1].strip()[:MAX_LAST_LINE]}"
+        self._keep_reason(reason)
+        return WorkerFailed(
+            "\n".join(report), ADVICE if number and self._stops_all else "", reason=reason
+        )
 
     def stop(self, *, drain: bool) -> int:
         """End the worker and the ring; returns the exit status. Calling it again does nothing.
@@ -232,6 +251,12 @@ class WorkerProcess:
                     self.ring.receive(SLICE_SECONDS)
                     deadline = time.monotonic() + PATIENCE_SECONDS
         process.wait(PATIENCE_SECONDS)
+
+    def _keep_reason(self, reason: str) -> None:
+        """Add why it was lost to what it has printed, for who reads that later."""
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        with contextlib.suppress(OSError), self._output.open("a") as file:
+            file.write(f"\n{when} {LOST}{' '.join(reason.splitlines())}\n")
 
     def _kill(self) -> None:
         if self._process is not None and self._process.exit_status is None:

@@ -5,6 +5,7 @@ with every message. Never jax.
 """
 
 import collections
+import logging
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,9 +23,11 @@ from jax_specdec.records.decode import decode
 from jax_specdec.records.output_processor import ProcessorState, Progress
 from jax_specdec.records.record import Records
 
-# Steps with tokens after which a request is not what ends its worker: what it did to the one before,
-# it would have done again by then. A worker launches a step before it publishes the one before.
+# Steps with tokens after which a request is not to blame for an earlier loss: it goes on where it
+# was then, and would have done the same again. A worker is a step ahead of what it has published.
 GETS_ON_STEPS = 8
+logger = logging.getLogger("jax_specdec.engine")
+
 START_SECONDS = 60.0  # until a process's first heartbeat: Python starts, on a busy machine perhaps
 
 
@@ -112,6 +115,7 @@ class WorkerSession:
         self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
         self._pulse = Pulse()  # the last one that was looked at
+        self._began: float | None = None  # when this worker was looked at first
         self._heart, self._progress = Heart(worker.pid, grace=START_SECONDS), Silence()
         self._rehearsed = self._rehearse if rehearse else None
         # The last target message, behind the state that it was applied to.
@@ -190,7 +194,7 @@ class WorkerSession:
         return self.worker.pulse.taken >= self._numbers[self._slots[request_id]]
 
     def gets_on(self, request_id: str) -> bool:
-        """Whether the request has run here for so long that no loss can be put down to its start."""
+        """Whether the request has made so many steps here that it is not to blame for a loss."""
         return self._log.steps(self._slots[request_id]) >= GETS_ON_STEPS
 
     def losses(self, request_id: str) -> tuple[int, ...]:
@@ -203,6 +207,9 @@ class WorkerSession:
         """An error if the worker was silent for too long; `now` in seconds, monotonic."""
         pulse, last = self.worker.pulse, self._pulse
         self._pulse = pulse
+        self._began = now if self._began is None else self._began
+        if pulse is not last:
+            self._log_pulse(pulse, last, now - self._began)
         beat = pulse.beats != last.beats
         moved = pulse.progress != last.progress or pulse.takes_its_time or not self._slots
         self._progress.look(now, sign=moved)
@@ -211,6 +218,18 @@ class WorkerSession:
         if max_silence is not None and self._progress.seconds > max_silence:
             return WorkerSilent(f"it made no progress for {max_silence:g} seconds (phase: {pulse})")
         return None
+
+    def _log_pulse(self, pulse: Pulse, last: Pulse, seconds: float) -> None:
+        for note in pulse.notes_since(last):
+            logger.info("process rank %d: %s", self.process_rank, note)
+        if pulse.ready and not last.ready:
+            logger.info(
+                "process rank %d takes requests after %.1f s (pid %d; %s)",
+                self.process_rank,
+                seconds,
+                self.worker.pid,
+                ", ".join(pulse.devices) or "devices unknown",
+            )
 
     def evict(self, request_id: str, *, reschedule: bool) -> None:
         """Ask the worker for the request's slot; it answers with a record."""
@@ -314,6 +333,6 @@ class WorkerSession:
         )
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
         self.worker, self.ending, self.lost, self._last = worker, None, None, None
-        self._pulse = Pulse()
+        self._pulse, self._began = Pulse(), None
         self._heart, self._progress = Heart(worker.pid, grace=START_SECONDS), Silence()
         self.restarts += 1

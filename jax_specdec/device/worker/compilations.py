@@ -10,6 +10,7 @@ from jax_specdec.control import Phase, Pulse, Vitals
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compiler gets the program next
 COMPILED = "/jax/core/compile/backend_compile_duration"
 _EVENTS = "/jax/core/compile/"
+NOTED_SECONDS = 0.5  # of lowering and compiling, from which on a program is noted for the log
 
 
 def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
@@ -25,20 +26,24 @@ def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
     """
     before: list[Pulse] = []
     count, left = 0, set(needed)
+    name, lowering = "", 0.0
 
     def heard(event: str, duration_secs: float, **more: Any) -> None:
-        nonlocal count
+        nonlocal count, name, lowering
         if event == LOWERED:
             count += 1
             if not before:
                 before.append(vitals.pulse)
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
+            lowering = duration_secs
             left.discard(name)
             total = count + len(left) if needed else 0
             vitals.enter(Phase.COMPILING, count, total, what=name)
         elif event == COMPILED and before:
             pulse = before.pop()
             vitals.enter(pulse.phase, pulse.done, pulse.total)
+            if (seconds := lowering + duration_secs) >= NOTED_SECONDS:
+                vitals.note(f"compiled {name} in {seconds:.1f} s")
         if event.startswith(_EVENTS):
             vitals.change(progress=vitals.pulse.progress + 1)
 

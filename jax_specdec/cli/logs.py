@@ -1,0 +1,79 @@
+"""Lines of the log on stderr; nobody waits for who reads them. No jax."""
+
+import contextlib
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+LEVELS = ("debug", "info", "warning", "error")
+FORM = "%(asctime)s %(levelname)s %(message)s"
+MAX_LINES = 10_000  # that may wait for who reads stderr; further ones are dropped, and counted
+END_SECONDS = 2.0  # for the lines that wait at the end
+
+
+def add_log_level(group: Any) -> None:
+    """Add the option for how much is logged."""
+    group.add_argument(
+        "--log-level", choices=LEVELS, default="info",
+        help="of the log on stderr; debug has a line for every request (default: %(default)s)",
+    )  # fmt: skip
+
+
+class Lines(logging.Handler):
+    """A handler that never waits: a thread writes.
+
+    A terminal that is stopped, or a pipe that nobody reads, would otherwise stop whoever logs: the
+    thread that serves all requests.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(FORM))
+        self._stream = stream
+        self._waiting: queue.Queue[str | None] = queue.Queue(MAX_LINES)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Let a line wait, or drop it."""
+        try:
+            self._waiting.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+        except Exception:  # what logging does with a line that cannot be made
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Write what waits, as long as somebody reads it."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=END_SECONDS)
+        self._thread.join(END_SECONDS)
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                line += f"\n{dropped} lines of the log were dropped before that: nobody read them"
+            with contextlib.suppress(OSError, ValueError):  # whoever would read it is gone
+                self._stream.write(line + "\n")
+                self._stream.flush()
+
+
+@contextlib.contextmanager
+def logged(level: str) -> Iterator[None]:
+    """Log to stderr in the block: this package's lines from `level` on, others' warnings."""
+    ours, root, handler = logging.getLogger("jax_specdec"), logging.getLogger(), Lines(sys.stderr)
+    before = ours.level
+    ours.setLevel(level.upper())
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        ours.setLevel(before)
+        handler.close()
