@@ -61,13 +61,15 @@ def watched(
 
     Where the engine has stopped for good, the listener ends, once every client has been told so.
     """
-    over = threading.Event()
+    left = threading.Event()
 
     def watch() -> None:
         work = Work(engine, clock())
         failed: float | None = None
         ending = False
-        while not over.wait(LOOK_SECONDS):
+        over = False
+        while not over:
+            over = left.wait(LOOK_SECONDS)  # looks once more at the end
             now = clock()
             if engine.failure is not None:
                 failed = now if failed is None else failed
@@ -84,5 +86,5 @@ def watched(
     try:
         yield
     finally:
-        over.set()
+        left.set()
         thread.join()

@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 
-from jax_specdec.cli.main import main as jax_specdec
+import jax_specdec.engine as package
+from jax_specdec.cli.main import main as command
 from jax_specdec.control import Shutdown
 from jax_specdec.engine import engine
 from jax_specdec.engine.engine import Engine
@@ -79,8 +80,8 @@ def run(hold, *arguments):
     """Run `jax-specdec` with workers that fall silent after `hold` messages. -1: no limit."""
     os.environ[HOLD] = hold
     start = functools.partial(WorkerProcess, program=WORKER)
-    engine.Engine = functools.partial(Engine, start_worker=start)
-    return jax_specdec(arguments)
+    package.Engine = engine.Engine = functools.partial(Engine, start_worker=start)
+    return command(arguments)
 
 
 if __name__ == "__main__":
