@@ -39,7 +39,7 @@ class Entry:
       due: seconds of the monotonic clock, when it ends; None: never.
       replica: that has it; None while it waits.
       key: its name there. Each stay has another one, so that nothing of an earlier stay counts.
-      attempts: replicas that were lost while they had it.
+      losses: numbers of the losses of replicas that had it.
       tokens: what was delivered, batch by batch; copies.
       count: how many they are.
       cumulative_logprob: over these.
@@ -52,7 +52,7 @@ class Entry:
     due: float | None = None
     replica: int | None = None
     key: str = ""
-    attempts: int = 0
+    losses: tuple[int, ...] = ()
     tokens: list[NDArray[np.int32]] = field(default_factory=list)
     count: int = 0
     cumulative_logprob: float = 0.0
@@ -197,18 +197,22 @@ class Book:
         entry.prompt_rows += end - begin
 
     def lose(
-        self, replica: int, *, resume: bool, max_attempts: int
+        self, replica: int, *, number: int, resume: bool, max_attempts: int
     ) -> list[tuple[Entry, FinishReason]]:
-        """Take a lost replica's requests back; those that end, and why. The others wait."""
+        """Take a lost replica's requests back; those that end, and why. The others wait.
+
+        Args:
+          number: of the loss.
+        """
         self.routes.forget(replica)
         ends, again = [], []
         for entry in list(self.entries.values()):
             if entry.replica != replica:
                 continue
-            entry.attempts += 1
+            entry.losses += (number,)
             if not resume:
                 ends.append((entry, FinishReason.WORKER_LOST))
-            elif entry.attempts >= max_attempts:
+            elif len(entry.losses) >= max_attempts:
                 ends.append((entry, FinishReason.ATTEMPTS_EXHAUSTED))
             else:
                 again.append(entry)
@@ -217,6 +221,13 @@ class Book:
         for entry in reversed(again):
             self.add(entry, first=True)
         return ends
+
+    def blamed(self, replica: int, *, max_attempts: int) -> Entry | None:
+        """The request that the loss of a replica is put down to: its only one, lost too often."""
+        entries = [entry for entry in self.entries.values() if entry.replica == replica]
+        if len(entries) == 1 and len(entries[0].losses) + 1 >= max_attempts:
+            return entries[0]
+        return None
 
     def drop(self, entry: Entry) -> None:
         """Forget a request that ends here."""

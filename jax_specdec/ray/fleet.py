@@ -4,6 +4,7 @@ One lock holds all of it. Who waits for a reader, or for Ray, does so without th
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -54,6 +55,8 @@ class Fleet:
         self._failure: BaseException | None = None
         self._closed = False
         self._started = placement.start(cluster.address)
+        self._losses = itertools.count(1)
+        self._restarts = [config.restarts() for _ in range(cluster.replicas)]
         self._book = Book(Routes(config.prefill_chunk))
         slots = config.num_slots * config.num_ranks
         ahead = slots if cluster.ahead is None else cluster.ahead
@@ -232,12 +235,20 @@ class Fleet:
         for reader in readers:
             reader.wait_for_room()
 
-    def lost(self, member: Member, why: str, *, coming: bool) -> None:
-        """Note that a replica is lost, and whether Ray starts it anew."""
+    def lost(self, member: Member, why: str, *, coming: bool, charged: bool) -> None:
+        """Note that a replica is lost, and whether it comes again.
+
+        Args:
+          coming: Ray would start it anew.
+          charged: the loss is not one that was noted before.
+        """
         with self._lock:
             member.ready = False
             if self.over():
                 return
+            number = next(self._losses)
+            coming = coming and self._may_return(member, number if charged else None)
+            member.coming = coming
             logger.warning("replica %d is lost: %s", member.number, why)
             report = WorkerFailed(f"replica {member.number} is lost: {why}")
             left = coming or any(other.coming for other in self.members if other is not member)
@@ -246,11 +257,28 @@ class Fleet:
                 return
             ends = self._book.lose(
                 member.number,
+                number=number,
                 resume=self.config.resume_lost,
                 max_attempts=self.config.max_attempts,
             )
             self._end(ends)
             self._send()
+
+    def _may_return(self, member: Member, number: int | None) -> bool:
+        """Whether a lost replica may be started anew, as a worker may; the lock is held."""
+        restarts, now = self._restarts[member.number], time.monotonic()
+        if member.begun:
+            restarts.forget(now)
+        if number is not None:
+            blamed = None
+            if self.config.resume_lost:
+                blamed = self._book.blamed(member.number, max_attempts=self.config.max_attempts)
+            if blamed is None:
+                restarts.charge(number, now)
+            else:
+                for one in self._restarts:
+                    one.forgive(blamed.losses)
+        return restarts.allows()
 
     def fail(self, error: BaseException) -> None:
         """End everything with an error."""

@@ -52,6 +52,7 @@ class Member:
         self._place: Place | None = None
         self._home: Home | None = None  # where it has to be closed, or tidied up after
         self._losses = 0
+        self._answered = False  # it has, since the last loss: what Ray says twice counts once
         # Calls whose outcome is not known: any thread adds some, the fleet's watch takes them out.
         self._sent: collections.deque[Any] = collections.deque()
         self._thread = threading.Thread(target=self._run, name=f"replica {number}", daemon=True)
@@ -147,11 +148,11 @@ class Member:
         with contextlib.suppress(Exception):
             ray().get(self._call("forget_weights", "slow"), timeout=PATIENCE_SECONDS)
 
-    def kill(self, why: str) -> None:
-        """End the actor; Ray starts it anew where it may."""
+    def kill(self, why: str, *, for_good: bool = False) -> None:
+        """End the actor; Ray starts it anew where it may, and not `for_good`."""
         logger.warning("replica %d is ended: %s", self.number, why)
         assert self._place is not None
-        ray().kill(self._place.actor, no_restart=False)
+        ray().kill(self._place.actor, no_restart=for_good)
 
     def _call(self, method: str, group: str, *arguments: Any, **options: Any) -> Any:
         assert self._place is not None
@@ -175,27 +176,24 @@ class Member:
                 self._begin()
             except errors.ActorDiedError as error:
                 self._lose(self.problem or _first(error), coming=False)
-                self._tidy()
                 return
             except errors.ActorUnavailableError as error:  # lost while it began: Ray starts it anew
-                self._lose(_first(error), coming=True)
+                if not self._lose(_first(error), coming=True):
+                    return
                 continue
             except Exception as error:
                 self.problem = _first(error)
                 if not self._may_come_again():
                     self._lose(self.problem, coming=False)
                     return
-                self._lose(self.problem, coming=True)
+                if not self._lose(self.problem, coming=True):
+                    return
                 self._restart()
                 continue
             why = self._read()
             if self._fleet.over():
                 return
-            coming = self._fleet.config.on_worker_loss == "restart"
-            self._lose(why, coming=coming)
-            if not coming:
-                self.kill(why)
-                self._tidy()
+            if not self._lose(why, coming=self._may_come_again()):
                 return
 
     def _begin(self) -> None:
@@ -204,6 +202,7 @@ class Member:
             weights = self._fleet.weights
             # The first question waits until Ray has started it; who answered is begun, or lost.
             self._home = self._get(self._call("home", "slow", max_task_retries=-1))
+            self._answered = True
             self._get(self._call("begin", "slow", weights))
             self.problem = ""
             if self._fleet.joined(self, weights.version):
@@ -280,12 +279,17 @@ class Member:
     def _may_come_again(self) -> bool:
         return self._fleet.config.on_worker_loss == "restart"
 
-    def _lose(self, why: str, *, coming: bool) -> None:
-        self.coming = coming
+    def _lose(self, why: str, *, coming: bool) -> bool:
+        """Report a loss; whether the replica comes again. If not, its actor is ended for good."""
         self.problem = why
-        self._fleet.lost(self, why, coming=coming)
+        answered, self._answered = self._answered, False
+        self._fleet.lost(self, why, coming=coming, charged=answered)
         self._losses += 1  # who sees it sees that the replica is not ready
+        if not self.coming and not self._fleet.over():
+            self.kill(why, for_good=True)
+            self._tidy()
         time.sleep(0.05)
+        return self.coming
 
     def _tidy(self) -> None:
         """Remove what the replica left on its node, where it did not close and begins no more."""

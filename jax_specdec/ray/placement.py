@@ -80,7 +80,8 @@ class Place:
         strategy = "STRICT_SPREAD" if cluster.nodes > 1 else "PACK"
         self.group = groups.placement_group(self._bundles, strategy=strategy)
         self._environment = {"env_vars": environment(cluster.environment)}
-        restarts = config.max_restarts if config.on_worker_loss == "restart" else 0
+        # Ray counts restarts for a lifetime; the fleet counts those within the window.
+        restarts = -1 if config.on_worker_loss == "restart" else 0
 
         def options(bundle: int) -> dict[str, Any]:
             return {

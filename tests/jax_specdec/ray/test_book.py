@@ -93,7 +93,7 @@ def test_losses_at_any_moment_leave_every_position_once(seed):
             for number, rows in enumerate(rows_of(orders_of(entries))):
                 if number == dies and lost < 5:
                     lost += 1
-                    assert book.lose(replica, resume=True, max_attempts=99) == []
+                    assert book.lose(replica, number=1, resume=True, max_attempts=99) == []
                     book.join(replica, Load(2, 1))
                     stale = book.take(rows, replica)
                     assert (len(stale[0]), stale[1]) == (0, [])
@@ -141,7 +141,7 @@ def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused():
         part.prompt.logprobs, first.rows.column("prompt_logprobs").values.values.to_numpy()
     )
     # Another replica goes on behind the rows that came.
-    assert book.lose(0, resume=True, max_attempts=9) == []
+    assert book.lose(0, number=1, resume=True, max_attempts=9) == []
     book.join(0, Load(2, 1))
     ((_, entries),) = book.assigned().items()
     assert entries[0].progress.num_prompt_rows == len(part.prompt.token_ids)
@@ -155,7 +155,7 @@ def test_requests_that_are_not_resumed_end_and_so_do_those_tried_too_often():
     for request in long_requests(3):
         book.add(Entry(request, None))
     assert len(book.assigned()[0]) == 3
-    ends = book.lose(0, resume=False, max_attempts=9)
+    ends = book.lose(0, number=1, resume=False, max_attempts=9)
     assert {reason for _, reason in ends} == {FinishReason.WORKER_LOST}
     assert not book.entries
     last = end_rows(ends)
@@ -167,7 +167,7 @@ def test_requests_that_are_not_resumed_end_and_so_do_those_tried_too_often():
     for attempt in range(2):
         book.join(0, Load(2, 1))
         book.assigned()
-        ends = book.lose(0, resume=True, max_attempts=2)
+        ends = book.lose(0, number=attempt, resume=True, max_attempts=2)
         assert len(ends) == attempt
     assert ends[0][1] is FinishReason.ATTEMPTS_EXHAUSTED
 

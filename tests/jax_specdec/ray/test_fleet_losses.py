@@ -1,0 +1,117 @@
+"""Lost replicas as the fleet counts them, with stand-ins for Ray and for the replicas."""
+
+import pytest
+
+from jax_specdec.engine import EngineConfig, FinishReason
+from jax_specdec.engine.errors import WorkerFailed
+from jax_specdec.ray import fleet as module
+from jax_specdec.ray.book import Entry
+from jax_specdec.ray.config import RayConfig
+from tests.support.scene import long_requests
+
+pytestmark = pytest.mark.fast
+
+
+class Replica:
+    """A member that takes what it gets, and does nothing."""
+
+    def __init__(self, number, place, fleet):
+        self.number, self.fleet = number, fleet
+        self.ready, self.begun, self.coming = True, True, True
+
+    def start(self):
+        pass
+
+    def look(self):
+        pass
+
+    def submit(self, orders):
+        pass
+
+    def close(self, *, reachable):
+        pass
+
+
+class Head:
+    answers = False
+
+    def __init__(self, timeout):
+        pass
+
+    def problem(self):
+        return ""
+
+    def close(self):
+        pass
+
+
+class Reader:
+    """A stream of which only the end counts."""
+
+    def put(self, part):
+        self.reason = part.finish_reason
+        return True
+
+    def close(self, error=None):
+        pass
+
+
+@pytest.fixture
+def fleet_of(monkeypatch):
+    monkeypatch.setattr(module.placement, "start", lambda address: False)
+    monkeypatch.setattr(module, "Member", Replica)
+    monkeypatch.setattr(module, "Head", Head)
+    made = []
+
+    def make(replicas, **config):
+        settings = EngineConfig(
+            vocab_size=32, num_slots=2, on_worker_loss="restart", resume_lost=True, **config
+        )
+        made.append(module.Fleet(settings, RayConfig(replicas=replicas), None))
+        for member in made[-1].members:
+            made[-1].joined(member, 0)
+        return made[-1]
+
+    yield make
+    for fleet in made:
+        fleet.close()
+
+
+def lose(fleet, number, *, charged=True):
+    member = fleet.members[number]
+    member.coming = True
+    fleet.lost(member, "it was killed", coming=True, charged=charged)
+    if member.coming:
+        fleet.joined(member, 0)
+    return member.coming
+
+
+def test_a_replica_is_replaced_so_many_times_within_the_window(fleet_of, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    fleet = fleet_of(2, max_restarts=2, restart_window=100.0)
+    for _ in range(9):
+        assert lose(fleet, 0)
+        now[0] += 60
+    assert lose(fleet, 0)
+    assert not lose(fleet, 0)
+    assert lose(fleet, 1)  # each has its own count
+    assert lose(fleet, 1, charged=False)
+    assert lose(fleet, 1, charged=False)
+    fleet.check_open()
+    lose(fleet, 1)
+    fleet.members[0].coming = False
+    assert not lose(fleet, 1)
+    with pytest.raises(WorkerFailed):
+        fleet.check_open()
+
+
+def test_a_loss_that_is_put_down_to_a_request_does_not_count(fleet_of):
+    fleet = fleet_of(1, max_restarts=2)
+    for request in long_requests(9):
+        reader = Reader()
+        fleet.admit([Entry(request, reader)])
+        assert lose(fleet, 0)
+        assert lose(fleet, 0)
+        assert reader.reason is FinishReason.ATTEMPTS_EXHAUSTED
+    assert len(fleet._restarts[0]) == 0
