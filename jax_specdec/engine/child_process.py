@@ -93,12 +93,19 @@ class ChildProcess:
         if pidfd >= 0:
             os.close(pidfd)
 
-    def last_words(self, lines: int = 50, most: int = 1 << 14) -> str:
-        """The end of what it has printed, whatever the bytes are."""
+    @property
+    def printed(self) -> int:
+        """How many bytes it has printed."""
+        with contextlib.suppress(OSError):
+            return self._output.stat().st_size
+        return 0
+
+    def last_words(self, lines: int = 50, most: int = 1 << 14, since: int = 0) -> str:
+        """The end of what it has printed after its first `since` bytes, whatever they are."""
         try:
             with self._output.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(size - most, 0))
+                file.seek(max(size - most, since))
                 text = file.read().decode(errors="backslashreplace")
         except OSError:
             return ""

@@ -120,6 +120,9 @@ class WorkerProcess:
         self._had_to_be_ended = False
         self._deadline = 0.0
         self._stopped: int | None = None
+        # Bytes that it had printed when it took requests: words of libraries, which say nothing of
+        # a later end. None: it did not take any yet.
+        self._started: int | None = None
         self._ring: RingReader | None = None
         self.share = share or Share()
         environment = os.environ | self.share.environment
@@ -166,7 +169,10 @@ class WorkerProcess:
     @property
     def pulse(self) -> Pulse:
         """Its last heartbeat that was heard."""
-        return self._link.pulse if self._link is not None else Pulse()
+        pulse = self._link.pulse if self._link is not None else Pulse()
+        if pulse.ready and self._started is None and self._process is not None:
+            self._started = self._process.printed
+        return pulse
 
     def tell(self, command: Command) -> int:
         """Send a command, which never waits; its number, which `pulse.taken` will reach."""
@@ -189,7 +195,8 @@ class WorkerProcess:
         arrived = self.ring.counters().messages
         code = self.exit_status
         self._kill()
-        last = self._process.last_words() if self._process is not None else ""
+        since = self._started or 0
+        last = self._process.last_words(since=since) if self._process is not None else ""
         self._workplace.keep(self._output)
         self._let_go()
         number = _signal(code) if code is not None and not self._had_to_be_ended else 0
@@ -209,7 +216,7 @@ class WorkerProcess:
             f"{ended}, before its requests were done{why}",
             f"its last words (all of them: {self._output}):\n{last}"
             if last
-            else "it printed nothing",
+            else f"it printed nothing{' once it took requests' if since else ''}",
             *([MEMORY] if number == signal.SIGKILL else ()),
         ]
         reason = ended + why

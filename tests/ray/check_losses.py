@@ -148,3 +148,19 @@ def test_streams_aborts_and_refusals(cluster):
         check([second], list(engine.generate([second])))
         late = engine.submit(endless, deadline=0.0)
         assert list(late)[-1].finish_reason is FinishReason.DEADLINE
+
+
+def test_a_replica_that_is_killed_too_often_within_the_window_is_gone(cluster):
+    """The other one goes on, and nothing is lost."""
+    with fleet(2, config(max_restarts=1)) as engine:
+        wait_for(lambda: len(pids(engine)) == 2)
+        requests = make_requests(60, 60)
+
+        def kill():
+            os.kill(pids(engine)[1][0], signal.SIGKILL)
+
+        check(requests, run(engine, requests, 300, kill))
+        wait_for(lambda: len(pids(engine)) == 2)
+        check(requests, run(engine, requests, 300, kill))
+        wait_for(lambda: [status.state for status in engine.status] == ["ready", "gone"])
+        check(requests, run(engine, requests, 0, None))

@@ -5,7 +5,7 @@ import jax
 from jax_specdec.child import Child
 from jax_specdec.control import Advance, Phase, Prepare
 from jax_specdec.device.loop.programs import PROGRAMS
-from jax_specdec.device.worker import compilation_cache, compilations
+from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
 from jax_specdec.device.worker.process_group import join, leave
 from jax_specdec.device.worker.worker_process import make_worker
 
@@ -20,6 +20,7 @@ class Silent:
 
 def main(child: Child) -> int:
     """Entry point: every command that the lead carries out comes from it, `Advance` among them."""
+    plugin_messages.shorten()
     start = child.start
     assert start.member is not None
     index, here = start.member.index, start.config.devices_here

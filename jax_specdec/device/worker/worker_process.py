@@ -30,7 +30,7 @@ from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.other_weights import other_weights, own_weights
 from jax_specdec.device.model.own_model import Model, OwnModel
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
-from jax_specdec.device.worker import compilation_cache, compilations
+from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.text.tokenizer import text_encoder
@@ -188,6 +188,7 @@ def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
 
 def main(child: Child) -> int:
     """Entry point of the worker process, once its heartbeats have begun."""
+    plugin_messages.shorten()
     start = child.start
     devices = start.config.tensor_parallel
     if start.config.num_processes == 1:

@@ -1,0 +1,33 @@
+"""What JAX says of an accelerator's plugin that it cannot use: a line, where one may be meant.
+
+The CUDA plugin says so with a traceback, also on a machine without a GPU, and a worker's output is
+what the reason of its end is taken from.
+"""
+
+import logging
+from pathlib import Path
+
+SPEAKER = "jax._src.xla_bridge"
+
+
+class Shortened(logging.Filter):
+    """Lets an error of a plugin through as one line; that of CUDA only where there is a GPU."""
+
+    def __init__(self, files: Path = Path("/dev")) -> None:
+        """Look for GPUs among `files`."""
+        super().__init__()
+        self._has_gpu = any(files.glob("nvidia[0-9]*"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written; it may be changed."""
+        said = record.getMessage()
+        if not (record.exc_info and "plugin" in said):
+            return True
+        record.msg, record.args = f"{said}: {record.exc_info[1]}", ()
+        record.exc_info = record.exc_text = None
+        return self._has_gpu or "cuda" not in said
+
+
+def shorten() -> None:
+    """Do so in this process, before JAX looks for devices."""
+    logging.getLogger(SPEAKER).addFilter(Shortened())
