@@ -70,6 +70,18 @@ def test_the_command_lists_it_and_removes_it_when_told(killed, living, monkeypat
     assert living.exists()
 
 
+def test_the_command_prints_why_workers_were_lost(killed, living, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "find_ring_files", list)
+    reason = "2026-11-24T02:26:57+00:00 lost: the model worker was killed"
+    (killed / "worker-0-1.log").write_text(f"words\n\n{reason}\n")
+    (killed / "worker-0-2.log").write_text("lost: words of a worker\n")
+    (killed / "worker-1-1.log").write_bytes(b"\xff" * 100_000)
+    main.main(["doctor"])
+    printed = capsys.readouterr().out
+    assert f" worker-0-1.log: {reason}\n" in printed
+    assert printed.count("lost: ") == 1
+
+
 def test_where_nothing_can_be_known_of_processes_nothing_is_removed(killed, monkeypatch):
     monkeypatch.setattr(doctor, "main", lambda _: 2)
     assert main.main(["doctor", "--remove"]) == 2

@@ -10,6 +10,8 @@ import pytest
 from prometheus_client import parser
 
 from ipc.errors import RingTimeout
+from jax_specdec.control import Pulse, Vitals
+from jax_specdec.control.pulse import MAX_NOTE, MAX_NOTES
 from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSilent
@@ -100,12 +102,56 @@ def test_prometheus_reads_the_histograms():
 
 def test_the_log_names_requests(caplog):
     with caplog.at_level(logging.DEBUG, logger="jax_specdec.engine"):
-        Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="continue").run(long_requests(3))
+        scene = Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="continue")
+        scene.run(long_requests(3))
     lines = [record.getMessage() for record in caplog.records]
     assert "request 'r0': process rank 0" in lines
-    assert "request 'r0': LENGTH" in lines
+    (end,) = [line for line in lines if line.startswith("request 'r0': LENGTH")]
+    statistics = scene.records["r0"][-1].statistics
+    assert end == (
+        f"request 'r0': LENGTH; tokens: 20, steps: {statistics.steps}, drafts accepted: "
+        f"{statistics.num_accepted} of {statistics.num_drafts}"
+    )
     (lost,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "a worker is lost, with the requests ['r1']: rank 1" in lost.getMessage()
+
+
+def test_the_log_has_what_workers_note_once(caplog):
+    """Notes come with heartbeats, of which each has the last ones again."""
+
+    class Noting(ScriptedWorker):
+        vitals = None
+
+        @property
+        def pulse(self):
+            self.vitals = self.vitals or Vitals()
+            if self.sent > self.vitals.pulse.noted:
+                self.vitals.note(f"compiled program {self.sent} in {self.sent}.5 s")
+            noted = self.vitals.pulse
+            return replace(super().pulse, noted=noted.noted, notes=noted.notes)
+
+    with caplog.at_level(logging.INFO, logger="jax_specdec.engine"):
+        scene = Scene(worker=Noting)
+        scene.clock.tick = 0.2  # a look at the heartbeat each time
+        scene.run(long_requests(6))
+    said = [record.getMessage() for record in caplog.records]
+    compiled = [line for line in said if "compiled" in line]
+    assert "process rank 0: compiled program 7 in 7.5 s" in compiled
+    assert len(compiled) == len(set(compiled)) > 20
+
+
+def test_of_many_notes_the_last_are_kept():
+    vitals = Vitals()
+    before = vitals.pulse
+    for n in range(MAX_NOTES + 5):
+        vitals.note(f"{n} " + "x" * 1000)
+    after = Pulse.from_bytes(vitals.pulse.to_bytes(), 1)
+    notes = after.notes_since(before)
+    assert [int(note.split()[0]) for note in notes] == list(range(5, MAX_NOTES + 5))
+    assert all(len(note) == MAX_NOTE for note in notes)
+    assert after.notes_since(after) == ()
+    vitals.note("one more")
+    assert vitals.pulse.notes_since(after) == ("one more",)
 
 
 def test_health_of_an_engine_from_another_thread():

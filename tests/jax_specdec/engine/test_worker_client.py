@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -154,12 +155,37 @@ def test_all_that_a_lost_worker_printed_stays_in_a_file_that_the_error_names(tmp
     text, _ = failure_of("os.write(2, b'line\\n' * 200); os._exit(3)", output_folder=str(tmp_path))
     path = tmp_path / "worker-0-1.log"
     assert str(path) in text
-    assert path.read_text() == "line\n" * 200
+    printed, _, reason = path.read_text().rstrip("\n").rpartition("\n\n")
+    assert printed == "line\n" * 199 + "line"
+    when, _, said = reason.partition(" lost: ")
+    assert datetime.now(UTC) - datetime.fromisoformat(when) < timedelta(minutes=10)
+    assert said.startswith("the model worker of process rank 0 (pid ")
+    assert said.endswith(" exited with status 3 after 0 messages; it printed last: line")
     text, _ = failure_of("os.write(2, b'by default'); os._exit(3)")
     path = Path(re.search(r"all of them: (\S+)\)", text)[1])
-    assert path.read_text() == "by default"
+    assert path.read_text().startswith("by default\n")
     assert sorted(os.listdir(path.parent)) == ["engine", path.name]  # and whose it is
     shutil.rmtree(path.parent)
+
+
+def test_what_a_worker_printed_before_it_took_requests_says_nothing_of_its_end(tmp_path):
+    """Libraries print what they like while they are imported."""
+
+    def start(config, **options):
+        made = worker_client.WorkerProcess(config, program=scripted_process.WORKER, **options)
+        made._output.write_text("Traceback of a library\n")
+        return made
+
+    settings = EngineConfig(vocab_size=VOCAB, num_slots=3, max_length=96)
+    with Engine(settings, start_worker=start) as engine:
+        engine.serve()
+        wait_for(lambda: engine.health().ready)
+        os.kill(engine.status[0].pid, signal.SIGKILL)
+        wait_for(lambda: engine.failure is not None)
+        assert isinstance(engine.failure, WorkerFailed)
+        assert "Traceback" not in engine.failure.report
+        assert "it printed nothing once it took requests" in engine.failure.report
+        assert engine.failure.reason.endswith("was killed by signal 9 (Killed) after 0 messages")
 
 
 def test_an_interrupt_while_a_worker_is_started_leaves_nothing(monkeypatch):

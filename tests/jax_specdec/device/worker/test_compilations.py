@@ -1,5 +1,7 @@
 """While JAX compiles, a worker says so, with the program's number and name."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -53,6 +55,27 @@ def test_a_compilation_is_a_phase_with_a_number_and_a_name_and_then_all_is_as_be
     long_division(floats)
     assert f"compiling {number + 1} (long_division)" in vitals.said
     assert vitals.pulse.phase is Phase.STEPPING
+
+
+def test_a_compilation_that_lasts_is_noted_with_its_seconds(monkeypatch):
+    vitals = Vitals()
+    compilations.watch(vitals)
+    floats = jax.block_until_ready(jnp.arange(3.0))
+    before = vitals.pulse
+
+    def quick(x):
+        return x / 7
+
+    jax.jit(quick)(floats)
+    assert vitals.pulse.notes_since(before) == ()
+    monkeypatch.setattr(compilations, "NOTED_SECONDS", 0.0)
+
+    def lasting(x):
+        return x / 9
+
+    jax.jit(lasting)(floats)
+    (note,) = vitals.pulse.notes_since(before)
+    assert re.fullmatch(r"compiled lasting in \d+\.\d s", note)
 
 
 def test_the_total_counts_what_is_needed_and_grows_with_what_else_is():
