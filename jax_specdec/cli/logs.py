@@ -70,6 +70,8 @@ def logged(level: str) -> Iterator[None]:
     ours, root, handler = logging.getLogger("jax_specdec"), logging.getLogger(), Lines(sys.stderr)
     before = ours.level
     ours.setLevel(level.upper())
+    # A library's logger may let less than a warning through, whatever the root's level is.
+    handler.addFilter(lambda line: line.levelno >= logging.WARNING or ours.name in line.name)
     root.addHandler(handler)
     try:
         yield

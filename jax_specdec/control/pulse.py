@@ -10,7 +10,7 @@ import msgpack
 
 BEAT_SECONDS = 1.0  # between two heartbeats
 MAX_REFUSAL = 4096  # characters: the sender of commands takes no long heartbeats
-MAX_NOTES, MAX_NOTE = 16, 200  # notes of a heartbeat, and characters of each
+NOTES_KEPT, NOTE_CHARS = 16, 200  # notes of a heartbeat, and characters of each
 
 
 class Phase(StrEnum):
@@ -173,7 +173,7 @@ class Vitals:
 
     def note(self, text: str) -> None:
         """Have a line written to the log, with the next heartbeat."""
-        notes = (*self.pulse.notes, text[:MAX_NOTE])[-MAX_NOTES:]
+        notes = (*self.pulse.notes, text[:NOTE_CHARS])[-NOTES_KEPT:]
         self.change(noted=self.pulse.noted + 1, notes=notes)
 
     def change(self, **values: Any) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ipc import doctor
+from jax_specdec.engine.worker_client import LOST
 from jax_specdec.wording import counted
 
 PREFIX = "jax-specdec-"
-LOST = "lost: "  # begins a line that the engine adds to a lost worker's output, after the time
-MAX_LINE = 1 << 14  # bytes
+LINE_BYTES = 1 << 14  # bytes
 OWNER = "engine"  # the file that names the engine's process
 
 
@@ -79,7 +79,7 @@ def _losses(entries: Iterable[Path]) -> Iterator[tuple[str, str]]:
         if entry.suffix != ".log":
             continue
         with contextlib.suppress(OSError), entry.open("rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - MAX_LINE, 0))
+            file.seek(max(file.seek(0, os.SEEK_END) - LINE_BYTES, 0))
             last = file.read().decode(errors="backslashreplace").rstrip().rpartition("\n")[2]
             if last.partition(" ")[2].startswith(LOST):
                 yield entry.name, last

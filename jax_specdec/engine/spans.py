@@ -78,8 +78,8 @@ class Spans:
             life = _Life(whole, inside, self._start("queue", now, inside))
             self._lives[request.id] = life
         else:
-            if queued.attempts:
-                said = {"jax_specdec.attempts": queued.attempts}
+            if queued.losses:
+                said = {"jax_specdec.attempts": len(queued.losses)}
                 life.whole.add_event("a worker was lost", said, self._ns(now))
             self._enter(request.id, "queue", now)
 

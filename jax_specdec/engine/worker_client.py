@@ -22,7 +22,6 @@ from jax_specdec.control import (
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
-from jax_specdec.engine.leftovers import LOST
 from jax_specdec.engine.workplace import Workplace
 from jax_specdec.wording import counted
 
@@ -39,7 +38,8 @@ ADVICE = (
     'EngineConfig(on_worker_loss="restart") a new worker takes the place of a lost one, and with '
     "resume_lost=True its requests go on there"
 )
-MAX_LAST_LINE = 200  # characters of it in a reason
+LAST_LINE_CHARS = 200  # characters of it in a reason
+LOST = "lost: "  # begins, after the time, the line that is added to a lost worker's output
 MEMORY = (
     "SIGKILL comes from another process, or from Linux where memory runs out (`dmesg` tells "
     "which): then fewer slots or shorter requests help"
@@ -221,7 +221,7 @@ class WorkerProcess:
         ]
         reason = ended + why
         if last:
-            reason += f"; it printed last: {last.splitlines()[-1].strip()[:MAX_LAST_LINE]}"
+            reason += f"; it printed last: {last.splitlines()[-1].strip()[:LAST_LINE_CHARS]}"
         self._keep_reason(reason)
         return WorkerFailed(
             "\n".join(report), ADVICE if number and self._stops_all else "", reason=reason

@@ -25,7 +25,7 @@ from jax_specdec.engine.workplace import Workplace
 
 LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
 WAIT_SECONDS = 0.25  # of one wait for a message
-MAX_NAMED = 8  # requests in a line of the log
+NAMED_IDS = 8  # requests in a line of the log
 BRIEF_SECONDS = 0.02  # of one wait while only rings without a doorbell, or ends, can be waited for
 
 logger = logging.getLogger("jax_specdec.engine")
@@ -224,10 +224,10 @@ class Workers:
         failure = session.lost = session.worker.failure(cause)
         failure.__cause__ = cause
         names = list(session.request_ids)
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        more = f" and {len(names) - NAMED_IDS} more" if len(names) > NAMED_IDS else ""
         logger.warning(
             "a worker is lost, with %s: %s",
-            f"the requests {names[:MAX_NAMED]}{more}" if names else "no request",
+            f"the requests {names[:NAMED_IDS]}{more}" if names else "no request",
             failure.reason,
         )
         return failure

@@ -45,7 +45,7 @@ class RayEngine:
         Args:
           config: of each replica. `on_worker_loss`, `resume_lost` and `max_attempts` hold for
             replicas as they do for workers; with "restart", Ray starts each anew `max_restarts`
-            times, on another node where its own is gone.
+            times within `restart_window`, on another node where its own is gone.
           cluster: how many replicas, on which devices; None: one, on a CPU.
           make_engine: what makes a replica's engine, in its process.
 

@@ -23,6 +23,7 @@ def test_lines_have_a_time_and_a_level_and_others_say_warnings_only(monkeypatch)
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     ours, others = logging.getLogger("jax_specdec.engine"), logging.getLogger("of.a.library")
+    monkeypatch.setattr(others, "level", logging.INFO)
     with logged("info"):
         ours.debug("too much")
         ours.info("a worker is there")

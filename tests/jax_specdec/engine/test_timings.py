@@ -11,7 +11,7 @@ from prometheus_client import parser
 
 from ipc.errors import RingTimeout
 from jax_specdec.control import Pulse, Vitals
-from jax_specdec.control.pulse import MAX_NOTE, MAX_NOTES
+from jax_specdec.control.pulse import NOTE_CHARS, NOTES_KEPT
 from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSilent
@@ -143,12 +143,12 @@ def test_the_log_has_what_workers_note_once(caplog):
 def test_of_many_notes_the_last_are_kept():
     vitals = Vitals()
     before = vitals.pulse
-    for n in range(MAX_NOTES + 5):
+    for n in range(NOTES_KEPT + 5):
         vitals.note(f"{n} " + "x" * 1000)
     after = Pulse.from_bytes(vitals.pulse.to_bytes(), 1)
     notes = after.notes_since(before)
-    assert [int(note.split()[0]) for note in notes] == list(range(5, MAX_NOTES + 5))
-    assert all(len(note) == MAX_NOTE for note in notes)
+    assert [int(note.split()[0]) for note in notes] == list(range(5, NOTES_KEPT + 5))
+    assert all(len(note) == NOTE_CHARS for note in notes)
     assert after.notes_since(after) == ()
     vitals.note("one more")
     assert vitals.pulse.notes_since(after) == ("one more",)
