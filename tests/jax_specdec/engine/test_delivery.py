@@ -23,6 +23,7 @@ from jax_specdec.device.worker.worker_process import serve
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason
@@ -95,7 +96,7 @@ class WorkerThread:
         return self.reader.receive(timeout, rehearse=rehearse)
 
     def failure(self, cause):
-        return type(cause)(str(cause))
+        return WorkerFailed(str(cause))
 
     def stop(self, *, drain):
         del drain
@@ -181,9 +182,10 @@ def test_a_worker_that_drops_is_noticed():
     worker = WorkerThread(patience=1, drops=True)
     with (
         engine_with(worker) as engine,
-        pytest.raises(StepLost, match=r"1 was next: steps 1 to \d+ .* are lost"),
+        pytest.raises(WorkerFailed, match=r"1 was next: steps 1 to \d+ .* are lost") as error,
     ):
         collect(engine, requests())
+    assert isinstance(error.value.__cause__, StepLost)
     assert worker.dropped > 0
 
 
