@@ -283,7 +283,7 @@ class Scheduler:
         goes_on = config.on_worker_loss != "stop" and self.workers.coming(prefill_only=False)
         ends: list[Records] = []
         left: list[QueuedRequest] = []
-        for name in session.request_ids if goes_on else ():
+        for name in loss.in_order(session.request_ids) if goes_on else ():
             # What the worker never took is told to another one, whatever the configuration says.
             if config.resume_lost or not session.took(name):
                 queued = session.leave(name)

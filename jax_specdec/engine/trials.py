@@ -31,6 +31,12 @@ class Loss:
     tried: bool
     cleared: tuple[QueuedRequest, ...] = ()
 
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Requests in the order in which they came: a try had begun with the newest."""
+        if not self.tried:
+            return names
+        return [*_without(names, frozenset(self.suspects)), *reversed(self.suspects)]
+
 
 class Trials:
     """Requests that wait for a try, and those that are being tried."""

@@ -181,17 +181,32 @@ def test_new_requests_do_not_wait_for_a_try_for_long():
     assert {stream.finish_reason for stream in scene.streams.values()} == {FinishReason.LENGTH}
 
 
-def test_where_lost_workers_are_not_replaced_suspects_are_tried_one_by_one():
-    """Two workers are lost by a poisoned request, never more."""
-    requests = long_requests(24)
-    scene = Scene(num_ranks=3, num_slots=8, worker=poisoned("r5"), on_worker_loss="continue",
+def test_many_suspects_do_not_use_up_the_restarts():
+    """32 requests, of which the newest is to blame: half of them are lost again, five times."""
+    requests = long_requests(32)
+    scene = Scene(num_slots=32, worker=poisoned("r31"), on_worker_loss="restart",
                   resume_lost=True)  # fmt: skip
     scene.run(requests)
     check(scene, requests)
     ends = [scene.finish_reason(request.id) for request in requests]
-    assert ends.count(FinishReason.ATTEMPTS_EXHAUSTED) == 1
-    assert ends.count(FinishReason.LENGTH) == 23
-    assert len([update for update in scene.updates if update.lost]) == 2
+    assert ends == [FinishReason.LENGTH] * 31 + [FinishReason.ATTEMPTS_EXHAUSTED]
+    assert len([update for update in scene.updates if update.lost]) == 6
+
+
+def test_where_lost_workers_are_not_replaced_suspects_are_tried_one_by_one():
+    """Two workers are lost by a poisoned request, never more."""
+    requests = [
+        replace(one, params=replace(one.params, max_tokens=20 if n % 3 == 2 else 1))
+        for n, one in enumerate(long_requests(24))
+    ]  # rank 2 has 8 long ones
+    scene = Scene(num_ranks=3, num_slots=8, worker=poisoned("r23", dies_in=4),
+                  on_worker_loss="continue", resume_lost=True)  # fmt: skip
+    scene.run(requests)
+    check(scene, requests)
+    ends = [scene.finish_reason(request.id) for request in requests]
+    assert ends == [FinishReason.LENGTH] * 23 + [FinishReason.ATTEMPTS_EXHAUSTED]
+    lost = [update for update in scene.updates if update.lost]
+    assert len(lost) == 2
 
 
 @pytest.mark.parametrize("resume_lost", [False, True])
