@@ -41,7 +41,7 @@ class Pulse:
       phase: what it is doing.
       done, total: of the tensors that it loads, or of the programs that it compiles; a total of 0
         is not known.
-      what: the name of the program that it compiles.
+      what: the name of the program that it compiles, beside its steps too.
       members: what the other processes of its group do, each as `str` of its pulse.
       devices: what it computes on, in JAX's words.
       missing: it has noticed that a command did not arrive.
@@ -132,11 +132,13 @@ class Vitals:
     Attributes:
       pulse: as it stands now.
       members: asked what the other processes of the group do, at every heartbeat.
+      beside: the program that is compiled while steps go on; empty for none.
     """
 
     def __init__(self) -> None:
         self.pulse = Pulse(phase=Phase.IMPORTING)
         self.members: Callable[[], tuple[str, ...]] = tuple
+        self.beside = ""
         self.told: Callable[[], None] = lambda: None  # wakes the thread that sends heartbeats
         self._writing = threading.Lock()
 
@@ -152,7 +154,7 @@ class Vitals:
 
     def advance(self) -> None:
         """Count a step."""
-        self.enter(Phase.STEPPING)
+        self.enter(Phase.STEPPING, what=f"compiling {self.beside}" if self.beside else "")
         self.change(progress=self.pulse.progress + 1)
 
     def be_ready(self, devices: tuple[str, ...]) -> None:

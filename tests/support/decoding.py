@@ -103,9 +103,16 @@ def compiled(config):
         return Compiled(config)
 
 
+class Functions(SimpleNamespace):
+    """Functions in place of a `Compiled`."""
+
+    def of(self, kind):
+        return self
+
+
 def without_jit(config):
     """The same functions, called as they are."""
-    return SimpleNamespace(
+    return Functions(
         admit=admit,
         release=release,
         prefill_chunk=functools.partial(prefill_chunk, config),
@@ -151,7 +158,7 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
     recorders = {"step": recording_step} | {
         name: recording_chunk(name) for name in ("prefill_chunk", "score_chunk")
     }
-    recording = SimpleNamespace(**vars(shared) | recorders)
+    recording = Functions(**vars(shared) | recorders)
     worker = Worker(settings, params, sent, prefill_chunk=chunk, compiled=recording,
                     fused=fused, **options)  # fmt: skip
     result = Run(outputs=outputs, records={request.id: [] for request in requests},
@@ -200,7 +207,7 @@ class Local:
         )
         self.sent, self.outputs, self.messages = Sent(), [], []
         self.shared = compiled(settings)
-        recording = SimpleNamespace(**vars(self.shared) | {"step": self.step})
+        recording = Functions(**vars(self.shared) | {"step": self.step})
         self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk, compiled=recording,
                              fused=False, **options)  # fmt: skip
         self.ring = self  # the rank's worker, and its ring

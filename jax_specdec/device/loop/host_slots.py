@@ -15,7 +15,7 @@ from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
 from jax_specdec.device.messages.asked import Asked, Widths, asked_of, sampling_of, widths_of
-from jax_specdec.device.messages.asked_changes import changes_of
+from jax_specdec.device.messages.asked_changes import ChangesSize, changes_of
 from jax_specdec.device.sampling.logit_changes import Changes
 from jax_specdec.requests import Request, SamplingParams
 
@@ -65,20 +65,21 @@ def asked_of_slots(slots: Sequence[Slot], widths: Widths) -> Asked:
 class AllAsked(NamedTuple):
     """What the slots ask of a step; the same until a slot gets or loses a request."""
 
-    widths: Widths
     asked: Asked
     changes: Changes | None  # None where no slot changes the logits that choose
 
 
-def all_asked(slots: Sequence[Slot], vocab_size: int) -> AllAsked:
-    """What these slots ask of a step: static limits, and values on the device."""
-    widths = widths_of_slots(slots, vocab_size)
-    changes = changes_of(
-        [slot.params for slot in slots],
-        prompt_lengths=[slot.prompt_length for slot in slots],
-        num_emitted=[slot.num_emitted for slot in slots],
-    )
-    return AllAsked(widths, asked_of_slots(slots, widths), changes)
+def all_asked(slots: Sequence[Slot], widths: Widths, changes_size: ChangesSize | None) -> AllAsked:
+    """What these slots ask of a step, on the device, in tables of the sizes of a program."""
+    changes = None
+    if changes_size is not None:
+        changes = changes_of(
+            [slot.params for slot in slots],
+            changes_size,
+            prompt_lengths=[slot.prompt_length for slot in slots],
+            num_emitted=[slot.num_emitted for slot in slots],
+        )
+    return AllAsked(asked_of_slots(slots, widths), changes)
 
 
 def target_bound(slots: Sequence[Slot]) -> int:
@@ -154,7 +155,15 @@ def wants_one_read(slots: Sequence[Slot]) -> OneRead:
     """
     taken = [slot.params for slot in slots if slot.occupied]
     asked = sum(params.num_columns > 0 for params in taken)
-    plain = all(
+    if not plain(slots) or not 2 * asked >= len(taken) > 0:
+        return OneRead.NOTHING
+    greedy = all(params.temperature == 0 for params in taken)
+    return OneRead.GREEDY if greedy else OneRead.SAMPLED
+
+
+def plain(slots: Sequence[Slot]) -> bool:
+    """Whether no slot asks for more than the top K of the raw logits, or chooses from others."""
+    return all(
         not params.extra_token_ids
         and not params.changes_logits
         and (
@@ -162,12 +171,8 @@ def wants_one_read(slots: Sequence[Slot]) -> OneRead:
             or not params.num_columns
             or (params.temperature == 0 and params.logprobs_mode is LogprobsMode.SCALED)
         )
-        for params in taken
+        for params in (slot.params for slot in slots if slot.occupied)
     )
-    if not plain or not 2 * asked >= len(taken) > 0:
-        return OneRead.NOTHING
-    greedy = all(params.temperature == 0 for params in taken)
-    return OneRead.GREEDY if greedy else OneRead.SAMPLED
 
 
 def admission(

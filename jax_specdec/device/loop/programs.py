@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jax_specdec.device.loop import prompt_scoring
+from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import (
     LoopConfig,
@@ -43,6 +44,7 @@ class Compiled:
     leading: Callable[..., jax.Array] = field(init=False)
 
     def __post_init__(self) -> None:
+        # A function of its own each, as JAX keeps what it compiles by function.
         # The state is donated: a step updates the caches in place, where they are.
         places = state_shardings(self.config)
         self.admit = jax.jit(admit, donate_argnums=0, out_shardings=places)
@@ -69,7 +71,8 @@ class Compiled:
         )
         static = ("widths", "process_rank")
         self.prompt_message = jax.jit(
-            prompt_scoring.prompt_message, static_argnames=(*static, "vocab_size")
+            functools.partial(prompt_scoring.prompt_message),
+            static_argnames=(*static, "vocab_size"),
         )
         parallel = self.config.parallel
         self.target_message = jax.jit(
@@ -81,10 +84,14 @@ class Compiled:
             static_argnames=static,
         )
         self.leading = jax.jit(
-            leading,
+            functools.partial(leading),
             static_argnums=1,
             out_shardings=parallel.everywhere,  # every process reads them
         )
+
+    def of(self, kind: Kind | PromptKind) -> "Compiled":
+        """The functions that batches or prompts of a kind use: here all kinds use the same."""
+        return self
 
 
 def leading(words: jax.Array, count: int) -> jax.Array:

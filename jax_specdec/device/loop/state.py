@@ -174,6 +174,15 @@ def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopS
     )
 
 
+def with_told(state: LoopState, told: Any) -> LoopState:
+    """The state with something else told of its drafts.
+
+    What is told has the widths of a batch. Programs that only pass it on are called without it, so
+    that they are not compiled for each.
+    """
+    return state._replace(drafts=state.drafts._replace(told=told))
+
+
 def release(state: LoopState, slot: Int32[Array, ""]) -> LoopState:
     """Stop the request in `slot`."""
     return state._replace(

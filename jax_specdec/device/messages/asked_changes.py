@@ -4,7 +4,7 @@ Axes: B slots, I ids that a request names.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,29 +14,45 @@ from jax_specdec.device.sampling.logit_changes import Changes, Penalties
 from jax_specdec.requests import SamplingParams
 
 
+class ChangesSize(NamedTuple):
+    """The size of what a batch changes; a program is compiled for each."""
+
+    ids: int  # I: columns of the tables of biased and of held-back ids
+    penalties: bool  # some slot has any
+
+    def holds(self, other: "ChangesSize") -> bool:
+        """Whether tables of this size have room for what is of the other one."""
+        return self.ids >= other.ids and self.penalties >= other.penalties
+
+
+def changes_size(params: Sequence[SamplingParams]) -> ChangesSize | None:
+    """The size of what the requests of a batch change; None where none changes anything."""
+    if not any(one.changes_logits for one in params):
+        return None
+    named = (*(one.logit_bias for one in params), *map(_held, params))
+    return ChangesSize(
+        ids=changes_bucket(max(map(len, named))), penalties=any(one.penalizes for one in params)
+    )
+
+
 def changes_of(
     params: Sequence[SamplingParams],
+    size: ChangesSize,
     prompt_lengths: Sequence[int],
     num_emitted: Sequence[int],
-) -> Changes | None:
+) -> Changes:
     """What the requests of a batch change, on the device: request b is in slot b.
 
     Args:
       params: of B requests.
+      size: at least their `changes_size`.
       prompt_lengths: [B] tokens that each request was admitted with.
       num_emitted: [B] how many of them, at the end, were emitted for it elsewhere.
-
-    Returns:
-      None where no request changes anything.
     """
-    if not any(one.changes_logits for one in params):
-        return None
-    biases = [one.logit_bias for one in params]
-    held = [one.stop_token_ids if one.min_tokens else () for one in params]
-    width = changes_bucket(max(map(len, (*biases, *held))))
+    biases, width = [one.logit_bias for one in params], size.ids
     lengths = np.array(prompt_lengths, np.int32)
     penalties = None
-    if any(one.penalizes for one in params):
+    if size.penalties:
         penalties = Penalties(
             repetition=_floats(one.repetition_penalty for one in params),
             frequency=_floats(one.frequency_penalty for one in params),
@@ -46,12 +62,16 @@ def changes_of(
     changes = Changes(
         bias_ids=_table([[id for id, _ in one] for one in biases], width, -1, np.int32),
         bias=_table([[bias for _, bias in one] for one in biases], width, 0, np.float32),
-        held_ids=_table(held, width, -1, np.int32),
+        held_ids=_table([_held(one) for one in params], width, -1, np.int32),
         held_until=_on_host(lengths + np.array([one.min_tokens for one in params], np.int32)),
         penalties=penalties,
     )
     on_device: Changes = jax.device_put(changes)
     return on_device
+
+
+def _held(params: SamplingParams) -> tuple[int, ...]:
+    return params.stop_token_ids if params.min_tokens else ()
 
 
 def _floats(values: Iterable[float]) -> Any:

@@ -1,11 +1,13 @@
 """The phases of compiling, as JAX tells them: a worker that compiles is not one that hangs."""
 
+import threading
 from collections.abc import Collection
 from typing import Any
 
 import jax
 
 from jax_specdec.control import Phase, Pulse, Vitals
+from jax_specdec.device.worker import beside
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compiler gets the program next
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -18,7 +20,8 @@ def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
 
     Programs are compiled when they are first needed, and requests decide which ones are. So the
     total is that of the programs that were compiled, and of those in `needed` that were not: it
-    grows where requests need others. Every event of JAX's counts as progress: a long trace ends,
+    grows where requests need others. A program that is compiled beside the steps does not end their
+    phase, which names it. Every event of JAX's counts as progress: a long trace ends,
     and so does a lowering.
 
     Args:
@@ -30,15 +33,21 @@ def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
 
     def heard(event: str, duration_secs: float, **more: Any) -> None:
         nonlocal count, name, lowering
+        aside = threading.current_thread().name == beside.NAME
         if event == LOWERED:
             count += 1
-            if not before:
+            if not before and not aside:
                 before.append(vitals.pulse)
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             lowering = duration_secs
             left.discard(name)
             total = count + len(left) if needed else 0
-            vitals.enter(Phase.COMPILING, count, total, what=name)
+            if aside:
+                vitals.beside = name
+            if not aside or vitals.pulse.phase is Phase.COMPILING:
+                vitals.enter(Phase.COMPILING, count, total, what=name)
+        elif event == COMPILED and aside:
+            vitals.beside = ""
         elif event == COMPILED and before:
             pulse = before.pop()
             vitals.enter(pulse.phase, pulse.done, pulse.total)

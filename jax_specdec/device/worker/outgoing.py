@@ -23,18 +23,17 @@ class Outgoing:
     """Makes the words of messages and starts their copies.
 
     Attributes:
-      compiled: the programs that pack.
       process_rank: the number in the headers.
       sends_drafts: whether there are draft messages. There are none where drafts are not drawn, or
         where a prefill node hands them over.
     """
 
-    compiled: Compiled
     process_rank: int
     sends_drafts: bool
 
     def of_step(
         self,
+        programs: Compiled,
         output: StepOutput,
         step: int,
         host_slots: Sequence[Slot],
@@ -45,6 +44,7 @@ class Outgoing:
         """A step's target message and, where a request asks for it, its draft message.
 
         Args:
+          programs: those that pack.
           output: the step's, on the device.
           step: its number.
           host_slots: [B] as they were when it was launched.
@@ -61,13 +61,13 @@ class Outgoing:
             "process_rank": self.process_rank,
             "weights_version": np.uint32(weights_version),
         }
-        words = self.compiled.target_message(
+        words = programs.target_message(
             output, asked, _halves(step), np.bool_(draft_follows), **more
         )
-        sent = [self._copy(words, target_bound(host_slots))]
+        sent = [self._copy(programs, words, target_bound(host_slots))]
         if draft_follows:
-            words = self.compiled.draft_message(output, asked, _halves(step), **more)
-            sent.append(self._copy(words, draft_bound(host_slots)))
+            words = programs.draft_message(output, asked, _halves(step), **more)
+            sent.append(self._copy(programs, words, draft_bound(host_slots)))
         return tuple(sent)
 
     def draft_follows(self, host_slots: Sequence[Slot]) -> bool:
@@ -77,6 +77,7 @@ class Outgoing:
 
     def of_prompt(
         self,
+        programs: Compiled,
         scored: ScoredChunk,
         num_tokens: int,
         next_step: int,
@@ -90,6 +91,7 @@ class Outgoing:
         """The message of one chunk of the prompt of slot `index`, [words] uint32.
 
         Args:
+          programs: those that pack.
           scored: the chunk's logprobs, on the device.
           num_tokens: tokens of it that are the prompt's; the rest is padding.
           next_step: the number of the step that it precedes.
@@ -100,23 +102,23 @@ class Outgoing:
           asked: what it asks for, on the device.
           weights_version: of the weights that the chunk was run with.
         """
-        words = self.compiled.prompt_message(
+        words = programs.prompt_message(
             scored,
             index,
             asked,
             np.array([slot.generation for slot in host_slots], np.uint32),
             _halves(next_step),
             widths=widths,
-            vocab_size=self.compiled.config.model.vocab_size,
+            vocab_size=programs.config.model.vocab_size,
             process_rank=self.process_rank,
             weights_version=np.uint32(weights_version),
         )
-        return self._copy(words, prompt_bound(host_slots, scoring, num_tokens))
+        return self._copy(programs, words, prompt_bound(host_slots, scoring, num_tokens))
 
-    def _copy(self, words: jax.Array, bound: int) -> jax.Array:
+    def _copy(self, programs: Compiled, words: jax.Array, bound: int) -> jax.Array:
         """Start the copy of a message of at most `bound` words to the host."""
         # Packing compiles once for each width, and only this cut once for each bucket.
-        cut = self.compiled.leading(words, min(words_bucket(bound), words.size))
+        cut = programs.leading(words, min(words_bucket(bound), words.size))
         cut.copy_to_host_async()
         return cut
 

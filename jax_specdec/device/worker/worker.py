@@ -5,7 +5,8 @@ device computes, the host takes commands, waits for the copy of the last step's 
 them. Everything that step n + 1 needs from step n stays on the device.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,14 +30,17 @@ from jax_specdec.control import (
 )
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllAsked, OneRead, Slot
+from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled
-from jax_specdec.device.loop.state import LoopConfig, init_state
-from jax_specdec.device.messages.asked import Widths
+from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_told
 from jax_specdec.device.model.sharding import params_specs
+from jax_specdec.device.worker.beside import Jobs
 from jax_specdec.device.worker.device_checks import check
+from jax_specdec.device.worker.new_kinds import NewKinds
 from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing
 from jax_specdec.device.worker.prefix_cache import PrefixCache
+from jax_specdec.device.worker.prepared import as_told
 from pallas_kernels import gpu_obstacle
 
 
@@ -72,6 +76,7 @@ class Worker:
         publish: bool = True,
         compiled: Compiled | None = None,
         fused: bool | None = None,
+        compiler: Jobs | None = None,
         weights_version: int = 0,
         load: Callable[[str, Any], Any] | None = None,
     ) -> None:
@@ -90,6 +95,9 @@ class Worker:
           compiled: the loop's programs, where workers of one configuration share them.
           fused: let verification and logprobs share one read where that pays; None: of greedy
             slots where the GPU kernels run, and of sampled ones where they do not.
+          compiler: compiles what a request needs while the others go on, which then run as
+            `NewKinds` says; `compiled` must be `KeptPrograms`. None: programs are compiled when
+            they are first needed, and everything waits for them.
           weights_version: the number of `params`, which messages carry.
           load: reads other weights for the commands `Prepare`: of a path, and the weights in use;
             an error of its refuses them. None: there are no others.
@@ -103,22 +111,29 @@ class Worker:
         self.publish = publish
         self.compiled = compiled or Compiled(config)
         self.state = init_state(config)
-        self.fused = runs_on_gpu(config) if fused is None else fused
-        whole = config.parallel.mesh is None  # on each device
-        self.fused_sampled = whole and (not runs_on_gpu(config) if fused is None else fused)
+        self.one_reads = self._one_reads(fused)
         draws = self.state.drafts.q is not None
-        self.outgoing = Outgoing(self.compiled, process_rank, draws and not config.prefill_only)
+        self.outgoing = Outgoing(process_rank, draws and not config.prefill_only)
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.prefix_reuse = prefix_reuse
         self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
+        self.kind = Kind()  # whose programs the last step ran
         self.asked: AllAsked | None = None  # by the slots; None once they changed
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
+        self.new_kinds = None if compiler is None else NewKinds(self, compiler)
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to launch or to publish."""
+        """Whether anything is left to launch, to publish or to decide."""
+        if self.new_kinds is not None and self.new_kinds.unsettled:
+            return True
         return self.launched is not None or any(s.occupied or s.verdict for s in self.slots)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for a program, which is compiled."""
+        return 0 if self.new_kinds is None else len(self.new_kinds.held)
 
     def apply(self, command: Command) -> bool:
         """Carry out one command between two steps; False after the last one.
@@ -136,7 +151,7 @@ class Worker:
         elif isinstance(command, Release):
             self._take_back(command.slot, command.generation, verdict=0)
         elif isinstance(command, Evict):
-            if self.slots[command.slot].occupied:
+            if self.slots[command.slot].occupied or self._holds(command):
                 verdict = SlotState.PREEMPTED if command.reschedule else SlotState.RECOVERY_STOP
                 self._take_back(command.slot, command.generation, verdict)
         elif isinstance(command, Advance):
@@ -154,6 +169,8 @@ class Worker:
 
     def advance(self) -> None:
         """Launch the next step, then publish the one before it."""
+        if self.new_kinds is not None:
+            self.new_kinds.settle()
         prompts = [
             words
             for index, slot in enumerate(self.slots)
@@ -177,7 +194,7 @@ class Worker:
         self.launched = None
 
     def _admit(self, command: Admit) -> None:
-        request, drafter, vocab = command.request, self.config.drafter, self.config.model.vocab_size
+        request, vocab = command.request, self.config.model.vocab_size
         if self.slots[command.slot].verdict:
             raise ValueError(
                 f"slot {command.slot} was evicted and no message has said so yet: "
@@ -188,29 +205,66 @@ class Worker:
                 f"request {request.id!r}: draft token id {wrong[0]} is outside the vocabulary "
                 f"(0 to {vocab - 1})"
             )
-        self.state = self.compiled.admit(
-            self.state,
+        if self.new_kinds is None:
+            self.place(command)
+        else:
+            self.new_kinds.hold(command)
+
+    def place(self, command: Admit) -> None:
+        """Put a request into its slot; its prompt runs from the next step on."""
+        request = command.request
+        self._change(
+            self.compiled.admit,
             np.int32(command.slot),
             host_slots.admission(
-                request, self.config.max_length, drafter.num_drafts, command.draft_token_ids
+                request,
+                self.config.max_length,
+                self.config.drafter.num_drafts,
+                command.draft_token_ids,
             ),
         )
         # Every row of a prompt's logprobs needs its hidden state, which is in no cache.
         shared = self.prefix_reuse and request.params.prompt_logprobs is None
         prompt = request.prompt_token_ids if shared else ()
-        self._set(
-            command.slot,
-            Slot(
-                generation=command.generation,
-                params=request.params,
-                most_tokens=host_slots.most_drafts(request, drafter.num_drafts) + 1,
-                prefill_at=self.prefixes.admit(command.slot, prompt),
-                prefill_length=len(request.prompt_token_ids),
-                prompt_length=len(request.prompt_token_ids),
-                num_emitted=request.num_emitted,
-                score_from=None if request.params.prompt_logprobs is None else 0,
-            ),
+        slot = self.slot_of(command)
+        slot.prefill_at = self.prefixes.admit(command.slot, prompt)
+        self._set(command.slot, slot)
+
+    def slot_of(self, command: Admit) -> Slot:
+        """The slot as it is once its request is there."""
+        request = command.request
+        return Slot(
+            generation=command.generation,
+            params=request.params,
+            most_tokens=host_slots.most_drafts(request, self.config.drafter.num_drafts) + 1,
+            prefill_at=0,
+            prefill_length=len(request.prompt_token_ids),
+            prompt_length=len(request.prompt_token_ids),
+            num_emitted=request.num_emitted,
+            score_from=None if request.params.prompt_logprobs is None else 0,
         )
+
+    def kind_of(self, slots: Sequence[Slot]) -> Kind:
+        """The cheapest kind of programs for these slots."""
+        return Kind.of_slots(
+            slots,
+            self.config.model.vocab_size,
+            one_reads=self.one_reads,
+            draws=self.outgoing.sends_drafts,
+        )
+
+    def prompt_kind_of(self, slot: Slot) -> PromptKind:
+        """The kind of programs for the prompt of a slot that wants its logprobs."""
+        widths = host_slots.widths_of_slots(
+            [host_slots.for_prompt(slot)], self.config.model.vocab_size
+        )
+        chunk = host_slots.chunk_size(slot, self.config, self.prefill_chunk)
+        return PromptKind(chunk, widths)
+
+    def end(self, command: Admit) -> None:
+        """End a request that was not placed, with an error; the next message says so."""
+        verdict = SlotState.RECOVERY_STOP
+        self._set(command.slot, Slot(generation=command.generation, verdict=verdict))
 
     def _commit(self, command: Commit) -> None:
         """Use other weights from the next step on; what runs runs its tokens again.
@@ -223,7 +277,7 @@ class Worker:
         state = self.state
         runs = np.asarray(state.active) | np.asarray(state.prefilling)
         tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
-        self.state = self.compiled.start_again(state)
+        self._change(self.compiled.start_again)
         reused, self.prefixes = self.prefixes.reused, PrefixCache(len(runs), self.prefill_chunk)
         self.prefixes.reused = reused
         for index, slot in enumerate(self.slots):
@@ -250,10 +304,25 @@ class Worker:
 
     def _take_back(self, index: int, generation: int, verdict: int) -> None:
         """Free a slot if it is still of this generation; the next message tells the verdict."""
+        if self.new_kinds is not None and self.new_kinds.let_go(index, generation):
+            self._set(index, Slot(generation=generation, verdict=verdict))
+            return
         slot = self.slots[index]
         if slot.generation == generation and (slot.occupied or slot.verdict):
-            self.state = self.compiled.release(self.state, np.int32(index))
+            self._change(self.compiled.release, np.int32(index))
             self._set(index, Slot(generation=generation, verdict=verdict))
+
+    def _holds(self, command: Evict) -> bool:
+        return self.new_kinds is not None and command.slot in self.new_kinds.held
+
+    def bare_state(self, told: Any = None) -> LoopState:
+        """The state with something else told of its drafts."""
+        return with_told(self.state, told)
+
+    def _change(self, program: Callable[..., LoopState], *arguments: Any) -> None:
+        """Run a program on the state that only passes on what is told of drafts."""
+        told = self.state.drafts.told
+        self.state = with_told(program(with_told(self.state, None), *arguments), told)
 
     def _set(self, index: int, slot: Slot) -> None:
         self.slots[index] = slot
@@ -269,9 +338,10 @@ class Worker:
         places = np.int32(index), np.int32(start)
         words: tuple[jax.Array, ...] = ()
         if slot.score_from is None:
-            self.state = self.compiled.prefill_chunk(self.params, self.state, *places, chunk=chunk)
+            run = functools.partial(self.compiled.prefill_chunk, self.params, chunk=chunk)
+            self._change(run, *places)
         else:
-            words = self._score(slot, places, chunk)
+            words = self._score(slot, places)
         following = start + chunk
         self.prefixes.hold(index, following)
         slot.prefill_at = following if following < slot.prefill_length - 1 else None
@@ -287,45 +357,48 @@ class Worker:
         source, held = self.prefixes.longest(index)
         if held <= start:
             return start
-        self.state = self.compiled.copy_prefix(self.state, np.int32(source), np.int32(index))
+        self._change(self.compiled.copy_prefix, np.int32(source), np.int32(index))
         self.prefixes.hold(index, held, reused=True)
         return held
 
-    def _score(
-        self, slot: Slot, places: tuple[np.int32, np.int32], chunk: int
-    ) -> tuple[jax.Array, ...]:
+    def _score(self, slot: Slot, places: tuple[np.int32, np.int32]) -> tuple[jax.Array, ...]:
         """Run one chunk of a prompt and its logprobs; the words of its message, if it has any."""
-        scoring = host_slots.for_prompt(slot)
-        widths = host_slots.widths_of_slots([scoring], self.config.model.vocab_size)
+        scoring, kind = host_slots.for_prompt(slot), self.prompt_kind_of(slot)
+        programs, (chunk, widths) = self.compiled.of(kind), kind
         asked = host_slots.asked_of_slots([scoring], widths)
-        self.state, scored = self.compiled.score_chunk(
-            self.params, self.state, *places, asked, chunk=chunk, widths=widths
+        told = self.state.drafts.told
+        state, scored = programs.score_chunk(
+            self.params, with_told(self.state, None), *places, asked, chunk=chunk, widths=widths
         )
+        self.state = with_told(state, told)
         num_tokens = min(chunk, slot.prefill_length - 1 - (slot.prefill_at or 0))
         if num_tokens <= 0 or (slot.prefill_at or 0) < (slot.score_from or 0):
             return ()
         words = self.outgoing.of_prompt(
-            scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths, asked,
-            self.weights_version,
+            programs, scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths,
+            asked, self.weights_version,
         )  # fmt: skip
         return (words,)
 
     def _launch(self) -> tuple[jax.Array, ...]:
         """Start a step and the copy of its messages; what the host knows now bounds their size."""
         if self.asked is None:
-            self.asked = host_slots.all_asked(self.slots, self.config.model.vocab_size)
-        widths, asked, changes = self.asked
-        self.state, output = self.compiled.step(
-            self.params,
-            self.state,
-            asked,
-            told=widths if self.outgoing.draft_follows(self.slots) else None,
-            changes=changes,
-            **self._one_read(widths),
+            self.kind = self.kind_of(self.slots)
+            if self.new_kinds is not None:
+                self.kind = self.new_kinds.closest(self.kind)
+            self.asked = host_slots.all_asked(self.slots, self.kind.widths, self.kind.changes)
+        programs, (asked, changes) = self.compiled.of(self.kind), self.asked
+        state = self.state
+        if self.new_kinds is not None:
+            told = as_told(self.kind, state.drafts.told, state.drafts.token_ids)
+            state = with_told(state, told)
+        self.state, output = programs.step(
+            self.params, state, asked, changes=changes, **self.kind.step_options
         )
         words = self.outgoing.of_step(
-            output, self.step_number, self.slots, widths, asked, self.weights_version
-        )
+            programs, output, self.step_number, self.slots, self.kind.widths, asked,
+            self.weights_version,
+        )  # fmt: skip
         self.step_number += 1
         # On every process, whether it publishes or not: a verdict or a request that was handed
         # over is told once, and must not be told of the slot's next request.
@@ -334,14 +407,13 @@ class Worker:
                 self._set(index, Slot(generation=slot.generation))
         return words
 
-    def _one_read(self, widths: Widths) -> dict[str, Any]:
-        """The arguments of `step` that say whether one read serves verification and logprobs."""
-        one_read = host_slots.wants_one_read(self.slots)
-        if one_read is OneRead.SAMPLED and self.fused_sampled:
-            return {"fused_k": widths.k, "fused_greedy": False}
-        if one_read is OneRead.GREEDY and self.fused:
-            return {"fused_k": widths.k}
-        return {}
+    def _one_reads(self, fused: bool | None) -> tuple[OneRead, ...]:
+        """What one read may serve here beside logprobs; see `fused`."""
+        on_gpu = runs_on_gpu(self.config)
+        greedy = on_gpu if fused is None else fused
+        sampled = not on_gpu if fused is None else fused
+        whole = self.config.parallel.mesh is None  # on each device
+        return (OneRead.GREEDY,) * greedy + (OneRead.SAMPLED,) * (sampled and whole)
 
     def _publish(self, launched: Launched) -> None:
         """Send a step's messages once they are on the host; free the slots that have stopped."""

@@ -1,6 +1,7 @@
 """The model worker's process: commands come over the control plane, messages go into the ring."""
 
 import functools
+import gc
 import importlib
 import queue
 import sys
@@ -23,6 +24,7 @@ from jax_specdec.control import (
     WorkerConfig,
 )
 from jax_specdec.device.drafting.by_name import make_drafter
+from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.programs import PROGRAMS
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
@@ -31,6 +33,7 @@ from jax_specdec.device.model.other_weights import other_weights, own_weights
 from jax_specdec.device.model.own_model import Model, OwnModel
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
+from jax_specdec.device.worker.beside import Beside, Jobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.text.tokenizer import text_encoder
@@ -60,7 +63,7 @@ def serve(
             command: Command = Advance()
         else:
             if not worker.busy:
-                vitals.enter(Phase.IDLE)
+                _enter_rest(worker, vitals)
             command = commands.get()
         tell(command)
         if not worker.apply(command):
@@ -72,10 +75,25 @@ def serve(
             vitals.use(worker.weights_version)
 
 
+def _enter_rest(worker: Worker, vitals: Vitals) -> None:
+    """Say that nothing is to be done, or that all requests wait for programs."""
+    if worker.num_held:
+        vitals.enter(Phase.COMPILING, what=vitals.beside)
+    else:
+        vitals.enter(Phase.IDLE)
+
+
 def make_worker(
-    start: Start, sender: Sender, *, vitals: Vitals | None = None, publish: bool = True
+    start: Start,
+    sender: Sender,
+    *,
+    vitals: Vitals | None = None,
+    publish: bool = True,
+    compiler: Jobs | None = None,
 ) -> Worker:
     """Load the model and make its worker, with empty slots; `vitals` is told of each tensor.
+
+    With `compiler`, programs are compiled beside its steps.
 
     An error that the user can mend ends the process, with the reason on stderr: the engine shows
     it.
@@ -93,6 +111,8 @@ def make_worker(
         prefix_reuse=start.config.prefix_reuse,
         process_rank=start.process_rank,
         publish=publish,
+        compiled=KeptPrograms(loop),
+        compiler=compiler,
         weights_version=start.config.weights_version,
         load=load,
     )
@@ -200,9 +220,14 @@ def main(child: Child) -> int:
     compilation_cache.begin(start.config.compilation_cache)
     compilations.watch(child.vitals, PROGRAMS)
     assert child.ring is not None
-    with child.ring as ring, Lead(start, ring, child.client) as lead:
+    beside = Beside(lambda: child.commands.put(Advance()))
+    with beside, child.ring as ring, Lead(start, ring, child.client) as lead:
         child.vitals.enter(Phase.LOADING)
-        worker = make_worker(start, lead, vitals=child.vitals)
+        # The processes of a group run the same programs at the same step: they compile together.
+        compiler = beside if start.config.num_processes == 1 else None
+        worker = make_worker(start, lead, vitals=child.vitals, compiler=compiler)
+        gc.collect()
+        gc.freeze()  # what is there stays: a collection of all of it would hold up every request
         child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
         serve(worker, child.commands, lead.tell, child.vitals, lead.refusal)
     return 0

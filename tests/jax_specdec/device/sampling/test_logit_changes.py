@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec.device.messages.asked_changes import changes_of
+from jax_specdec.device.messages.asked_changes import changes_of, changes_size
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.device.sampling.logit_changes import Written, changed_logits
 from jax_specdec.requests import SamplingParams
@@ -30,7 +30,7 @@ def written(prompts, emitted, drafts, length=12):
 
 
 def changed(logits, params, prompts, emitted, drafts, parallel=ONE_DEVICE):
-    changes = changes_of(params, [*map(len, prompts)], [0] * len(params))
+    changes = changes_of(params, changes_size(params), [*map(len, prompts)], [0] * len(params))
     call = quick_compile.jit(partial(changed_logits, parallel=parallel))
     return np.asarray(call(jnp.asarray(logits), changes, written(prompts, emitted, drafts)))
 
@@ -91,7 +91,7 @@ def test_every_slot_against_lists(dtype):
 def test_counts_of_long_requests(length):
     """Each token is the same one: the narrow table's last count, and the first beyond it."""
     params = SamplingParams(frequency_penalty=1 / 64, presence_penalty=1.0)
-    changes = changes_of([params], [0], [0])
+    changes = changes_of([params], changes_size([params]), [0], [0])
     tokens = Written(jnp.full((1, length), 3), jnp.int32([length]), jnp.zeros((1, 0), jnp.int32))
     found = quick_compile.jit(changed_logits)(jnp.zeros((1, 1, 4)), changes, tokens)
     np.testing.assert_array_equal(found[0, 0], [0, 0, 0, -length / 64 - 1])
@@ -134,7 +134,7 @@ def test_shards_give_the_bits_of_one_device(shards, padding):
 def test_the_result_is_split_as_the_logits_are():
     logits, params, prompts, emitted, drafts = some()
     parallel = Parallel(mesh_of(4))
-    changes = changes_of(params, [*map(len, prompts)], [0] * len(params))
+    changes = changes_of(params, changes_size(params), [*map(len, prompts)], [0] * len(params))
     call = quick_compile.jit(partial(changed_logits, parallel=parallel))
     compiled = call.lower(logits, changes, written(prompts, emitted, drafts)).compile()
     assert jax.tree.leaves(compiled.output_shardings)[0].spec[-1] == "model"

@@ -16,7 +16,7 @@ from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.records.decode import decode
-from tests.support.decoding import compiled, random_model, request
+from tests.support.decoding import Functions, compiled, random_model, request
 
 D, SLOTS, CHUNK, LENGTH = 3, 3, 8, 64
 COMPILED = (
@@ -60,7 +60,7 @@ class Watched:
         watched = {"step": self.step, "leading": self.leading}
         self.worker = Worker(
             config, params, self, prefill_chunk=CHUNK, fused=False,
-            compiled=SimpleNamespace(**vars(self.functions) | watched),
+            compiled=Functions(**vars(self.functions) | watched),
         )  # fmt: skip
 
     def step(self, params, state, *asked, **options):

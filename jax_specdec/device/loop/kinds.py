@@ -1,0 +1,106 @@
+"""The kind of a batch: what the program of a step and those of its messages are compiled for.
+
+The programs of one kind serve batches that ask for less, too. So a batch goes on with those that it
+has while closer ones are compiled.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from jax_specdec.device.loop.host_slots import (
+    OneRead,
+    Slot,
+    plain,
+    wants_one_read,
+    widths_of_slots,
+)
+from jax_specdec.device.messages.asked import Widths
+from jax_specdec.device.messages.asked_changes import ChangesSize, changes_size
+
+
+class Kind(NamedTuple):
+    """Everything static about a step and its messages, beside the loop's configuration."""
+
+    widths: Widths = Widths()
+    told: bool = False  # a draft message may follow: what it has is made as drafts are drawn
+    one_read: OneRead = OneRead.NOTHING  # what one read serves, beside logprobs
+    changes: ChangesSize | None = None  # None: no slot changes the logits that choose
+
+    @classmethod
+    def of_slots(
+        cls,
+        slots: Sequence[Slot],
+        vocab_size: int,
+        *,
+        one_reads: Collection[OneRead] = (),
+        draws: bool = False,
+    ) -> "Kind":
+        """The cheapest kind that serves these slots.
+
+        Args:
+          slots: [B].
+          vocab_size: V.
+          one_reads: those that are worth it here.
+          draws: drafts are drawn, so there is something to tell of them.
+        """
+        params = [slot.params for slot in slots]
+        one_read = wants_one_read(slots)
+        return cls(
+            widths=widths_of_slots(slots, vocab_size),
+            told=draws and any(one.draft_logprobs for one in params),
+            one_read=one_read if one_read in one_reads else OneRead.NOTHING,
+            changes=changes_size(params),
+        )
+
+    @property
+    def step_options(self) -> dict[str, Any]:
+        """The static arguments of `step`."""
+        options: dict[str, Any] = {"told": self.widths if self.told else None}
+        if self.one_read is not OneRead.NOTHING:
+            options["fused_k"] = self.widths.k
+        if self.one_read is OneRead.SAMPLED:
+            options["fused_greedy"] = False
+        return options
+
+    @property
+    def of_step(self) -> tuple[Any, ...]:
+        """What of the kind the program of a step depends on: less than its messages' do."""
+        return (*self.step_options.items(), self.widths.chosen, self.changes)
+
+    @property
+    def cost(self) -> tuple[Any, ...]:
+        """A cheaper kind comes first."""
+        changes = self.changes or ChangesSize(0, penalties=False)
+        return (
+            changes.penalties, self.widths.num_columns, self.changes is not None, self.told,
+            self.widths.mode, self.widths.chosen, self.widths.kept, changes.ids,
+            self.one_read is OneRead.NOTHING,
+        )  # fmt: skip
+
+    def serves(self, exact: "Kind", slots: Sequence[Slot]) -> bool:
+        """Whether programs of this kind give these slots, of the kind `exact`, what they ask."""
+        has, wanted = self.widths, exact.widths
+        if self.one_read is not OneRead.NOTHING and not (
+            plain(slots) and (self.one_read is OneRead.SAMPLED or _all_greedy(slots))
+        ):
+            return False
+        if exact.changes is not None and not (self.changes and self.changes.holds(exact.changes)):
+            return False
+        return (
+            has.num_columns >= wanted.num_columns
+            and has.chosen >= wanted.chosen
+            and has.mode >= wanted.mode
+            and has.kept >= wanted.kept
+            and self.told >= exact.told
+        )
+
+
+class PromptKind(NamedTuple):
+    """Everything static about the chunks of a prompt with logprobs, and their messages."""
+
+    chunk: int  # positions
+    widths: Widths  # of what the prompt's slot asks for
+
+
+def _all_greedy(slots: Sequence[Slot]) -> bool:
+    return all(slot.params.temperature == 0 for slot in slots if slot.occupied)

@@ -1,0 +1,216 @@
+"""Requests that need programs which are not there yet: they wait, and the others go on.
+
+A batch runs with the programs of its kind, or of one that serves more. A request that no compiled
+kind would serve together with the batch is held: its admission is carried out once its programs
+are there, as if it had come then. They are compiled beside the steps, one kind at a time: for all
+requests that are held by then. Where that fails, each is tried by itself, and one whose programs
+cannot be compiled ends alone.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jax_specdec.control import Admit
+from jax_specdec.device.loop import host_slots
+from jax_specdec.device.loop.host_slots import Slot
+from jax_specdec.device.loop.kept_programs import KeptPrograms
+from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.worker.beside import Jobs
+from jax_specdec.device.worker.prepared import (
+    INDEX,
+    abstract,
+    as_told,
+    compile_batch,
+    compile_prompt,
+)
+from jax_specdec.requests import Request
+
+if TYPE_CHECKING:
+    from jax_specdec.device.worker.worker import Worker
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is compiled now."""
+
+    kinds: tuple[Kind | PromptKind, ...] = ()
+    commands: tuple[Admit, ...] = ()  # that wait for it; none where it only makes steps cheaper
+
+
+class NewKinds:
+    """The requests of a worker that wait for programs.
+
+    Attributes:
+      held: their admissions by slot, in the order in which they came.
+      unsettled: something has changed that `settle` has to look at.
+    """
+
+    def __init__(self, worker: "Worker", compiler: Jobs) -> None:
+        """Begin with none.
+
+        Raises:
+          TypeError: the worker cannot drop programs.
+        """
+        if not isinstance(worker.compiled, KeptPrograms):
+            raise TypeError("compiler needs compiled = KeptPrograms(config)")
+        self.held: dict[int, Admit] = {}
+        self.unsettled = False
+        self._worker, self._compiler, self._programs = worker, compiler, worker.compiled
+        self._job = _Job()
+        self._apart = False  # one request at a time: a compilation for several has failed
+        self._refused: set[Kind | PromptKind] = (
+            set()
+        )  # that could not be compiled, though no request needs them
+        self._shared = [self._first, self._later]  # programs of all kinds that are to be compiled
+
+    def hold(self, command: Admit) -> None:
+        """Take an admission, which `settle` carries out or has its programs compiled."""
+        self.held[command.slot] = command
+        self.unsettled = True
+
+    def let_go(self, slot: int, generation: int) -> bool:
+        """Forget a request that is held; False where there is none."""
+        if slot not in self.held or self.held[slot].generation != generation:
+            return False
+        del self.held[slot]
+        return True
+
+    def closest(self, exact: Kind) -> Kind:
+        """The cheapest kind that serves the slots, which are of the kind `exact`, as it is there.
+
+        It is `exact` itself where none is: where nothing else runs.
+        """
+        if self._programs.is_ready(exact):
+            return exact
+        self.unsettled = True
+        slots = self._worker.slots
+        serving = [kind for kind in self._programs.ready if kind.serves(exact, slots)]
+        return min(serving, key=lambda kind: kind.cost, default=exact)
+
+    def settle(self) -> None:
+        """Admit the requests whose programs are there, and compile what others need."""
+        if self._compiler.ended:
+            self._end_job(self._compiler.take())
+        elif not self.unsettled:
+            return
+        self.unsettled = False
+        for command in [*self.held.values()]:
+            if self._is_served(command):
+                del self.held[command.slot]
+                self._worker.place(command)
+        self._apart &= bool(self.held)
+        if not self._compiler.busy:
+            self._start_job()
+
+    def _slots_with(self, commands: Iterable[Admit]) -> list[Slot]:
+        slots = [*self._worker.slots]
+        for command in commands:
+            slots[command.slot] = self._worker.slot_of(command)
+        return slots
+
+    def _prompt_kinds(self, commands: Iterable[Admit]) -> tuple[PromptKind, ...]:
+        slots = [self._worker.slot_of(command) for command in commands]
+        kinds = [self._worker.prompt_kind_of(s) for s in slots if s.score_from is not None]
+        return tuple(dict.fromkeys(kinds))
+
+    def _is_served(self, command: Admit) -> bool:
+        slots = self._slots_with([command])
+        exact = self._worker.kind_of(slots)
+        return any(kind.serves(exact, slots) for kind in self._programs.ready) and all(
+            map(self._programs.is_ready, self._prompt_kinds([command]))
+        )
+
+    def _start_job(self) -> None:
+        commands = tuple(self.held.values())[: 1 if self._apart else None]
+        slots = self._slots_with(commands)
+        wanted = self._worker.kind_of(slots), *self._prompt_kinds(commands)
+        kinds = tuple(one for one in wanted if not self._programs.is_ready(one))
+        if not commands:
+            kinds = tuple(one for one in kinds if self._cheapens(one))
+        parts = [self._part(one, slots, commands) for one in kinds]
+        if self._shared and (commands or not parts):
+            parts.insert(0, self._shared.pop(0)())
+        if parts:
+            self._job = _Job(kinds, commands)
+            self._compiler.start(functools.partial(_one_after_the_other, parts))
+
+    def _cheapens(self, kind: Kind | PromptKind) -> bool:
+        """Whether somebody runs whose steps a kind would make cheaper."""
+        return self._worker.busy and kind not in self._refused
+
+    def _part(
+        self, kind: Kind | PromptKind, slots: list[Slot], commands: Iterable[Admit]
+    ) -> Callable[[], None]:
+        """What compiles the programs of a kind."""
+        worker, programs = self._worker, self._programs.of(kind)
+        rank = worker.outgoing.process_rank
+        drafts = worker.state.drafts
+        if isinstance(kind, Kind):
+            asked = host_slots.all_asked(slots, kind.widths, kind.changes)
+            told = as_told(kind, None, drafts.token_ids)
+            given = abstract((worker.params, worker.bare_state(told), asked))
+            return functools.partial(compile_batch, programs, kind, *given, rank)
+        slot = next(
+            slot
+            for slot in map(worker.slot_of, commands)
+            if slot.score_from is not None and worker.prompt_kind_of(slot) == kind
+        )
+        one = host_slots.asked_of_slots([host_slots.for_prompt(slot)], kind.widths)
+        given = abstract((worker.params, worker.bare_state(), one))
+        return functools.partial(compile_prompt, programs, kind, *given, rank)
+
+    def _end_job(self, error: Exception | None) -> None:
+        job, self._job = self._job, _Job()
+        if error is None:
+            for kind in job.kinds:
+                self._programs.be_ready(kind)
+            self._worker.asked = None  # a closer kind may be there
+            return
+        why = f"{type(error).__name__}: {error}"
+        if len(job.commands) > 1:
+            self._apart = True
+        elif not job.commands:
+            self._refused.update(job.kinds)
+            _say(f"a program that would make steps cheaper cannot be compiled: {why}")
+        elif self.let_go(job.commands[0].slot, job.commands[0].generation):
+            command = job.commands[0]
+            self._worker.end(command)
+            _say(f"request {command.request.id!r} ends: its programs cannot be compiled: {why}")
+
+    def _first(self) -> Callable[[], None]:
+        """What compiles the programs that every request needs."""
+        worker, chunk = self._worker, self._worker.prefill_chunk
+        params, state = abstract((worker.params, worker.bare_state()))
+        request = Request(id="", prompt_token_ids=(0,))
+        drafts = worker.config.drafter.num_drafts
+        admission = host_slots.admission(request, worker.config.max_length, drafts)
+
+        def job() -> None:
+            self._programs.admit.lower(state, INDEX, admission).compile()
+            self._programs.prefill_chunk.lower(params, state, INDEX, INDEX, chunk=chunk).compile()
+
+        return job
+
+    def _later(self) -> Callable[[], None]:
+        """What compiles programs that some requests need later."""
+        programs, state = self._programs, abstract(self._worker.bare_state())
+
+        def job() -> None:
+            programs.release.lower(state, INDEX).compile()
+            programs.copy_prefix.lower(state, INDEX, INDEX).compile()
+            programs.start_again.lower(state).compile()
+
+        return job
+
+
+def _one_after_the_other(parts: Iterable[Callable[[], None]]) -> None:
+    for part in parts:
+        part()
+
+
+def _say(text: str) -> None:
+    """Write to the worker's output, which the engine keeps in a file."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,146 @@
+"""The programs of a kind, compiled before a batch of that kind runs.
+
+What they are called with is said by shapes, types and places: nothing of it is read, so another
+thread may compile while the state goes on.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_specdec.device.loop import host_slots
+from jax_specdec.device.loop.host_slots import AllAsked, Slot
+from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.buckets import words_bucket
+from jax_specdec.device.sampling.verify import Told
+
+INDEX, STEP = np.int32(0), np.zeros(2, np.uint32)
+
+
+def abstract(tree: Any) -> Any:
+    """Shapes, types and places in place of arrays on devices."""
+
+    def of(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        place = x.sharding if x.committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
+
+    return jax.tree.map(of, tree)
+
+
+def as_told(kind: Kind, told: Told | None, drafts: Any) -> Told | None:
+    """What was told of drafts by programs of an earlier kind, in the widths of this one.
+
+    A slot's own columns are in both. Widths change seldom, and nothing is compiled: it is read.
+
+    Args:
+      kind: of the next step.
+      told: by the last one, if it told anything.
+      drafts: [B, D], where they are.
+    """
+    if not kind.told or kind.widths.k is None:
+        return None
+    shape, columns = drafts.shape, kind.widths.num_columns
+    widths = columns, kind.widths.chosen
+    if told is not None and widths == (told.logprobs.shape[-1], told.extra_logprobs.shape[-1]):
+        return told
+    new = Told(
+        np.zeros((*shape, columns), np.int32),
+        np.zeros((*shape, columns), np.float32),
+        np.zeros(shape, np.int32),
+        np.zeros((*shape, kind.widths.chosen), np.float32),
+    )
+    if told is not None:
+        new.token_ranks[:] = told.token_ranks
+        for name in ("token_ids", "logprobs", "extra_logprobs"):
+            wide, old = getattr(new, name), np.asarray(getattr(told, name))
+            both = min(wide.shape[-1], old.shape[-1])
+            wide[..., :both] = old[..., :both]
+    placed: Told = jax.device_put(new, drafts.sharding if drafts.committed else None)
+    return placed
+
+
+def compile_batch(
+    programs: Compiled, kind: Kind, params: Any, state: Any, asked: AllAsked, process_rank: int
+) -> None:
+    """Compile the step and the messages of a kind.
+
+    Args:
+      programs: of the kind.
+      kind: what for.
+      params: abstract, as the others.
+      state: with what is told of drafts in the widths of the kind.
+      asked: by slots of the kind.
+      process_rank: the number in the messages.
+    """
+    num_slots = programs.config.num_slots
+    traced = programs.step.trace(
+        params, state, asked.asked, changes=asked.changes, **kind.step_options
+    )
+    output = _compiled(traced, (params, state))[1]
+    more = _more(kind.widths, process_rank)
+    message = programs.target_message
+    words = [_compiled(message.trace(output, asked.asked, STEP, np.bool_(False), **more), output)]
+    if kind.told:
+        words.append(
+            _compiled(programs.draft_message.trace(output, asked.asked, STEP, **more), output)
+        )
+    _compile_cuts(programs, num_slots, words)
+
+
+def compile_prompt(
+    programs: Compiled, kind: PromptKind, params: Any, state: Any, asked: Asked, process_rank: int
+) -> None:
+    """Compile the chunks of a prompt with logprobs, and their message; arguments as above."""
+    num_slots = programs.config.num_slots
+    traced = programs.score_chunk.trace(
+        params, state, INDEX, INDEX, asked, chunk=kind.chunk, widths=kind.widths
+    )
+    scored = _compiled(traced, (params, state))[1]
+    message = programs.prompt_message.trace(
+        scored,
+        INDEX,
+        asked,
+        np.zeros(num_slots, np.uint32),
+        STEP,
+        vocab_size=programs.config.model.vocab_size,
+        **_more(kind.widths, process_rank),
+    )
+    _compile_cuts(programs, num_slots, [_compiled(message, scored)])
+
+
+def _more(widths: Widths, process_rank: int) -> dict[str, Any]:
+    return {"widths": widths, "process_rank": process_rank, "weights_version": np.uint32(0)}
+
+
+def _compile_cuts(programs: Compiled, num_slots: int, messages: Sequence[Any]) -> None:
+    for words in messages:
+        for count in _cuts(num_slots, words.size):
+            _compiled(programs.leading.trace(words, count), words)
+
+
+def _cuts(num_slots: int, size: int) -> Iterator[int]:
+    """The lengths that messages of at most `size` words are copied with."""
+    words = host_slots.target_bound([Slot()] * num_slots)
+    while (cut := words_bucket(words)) < size:
+        yield cut
+        words = cut + 1
+    yield size
+
+
+def _compiled(traced: Any, arguments: Any) -> Any:
+    """Compile a program; what it returns, abstract."""
+    compiled = traced.lower().compile()
+    placed = any(
+        getattr(x, "sharding", None) is not None for x in jax.tree.leaves(arguments)
+    )  # otherwise what it returns may be moved, too
+
+    def of(x: Any, place: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if placed else None)
+
+    return jax.tree.map(of, traced.out_info, compiled.output_shardings)
