@@ -15,6 +15,7 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.loop import step as step_module
+from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import LoopConfig, admit, release
@@ -101,6 +102,18 @@ def compiled(config):
     """One compilation for all runs of a configuration, and a quick one."""
     with quick_compile.everything():
         return Compiled(config)
+
+
+class QuickPrograms(KeptPrograms):
+    """Programs that are compiled as quickly as can be."""
+
+    def __init__(self, *arguments):
+        with quick_compile.everything():
+            super().__init__(*arguments)
+
+    def of(self, kind):
+        with quick_compile.everything():
+            return super().of(kind)
 
 
 class Functions(SimpleNamespace):
@@ -196,7 +209,7 @@ class Local:
     pid = os.getpid()
 
     def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
-                 prefill_only=False, **options):  # fmt: skip
+                 prefill_only=False, programs=None, **options):  # fmt: skip
         params, config = model or random_model()
         settings = LoopConfig(
             model=config,
@@ -208,8 +221,8 @@ class Local:
         self.sent, self.outputs, self.messages = Sent(), [], []
         self.shared = compiled(settings)
         recording = Functions(**vars(self.shared) | {"step": self.step})
-        self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk, compiled=recording,
-                             fused=False, **options)  # fmt: skip
+        self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk, fused=False,
+                             compiled=programs or recording, **options)  # fmt: skip
         self.ring = self  # the rank's worker, and its ring
         self.rank = WorkerSession(self, num_slots=num_slots, max_length=max_length,
                          prefill_only=prefill_only)  # fmt: skip

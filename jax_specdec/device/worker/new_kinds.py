@@ -18,11 +18,11 @@ from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.told_drafts import as_told
 from jax_specdec.device.worker.beside import Jobs
 from jax_specdec.device.worker.prepared import (
     INDEX,
     abstract,
-    as_told,
     compile_batch,
     compile_prompt,
 )

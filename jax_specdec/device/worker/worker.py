@@ -33,6 +33,7 @@ from jax_specdec.device.loop.host_slots import AllAsked, OneRead, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_told
+from jax_specdec.device.loop.told_drafts import as_told
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.beside import Jobs
 from jax_specdec.device.worker.device_checks import check
@@ -40,7 +41,6 @@ from jax_specdec.device.worker.new_kinds import NewKinds
 from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing
 from jax_specdec.device.worker.prefix_cache import PrefixCache
-from jax_specdec.device.worker.prepared import as_told
 from pallas_kernels import gpu_obstacle
 
 

@@ -15,7 +15,9 @@ from jax_specdec.device.loop.host_slots import (
     prompt_bound,
     target_bound,
     wants_one_read,
+    widths_of_slots,
 )
+from jax_specdec.device.messages.asked_changes import changes_size
 from jax_specdec.requests import SamplingParams
 
 pytestmark = pytest.mark.fast
@@ -65,21 +67,26 @@ def slots_of(*params):
     ]
 
 
+def changes_of(slots):
+    size = changes_size([slot.params for slot in slots])
+    return all_asked(slots, widths_of_slots(slots, 2000), size).changes
+
+
 def test_a_batch_that_changes_nothing_has_no_changes():
     """Then its step is the program that knows of none."""
-    assert all_asked([*slots_of(*CHANGES_NOTHING), Slot()], 300).changes is None
+    assert changes_of([*slots_of(*CHANGES_NOTHING), Slot()]) is None
     for change in CHANGES:
-        assert all_asked([*slots_of(change), Slot()], 300).changes is not None
+        assert changes_of([*slots_of(change), Slot()]) is not None
 
 
 def test_what_slots_change_by_hand():
-    found = all_asked([Slot(), *slots_of(*CHANGES[::-1])], 300).changes
+    found = changes_of([Slot(), *slots_of(*CHANGES[::-1])])
     penalties = found.penalties
     assert penalties.repetition.tolist() == np.float32([1, 1, 1, 1.1, 1, 1]).tolist()
     assert penalties.frequency.tolist() == np.float32([0, 0, 0, 0, -0.1, 0]).tolist()
     assert penalties.presence.tolist() == np.float32([0, 0, 0, 0, 0, 0.1]).tolist()
     assert penalties.output_start.tolist() == [0, 5, 5, 5, 5, 5]
-    assert all_asked(slots_of(*CHANGES[3:]), 300).changes.penalties is None
+    assert changes_of(slots_of(*CHANGES[3:])).penalties is None
     assert found.held_until.tolist()[:2] == [0, 7]  # the prompt's length and min_tokens
     assert found.held_ids.shape == found.bias_ids.shape == found.bias.shape == (6, 16)
     assert found.held_ids[:, 0].tolist() == [-1, 3, -1, -1, -1, -1]
@@ -94,7 +101,7 @@ def test_tables_of_named_tokens_have_few_widths(count, width):
     held = SamplingParams(presence_penalty=1.0, min_tokens=1, stop_token_ids=range(count))
     for params in (biased, held):
         slot = Slot(params=params, most_tokens=1, prompt_length=1)
-        found = all_asked([slot], 2000).changes
+        found = changes_of([slot])
         assert found.bias_ids.shape == found.held_ids.shape == (1, width)
 
 

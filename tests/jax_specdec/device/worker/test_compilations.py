@@ -1,16 +1,18 @@
 """While JAX compiles, a worker says so, with the program's number and name."""
 
+import queue
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_specdec.control import Phase, Vitals
+from jax_specdec.control import Advance, Phase, Shutdown, Vitals
 from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.loop.programs import PROGRAMS, Compiled
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.worker import compilations
+from jax_specdec.device.worker import beside, compilations, worker_process
 from tests.support.decoding import random_model
 
 pytestmark = pytest.mark.fast
@@ -107,3 +109,48 @@ def test_the_programs_that_every_request_needs_have_the_names_that_jax_says():
     assert {getattr(programs, name).__name__: name for name in PROGRAMS} == {
         name: name for name in PROGRAMS
     }
+
+
+def test_a_program_that_is_compiled_beside_the_steps_does_not_end_their_phase():
+    def aside(x):
+        return x * 8
+
+    argument = jax.block_until_ready(jnp.arange(3))
+    vitals = Noted()
+    compilations.watch(vitals)
+    vitals.advance()
+    before = vitals.pulse.progress, len(vitals.said)
+    seen = []
+
+    def job():
+        lowered = jax.jit(aside).lower(argument)
+        vitals.advance()
+        seen.append(str(vitals.pulse))
+        lowered.compile()
+
+    thread = threading.Thread(target=job, name=beside.NAME)
+    thread.start()
+    thread.join()
+    assert seen == ["stepping (compiling aside)"]
+    assert vitals.pulse.progress > before[0] + 1
+    assert not any(text.startswith("compiling") for text in vitals.said[before[1] :])
+    vitals.advance()
+    assert str(vitals.pulse) == "stepping"
+
+
+def test_a_worker_whose_requests_all_wait_for_programs_says_that_it_compiles():
+    commands, said, vitals = queue.SimpleQueue(), [], Noted()
+
+    class Holding:
+        weights_version, busy, num_held = 0, False, 1
+
+        def apply(self, command):
+            said.append(str(vitals.pulse))
+            self.num_held = 0
+            return not isinstance(command, Shutdown)
+
+    vitals.beside = "step"
+    commands.put(Advance())
+    commands.put(Shutdown())
+    worker_process.serve(Holding(), commands, vitals=vitals)
+    assert said == ["compiling (step)", "idle"]

@@ -1,0 +1,249 @@
+"""Requests that need programs which are not there yet wait for them, and the others go on."""
+
+import contextlib
+import gc
+import weakref
+
+import jax
+import pytest
+
+from jax_specdec.control import Evict
+from jax_specdec.device.loop.kept_programs import KeptPrograms
+from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.messages.asked import Widths
+from jax_specdec.device.worker import compilations
+from jax_specdec.records.batch import FinishReason
+from tests.support.decoding import Local, QuickPrograms, request
+
+pytestmark = pytest.mark.fast
+PROMPT = [1, 2, 3, 1, 2, 3, 1]
+
+
+class ByHand:
+    """Jobs that wait until a test lets them run, in its own thread, or fail."""
+
+    def __init__(self):
+        self.job, self.busy, self.ended, self.started, self.error = None, False, False, 0, None
+
+    def start(self, job):
+        assert not self.busy
+        self.job, self.busy, self.started = job, True, self.started + 1
+
+    def finish(self, error=None):
+        if error is None:
+            self.job()
+        self.error, self.ended = error, True
+
+    def take(self):
+        self.busy = self.ended = False
+        return self.error
+
+
+@contextlib.contextmanager
+def compiled_here():
+    """The names of the programs that are compiled in this block, outside of jobs."""
+    names = []
+
+    def heard(event, duration_secs, **more):
+        if event == compilations.COMPILED:
+            names.append(more.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def make(programs):
+    """A worker on which r0 runs, with logprobs of K = 2."""
+    local = Local("ngram", compiler=ByHand(), programs=programs)
+    local.compiler = local.worker.new_kinds._compiler
+    local.admit(request("r0", PROMPT, max_tokens=80, logprobs=2))
+    assert not local.advance()
+    assert local.worker.num_held == 1
+    settle(local)
+    while not local.advance():
+        pass
+    return local
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return QuickPrograms(config_of("ngram"))
+
+
+@pytest.fixture
+def local(programs):
+    """Such a worker, for which nothing is ready; what other tests have compiled is quick."""
+    programs._ready.clear()
+    return make(programs)
+
+
+def config_of(drafting):
+    return Local(drafting).worker.config
+
+
+def settle(local):
+    """Let jobs run until none is wanted."""
+    while local.compiler.busy:
+        local.compiler.finish()
+        local.worker.new_kinds.settle()
+
+
+def tokens(records):
+    told = {}
+    for record in records:
+        told.setdefault(record.request_id, []).extend(record.token_ids.tolist())
+    return told
+
+
+def steps(local, count):
+    return [record for _ in range(count) for record in local.advance()]
+
+
+def test_the_others_go_on_while_a_request_waits_and_then_it_is_as_if_it_had_come_then():
+    local = make(QuickPrograms(config_of("ngram")))
+    local.admit(request("r1", PROMPT, max_tokens=4, logit_bias=((5, 30.0),), logprobs=7))
+    before = local.worker.step_number
+    with compiled_here() as names:
+        told = tokens(steps(local, 6))
+        assert names == []
+    assert local.worker.step_number == before + 6
+    assert set(told) == {"r0"}
+    assert len(told["r0"]) >= 6
+    assert local.worker.num_held == 1
+    assert local.compiler.busy
+    local.compiler.finish()
+    with compiled_here() as names:
+        told = tokens(steps(local, 8))
+        assert names == []  # what the job has compiled is all that is needed
+    assert told["r1"] == [5, 5, 5, 5]
+    assert len(told["r0"]) >= 8
+    assert local.worker.num_held == 0
+
+
+def test_a_request_that_a_compiled_kind_serves_does_not_wait(local):
+    local.admit(request("r1", PROMPT, max_tokens=60, logit_bias=((5, 30.0),), logprobs=20))
+    steps(local, 1)
+    settle(local)
+    steps(local, 2)
+    local.admit(request("r2", PROMPT, max_tokens=3, logprobs=6, min_tokens=2, stop_token_ids=(9,)))
+    with compiled_here() as names:
+        assert len(tokens(steps(local, 6))["r2"]) == 3
+        assert names == []
+
+
+def test_a_batch_goes_on_with_what_it_has_while_a_closer_program_is_compiled(local):
+    local.admit(request("r1", PROMPT, max_tokens=3, logprobs=31))
+    steps(local, 1)
+    settle(local)
+    wide = Kind(widths=Widths(k=32))
+    local.worker.compiled._ready.intersection_update({wide})  # as if others had been dropped
+    with compiled_here() as names:
+        assert len(tokens(steps(local, 5))["r1"]) == 3
+        local.rank.leave("r1")
+        assert steps(local, 2)
+        assert names == []
+    assert local.worker.kind == wide
+    assert local.compiler.busy
+    settle(local)
+    steps(local, 1)
+    assert local.worker.kind == Kind(widths=Widths(k=5))
+
+
+def test_a_request_that_waits_can_be_taken_back(local):
+    started = local.compiler.started
+    local.admit(request("r1", PROMPT, logprobs=20))
+    steps(local, 2)
+    local.rank.abort("r1")
+    local.rank.leave("r1")
+    assert local.worker.num_held == 0
+    local.admit(request("r2", PROMPT, logprobs=3, max_tokens=2))  # of a known kind, in any slot
+    assert len(tokens(steps(local, 5))["r2"]) == 2
+    settle(local)
+    assert "r1" not in tokens(steps(local, 3))
+    assert local.compiler.started == started + 1
+
+
+@pytest.mark.parametrize("reschedule", [False, True])
+def test_a_request_that_waits_can_be_evicted(local, reschedule):
+    local.admit(request("r1", PROMPT, logprobs=20))
+    steps(local, 2)
+    slot, generation = local.rank._slots["r1"], local.rank._generations[local.rank._slots["r1"]]
+    local.tell(Evict(slot=slot, generation=generation - 1, reschedule=reschedule))  # an older one's
+    assert local.worker.num_held == 1
+    local.tell(Evict(slot=slot, generation=generation, reschedule=reschedule))
+    [end] = [record for record in steps(local, 3) if record.request_id == "r1"]
+    assert end.reschedule == reschedule
+    assert end.finish_reason == (None if reschedule else FinishReason.RECOVERY_ERROR)
+    assert local.worker.num_held == 0
+
+
+def test_a_compilation_that_fails_ends_its_request_alone_and_says_why(local, capfd):
+    local.admit(request("r1", PROMPT, logprobs=20))
+    steps(local, 1)
+    local.compiler.finish(RuntimeError("no registers left"))
+    records = steps(local, 4)
+    ends = {record.request_id: record.finish_reason for record in records if record.finish_reason}
+    assert ends == {"r1": FinishReason.RECOVERY_ERROR}
+    assert len(tokens(records)["r0"]) >= 3
+    assert (
+        "request 'r1' ends: its programs cannot be compiled: RuntimeError: no registers left"
+        in (capfd.readouterr().err)
+    )
+
+
+def test_of_several_requests_only_the_one_ends_whose_programs_cannot_be_compiled(local):
+    local.admit(request("r1", PROMPT, logprobs=20, max_tokens=2))
+    local.admit(request("r2", PROMPT, logprobs=6, logit_bias=((5, 30.0),), max_tokens=2))
+    steps(local, 1)
+    local.compiler.finish(RuntimeError("of both together"))
+    assert {"r1", "r2"}.isdisjoint(tokens(steps(local, 2)))
+    assert local.worker.num_held == 2
+    local.compiler.finish(RuntimeError("of r1"))
+    steps(local, 1)
+    settle(local)
+    records = steps(local, 5)
+    assert local.worker.num_held == 0
+    told = tokens(records)
+    assert told["r2"] == [5, 5]
+    assert not told.get("r1")
+
+
+def test_a_worker_that_runs_nothing_else_rests_until_the_programs_are_there():
+    local = Local("none", compiler=ByHand(), programs=QuickPrograms(config_of("none")))
+    local.admit(request("r0", PROMPT, max_tokens=2))
+    assert local.worker.busy
+    local.worker.advance()
+    assert (local.worker.busy, local.worker.num_held) == (False, 1)
+
+
+def test_a_compiler_needs_programs_that_can_be_dropped():
+    with pytest.raises(TypeError, match="KeptPrograms"):
+        Local("none", compiler=ByHand())
+
+
+def test_the_programs_of_the_kinds_used_last_are_kept_and_others_are_freed():
+    config = config_of("none")
+    kept = KeptPrograms(config, most=2)
+    kinds = [Kind(widths=Widths(k=5)), Kind(widths=Widths(k=20)), PromptKind(8, Widths(k=5))]
+    assert kept.of(kinds[0]).step is kept.of(kinds[1]).step  # a step depends on less
+    assert kept.of(kinds[0]).step is not kept.of(Kind(widths=Widths(chosen=16))).step
+    kept = KeptPrograms(config, most=2)
+    words = jax.numpy.arange(12)
+    client = words.device.client
+    gc.collect()  # what earlier tests have left
+    before = len(client.live_executables())
+    for kind in kinds[:2]:
+        kept.of(kind).leading(words, 5).block_until_ready()
+        kept.be_ready(kind)
+    dropped = weakref.ref(kept.of(kinds[1]))
+    assert len(client.live_executables()) == before + 2
+    kept.of(kinds[0])  # used now
+    kept.of(kinds[2])
+    assert [kept.is_ready(kind) for kind in kinds] == [True, False, False]
+    assert kept.ready == kinds[:1]
+    gc.collect()
+    assert dropped() is None
+    assert len(client.live_executables()) == before + 1
