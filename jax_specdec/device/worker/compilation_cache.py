@@ -1,14 +1,63 @@
 """jax's persistent compilation cache, for the processes of a worker."""
 
+import collections
+import functools
 import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jax_specdec import compiled_programs
+from jax_specdec.device.worker import beside
 
 LEAST_SECONDS = 0.01  # a program that compiles faster is not worth a file
+MOST_WAITING = (
+    32  # programs that wait to be written, each of which is in memory; older ones are not
+)
+
+
+class LaterWrites:
+    """Programs that were compiled beside a worker's steps, and are written when it has a rest.
+
+    jax writes a program once it is compiled. Making its bytes keeps the interpreter to itself:
+    0.16 s for 4 MB, which every step would wait for. jax has no public way to put that off; where
+    its function is not there, it writes at once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[Callable[[], object]] = collections.deque(
+            maxlen=MOST_WAITING
+        )
+
+    def begin(self) -> None:
+        """Put off what jobs beside the steps compile."""
+        from jax._src import compiler
+
+        write = getattr(compiler, "_cache_write", None)
+        if write is not None:
+            compiler._cache_write = functools.partial(self._take, write)
+
+    def write_one(self) -> bool:
+        """Write one program; False where none waits."""
+        if not self._waiting:
+            return False
+        self._waiting.popleft()()
+        return True
+
+    def write_all(self) -> None:
+        """Write all that wait, before the process ends."""
+        while self.write_one():
+            pass
+
+    def _take(self, write: Callable[..., object], *arguments: Any) -> None:
+        if threading.current_thread().name == beside.NAME:
+            self._waiting.append(functools.partial(write, *arguments))
+        else:
+            write(*arguments)
 
 
 def begin(setting: str) -> None:

@@ -45,6 +45,7 @@ def serve(
     tell: Callable[[Command], None] = lambda _: None,
     vitals: Vitals | None = None,
     refusal: Callable[[int], str] = lambda number: "",
+    rest: Callable[[], bool] = lambda: False,
 ) -> None:
     """Decode until told to stop: take the commands that wait, advance, block only when idle.
 
@@ -54,6 +55,7 @@ def serve(
       tell: gets every command just before the worker does.
       vitals: told of every step, when there is nothing to do, and what became of other weights.
       refusal: waits for what the worker's followers have to say against the weights of an update.
+      rest: does a part of what waits until nobody does; False where nothing is left.
     """
     vitals = vitals or Vitals()
     vitals.use(worker.weights_version)
@@ -64,6 +66,8 @@ def serve(
         else:
             if not worker.busy:
                 _enter_rest(worker, vitals)
+                while not worker.num_held and commands.empty() and rest():
+                    pass
             command = commands.get()
         tell(command)
         if not worker.apply(command):
@@ -218,6 +222,8 @@ def main(child: Child) -> int:
             # Before JAX looks for devices. The number of accelerators is given.
             jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
     compilation_cache.begin(start.config.compilation_cache)
+    writes = compilation_cache.LaterWrites()
+    writes.begin()
     compilations.watch(child.vitals, PROGRAMS)
     assert child.ring is not None
     beside = Beside(lambda: child.commands.put(Advance()))
@@ -229,5 +235,6 @@ def main(child: Child) -> int:
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request
         child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
-        serve(worker, child.commands, lead.tell, child.vitals, lead.refusal)
+        serve(worker, child.commands, lead.tell, child.vitals, lead.refusal, writes.write_one)
+        writes.write_all()
     return 0
