@@ -28,14 +28,15 @@ def as_told(kind: Kind, told: Told | None, drafts: Any) -> Told | None:
     widths = columns, kind.widths.chosen
     if told is not None and widths == (told.logprobs.shape[-1], told.extra_logprobs.shape[-1]):
         return told
-    new = Told(
+    arrays: Any = (
         np.zeros((*shape, columns), np.int32),
         np.zeros((*shape, columns), np.float32),
         np.zeros(shape, np.int32),
         np.zeros((*shape, kind.widths.chosen), np.float32),
     )
+    new = Told(*arrays)
     if told is not None:
-        new.token_ranks[:] = told.token_ranks
+        arrays[2][:] = told.token_ranks
         for name in ("token_ids", "logprobs", "extra_logprobs"):
             wide, old = getattr(new, name), np.asarray(getattr(told, name))
             both = min(wide.shape[-1], old.shape[-1])

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax_specdec.control import Admit
 from jax_specdec.device.loop import host_slots
@@ -61,9 +61,8 @@ class NewKinds:
         self._worker, self._compiler, self._programs = worker, compiler, worker.compiled
         self._job = _Job()
         self._apart = False  # one request at a time: a compilation for several has failed
-        self._refused: set[Kind | PromptKind] = (
-            set()
-        )  # that could not be compiled, though no request needs them
+        # Kinds that cannot be compiled, and would only make steps cheaper.
+        self._refused: set[Kind | PromptKind] = set()
         self._shared = [self._first, self._later]  # programs of all kinds that are to be compiled
 
     def hold(self, command: Admit) -> None:
@@ -126,7 +125,8 @@ class NewKinds:
     def _start_job(self) -> None:
         commands = tuple(self.held.values())[: 1 if self._apart else None]
         slots = self._slots_with(commands)
-        wanted = self._worker.kind_of(slots), *self._prompt_kinds(commands)
+        wanted: list[Kind | PromptKind] = [self._worker.kind_of(slots)]
+        wanted += self._prompt_kinds(commands)
         kinds = tuple(one for one in wanted if not self._programs.is_ready(one))
         if not commands:
             kinds = tuple(one for one in kinds if self._cheapens(one))
@@ -139,7 +139,8 @@ class NewKinds:
 
     def _cheapens(self, kind: Kind | PromptKind) -> bool:
         """Whether somebody runs whose steps a kind would make cheaper."""
-        return self._worker.busy and kind not in self._refused
+        runs = any(slot.occupied for slot in self._worker.slots)
+        return runs and kind not in self._refused
 
     def _part(
         self, kind: Kind | PromptKind, slots: list[Slot], commands: Iterable[Admit]
@@ -151,16 +152,16 @@ class NewKinds:
         if isinstance(kind, Kind):
             asked = host_slots.all_asked(slots, kind.widths, kind.changes)
             told = as_told(kind, None, drafts.token_ids)
-            given = abstract((worker.params, worker.bare_state(told), asked))
-            return functools.partial(compile_batch, programs, kind, *given, rank)
+            params, state, asked = abstract((worker.params, worker.bare_state(told), asked))
+            return lambda: compile_batch(programs, kind, params, state, asked, rank)
         slot = next(
             slot
             for slot in map(worker.slot_of, commands)
             if slot.score_from is not None and worker.prompt_kind_of(slot) == kind
         )
         one = host_slots.asked_of_slots([host_slots.for_prompt(slot)], kind.widths)
-        given = abstract((worker.params, worker.bare_state(), one))
-        return functools.partial(compile_prompt, programs, kind, *given, rank)
+        params, state, one = abstract((worker.params, worker.bare_state(), one))
+        return lambda: compile_prompt(programs, kind, params, state, one, rank)
 
     def _end_job(self, error: Exception | None) -> None:
         job, self._job = self._job, _Job()
@@ -183,20 +184,22 @@ class NewKinds:
     def _first(self) -> Callable[[], None]:
         """What compiles the programs that every request needs."""
         worker, chunk = self._worker, self._worker.prefill_chunk
+        programs: Any = self._programs
         params, state = abstract((worker.params, worker.bare_state()))
         request = Request(id="", prompt_token_ids=(0,))
         drafts = worker.config.drafter.num_drafts
         admission = host_slots.admission(request, worker.config.max_length, drafts)
 
         def job() -> None:
-            self._programs.admit.lower(state, INDEX, admission).compile()
-            self._programs.prefill_chunk.lower(params, state, INDEX, INDEX, chunk=chunk).compile()
+            programs.admit.lower(state, INDEX, admission).compile()
+            programs.prefill_chunk.lower(params, state, INDEX, INDEX, chunk=chunk).compile()
 
         return job
 
     def _later(self) -> Callable[[], None]:
         """What compiles programs that some requests need later."""
-        programs, state = self._programs, abstract(self._worker.bare_state())
+        programs: Any = self._programs
+        state = abstract(self._worker.bare_state())
 
         def job() -> None:
             programs.release.lower(state, INDEX).compile()

@@ -13,10 +13,10 @@ import numpy as np
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllAsked, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
-from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.buckets import words_bucket
 
+_shape: Any = jax.ShapeDtypeStruct
 INDEX, STEP = np.int32(0), np.zeros(2, np.uint32)
 
 
@@ -27,18 +27,18 @@ def abstract(tree: Any) -> Any:
         if not isinstance(x, jax.Array):
             return x
         place = x.sharding if x.committed else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
+        return _shape(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
 
     return jax.tree.map(of, tree)
 
 
 def compile_batch(
-    programs: Compiled, kind: Kind, params: Any, state: Any, asked: AllAsked, process_rank: int
+    programs: Any, kind: Kind, params: Any, state: Any, asked: AllAsked, process_rank: int
 ) -> None:
     """Compile the step and the messages of a kind.
 
     Args:
-      programs: of the kind.
+      programs: a `Compiled`, of the kind.
       kind: what for.
       params: abstract, as the others.
       state: with what is told of drafts in the widths of the kind.
@@ -61,7 +61,7 @@ def compile_batch(
 
 
 def compile_prompt(
-    programs: Compiled, kind: PromptKind, params: Any, state: Any, asked: Asked, process_rank: int
+    programs: Any, kind: PromptKind, params: Any, state: Any, asked: Asked, process_rank: int
 ) -> None:
     """Compile the chunks of a prompt with logprobs, and their message; arguments as above."""
     num_slots = programs.config.num_slots
@@ -85,7 +85,7 @@ def _more(widths: Widths, process_rank: int) -> dict[str, Any]:
     return {"widths": widths, "process_rank": process_rank, "weights_version": np.uint32(0)}
 
 
-def _compile_cuts(programs: Compiled, num_slots: int, messages: Sequence[Any]) -> None:
+def _compile_cuts(programs: Any, num_slots: int, messages: Sequence[Any]) -> None:
     for words in messages:
         for count in _cuts(num_slots, words.size):
             _compiled(programs.leading.trace(words, count), words)
@@ -108,6 +108,6 @@ def _compiled(traced: Any, arguments: Any) -> Any:
     )  # otherwise what it returns may be moved, too
 
     def of(x: Any, place: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if placed else None)
+        return _shape(x.shape, x.dtype, sharding=place if placed else None)
 
     return jax.tree.map(of, traced.out_info, compiled.output_shardings)
