@@ -46,11 +46,12 @@ def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
                 vitals.beside = name
             if not aside or vitals.pulse.phase is Phase.COMPILING:
                 vitals.enter(Phase.COMPILING, count, total, what=name)
-        elif event == COMPILED and aside:
-            vitals.beside = ""
-        elif event == COMPILED and before:
-            pulse = before.pop()
-            vitals.enter(pulse.phase, pulse.done, pulse.total)
+        elif event == COMPILED and (aside or before):
+            if aside:
+                vitals.beside = ""
+            else:
+                pulse = before.pop()
+                vitals.enter(pulse.phase, pulse.done, pulse.total)
             if (seconds := lowering + duration_secs) >= NOTED_SECONDS:
                 vitals.note(f"compiled {name} in {seconds:.1f} s")
         if event.startswith(_EVENTS):
