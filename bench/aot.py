@@ -31,11 +31,12 @@ from rich.table import Table
 from bench import aot_tpu
 from bench.gpu import after_read, estimates, model, sampled, sass
 from bench.report.files import environment
-from pallas_kernels.changes import Changes
-from pallas_kernels.mosaic_gpu import h100, run
-from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
-from pallas_kernels.shapes import AOT, GPU, Shape
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_gpu import h100
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing.shapes import AOT, GPU, Shape
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
 REGISTERS = 168

@@ -22,7 +22,7 @@ from bench import linear_model
 from bench.gpu import machine_code, sass
 from bench.linear import SHARE, Shape
 from pallas_kernels import linear_topk_logprobs
-from pallas_kernels.mosaic_gpu import h100, linear_tiles
+from pallas_kernels.backends.mosaic_gpu import h100, linear_tiles
 
 ROWS = 1040  # of no other axis
 SHAPES = tuple(

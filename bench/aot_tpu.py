@@ -19,7 +19,7 @@ of slots is taken in the loop that costs most; VALU is the vector unit's arithme
 cycles within 5 % of those kept, which must be there; the shares of the bytes' time on v5e, and of
 the plain way's cycles on v6e; a minute of processor time and 4 GB to compile; one operation that
 reads the logits beside the gather of the given tokens', and no temporaries of the logits' size. On
-both sides of the limits of `pallas_kernels.tpu_rule`, what it chooses must take fewer cycles than
+both sides of the limits of `pallas_kernels.lowering.tpu_rule`, what it chooses must take fewer cycles than
 the other. And in the worker's programs, split over 2 x 2 devices, the kernel must be there, and
 nothing else may sort or search the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu`
 extra).
@@ -41,8 +41,8 @@ from bench.tpu.grid import LIMITED, STEPS, name, programs, steps_name
 from bench.tpu.programs import BANDWIDTHS, CLOCKS, TOPOLOGIES, WAYS, Compiled
 from bench.tpu.results import Results
 from bench.tpu.steps import Step, sizes
-from pallas_kernels.shapes import Shape
-from pallas_kernels.tpu_rule import kernel_is_faster
+from pallas_kernels.lowering.tpu_rule import kernel_is_faster
+from pallas_kernels.testing.shapes import Shape
 
 KEPT = Path(__file__).parent / "tpu" / "cycles.json"
 SLACK = 0.05

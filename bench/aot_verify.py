@@ -53,13 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def program() -> Any:
     """The compiled program of one verification."""
-    from pallas_kernels.mosaic_gpu import h100
+    from pallas_kernels.backends.mosaic_gpu import h100
 
     device = h100.find()  # before any array is made
     import jax
 
-    from jax_specdec.device.sampling.parameters import Sampling
-    from jax_specdec.device.sampling.verify import Drafts, Verified, verify
+    from pallas_kernels.sampling.parameters import Sampling
+    from pallas_kernels.sampling.verify import Drafts, Verified, verify
 
     def of_slots(dtype: str) -> Any:
         return device.array((BATCH,), dtype)

@@ -27,8 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import reference
-from pallas_kernels import blocks, implementations, topk_logprobs
-from pallas_kernels.shapes import Shape
+from pallas_kernels import topk_logprobs
+from pallas_kernels.backends import choose
+from pallas_kernels.lowering import blocks
+from pallas_kernels.testing.shapes import Shape
 
 BLOCK = 256
 MORE_LAUNCHES = 4
@@ -202,7 +204,7 @@ def measure(
     # As on a host with this chip: a host without any GPU would export the kernels of newer ones,
     # which the compiler of this one ends the process for.
     capability = CAPABILITIES.get(chip)
-    with mock.patch.object(implementations, "cuda_capability", return_value=capability):
+    with mock.patch.object(choose, "cuda_capability", return_value=capability):
         ours = compiled(
             lambda x, t, count: topk_logprobs(
                 x,

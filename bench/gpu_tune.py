@@ -27,11 +27,12 @@ from bench.gpu.contenders import BUFFERS, Contender, Machine
 from bench.report.comparison import Comparison, from_samples
 from bench.report.files import write_json
 from bench.timing import print_table
-from pallas_kernels import implementations
-from pallas_kernels.mosaic_gpu import compat, run
-from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
-from pallas_kernels.shapes import Shape
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends import choose
+from pallas_kernels.backends.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing.shapes import Shape
 
 CURRENT = "current: "
 MULTIPROCESSORS = 132
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         machine = peers.rehearsal(compat.interpret_params(detect_races=False))
     else:
         probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-        obstacle = implementations.gpu_obstacle(probe)
+        obstacle = choose.gpu_obstacle(probe)
         if obstacle is not None:
             print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs anywhere.)")
             return 2

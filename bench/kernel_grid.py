@@ -19,7 +19,7 @@ from bench.gpu import contenders
 from bench.gpu.contenders import PLAIN
 from bench.timing import Comparison, Target, compare
 from pallas_kernels import TopkLogprobs, topk_logprobs
-from pallas_kernels.shapes import CPU_GRID, Shape
+from pallas_kernels.testing.shapes import CPU_GRID, Shape
 
 LOGSUMEXP, NUMPY = "logsumexp + top_k", "numpy argpartition"
 OURS = "xla"

@@ -14,8 +14,9 @@ from bench import reference
 from bench.gpu import contenders, kernels
 from bench.gpu.contenders import COPY, PLAIN
 from bench.timing import Comparison, Target, compare
-from pallas_kernels import implementations, topk_logprobs
-from pallas_kernels.shapes import CPU_SPEED, GPU, VOCABULARIES, Shape
+from pallas_kernels import topk_logprobs
+from pallas_kernels.backends import choose
+from pallas_kernels.testing.shapes import CPU_SPEED, GPU, VOCABULARIES, Shape
 
 QUICK = (
     CPU_SPEED,
@@ -40,7 +41,7 @@ SHAPES = tuple(
 
 def run(quick: bool) -> list[Comparison]:
     """Measure every shape of this machine's table; `quick` takes a few of them."""
-    if implementations.cuda_capability() is not None:
+    if choose.cuda_capability() is not None:
         shapes = [s for s in GPU if not quick or (s.rows in (64, 1536) and s.k in (0, 20))]
         return kernels.run(shapes)
     copy = measure_copy()

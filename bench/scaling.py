@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipc import wire
 
 WORD = 4
-GROUP = 256  # tokens of a group, see pallas_kernels/group_sums.py
+GROUP = 256  # tokens of a group, see pallas_kernels/backends/xla/group_sums.py
 CANDIDATES, MOST_CANDIDATES = 128, 1024  # of a row that is cut, at first and if they are too few
 DRAFT_TOKENS = 64  # of the distribution that a draft is drawn from
 

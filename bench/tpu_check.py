@@ -27,10 +27,11 @@ from jax.experimental.pallas import tpu as pltpu
 from bench import reference
 from bench.gpu import contenders
 from bench.timing import BenchError, Comparison, compare, print_table, write_json
-from pallas_kernels import TopkLogprobs, oracle, topk_logprobs
-from pallas_kernels.mosaic_tpu import run
-from pallas_kernels.shapes import Shape
-from pallas_kernels.wanted import Wanted
+from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels.backends.mosaic_tpu import rows as run
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
+from pallas_kernels.testing.shapes import Shape
 
 OURS, XLA, FLOOR = "mosaic_tpu", "xla", "max only"
 SHAPES = tuple(

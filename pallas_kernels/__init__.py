@@ -4,29 +4,29 @@ This door is all of the package that anything outside may import; what lies behi
 The package needs jax and nothing else of the project.
 """
 
-from pallas_kernels.blocks import map_blocks, vary_like
-from pallas_kernels.contract import greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.exponential import exponential
-from pallas_kernels.greedy_choice import greedy, greedy_token_ids
-from pallas_kernels.group_sums import WIDTH as GROUP_WIDTH
-from pallas_kernels.group_sums import GroupSums, inverse_temperature, sums_of_groups
-from pallas_kernels.gumbel import gumbel_of_bits, log_of
-from pallas_kernels.implementations import Implementation, gpu_obstacle
-from pallas_kernels.kept_groups import keeps
-from pallas_kernels.linear.contract import linear_kept_logprobs, linear_topk_logprobs
+from pallas_kernels.backends.choose import Implementation, gpu_obstacle
+from pallas_kernels.backends.sampled_draw import Drawn, RowsToDraw
+from pallas_kernels.backends.sampled_draw import draw as draw_rows
+from pallas_kernels.backends.xla.greedy import greedy, greedy_token_ids
+from pallas_kernels.backends.xla.group_sums import WIDTH as GROUP_WIDTH
+from pallas_kernels.backends.xla.group_sums import GroupSums, inverse_temperature, sums_of_groups
+from pallas_kernels.backends.xla.groups import FEW as FEW_CANDIDATES
+from pallas_kernels.backends.xla.groups import MANY as MANY_CANDIDATES
+from pallas_kernels.backends.xla.kept_groups import keeps
+from pallas_kernels.contract.types import Greedy, TopkLogprobs
+from pallas_kernels.contract.wanted import RankTies
+from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import LinearKeptLogprobs
-from pallas_kernels.logarithm import logarithm
-from pallas_kernels.padded_tables import LogprobsTensors, logprobs_tensors, padded_token_ids
-from pallas_kernels.read_logprobs import logprobs_of_read
-from pallas_kernels.sampled_draw import Drawn, RowsToDraw
-from pallas_kernels.sampled_draw import draw as draw_rows
-from pallas_kernels.sampled_rows import FEW as FEW_CANDIDATES
-from pallas_kernels.sampled_rows import MANY as MANY_CANDIDATES
-from pallas_kernels.sharding.grouped_rows import GroupedRows, top_candidates
-from pallas_kernels.sharding.vocab_shard import WHOLE, VocabShard, named_logits
-from pallas_kernels.threefry import word as threefry_word
-from pallas_kernels.types import Greedy, TopkLogprobs
-from pallas_kernels.wanted import RankTies
+from pallas_kernels.lowering.blocks import map_blocks, vary_like
+from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard, named_logits
+from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.gumbel import gumbel_of_bits, log_of
+from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.threefry import word as threefry_word
+from pallas_kernels.sampling.read_logprobs import logprobs_of_read
+from pallas_kernels.sampling.rows import GroupedRows, top_candidates
+from pallas_kernels.topk.call import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.topk.tables import LogprobsTensors, logprobs_tensors, padded_token_ids
 
 __all__ = [
     "topk_logprobs",

@@ -10,16 +10,9 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float32, Int32, TypeCheckError, jaxtyped
 
-from pallas_kernels import (
-    WHOLE,
-    Greedy,
-    TopkLogprobs,
-    contract,
-    greedy,
-    named_logits,
-    topk_logprobs,
-    types,
-)
+from pallas_kernels import WHOLE, Greedy, TopkLogprobs, greedy, named_logits, topk_logprobs
+from pallas_kernels.contract import types
+from pallas_kernels.topk import call as contract
 from tests.support import shape_checks
 
 X = np.zeros((3, 10), np.float32)
@@ -111,7 +104,7 @@ def test_traced_values_have_shapes_too():
 
 def test_modules_that_state_shapes_are_hooked():
     modules = shape_checks.annotated_modules(["pallas_kernels"])
-    assert {"pallas_kernels.contract", "pallas_kernels.greedy_choice"} <= {*modules}
+    assert {"pallas_kernels.topk.call", "pallas_kernels.backends.xla.greedy"} <= {*modules}
     for function in (topk_logprobs, greedy, named_logits, contract.greedy_topk_logprobs):
         assert shape_checks.as_users_run(function) is not function, function
 

@@ -16,10 +16,10 @@ from bench.gpu import floor, torch_peers
 from bench.gpu.device_clock import Span, Work, device_spans, host_spans
 from bench.timing import BenchError
 from pallas_kernels import topk_logprobs
-from pallas_kernels.mosaic_gpu import run
-from pallas_kernels.mosaic_gpu.tiling import choose_tiling
-from pallas_kernels.shapes import Shape
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing.shapes import Shape
 
 PLAIN = "log_softmax + top_k"
 UNSTABLE = "log_softmax + top_k, unstable"

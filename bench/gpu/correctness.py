@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu.contenders import random_logits
-from pallas_kernels import TopkLogprobs, implementations, oracle, xla
-from pallas_kernels.mosaic_gpu import run
-from pallas_kernels.mosaic_gpu.tiling import choose_tiling
-from pallas_kernels.shapes import VOCABULARIES, Shape
-from pallas_kernels.wanted import Wanted
+from pallas_kernels import TopkLogprobs
+from pallas_kernels.backends import choose
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
+from pallas_kernels.testing.shapes import VOCABULARIES, Shape
 
 ORACLE_ROWS = 4
 LOGITS_AT_MOST = 1 << 28
@@ -112,7 +115,7 @@ def check_shape(shape: Shape, interpret: Any) -> None:
             extra_token_ids=np.asarray(extra[few]),
         ),
     )
-    greedy = jax.jit(implementations.xla_greedy_topk_logprobs, static_argnums=1)
+    greedy = jax.jit(choose.xla_greedy_topk_logprobs, static_argnums=1)
     compare(
         fused_path(shape.k, interpret)(x, num_rows, temperatures, extra),
         greedy(x, Wanted(shape.k), num_rows, temperatures, extra, None),

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from bench.gpu import model, trips
 from bench.gpu.sass import Kernel
-from pallas_kernels.mosaic_gpu.tiling import Tiling
-from pallas_kernels.shapes import Shape
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.testing.shapes import Shape
 
 LIMITS = Path(__file__).with_name("limits.json")
 SLACK = 1.03  # other versions of ptxas differ by so much without being slower

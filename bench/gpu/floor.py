@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.compat import GPU
-from pallas_kernels.mosaic_gpu.reading import read_block, read_edge
-from pallas_kernels.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.reading import read_block, read_edge
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
 
 
 def row_maxima(tiling: Tiling, logits: jax.Array, interpret: Any = None) -> jax.Array:

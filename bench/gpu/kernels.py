@@ -20,8 +20,8 @@ from bench.gpu.contenders import BUFFERS, COPY, FLOOR, FUSED, OURS, PLAIN, TORCH
 from bench.gpu.device_clock import Span, Work, device_spans
 from bench.report.comparison import Comparison, Target, from_samples
 from bench.timing import rotated
-from pallas_kernels.mosaic_gpu.tiling import choose_tiling
-from pallas_kernels.shapes import Shape
+from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.testing.shapes import Shape
 
 SECONDS_PER_SHAPE = 4.0
 

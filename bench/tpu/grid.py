@@ -1,7 +1,7 @@
 """Which programs `bench.aot_tpu` compiles."""
 
 from bench.tpu.programs import CLOCKS
-from pallas_kernels.shapes import Shape
+from pallas_kernels.testing.shapes import Shape
 
 LIMITED = tuple(
     Shape(rows, vocabulary, k, dtype)

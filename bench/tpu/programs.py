@@ -75,9 +75,11 @@ def measure(
 
     from bench import reference
     from bench.tpu import bundles
-    from pallas_kernels import sampled_implementations, topk_logprobs
-    from pallas_kernels.mosaic_tpu import plan, run
-    from pallas_kernels.sharding.grouped_rows import GroupedRows
+    from pallas_kernels import topk_logprobs
+    from pallas_kernels.backends import sampled_implementations
+    from pallas_kernels.backends.mosaic_tpu import plan
+    from pallas_kernels.backends.mosaic_tpu import rows as run
+    from pallas_kernels.sampling.rows import GroupedRows
 
     def chosen(*arguments: Any, **options: Any) -> plan.Plan:
         return replace(plan.choose_plan(*arguments, **options), rare=way == "full")

@@ -13,8 +13,8 @@ from pathlib import Path
 from bench.tpu.programs import Compiled
 
 ROOT = Path(__file__).parent.parent.parent
-KERNELS = Path("pallas_kernels/mosaic_tpu")
-OF_GPUS = Path("pallas_kernels/mosaic_gpu")
+KERNELS = Path("pallas_kernels/backends/mosaic_tpu")
+OF_GPUS = Path("pallas_kernels/backends/mosaic_gpu")
 COMPILERS = ("jax", "jaxlib", "libtpu")
 
 

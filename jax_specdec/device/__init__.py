@@ -24,12 +24,12 @@ from jax_specdec.device.messages.step_messages import (
     step_output,
     target_message,
 )
-from jax_specdec.device.sampling.kept_logprobs import kept_logprobs
-from jax_specdec.device.sampling.learner_logprobs import learner_logprobs
-from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import Drafts, Verified, verify
 from jax_specdec.device.worker.device_checks import DeviceCheckError, check
 from jax_specdec.device.worker.worker import Worker
+from pallas_kernels.linear.kept_logprobs import kept_logprobs
+from pallas_kernels.linear.learner import learner_logprobs
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import Drafts, Verified, verify
 
 __all__ = [
     # What a batch of requests asked for, as arrays.

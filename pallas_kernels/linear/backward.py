@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import barrier, vary_like
-from pallas_kernels.finish import usable_temperatures, wanted_rows
+from pallas_kernels.backends.answers import usable_temperatures, wanted_rows
+from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear.definition import Definition, head_rows, loaded, stored
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows
 from pallas_kernels.linear.plan import backward_part, backward_piece
 from pallas_kernels.linear.types import Call, Inputs, RowScale
-from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.lowering.blocks import barrier, vary_like
 
 
 class Changes(NamedTuple):

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import bit_words
-from pallas_kernels.blocks import barrier, vary_like
-from pallas_kernels.ordered_keys import floats, key_of, ordered_keys, strictly_larger
-from pallas_kernels.selection import top_k
+from pallas_kernels.backends.xla.on_cpu import bit_words
+from pallas_kernels.backends.xla.selection import top_k
+from pallas_kernels.lowering.blocks import barrier, vary_like
+from pallas_kernels.numbers.ordered_keys import floats, key_of, ordered_keys, strictly_larger
 
 FEW, MORE = 8, 16  # of each row, that are appended at a time; more for K above SMALL_K
 SMALL_K = 64

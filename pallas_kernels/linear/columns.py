@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import barrier, vary_like
 from pallas_kernels.linear.definition import Definition, head_rows, stored
-from pallas_kernels.ordered_keys import strictly_larger
-from pallas_kernels.pieces import in_pairs, pieces, reduced
+from pallas_kernels.lowering.blocks import barrier, vary_like
+from pallas_kernels.numbers.ordered_keys import strictly_larger
+from pallas_kernels.numbers.pieces import in_pairs, pieces, reduced
 
 PIECES = 16  # of the columns that are counted again
 GIVEN = 64  # columns of a product: as few as have the bits of more

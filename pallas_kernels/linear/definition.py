@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.blocks import barrier
+from pallas_kernels.lowering.blocks import barrier
 
 
 class Definition(NamedTuple):

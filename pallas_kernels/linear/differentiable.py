@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import backward, forward
 from pallas_kernels.linear.types import Call, Inputs, RowScale
-from pallas_kernels.types import TopkLogprobs
 
 
 def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:

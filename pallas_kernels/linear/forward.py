@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import barrier, map_blocks, tied, vary_like
-from pallas_kernels.finish import usable_temperatures, wanted_rows
+from pallas_kernels.backends.answers import usable_temperatures, wanted_rows
+from pallas_kernels.backends.xla.selection import top_k
+from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import columns, on_gpu, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
 from pallas_kernels.linear.types import Call, Inputs, RowScale, RowSums
-from pallas_kernels.logarithm import logarithm
-from pallas_kernels.platforms import lowered_for
-from pallas_kernels.selection import top_k
-from pallas_kernels.sharding.vocab_shard import VocabShard
-from pallas_kernels.types import TopkLogprobs
+from pallas_kernels.lowering.blocks import barrier, map_blocks, tied, vary_like
+from pallas_kernels.lowering.platforms import lowered_for
+from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.numbers.logarithm import logarithm
 
 
 class Found(NamedTuple):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import barrier, vary_like
-from pallas_kernels.finish import usable_temperatures
+from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.linear.backward import like
 from pallas_kernels.linear.forward import inverse_temperatures
 from pallas_kernels.linear.types import Call, LinearKeptLogprobs
+from pallas_kernels.lowering.blocks import barrier, vary_like
 
 BLOCK_BYTES = 8 << 20  # of gathered head rows
 

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import implementations
-from pallas_kernels.blocks import map_blocks
+from pallas_kernels.backends import choose
+from pallas_kernels.backends.mosaic_gpu import linear_tiles
+from pallas_kernels.backends.mosaic_gpu.linear_tiles import ALIGNED, GROUP, HALF, ROWS, STEP
 from pallas_kernels.linear import online
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.read_columns import Rows
 from pallas_kernels.linear.types import Call, Inputs, RowSums
-from pallas_kernels.mosaic_gpu import linear_tiles
-from pallas_kernels.mosaic_gpu.linear_tiles import ALIGNED, GROUP, HALF, ROWS, STEP
-from pallas_kernels.platforms import lowered_for
+from pallas_kernels.lowering.blocks import map_blocks
+from pallas_kernels.lowering.platforms import lowered_for
 
 MULTIPROCESSORS = 132  # of an H100 SXM, where no device says how many it has
 SHARE = 0.005  # of the float32 logits: the rows of the head that are gathered at a time
@@ -32,7 +32,7 @@ def refuse_obstacle(call: Call, inputs: Inputs) -> None:
     """Raise NotImplementedError if the kernel cannot run on these arrays on any device."""
     reason = obstacle(call, inputs)
     if reason is not None:
-        implementations.refuse("mosaic_gpu", reason)
+        choose.refuse("mosaic_gpu", reason)
 
 
 def obstacle(call: Call, inputs: Inputs) -> str | None:
@@ -122,14 +122,14 @@ def _on_cuda(run: Any, like: Any, interpret: Any, *arguments: Any) -> Any:
         return run(*arguments)
 
     def cuda(*arguments: Any) -> Any:
-        capability = implementations.cuda_capability()  # None: the program is for another host
+        capability = choose.cuda_capability()  # None: the program is for another host
         reason = None if capability is None else device_obstacle(capability)
         if reason is not None:
-            implementations.refuse("mosaic_gpu", reason)
+            choose.refuse("mosaic_gpu", reason)
         return run(*arguments)
 
     def elsewhere(*_: Any) -> Any:
-        implementations.refuse("mosaic_gpu", "there is no CUDA device here")
+        choose.refuse("mosaic_gpu", "there is no CUDA device here")
 
     return lowered_for(*arguments, like=like, default=elsewhere, cuda=cuda)
 
@@ -140,11 +140,11 @@ def _like_rows(hidden: jax.Array, *_: Any) -> jax.Array:
 
 def _kernel() -> Any:
     """The kernel's module: only a program that has it imports it."""
-    return importlib.import_module("pallas_kernels.mosaic_gpu.linear_groups")
+    return importlib.import_module("pallas_kernels.backends.mosaic_gpu.linear_groups")
 
 
 def _multiprocessors() -> int:
-    if implementations.cuda_capability() is None:
+    if choose.cuda_capability() is None:
         return MULTIPROCESSORS
     return int(getattr(jax.local_devices()[0], "core_count", MULTIPROCESSORS))
 

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import xla
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.contract.wanted import Wanted
 from pallas_kernels.linear.types import RowSums
-from pallas_kernels.wanted import Wanted
 
 
 def nothing(rows: int, k: int, entropy: bool) -> RowSums:

@@ -10,7 +10,7 @@ from jax.export import register_namedtuple_serialization
 from jaxtyping import Array, Float32
 
 from pallas_kernels.linear.definition import Definition
-from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels.meshes.vocab_shard import VocabShard
 
 
 class LinearKeptLogprobs(NamedTuple):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu import floor
-from pallas_kernels.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
 from tests.pallas_kernels.mosaic_gpu.ptx import run_kernels
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, edge_rows
 

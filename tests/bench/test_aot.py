@@ -6,14 +6,14 @@ import json
 import pytest
 
 from bench.gpu import estimates, machine_code, model, trips
-from pallas_kernels.mosaic_gpu.select import capacity
-from pallas_kernels.mosaic_gpu.tiling import (
+from pallas_kernels.backends.mosaic_gpu.select import capacity
+from pallas_kernels.backends.mosaic_gpu.tiling import (
     PROGRAMS_AT_ONCE,
     choose_fixed_tiling,
     choose_splits,
     choose_tiling,
 )
-from pallas_kernels.shapes import Shape
+from pallas_kernels.testing.shapes import Shape
 
 pytestmark = pytest.mark.fast
 

@@ -7,7 +7,7 @@ import pytest
 from bench import aot_tpu
 from bench.tpu import grid, results
 from bench.tpu.programs import Compiled
-from pallas_kernels.shapes import Shape
+from pallas_kernels.testing.shapes import Shape
 
 ONE = ["--chip", "v6e", "--shape", "64 131072 0 float32"]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bench import aot_xla
-from pallas_kernels.shapes import Shape
+from pallas_kernels.testing.shapes import Shape
 
 pytestmark = pytest.mark.fast
 

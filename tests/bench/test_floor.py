@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bench.gpu import floor
-from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.backends.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
 from tests.support.interpreted_kernels import run_without_races
 
 

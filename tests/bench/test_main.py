@@ -14,7 +14,7 @@ from bench.report.comparison import from_samples
 from bench.report.files import read_json
 from bench.timing import BenchError
 from pallas_kernels import topk_logprobs
-from pallas_kernels.shapes import CPU_SPEED, Shape
+from pallas_kernels.testing.shapes import CPU_SPEED, Shape
 
 
 def test_every_suite_and_command_is_a_module_that_runs():

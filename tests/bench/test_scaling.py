@@ -9,15 +9,15 @@ import pytest
 import pallas_kernels
 from bench import scaling
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting import drawing
-from jax_specdec.device.drafting.drawing import draw, none_drawn
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import forward
 from jax_specdec.device.model.params import init_cache
-from jax_specdec.device.sampling import distribution, gap_cut
-from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import verify
 from pallas_kernels import topk_logprobs
+from pallas_kernels.sampling import drafts as drawing
+from pallas_kernels.sampling import gap_cut, truncation
+from pallas_kernels.sampling.drafts import draw, none_drawn
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import verify
 from tests.support import quick_compile
 from tests.support.collectives import bytes_of_a_run, of_a_run
 from tests.support.paths import ROOT
@@ -54,7 +54,7 @@ def test_the_page_has_these_numbers():
 def test_constants_are_those_of_the_code():
     assert scaling.GROUP == pallas_kernels.GROUP_WIDTH
     assert scaling.CANDIDATES == pallas_kernels.MANY_CANDIDATES
-    assert scaling.MOST_CANDIDATES == distribution.MOST_CANDIDATES
+    assert scaling.MOST_CANDIDATES == truncation.MOST_CANDIDATES
     assert scaling.DRAFT_TOKENS == drawing.MOST_TOKENS
     for vocabulary in (2, 1000, 1024, 32_000, 128_256, 262_144):
         assert scaling.gap_words(vocabulary) == gap_cut.num_words(vocabulary)

@@ -6,9 +6,9 @@ import sys
 
 CALLS = """
 import jax, jax.numpy as jnp, numpy as np
-from jax_specdec.device.drafting.drawing import draw
-from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import Drafts, verify
+from pallas_kernels.sampling.drafts import draw
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import Drafts, verify
 
 N, V = 4000, 7
 row = np.random.default_rng(0).normal(size=V).astype(np.float32)

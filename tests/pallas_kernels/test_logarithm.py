@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.gumbel import gumbel, log_of
-from pallas_kernels.logarithm import logarithm
+from pallas_kernels.numbers.gumbel import gumbel, log_of
+from pallas_kernels.numbers.logarithm import logarithm
 
 VALUES = np.concatenate(
     [

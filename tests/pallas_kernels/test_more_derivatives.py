@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy_topk_logprobs, oracle, topk_logprobs, transformations
+from pallas_kernels import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.testing import oracle
+from pallas_kernels.topk import derivatives
 from tests.support import quick_compile
 from tests.support.changed_logits import ALL, changes_of, in_float64
 
@@ -122,12 +124,12 @@ def test_jvp_is_the_slope_and_grad_its_transpose():
 
 def test_a_wrong_derivative_would_be_noticed(monkeypatch):
     """Negative control: the biases' derivatives are forgotten."""
-    right = transformations._changed
+    right = derivatives._changed
 
     def wrong(shard, rows, primals, tangents):
         logits, changes = tangents
         return right(shard, rows, primals, (logits, changes._replace(bias=changes.bias * 0)))
 
-    monkeypatch.setattr(transformations, "_changed", wrong)
+    monkeypatch.setattr(derivatives, "_changed", wrong)
     with pytest.raises(AssertionError):
         compare()

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import greedy_topk_logprobs, oracle, topk_logprobs
+from pallas_kernels import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.testing import oracle
 from tests.support import quick_compile, shape_checks
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 from tests.support.interpreted_kernels import ON_GPU

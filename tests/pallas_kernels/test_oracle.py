@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from pallas_kernels import TopkLogprobs, oracle
+from pallas_kernels import TopkLogprobs
+from pallas_kernels.testing import oracle
 
 pytestmark = pytest.mark.fast
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import order_on_cpu
-from pallas_kernels.ordered_keys import canonical, ordered_keys
+from pallas_kernels.backends.xla.on_cpu import order_on_cpu
+from pallas_kernels.numbers.ordered_keys import canonical, ordered_keys
 from tests.support import quick_compile
 
 ROWS, N, K = 3, 200, 128

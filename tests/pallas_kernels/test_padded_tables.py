@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import logprobs_tensors, oracle, padded_token_ids, topk_logprobs
+from pallas_kernels import logprobs_tensors, padded_token_ids, topk_logprobs
+from pallas_kernels.testing import oracle
 from tests.support import shape_checks
 
 R, V, K = 5, 300, 6

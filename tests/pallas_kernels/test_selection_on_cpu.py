@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_kernels import selection, selection_on_cpu
+from pallas_kernels.backends.xla import selection
+from pallas_kernels.backends.xla.on_cpu import selection_on_cpu
 from tests.support import quick_compile
 
 VOCABULARY = 4001  # the last group is short

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import greedy, greedy_topk_logprobs, shapes, topk_logprobs
+from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.testing import shapes
 from tests.support import quick_compile
 
 SHARE = 0.25

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import blocks, greedy, greedy_token_ids, oracle, shapes, topk_logprobs
+from pallas_kernels import greedy, greedy_token_ids, topk_logprobs
+from pallas_kernels.lowering import blocks
+from pallas_kernels.testing import oracle, shapes
 from tests.support import quick_compile
 from tests.support.interpreted_kernels import ON_GPU
 

@@ -7,16 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    greedy,
-    greedy_topk_logprobs,
-    oracle,
-    ordered_keys,
-    selection,
-    topk_logprobs,
-    xla,
-)
-from pallas_kernels.wanted import Wanted
+from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.backends.xla import selection
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.numbers import ordered_keys
+from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 
 ELSEWHERE = ("cuda", "rocm", "tpu")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pallas_kernels import oracle
+from pallas_kernels.testing import oracle
 
 ALL = {"log_sum_exp": True, "entropy": True, "top_logits": True}
 

@@ -24,7 +24,6 @@ from jax_specdec.device.messages import step_messages
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE
-from jax_specdec.device.sampling.verify import accept_draft
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_session import WorkerSession
@@ -32,6 +31,7 @@ from jax_specdec.records import output_processor
 from jax_specdec.records.decode import decode
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
+from pallas_kernels.sampling.verify import accept_draft
 from tests.support import quick_compile
 
 VOCAB = 32

@@ -14,7 +14,6 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
-from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.loop import host_slots
@@ -24,8 +23,9 @@ from jax_specdec.device.messages.asked import Widths, asked_of
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import logits as model_logits
 from jax_specdec.device.model.params import init_params
-from jax_specdec.device.sampling.verify import Drafts
 from jax_specdec.requests import Request, SamplingParams
+from pallas_kernels.sampling.drafts import draw, joined
+from pallas_kernels.sampling.verify import Drafts
 
 VOCAB = 4096  # two shards of the least that the kernels take
 SLOTS, DRAFTS, LENGTH, CHUNK = 4, 2, 64, 8

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import GROUP_WIDTH, threefry_word
-from pallas_kernels.sampled_draw import RowsToDraw
+from pallas_kernels.backends.sampled_draw import RowsToDraw
 
 PURPOSES = (3, 1)  # of the noise of groups, of tokens
 

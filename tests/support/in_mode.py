@@ -3,8 +3,8 @@
 import numpy as np
 
 from ipc.wire import LogprobsMode
-from pallas_kernels import oracle
-from tests.jax_specdec.device.sampling.test_distribution import expected_probs
+from pallas_kernels.testing import oracle
+from tests.pallas_kernels.sampling.test_distribution import expected_probs
 
 
 def logprobs(row, params):

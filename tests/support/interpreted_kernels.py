@@ -4,7 +4,7 @@ same tests, compiled.
 
 import jax
 
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu import compat
 from tests.support import quick_compile
 from tests.support.watched_interpreters import watched
 

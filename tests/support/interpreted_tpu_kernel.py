@@ -6,7 +6,7 @@ Races, reads out of bounds and reads of memory that nothing was written to are l
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu import compat
 from tests.support import quick_compile
 from tests.support.watched_interpreters import watched
 

@@ -8,7 +8,7 @@ from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.differentiable import linear_topk_logprobs
 from pallas_kernels.linear.plan import Plan
 from pallas_kernels.linear.types import Call, Inputs
-from pallas_kernels.sharding.vocab_shard import WHOLE
+from pallas_kernels.meshes.vocab_shard import WHOLE
 from tests.support import quick_compile
 
 HUGE = 1e30  # its square is infinite

@@ -18,7 +18,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu
 from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as gpu
 
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu import compat
 
 # What makes the notes of a kernel's races.
 _NOTES = [

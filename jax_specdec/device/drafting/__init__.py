@@ -15,10 +15,10 @@ from jax_specdec.device.drafting.drafters import (
     NgramDrafter,
     NoDrafter,
 )
-from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from jax_specdec.device.sampling.verify import CompactQ, Tell
+from pallas_kernels.sampling.drafts import draw, joined
+from pallas_kernels.sampling.verify import CompactQ, Tell
 
 __all__ = [
     "Drafter",

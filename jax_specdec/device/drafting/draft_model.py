@@ -16,12 +16,12 @@ from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import Context
-from jax_specdec.device.drafting.drawing import draw, joined, none_drawn
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import KVCache, init_cache
 from jax_specdec.device.model.prefill import prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling.verify import Drafts
+from pallas_kernels.sampling.drafts import draw, joined, none_drawn
+from pallas_kernels.sampling.verify import Drafts
 
 
 @dataclass(frozen=True)

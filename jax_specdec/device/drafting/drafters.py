@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting.drawing import draw, joined, none_drawn
 from jax_specdec.device.model.llama import project
 from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
 from jax_specdec.device.model.prefill import mtp_prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import Drafts, Tell, Verified
+from pallas_kernels.sampling.drafts import draw, joined, none_drawn
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import Drafts, Tell, Verified
 
 State = Any  # a pytree that belongs to the drafter
 

@@ -16,7 +16,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
 from jax_specdec.device.messages.asked import Asked, Widths, asked_of, sampling_of, widths_of
 from jax_specdec.device.messages.asked_changes import ChangesSize, changes_of
-from jax_specdec.device.sampling.logit_changes import Changes
+from jax_specdec.device.messages.logit_changes import Changes
 from jax_specdec.requests import Request, SamplingParams
 
 NOTHING_ASKED = SamplingParams()  # by an empty slot

@@ -17,8 +17,8 @@ from jax_specdec.device.drafting.drafters import Drafter
 from jax_specdec.device.model.own_model import Model, empty_cache
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
-from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import AcceptRule, Drafts, accept_draft
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import AcceptRule, Drafts, accept_draft
 
 AnyArray = jax.Array | np.ndarray
 

@@ -18,15 +18,15 @@ from ipc.wire import SlotState
 from jax_specdec.device.drafting.drafters import Context
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.logit_changes import Changes, Written, changed_logits
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.own_model import head as logits
 from jax_specdec.device.model.own_model import run as forward
 from jax_specdec.device.model.params import KVCache
-from jax_specdec.device.sampling.logit_changes import Changes, Written, changed_logits
-from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import Drafts, Tell, Verified, verify
 from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import Drafts, Tell, Verified, verify
 
 
 def step(

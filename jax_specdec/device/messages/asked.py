@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.buckets import chosen_bucket, k_bucket
-from jax_specdec.device.sampling.parameters import Sampling
 from jax_specdec.requests import SamplingParams
 from jax_specdec.wording import counted
+from pallas_kernels.sampling.parameters import Sampling
 
 
 class Widths(NamedTuple):

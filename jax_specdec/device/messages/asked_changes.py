@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_specdec.device.messages.buckets import changes_bucket
-from jax_specdec.device.sampling.logit_changes import Changes, Penalties
+from jax_specdec.device.messages.logit_changes import Changes, Penalties
 from jax_specdec.requests import SamplingParams
 
 

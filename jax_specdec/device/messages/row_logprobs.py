@@ -17,10 +17,10 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling.distribution import truncation
-from jax_specdec.device.sampling.parameters import Sampling, Truncation
-from jax_specdec.device.sampling.verify import CompactQ, Drafts, Tell, Told
 from pallas_kernels import TopkLogprobs, named_logits, topk_logprobs
+from pallas_kernels.sampling.parameters import Sampling, Truncation
+from pallas_kernels.sampling.truncation import truncation
+from pallas_kernels.sampling.verify import CompactQ, Drafts, Tell, Told
 
 
 def row_logprobs(

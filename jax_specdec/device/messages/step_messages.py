@@ -19,10 +19,10 @@ from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.pack_kept import KeptRows
 from jax_specdec.device.messages.row_logprobs import cut_where, row_logprobs
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling.kept_set import kept_sets
-from jax_specdec.device.sampling.parameters import Truncation
-from jax_specdec.device.sampling.verify import Drafts, Verified
 from pallas_kernels import TopkLogprobs
+from pallas_kernels.sampling.kept_set import kept_sets
+from pallas_kernels.sampling.parameters import Truncation
+from pallas_kernels.sampling.verify import Drafts, Verified
 
 
 class StepOutput(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec.device.sampling.parameters import Sampling
+from pallas_kernels.sampling.parameters import Sampling
 
 
 def of_rows(

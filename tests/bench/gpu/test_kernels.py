@@ -13,7 +13,7 @@ from bench.gpu.contenders import COPY, FLOOR, FUSED, OURS, PLAIN, TORCH, UNSTABL
 from bench.gpu.device_clock import PAUSE, ClockError, Event, Work
 from bench.report.comparison import PEERS, from_samples
 from pallas_kernels import TopkLogprobs
-from pallas_kernels.shapes import Shape
+from pallas_kernels.testing.shapes import Shape
 
 US = 1e-6
 

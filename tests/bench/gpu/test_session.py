@@ -13,7 +13,7 @@ from bench.gpu.contenders import COPY, FLOOR, FUSED, OURS, PLAIN, Machine
 from bench.gpu.journal import Piece
 from bench.report.comparison import Target, from_samples
 from bench.report.files import read_json
-from pallas_kernels.shapes import GPU, Shape
+from pallas_kernels.testing.shapes import GPU, Shape
 from tests.support.paths import ROOT
 
 HERE = {"date": "2026-01-01", "cpus": 2, "device": "a GPU"}

@@ -13,25 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.loop import state
 from jax_specdec.device.loop.state import init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.model import hf_weights
-from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import verify
 from pallas_kernels import (
     greedy,
     greedy_topk_logprobs,
-    implementations,
     linear_kept_logprobs,
     linear_topk_logprobs,
-    platforms,
     topk_logprobs,
 )
-from pallas_kernels.sharding import placement
+from pallas_kernels.backends import choose
+from pallas_kernels.lowering import platforms
+from pallas_kernels.meshes import placement
+from pallas_kernels.sampling.drafts import draw, joined
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import verify
 from tests.support import quick_compile
 from tests.support.device_programs import (
     CASES,
@@ -58,7 +58,7 @@ DRAW = 1  # where no vocabulary is split
 def _a_cuda_host():
     """The programs that are kept for one mesh or one shape may have been traced elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implementations, "cuda_capability", lambda: 9.0)
+        patch.setattr(choose, "cuda_capability", lambda: 9.0)
         _forget()
         yield
     _forget()
@@ -171,7 +171,7 @@ def test_linear_calls_are_left_to_xla(split):
 
 def test_programs_of_another_host_have_no_kernels(monkeypatch):
     """The control of every count above: a host with an older GPU takes XLA there."""
-    monkeypatch.setattr(implementations, "cuda_capability", lambda: 8.0)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.0)
     of = Loop("none", 2)
     _forget()
     arguments, static = target_message(of, RAW)
@@ -294,16 +294,16 @@ JIT = {"jit", "pjit", "pmap"}
 OTHERS = {
     "jax_specdec/device/loop/state.py: _empty_slots": test_empty_slots_are_made,
     "jax_specdec/device/model/hf_weights.py: _placing": test_weights_are_placed,
-    "pallas_kernels/few_rows.py: traced_once": test_programs_of_another_host_have_no_kernels,
-    "pallas_kernels/greedy_choice.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
-    "pallas_kernels/group_sums.py: sums_of": test_programs_of_the_loop,
-    "pallas_kernels/implementations.py: compiled": test_xla_where_it_is_asked_for,
-    "pallas_kernels/linear/contract.py: _kept_of": test_linear_calls_are_left_to_xla,
-    "pallas_kernels/linear/contract.py: _topk_of": test_linear_calls_are_left_to_xla,
-    "pallas_kernels/linear/placement.py: mapped": test_linear_calls_are_left_to_xla,
-    "pallas_kernels/platforms.py: found": test_xla_where_it_is_asked_for,
-    "pallas_kernels/sampled_rows.py: leaves_of_work": test_programs_of_the_loop,
-    "pallas_kernels/sharding/placement.py: mapped": test_xla_where_it_is_asked_for,
+    "pallas_kernels/backends/xla/few_rows.py: traced_once": test_programs_of_another_host_have_no_kernels,
+    "pallas_kernels/backends/xla/greedy.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
+    "pallas_kernels/backends/xla/group_sums.py: sums_of": test_programs_of_the_loop,
+    "pallas_kernels/backends/choose.py: compiled": test_xla_where_it_is_asked_for,
+    "pallas_kernels/linear/call.py: _kept_of": test_linear_calls_are_left_to_xla,
+    "pallas_kernels/linear/call.py: _topk_of": test_linear_calls_are_left_to_xla,
+    "pallas_kernels/meshes/linear_placement.py: mapped": test_linear_calls_are_left_to_xla,
+    "pallas_kernels/lowering/platforms.py: found": test_xla_where_it_is_asked_for,
+    "pallas_kernels/backends/xla/groups.py: leaves_of_work": test_programs_of_the_loop,
+    "pallas_kernels/meshes/placement.py: mapped": test_xla_where_it_is_asked_for,
 }
 
 

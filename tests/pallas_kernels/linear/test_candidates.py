@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import bit_words
+from pallas_kernels.backends.xla.on_cpu import bit_words
+from pallas_kernels.backends.xla.selection import top_k
 from pallas_kernels.linear import candidates
-from pallas_kernels.selection import top_k
 from tests.support import quick_compile
 
 ROWS, WIDTH, PARTS, K, ROOM = 5, 64, 24, 20, 64

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import linear_topk_logprobs, oracle
+from pallas_kernels import linear_topk_logprobs
+from pallas_kernels.backends.mosaic_gpu import compat, linear_groups, linear_products, linear_tiles
 from pallas_kernels.linear import forward, on_gpu
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.read_columns import Rows
 from pallas_kernels.linear.types import Call, Inputs
-from pallas_kernels.mosaic_gpu import compat, linear_groups, linear_products, linear_tiles
-from pallas_kernels.sharding.vocab_shard import WHOLE
+from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.testing import oracle
 from tests.support import linear_cases, quick_compile
 from tests.support.watched_interpreters import watched
 

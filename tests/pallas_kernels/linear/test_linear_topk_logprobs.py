@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import linear_topk_logprobs, oracle, topk_logprobs
+from pallas_kernels import linear_topk_logprobs, topk_logprobs
 from pallas_kernels.linear import columns
 from pallas_kernels.linear.definition import Definition
+from pallas_kernels.testing import oracle
 from tests.support import linear_cases, quick_compile
 
 V, K = 333, 5

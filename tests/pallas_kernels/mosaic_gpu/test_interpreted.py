@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import oracle
-from pallas_kernels.mosaic_gpu import run
-from pallas_kernels.mosaic_gpu.tiling import Tiling
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
 from tests.support.interpreted_kernels import run_without_races
 
 CASES = {

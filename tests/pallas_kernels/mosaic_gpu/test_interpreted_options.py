@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import oracle
-from pallas_kernels.changes import Changes
-from pallas_kernels.mosaic_gpu import mask, run
-from pallas_kernels.mosaic_gpu.tiling import Tiling
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_gpu import mask
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 from tests.support.interpreted_kernels import run_without_races
 
@@ -110,7 +111,7 @@ def test_a_wrong_mask_would_be_seen(monkeypatch):
     words = np.stack([bits_of([1, 5, 300], tiling.vocabulary)])
     right = mask.allowed
     monkeypatch.setattr(
-        "pallas_kernels.mosaic_gpu.mask.allowed", lambda m, ids, t: right(m, ids + 1, t)
+        "pallas_kernels.backends.mosaic_gpu.mask.allowed", lambda m, ids, t: right(m, ids + 1, t)
     )
 
     def call(x, token_ids, words, interpret):

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import oracle, sampled_rows
-from pallas_kernels.mosaic_gpu import pass1_groups, run_sampled
-from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
-from pallas_kernels.sampled_rows import Part, Read
-from pallas_kernels.sharding.grouped_rows import GroupedRows
+from pallas_kernels.backends.mosaic_gpu import pass1_groups, sampled
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.backends.xla import groups as sampled_rows
+from pallas_kernels.backends.xla.groups import Part, Read
+from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.interpreted_kernels import run_without_races
 
@@ -60,7 +61,7 @@ def test_the_kernels_read_what_xla_reads():
     part = GroupedRows.of(jnp.asarray(x)).part
 
     def call(part, inverse, needed, interpret):
-        return run_sampled.read(part, inverse, needed, -1, tiling, interpret)
+        return sampled.read(part, inverse, needed, -1, tiling, interpret)
 
     found = run_without_races(call, part, inverse, needed)
     assert_same(found, by_xla(part, inverse, needed, -1), x)
@@ -74,8 +75,8 @@ def test_sums_at_temperature_1_too_and_candidates(name):
 
     def call(x, inverse, interpret):
         out = pass1_groups.read_groups(tiling, x, inverse, True, interpret=interpret)
-        groups = run_sampled.of_rows(out, tiling, -(-tiling.vocabulary // 256))
-        return Read(*groups, *run_sampled.top_of_groups(x, tiling, out, 3, interpret))
+        groups = sampled.of_rows(out, tiling, -(-tiling.vocabulary // 256))
+        return Read(*groups, *sampled.top_of_groups(x, tiling, out, 3, interpret))
 
     found = run_without_races(call, jnp.asarray(x), inverse)
     part, needed = GroupedRows.of(jnp.asarray(x)).part, np.zeros(len(x), np.int32)
@@ -92,7 +93,7 @@ def test_groups_that_are_cut_by_columns():
     inverse, needed = np.array([1, 2, 0.5], np.float32), np.zeros(3, np.int32)
 
     def call(part, inverse, needed, interpret):
-        return run_sampled.read(part, inverse, needed, -1, None, interpret)
+        return sampled.read(part, inverse, needed, -1, None, interpret)
 
     found = run_without_races(call, part, inverse, needed)
     assert_same(found, by_xla(part, inverse, needed, -1), x)
@@ -104,7 +105,7 @@ def sums_of(x, inverse):
 
     def call(x, inverse, interpret):
         out = pass1_groups.read_groups(tiling, x, inverse, False, interpret=interpret)
-        return run_sampled.of_rows(out, tiling, -(-x.shape[1] // 256))[0].sums
+        return sampled.of_rows(out, tiling, -(-x.shape[1] // 256))[0].sums
 
     return np.asarray(run_without_races(call, x, inverse))
 

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy_topk_logprobs, implementations, oracle, shapes, topk_logprobs
-from pallas_kernels.mosaic_gpu import compat, run, select
-from pallas_kernels.mosaic_gpu.tiling import choose_tiling
-from pallas_kernels.wanted import Wanted
+from pallas_kernels import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.backends import choose
+from pallas_kernels.backends.mosaic_gpu import compat, select
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle, shapes
 from tests.support import quick_compile
 
 SHARED_MEMORY = 227 * 1024  # per program, H100
@@ -209,13 +212,13 @@ def test_choice_without_a_gpu():
     ],
 )
 def test_what_can_run(shape, capability, words):
-    obstacle = implementations.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
+    obstacle = choose.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
     assert (obstacle is None) if words is None else (words in obstacle)
 
 
 def test_choice_with_a_gpu(monkeypatch):
     """On a CUDA host None takes the kernels, but only in programs that are lowered for CUDA."""
-    monkeypatch.setattr(implementations, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 9.0)
     given = inputs(4, 4096, "float32")
 
     def call(logits, token_ids):

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import implementations, sampled_draw, sampled_rows
-from pallas_kernels.sampled_draw import Drawn, RowsToDraw
-from pallas_kernels.sharding.grouped_rows import GroupedRows
+from pallas_kernels.backends import choose, sampled_draw
+from pallas_kernels.backends.sampled_draw import Drawn, RowsToDraw
+from pallas_kernels.backends.xla import groups as sampled_rows
+from pallas_kernels.sampling.rows import GroupedRows
 
 ROWS, SLOTS = 8, 2
 
@@ -65,7 +66,7 @@ def test_who_is_chosen(function, monkeypatch):
     assert kernels_of(function, 2000) == 0  # too short
     assert kernels_of(function, 2**20 + 1) == 0  # too many groups
     assert kernels_of(jax.vmap(function), 4099, batch=(2,)) == 0
-    monkeypatch.setattr(implementations, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
     assert kernels_of(function, 4099) == 0
 
 

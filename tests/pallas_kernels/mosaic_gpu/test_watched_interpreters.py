@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu import compat
 from tests.pallas_kernels.mosaic_tpu import test_tpu_controls
 from tests.support import watched_interpreters
 from tests.support.watched_interpreters import watched

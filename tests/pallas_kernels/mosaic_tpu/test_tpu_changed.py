@@ -5,12 +5,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import oracle
-from pallas_kernels.changes import Changes
-from pallas_kernels.mosaic_tpu import bits, kernel, run, unit
-from pallas_kernels.mosaic_tpu.plan import CUT as REAL_CUT
-from pallas_kernels.mosaic_tpu.plan import choose_plan
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_tpu import bits, kernel, unit
+from pallas_kernels.backends.mosaic_tpu import rows as run
+from pallas_kernels.backends.mosaic_tpu.plan import CUT as REAL_CUT
+from pallas_kernels.backends.mosaic_tpu.plan import choose_plan
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 from tests.support.interpreted_tpu_kernel import CUT, run_interpreted
 

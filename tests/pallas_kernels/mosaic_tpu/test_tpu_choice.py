@@ -7,17 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    greedy_topk_logprobs,
-    implementations,
-    sampled_implementations,
-    sampled_rows,
-    topk_logprobs,
-)
-from pallas_kernels.mosaic_tpu import chip
-from pallas_kernels.mosaic_tpu.plan import choose_plan
-from pallas_kernels.sharding.grouped_rows import GroupedRows
-from pallas_kernels.tpu_rule import kernel_is_faster
+from pallas_kernels import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.backends import choose, sampled_implementations
+from pallas_kernels.backends.mosaic_tpu import chip
+from pallas_kernels.backends.mosaic_tpu.plan import choose_plan
+from pallas_kernels.backends.xla import groups
+from pallas_kernels.lowering.tpu_rule import kernel_is_faster
+from pallas_kernels.sampling.rows import GroupedRows
 
 
 def lowered(call, *shapes, platform="tpu"):
@@ -134,7 +130,7 @@ def test_sampled_rows_in_a_chip_whose_memory_is_too_small():
         return sampled_implementations.read(part, inverse, needed, 5, implementation)
 
     def candidates(x, rows):
-        return sampled_rows.candidates(x, 5, rows, jnp.int32(1), valid=True)
+        return groups.candidates(x, 5, rows, jnp.int32(1), valid=True)
 
     logits = jax.ShapeDtypeStruct((8, 262_144), jnp.float32)
     inverse, numbers = (jax.ShapeDtypeStruct((8,), x) for x in (jnp.float32, jnp.int32))
@@ -184,8 +180,8 @@ def test_masks_biases_and_float16_take_the_kernel():
 def test_a_symbolic_number_of_rows():
     (rows,) = jax.export.symbolic_shape("r")
     logits = jax.ShapeDtypeStruct((rows, 300), jnp.float32)
-    assert "symbolic" in implementations.tpu_obstacle(logits)
-    assert implementations.tpu_obstacle(shapes()[0]) is None
+    assert "symbolic" in choose.tpu_obstacle(logits)
+    assert choose.tpu_obstacle(shapes()[0]) is None
 
 
 def test_a_vocabulary_that_is_split_over_devices():
@@ -212,7 +208,7 @@ def test_rows_that_are_sampled_are_read_by_kernels():
         return GroupedRows.of(x).read(inverse, jnp.zeros(3, jnp.int32))
 
     def candidates(x, rows):
-        return sampled_rows.candidates(x, 5, rows, jnp.int32(1), valid=True)
+        return groups.candidates(x, 5, rows, jnp.int32(1), valid=True)
 
     assert kernels(lowered(read, rows, numbers)) == 3
     assert kernels(lowered(candidates, rows, listed)) == 1

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
-from pallas_kernels import oracle
-from pallas_kernels.mosaic_tpu import copies, run, stacks, unit
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_tpu import copies, stacks, unit
+from pallas_kernels.backends.mosaic_tpu import rows as run
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.interpreted_tpu_kernel import CUT, interpret, run_interpreted, run_watched
 

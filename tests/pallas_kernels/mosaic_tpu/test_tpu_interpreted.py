@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import oracle
-from pallas_kernels.mosaic_tpu import run
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_tpu import rows as run
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
 from tests.support.interpreted_tpu_kernel import run_interpreted
 
 BFLOAT16 = ml_dtypes.bfloat16

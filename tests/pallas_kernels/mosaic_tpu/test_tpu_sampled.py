@@ -6,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import oracle, sampled_rows
-from pallas_kernels.mosaic_tpu import groups, run_sampled
-from pallas_kernels.sampled_rows import Part
-from pallas_kernels.sharding.grouped_rows import GroupedRows
+from pallas_kernels.backends.mosaic_tpu import groups, sampled
+from pallas_kernels.backends.xla import groups as sampled_rows
+from pallas_kernels.backends.xla.groups import Part
+from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.interpreted_tpu_kernel import run_interpreted
 
@@ -19,7 +20,7 @@ INVERSE = np.array([1, 2, 0.5, 1], np.float32)
 
 def found(part, inverse, raw=True):
     def call(part, inverse, interpret, cut):
-        return run_sampled.read_groups(part, inverse, raw, interpret, cut)
+        return sampled.read_groups(part, inverse, raw, interpret, cut)
 
     return run_interpreted(call, part, inverse)
 

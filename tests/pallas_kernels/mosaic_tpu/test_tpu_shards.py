@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import oracle, xla
-from pallas_kernels.finish import RowParts
-from pallas_kernels.mosaic_tpu import run
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.answers import RowParts
+from pallas_kernels.backends.mosaic_tpu import rows as run
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
 from tests.support.interpreted_tpu_kernel import run_interpreted
 
 V, SHARDS, K = 1173, 3, 2

@@ -10,10 +10,10 @@ import pytest
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter
-from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from jax_specdec.device.sampling.verify import Drafts
+from pallas_kernels.sampling.drafts import draw, joined
+from pallas_kernels.sampling.verify import Drafts
 from tests.support.decoding import VOCAB, random_model, request, run
 
 D = 3

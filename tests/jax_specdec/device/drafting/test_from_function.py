@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jax_specdec.device.drafting import from_function
-from jax_specdec.device.drafting.drawing import none_drawn
 from jax_specdec.device.drafting.from_function import CallableDrafter
-from jax_specdec.device.sampling.verify import Drafts
+from pallas_kernels.sampling.drafts import none_drawn
+from pallas_kernels.sampling.verify import Drafts
 from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support.decoding import VOCAB
 

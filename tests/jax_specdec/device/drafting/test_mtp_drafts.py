@@ -14,9 +14,9 @@ from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.model.checkpoint import load_checkpoint
 from jax_specdec.device.model.params import named_arrays
-from jax_specdec.device.sampling.random_draws import DRAFT, Source, gumbel
 from jax_specdec.text import byte_tokens
-from tests.jax_specdec.device.sampling.test_distribution import expected_probs
+from pallas_kernels.sampling.random_draws import DRAFT, Source, gumbel
+from tests.pallas_kernels.sampling.test_distribution import expected_probs
 from tests.support import quick_compile, reference_model
 from tests.support.decoding import VOCAB, compiled, random_model, request, run
 from tests.support.paths import ROOT

@@ -12,10 +12,10 @@ from jax_specdec.device.messages.asked import asked_of, widths_of
 from jax_specdec.device.messages.step_messages import target_message
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import init_cache
-from jax_specdec.device.sampling.parameters import Truncation
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import decode
-from pallas_kernels import oracle
+from pallas_kernels.sampling.parameters import Truncation
+from pallas_kernels.testing import oracle
 from tests.support import in_mode, quick_compile
 from tests.support.decoding import VOCAB, Local, random_model, request, run
 

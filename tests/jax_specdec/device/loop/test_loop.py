@@ -7,7 +7,7 @@ import pytest
 from ipc.wire import SlotState
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.records.batch import FinishReason
-from pallas_kernels import oracle
+from pallas_kernels.testing import oracle
 from tests.support import reference_model
 from tests.support.decoding import (
     VOCAB,

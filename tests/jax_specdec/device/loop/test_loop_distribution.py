@@ -17,8 +17,8 @@ from scipy import stats
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.model.params import named_arrays
-from jax_specdec.device.sampling.verify import accept_draft
-from tests.jax_specdec.device.sampling.test_distribution import expected_probs
+from pallas_kernels.sampling.verify import accept_draft
+from tests.pallas_kernels.sampling.test_distribution import expected_probs
 from tests.support import reference_model
 from tests.support.decoding import random_model, request, run
 

@@ -20,7 +20,7 @@ from jax_specdec.device.worker.worker import Worker
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import SamplingParams
-from pallas_kernels import oracle
+from pallas_kernels.testing import oracle
 from tests.support import in_mode, reference_model
 from tests.support.decoding import VOCAB, Local, Sent, compiled, random_model, request
 

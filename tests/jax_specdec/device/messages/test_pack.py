@@ -23,7 +23,8 @@ from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.errors import MessageError
 from jax_specdec.records.output_processor import ProcessorState, admit
 from jax_specdec.records.output_processor import step as process
-from pallas_kernels import TopkLogprobs, oracle, topk_logprobs
+from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.processor_messages import request
 from tests.support.random_kept import random_counts, random_kept

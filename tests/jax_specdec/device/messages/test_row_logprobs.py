@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.drafting.drafters import MtpDrafter, no_drafts
-from jax_specdec.device.drafting.drawing import draw, none_drawn
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.asked import asked_of, widths_of
 from jax_specdec.device.messages.pack import select_rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import StepOutput, draft_message, target_message
-from jax_specdec.device.sampling.distribution import truncation
-from jax_specdec.device.sampling.verify import verify
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.finish import skipped_rows
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.answers import skipped_rows
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.sampling.drafts import draw, none_drawn
+from pallas_kernels.sampling.truncation import truncation
+from pallas_kernels.sampling.verify import verify
 from tests.support import in_mode, quick_compile
 from tests.support.decoding import random_model
 

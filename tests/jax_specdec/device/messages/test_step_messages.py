@@ -15,10 +15,10 @@ from jax_specdec.device.drafting.drafters import no_drafts
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
 from jax_specdec.device.messages.step_messages import StepOutput, step_output, target_message
-from jax_specdec.device.sampling.verify import Verified
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import SamplingParams
+from pallas_kernels.sampling.verify import Verified
 from tests.support import decoding, quick_compile
 from tests.support.decoding import mixed_requests, request, run
 

@@ -12,7 +12,6 @@ from ipc import wire
 from ipc.wire import KEPT_ALL, LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter
-from jax_specdec.device.drafting.drawing import draw, joined
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
@@ -22,11 +21,12 @@ from jax_specdec.device.messages.step_messages import step_output, target_messag
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import logits
 from jax_specdec.device.model.params import init_params
-from jax_specdec.device.sampling.parameters import Sampling
-from jax_specdec.device.sampling.verify import verify
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import Request, SamplingParams
-from pallas_kernels.sharding.vocab_shard import VocabShard
+from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.sampling.drafts import draw, joined
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import verify
 from tests.support import decoding, hf_files, quick_compile
 from tests.support.collectives import collectives
 from tests.support.shards import P, mesh_of

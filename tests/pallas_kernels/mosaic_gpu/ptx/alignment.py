@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu import h100
+from pallas_kernels.backends.mosaic_gpu import h100
 
 ARGUMENT = 16  # bytes: arguments of a program, which another library may have allocated
 BETWEEN = 256  # bytes: what lies between kernels, and results

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import oracle
-from pallas_kernels.mosaic_gpu import pass1_rows, pass2_finish, run
-from pallas_kernels.mosaic_gpu.tiling import Tiling, choose_tiling
-from pallas_kernels.transformations import _folded
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_gpu import pass1_rows, pass2_finish
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
+from pallas_kernels.topk.derivatives import _folded
 from tests.support.changed_logits import ALL
 
 INF, NAN = np.inf, np.nan

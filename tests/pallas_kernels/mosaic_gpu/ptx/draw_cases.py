@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import oracle
-from pallas_kernels.mosaic_gpu import count_larger, draw, run_sampled
-from pallas_kernels.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu import count_larger, draw, sampled
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
 from tests.support import drawn_tokens
@@ -86,8 +86,8 @@ def candidates(name: str, tiling: Tiling, k: int) -> Case:
     rows = np.array([2, 0, 1], np.int32)
 
     def call() -> Any:
-        found = run_sampled.candidates(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2), k)
-        return run_sampled.Top(*(part[:2] for part in found))  # the third row's are anything
+        found = sampled.candidates(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2), k)
+        return sampled.Top(*(part[:2] for part in found))  # the third row's are anything
 
     def check(found: Any) -> None:
         for i, row in enumerate(rows[:2]):

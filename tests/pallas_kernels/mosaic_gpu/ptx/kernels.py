@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.mosaic_gpu import compat, h100, pass1_rows, pass2_finish, run
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_gpu import compat, h100, pass1_rows, pass2_finish
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.contract.wanted import Wanted
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment
 from tests.ptx_machine import host, machine, threads
 from tests.ptx_machine.memory import Buffer

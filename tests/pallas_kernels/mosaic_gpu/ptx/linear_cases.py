@@ -12,12 +12,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backends.mosaic_gpu import compat, linear_groups, linear_tiles
+from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.linear_groups import Groups, Of, Rounding
+from pallas_kernels.backends.mosaic_gpu.linear_tiles import GROUP, HALF, ROWS, Tiles
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
 from pallas_kernels.linear import on_gpu
-from pallas_kernels.mosaic_gpu import compat, linear_groups, linear_tiles
-from pallas_kernels.mosaic_gpu.compat import GPU
-from pallas_kernels.mosaic_gpu.linear_groups import Groups, Of, Rounding
-from pallas_kernels.mosaic_gpu.linear_tiles import GROUP, HALF, ROWS, Tiles
-from pallas_kernels.mosaic_gpu.tiling import Tiling
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 
 ERROR = 2e-6  # of sums, as `sampled_cases` has it

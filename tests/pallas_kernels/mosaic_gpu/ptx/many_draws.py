@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec.device.sampling import residual
-from jax_specdec.device.sampling.parameters import Sampling, Truncation
-from jax_specdec.device.sampling.random_draws import GROUP, RECOVER, Source
-from jax_specdec.device.sampling.residual import Drawing
-from jax_specdec.device.sampling.row_read import read
 from pallas_kernels import GroupedRows
-from pallas_kernels.mosaic_gpu import draw, pass1_groups, run_sampled
-from pallas_kernels.sampled_draw import RowsToDraw
+from pallas_kernels.backends.mosaic_gpu import draw, pass1_groups, sampled
+from pallas_kernels.backends.sampled_draw import RowsToDraw
+from pallas_kernels.sampling import residual
+from pallas_kernels.sampling.parameters import Sampling, Truncation
+from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source
+from pallas_kernels.sampling.residual import Drawing
+from pallas_kernels.sampling.row_read import read
 from tests.pallas_kernels.mosaic_gpu.ptx import kernels
 from tests.pallas_kernels.mosaic_gpu.ptx.run_kernels import hardware, together
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
@@ -43,7 +43,7 @@ def main() -> None:
     with kernels.executed(stand, (pass1_groups,)):
         tiling = fixed(VOCABULARY, "float32")
         out = pass1_groups.read_groups(tiling, x, ones, False)
-    groups, _ = run_sampled.of_rows(out, tiling, VOCABULARY // 256)
+    groups, _ = sampled.of_rows(out, tiling, VOCABULARY // 256)
     begin, done, differ = time.monotonic(), 0, 0
     while done < options.draws:
         seeds = jnp.arange(SLOTS, dtype=jnp.uint32) + np.uint32(options.first + done)

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import oracle
-from pallas_kernels.changes import Changes
-from pallas_kernels.mosaic_gpu import run
-from pallas_kernels.mosaic_gpu.tiling import Tiling
-from pallas_kernels.wanted import Wanted
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, chosen, edge_rows
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pallas_kernels.mosaic_gpu import h100
+from pallas_kernels.backends.mosaic_gpu import h100
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment, kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases, mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.draw_cases import draw_cases, draw_mutant_case

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import oracle
-from pallas_kernels.group_sums import WIDTH, inverse_temperature
-from pallas_kernels.mosaic_gpu import pass1_groups, pass2_finish, run_sampled
-from pallas_kernels.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu import pass1_groups, pass2_finish, sampled
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.xla.group_sums import WIDTH, inverse_temperature
+from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, edge_rows
 
 MODULES = (pass1_groups, pass2_finish)
@@ -69,9 +69,9 @@ def read(name: str, tiling: Tiling, k: int, raw: bool = False, rows: int | None 
 
     def call() -> Any:
         out = pass1_groups.read_groups(tiling, logits, inverse, raw)
-        groups, raw_sums = run_sampled.of_rows(out, tiling, number)
+        groups, raw_sums = sampled.of_rows(out, tiling, number)
         raw_sums = raw_sums if raw else None
-        top = run_sampled.top_of_groups(logits, tiling, out, k) if k else None
+        top = sampled.top_of_groups(logits, tiling, out, k) if k else None
         partials = np.asarray(out.partials)[: 2 * len(x) * tiling.programs]
         return _known(x, groups), raw_sums, top, partials.reshape(2, len(x), -1)
 
@@ -110,7 +110,7 @@ def same_bits(name: str) -> Case:
     def sums(x: Any, tiling: Tiling, order: Any, offset: Any = None) -> Any:
         out = pass1_groups.read_groups(tiling, jnp.asarray(x), inverse[order], True, offset)
         number = -(-tiling.vocabulary // WIDTH)
-        groups, raw = run_sampled.of_rows(out, tiling, number)
+        groups, raw = sampled.of_rows(out, tiling, number)
         return groups.maxima, groups.sums, raw
 
     def shifted(by: int) -> Any:  # as on a shard whose first group begins at this column
@@ -149,7 +149,7 @@ def same_bits(name: str) -> Case:
 
 
 def _pair(found: Any) -> Any:
-    return run_sampled.GroupSums(found[0], found[1])
+    return sampled.GroupSums(found[0], found[1])
 
 
 def sampled_mutant_case() -> Case:

@@ -1,0 +1,225 @@
+"""Groups of a row that a kernel reads again, because something of their tokens is wanted.
+
+The row was read before, in fixed groups of 256 logits, and their maxima and sums say which of them
+still matter. A kernel holds a flag for each group. The flagged ones are written to a list, in no
+order, and a warpgroup reads a block's number of them at a time, as pass 1 reads a block.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.backends.mosaic_gpu import compat, thread
+from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.thread import Word, word
+from pallas_kernels.backends.mosaic_gpu.tiling import RUN, WARPGROUP, Tiling
+
+NO_GROUP = 2**31 - 1
+WIDTH = 256  # logits of a group
+
+
+class Row(NamedTuple):
+    """A row of logits as a kernel reads it again."""
+
+    tiling: Tiling
+    logits_ref: Any  # [N * V]
+    first: Any  # where the row starts
+    interpreted: bool
+
+    @property
+    def vector(self) -> int:
+        """The logits that a thread can load at once wherever a row begins."""
+        vector = self.tiling.vector
+        while self.tiling.vocabulary % vector:
+            vector //= 2
+        return vector
+
+    @property
+    def layout(self) -> Any:
+        """Registers of a piece: of the same 64 logits of each group of a block's number of them."""
+        return self.tiling.fixed_layout(self.vector)
+
+    def pieces(self, groups: jax.Array) -> list[jax.Array]:
+        """The logits of these groups, each piece [groups, 64]; -inf beyond the row or without one.
+
+        groups: `Chosen.groups`.
+        """
+        shape, vocabulary, vector = self.tiling.piece(RUN), self.tiling.vocabulary, self.vector
+        starts = range(0, WIDTH, shape[1])
+        if self.interpreted:
+            row = self.logits_ref[pl.ds(self.first, vocabulary)]
+            row = jnp.pad(row, (0, -vocabulary % WIDTH), constant_values=-jnp.inf)
+            found = row.reshape(-1, WIDTH)[jnp.maximum(groups, 0)]
+            found = jnp.where(groups[:, None] < 0, jnp.asarray(-jnp.inf, row.dtype), found)
+            return [found[:, i : i + shape[1]] for i in starts]
+        layout = self.layout
+
+        def body(logits: Any, first: Any, groups: Any) -> Any:
+            (group,) = thread.words(groups)
+            column = (thread.thread() & (shape[1] // RUN - 1)) * RUN
+            begin = thread.larger(group, 0) * WIDTH + column
+            return tuple(run(logits, word(first), begin + i, group >= 0) for i in starts)
+
+        def run(logits: Any, first: Word, token: Word, there: Word) -> Any:
+            loaded = []
+            for i in range(0, RUN, vector):
+                at, inside = token + i, there & (token + i < vocabulary)
+                place = first + thread.smaller(at, vocabulary - vector)
+                loaded.append(thread.load_or(logits, place, vector, inside, float("-inf")))
+            return thread.vector_of(loaded, layout.to_mgpu(), shape)
+
+        kind = thread.result(shape, self.logits_ref.dtype, layout)
+        arguments = self.logits_ref, self.first, groups
+        layouts = None, "scalar", layout.reduce(1)
+        return list(thread.inline(body, arguments, layouts, (kind,) * len(starts)))
+
+    def ids(self, groups: jax.Array) -> list[jax.Array]:
+        """The token ids of `pieces`, int32; below 0 where there is no group."""
+        shape = self.tiling.piece(RUN)
+        first = compat.cast(lax.broadcast_in_dim(groups * WIDTH, shape, (0,)), self.layout)
+        column = compat.iota(shape, 1, self.layout)
+        return [first + (column + i) for i in range(0, WIDTH, shape[1])]
+
+    def group(self, number: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """One group's logits [256] float32, their ids and the first id of these.
+
+        A last group that is cut off begins earlier, within the row.
+        Ids below 256 * `number` are those of the group before.
+        """
+        begin = jnp.minimum(number * WIDTH, self.tiling.vocabulary - WIDTH)
+        x = compat.load_vector(self.logits_ref, self.first + begin, WIDTH, self.interpreted)
+        return x.astype(jnp.float32), compat.vector_iota(WIDTH) + begin, begin
+
+
+def padded_size(number: int) -> int:
+    """The length of a vector of so many groups: whole warpgroups."""
+    return -(-number // WARPGROUP) * WARPGROUP
+
+
+def load_groups(ref: Any, row: Any, number: int, otherwise: float, interpreted: bool) -> jax.Array:
+    """A row of [R * number] float32 as a vector of `padded_size`; `otherwise` from there on."""
+    size, start = padded_size(number), row * number
+    if interpreted:
+        missing = jnp.full(size - number, otherwise, jnp.float32)
+        return jnp.concatenate([ref[pl.ds(start, number)], missing])
+    layout = compat.vector_layout()
+
+    def body(here: Any, first: Any) -> Any:
+        registers = []
+        for i in range(0, size, WARPGROUP):
+            place = thread.thread() + i
+            at = word(first) + thread.smaller(place, number - 1)
+            registers.append(thread.load_or(here, at, 1, place < number, otherwise))
+        return thread.vector_of(registers, layout.to_mgpu(), (size,))
+
+    kind = thread.result((size,), jnp.float32, layout)
+    return compat.asarray(thread.inline(body, (ref, start), (None, "scalar"), kind))
+
+
+def scratch_types(number: int) -> tuple[Any, ...]:
+    """The types of `Chosen`'s references, for so many groups."""
+    size = max(padded_size(number), WIDTH)
+    return GPU.SMEM((size,), jnp.int32), GPU.SMEM((size,), jnp.int32), GPU.SMEM((4,), jnp.int32)
+
+
+class Chosen(NamedTuple):
+    """The list of chosen groups: references to shared memory."""
+
+    list_ref: Any  # [padded groups] i32
+    places_ref: Any  # [padded groups] i32: of each group in the list; -1 of others
+    counter_ref: Any  # [4] i32
+    interpreted: bool
+
+    @classmethod
+    def of(cls, scratch: tuple[Any, ...], interpreted: bool) -> "Chosen":
+        """In memory of `scratch_types`."""
+        chosen, places, counter = scratch
+        return cls(chosen, places, counter, interpreted)
+
+    def choose(self, flags: jax.Array) -> jax.Array:
+        """Make the list of flagged groups; returns how many they are.
+
+        flags: [padded_size] bool, in a `compat.vector_layout`.
+        """
+        flagged = jnp.where(flags, jnp.int32(1), jnp.int32(0))
+        size = flags.shape[0]
+        if self.interpreted:
+            whole = pl.ds(0, size)
+            self.list_ref[whole] = jnp.argsort(1 - flagged, stable=True).astype(jnp.int32)
+            self.places_ref[whole] = jnp.where(flags, jnp.cumsum(flagged) - 1, -1)
+            return jnp.sum(flagged)
+
+        def body(given: Any, chosen: Any, places: Any, counter: Any) -> Any:
+            me, mine = thread.thread(), thread.words(given)
+            thread.when(me == 0, lambda: thread.store(counter, 0, 0))
+            thread.barrier()
+            for i, flag in enumerate(mine):
+                group = me + i * WARPGROUP
+                thread.store(places, group, self._listed(flag, group, chosen, counter))
+            thread.barrier()
+            return thread.scalar(word(thread.load(counter, 0)))
+
+        kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
+        arguments = flagged, self.list_ref, self.places_ref, self.counter_ref
+        layouts = compat.vector_layout(), None, None, None
+        return compat.asarray(thread.inline(body, arguments, layouts, kind))
+
+    @staticmethod
+    def _listed(flag: Word, group: Word, chosen: Any, counter: Any) -> Word:
+        """The place of a group in the list, where it is written; -1 if it is not flagged."""
+
+        def put() -> list[Word]:
+            place = thread.add_atomically(counter, 0, 1)
+            thread.store(chosen, place, group)
+            return [place]
+
+        (place,) = thread.when_else(flag != 0, put, [word(-1)])
+        return place
+
+    def groups(self, turn: Any, count: Any, row: Row) -> jax.Array:
+        """The groups of a turn [a block's number] int32, in registers as `Row.layout`'s rows.
+
+        -1 where the list ends.
+        """
+        size, shape = row.tiling.groups_per_block, row.tiling.piece(RUN)
+        if self.interpreted:
+            places = turn * size + jnp.arange(size, dtype=jnp.int32)
+            found = self.list_ref[pl.ds(0, self.list_ref.shape[0])]
+            found = found[jnp.minimum(places, count - 1)]
+            return jnp.where(places < count, found, -1)
+        layout = row.layout.reduce(1)
+        lanes = (shape[1] // RUN).bit_length() - 1
+
+        def body(chosen: Any, turn: Any, count: Any) -> Any:
+            place = word(turn) * size + (thread.thread() >> lanes)
+            found = word(thread.load(chosen, thread.smaller(place, word(count) - 1)))
+            value = thread.select(place < word(count), found, -1)
+            return thread.one_each(value, layout, (size,), signed=True)
+
+        kind = thread.result((size,), jnp.int32, layout)
+        layouts = None, "scalar", "scalar"
+        return compat.asarray(thread.inline(body, (self.list_ref, turn, count), layouts, kind))
+
+
+def over_groups(
+    row: Row,
+    chosen: Chosen,
+    flags: jax.Array,
+    work: Callable[[Any, jax.Array, Any], Any],
+    initial: Any,
+) -> Any:
+    """work(turn, groups, carry) -> carry, over the flagged groups in no order.
+
+    flags: as `Chosen.choose` takes them.
+    """
+    count = chosen.choose(flags)
+    size = row.tiling.groups_per_block
+
+    def body(turn: Any, carry: Any) -> Any:
+        return work(turn, chosen.groups(turn, count, row), carry)
+
+    return lax.fori_loop(0, (count + (size - 1)) // size, body, initial)

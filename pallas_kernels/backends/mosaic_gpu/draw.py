@@ -1,0 +1,207 @@
+"""Drawing a token of each slot's row, after it was read: one kernel, a program a slot.
+
+Gumbel-max in two steps. A group is drawn by the logarithm of its sum, from what the read left; then
+a token in it, from its 256 logits. The noise is a function of a purpose, the request's seed, the
+token's position and the id of the group or token: the words and the arithmetic that XLA has too.
+
+Where tokens are left out of a row, by a cut or since a rejected draft could have been they, the
+groups that held them are read and summed once more (`chosen_groups`), no others.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.backends.mosaic_gpu import compat, taken
+from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
+    NO_GROUP,
+    WIDTH,
+    Chosen,
+    Row,
+    load_groups,
+    over_groups,
+    scratch_types,
+)
+from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.early import load_at_once
+from pallas_kernels.backends.mosaic_gpu.pass1_groups import maxima_and_sums
+from pallas_kernels.backends.mosaic_gpu.targets import LARGEST, LOG2_E
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.backends.sampled_draw import Drawn, RowsToDraw
+from pallas_kernels.numbers.gumbel import gumbel, log_of
+from pallas_kernels.numbers.threefry import word
+
+
+def draw(
+    logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int], interpret: Any = None
+) -> Drawn:
+    """A token of each slot's row.
+
+    Args:
+      logits: [N, V], whole on this device.
+      rows: the slots; their rows are valid.
+      purposes: of the groups' noise, and of the tokens'.
+      interpret: None to compile, or `compat.interpret_params(...)`.
+    """
+    slots, num_rows = len(rows.rows), len(logits)
+    tiling = choose_fixed_tiling(num_rows, logits.shape[1], logits.dtype.name)
+    number, count = rows.maxima.shape[1], rows.taken_ids.shape[1]
+    kernel = GPU.kernel(
+        functools.partial(
+            _draw_kernel,
+            tiling=tiling,
+            number=number,
+            count=count,
+            purposes=purposes,
+            interpreted=interpret is not None,
+        ),
+        out_type=[compat.shape((slots,), jnp.float32), compat.shape((slots,), jnp.int32)],
+        scratch_types=(*scratch_types(number), GPU.SMEM((taken.words_of(tiling),), jnp.int32)),
+        grid=(slots,),
+        grid_names=("slot",),
+        compiler_params=compat.compiler_params(approx_math=True),
+        kernel_name="draw",
+        interpret=interpret,
+    )
+    arrays = rows._replace(seed=lax.bitcast_convert_type(rows.seed, jnp.int32))
+    flat: RowsToDraw = jax.tree.map(lambda x: x.reshape(-1), arrays)
+    return Drawn(*kernel(logits.reshape(-1), flat))
+
+
+class Best(NamedTuple):
+    """The largest score so far, and what has it: the lowest number of several."""
+
+    score: Any  # float32
+    number: Any  # int32
+
+
+class RowToDraw(NamedTuple):
+    """What the program of a slot knows, in the kernel."""
+
+    row: Row
+    taken: taken.Taken
+    largest: Any  # m
+    inverse: Any  # 1 / T
+    cut_logit: Any  # as `kept_groups.keeps` takes it
+    cut_id: Any
+    seed: Any
+    position: Any
+    purposes: tuple[int, int]
+
+    def keeps(self, x: jax.Array, ids: jax.Array) -> jax.Array:
+        """Whether the cut keeps tokens with logits x."""
+        same = (x == self.cut_logit) & (ids < self.cut_id)
+        kept: jax.Array = (x > self.cut_logit) | same | (ids == self.cut_id)
+        return kept
+
+    def noise(self, purpose: int, ids: jax.Array) -> jax.Array:
+        """Gumbel noise of groups or tokens."""
+        seed, position = (
+            lax.broadcast_in_dim(x, ids.shape, ()) for x in (self.seed, self.position)
+        )
+        return gumbel(word(seed.astype(jnp.uint32), purpose, position, ids))
+
+    def scores(self, maxima: jax.Array, sums: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Of groups: the logarithm of the sum of exp((x - m) / T), and noise."""
+        gap = jnp.minimum((maxima - self.largest) * self.inverse, jnp.float32(0))
+        scores = log_of(sums) + gap + self.noise(self.purposes[0], numbers)
+        found: jax.Array = jnp.where(sums > 0, scores, jnp.float32(-jnp.inf))
+        return found
+
+
+def _draw_kernel(
+    logits_ref: Any,  # [N * V]  in
+    given: RowsToDraw,  # flat arrays  in
+    scores_ref: Any,  # [B] f32  out
+    tokens_ref: Any,  # [B] i32  out
+    *scratch: Any,  # of `Chosen`, and bits of `Taken`  shared memory
+    tiling: Tiling,
+    number: int,
+    count: int,
+    purposes: tuple[int, int],
+    interpreted: bool,
+) -> None:
+    slot = lax.axis_index("slot")
+
+    def of_slot(ref: Any) -> Any:
+        return load_at_once(ref, slot, interpreted)
+
+    row_id, cut_logit, cut_id = map(of_slot, (given.rows, given.cut_logit, given.cut_id))
+    seed, position = map(of_slot, (given.seed, given.position))
+    row = jnp.maximum(row_id, 0)
+
+    @pl.when(row_id >= 0)
+    def _() -> None:
+        chosen = Chosen.of(scratch[:-1], interpreted)
+        maxima = load_groups(given.maxima, row, number, -jnp.inf, interpreted)
+        sums = load_groups(given.sums, row, number, 0.0, interpreted)
+        mine = RowToDraw(
+            Row(tiling, logits_ref, row * tiling.vocabulary, interpreted),
+            taken.Taken(given.taken_ids, slot * count, count, chosen, scratch[-1], interpreted),
+            load_at_once(given.largest, row, interpreted),
+            load_at_once(given.inverse, row, interpreted),
+            cut_logit,
+            cut_id,
+            seed,
+            position,
+            purposes,
+        )
+        best = _best_group(mine, maxima, sums)
+        scores_ref[slot] = best.score
+        tokens_ref[slot] = _token_in(mine, jnp.clip(best.number, 0, number - 1))
+
+    @pl.when(row_id < 0)
+    def _() -> None:
+        scores_ref[slot] = jnp.float32(-jnp.inf)
+        tokens_ref[slot] = jnp.int32(-1)
+
+
+def _best_group(row: RowToDraw, maxima: jax.Array, sums: jax.Array) -> Best:
+    """The group that is drawn, of the tokens that are kept and not taken."""
+    numbers = compat.vector_iota(maxima.shape[0])
+    reached = maxima >= row.cut_logit
+    is_cut = row.cut_logit > -jnp.inf
+    again = (reached & is_cut) | row.taken.groups_of(maxima.shape[0])
+    nothing = jnp.float32(0)
+    left = jnp.where(again, nothing, jnp.where(reached, sums, nothing))
+    first = best_of(row.scores(maxima, left, numbers), numbers)
+    work = functools.partial(_better, row)
+    return Best(*over_groups(row.row, row.taken.chosen, again, work, tuple(first)))
+
+
+def _better(row: RowToDraw, turn: Any, groups: jax.Array, best: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The best group with some more, whose tokens are summed again."""
+    pieces, ids = row.row.pieces(groups), row.row.ids(groups)
+    nothing = jnp.asarray(-jnp.inf, pieces[0].dtype)
+    pieces = [
+        jnp.where(row.keeps(piece.astype(jnp.float32), here), piece, nothing)
+        for piece, here in zip(pieces, ids, strict=True)
+    ]
+    pieces = row.taken.without(pieces, ids, turn, row.row)
+    scale = jnp.minimum(row.inverse * LOG2_E, jnp.float32(LARGEST))
+    maxima, (sums,) = maxima_and_sums(pieces, (scale,), row.row.layout, row.row.interpreted)
+    score, number = best_of(row.scores(maxima.astype(jnp.float32), sums, groups), groups)
+    wins = (score > best[0]) | ((score == best[0]) & (number < best[1]))
+    return jnp.where(wins, score, best[0]), jnp.where(wins, number, best[1])
+
+
+def best_of(scores: jax.Array, numbers: jax.Array) -> Best:
+    """The largest of scores."""
+    score = jnp.max(scores)
+    return Best(score, ~jnp.max(jnp.where(scores == score, ~numbers, jnp.int32(~NO_GROUP))))
+
+
+def _token_in(row: RowToDraw, group: jax.Array) -> jax.Array:
+    """A token of one group that is kept and not taken."""
+    x, ids, begin = row.row.group(group)
+    nothing = jnp.float32(-jnp.inf)
+    x = jnp.where((ids >= group * WIDTH) & row.keeps(x, ids), x, nothing)
+    x = jnp.where(row.taken.in_group(begin), nothing, x)
+    largest = jnp.max(x)
+    largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
+    gap = jnp.minimum((x - largest) * row.inverse, jnp.float32(0))
+    return compat.asarray(best_of(gap + row.noise(row.purposes[1], ids), ids).number)

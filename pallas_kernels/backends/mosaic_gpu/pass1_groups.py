@@ -1,0 +1,266 @@
+"""Pass 1 of rows that are sampled: one read yields each group's maximum and sum of exponentials.
+
+A group is 256 logits from a multiple of 256 on, in every row, and its sum is relative to its own
+maximum: so no program keeps anything of its groups but what it writes. The order of additions is
+fixed by the places of logits in their group: a thread adds the four runs of 8 logits that it holds,
+64 apart, then the 8 sums, then 8 threads theirs, always in pairs. So a sum's bits depend on the
+group's logits and the temperature alone; not on rows, dtype, vectors, programs, or the row's place.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.backends.mosaic_gpu import compat, thread
+from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.early import load_at_once
+from pallas_kernels.backends.mosaic_gpu.pass1_rows import finite_reference, partials_size
+from pallas_kernels.backends.mosaic_gpu.reading import read_fixed_block, read_fixed_edge
+from pallas_kernels.backends.mosaic_gpu.targets import LARGEST, LOG2_E
+from pallas_kernels.backends.mosaic_gpu.tiling import RUN, Tiling
+
+Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
+
+
+class GroupOutputs(NamedTuple):
+    """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
+
+    partials: Any  # as `pass1_rows.read_rows` has it, for pass 2: see `Carry`; counts are 0
+    maxima: Any  # [R * padded_groups] in the logits' dtype
+    sums: Any  # [R * padded_groups] f32
+    raw_sums: Any = None  # [R * padded_groups] f32: at temperature 1
+
+
+class Carry(NamedTuple):
+    """What a program keeps between steps, [groups of a block] float32."""
+
+    maximum: jax.Array
+    # Sums of the groups' sums, each as it is: above 0 where a logit is above -inf, NaN where a row
+    # has a NaN or +inf. Pass 2 asks for no more.
+    evidence: jax.Array
+
+
+def read_groups(
+    tiling: Tiling,
+    logits: jax.Array,
+    inverse: jax.Array,
+    raw: bool,
+    offset: jax.Array | None = None,
+    interpret: Any = None,
+) -> GroupOutputs:
+    """The groups of all rows.
+
+    Args:
+      tiling: a fixed one; its vocabulary is the number of columns that are read.
+      logits: [R, columns or more].
+      inverse: [R] float32, `group_sums.inverse_temperature`.
+      raw: whether the sums at temperature 1 are wanted too. They cost a second exponential in rows
+        of other temperatures, and a second store in the others.
+      offset: [1] int32, the column of the first group; `offset` + `tiling.vocabulary` columns are
+        there, and 256 and it have no fewer factors of 2 in common than 256 and the row's width.
+        None: 0.
+      interpret: None to compile, or `compat.interpret_params(...)`.
+    """
+    num_targets, width = logits.shape
+    size = num_targets * tiling.padded_groups
+    sums = compat.shape((size,), jnp.float32)
+    kernel = GPU.kernel(
+        functools.partial(
+            _read_groups_kernel,
+            tiling=tiling,
+            width=width,
+            num_targets=num_targets,
+            interpreted=interpret is not None,
+        ),
+        out_type=[
+            compat.shape((partials_size(tiling, num_targets, entropy=False),), jnp.float32),
+            compat.shape((size,), logits.dtype),
+            *[sums] * (2 if raw else 1),
+        ],
+        grid=(tiling.programs, num_targets),  # the last axis may exceed 65535, no other may
+        grid_names=("program", "row"),
+        compiler_params=compat.compiler_params(approx_math=True),
+        kernel_name="read_groups",
+        interpret=interpret,
+    )
+    return GroupOutputs(*kernel(logits.reshape(-1), inverse, offset))
+
+
+class RowOfGroups(NamedTuple):
+    """What a program knows of the row that it reads, in the kernel."""
+
+    tiling: Tiling
+    logits_ref: Any  # [R * width]
+    first: Any  # where the row's first group begins
+    groups: Any  # where its groups are written
+    maxima_ref: Any
+    sums_refs: tuple[Any, ...]  # as many as scales, or more: the others get the first sum too
+    scales: Scales
+    vector: int  # logits that every row's threads can load at once
+    interpreted: bool
+
+
+def _read_groups_kernel(
+    logits_ref: Any,  # [R * width]  in
+    inverse_ref: Any,  # [R] f32  in
+    offset_ref: Any,  # [1] i32  in, or None
+    partials_ref: Any,  # [3 * R * programs] f32  out
+    maxima_ref: Any,  # [R * padded_groups]  out
+    *sums_refs: Any,  # [R * padded_groups] f32  out: at the row's temperature, at 1
+    tiling: Tiling,
+    width: int,
+    num_targets: int,
+    interpreted: bool,
+) -> None:
+    target = lax.axis_index("row")
+    program = lax.axis_index("program")
+    inverse = compat.asarray(load_at_once(inverse_ref, target, interpreted))
+    first = target * width
+    if offset_ref is not None:
+        first = first + offset_ref[0]
+    row = RowOfGroups(
+        tiling,
+        logits_ref,
+        first,
+        target * tiling.padded_groups,
+        maxima_ref,
+        sums_refs,
+        (jnp.minimum(inverse * LOG2_E, jnp.float32(LARGEST)),),
+        _vector(tiling, width),
+        interpreted,
+    )
+
+    def write(carry: Carry) -> None:
+        results = jnp.max(carry.maximum), jnp.sum(carry.evidence), jnp.float32(0)
+        for i, result in enumerate(results):
+            partials_ref[(i * num_targets + target) * tiling.programs + program] = result
+
+    def read(scales: Scales) -> None:
+        here = row._replace(scales=scales)
+        if tiling.splits:
+            pl.when(program < tiling.splits)(lambda: write(read_steps(here, program)))
+        if tiling.edges:
+            pl.when(program == tiling.splits)(lambda: write(read_edges(here)))
+
+    if len(sums_refs) == 1:
+        read(row.scales)
+        return
+    once = jnp.float32(LOG2_E)
+    same = inverse == 1
+    pl.when(same)(lambda: read((once,)))
+    pl.when(~same)(lambda: read((*row.scales, once)))
+
+
+def _vector(tiling: Tiling, width: int) -> int:
+    """The logits that can be loaded at once wherever the rows and their first groups begin."""
+    vector = tiling.vector
+    while width % vector:
+        vector //= 2
+    return vector
+
+
+def read_steps(row: RowOfGroups, program: Any) -> Carry:
+    """The carry after this program's share of the row's whole steps."""
+    tiling = row.tiling
+
+    def step(i: jax.Array, carry: Carry) -> Carry:
+        begin = i * tiling.blocks_per_step
+        blocks = [begin + b for b in range(tiling.blocks_per_step)]
+        loaded = [
+            read_fixed_block(
+                row.logits_ref,
+                row.first + block * tiling.block,
+                tiling,
+                row.vector,
+                row.interpreted,
+            )
+            for block in blocks
+        ]
+        for block, pieces in zip(blocks, loaded, strict=True):
+            carry = updated(row, block, pieces, carry)
+        return carry
+
+    begin = program * tiling.num_steps // tiling.splits
+    end = (program + 1) * tiling.num_steps // tiling.splits
+    carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row))
+    return carry
+
+
+def read_edges(row: RowOfGroups) -> Carry:
+    """The carry after the blocks that are in no step."""
+    carry = before_any_block(row)
+    for block in row.tiling.edges:
+        pieces = read_fixed_edge(
+            row.logits_ref, row.first, block, row.tiling, row.vector, row.interpreted
+        )
+        carry = updated(row, block, pieces, carry)
+    return carry
+
+
+def before_any_block(row: RowOfGroups) -> Carry:
+    """The carry at a program's start."""
+    layout = row.tiling.fixed_layout(row.vector).reduce(1)
+
+    def all_groups(value: float) -> jax.Array:
+        return compat.cast(jnp.full((row.tiling.groups_per_block,), value, jnp.float32), layout)
+
+    return Carry(all_groups(-jnp.inf), all_groups(0))
+
+
+def updated(row: RowOfGroups, block: Any, pieces: list[jax.Array], carry: Carry) -> Carry:
+    """The carry after one more block, whose groups are written."""
+    layout = row.tiling.fixed_layout(row.vector)
+    largest, sums = maxima_and_sums(pieces, row.scales, layout, row.interpreted)
+    _store(row, block, row.maxima_ref, largest)
+    for i, ref in enumerate(row.sums_refs):
+        _store(row, block, ref, sums[min(i, len(sums) - 1)])
+    maximum = jnp.maximum(carry.maximum, largest.astype(jnp.float32))
+    return Carry(maximum, carry.evidence + sums[0])
+
+
+def maxima_and_sums(
+    pieces: list[jax.Array], scales: Scales, layout: Any, interpreted: bool
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The largest logit [groups] of each group of a block, in their dtype; a sum by each scale."""
+    largest = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+    reference = finite_reference(largest.astype(jnp.float32))
+    reference = compat.cast(lax.broadcast_in_dim(reference, pieces[0].shape, (0,)), layout)
+    # The difference is exact near the maximum, however large that is.
+    differences = [piece.astype(jnp.float32) - reference for piece in pieces]
+    sums = []
+    for scale in scales:
+        terms = [jnp.exp2(x * scale) for x in differences]
+        while len(terms) > 1:
+            terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+        sums.append(group_sums_of(terms[0], layout, interpreted))
+    return largest, sums
+
+
+def group_sums_of(terms: jax.Array, layout: Any, interpreted: bool) -> jax.Array:
+    """The sums [groups] of terms [groups, 64]: runs of 8 in pairs, then these in pairs."""
+    groups, width = terms.shape
+    if interpreted:
+        left = terms.reshape(groups, width)
+        while left.shape[1] > 1:
+            left = left[:, ::2] + left[:, 1::2]
+        return left[:, 0]
+
+    def body(given: Any) -> Any:
+        mine = thread.sum_over_lanes(thread.in_pairs(thread.words(given)), width // RUN)
+        return thread.one_each(mine, layout.reduce(1), (groups,))
+
+    found: jax.Array = thread.inline(
+        body, (terms,), (layout,), thread.result((groups,), jnp.float32, layout.reduce(1))
+    )
+    return found
+
+
+def _store(row: RowOfGroups, block: Any, ref: Any, values: jax.Array) -> None:
+    """Write a block's values, one a group."""
+    size = row.tiling.groups_per_block
+    here = ref.at[pl.ds(row.groups + block * size, size)]
+    compat.store(here, values, row.interpreted)

@@ -1,0 +1,298 @@
+"""Pass 1 on a GPU: one read of each target row yields its partial results and its groups' maxima.
+
+A program (a warpgroup) reads some steps of one row, or its edges. For each of a block's rows of
+groups it keeps the running maximum, and for each register a sum of exponentials relative to it and
+a count of logits larger than the given token's. At its end it reduces them to a number each, which
+pass 2 combines: no program waits for another one.
+
+A step's loads all start before the first of them is used: 128 bytes a thread are in flight.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.backends.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.early import load_at_once
+from pallas_kernels.backends.mosaic_gpu.mask import Mask, masked
+from pallas_kernels.backends.mosaic_gpu.reading import read_block, read_edge, selected_logit
+from pallas_kernels.backends.mosaic_gpu.targets import Targets, exponents_scale
+from pallas_kernels.backends.mosaic_gpu.tiling import WARPGROUP, Tiling
+
+Block = tuple[Any, list[jax.Array]]  # its index, and its pieces as loaded
+# An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
+LEAST = -200.0
+
+
+class Carry(NamedTuple):
+    """What a program keeps between steps, all float32."""
+
+    maximum: jax.Array  # [groups of a block], running
+    total: jax.Array  # a piece: sums of exponentials
+    counts: jax.Array | None  # a piece, if logits are counted
+    weighted: jax.Array | None  # a piece, for the entropy: sums of exponentials by exponents
+
+
+class Extra(NamedTuple):
+    """What pass 1 does besides, if it is asked to: static."""
+
+    entropy: bool = False
+    inclusive: bool = False  # counts also what is equal to the given token's logit
+
+
+PLAIN = Extra()
+
+
+def read_rows(
+    tiling: Tiling,
+    logits: jax.Array,
+    num_targets: int,
+    chosen: jax.Array | None,
+    targets: Targets,
+    with_groups: bool,
+    interpret: Any = None,
+    extra: Extra = PLAIN,
+    allowed: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
+
+    Args:
+      tiling: the cut of the rows.
+      logits: [N, V].
+      num_targets: R.
+      chosen: [R] int32, the given tokens, clipped to the vocabulary here; or [R] float32, their
+        logits; or None, and nothing is counted.
+      targets: which rows.
+      with_groups: whether the group maxima are wanted.
+      interpret: None to compile, or `compat.interpret_params(...)`.
+      extra: what else.
+      allowed: [R * `mask.words_of`] int32 bit mask words of the target rows, or None. A forbidden
+        token's logit is read as -inf; not so that of a given token.
+
+    Returns:
+      partial results, float32 [parts, R, programs] without its axes, and unused ones after them:
+      maxima, sums of exponentials, counts, and for the entropy sums by exponents of 2;
+      group maxima [R * padded_groups] in the logits' dtype, of which `num_groups` a row are
+      written, or None. Counts are not initialized where nothing is counted.
+    """
+    size = partials_size(tiling, num_targets, extra.entropy)
+    partials = compat.shape((size,), jnp.float32)
+    groups = compat.shape((num_targets * tiling.padded_groups,), logits.dtype)
+    kernel = GPU.kernel(
+        functools.partial(
+            _read_rows_kernel,
+            tiling=tiling,
+            num_logits_rows=logits.shape[0],
+            num_targets=num_targets,
+            extra=extra,
+            interpreted=interpret is not None,
+        ),
+        out_type=[partials, groups] if with_groups else [partials],
+        grid=(tiling.programs, num_targets),  # the last axis may exceed 65535, no other may
+        grid_names=("program", "row"),
+        compiler_params=compat.compiler_params(approx_math=True),
+        kernel_name="read_rows",
+        interpret=interpret,
+    )
+    out = kernel(logits.reshape(-1), chosen, targets, allowed)
+    return out[0], out[1] if with_groups else None
+
+
+def partials_size(tiling: Tiling, num_targets: int, entropy: bool) -> int:
+    """The length of the partial results: pass 2 loads one a thread, also beyond the last."""
+    parts = 4 if entropy else 3
+    return parts * num_targets * tiling.programs + WARPGROUP - 1
+
+
+class RowToRead(NamedTuple):
+    """What a program knows of the row that it reads, in the kernel."""
+
+    tiling: Tiling
+    logits_ref: Any  # [N * V]
+    groups_ref: Any  # [R * padded_groups], or None: no group maxima are wanted
+    target: Any  # which target row
+    first: Any  # where the row of logits starts
+    skew: Any  # `Tiling.skew`
+    scale: jax.Array  # of exponents, `exponents_scale`
+    selected: Any  # the logit by which others are counted; None: nothing is counted
+    mask: Mask | None
+    extra: Extra
+    interpreted: bool
+
+
+def _read_rows_kernel(
+    logits_ref: Any,  # [N * V]  in
+    chosen_ref: Any,  # [R]  in: i32 token ids, or f32 logits, or None
+    targets: Targets,  # in
+    allowed_ref: Any,  # [R * words] i32  in, or None
+    partials_ref: Any,  # [parts * R * programs] f32  out
+    groups_ref: Any = None,  # [R * padded_groups]  out: group maxima
+    *,
+    tiling: Tiling,
+    num_logits_rows: int,
+    num_targets: int,
+    extra: Extra,
+    interpreted: bool,
+) -> None:
+    target = lax.axis_index("row")
+    program = lax.axis_index("program")
+    # What needs no other number is loaded first, so that it all comes from memory at once.
+    logits_row = targets.row(target)
+    temperature = targets.temperature(target, interpreted)
+    chosen = None if chosen_ref is None else load_at_once(chosen_ref, target, interpreted)
+
+    @pl.when(targets.wanted(target, logits_row, num_logits_rows))
+    def _() -> None:
+        first = logits_row * tiling.vocabulary
+        row = RowToRead(
+            tiling,
+            logits_ref,
+            groups_ref,
+            target,
+            first,
+            tiling.skew(logits_row),
+            exponents_scale(temperature),
+            selected_logit(tiling, logits_ref, first, chosen),
+            Mask.of_row(allowed_ref, target, tiling),
+            extra,
+            interpreted,
+        )
+
+        def write(carry: Carry) -> None:
+            for i, result in reduced(carry, row.scale):
+                partials_ref[(i * num_targets + target) * tiling.programs + program] = result
+
+        if tiling.splits:
+            pl.when(program < tiling.splits)(lambda: write(read_steps(row, program)))
+        if tiling.edges:
+            pl.when(program == tiling.splits)(lambda: write(read_edges(row)))
+
+
+def read_steps(row: RowToRead, program: Any) -> Carry:
+    """The carry after this program's share of the row's whole steps."""
+    tiling = row.tiling
+    layout = tiling.layout(tiling.vector)
+
+    def step(i: jax.Array, carry: Carry) -> Carry:
+        begin = tiling.first_block + i * tiling.blocks_per_step
+        blocks = [begin + b for b in range(tiling.blocks_per_step)]
+        loaded = []
+        for block in blocks:
+            start = row.first - row.skew + block * tiling.block
+            pieces = read_block(row.logits_ref, start, tiling, tiling.vector, row.interpreted)
+            first_id = start - row.first
+            loaded.append(
+                masked(pieces, row.mask, first_id, tiling, tiling.vector, row.interpreted)
+            )
+        return updated(row, list(zip(blocks, loaded, strict=True)), carry, layout)
+
+    begin = program * tiling.num_steps // tiling.splits
+    end = (program + 1) * tiling.num_steps // tiling.splits
+    carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row, tiling.vector))
+    return carry
+
+
+def read_edges(row: RowToRead) -> Carry:
+    """The carry after the blocks that are in no step."""
+    tiling = row.tiling
+    vector = tiling.vector if tiling.aligned else 1
+    layout = tiling.layout(vector)
+    carry = before_any_block(row, vector)
+    for block in tiling.edges:
+        pieces = read_edge(
+            row.logits_ref, row.first, row.skew, block, tiling, vector, row.interpreted
+        )
+        first_id = tiling.block_ids(block, row.skew)[0]
+        pieces = masked(pieces, row.mask, first_id, tiling, vector, row.interpreted)
+        carry = updated(row, [(block, pieces)], carry, layout)
+    return carry
+
+
+def before_any_block(row: RowToRead, vector: int) -> Carry:
+    """The carry at a program's start: maxima of -inf, sums and counts of 0."""
+    layout = row.tiling.layout(vector)
+    zeros = compat.cast(jnp.zeros(row.tiling.piece(vector), jnp.float32), layout)
+    lowest = jnp.full((row.tiling.groups_per_block,), -jnp.inf, jnp.float32)
+    maximum = compat.cast(lowest, layout.reduce(1))
+    count = None if row.selected is None else zeros
+    return Carry(maximum, zeros, count, zeros if row.extra.entropy else None)
+
+
+def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Any) -> Carry:
+    """The carry after more blocks; their group maxima are stored where they are wanted."""
+    maximum, total, count, weighted = carry
+    new_maximum = maximum
+    for block, pieces in blocks:
+        group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+        store_group_maxima(row, block, group_maxima)
+        new_maximum = jnp.maximum(new_maximum, group_maxima.astype(jnp.float32))
+    reference = finite_reference(new_maximum)
+    moved = (maximum - reference) * row.scale
+    rescale = jnp.exp2(moved)
+    reference = _spread(reference, total.shape, layout)
+    terms, by_exponent = [], []
+    for _, pieces in blocks:
+        for piece in pieces:
+            x = piece.astype(jnp.float32)
+            # The difference first: it is exact near the maximum, however large that is.
+            exponent = (x - reference) * row.scale
+            terms.append(jnp.exp2(exponent))
+            if weighted is not None:
+                by_exponent.append(terms[-1] * jnp.maximum(exponent, jnp.float32(LEAST)))
+            if count is not None:
+                is_larger = x >= row.selected if row.extra.inclusive else x > row.selected
+                count += jnp.where(is_larger, jnp.float32(1), jnp.float32(0))
+    # A sum of few terms is added to the many: its rounding errors stay small.
+    rescale = _spread(rescale, total.shape, layout)
+    if weighted is not None:
+        moved = _spread(jnp.maximum(moved, jnp.float32(LEAST)), total.shape, layout)
+        weighted = (weighted + moved * total) * rescale + functools.reduce(jnp.add, by_exponent)
+    total = total * rescale + functools.reduce(jnp.add, terms)
+    return Carry(new_maximum, total, count, weighted)
+
+
+def store_group_maxima(row: RowToRead, block: Any, group_maxima: jax.Array) -> None:
+    """Write a block's group maxima to their places among the row's."""
+    if row.groups_ref is None:
+        return
+    tiling = row.tiling
+    begin = row.target * tiling.padded_groups + block * tiling.groups_per_block
+    here = row.groups_ref.at[pl.ds(begin, tiling.groups_per_block)]
+    compat.store(here, group_maxima, row.interpreted)
+
+
+def finite_reference(maximum: jax.Array) -> jax.Array:
+    """The maximum, or 0 for -inf: any finite reference gives sums of 0, where -inf gives NaN."""
+    return jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
+
+
+def reduced(carry: Carry, scale: jax.Array) -> list[tuple[int, jax.Array]]:
+    """A program's results, each with the number of its part."""
+    maximum, total, count, weighted = carry
+    largest = jnp.max(maximum)
+    reference = finite_reference(largest)
+    of_groups = jnp.sum(total, axis=1)
+    moved = (maximum - reference) * scale
+    rescale = jnp.exp2(moved)
+    sums = of_groups * rescale
+    # Without a finite logit the sum is 0, and the factor may be infinite.
+    nothing = maximum == -jnp.inf
+    sums = jnp.where(nothing, jnp.float32(0), sums)
+    results = [(0, largest), (1, jnp.sum(sums))]
+    if count is not None:
+        results.append((2, jnp.sum(jnp.sum(count, axis=1))))
+    if weighted is not None:
+        moved = jnp.maximum(moved, jnp.float32(LEAST))
+        by_exponent = (jnp.sum(weighted, axis=1) + moved * of_groups) * rescale
+        results.append((3, jnp.sum(jnp.where(nothing, jnp.float32(0), by_exponent))))
+    return results
+
+
+def _spread(per_group: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """[groups] -> [groups, width]."""
+    return compat.cast(lax.broadcast_in_dim(per_group, shape, (0,)), layout)

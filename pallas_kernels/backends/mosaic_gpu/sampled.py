@@ -1,0 +1,125 @@
+"""The read of sampled rows in the Pallas Mosaic GPU kernels: what `sampled_rows.read` does.
+
+Pass 1 (`pass1_groups`) reads the logits once, for the groups' maxima and sums. Pass 2
+(`pass2_finish`) selects candidates from the groups, if a row needs any. Drawing is left to XLA: it
+works on [R, V / 256] and [R, 256] numbers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backends.mosaic_gpu import pass1_groups, pass2_finish
+from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.pass1_groups import GroupOutputs
+from pallas_kernels.backends.mosaic_gpu.pass2_finish import Inputs
+from pallas_kernels.backends.mosaic_gpu.targets import make_targets
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.backends.xla.group_sums import GroupSums
+from pallas_kernels.backends.xla.groups import Part, Read, Top, as_many_as_needed, whole_groups
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.lowering.blocks import vary_like
+
+
+def read(
+    part: Part,
+    inverse: jax.Array,
+    needed: jax.Array,
+    k: int,
+    tiling: Tiling | None = None,
+    interpret: Any = None,
+) -> Read:
+    """`sampled_rows.read`, with the kernels.
+
+    Where groups end with the columns, or the row ends in its last one, pass 1 reads the columns
+    alone. Else (`part.tail` has two groups) it reads the whole groups among them, and in a launch
+    of its own the tail; candidates, which are the columns', then take a read of their own.
+    """
+    raw, rows = k >= 0, part.logits.shape[0]
+    if part.tail.shape[1] < 2:
+        tiling = tiling or choose_fixed_tiling(rows, part.logits.shape[1], part.logits.dtype.name)
+        out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, None, interpret)
+        groups, raw_sums = of_rows(out, tiling, whole_groups(part) + part.tail.shape[1])
+    else:
+        groups, raw_sums = _split_groups(part, inverse, raw, interpret)
+
+    def top(count: int) -> Top:
+        if part.tail.shape[1] == 2:
+            found = _top_of_columns(part.logits, count, interpret)
+        else:
+            assert tiling is not None
+            found = top_of_groups(part.logits, tiling, out, count, interpret)
+        return vary_like(found, (part, inverse, needed))
+
+    return Read(
+        *vary_like((groups, raw_sums), (part, inverse)),
+        *as_many_as_needed(part.logits, needed, k, top),
+    )
+
+
+def of_rows(out: GroupOutputs, tiling: Tiling, number: int) -> tuple[GroupSums, jax.Array]:
+    """[R, G] of what pass 1 has left, and the sums at temperature 1 [R, G], or [R, 0]."""
+
+    def of_row(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, tiling.padded_groups)[:, :number]
+
+    sums = of_row(out.sums)
+    raw = sums[:, :0] if out.raw_sums is None else of_row(out.raw_sums)
+    return GroupSums(of_row(out.maxima).astype(jnp.float32), sums), raw
+
+
+def _split_groups(
+    part: Part, inverse: jax.Array, raw: bool, interpret: Any
+) -> tuple[GroupSums, jax.Array]:
+    """`of_rows` of columns that begin or end inside a group."""
+    rows, width = part.tail.shape[0], part.tail.shape[1] * part.tail.shape[2]
+    dtype, whole = part.logits.dtype.name, whole_groups(part)
+    tail = choose_fixed_tiling(rows, width, dtype)
+    out = pass1_groups.read_groups(
+        tail, part.tail.reshape(rows, width), inverse, raw, None, interpret
+    )
+    last = of_rows(out, tail, part.tail.shape[1])
+    if not whole:
+        return last
+    tiling = choose_fixed_tiling(rows, whole * part.tail.shape[2], dtype)
+    offset = part.offset.reshape(1)
+    out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, offset, interpret)
+    both = of_rows(out, tiling, whole), last
+    joined: tuple[GroupSums, jax.Array] = jax.tree.map(
+        lambda x, y: jnp.concatenate([x, y], axis=1), *both
+    )
+    return joined
+
+
+def top_of_groups(
+    logits: jax.Array, tiling: Tiling, out: GroupOutputs, k: int, interpret: Any = None
+) -> Top:
+    """Pass 2."""
+    rows = logits.shape[0]
+    inputs = Inputs(
+        logits.reshape(-1), None, out.partials, out.maxima, make_targets(None, None, None)
+    )
+    found = pass2_finish.finish_rows(tiling, Wanted(k), "parts", inputs, rows, rows, interpret)
+    return _top(found.ids.reshape(rows, k), found.values.reshape(rows, k))
+
+
+def candidates(
+    logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int, interpret: Any = None
+) -> Top:
+    """`sampled_rows.candidates`, by both passes of a call without sampling."""
+    nothing = jnp.full(len(row_ids), jnp.inf, jnp.float32)
+    wanted = Wanted(k)
+    found = run.row_parts(logits, nothing, wanted, row_ids, num_rows, None, interpret=interpret)
+    return vary_like(_top(found.top_ids, found.top_logits), (logits, row_ids, num_rows))
+
+
+def _top_of_columns(logits: jax.Array, k: int, interpret: Any) -> Top:
+    """Both passes of a call without sampling; no logit is larger than infinity."""
+    nothing = jnp.full(logits.shape[0], jnp.inf, jnp.float32)
+    found = run.row_parts(logits, nothing, Wanted(k), None, None, None, interpret=interpret)
+    return _top(found.top_ids, found.top_logits)
+
+
+def _top(ids: jax.Array, logits: jax.Array) -> Top:
+    return Top(jnp.where(logits > -jnp.inf, ids, jnp.int32(-1)), logits)

@@ -1,0 +1,384 @@
+"""What one thread of a kernel computes, where Pallas has only whole vectors: MLIR, spelt in Python.
+
+Pallas lowers operations of vectors that a warpgroup holds. It has no store to a place that each
+thread chooses, no prefix sum and no atomic, so the selection in pass 2 writes a few functions of
+its threads by hand. `inline` makes one of them an operation of a Pallas kernel. In it a `Word` is
+a 32-bit integer, a float or a truth value of each thread.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mosaic_gpu
+import numpy as np
+from jax._src.lib.mlir.dialects import gpu as mlir_gpu
+from jax._src.lib.mlir.dialects import llvm as mlir_llvm
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
+from jax.extend.mlir import ir as mlir_ir
+from jax.extend.mlir.dialects import arith as mlir_arith
+from jax.extend.mlir.dialects import math as mlir_math
+from jax.extend.mlir.dialects import memref as mlir_memref
+from jax.extend.mlir.dialects import scf as mlir_scf
+
+from pallas_kernels.backends.mosaic_gpu.compat import GPU
+
+# Untyped: what their stubs say does not hold for what jax makes of them.
+mgpu: Any = mosaic_gpu
+utils: Any = mosaic_utils
+ir: Any = mlir_ir
+arith: Any = mlir_arith
+gpu: Any = mlir_gpu
+llvm: Any = mlir_llvm
+math: Any = mlir_math
+memref: Any = mlir_memref
+scf: Any = mlir_scf
+
+SIGNED = arith.CmpIPredicate
+FLOAT = arith.CmpFPredicate
+
+
+class Word:
+    """A value of each thread; operators as int32 in C, comparisons signed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __invert__(self) -> "Word":
+        return self ^ -1
+
+    def __add__(self, other: Any) -> "Word":
+        return Word(arith.addi(self.value, word(other).value))
+
+    def __sub__(self, other: Any) -> "Word":
+        return Word(arith.subi(self.value, word(other).value))
+
+    def __mul__(self, other: Any) -> "Word":
+        return Word(arith.muli(self.value, word(other).value))
+
+    def __and__(self, other: Any) -> "Word":
+        return Word(arith.andi(self.value, word(other).value))
+
+    def __or__(self, other: Any) -> "Word":
+        return Word(arith.ori(self.value, word(other).value))
+
+    def __xor__(self, other: Any) -> "Word":
+        return Word(arith.xori(self.value, word(other).value))
+
+    def __lshift__(self, by: Any) -> "Word":
+        return Word(arith.shli(self.value, word(by).value))
+
+    def __rshift__(self, by: Any) -> "Word":
+        """Fills with zeros."""
+        return Word(arith.shrui(self.value, word(by).value))
+
+    def _compared(self, other: Any, signed: Any, real: Any) -> "Word":
+        right = word(other).value
+        if isinstance(self.value.type, ir.F32Type):
+            return Word(arith.cmpf(real, self.value, right))
+        return Word(arith.cmpi(signed, self.value, right))
+
+    def __lt__(self, other: Any) -> "Word":
+        return self._compared(other, SIGNED.slt, FLOAT.OLT)
+
+    def __gt__(self, other: Any) -> "Word":
+        return self._compared(other, SIGNED.sgt, FLOAT.OGT)
+
+    def __ge__(self, other: Any) -> "Word":
+        return self._compared(other, SIGNED.sge, FLOAT.OGE)
+
+    def __eq__(self, other: Any) -> "Word":  # type: ignore[override]
+        return self._compared(other, SIGNED.eq, FLOAT.OEQ)
+
+    def __ne__(self, other: Any) -> "Word":  # type: ignore[override]
+        return self._compared(other, SIGNED.ne, FLOAT.UNE)
+
+
+def i32() -> Any:
+    """The type of a 32-bit integer."""
+    return ir.IntegerType.get_signless(32)
+
+
+def word(value: Any) -> Word:
+    """A `Word` of a Python number, of a scalar argument of an inline function, or of MLIR."""
+    if isinstance(value, Word):
+        return value
+    if isinstance(value, int):
+        return Word(arith.constant(i32(), value))
+    if isinstance(value, float):
+        return Word(arith.constant(ir.F32Type.get(), value))
+    if isinstance(value, mgpu.FragmentedArray):
+        return Word(value.registers.item())
+    return Word(value)
+
+
+def words(vector: Any) -> list[Word]:
+    """What a thread holds of a vector, in the order of its registers."""
+    found = []
+    for register in vector.registers.flat:
+        (length,) = ir.VectorType(register.type).shape
+        found += [Word(llvm.extractelement(register, word(i).value)) for i in range(length)]
+    return found
+
+
+def vector_like(vector: Any, values: Sequence[Word], integer: bool) -> Any:
+    """A vector in the layout of another one, one element a register, from what a thread holds."""
+    registers = vector.registers.copy()
+    for i, value in enumerate(values):
+        kind = ir.VectorType.get((1,), value.value.type)
+        undefined = llvm.mlir_undef(kind)
+        registers.flat[i] = llvm.insertelement(undefined, value.value, word(0).value)
+    signed = True if integer else None
+    return mgpu.FragmentedArray(_registers=registers, _layout=vector.layout, _is_signed=signed)
+
+
+def kept(vector: Any, bits: Word) -> Any:
+    """A vector of floats, -inf in elements whose bit is not set; a thread's first one is lowest."""
+    registers, place = vector.registers.copy(), 0
+    for i, register in enumerate(registers.flat):
+        kind = ir.VectorType(register.type)
+        nothing = arith.constant(kind.element_type, float("-inf"))
+        for j in range(kind.shape[0]):
+            at = word(j).value
+            wanted = (bits & (1 << place)) != 0
+            x = llvm.extractelement(register, at)
+            x = arith.select(wanted.value, x, nothing)
+            register = llvm.insertelement(register, x, at)
+            place += 1
+        registers.flat[i] = register
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=vector.layout, _is_signed=vector.is_signed
+    )
+
+
+def one_each(value: Word, layout: Any, shape: tuple[int, ...], signed: bool | None = None) -> Any:
+    """A vector in a layout in which a thread holds one element, this value; signed: of integers."""
+    tiled = layout.to_mgpu()
+    registers = np.full(tiled.registers_shape(shape), _of_one(value), dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=signed)
+
+
+def vector_of(registers: Sequence[Any], tiled: Any, shape: tuple[int, ...]) -> Any:
+    """A vector from a thread's registers, in their order: vectors of MLIR, or integers."""
+    found = [_of_one(x) if isinstance(x, Word) else x for x in registers]
+    whole = np.array(found, dtype=object).reshape(tiled.registers_shape(shape))
+    signed = True if isinstance(registers[0], Word) else None
+    return mgpu.FragmentedArray(_registers=whole, _layout=tiled, _is_signed=signed)
+
+
+def _of_one(value: Word) -> Any:
+    """A vector of MLIR that has one element."""
+    undefined = llvm.mlir_undef(ir.VectorType.get((1,), value.value.type))
+    return llvm.insertelement(undefined, value.value, word(0).value)
+
+
+def scalar(value: Word) -> Any:
+    """A number that all threads agree on, as an inline function returns it."""
+    return mgpu.FragmentedArray.splat(value.value, (), is_signed=True)
+
+
+def thread() -> Word:
+    """The thread's number in its warpgroup, which is its program: 0 to 127."""
+    return Word(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)))
+
+
+def select(condition: Word, yes: Any, no: Any) -> Word:
+    """yes or no."""
+    return Word(arith.select(condition.value, word(yes).value, word(no).value))
+
+
+def smaller(a: Any, b: Any) -> Word:
+    """The minimum of signed integers."""
+    return Word(arith.minsi(word(a).value, word(b).value))
+
+
+def larger(a: Any, b: Any) -> Word:
+    """The maximum of signed integers."""
+    return Word(arith.maxsi(word(a).value, word(b).value))
+
+
+def lowest_bit(a: Word) -> Word:
+    """The number of the lowest bit that is set; 32 for 0."""
+    return Word(math.cttz(a.value))
+
+
+def in_pairs(values: Sequence[Word]) -> Word:
+    """The sum of 2**n floats, in pairs."""
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [Word(arith.addf(a.value, b.value)) for a, b in pairs]
+    return values[0]
+
+
+def sum_over_lanes(x: Word, lanes: int) -> Word:
+    """The sum of floats of 2**n neighboring lanes, in pairs; each of them gets it."""
+    distance = 1
+    while distance < lanes:
+        x = in_pairs([x, Word(utils.shfl_bfly(x.value, distance))])
+        distance *= 2
+    return x
+
+
+def bits_of(x: Word) -> Word:
+    """A float32 as an integer."""
+    return Word(arith.bitcast(i32(), x.value))
+
+
+def float_of(bits: Word) -> Word:
+    """The float32 of these bits."""
+    return Word(arith.bitcast(ir.F32Type.get(), bits.value))
+
+
+def as_float32(x: Any) -> Word:
+    """A number of 16 or 32 bits, in MLIR, as a float32."""
+    if isinstance(x.type, ir.F32Type):
+        return Word(x)
+    return Word(arith.extf(ir.F32Type.get(), x))
+
+
+def barrier() -> None:
+    """All threads of the program meet; what was written before is seen after."""
+    mgpu.warpgroup_barrier()
+
+
+def when(condition: Word, body: Callable[[], None]) -> None:
+    """Run the body in threads where the condition holds."""
+    branch = scf.IfOp(condition.value)
+    with ir.InsertionPoint(branch.then_block):
+        body()
+        scf.yield_([])
+
+
+def when_else(condition: Word, body: Callable[[], list[Word]], otherwise: list[Word]) -> list[Word]:
+    """What the body returns in threads where the condition holds, elsewhere the other values."""
+    branch = scf.IfOp(condition.value, [x.value.type for x in otherwise], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_([x.value for x in body()])
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_([x.value for x in otherwise])
+    return [Word(x) for x in branch.results]
+
+
+def repeat(begin: Any, end: Any, step: int, carry: Sequence[Word], body: Any) -> list[Word]:
+    """body(i, carry) -> carry, for i from begin to end."""
+    values = [x.value for x in carry]
+    loop = scf.ForOp(word(begin).value, word(end).value, word(step).value, values)
+    with ir.InsertionPoint(loop.body):
+        after = body(Word(loop.induction_variable), [Word(x) for x in loop.inner_iter_args])
+        scf.yield_([x.value for x in after])
+    return [Word(x) for x in loop.results]
+
+
+def repeat_while(carry: Sequence[Word], condition: Any, body: Any) -> list[Word]:
+    """body(carry) -> carry, as long as condition(carry) holds; each thread on its own."""
+    types = [x.value.type for x in carry]
+    loop = scf.WhileOp(types, [x.value for x in carry])
+    before = loop.before.blocks.append(*types)
+    with ir.InsertionPoint(before):
+        arguments = [Word(x) for x in before.arguments]
+        scf.condition(condition(arguments).value, list(before.arguments))
+    after = loop.after.blocks.append(*types)
+    with ir.InsertionPoint(after):
+        found = body([Word(x) for x in after.arguments])
+        scf.yield_([x.value for x in found])
+    return [Word(x) for x in loop.results]
+
+
+def load(ref: Any, index: Any) -> Any:
+    """An element of a flat reference, in MLIR."""
+    return memref.load(ref, [_index(index)])
+
+
+def store(ref: Any, index: Any, value: Any) -> None:
+    """Write an element of a flat reference."""
+    memref.store(word(value).value, ref, [_index(index)])
+
+
+def as_long(high: Word, low: Word) -> Word:
+    """A 64-bit integer of two halves."""
+    long = ir.IntegerType.get_signless(64)
+    upper = arith.shli(arith.extui(long, high.value), arith.constant(long, 32))
+    return Word(arith.ori(upper, arith.extui(long, low.value)))
+
+
+def load_aligned(ref: Any, index: Any, count: int) -> list[Any]:
+    """`count` elements from an index that is a multiple of count, in one load; in MLIR."""
+    element = ir.MemRefType(ref.type).element_type
+    pointer = place(ref, index, element)
+    found = llvm.load(ir.VectorType.get((count,), element), pointer)
+    return [llvm.extractelement(found, word(i).value) for i in range(count)]
+
+
+def load_or(ref: Any, index: Any, count: int, condition: Word, otherwise: float) -> Any:
+    """A vector from an index that is a multiple of count; other values where it does not hold."""
+    element = ir.MemRefType(ref.type).element_type
+    kind = ir.VectorType.get((count,), element)
+    found = llvm.load(kind, place(ref, index, element))
+    values = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(element, otherwise))
+    return arith.select(condition.value, found, arith.constant(kind, values))
+
+
+def load_floats(ref: Any, index: Any, count: int) -> list[Word]:
+    """`count` elements of 16 bytes from an index that is a multiple of count, as float32."""
+    element = ir.MemRefType(ref.type).element_type
+    if not isinstance(element, ir.BF16Type):
+        return [as_float32(x) for x in load_aligned(ref, index, count)]
+    # A bfloat16 is the upper half of its float32: one instruction each, from 32-bit words.
+    found = llvm.load(ir.VectorType.get((count // 2,), i32()), place(ref, index, element))
+    both = [Word(llvm.extractelement(found, word(i).value)) for i in range(count // 2)]
+    return [float_of(half) for x in both for half in (x << 16, x & -65536)]
+
+
+def add_atomically(ref: Any, index: Any, by: Any) -> Word:
+    """Add to an integer in shared memory; its value before."""
+    pointer = place(ref, index, i32())
+    return _assembled("atom.shared.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, word(by).value])
+
+
+def from_lane_below(x: Word, distance: int) -> Word:
+    """x of the lane so far below; the lane's own where there is none."""
+    return _assembled(f"shfl.sync.up.b32 $0, $1, {distance}, 0, -1;", "=r,r", [x.value])
+
+
+def inline(
+    function: Callable[..., Any], arguments: Sequence[Any], layouts: Sequence[Any], results: Any
+) -> Any:
+    """Call a function of threads in a Pallas kernel.
+
+    Args:
+      function: gets its arguments as references and values of MLIR; returns what `results` says.
+      arguments: references; vectors; scalars.
+      layouts: of each argument: None for a reference, "scalar", or a vector's layout.
+      results: `GPU.ShapeDtypeStruct`s, or () for none.
+    """
+    kinds = {None: GPU.RefType(), "scalar": GPU.Layout.WG_SPLAT}
+    types = tuple(kinds.get(layout, layout) for layout in layouts)
+
+    def run(_: Any, *given: Any) -> Any:
+        return function(*given)
+
+    return GPU.inline_mgpu(arg_types=types, return_type=results)(run)(*arguments)
+
+
+def result(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+    """A result's type for `inline`."""
+    return GPU.ShapeDtypeStruct(shape, dtype, layout=layout)
+
+
+def _index(index: Any) -> Any:
+    return arith.index_cast(ir.IndexType.get(), word(index).value)
+
+
+def place(ref: Any, index: Any, element: Any) -> Any:
+    """The address of an element of a flat reference, in MLIR."""
+    return utils.getelementptr(utils.memref_ptr(ref), [word(index).value], element)
+
+
+def packed_bfloat16(low: Any, high: Any) -> Word:
+    """Two float32 of MLIR, rounded to bfloat16, in the halves of an integer."""
+    return _assembled("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low])
+
+
+def _assembled(text: str, constraints: str, operands: Sequence[Any]) -> Word:
+    return Word(llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True))

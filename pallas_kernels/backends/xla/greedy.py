@@ -1,0 +1,197 @@
+"""The greedy choice of each row, by the same rules for ties and NaN as `topk_logprobs`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Float, Int32
+
+from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, slices
+from pallas_kernels.contract.changes import Changes, apply
+from pallas_kernels.contract.checks import check_logits
+from pallas_kernels.contract.types import AnyArray, Greedy
+from pallas_kernels.lowering.blocks import barrier, map_blocks, rows_on_cpu, rows_on_gpu, tied
+from pallas_kernels.lowering.platforms import lowered_for
+from pallas_kernels.meshes import partitioned, placement
+from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+from pallas_kernels.numbers.ordered_keys import floats, key_of, ordered_keys
+
+
+def greedy(
+    logits: Float[AnyArray, "N V"],
+    *,
+    axis_name: AxisName | None = None,
+    vocab_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Greedy:
+    """The greedy choice of every row and whether the row is valid.
+
+    Args:
+      logits: [N, V] bfloat16, float16 or float32; with `axis_name`, this device's columns of them.
+      axis_name: the mesh axis over which the vocabulary is sharded.
+      vocab_size: V, where columns of padding follow.
+      mesh: outside `shard_map`, the mesh of `axis_name`, if the logits do not tell.
+
+    Returns:
+      `Greedy(token_ids [N] int32, valid [N] bool)`. The token is the lowest id among the row's
+      largest non-NaN logits, with -0.0 equal to 0.0; 0 if all are NaN. A row is valid when it has
+      no NaN, no +inf and at least one finite logit.
+    """
+    logits = lax.stop_gradient(check_logits(logits))  # ids have no derivative
+    if logits.shape[0] == 0:
+        return Greedy(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool))
+    return _of_rows(axis_name, vocab_size, mesh)(logits)
+
+
+@functools.cache
+def _of_rows(
+    axis_name: AxisName | None, vocab_size: int | None, mesh: jax.sharding.Mesh | None
+) -> Callable[[jax.Array], Greedy]:
+    """`greedy` of checked logits, wherever they are; `vmap` folds a batch into rows."""
+
+    @jax.custom_batching.custom_vmap
+    def choose(logits: jax.Array) -> Greedy:
+        place = placement.placed(logits, axis_name, mesh, vocab_size)
+        arguments = (logits, *[None] * 6)
+        if place.mesh is not None:
+            return placement.run(place, _part, arguments)
+        if place.unknown:
+            return partitioned.run(_part, place.shard, arguments)
+        return _part(place.shard, *arguments)
+
+    @choose.def_vmap
+    def _folded(size: int, _: Any, logits: jax.Array) -> Any:
+        found = choose(logits.reshape(-1, logits.shape[-1]))
+        outputs = jax.tree.map(lambda x: x.reshape(size, -1), found)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return jax.jit(choose)
+
+
+def _part(shard: VocabShard, *arguments: Any) -> Greedy:
+    """`greedy` of the rows of which this device holds the columns of `shard`."""
+    logits = shard.masked(arguments[0])
+    if shard.axis_name is not None:
+        return _across_shards(logits, shard)
+    return greedy_of_rows(logits)
+
+
+def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:
+    """`greedy` of rows of which this device holds the columns x [N, V / shards] of `shard`."""
+    vocab_size = shard.size(x.shape[1])
+    ids = jnp.broadcast_to(shard.ids(x.shape[1])[None], x.shape)
+    largest = shard.maximum(jnp.where(jnp.isnan(x), jnp.asarray(-jnp.inf, x.dtype), x))
+    is_largest = (x == largest[:, None]) & (ids < vocab_size)
+    first = shard.minimum(jnp.where(is_largest, ids, vocab_size))
+    return Greedy(
+        token_ids=jnp.where(first < vocab_size, first, 0),
+        valid=jnp.isfinite(largest) & ~shard.any(jnp.isnan(x)),
+    )
+
+
+def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
+    """`greedy` of at least one whole row, as suits the platform that the program is lowered for.
+
+    changes: of the same rows, `prepared`.
+    """
+
+    def like(logits: jax.Array, _: Changes | None) -> Greedy:
+        return Greedy(jnp.zeros(logits.shape[0], jnp.int32), jnp.zeros(logits.shape[0], bool))
+
+    def elsewhere(logits: jax.Array, changes: Changes | None) -> Greedy:
+        # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them. Changed
+        # logits are a copy on all.
+        if changes is None:
+            return greedy_block(logits)
+        return greedy_in_blocks(rows_on_gpu, greedy_block, logits, changes)
+
+    on_cpu = functools.partial(greedy_in_blocks, rows_on_cpu, greedy_block_on_cpu)
+    return lowered_for(logits, changes, like=like, cpu=on_cpu, default=elsewhere)
+
+
+def greedy_in_blocks(
+    block_rows: Callable[..., int],
+    choose: Callable[[jax.Array], Greedy],
+    logits: jax.Array,
+    changes: Changes | None,
+) -> Greedy:
+    """`greedy` of at least one row, with temporaries of a few blocks."""
+    num_rows = logits.shape[0]
+    block = block_rows(logits, num_rows, 0, changes is not None)
+
+    def work(start: jax.Array) -> Greedy:
+        def part(x: jax.Array) -> jax.Array:
+            return x if block == num_rows else lax.dynamic_slice_in_dim(x, start, block)
+
+        x = logits if block == num_rows else part(tied(logits, start))
+        return choose(apply(x, jax.tree.map(part, changes)))
+
+    initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
+    return map_blocks(work, block, None, initial, (logits, changes))
+
+
+def greedy_block(x: jax.Array) -> Greedy:
+    """`greedy` of a block x [B, V]."""
+    vocabulary = x.shape[1]
+    keys, is_nan = _keys(x)
+    largest = jnp.max(keys, axis=1)  # not argmax: maxima and minima vectorize where it does not
+    ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
+    first = jnp.min(jnp.where(keys == largest[:, None], ids, vocabulary), axis=1)
+    # Looked for one by one: not every backend's maximum keeps a NaN.
+    return _choice(x, largest, first, jnp.any(is_nan, axis=1))
+
+
+def greedy_block_on_cpu(x: jax.Array) -> Greedy:
+    """`greedy` of a block x [B, V] in one read: the row's largest is looked for in one group."""
+    rows, vocabulary = x.shape
+    width = min(NARROWEST_GROUP, vocabulary)
+    keys, is_nan = _keys(x)
+    padding = ((0, 0), (0, -vocabulary % width))
+    least = _least(keys)
+    grouped = (
+        jnp.pad(keys, padding, constant_values=least).reshape(rows, -1, width),
+        jnp.pad(is_nan, padding).reshape(rows, -1, width),
+    )
+    maxima, with_nan = lax.reduce(
+        grouped,
+        (least, jnp.array(False)),
+        lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]),
+        dimensions=(2,),
+    )
+    maxima, with_nan = barrier(maxima), barrier(with_nan)
+    largest = jnp.max(maxima, axis=1)
+    groups = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
+    group = jnp.min(jnp.where(maxima == largest[:, None], groups, maxima.shape[1]), axis=1)
+    start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short
+    found, _ = _keys(slices(x, start[:, None], width)[:, 0])
+    ids = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    first = jnp.min(jnp.where(found == largest[:, None], ids, vocabulary), axis=1)
+    return _choice(x, largest, first, jnp.any(with_nan, axis=1))
+
+
+def _keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `ordered_keys` of x, below all others where x is NaN, and where that is."""
+    keys = ordered_keys(x)
+    infinity = key_of(jnp.inf, x.dtype)
+    is_nan = (keys > infinity) | (keys < -infinity)
+    return jnp.where(is_nan, _least(keys), keys), is_nan
+
+
+def _least(keys: jax.Array) -> jax.Array:
+    return jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
+
+
+def _choice(x: jax.Array, largest: jax.Array, first: jax.Array, any_nan: jax.Array) -> Greedy:
+    """The answer [B] from the largest key, its lowest id and whether there is a NaN."""
+    finite = jnp.isfinite(floats(largest, x.dtype))
+    # Where all are NaN, all have the least key, and the lowest of their ids is 0.
+    return Greedy(token_ids=first, valid=finite & ~any_nan)
+
+
+def greedy_token_ids(logits: Float[AnyArray, "N V"]) -> Int32[jax.Array, " N"]:
+    """`greedy(logits).token_ids`: [N] int32."""
+    return greedy(logits).token_ids

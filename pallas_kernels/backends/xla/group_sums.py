@@ -1,0 +1,156 @@
+"""What one read of a row leaves for drawing from it: a maximum and a sum of each group.
+
+A group is 256 tokens, from a multiple of 256 on. Its sum is that of exp((x - maximum) / T), in
+float32 and relative to the group's own maximum, so no other group is needed for it. Neither groups
+nor the order of addition depend on the rows beside it, on V, K, dtype, or on how rows are split
+over devices: lane l of 32 is ((t0 + t1) + (t2 + t3)) + ((t4 + t5) + (t6 + t7)) of the terms
+ti = t[32 i + l]; four lanes l, l + 8, l + 16, l + 24 are added in pairs, then the eight that are
+left, in pairs. The kernels (`mosaic_gpu/pass1_groups.py`, `mosaic_tpu/groups.py`) have orders of
+their own, fixed too.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.backends.xla import selection
+from pallas_kernels.lowering import blocks
+from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.ordered_keys import floats
+
+WIDTH = 256  # tokens of a group
+EIGHT = selection.NARROWEST_GROUP
+FIRST_LANES, MORE_LANES = 32, EIGHT
+SHORT = (8, 32, 64, 128, 256)  # widths of a group that may be cut off where only -inf follows
+
+
+class GroupSums(NamedTuple):
+    """Groups of rows, [R, G] or [...]. One without a logit above -inf has a sum of 0."""
+
+    maxima: Float32[Array, "..."]  # anything where the group has a NaN
+    sums: Float32[Array, "..."]  # NaN where the group has a NaN or +inf
+
+
+def number_of_groups(vocabulary: int) -> int:
+    """G: the groups of so many tokens."""
+    return -(-vocabulary // WIDTH)
+
+
+def inverse_temperature(temperatures: jax.Array) -> jax.Array:
+    """1 / T [R] float32, as the sums use it; T = 0 (greedy) counts as 1.
+
+    At least 1e-30, so that -inf / T is -inf.
+    """
+    usable = jnp.where(temperatures > 0, temperatures, jnp.float32(1))
+    return jnp.maximum(1 / usable, jnp.float32(1e-30))
+
+
+@jax.jit  # a program has many, of few shapes
+def sums_of(
+    tokens: Float[Array, "*groups W"],
+    maxima: Float32[Array, "*groups"],
+    inverse: Float32[Array, "..."],
+) -> Float32[Array, "*groups"]:
+    """The sums of groups of W logits, one of `SHORT`; -inf where there is no token."""
+    finite = jnp.where(maxima > -jnp.inf, maxima, jnp.float32(0))  # of -inf alone, or NaN
+
+    def terms(part: jax.Array) -> jax.Array:
+        x = part.astype(jnp.float32) - finite[..., None]
+        return exponential(x * inverse[..., None])
+
+    lanes = blocks.barrier(_in_pairs([terms(part) for part in _parts(tokens, FIRST_LANES)]))
+    lanes = blocks.barrier(_in_pairs(_parts(lanes, MORE_LANES)))
+    return _in_pairs(_parts(lanes, 1))[..., 0]
+
+
+def maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
+    """The largest of each group of W logits."""
+    return _largest(tokens, (FIRST_LANES, MORE_LANES, 1)).astype(jnp.float32)
+
+
+def sums_of_groups(tokens: Float[Array, "*groups W"], inverse: Float32[Array, "..."]) -> GroupSums:
+    """Groups of W logits each, wherever they come from; -inf where there is no token.
+
+    Args:
+      tokens: the logits.
+      inverse: `inverse_temperature` of each group, or of shapes that broadcast.
+    """
+    maxima = maxima_of(tokens)
+    return GroupSums(maxima, sums_of(tokens, maxima, jnp.broadcast_to(inverse, maxima.shape)))
+
+
+def of_block(
+    x: Float[Array, "B N"],
+    tail: Float[Array, "B T W"],
+    inverse: Float32[Array, " B"],
+    eights: jax.Array | None = None,
+) -> GroupSums:
+    """The groups of a block of rows: N / 256 whole ones, then those of `tail`.
+
+    Args:
+      x: the logits of whole groups.
+      tail: T groups that are not whole, filled up with -inf.
+      inverse: `inverse_temperature` of each row.
+      eights: where they are known, the `ordered_keys` of the largest of eight logits each, of x
+        and, from x.shape[1] / 8 on, of what the tail has.
+    """
+    whole = x.shape[1] // WIDTH
+    grouped = x.reshape(len(x), whole, WIDTH)
+    parts = [part for part in (grouped, tail) if part.shape[1]]
+    if eights is None:
+        found = _maxima(x, tail)
+    else:
+        largest = _eights_to_groups(eights, x.dtype)
+        found = [one for one in (largest[:, :whole], largest[:, whole:]) if one.shape[1]]
+    sums = [sums_of(part, one, inverse[:, None]) for part, one in zip(parts, found, strict=True)]
+    return GroupSums(_joined(found), _joined(sums))
+
+
+def maxima_of_block(x: Float[Array, "B N"], tail: Float[Array, "B T W"]) -> Float32[Array, "B G"]:
+    """The largest logit of each group of a block of rows; arguments as for `of_block`."""
+    return _joined(_maxima(x, tail))
+
+
+def _maxima(x: jax.Array, tail: jax.Array) -> list[jax.Array]:
+    """Those of the whole groups, and those of the tail, where there are any."""
+    found = [_eights_to_groups(selection.group_maxima(x, EIGHT), x.dtype)] if x.shape[1] else []
+    return found + ([maxima_of(tail)] if tail.shape[1] else [])
+
+
+def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The largest logit [B, G] float32 of each group, from the keys of those of eight each."""
+    rows, eights = len(keys), WIDTH // EIGHT
+    padding = -keys.shape[1] % eights
+    if padding:
+        least = jnp.full((rows, padding), np.iinfo(keys.dtype).min, keys.dtype)
+        keys = jnp.concatenate([keys, blocks.vary_like(least, keys)], axis=1)  # a pad is slow
+    lanes = blocks.barrier(keys).reshape(rows, -1, eights // MORE_LANES, MORE_LANES).max(axis=2)
+    return floats(blocks.barrier(lanes).max(axis=2), dtype).astype(jnp.float32)
+
+
+def _largest(x: jax.Array, lanes: tuple[int, ...]) -> jax.Array:
+    """x [..., n] -> [...], by ever fewer lanes: XLA's CPU compiler vectorizes that."""
+    for width in lanes:
+        x = blocks.barrier(functools.reduce(jnp.maximum, _parts(x, width)))
+    return x[..., 0]
+
+
+def _parts(x: jax.Array, lanes: int) -> list[jax.Array]:
+    """x [..., n] cut into pieces of so many lanes."""
+    return [x[..., i : i + lanes] for i in range(0, x.shape[-1], lanes)]
+
+
+def _in_pairs(parts: list[jax.Array]) -> jax.Array:
+    """The sum of 2**n arrays, in pairs."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _joined(parts: list[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

@@ -1,0 +1,169 @@
+"""Checks of a call's arguments when it is traced: errors name the value and the way out."""
+
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.contract.changes import WORD, Changes
+
+MAX_K = 512
+MAX_EXTRA = 128
+MAX_BIAS = 4096
+MAX_VOCABULARY = 2**24  # token ranks are counted in float32, exact up to here
+LOGITS_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_logits(logits: Any) -> jax.Array:
+    """logits as an array, if it is [N, V] in a supported dtype."""
+    array = as_array("logits", logits)
+    if array.ndim != 2:
+        raise ValueError(f"logits has shape {array.shape}; it must be [N, V], two axes")
+    if array.dtype.name not in LOGITS_DTYPES:
+        raise TypeError(
+            f"logits has dtype {array.dtype.name}; it must be one of {', '.join(LOGITS_DTYPES)}"
+        )
+    if array.shape[1] == 0:
+        raise ValueError("logits has an empty vocabulary axis: V must be at least 1")
+    if array.shape[1] > MAX_VOCABULARY:
+        raise ValueError(
+            f"logits has {array.shape[1]} columns; the limit is {MAX_VOCABULARY} on a device: "
+            "split the vocabulary over several devices"
+        )
+    return array
+
+
+def check_matrix(name: str, value: Any, axes: str) -> jax.Array:
+    """The value as an array, if it has two axes and a supported dtype."""
+    array = as_array(name, value)
+    if array.ndim != 2:
+        raise ValueError(f"{name} has shape {list(array.shape)}; it must be {axes}, two axes")
+    if array.dtype.name not in LOGITS_DTYPES:
+        raise TypeError(
+            f"{name} has dtype {array.dtype.name}; it must be one of {', '.join(LOGITS_DTYPES)}"
+        )
+    return array
+
+
+def check_k(k: Any, vocabulary: int) -> int:
+    """The static k as an int, 0 <= k <= min(MAX_K, V)."""
+    try:
+        number = None if isinstance(k, (bool, jax.Array)) else operator.index(k)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"k is {k!r}; it must be a Python int: it decides the outputs' shapes")
+    limit = min(MAX_K, vocabulary)
+    if not 0 <= number <= limit:
+        raise ValueError(
+            f"k = {number} is outside 0 .. {limit} (the smaller of {MAX_K} and the {vocabulary} "
+            "tokens of the vocabulary)"
+        )
+    return number
+
+
+def check_ids(name: str, ids: Any, shape: tuple[int | str, ...]) -> jax.Array:
+    """ids as an int32 array of `shape`; a letter in it stands for any size."""
+    return _check(name, ids, "int32", shape)
+
+
+def check_temperatures(temperatures: Any, num_targets: int) -> jax.Array:
+    """temperatures as a [R] float32 array."""
+    return _check("temperatures", temperatures, "float32", (num_targets,))
+
+
+def check_num_rows(num_rows: Any) -> jax.Array:
+    """The dynamic number of rows as an int32 scalar."""
+    if isinstance(num_rows, int) and not isinstance(num_rows, bool):
+        if not 0 <= num_rows < 2**31:
+            raise ValueError(
+                f"num_rows = {num_rows} is outside 0 .. {2**31 - 1}; 0 skips every row"
+            )
+        count: jax.Array = jax.device_put(np.int32(num_rows))
+        return count
+    return _check("num_rows", num_rows, "int32", ())
+
+
+def check_extra_token_ids(ids: Any, num_targets: int) -> jax.Array:
+    """ids as a [R, C] int32 array, C up to MAX_EXTRA."""
+    array = check_ids("extra_token_ids", ids, (num_targets, "C"))
+    if array.shape[1] > MAX_EXTRA:
+        raise ValueError(
+            f"extra_token_ids names {array.shape[1]} ids for each row; the limit is {MAX_EXTRA}: "
+            "call once for each part"
+        )
+    return array
+
+
+def check_options(
+    num_rows: Any, temperatures: Any, extra_token_ids: Any, num_targets: int
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The optional arguments of R target rows, checked."""
+    if num_rows is not None:
+        num_rows = check_num_rows(num_rows)
+    if temperatures is not None:
+        temperatures = check_temperatures(temperatures, num_targets)
+    if extra_token_ids is not None:
+        extra_token_ids = check_extra_token_ids(extra_token_ids, num_targets)
+    return num_rows, temperatures, extra_token_ids
+
+
+def check_changes(
+    allowed: Any, bias_token_ids: Any, bias: Any, num_targets: int, vocab_size: int
+) -> Changes | None:
+    """The changes of R target rows; None where nothing is changed."""
+    if allowed is not None:
+        shape = (num_targets, -(-vocab_size // WORD))
+        signed = str(getattr(allowed, "dtype", None)) == "int32"  # as xgrammar has it
+        allowed = _check("allowed", allowed, "int32" if signed else "uint32", shape)
+    if (bias_token_ids is None) != (bias is None):
+        missing = "bias" if bias is None else "bias_token_ids"
+        raise TypeError(f"{missing} is None; pass both bias_token_ids and bias, or none of them")
+    if bias is not None:
+        bias_token_ids = check_ids("bias_token_ids", bias_token_ids, (num_targets, "D"))
+        count = bias_token_ids.shape[1]
+        if count > MAX_BIAS:
+            raise ValueError(
+                f"bias_token_ids names {count} ids for each row; the limit is {MAX_BIAS}: add a "
+                "denser bias to the logits"
+            )
+        bias = _check("bias", bias, "float32", (num_targets, count))
+        if count == 0:
+            bias_token_ids = bias = None
+    changes = Changes(allowed, bias_token_ids, bias)
+    return None if changes == Changes() else changes
+
+
+def check_num_targets(num_targets: int, num_logits_rows: int) -> None:
+    """Raise unless R = N: without row_ids, target row i reads logits row i."""
+    if num_targets != num_logits_rows:
+        raise ValueError(
+            f"token_ids has {num_targets} entries but logits has {num_logits_rows} rows; pass "
+            "row_ids to say which row each token belongs to"
+        )
+
+
+def _check(name: str, value: Any, dtype: str, shape: tuple[int | str, ...]) -> jax.Array:
+    array = as_array(name, value)
+    if array.dtype.name != dtype:
+        raise TypeError(
+            f"{name} has dtype {array.dtype.name}; it must be {dtype}: convert it with "
+            f".astype({dtype!r})"
+        )
+    sizes = zip(array.shape, shape, strict=False)
+    if array.ndim != len(shape) or any(isinstance(b, int) and a != b for a, b in sizes):
+        letters = ", ".join(str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(array.shape)}; it must be [{letters}]")
+    return array
+
+
+def as_array(name: str, value: Any) -> jax.Array:
+    """The value as an array, if it is one of 32 bits or fewer."""
+    # Checked before jnp.asarray, which silently turns 64-bit values into 32-bit ones.
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a jax or NumPy array")
+    if str(value.dtype) in ("int64", "uint64", "float64"):
+        raise TypeError(f"{name} has the 64-bit dtype {value.dtype}; convert it to 32 bits first")
+    # An explicit transfer: `jax.transfer_guard("disallow")` lets it pass.
+    return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))

@@ -1,0 +1,308 @@
+"""Logprobs from hidden states and a head: the contract, and the checks."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Float32, Int32
+
+from pallas_kernels.backends.answers import skipped_rows
+from pallas_kernels.contract import checks
+from pallas_kernels.contract.types import AnyArray, TopkLogprobs
+from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.linear import differentiable, kept
+from pallas_kernels.linear.definition import Definition
+from pallas_kernels.linear.types import Call, Inputs, LinearKeptLogprobs
+from pallas_kernels.meshes import linear_placement
+from pallas_kernels.meshes.vocab_shard import AxisName
+
+MAX_KEPT = 4096
+MAX_NAMED = 512
+
+
+def linear_topk_logprobs(
+    hidden: Float[AnyArray, "N H"],
+    head: Float[AnyArray, "V H"] | Float[AnyArray, "H V"],
+    token_ids: Int32[AnyArray, " R"],
+    k: int,
+    *,
+    row_ids: Int32[AnyArray, " R"] | None = None,
+    num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
+    temperatures: Float32[AnyArray, " R"] | None = None,
+    extra_token_ids: Int32[AnyArray, "R C"] | None = None,
+    bias: Float[AnyArray, " V"] | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    logits_dtype: str = "float32",
+    head_axes: str = "VH",
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    implementation: str | None = None,
+    axis_name: AxisName | None = None,
+    row_axis_name: AxisName | None = None,
+    vocab_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> TopkLogprobs:
+    """`topk_logprobs` of logits that are never all there: from hidden states and the head.
+
+    The logits are defined by one sentence:
+
+        logits = round(soft_cap(scale * (hidden @ head.T) + bias))
+
+    The product is accumulated in float32 (as `jax.default_matmul_precision` has it), all of the
+    rest is float32, and they are rounded once to `logits_dtype`. Ids, token ranks, ties, errors and
+    rows without an answer are what `topk_logprobs` says of these logits. A product of other columns
+    may add in another order: then logits differ in their last bits from those of one whole product,
+    and so may ids and ranks of near-ties.
+
+    Memory: of R * V logits, a few percent exist at a time (`docs/linear.md`); where R < 1024 and
+    they are few, all. With `row_ids`, the named rows of hidden are copied.
+
+    Transformations: `grad` and `vjp` differentiate the logprobs of all kinds, `log_sum_exp` and
+    `entropy` by hidden, head, bias and temperatures; the blocks are computed again. `jvp` is
+    refused with JAX's TypeError about `custom_vjp`. Fold a batch into rows instead of `vmap`.
+
+    Meshes: the head may be split over the vocabulary, hidden over rows, or both. Explicit axes and
+    existing arrays tell; where axes are automatic, pass `mesh` and name them. Inside
+    `jax.shard_map`, give each device its rows of the head, equally many and in order, and the mesh
+    axis as `axis_name`. R * (4 + C + 2 K) words a shard travel, and one; the gradient of hidden is
+    summed once over the vocabulary's axis, those of head and bias over the rows'. Where rows are
+    split, `row_ids` is refused.
+
+    Args:
+      hidden: [N, H] bfloat16, float16 or float32.
+      head: [V, H] of the same dtype, or as `head_axes` says.
+      token_ids: [R] int32, the token whose logprob and token rank are wanted, for each target row.
+      k: how many of the largest logits to return, a Python int, 0 <= k <= min(512, V).
+      row_ids: [R] int32, the row of hidden that each target row reads; without it R = N.
+      num_rows: int32 scalar, may be traced: target rows from there on are skipped.
+      temperatures: [R] float32, as `topk_logprobs` has them.
+      extra_token_ids: [R, C] int32, C <= 512: more tokens whose logprobs are wanted.
+      bias: [V] bfloat16, float16 or float32, added to the logits.
+      scale: a Python number that the product is multiplied with.
+      soft_cap: a positive Python number, cap * tanh(x / cap); None: there is none.
+      logits_dtype: "bfloat16", "float16" or "float32".
+      head_axes: "VH", or "HV" for a head [H, V], as kernels of dense layers are. No copy is made.
+      log_sum_exp, entropy: whether these results are wanted, see `TopkLogprobs`.
+      implementation: "xla" or None, which is the same; or "mosaic_gpu", a kernel for an H100 that
+        keeps the logits on the chip: k = 0, bfloat16 or float16, no soft cap, a head [V, H],
+        H a multiple of 64, and 256 tokens of the head or more a device. Not measured yet. The
+        derivative is XLA's.
+      axis_name: the mesh axis over which the head is split.
+      row_axis_name: outside `shard_map`, the mesh axis of `mesh` over which hidden is split.
+      vocab_size: V, where rows of padding follow in the head.
+      mesh: outside `shard_map`, the mesh of the named axes.
+
+    Returns:
+      `TopkLogprobs` without top logits; see its docstring.
+
+    Raises:
+      TypeError, ValueError: a shape, a dtype or a number is not as above.
+      NotImplementedError: there is no such implementation of this call.
+    """
+    hidden, head = _check_product(hidden, head, head_axes)
+    axis = head_axes.index("V")
+    token_ids = checks.check_ids("token_ids", token_ids, ("R",))
+    num_targets = token_ids.shape[0]
+    place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis)
+    k = checks.check_k(k, place.vocab_size)
+    if row_ids is not None:
+        row_ids = checks.check_ids("row_ids", row_ids, (num_targets,))
+        if place.rows:
+            raise ValueError(
+                f"row_ids with hidden split over {place.rows}: gather the rows first, or name them "
+                "inside a shard_map of your own"
+            )
+    elif num_targets != hidden.shape[0]:
+        raise ValueError(
+            f"token_ids has {num_targets} entries but hidden has {hidden.shape[0]} rows; pass "
+            "row_ids to say which row each token belongs to"
+        )
+    num_rows, temperatures, _ = checks.check_options(num_rows, temperatures, None, num_targets)
+    extra_token_ids = _check_extra(extra_token_ids, num_targets)
+    implementation = _check_implementation(implementation)
+    definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
+    call = Call(definition, k, bool(entropy), place.shard, implementation=implementation)
+    if num_targets == 0 or hidden.shape[0] == 0:
+        wanted = Wanted(k, log_sum_exp, entropy)
+        return skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
+    arguments = (
+        hidden, head, _check_bias(bias, head.shape[axis]), token_ids, row_ids, num_rows,
+        temperatures, extra_token_ids,
+    )  # fmt: skip
+    found: TopkLogprobs = linear_placement.run(place, _topk_of(call), arguments)
+    return found if log_sum_exp else found._replace(log_sum_exp=None)
+
+
+@functools.cache
+def _topk_of(call: Call) -> Any:
+    """One device's part of the call, always the same object."""
+
+    def topk(*arrays: Any) -> TopkLogprobs:
+        return differentiable.linear_topk_logprobs(call, Inputs(*arrays))
+
+    return jax.jit(topk)
+
+
+def linear_kept_logprobs(
+    hidden: Float[AnyArray, "R H"],
+    head: Float[AnyArray, "V H"],
+    token_ids: Int32[AnyArray, " R"],
+    kept_token_ids: Int32[AnyArray, "R C"],
+    *,
+    temperatures: Float32[AnyArray, " R"] | None = None,
+    bias: Float[AnyArray, " V"] | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    logits_dtype: str = "float32",
+    axis_name: AxisName | None = None,
+    row_axis_name: AxisName | None = None,
+    vocab_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> LinearKeptLogprobs:
+    """Logprobs under the softmax of the kept tokens' logits alone, which no other token enters.
+
+    The logits are those of `linear_topk_logprobs`; of the head, the kept rows alone are read. So a
+    learner computes what a sampler drew from when it kept few tokens: O(R C) numbers, and at most
+    8 MiB of gathered rows, or one row's. The same transformations and meshes. The head's gradient
+    is summed in float32.
+
+    Args:
+      hidden: [R, H] bfloat16, float16 or float32.
+      head: [V, H] of the same dtype.
+      token_ids: [R] int32, the tokens whose logprobs are wanted.
+      kept_token_ids: [R, C] int32, C <= 4096, in any order, no token twice. An id outside [0, V)
+        is no token: pad with -1.
+      temperatures: [R] float32, as `topk_logprobs` has them.
+      bias, scale, soft_cap, logits_dtype: as `linear_topk_logprobs` has them.
+      axis_name, row_axis_name, vocab_size, mesh: as there.
+
+    Returns:
+      `LinearKeptLogprobs(logprobs [R] float32, kept_logprobs [R, C] float32)`. A token that its row
+      does not keep has logprob -inf, and no derivative.
+
+    Raises:
+      TypeError, ValueError: a shape, a dtype or a number is not as above.
+    """
+    hidden, head = _check_product(hidden, head)
+    num_targets = hidden.shape[0]
+    token_ids = checks.check_ids("token_ids", token_ids, (num_targets,))
+    kept_token_ids = checks.check_ids("kept_token_ids", kept_token_ids, (num_targets, "C"))
+    if not 0 < kept_token_ids.shape[1] <= MAX_KEPT:
+        raise ValueError(
+            f"kept_token_ids names {kept_token_ids.shape[1]} ids for each row; it must be 1 to "
+            f"{MAX_KEPT}: for more, linear_topk_logprobs reads the whole head"
+        )
+    if temperatures is not None:
+        temperatures = checks.check_temperatures(temperatures, num_targets)
+    place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size)
+    definition = _definition(scale, soft_cap, logits_dtype)
+    call = Call(definition, 0, False, place.shard)
+    if num_targets == 0:
+        shape = kept_token_ids.shape
+        return LinearKeptLogprobs(jnp.zeros(0, jnp.float32), jnp.zeros(shape, jnp.float32))
+    arguments = (
+        hidden, head, _check_bias(bias, head.shape[0]), token_ids, None, None,
+        kept_token_ids, temperatures,
+    )  # fmt: skip
+    found: LinearKeptLogprobs = linear_placement.run(place, _kept_of(call), arguments)
+    return found
+
+
+@functools.cache
+def _kept_of(call: Call) -> Any:
+    """One device's part of the call, always the same object."""
+
+    def run(
+        hidden: Any, head: Any, bias: Any, token_ids: Any, _: None, __: None, ids: Any, t: Any
+    ) -> LinearKeptLogprobs:
+        return kept.linear_kept_logprobs(call, kept.Kept(hidden, head, bias, token_ids, ids, t))
+
+    return jax.jit(run)
+
+
+def _check_product(hidden: Any, head: Any, axes: Any = "VH") -> tuple[jax.Array, jax.Array]:
+    """hidden [N, H] and head as arrays, if they have one supported dtype and one H."""
+    if axes not in ("VH", "HV"):
+        raise ValueError(f"head_axes = {axes!r} must be 'VH' for a head [V, H], or 'HV' for [H, V]")
+    v, h = axes.index("V"), axes.index("H")
+    hidden, head = (
+        checks.check_matrix(name, x, shape)
+        for name, x, shape in (("hidden", hidden, "[N, H]"), ("head", head, f"[{', '.join(axes)}]"))
+    )
+    if hidden.dtype != head.dtype:
+        raise TypeError(
+            f"hidden has dtype {hidden.dtype.name} and head {head.dtype.name}; convert one of "
+            "them: the product is accumulated in float32 whatever they are"
+        )
+    if hidden.shape[1] != head.shape[h]:
+        raise ValueError(
+            f"hidden has H = {hidden.shape[1]} and head {head.shape[h]}; head must be "
+            f"[{', '.join(axes)}]: transpose it, or tell linear_topk_logprobs its head_axes"
+        )
+    if not 0 < head.shape[v] <= checks.MAX_VOCABULARY:
+        raise ValueError(
+            f"head has {head.shape[v]} tokens; it must have 1 to {checks.MAX_VOCABULARY}: split a "
+            "larger one over several devices"
+        )
+    return hidden, head
+
+
+def _check_extra(ids: Any, num_targets: int) -> jax.Array:
+    """ids as [R, C] int32, C up to MAX_NAMED; C = 0 for None."""
+    if ids is None:
+        return jnp.zeros((num_targets, 0), jnp.int32)
+    array = checks.check_ids("extra_token_ids", ids, (num_targets, "C"))
+    if array.shape[1] > MAX_NAMED:
+        raise ValueError(
+            f"extra_token_ids names {array.shape[1]} ids for each row; the limit is {MAX_NAMED}: "
+            "call once for each part"
+        )
+    return array
+
+
+def _check_bias(bias: Any, width: int) -> jax.Array | None:
+    if bias is None:
+        return None
+    array = checks.as_array("bias", bias)
+    if array.dtype.name not in checks.LOGITS_DTYPES:
+        raise TypeError(
+            f"bias has dtype {array.dtype.name}; it must be one of "
+            f"{', '.join(checks.LOGITS_DTYPES)}"
+        )
+    if array.shape != (width,):
+        raise ValueError(f"bias has shape {list(array.shape)}; it must be [{width}], as the head")
+    return array
+
+
+def _definition(scale: Any, soft_cap: Any, logits_dtype: Any) -> Definition:
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale = {scale!r} must be a finite Python number")
+    if soft_cap is not None and (
+        not isinstance(soft_cap, (int, float)) or not 0 < soft_cap < math.inf
+    ):
+        raise ValueError(
+            f"soft_cap = {soft_cap!r} must be a positive Python number, or None for no cap"
+        )
+    name = logits_dtype if isinstance(logits_dtype, str) else jnp.dtype(logits_dtype).name
+    if name not in checks.LOGITS_DTYPES:
+        raise ValueError(
+            f"logits_dtype = {name!r} must be one of {', '.join(checks.LOGITS_DTYPES)}"
+        )
+    cap = None if soft_cap is None else float(soft_cap)
+    return Definition(float(scale), cap, name)
+
+
+def _check_implementation(implementation: Any) -> str:
+    if implementation == "mosaic_tpu":
+        raise NotImplementedError(
+            f"implementation = {implementation!r} has no product with a head; use 'xla' or None"
+        )
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(
+            f"implementation = {implementation!r} is not known; choose 'xla', 'mosaic_gpu' or None"
+        )
+    return implementation or "xla"

@@ -1,0 +1,53 @@
+"""An exponential with the same bits in every program.
+
+XLA's own `exp` rounds differently from one fused loop to the next: its products and sums may be
+contracted or not. A sampled token would then depend on the program that drew it. Here no product
+meets a sum that a compiler could contract it with.
+
+It is written for a CPU, where it decides what a read costs: few operations, of which few wait for
+one another.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32
+
+from pallas_kernels.contract.types import AnyArray
+
+# 2**f on [-1/2, 1/2] is 1 + f (c1 + f (c2 + ...)), to 2e-9 of itself; a minimax fit in float64.
+EXP2 = (0.6931472, 0.24022648, 0.055503324, 0.009618437, 0.0013398875, 0.00015353362)
+LEAST_EXPONENT = -127  # 2**-127 and less is 0, as -inf gives
+# A sum with it is a whole number, whose last eight bits are those of a float32's exponent.
+WHOLE = 1.5 * 2**23 + 127
+
+
+def exponential(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
+    """exp(x) float32 of float32 x <= 0; 0 below 2**-126.5, and NaN of NaN.
+
+    The relative error is below 2e-7 * (1 + |x|); rounding x to float32 costs as much.
+    """
+    exponent = jnp.maximum(x * jnp.float32(math.log2(math.e)), jnp.float32(LEAST_EXPONENT))
+    whole = exponent + jnp.float32(WHOLE)
+    # It is positive: without the absolute value, XLA would make one of the two constants.
+    fraction = exponent - (jnp.abs(whole) - jnp.float32(WHOLE))
+    # A power of two: this product is exact, so it may be contracted.
+    return _exp2(fraction) * lax.bitcast_convert_type(
+        lax.bitcast_convert_type(whole, jnp.int32) << 23, jnp.float32
+    )
+
+
+def _exp2(f: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
+    """2**f: 1 + f (c1 + c2 f + c3 f**2) + f**4 (c4 + c5 f + c6 f**2), as 1 + g (b + h a)."""
+    c1, c2, c3, c4, c5, c6 = EXP2
+    square = f * f
+    a = (jnp.float32(c4) + _apart(jnp.float32(c5) * f)) + _apart(jnp.float32(c6) * square)
+    g, h = f * jnp.float32(c2), square * (f * jnp.float32(1 / c2))
+    b = (f + jnp.float32(c1 / c2)) + _apart(square * jnp.float32(c3 / c2))
+    return 1 + _apart(g * (b + _apart(h * a)))
+
+
+def _apart(product: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
+    """The product, below 4: the minimum changes nothing, but a compiler cannot know that."""
+    return jnp.minimum(product, jnp.float32(4))

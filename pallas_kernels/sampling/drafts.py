@@ -1,0 +1,132 @@
+"""Drafts that are drawn: from the most likely tokens of a draft model's logits.
+
+Whatever q a draft is drawn from, verification makes the emitted tokens the target's. So q is the
+draft model's distribution among its `M` most likely tokens alone, and compact: no logits are kept
+until the draft is verified, and a residual differs from the target's p in few tokens.
+
+Axes: B slots, D drafts, M tokens of a draft's q, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jax_specdec.device.model.sharding import Parallel
+from jax_specdec.device.sampling import door
+from pallas_kernels import VocabShard, greedy, inverse_temperature, top_candidates
+from pallas_kernels.meshes.own_part import on_own_part
+from pallas_kernels.numbers import logarithm
+from pallas_kernels.sampling import candidate_cut, exact_sums
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.random_draws import DRAFT, Source, best, gumbel
+from pallas_kernels.sampling.row_read import scaled
+from pallas_kernels.sampling.verify import CompactQ, Drafts, Tell
+
+MOST_TOKENS = 64  # M, where the vocabulary has as many
+
+
+def none_drawn(num_slots: int, num_drafts: int, vocab_size: int) -> Drafts:
+    """Empty proposals of width D, with a q as `draw` makes them."""
+    shape = (num_slots, num_drafts)
+    wide = (*shape, min(MOST_TOKENS, vocab_size))
+    nothing = CompactQ(jnp.full(wide, -1, jnp.int32), jnp.full(wide, -jnp.inf, jnp.float32))
+    return Drafts(jnp.zeros(shape, jnp.int32), jnp.zeros(num_slots, jnp.int32), nothing)
+
+
+def joined(drawn: Sequence[Drafts], limit: Int32[Array, " B"]) -> Drafts:
+    """The drafts that were drawn one after another, D in all, as one proposal.
+
+    Args:
+      drawn: the results of `draw`, in the order of the positions.
+      limit: how many of them each slot may get.
+    """
+    num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
+    parts = [(one.token_ids, one.q, one.told) for one in drawn]
+    token_ids, q, told = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+    return Drafts(token_ids, num, q, told)
+
+
+def draw(
+    draft_logits: Float[Array, "B 1 V"],
+    sampling: Sampling,
+    positions: Int32[Array, " B"],
+    parallel: Parallel | None = None,
+    *,
+    tell: Tell | None = None,
+) -> Drafts:
+    """Draw drafts as verification expects them: from q, with random numbers of their own.
+
+    q is the distribution among the M most likely tokens after temperature, top-k, top-p and min-p,
+    as if there were no others.
+
+    Args:
+      draft_logits: the draft model's.
+      sampling: each slot's parameters; a greedy slot gets the greedy token.
+      positions: the sequence position of each draft.
+      parallel: the devices among which the vocabulary of the logits is split; without it, a mesh
+        may split them as it may those of `verify`.
+      tell: makes what a draft message has of the drafts (`messages.draft_rows`); None: nothing.
+
+    Returns:
+      One draft a slot (D = 1), with its q; `joined` makes a longer proposal.
+    """
+    draft_logits, sampling, positions = door.of_rows(
+        draft_logits, sampling, positions, name="draft_logits"
+    )
+    ids, q = on_own_part(_drawn, draft_logits, (sampling, positions), parallel)
+    drafts = Drafts(ids, jnp.ones_like(positions), q)
+    return drafts if tell is None else drafts._replace(told=tell(draft_logits, drafts))
+
+
+def _drawn(
+    shard: VocabShard, draft_logits: jax.Array, whole: tuple[Sampling, jax.Array]
+) -> tuple[jax.Array, CompactQ]:
+    """`draw` where this device holds the columns of `shard`: ids [B, 1] and q [B, 1, M]."""
+    sampling, positions = whole
+
+    def greedily() -> tuple[jax.Array, CompactQ]:
+        x = draft_logits[:, 0]
+        ids = greedy(x, axis_name=shard.axis_name, vocab_size=shard.vocab_size).token_ids
+        first = jnp.arange(min(MOST_TOKENS, shard.size(x.shape[1])), dtype=jnp.int32)[None] == 0
+        q_ids = jnp.where(first, ids[:, None], -1)
+        log_q = jnp.where(q_ids >= 0, jnp.float32(0), -jnp.inf)
+        return ids[:, None], CompactQ(q_ids[:, None], log_q[:, None])
+
+    def by_chance() -> tuple[jax.Array, CompactQ]:
+        return _from_candidates(shard, draft_logits, sampling, positions)
+
+    found: tuple[jax.Array, CompactQ] = lax.cond(
+        jnp.any(sampling.temperature > 0), by_chance, greedily
+    )
+    return found
+
+
+def _from_candidates(
+    shard: VocabShard, draft_logits: jax.Array, sampling: Sampling, positions: jax.Array
+) -> tuple[jax.Array, CompactQ]:
+    """`_drawn` where a slot samples."""
+    ids, x = top_candidates(draft_logits[:, 0], MOST_TOKENS, shard)
+    vocab_size = shard.size(draft_logits.shape[-1])
+    greedy_ids = jnp.maximum(ids[:, 0], 0)  # -1: no logit is a number above -inf
+    largest, inverse = x[:, 0], inverse_temperature(sampling.temperature)
+    total = candidate_cut.mass_of(x, largest, inverse, vocab_size)
+    # The total is that of the candidates: a top-k of more than there are keeps all of them.
+    cut, _ = candidate_cut.cut_among(ids, x, (largest, inverse, total), sampling, vocab_size)
+    place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    kept = cut.keeps(x, ids) & (ids >= 0)
+    gap = scaled(x, largest[:, None], inverse[:, None])
+    log_mass = logarithm(exact_sums.to_float(total, vocab_size)) + cut.log_kept
+    log_q = jnp.where(kept, jnp.minimum(gap - log_mass[:, None], 0.0), -jnp.inf)
+
+    _, drawn = best(
+        jnp.where(kept, gap + gumbel(Source(sampling.seed, positions), DRAFT, ids), -jnp.inf), ids
+    )
+    sampled = (sampling.temperature > 0) & jnp.isfinite(largest)
+    token_ids = jnp.where(sampled, drawn, greedy_ids)
+    one_hot = jnp.where(place == 0, 0.0, -jnp.inf)
+    log_q = jnp.where(sampled[:, None], log_q, one_hot)
+    q_ids = jnp.where(log_q > -jnp.inf, ids, -1).at[:, 0].set(greedy_ids)
+    return token_ids[:, None], CompactQ(q_ids[:, None], log_q[:, None])

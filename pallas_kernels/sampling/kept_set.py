@@ -1,0 +1,185 @@
+"""The kept set of a row: the token ids that its processed distribution kept, ascending.
+
+A `Truncation` says which tokens these are. To list them takes one read of the row, which counts
+them in groups of columns, and then a look at the groups that hold the ids wanted. Nothing is
+sorted, and nothing has the vocabulary's size: temporaries are a block of counts and of ids.
+
+Axes: N rows of logits, R rows wanted, V vocabulary, M ids of a set, b rows of a block, G groups.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from ipc.wire import KEPT_ALL, KEPT_MANY, MAX_KEPT
+from jax_specdec.kept_sets import PaddedKept
+from pallas_kernels import WHOLE, VocabShard, map_blocks, vary_like
+from pallas_kernels.sampling.parameters import Truncation
+
+GROUP = 64  # columns whose kept tokens are counted together
+BLOCK = 16  # rows at a time: the work follows the number of rows that were asked for
+LISTED = 128  # ids of each row that are listed at a time: most sets are smaller
+
+
+class _Found(NamedTuple):
+    """R sets, or what one shard's columns hold of them."""
+
+    ids: Int32[Array, "R M"]  # of the whole vocabulary; anything from the count on
+    counts: Int32[Array, " R"]
+
+
+def kept_sets(
+    logits: Float[Array, "N V"],
+    rows: Int32[Array, " R"],
+    num_rows: Int32[Array, ""],
+    cut: Truncation,
+    *,
+    shard: VocabShard = WHOLE,
+) -> PaddedKept:
+    """The kept sets of some rows of logits.
+
+    A set holds the kept tokens with a logit above -inf, in ascending order of their ids: so two
+    sets are equal where their ids are, shards follow one another, and a learner finds a token by
+    its id. A greedy row and an invalid one keep one token, and their logits are not read.
+
+    Args:
+      logits: bfloat16, float16 or float32; on a vocabulary shard, its columns.
+      rows: which rows of the logits; from `num_rows` on, anything.
+      num_rows: how many sets are wanted.
+      cut: [R], the truncations of these rows.
+      shard: the columns of each row that this device holds.
+
+    Returns:
+      [R] sets of M = min(1024, V) ids, -1 from the count on. The count is `KEPT_ALL` where the
+      whole vocabulary was kept, `KEPT_MANY` where a part was that is larger than 1024, and 0 in the
+      rows from `num_rows` on. `log_kept` is that of the cut.
+    """
+    vocab_size = shard.size(logits.shape[1])
+    width = min(MAX_KEPT, vocab_size)
+    wanted = jnp.arange(rows.shape[0], dtype=jnp.int32) < num_rows
+    one = cut.cut_logit == jnp.inf
+
+    def searched() -> _Found:
+        return _joined(_listed(shard.masked(logits), rows, num_rows, cut, width, shard), shard)
+
+    def nothing() -> _Found:
+        zeros = jnp.zeros_like(rows)
+        return vary_like(_Found(jnp.zeros((rows.shape[0], width), jnp.int32), zeros), cut.cut_id)
+
+    # A batch of greedy requests reads no logits.
+    found: _Found = lax.cond(jnp.any(wanted & ~one), searched, nothing)
+    counts = jnp.where(found.counts > width, KEPT_MANY, found.counts)
+    counts = jnp.where(found.counts == vocab_size, KEPT_ALL, counts)
+    counts = jnp.where(wanted, jnp.where(one, 1, counts), 0)
+    column = jnp.arange(width, dtype=jnp.int32)[None, :]
+    ids = jnp.where(one[:, None], cut.cut_id[:, None], found.ids)
+    ids = jnp.where(column < counts[:, None], ids, -1)
+    return PaddedKept(ids, counts, jnp.where(wanted, cut.log_kept, 0.0))
+
+
+def _joined(found: _Found, shard: VocabShard) -> _Found:
+    """The sets of all shards: each one's ids follow those of the shards before it."""
+    if shard.axis_name is None:
+        return found
+    every = shard.gathered(found.counts)  # [shards, R]
+    mine = lax.axis_index(shard.axis_name)
+    earlier = jnp.arange(every.shape[0], dtype=jnp.int32)[:, None] < mine
+    before = jnp.where(earlier, every, 0).sum(0, dtype=jnp.int32)
+    place = jnp.arange(found.ids.shape[1], dtype=jnp.int32)[None, :] - before[:, None]
+    is_mine = (place >= 0) & (place < found.counts[:, None])
+    shifted = jnp.take_along_axis(found.ids, jnp.maximum(place, 0), axis=1)
+    ids = shard.across_sum(jnp.where(is_mine, shifted, 0))
+    return _Found(ids, every.sum(0, dtype=jnp.int32))
+
+
+def _listed(
+    logits: Float[Array, "N V"],
+    rows: Int32[Array, " R"],
+    num_rows: Int32[Array, ""],
+    cut: Truncation,
+    width: int,
+    shard: VocabShard,
+) -> _Found:
+    """The sets of the first `num_rows` rows within this shard's columns, block after block."""
+    block = min(BLOCK, rows.shape[0])
+
+    def work(start: jax.Array) -> _Found:
+        part: tuple[jax.Array, Truncation] = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, block), (rows, cut)
+        )
+        return _block(_tied(logits, start), *part, width, shard)
+
+    nothing = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
+    inputs = (logits, rows, cut, shard.ids(logits.shape[1]))
+    return map_blocks(work, block, num_rows, nothing, inputs)
+
+
+def _block(
+    logits: Float[Array, "N V"],
+    rows: Int32[Array, " b"],
+    cut: Truncation,
+    width: int,
+    shard: VocabShard,
+) -> _Found:
+    """The sets of the rows of one block within this shard's columns."""
+    columns = logits.shape[1]
+    first_id = shard.ids(columns)[0]
+
+    def keeps(x: jax.Array, ids: jax.Array) -> jax.Array:
+        return cut.keeps(x, ids) & (x > -jnp.inf)
+
+    ends = jnp.cumsum(_counts(logits, rows, keeps, first_id), axis=1)  # [b, G]
+    counts = ends[:, -1]
+    flat_ends = ends.astype(jnp.int32)
+
+    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """List ids `start` to `start + LISTED` of each row."""
+        start, ids = carry
+        place = start + jnp.arange(LISTED, dtype=jnp.int32)
+        group = jax.vmap(lambda e: jnp.searchsorted(e, place, side="right"))(flat_ends)
+        group = jnp.minimum(group.astype(jnp.int32), flat_ends.shape[1] - 1)
+        before = jnp.take_along_axis(jnp.pad(flat_ends, ((0, 0), (1, 0))), group, axis=1)
+        in_group = jnp.arange(GROUP, dtype=jnp.int32)[None, None, :]
+        column = group[:, :, None] * GROUP + in_group
+        mine = _tied(logits, start)
+        x = mine.at[rows[:, None, None], column].get(mode="fill", fill_value=-jnp.inf)
+        batch = column.shape[0]
+        kept = keeps(
+            x.astype(jnp.float32).reshape(batch, -1), (first_id + column).reshape(batch, -1)
+        ).reshape(column.shape)
+        rank = jnp.cumsum(kept, axis=2, dtype=jnp.int32)
+        is_it = kept & (rank == (place[None, :] - before + 1)[:, :, None])
+        found = first_id + group * GROUP + jnp.argmax(is_it, axis=2).astype(jnp.int32)
+        return start + LISTED, lax.dynamic_update_slice_in_dim(ids, found, start, 1)
+
+    # Sets that are too large are not listed.
+    last = jnp.max(jnp.where(counts > width, 0, counts))
+    room = -(-width // LISTED) * LISTED
+    first = (jnp.int32(0), jnp.zeros((rows.shape[0], room), jnp.int32))
+    ids = lax.while_loop(lambda carry: carry[0] < last, step, vary_like(first, ends))[1]
+    return _Found(ids[:, :width], counts)
+
+
+def _tied(logits: jax.Array, start: jax.Array) -> jax.Array:
+    """The logits as a value of this trip: else XLA would widen all of them before the loop."""
+    same: jax.Array = lax.optimization_barrier((logits, start))[0]  # type: ignore[no-untyped-call]
+    return same
+
+
+def _counts(
+    logits: jax.Array, rows: jax.Array, keeps: object, first_id: jax.Array
+) -> Int32[Array, "b G"]:
+    """How many tokens of each group of columns are kept."""
+    columns = logits.shape[1]
+    x = logits.at[rows].get(mode="fill", fill_value=-jnp.inf).astype(jnp.float32)
+    ids = first_id + jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), x.shape)
+    kept: Bool[Array, "b V"] = keeps(x, ids)  # type: ignore[operator]
+    whole = columns // GROUP * GROUP
+    counts = kept[:, :whole].reshape(x.shape[0], -1, GROUP).sum(2, dtype=jnp.int32)
+    if whole == columns:
+        return counts
+    rest = kept[:, whole:].sum(1, keepdims=True, dtype=jnp.int32)
+    return jnp.concatenate([counts, rest], axis=1)

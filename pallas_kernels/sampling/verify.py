@@ -1,0 +1,380 @@
+"""Verification: which drafts the target model accepts, and the token that follows them.
+
+Greedy requests accept a draft that equals the target's own choice. Sampled ones use rejection
+sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): the emitted tokens
+follow the target's processed distribution exactly, whatever the drafter proposed.
+
+Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from jax_specdec.device.sampling import door
+from pallas_kernels import (
+    Greedy,
+    GroupedRows,
+    GroupSums,
+    TopkLogprobs,
+    VocabShard,
+    greedy,
+    keeps,
+    logprobs_of_read,
+)
+from pallas_kernels.meshes.own_part import on_own_part
+from pallas_kernels.numbers import exponential
+from pallas_kernels.sampling import exact_sums, row_read
+from pallas_kernels.sampling.few_kept import keeps_few
+from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row, where
+from pallas_kernels.sampling.random_draws import ACCEPT, Source, uniform
+from pallas_kernels.sampling.residual import Drawing, draw
+from pallas_kernels.sampling.row_read import RowRead
+from pallas_kernels.sampling.truncation import cuts
+
+AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class CompactQ(NamedTuple):
+    """The distributions that drafts were drawn from: the tokens that each can be.
+
+    The probabilities of a draft's tokens sum to one. It is drawn from them with the random numbers
+    of its position, as `drafting.draw` does it.
+    """
+
+    ids: Int32[Array, "B D M"]  # distinct; -1 where there is no further token
+    logprobs: Float32[Array, "B D M"]  # -inf where there is none
+
+
+class Told(NamedTuple):
+    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
+
+    token_ids: Int32[Array, "B D K1"]
+    logprobs: Float32[Array, "B D K1"]
+    token_ranks: Int32[Array, "B D"]
+    extra_logprobs: Float32[Array, "B D C"]
+
+
+class Drafts(NamedTuple):
+    """The tokens that a drafter proposed."""
+
+    token_ids: Int32[Array, "B D"]
+    num: Int32[Array, " B"]  # at most D
+    q: CompactQ | None = None  # None: each draft was certain
+    told: Any = None  # a `Told`, where a draft message is to tell of them
+
+
+# What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
+Tell = Callable[[jax.Array, Drafts], Told]
+
+
+class Verified(NamedTuple):
+    """The emitted tokens: the accepted drafts, then the recovered or the bonus token."""
+
+    token_ids: Int32[Array, "B S"]  # from num_tokens on: -1
+    num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1
+    cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
+    raw: TopkLogprobs | None = None  # of all B * S rows, where they were asked for with the tokens
+
+
+class Slots(NamedTuple):
+    """What verification knows of the slots before it reads a row."""
+
+    positions: Int32[Array, "B S"]  # the sequence position that each row decides
+    proposed: Bool[Array, "B D"]  # the drafts that there are
+
+
+def accept_draft(
+    u: Float32[Array, "*drafts"], p: Float32[Array, "*drafts"], q: Float32[Array, "*drafts"]
+) -> Bool[Array, "*drafts"]:
+    """Accept with probability min(1, p / q): `u` is uniform in [0, 1).
+
+    The rule is a product and a strict comparison: p = 0 is never accepted, not even at u = 0, and
+    p >= q always is.
+    """
+    return u * q < p
+
+
+def verify(
+    logits: Float[Array, "B S V"],
+    drafts: Drafts,
+    sampling: Sampling,
+    positions: Int32[Array, " B"],
+    *,
+    accept: AcceptRule = accept_draft,
+    choice: Greedy | None = None,
+    parallel: Parallel | None = None,
+    raw_k: int | None = None,
+) -> Verified:
+    """Verify `drafts` against the target's logits.
+
+    Args:
+      logits: S = D + 1; row j predicts the token after drafts 0..j-1.
+      drafts: the proposals.
+      sampling: each slot's parameters; seeds of any integer type are taken modulo 2**32.
+      positions: the sequence position of the token that row 0 predicts.
+      accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
+      choice: the greedy choice of the B * S rows, where it is known already.
+      parallel: the devices among which the vocabulary of the logits is split, `ONE_DEVICE` where
+        there is one. Without it, logits may be split by slots and vocabulary over any mesh with
+        explicit or automatic axes: their type or the compiler tells, and no row of them travels,
+        but with automatic axes where `accept` is your own. On the same logits, the emitted tokens
+        are those of one device.
+      raw_k: static; with it, the same read gives the raw logprobs of all emitted tokens and so many
+        top columns. Logits must be whole on this device.
+
+    Returns:
+      The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
+      greedy token.
+
+    Raises:
+      TypeError: an argument is no array or not of its kind, such as a JAX key for a seed.
+      ValueError: the drafts are not one fewer than the rows, another shape does not go with the
+        logits, or raw_k is given for logits whose vocabulary is split.
+    """
+    logits, sampling, positions = door.of_rows(logits, sampling, positions)
+    drafts = door.drafts_of(drafts)
+    batch, num_positions, _ = logits.shape
+    if drafts.token_ids.shape != (batch, num_positions - 1):
+        raise ValueError(
+            f"drafts {drafts.token_ids.shape} do not go with logits {logits.shape}: B slots of S "
+            f"rows verify [B, S - 1] = {(batch, num_positions - 1)} drafts"
+        )
+    drafts = drafts._replace(told=None)
+
+    def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
+        if raw_k is not None and shard.axis_name is not None:
+            raise ValueError(
+                f"raw_k = {raw_k} needs logits that are whole on each device: leave it out, and "
+                "take `topk_logprobs` of the emitted tokens"
+            )
+        drafts, sampling, positions, choice = whole
+        return _verify(shard, logits, drafts, sampling, positions, choice, accept, raw_k)
+
+    if raw_k is not None or accept is not accept_draft:
+        # What the compiler asks for later can't refuse, nor close over a rule's traced values.
+        parallel = parallel or ONE_DEVICE
+    return on_own_part(on_shard, logits, (drafts, sampling, positions, choice), parallel)
+
+
+def _verify(
+    shard: VocabShard,
+    logits: jax.Array,
+    drafts: Drafts,
+    sampling: Sampling,
+    positions: jax.Array,
+    choice: Greedy | None,
+    accept: AcceptRule,
+    raw_k: int | None,
+) -> Verified:
+    """`verify` where this device holds the columns of `shard` of all logits."""
+    num_positions, width = logits.shape[1:]
+    index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
+    # An id outside the vocabulary has probability 0 under p and q, as if it were not proposed.
+    proposed = (index[:, :-1] < drafts.num[:, None]) & (drafts.token_ids >= 0)
+    proposed &= drafts.token_ids < shard.size(width)
+    slots = Slots(positions[:, None] + index, proposed)
+    flat = logits.reshape(-1, width)
+
+    def some_sampled() -> Verified:
+        rows = GroupedRows.of(flat, shard)
+        return sampled_slots(rows, slots, drafts, sampling, accept, raw_k)
+
+    def all_greedy() -> Verified:
+        known = choice
+        if known is None:
+            known = greedy(flat, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
+        return _greedily(slots, drafts, known)
+
+    if raw_k is not None:
+        return some_sampled()
+    verified: Verified = lax.cond(jnp.any(sampling.temperature > 0), some_sampled, all_greedy)
+    return verified
+
+
+def _greedily(slots: Slots, drafts: Drafts, choice: Greedy) -> Verified:
+    """Accept the drafts that equal the greedy choices; then comes the greedy choice."""
+    token_ids, valid = (x.reshape(slots.positions.shape) for x in choice)
+    agrees = slots.proposed & valid[:, :-1] & (drafts.token_ids == token_ids[:, :-1])
+    emitted = _emit(agrees, drafts.token_ids, token_ids)
+    return emitted._replace(cut=Truncation.greedy(token_ids))
+
+
+def sampled_slots(
+    rows: GroupedRows,
+    slots: Slots,
+    drafts: Drafts,
+    sampling: Sampling,
+    accept: AcceptRule,
+    raw_k: int | None,
+) -> Verified:
+    """Accept drafts by p and q; then comes a token from what they left of p.
+
+    Greedy slots are verified as ever, from the same read.
+    """
+    shape = slots.positions.shape
+    each = of_each_row(sampling, shape)
+    top = -1 if raw_k is None else raw_k
+    read = row_read.read(rows, each, raw_k=top)
+    q = _q_of(drafts)
+    greedy_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read, raw_k=top), q.ids)
+    choice = Greedy(row_read.with_invalid(rows, read, greedy_ids), read.valid)
+    is_sampled = read.valid & (each.temperature > 0)
+    cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
+    log_p = _log_p(read, cut, is_sampled, q.ids, x)
+
+    own = q.ids == drafts.token_ids[..., None]
+    p_draft, q_draft = (
+        jnp.where(own, exponential(log), 0.0).sum(axis=2) for log in (log_p, q.logprobs)
+    )
+    before = slots.positions[:, :-1]
+    seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
+    u = uniform(Source(seeds, before), ACCEPT)
+    considered = slots.proposed & read.valid.reshape(shape)[:, :-1]
+    best_ids = choice.token_ids.reshape(shape)
+    agrees = drafts.token_ids == best_ids[:, :-1]
+    by_chance = accept(u, p_draft, q_draft)
+    accepted = considered & jnp.where((sampling.temperature > 0)[:, None], by_chance, agrees)
+
+    a = _leading(accepted)
+    few = keeps_few(read, cut, each, rows.vocab_size)
+    drawing = _drawing(sampling, slots, cut, (is_sampled, few), considered, log_p, q, a)
+    drawn = draw(rows, read, drawing)
+    last_sampled = jnp.take_along_axis(is_sampled.reshape(shape), a[:, None], axis=1)
+    next_ids = jnp.where(last_sampled, drawn[:, None], best_ids)
+    verified = _emit(accepted, drafts.token_ids, next_ids)
+    verified = verified._replace(cut=jax.tree.map(lambda x: x.reshape(shape), cut))
+    if raw_k is None:
+        return verified
+    return verified._replace(raw=_raw_logprobs(rows, read, verified, raw_k))
+
+
+def _q_of(drafts: Drafts) -> CompactQ:
+    """The drafts' q; of certain drafts, one token."""
+    if drafts.q is not None:
+        return drafts.q
+    ids = drafts.token_ids[..., None]
+    return CompactQ(ids, jnp.zeros(ids.shape, jnp.float32))
+
+
+def _looked_up(
+    rows: GroupedRows, own: Int32[Array, " N"], ids: Int32[Array, "B D M"]
+) -> tuple[Int32[Array, " N"], Float32[Array, "B D M"]]:
+    """The greedy tokens of valid rows, and the logits of the tokens of q; one exchange.
+
+    own: this device's part of the greedy tokens.
+    """
+    batch, num_drafts, _ = ids.shape
+    slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    row = slot * (num_drafts + 1) + jnp.arange(num_drafts, dtype=jnp.int32)[None, :, None]
+    width = rows.logits.shape[1]
+    column = ids - rows.shard.ids(width)[0]
+    mine = (column >= 0) & (column < width)
+    x = rows.logits.at[row, jnp.clip(column, 0, width - 1)].get().astype(jnp.float32)
+    bits = jnp.where(mine, lax.bitcast_convert_type(x, jnp.int32), 0)
+    # As integers, of which one device has each and the others add 0.
+    words = rows.shard.across_sum(jnp.concatenate([own, bits.reshape(-1)]))
+    found = lax.bitcast_convert_type(words[len(own) :].reshape(ids.shape), jnp.float32)
+    return words[: len(own)], jnp.where(ids >= 0, found, -jnp.inf)
+
+
+def _log_p(
+    read: RowRead,
+    cut: Truncation,
+    is_sampled: Bool[Array, " N"],
+    ids: Int32[Array, "B D M"],
+    x: Float32[Array, "B D M"],
+) -> Float32[Array, "B D M"]:
+    """log p of the tokens of q; -inf of tokens that are not kept, and in rows without p."""
+    batch, num_drafts, _width = ids.shape
+
+    def before_drafts(values: jax.Array) -> jax.Array:
+        return values.reshape(batch, num_drafts + 1)[:, :-1, None]
+
+    last_id, last = before_drafts(cut.cut_id), before_drafts(cut.cut_logit)
+    kept = keeps(x, ids, last, last_id) & (ids >= 0) & before_drafts(is_sampled)
+    gap = row_read.scaled(x, before_drafts(read.largest), before_drafts(read.inverse))
+    mass = before_drafts(read.log_total + cut.log_kept)
+    return jnp.where(kept, jnp.minimum(gap - mass, 0.0), -jnp.inf)
+
+
+def _drawing(
+    sampling: Sampling,
+    slots: Slots,
+    cut: Truncation,
+    which: tuple[Bool[Array, " N"], Bool[Array, " N"]],
+    considered: Bool[Array, "B D"],
+    log_p: Float32[Array, "B D M"],
+    q: CompactQ,
+    a: Int32[Array, " B"],
+) -> Drawing:
+    """The rows after `a` accepted drafts: less q after a rejection.
+
+    Past the proposals and at an invalid row there is no q to take out. which: the rows that are
+    sampled, and those that keep few tokens.
+    """
+    batch, num_positions = slots.positions.shape
+    slot = jnp.arange(batch, dtype=jnp.int32)
+    rows = slot * num_positions + a
+
+    def at_a(x: jax.Array, missing: float) -> jax.Array:
+        # Not padded by a row of what is missing: of such a pad beside two computed rows of seven or
+        # eight tokens, LLVM can't select instructions with AVX-512, and aborts the process.
+        if num_positions == 1:
+            return jnp.full((batch, *x.shape[2:]), missing, x.dtype)
+        return x.at[slot, a].get(mode="fill", fill_value=missing)
+
+    rejected = at_a(considered, False)[:, None]
+    position = slots.positions[:, 0] + a
+    return Drawing(
+        rows=rows,
+        cut=jax.tree.map(lambda x: x[rows], cut),
+        sampled=which[0][rows],
+        few=which[1][rows],
+        taken_ids=jnp.where(rejected, at_a(q.ids, -1), -1),
+        log_p=jnp.where(rejected, at_a(log_p, -jnp.inf), -jnp.inf),
+        q=jnp.where(rejected, exponential(at_a(q.logprobs, -jnp.inf)), 0.0),
+        source=Source(sampling.seed, position),
+    )
+
+
+def _raw_logprobs(rows: GroupedRows, read: RowRead, verified: Verified, k: int) -> TopkLogprobs:
+    """The raw logprobs of all rows' emitted tokens, from the read that verified them."""
+    once = jnp.ones_like(read.inverse)
+    sums = GroupSums(read.groups.maxima, read.raw_sums)
+    mass = lax.cond(
+        jnp.all(read.inverse == 1),
+        lambda: read.total,
+        lambda: row_read.mass(sums, read.largest, once, rows.vocab_size),
+    )
+    sum_exp = exact_sums.to_float(mass, rows.vocab_size)
+    return logprobs_of_read(
+        rows.logits,
+        verified.token_ids.reshape(-1),
+        read.top_ids[:, :k],
+        read.top_logits[:, :k],
+        read.largest,
+        jnp.where(read.valid, sum_exp, jnp.float32(jnp.nan)),
+        read.groups.maxima,
+    )
+
+
+def _leading(accepted: Bool[Array, "B D"]) -> Int32[Array, " B"]:
+    """How many leading entries of each slot are true."""
+    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+
+
+def _emit(
+    accepted: Bool[Array, "B D"], draft_ids: Int32[Array, "B D"], next_ids: Int32[Array, "B S"]
+) -> Verified:
+    """The leading accepted drafts, then the one of `next_ids` of the row where they end."""
+    a = _leading(accepted)
+    index = jnp.arange(next_ids.shape[1], dtype=jnp.int32)[None, :]
+    padded = jnp.pad(draft_ids, ((0, 0), (0, 1)))
+    token_ids = jnp.where(index < a[:, None], padded, jnp.where(index == a[:, None], next_ids, -1))
+    return Verified(token_ids, a + 1)

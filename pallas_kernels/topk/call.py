@@ -1,0 +1,196 @@
+"""Top K, logprobs and token ranks of chosen rows of logits: the contract, and who computes it."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float, Float32, Int32, UInt32
+
+from pallas_kernels.backends.answers import skipped_rows
+from pallas_kernels.backends.choose import Implementation, choose_implementation
+from pallas_kernels.contract import checks
+from pallas_kernels.contract.types import AnyArray, TopkLogprobs
+from pallas_kernels.contract.wanted import RankTies, Wanted, is_inclusive
+from pallas_kernels.meshes import partitioned, placement
+from pallas_kernels.topk import shards
+from pallas_kernels.topk.derivatives import transformable
+
+
+def topk_logprobs(
+    logits: Float[AnyArray, "N V"],
+    token_ids: Int32[AnyArray, " R"],
+    k: int,
+    *,
+    row_ids: Int32[AnyArray, " R"] | None = None,
+    num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
+    temperatures: Float32[AnyArray, " R"] | None = None,
+    extra_token_ids: Int32[AnyArray, "R C"] | None = None,
+    allowed: UInt32[AnyArray, "R W"] | Int32[AnyArray, "R W"] | None = None,
+    bias_token_ids: Int32[AnyArray, "R D"] | None = None,
+    bias: Float32[AnyArray, "R D"] | None = None,
+    rank_ties: RankTies = "strict",
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    top_logits: bool = False,
+    implementation: Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> TopkLogprobs:
+    """Logprob and token rank of one token per target row, and the row's K largest logits.
+
+    The logprob of token t is (x[t] - m) - log(sum(exp(x - m))) in float32, over the full
+    vocabulary, with m the row's maximum. Against float64 on the same logits its error is at most
+    1e-5 + 2e-7 |logprob|. Ids, token ranks and the order of ties (lowest id first, -0.0 equal to
+    0.0) are exact, and the same in every implementation.
+
+    Rows and tokens without an answer:
+      A logit of -inf is legal: its logprob is -inf. Where fewer than K are finite, the missing
+      columns hold id -1 and logprob -inf.
+      An invalid row (a NaN of either sign, a +inf, or no finite logit): logprobs NaN, token rank
+      0, top K ids -1. Column 0 keeps the given token id.
+      A skipped row (its index is `num_rows` or more, or its row id is outside [0, N)): all ids
+      -1, logprobs NaN, token rank 0.
+      A token id outside [0, V): NaN for that token, token rank 0; the row's top K stand.
+
+    Changes: `allowed` and the bias change logits while they are read, in this order: a forbidden
+    token's logit is -inf, whatever its own and its bias; another one that a bias names is the
+    float32 sum of its logit and its biases, and is not rounded back. All results are those of the
+    changed logits: a row with no token left is invalid, a bias of -inf forbids, a bias of NaN or
+    +inf makes a row invalid. Several biases of a token are added to one another first.
+
+    Meshes: logits may be split by rows, by the vocabulary, or by both. Outside of `jax.shard_map`
+    nothing need be named: explicit axes and existing arrays tell, and the compiler does for
+    automatic axes. Each device reads its own part. Without `row_ids` the results are split as the
+    rows are; otherwise every device gets them whole. Ids, token ranks and order are those of one
+    device. Where the vocabulary is split, R * (4 + C + 2 K) words a shard travel; where rows
+    are and `row_ids` name them, the results do; logits never do. Inside `shard_map`, give each
+    device its columns, equally many and in order, and the mesh axis as `axis_name`. Where V does
+    not divide evenly, pad the last columns with anything and give `vocab_size`.
+
+    Transformations: `vmap` folds a batch into rows. `jvp` and `grad` differentiate the logprobs of
+    all kinds, `log_sum_exp`, `entropy` and `top_logits` by logits, temperatures and `bias`; ids and
+    token ranks have no derivative, nor have rows and tokens without an answer.
+
+    Args:
+      logits: [N, V] bfloat16, float16 or float32; with `axis_name` inside `shard_map`, the
+        device's columns of them.
+      token_ids: [R] int32, the token whose logprob and token rank are wanted, for each target row.
+      k: how many of the largest logits to return, a Python int, 0 <= k <= min(512, V).
+      row_ids: [R] int32, the logits row that each target row reads; repeats are fine, and no row
+        is copied. Without it R = N and target row i reads row i.
+      num_rows: int32 scalar, may be traced: only the first num_rows target rows are worked on.
+      temperatures: [R] float32. Logprobs become those of log_softmax((x - m) / T); order and
+        token ranks still come from x. T = 0 means greedy and uses T = 1; a negative or infinite T
+        gives NaN logprobs.
+      extra_token_ids: [R, C] int32, C <= 128: more tokens whose logprobs are wanted.
+      allowed: [R, ceil(V / 32)] uint32 or int32, a bit a token: bit j of word w, the lowest being
+        bit 0, allows token 32 w + j; as xgrammar's token bitmask. Bits from V on are not read.
+      bias_token_ids: [R, D] int32, D <= 4096: tokens that get a bias; ids outside [0, V) get none.
+      bias: [R, D] float32, what is added to their logits.
+      rank_ties: "strict" counts the strictly larger logits, and 1; "inclusive" counts logits at
+        least as large, the token's own among them, as vLLM does.
+      log_sum_exp, entropy, top_logits: whether these results are wanted, see `TopkLogprobs`.
+      implementation: "xla", "mosaic_gpu", "mosaic_tpu", or None for the fastest that runs here.
+      axis_name: the mesh axis over which the vocabulary is sharded.
+      vocab_size: V, where columns of padding follow.
+      mesh: outside `shard_map`, the mesh of `axis_name`, if the logits do not tell.
+
+    Returns:
+      `TopkLogprobs(token_ids [R, k + 1] int32, logprobs [R, k + 1] float32, token_ranks [R] int32,
+      extra_logprobs [R, C] float32, log_sum_exp [R], entropy [R], top_logits [R, k] float32)`; see
+      its docstring. The last three are None unless they are wanted.
+
+    Raises:
+      TypeError, ValueError: a shape, a dtype, k or the implementation's name is not as above.
+      NotImplementedError: the chosen implementation cannot run here; the message says why.
+    """
+    logits = checks.check_logits(logits)
+    token_ids = checks.check_ids("token_ids", token_ids, ("R",))
+    num_targets = token_ids.shape[0]
+    place = placement.placed(logits, axis_name, mesh, vocab_size)
+    k = checks.check_k(k, place.vocab_size)
+    if row_ids is None:
+        checks.check_num_targets(num_targets, logits.shape[0])
+    else:
+        row_ids = checks.check_ids("row_ids", row_ids, (num_targets,))
+    num_rows, temperatures, extra_token_ids = checks.check_options(
+        num_rows, temperatures, extra_token_ids, num_targets
+    )
+    changes = checks.check_changes(allowed, bias_token_ids, bias, num_targets, place.vocab_size)
+    wanted = Wanted(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
+    if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
+        return _skipped(wanted, num_targets, extra_token_ids)
+    arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
+    return _run(place, implementation, wanted, arguments)
+
+
+def greedy_topk_logprobs(
+    logits: Float[AnyArray, "N V"],
+    k: int,
+    *,
+    num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
+    temperatures: Float32[AnyArray, " N"] | None = None,
+    extra_token_ids: Int32[AnyArray, "N C"] | None = None,
+    allowed: UInt32[AnyArray, "N W"] | Int32[AnyArray, "N W"] | None = None,
+    bias_token_ids: Int32[AnyArray, "N D"] | None = None,
+    bias: Float32[AnyArray, "N D"] | None = None,
+    rank_ties: RankTies = "strict",
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    top_logits: bool = False,
+    implementation: Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> TopkLogprobs:
+    """`topk_logprobs` of each row's own greedy choice: the fused path of greedy verification.
+
+    Equal to `topk_logprobs(logits, greedy_token_ids(logits), k, ...)`, but the kernels for GPUs and
+    TPUs read the logits only once for both. Column 0 of `token_ids` is the greedy choice, in
+    invalid rows too; `token_ranks` is 1 where the row is valid, else 0. Take it where all N rows'
+    greedy choices are needed anyway; where few rows were accepted or asked for logprobs, `greedy`
+    and then `topk_logprobs` with `row_ids` may be cheaper. With `allowed` or a bias it chooses
+    among the changed logits; inclusive ranks need a second read.
+
+    Args, Returns, Raises: as `topk_logprobs`, with R = N.
+    """
+    logits = checks.check_logits(logits)
+    num_targets = logits.shape[0]
+    place = placement.placed(logits, axis_name, mesh, vocab_size)
+    k = checks.check_k(k, place.vocab_size)
+    num_rows, temperatures, extra_token_ids = checks.check_options(
+        num_rows, temperatures, extra_token_ids, num_targets
+    )
+    changes = checks.check_changes(allowed, bias_token_ids, bias, num_targets, place.vocab_size)
+    wanted = Wanted(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
+    if num_targets == 0:
+        return _skipped(wanted, num_targets, extra_token_ids)
+    arguments = (logits, None, None, num_rows, temperatures, extra_token_ids, changes)
+    return _run(place, implementation, wanted, arguments)
+
+
+def _skipped(wanted: Wanted, num_targets: int, extra_token_ids: jax.Array | None) -> TopkLogprobs:
+    """The results of a call that reads no row."""
+    num_extra = 0 if extra_token_ids is None else extra_token_ids.shape[1]
+    return skipped_rows(num_targets, wanted, num_extra)
+
+
+def _run(
+    place: placement.Place,
+    implementation: Implementation | None,
+    wanted: Wanted,
+    arguments: Any,
+) -> TopkLogprobs:
+    """The call where its logits are; without token ids: of the greedy choice."""
+    call = shards.call_of(implementation, wanted)
+    if place.mesh is not None:
+        return placement.run(place, call, arguments)
+    if place.layout.vocabulary:  # inside `shard_map`
+        return call(place.shard, *arguments)
+    runner = choose_implementation(implementation, arguments[0])  # an error comes before any work
+    if place.unknown:
+        split = functools.partial(partitioned.run, call, place.shard)
+        return transformable(lambda *arguments: split(arguments), place.shard)(*arguments)
+    return shards.whole(runner, place.shard, wanted, *arguments)

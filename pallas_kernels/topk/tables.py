@@ -1,0 +1,90 @@
+"""Results in the arrays that serving engines hold: one padded table a batch, a K for each row.
+
+vLLM and tpu-inference call the three arrays `LogprobsTensors`; sglang-jax holds the same tables
+under other names. Each request reads its own leading columns on the host.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.export import register_namedtuple_serialization
+from jaxtyping import Float, Float32, Int32
+from numpy.typing import NDArray
+
+from pallas_kernels.contract import checks
+from pallas_kernels.contract.types import AnyArray
+from pallas_kernels.topk.call import topk_logprobs
+
+
+class LogprobsTensors(NamedTuple):
+    """Logprobs of R rows, with the names that vLLM gives them."""
+
+    logprob_token_ids: Int32[jax.Array, "R K1"]  # K + 1 columns: the given token, then the top K
+    logprobs: Float32[jax.Array, "R K1"]
+    selected_token_ranks: Int32[jax.Array, " R"]
+
+
+register_namedtuple_serialization(LogprobsTensors, serialized_name="pallas_kernels.LogprobsTensors")
+
+
+def logprobs_tensors(
+    logits: Float[AnyArray, "N V"],
+    token_ids: Int32[AnyArray, " R"],
+    k: int,
+    top_k_nums: Int32[AnyArray, " R"] | None = None,
+    **options: Any,
+) -> LogprobsTensors:
+    """`topk_logprobs` as one table of K + 1 columns, of which each row fills its own number.
+
+    Args:
+      logits: [N, V], as `topk_logprobs` takes them. Logprobs of the whole vocabulary will do too:
+        they are their own log_softmax.
+      token_ids: [R] int32, the sampled or given tokens.
+      k: K, the most that any row wants, a Python int.
+      top_k_nums: [R] int32, how many of the K each row wants; None: all of them.
+      options: further arguments of `topk_logprobs`, but for `extra_token_ids`.
+
+    Returns:
+      `LogprobsTensors`. A column after a row's own number holds id -1 and logprob -inf. Token
+      ranks are 1 + the number of larger logits; vLLM's own count tied tokens too, as
+      `rank_ties="inclusive"` does.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `topk_logprobs`.
+    """
+    found = topk_logprobs(logits, token_ids, k, **options)
+    ids, logprobs = found.token_ids, found.logprobs
+    if top_k_nums is not None:
+        wanted = checks.check_ids("top_k_nums", top_k_nums, (ids.shape[0],))
+        padding = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] > wanted[:, None]
+        ids = jnp.where(padding, jnp.int32(-1), ids)
+        logprobs = jnp.where(padding, -jnp.inf, logprobs)
+    return LogprobsTensors(ids, logprobs, found.token_ranks)
+
+
+def padded_token_ids(
+    token_ids: Sequence[Sequence[int] | None], width: int | None = None
+) -> NDArray[np.int32]:
+    """Lists of token ids as a table [R, C] for `extra_token_ids`, padded with -1.
+
+    Args:
+      token_ids: the ids that each row wants; None wants none. Row r's logprobs are then the first
+        len(token_ids[r]) columns of `extra_logprobs`.
+      width: C, at least that of the longest list; None: its length. A few fixed widths keep a
+        program from being compiled for every batch.
+
+    Raises:
+      ValueError: a list is longer than `width`.
+    """
+    lists = [() if ids is None else ids for ids in token_ids]
+    longest = max(map(len, lists), default=0)
+    width = longest if width is None else width
+    if longest > width:
+        raise ValueError(f"a row names {longest} token ids; the table has {width} columns")
+    table = np.full((len(lists), width), -1, np.int32)
+    for row, ids in zip(table, lists, strict=True):
+        row[: len(ids)] = ids
+    return table

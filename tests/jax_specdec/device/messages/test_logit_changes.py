@@ -1,0 +1,143 @@
+"""The changed logits of rows, by hand, at their edges, and split among devices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_specdec.device.messages.asked_changes import changes_of, changes_size
+from jax_specdec.device.messages.logit_changes import Written, changed_logits
+from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from jax_specdec.requests import SamplingParams
+from tests.support import quick_compile
+from tests.support.changed_choice import changed_row
+from tests.support.shards import mesh_of
+
+INF, NAN = np.inf, np.nan
+POISON = 7  # behind the known tokens and the drafts: counts for nothing
+
+
+def written(prompts, emitted, drafts, length=12):
+    """The arrays of slots with these tokens; what is behind them is poison."""
+    tokens = np.full((len(prompts), length), POISON, np.int32)
+    for row, *parts in zip(tokens, prompts, emitted, strict=True):
+        known = [token for part in parts for token in part]
+        row[: len(known)] = known
+    lengths = [len(p) + len(e) for p, e in zip(prompts, emitted, strict=True)]
+    return Written(jnp.asarray(tokens), jnp.int32(lengths), jnp.int32(drafts))
+
+
+def changed(logits, params, prompts, emitted, drafts, parallel=ONE_DEVICE):
+    changes = changes_of(params, changes_size(params), [*map(len, prompts)], [0] * len(params))
+    call = quick_compile.jit(partial(changed_logits, parallel=parallel))
+    return np.asarray(call(jnp.asarray(logits), changes, written(prompts, emitted, drafts)))
+
+
+def test_by_hand():
+    """Order and numbers: the bias before the penalties, division of what is positive then."""
+    logits = np.zeros((1, 3, 8), np.float32) + np.float32([4, -4, 1, 0, 2, 2, 2, 2])
+    params = SamplingParams(
+        repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25,
+        logit_bias={2: -3.0, 6: 1.5}, min_tokens=3, stop_token_ids=(5,),
+    )  # fmt: skip
+    found = changed(logits, [params], [[0]], [[1, 1]], [[1, 2]])
+    # Row 0 behind 0 | 1 1, row 1 behind 0 | 1 1 1, row 2 behind 0 | 1 1 1 2.
+    np.testing.assert_array_equal(
+        found[0],
+        [
+            [2, -8 - 1 - 0.25, -2, 0, 2, -INF, 3.5, 2],
+            [2, -8 - 1.5 - 0.25, -2, 0, 2, 2, 3.5, 2],
+            [2, -8 - 1.5 - 0.25, -4 - 0.5 - 0.25, 0, 2, 2, 3.5, 2],
+        ],
+    )
+
+
+def some(batch=6, vocabulary=40, drafts=3, dtype=np.float32, seed=0):
+    """Random rows with -inf, NaN and equal logits, and slots of every kind."""
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-8, 8, (batch, drafts + 1, vocabulary)).astype(dtype) / 2
+    logits[1, 2, :5], logits[2, 1, 9], logits[3, :, 3] = -INF, NAN, -INF
+    every = SamplingParams(
+        repetition_penalty=0.7, frequency_penalty=-0.3, presence_penalty=0.9, min_tokens=2,
+        logit_bias={39: 9.5, 3: -100.0, 20: 0.0}, stop_token_ids=(0, 21, 39),
+    )  # fmt: skip
+    params = [every, SamplingParams(), SamplingParams(repetition_penalty=1.5), every,
+              SamplingParams(logit_bias={n: n / 4 for n in range(20)}),
+              SamplingParams(frequency_penalty=1.7)]  # fmt: skip
+    draw = partial(rng.integers, 0, vocabulary)
+    prompts = [draw(n + 1).tolist() for n in range(batch)]
+    emitted = [draw(n % 3).tolist() for n in range(batch)]
+    ids = draw((batch, drafts))
+    ids[0], ids[5, 1:] = ids[0, 0], ids[5, 0]  # drafts that repeat themselves
+    return logits, params, prompts, emitted, ids
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_every_slot_against_lists(dtype):
+    logits, params, prompts, emitted, drafts = some(dtype=dtype)
+    found = changed(logits, params, prompts, emitted, drafts)
+    assert found.dtype == np.float32
+    for slot, asks in enumerate(params):
+        for row in range(logits.shape[1]):
+            behind = [*emitted[slot], *drafts[slot, :row].tolist()]
+            expected = changed_row(logits[slot, row], asks, prompts[slot], behind)
+            np.testing.assert_allclose(found[slot, row], expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(found[1], logits[1].astype(np.float32))  # it asks for nothing
+
+
+@pytest.mark.parametrize("length", [32767, 32768])
+def test_counts_of_long_requests(length):
+    """Each token is the same one: the narrow table's last count, and the first beyond it."""
+    params = SamplingParams(frequency_penalty=1 / 64, presence_penalty=1.0)
+    changes = changes_of([params], changes_size([params]), [0], [0])
+    tokens = Written(jnp.full((1, length), 3), jnp.int32([length]), jnp.zeros((1, 0), jnp.int32))
+    found = quick_compile.jit(changed_logits)(jnp.zeros((1, 1, 4)), changes, tokens)
+    np.testing.assert_array_equal(found[0, 0], [0, 0, 0, -length / 64 - 1])
+
+
+def test_drafts_that_do_not_count_are_noticed():
+    """Negative control: row 0 is right without them, and each row behind a draft is not."""
+    logits, params, prompts, emitted, drafts = some()
+    logits[:] = np.arange(1, 41)  # no token is -inf, NaN or 0, which penalties might not change
+    whole, without = (
+        changed(logits, params, prompts, emitted, ids) for ids in (drafts, np.full_like(drafts, -1))
+    )
+    penalized = [one.penalizes for one in params]
+    differs = (whole != without).any(axis=2)[penalized]
+    assert not differs[:, 0].any()
+    assert differs[:, 1:].all()
+
+
+def test_a_held_token_is_forbidden_whatever_its_logit():
+    logits = np.full((1, 1, 4), NAN, np.float32)
+    params = SamplingParams(min_tokens=1, stop_token_ids=(2, 3), logit_bias={2: 5.0})
+    found = changed(logits, [params], [[0]], [[]], np.zeros((1, 0)))
+    np.testing.assert_array_equal(found[0, 0], [NAN, NAN, -INF, -INF])
+
+
+@pytest.mark.parametrize(("shards", "padding"), [(2, 0), (8, 4)])
+def test_shards_give_the_bits_of_one_device(shards, padding):
+    """Each device changes its own columns, and only these; padding stays as it is."""
+    logits, params, prompts, emitted, drafts = some()
+    whole = changed(logits, params, prompts, emitted, drafts)
+    wide = logits[..., : 40 - padding]
+    wide = np.concatenate([wide, np.full((*logits.shape[:2], padding), 55, np.float32)], axis=2)
+    parallel = Parallel(mesh_of(shards), 40 - padding if padding else None)
+    inside = [SamplingParams(**{**vars(one), "logit_bias": [pair for pair in one.logit_bias if
+              pair[0] < 40 - padding]}) for one in params]  # fmt: skip
+    found = changed(wide, inside, prompts, emitted, drafts, parallel)
+    np.testing.assert_array_equal(found[..., : 40 - padding], whole[..., : 40 - padding])
+
+
+def test_the_result_is_split_as_the_logits_are():
+    logits, params, prompts, emitted, drafts = some()
+    parallel = Parallel(mesh_of(4))
+    changes = changes_of(params, changes_size(params), [*map(len, prompts)], [0] * len(params))
+    call = quick_compile.jit(partial(changed_logits, parallel=parallel))
+    compiled = call.lower(logits, changes, written(prompts, emitted, drafts)).compile()
+    assert jax.tree.leaves(compiled.output_shardings)[0].spec[-1] == "model"
+    text = compiled.as_text()
+    assert "all-gather" not in text
+    assert "all-reduce" not in text

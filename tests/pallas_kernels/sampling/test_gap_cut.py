@@ -1,0 +1,114 @@
+"""The cut of rows that min-p alone cuts and that keep many tokens: one read, and no search."""
+
+import functools
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import WHOLE
+from pallas_kernels.sampling import gap_cut
+from pallas_kernels.sampling.truncation import processed_probs, truncation
+from tests.pallas_kernels.sampling.test_truncation import check, sampling_of
+from tests.support import quick_compile
+from tests.support.shards import P, on_shards
+
+V = 1100  # five groups, the last one short; more than the read's candidates, and than 1,024
+KINDS = ("flat", "ties", "masked", "one group", "equal", "zeros", "large", "peaked")
+MIN_P = (0.02, 0.05, 1e-30, 0.9, 0.1, 0.5, 0.02, 0.2)
+
+
+@functools.cache
+def rows_of(dtype):
+    """Rows [8, 2, V], one kind a slot; of all but the last, min-p keeps more than 64 tokens."""
+    rng = np.random.default_rng(11)
+    x = rng.normal(0, 0.5, (len(KINDS), 2, V))
+    x[1] = np.round(2 * x[1]) / 2
+    x[2] = np.where(rng.random(x[2].shape) < 0.7, -np.inf, x[2])
+    x[3] -= 9
+    x[3, :, 256:512] = rng.normal(0, 0.01, (2, 256))
+    x[4] = 1
+    x[5] = np.where(rng.random(x[5].shape) < 0.5, 0.0, -0.0)
+    x[6] += 1000  # a step of bfloat16 there is wider than the gap
+    x[7] *= 20
+    return x.astype(dtype)
+
+
+def sampling(top_k=0, top_p=1.0):
+    temperature = [1.0, 0.7, 1.9, 1.0, 1e4, 0.3, 1.0, 1.0]
+    return sampling_of(temperature, top_k, top_p, np.float32(MIN_P))
+
+
+def both(rows, sampling):
+    return truncation(rows, sampling), processed_probs(rows, sampling)
+
+
+@functools.cache
+def found(dtype):
+    return quick_compile.jit(both)(rows_of(dtype), sampling())
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16], ids=str
+)
+def test_kept_tokens_are_those_of_sorting(dtype):
+    rows = rows_of(dtype)
+    assert check(rows, sampling(), *found(dtype)) >= 12
+    cut = jax.device_get(found(dtype)[0])
+    x = rows.astype(np.float32)
+    tied = np.where(x == cut.cut_logit[..., None], np.arange(V), -1)
+    np.testing.assert_array_equal(tied.max(axis=-1), cut.cut_id)  # the last of equal ones
+
+
+def test_only_rows_that_keep_many_take_it_and_they_do():
+    """Without it, such rows keep what the read left them with: everything."""
+    with mock.patch.object(gap_cut, "cut_of", lambda *arguments: arguments[-1]):
+        without = quick_compile.jit(lambda x: truncation(x, sampling()))(rows_of(jnp.float32))
+    kept_all = np.isneginf(without.cut_logit)
+    np.testing.assert_array_equal(kept_all, [[True, True]] * 7 + [[False, False]])
+    peaked = [jax.tree.map(lambda x: x[7], cut) for cut in (without, found(jnp.float32)[0])]
+    chex.assert_trees_all_equal(*peaked)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=str
+)
+def test_more_candidates_find_the_same_cut(dtype):
+    """Two ways that share no code; sums are rounded in either."""
+    with mock.patch.object(gap_cut, "suffices", lambda sampling, _: sampling.top_k < 0):
+        listed = quick_compile.jit(lambda x: truncation(x, sampling()))(rows_of(dtype))
+    cut = found(dtype)[0]
+    chex.assert_trees_all_equal(listed[:2], cut[:2])
+    np.testing.assert_allclose(listed.log_kept, cut.log_kept, atol=2e-6)
+
+
+def test_other_filters_do_not_take_it():
+    """Beside top-p and a top-k that can cut, min-p's share is not all that cuts."""
+    takes = [
+        bool(gap_cut.suffices(sampling_of([1.0], top_k, top_p, 0.1), V)[0])
+        for top_k, top_p in ((0, 1.0), (V, 1.0), (V - 1, 1.0), (0, 0.999), (7, 0.5))
+    ]
+    assert takes == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "top_p",
+    [
+        pytest.param([0.9] + [1.0] * 7, id="beside a slot of more candidates"),
+        pytest.param(1.0, id="alone", marks=pytest.mark.slow),
+        pytest.param([0.999, 1.0] * 4, id="beside as many others", marks=pytest.mark.slow),
+    ],
+)
+def test_shards_give_the_same_bits(top_p):
+    """Ragged shards are padded with NaN, and groups are split between them."""
+    asked = sampling(top_p=top_p)
+
+    def on_shard(x, shard):
+        return truncation(x, asked, shard=shard)
+
+    rows = rows_of(jnp.float32)
+    cut = on_shards(on_shard, 2, rows, V, P())
+    chex.assert_trees_all_equal(cut, quick_compile.jit(lambda x: on_shard(x, WHOLE))(rows))

@@ -1,0 +1,266 @@
+"""Draws where a row has many groups of tokens: their distribution, and what spoils it.
+
+A group has 256 tokens, so these rows have several. Every filter, with no draft, a certain one and a
+drawn one; then rules and noise that are broken on purpose.
+"""
+
+import functools
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from pallas_kernels import GroupSums
+from pallas_kernels.sampling import residual, row_read
+from pallas_kernels.sampling.drafts import draw, none_drawn
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source, gumbel
+from pallas_kernels.sampling.verify import Drafts, accept_draft, verify
+from tests.pallas_kernels.sampling.test_distribution import expected_probs
+from tests.support import quick_compile
+
+V, SLOTS = 1100, 6000  # five groups, the last one short
+NUM_GROUPS, POSITION = 5, 5
+FILTERS = {
+    "none": {},
+    "top-k": {"top_k": 300},
+    "few": {"top_k": 40},  # of the candidates, and without groups
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.05},
+    "all": {"temperature": 0.7, "top_k": 500, "top_p": 0.95, "min_p": 0.001},
+}
+
+
+@functools.cache
+def rows():
+    """A row of the target's logits [V], and one of a draft model that is much like it."""
+    rng = np.random.default_rng(3)
+    target = rng.normal(0, 1.5, V).astype(np.float32)
+    # One group holds half of the mass, so a draw that takes a wrong group shows.
+    target[256:512] += 2
+    target[:4] += 5  # ids that are numbers of groups too, see the noise that is used twice
+    return target, (target + rng.normal(0, 0.8, V)).astype(np.float32)
+
+
+def sampling_of(count, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    return Sampling(
+        temperature=jnp.full(count, temperature, jnp.float32),
+        top_k=jnp.full(count, top_k, jnp.int32),
+        top_p=jnp.full(count, top_p, jnp.float32),
+        min_p=jnp.full(count, min_p, jnp.float32),
+        seed=jnp.arange(count, dtype=jnp.uint32),
+    )
+
+
+class Spoiled(NamedTuple):
+    """What is broken on purpose; as it stands, nothing."""
+
+    rule: bool = False  # drafts are accepted half of the time, whatever p and q are
+    purpose: int = GROUP  # of the noise that groups get
+    forgotten: float = 0.0  # what the sum of the group with the likeliest token lacks
+    kept: bool = False  # the rejected token stays in the residual
+
+
+SOUND = Spoiled()
+
+
+@functools.partial(quick_compile.jit, static_argnums=0)
+def verified(drawn, target, draft, sampling, num, spoiled):
+    """The first token of each slot, and the number of accepted drafts: one program for all tests.
+
+    Args:
+      drawn: whether drafts are drawn from the draft model's row [V]; else each is the token that
+        the target's row [V] has for the likeliest.
+      num: how many drafts each slot has, 0 or 1.
+      spoiled: `Spoiled` of arrays.
+    """
+    positions = jnp.full(SLOTS, POSITION, jnp.int32)
+    likely = jnp.argmax(target).astype(jnp.int32)
+    read, taken, among = row_read.read, residual._without_taken, residual.draw_among
+
+    def forgetful(*arguments, **options):
+        found = read(*arguments, **options)
+        sums = found.groups.sums.at[:, likely // 256].add(-spoiled.forgotten)
+        return found._replace(groups=GroupSums(found.groups.maxima, sums))
+
+    def keeping(logits, sums, drawing, inverse):
+        ids = jnp.where(spoiled.kept, -1, drawing.taken_ids)
+        return taken(logits, sums, drawing._replace(taken_ids=ids), inverse)
+
+    def keeping_few(read, rows, cut, taken_ids, source):
+        return among(read, rows, cut, jnp.where(spoiled.kept, -1, taken_ids), source)
+
+    def accept(u, p, q):
+        return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))
+
+    with (
+        mock.patch.object(residual, "GROUP", spoiled.purpose),
+        mock.patch.object(row_read, "read", forgetful),
+        mock.patch.object(residual, "_without_taken", keeping),
+        mock.patch.object(residual, "draw_among", keeping_few),
+    ):
+        if drawn:
+            drafts = draw(jnp.broadcast_to(draft, (SLOTS, 1, V)), sampling, positions)
+        else:
+            drafts = Drafts(jnp.broadcast_to(likely, (SLOTS, 1)), num)
+        logits = jnp.broadcast_to(target, (SLOTS, 2, V))
+        found = verify(logits, drafts, sampling, positions, accept=accept)
+    return found.token_ids[:, 0], found.num_tokens - 1
+
+
+def first_tokens(kind, spoiled=SOUND, **filters):
+    """The first token of each of many slots, and how many drafts were accepted."""
+    num = jnp.full(SLOTS, int(kind != "no draft"), jnp.int32)
+    target, draft = map(jnp.asarray, rows())
+    sampling = sampling_of(SLOTS, **filters)
+    spoiled = jax.tree.map(jnp.asarray, spoiled)
+    ids, accepted = verified(kind == "drawn", target, draft, sampling, num, spoiled)
+    return np.asarray(ids), int(accepted.sum())
+
+
+def p_value(ids, **filters):
+    """Of a chi-square test: tokens that are seldom in one cell."""
+    given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    wanted = expected_probs(rows()[0], *given.values()) * len(ids)
+    observed = np.bincount(ids, minlength=V)
+    if observed[wanted == 0].any():
+        return 0.0
+    often = wanted >= 5
+    cells = np.array([*observed[often], observed[~often].sum()])
+    expected = np.array([*wanted[often], wanted[~often].sum()])
+    return stats.chisquare(cells[expected > 0], expected[expected > 0]).pvalue
+
+
+OFTEN = [
+    ("no draft", "none"), ("certain", "top-k"), ("drawn", "all"), ("certain", "few"),
+]  # fmt: skip
+CASES = [
+    *OFTEN,
+    *(
+        pytest.param(kind, name, marks=pytest.mark.slow)
+        for kind in ("no draft", "certain", "drawn")
+        for name in FILTERS
+        if (kind, name) not in OFTEN
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_tokens_follow_the_targets_distribution(kind, name):
+    ids, accepted = first_tokens(kind, **FILTERS[name])
+    assert p_value(ids, **FILTERS[name]) > 1e-3
+    assert (accepted > 0) == (kind != "no draft")
+
+
+SPOILED = {
+    "a broken acceptance rule": ("certain", "none", Spoiled(rule=True)),
+    "noise that is used twice": ("no draft", "none", Spoiled(purpose=RECOVER)),
+    "a group sum that forgets a token": ("no draft", "none", Spoiled(forgotten=1.0)),
+    "a residual that keeps the rejected token": ("certain", "none", Spoiled(kept=True)),
+    "such a residual of few tokens": ("certain", "few", Spoiled(kept=True)),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_what_spoils_the_distribution_is_noticed(what):
+    """Noise that is used twice: a group's is that of the token whose id is the group's number."""
+    kind, name, spoiled = SPOILED[what]
+    ids, _ = first_tokens(kind, spoiled, **FILTERS[name])
+    assert p_value(ids, **FILTERS[name]) < 1e-6
+
+
+def test_no_group_is_drawn_where_few_tokens_are_kept():
+    """Groups that are wrong change the draws of rows that keep many tokens, and no other's."""
+    for name, same in (("few", True), ("top-k", False)):
+        sound, _ = first_tokens("no draft", **FILTERS[name])
+        wrong, _ = first_tokens("no draft", Spoiled(purpose=RECOVER), **FILTERS[name])
+        assert (sound == wrong).all() == same
+
+
+DRAWS = 17  # times SLOTS: 102,000
+
+
+@quick_compile.jit
+def noises(seeds, groups):
+    """The noise of all groups [N, G], and of the tokens [N, 256] of these groups [N]."""
+    source = Source(seeds, jnp.full(seeds.shape, POSITION, jnp.int32))
+    numbers = jnp.broadcast_to(jnp.arange(NUM_GROUPS, dtype=jnp.int32), (len(seeds), NUM_GROUPS))
+    ids = groups[:, None] * 256 + jnp.arange(256, dtype=jnp.int32)[None]
+    return gumbel(source, GROUP, numbers), gumbel(source, RECOVER, ids)
+
+
+def decided_in_float64(row, seeds, temperature):
+    """The tokens [N] that the same noise gives a row [V], and everything else in float64."""
+    missing = NUM_GROUPS * 256 - V
+    scaled = (row.astype(np.float64) - row.max()) / np.float32(temperature)
+    x = np.pad(scaled, (0, missing), constant_values=-np.inf).reshape(NUM_GROUPS, 256)
+    of_groups, _ = noises(seeds, jnp.zeros(len(seeds), jnp.int32))
+    group = (np.log(np.exp(x).sum(axis=1)) + np.asarray(of_groups, np.float64)).argmax(axis=1)
+    _, of_tokens = noises(seeds, jnp.asarray(group, jnp.int32))
+    return group * 256 + (x[group] + np.asarray(of_tokens, np.float64)).argmax(axis=1)
+
+
+@pytest.mark.slow
+def test_float32_decides_less_than_one_draw_in_100_000():
+    """Of 102,000 draws at most one differs from what the same noise decides in float64."""
+    rng = np.random.default_rng(7)
+    sound = jax.tree.map(jnp.asarray, SOUND)
+    without = jnp.zeros(SLOTS, jnp.int32)
+    different = later = 0
+    for n in range(DRAWS):
+        row = rng.normal(0, rng.uniform(0.5, 4), V).astype(np.float32)
+        seeds = jnp.arange(SLOTS, dtype=jnp.uint32) + jnp.uint32(n * SLOTS)
+        sampling = sampling_of(SLOTS, 0.7)._replace(seed=seeds)
+        ids, _ = verified(False, jnp.asarray(row), jnp.asarray(row), sampling, without, sound)
+        exact = decided_in_float64(row, seeds, 0.7)
+        different += int((np.asarray(ids) != exact).sum())
+        # The control: logits that are off by a thousandth.
+        off = row + rng.normal(0, 1e-3, V)
+        later += int((decided_in_float64(off, seeds, 0.7) != exact).sum()) if n == 0 else 0
+    assert different <= 1
+    assert later > 1
+
+
+@pytest.mark.slow
+def test_a_row_whose_kept_tokens_are_in_many_groups_draws_the_same():
+    """All groups are summed again where a few, here two, cannot hold the kept tokens."""
+    target, draft = map(jnp.asarray, rows())
+    without, sound = jnp.zeros(SLOTS, jnp.int32), jax.tree.map(jnp.asarray, SOUND)
+    sampling = sampling_of(SLOTS, **FILTERS["top-k"])
+    usual, _ = verified(False, target, draft, sampling, without, sound)
+    with mock.patch.object(residual, "SOME_GROUPS", 2):
+        again, _ = quick_compile.jit(lambda *given: verified.__wrapped__(False, *given))(
+            target, draft, sampling, without, sound
+        )
+    np.testing.assert_array_equal(usual, again)
+    # Two groups alone would not have all of these.
+    assert len(set(np.asarray(usual) // 256)) > 2
+
+
+def test_drafts_from_the_likeliest_tokens_are_accepted_as_often():
+    """q among 64 tokens, beside the whole q: acceptance is the sum of min(p, q)."""
+    rng = np.random.default_rng(0)
+    ranks = np.arange(1, 30_001)
+    kept, whole = [], []
+    for slope in (2.0, 2.4, 3.0):  # flatter rows lose more: docs/drafters.md
+        logits = rng.permutation(-slope * np.log(ranks))
+        draft = logits + rng.normal(0, 0.5, len(ranks))
+        p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, draft))
+        row = jnp.asarray(draft, jnp.float32)[None, None]
+        found = draw(row, sampling_of(1), jnp.zeros(1, jnp.int32)).q
+        compact = np.zeros(len(ranks))
+        compact[np.asarray(found.ids)[0, 0]] = np.exp(np.asarray(found.logprobs)[0, 0])
+        np.testing.assert_allclose(compact.sum(), 1, atol=1e-5)
+        kept.append(np.minimum(p, compact).sum())
+        whole.append(np.minimum(p, q).sum())
+    assert np.mean(kept) >= 0.99 * np.mean(whole)
+
+
+def test_an_empty_proposal_has_a_q_of_its_shape():
+    drafts = none_drawn(3, 2, V)
+    found = draw(jnp.zeros((3, 1, V)), sampling_of(3), jnp.zeros(3, jnp.int32))
+    assert drafts.q.ids.shape[2:] == found.q.ids.shape[2:]

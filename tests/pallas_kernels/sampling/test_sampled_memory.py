@@ -1,0 +1,87 @@
+"""Memory of a sampled step beside its logits, and what the loop's state keeps of drafts.
+
+The search for the cut of a flat row is among the programs: it has one row in float32, not all.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_specdec.device.drafting.drafters import MtpDrafter
+from jax_specdec.device.loop.state import LoopConfig, init_state
+from jax_specdec.device.loop.step import step
+from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.requests import SamplingParams
+from pallas_kernels.lowering.blocks import CPU_BYTES
+from pallas_kernels.sampling.drafts import none_drawn
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.verify import verify
+from tests.support import quick_compile
+from tests.support.decoding import draft_logits_kept, random_model
+
+SHARE = 0.05  # of the logits' bytes
+
+
+def temporaries(call, slots, vocab, dtype):
+    """Bytes of a program that verifies three drafts of each slot."""
+    shape = jax.ShapeDtypeStruct((slots, 4, vocab), dtype)
+    drafts = jax.eval_shape(lambda: none_drawn(slots, 3, vocab))
+    sampling = jax.eval_shape(lambda: Sampling.greedy(slots))
+    positions = jax.ShapeDtypeStruct((slots,), jnp.int32)
+    lowered = jax.jit(call).lower(shape, drafts, sampling, positions)
+    return lowered.compile(quick_compile.UNOPTIMIZED).memory_analysis().temp_size_in_bytes
+
+
+def limit(slots, vocab, dtype):
+    """Bytes: a share of the logits, and one block of rows with what is made of it."""
+    return SHARE * slots * 4 * vocab * jnp.dtype(dtype).itemsize + CPU_BYTES
+
+
+def with_raw(*arguments):
+    return verify(*arguments, raw_k=20)
+
+
+CASES = [
+    pytest.param(with_raw, 64, 151_936, "bfloat16", marks=pytest.mark.slow),
+    pytest.param(verify, 64, 151_936, "bfloat16", marks=pytest.mark.slow),
+    pytest.param(with_raw, 64, 151_936, "float32", marks=pytest.mark.slow),
+    pytest.param(with_raw, 512, 32_000, "bfloat16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("call", "slots", "vocab", "dtype"), CASES)
+def test_temporaries_of_a_sampled_step(call, slots, vocab, dtype):
+    assert temporaries(call, slots, vocab, dtype) <= limit(slots, vocab, dtype)
+
+
+def test_a_copy_of_the_logits_would_be_seen():
+    """Negative control: p of all rows."""
+
+    def written_out(logits, *_):
+        p = jax.lax.optimization_barrier(jax.nn.softmax(logits.astype(jnp.float32), axis=-1))
+        return jax.lax.top_k(p, 20)
+
+    case = 64, 151_936, "bfloat16"
+    assert temporaries(written_out, *case) > limit(*case)
+
+
+def test_the_state_holds_no_draft_logits():
+    """No array of it is as long as the vocabulary, after a step that tells of its drafts too."""
+    vocab = 997  # no other size
+    params, model = random_model(vocab)
+    config = LoopConfig(model=model, drafter=MtpDrafter(model, 2), num_slots=2, max_length=32)
+    asks = [SamplingParams(max_tokens=3, temperature=1.0, logprobs=5, draft_logprobs=True)] * 2
+    widths = widths_of(asks, vocab)
+    asked = asked_of(asks, widths)
+    state = jax.eval_shape(lambda: init_state(config))
+
+    def after():
+        found = jax.eval_shape(
+            lambda state: step(config, params, state, asked, told=widths)[0], state
+        )
+        return [x.shape for x in jax.tree.leaves(found) if vocab in x.shape]
+
+    assert [x.shape for x in jax.tree.leaves(state) if vocab in x.shape] == []
+    assert after() == []
+    with draft_logits_kept():  # the control
+        assert after() == [(2, 2, vocab)]

@@ -1,0 +1,396 @@
+"""The cut of top-k, top-p and min-p, against sorting in float64, on one device and on shards."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from scipy import stats
+
+from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
+from pallas_kernels.numbers import exponential
+from pallas_kernels.sampling import candidate_cut, exact_sums, flat_search
+from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row, truncates
+from pallas_kernels.sampling.random_draws import DRAFT, Source, gumbel
+from pallas_kernels.sampling.truncation import processed_probs, truncation
+from pallas_kernels.testing import oracle
+from tests.support import quick_compile
+from tests.support.shards import on_shards
+
+P = jax.sharding.PartitionSpec
+BOUNDARY = 4e-6  # relative: closer than this, a sum may round to either side
+
+
+@quick_compile.jit
+def cut_and_probs(rows, sampling):
+    return truncation(rows, sampling), processed_probs(rows, sampling)
+
+
+def cut_of(rows, sampling):
+    return cut_and_probs(rows, sampling)[0]
+
+
+@quick_compile.jit
+def kept_tokens(cut, rows):
+    """[B, S, V] bool."""
+    ids = lax.broadcasted_iota(jnp.int32, rows.shape, 2)
+    return cut.keeps(rows.astype(jnp.float32), ids)
+
+
+def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """Parameters of as many slots as `temperature` has entries; a scalar is for all of them."""
+    batch = len(temperature)
+
+    def column(value, dtype):
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), batch))
+
+    return Sampling(
+        temperature=column(temperature, np.float32),
+        top_k=column(top_k, np.int32),
+        top_p=column(top_p, np.float32),
+        min_p=column(min_p, np.float32),
+        seed=jnp.zeros(batch, jnp.uint32),
+    )
+
+
+def kept_by_sorting(row, temperature, top_k, top_p, min_p):
+    """The kept tokens [V] bool of a row, log of their share, and whether a boundary is near."""
+    x = np.asarray(row).astype(np.float64)
+    order = sorted(range(len(x)), key=lambda t: (-x[t], t))
+    if temperature == 0 or not oracle.is_valid(x):
+        return np.arange(len(x)) == oracle.greedy_token_id(x), 0.0, False
+    p = np.exp((x - x.max()) / temperature)
+    p[np.isneginf(x)] = 0
+    p /= p.sum()
+    kept = np.zeros(len(x), bool)
+    near = False
+    first_k = order[: top_k or len(x)]
+    mass, before = p[first_k].sum(), 0.0
+    for t in first_k:
+        if top_p < 1:
+            near |= bool(before and abs(before - top_p * mass) <= BOUNDARY * mass)
+            if before >= top_p * mass:
+                break
+        kept[t] = not np.isneginf(x[t])
+        before += p[t]
+    if min_p > 0:
+        gap = (x - x.max()) / temperature - np.log(min_p)
+        near |= bool((np.abs(gap) < BOUNDARY * max(1, abs(np.log(min_p)))).any() and min_p < 1)
+        kept &= gap >= 0
+    return kept, float(np.log(p[kept].sum())), near
+
+
+def check(rows, sampling, cut, probs):
+    """Check cuts [B, S] and probabilities of rows [B, S, V]; returns the number compared."""
+    rows = np.asarray(rows)
+    kept, cut, probs = jax.device_get((kept_tokens(cut, rows), cut, probs))
+    columns = [np.asarray(field).tolist() for field in sampling[:4]]
+    compared = 0
+    for b, s in np.ndindex(rows.shape[:2]):
+        row = rows[b, s]
+        arguments = [column[b] for column in columns]
+        expected, log_kept, near = kept_by_sorting(row, *arguments)
+        if near:
+            continue
+        compared += 1
+        valid = oracle.is_valid(row)
+        if valid:  # in an invalid row the greedy token is no prefix
+            finite = ~np.isneginf(row.astype(np.float32))
+            np.testing.assert_array_equal(kept[b, s] & finite, expected)
+            assert abs(float(cut.log_kept[b, s]) - log_kept) <= 2e-6 or arguments[0] == 0
+        # Excluded tokens have probability 0; of the others, none is missing and none is extra.
+        p = np.asarray(probs[b, s], np.float64)
+        assert (p[~expected] == 0).all()
+        reference = np.where(expected, 1.0, 0.0)
+        if valid and arguments[0] > 0:
+            x = row.astype(np.float64)
+            reference *= np.exp((x - x.max()) / arguments[0])
+        np.testing.assert_allclose(p, reference / reference.sum(), atol=1e-6)
+    return compared
+
+
+def random_rows(rng, vocab, dtype, kind):
+    """Rows [3, 2, V] with one kind of difficulty."""
+    x = rng.normal(0, 3, (3, 2, vocab))
+    if kind == "ties":
+        x = np.round(x * 2) / 2
+    elif kind == "masked":
+        x[rng.random(x.shape) < 0.7] = -np.inf
+    elif kind == "equal":
+        x[:] = 1.0
+    elif kind == "zeros":
+        x = np.where(rng.random(x.shape) < 0.5, 0.0, -0.0)
+    elif kind == "invalid":
+        x[0, 0, vocab // 2] = np.nan
+        x[1, 0, 0] = np.inf
+        x[2, 0] = -np.inf
+    elif kind == "wide":
+        x = x * (1e3 if dtype == jnp.float16 else 1e4)
+    return x.astype(dtype)
+
+
+VOCAB = 131
+KINDS = ["plain", "ties", "masked", "equal", "zeros", "invalid", "wide"]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_kept_tokens_are_those_of_sorting(dtype):
+    rng = np.random.default_rng(0)
+    compared = total = 0
+    for kind in KINDS:
+        rows = random_rows(rng, VOCAB, dtype, kind)
+        for temperature in ([0.7, 1.0, 1.9], [1e-4, 1e4, 0.0], [3e38, 0.3, 1.0]):
+            for filters in ((1, 1.0, 0.0), (7, 0.83, 0.0), (0, 0.61, 0.02), (VOCAB, 0.97, 1.0)):
+                sampling = sampling_of(temperature, *filters)
+                compared += check(rows, sampling, *cut_and_probs(rows, sampling))
+                total += 6
+    assert compared > 0.9 * total
+
+
+@given(
+    row=st.lists(
+        st.sampled_from([0.0, -0.0, 1.0, 2.0, -np.inf, np.nan, np.inf])
+        | st.floats(-9, 9, width=32),
+        min_size=8,
+        max_size=8,
+    ),
+    temperature=st.sampled_from([0.0, 1e-4, 0.5, 1.0, 1e4]),
+    top_k=st.integers(0, 9),
+    top_p=st.sampled_from([1e-7, 0.25, 0.5, 0.61, 0.93, 1.0]),
+    min_p=st.sampled_from([0.0, 0.07, 0.33, 1.0]),
+)
+def test_any_row_and_any_filter(row, temperature, top_k, top_p, min_p):
+    rows = np.array(row, np.float32)[None, None]
+    sampling = sampling_of([temperature], top_k, top_p, min_p)
+    check(rows, sampling, *cut_and_probs(rows, sampling))
+
+
+def test_that_comparison_can_fail():
+    rows = random_rows(np.random.default_rng(1), VOCAB, np.float32, "ties")
+    sampling = sampling_of([1.0] * 3, top_k=7)
+    cut, probs = cut_and_probs(rows, sampling)
+    for wrong in (
+        cut._replace(cut_id=cut.cut_id - 1),
+        cut._replace(cut_logit=cut.cut_logit - 0.5),
+        cut._replace(log_kept=cut.log_kept + 5e-6),
+    ):
+        with pytest.raises(AssertionError):
+            check(rows, sampling, wrong, probs)
+
+
+def test_by_hand():
+    row = jnp.array([[[1.0, 3.0, 3.0, 3.0, -0.0, 0.0, -jnp.inf, -jnp.inf]]])
+    cut = cut_of(row, sampling_of([1.0], top_k=2))
+    chex.assert_trees_all_close(cut, Truncation(jnp.array([[3.0]]), jnp.array([[2]]), cut.log_kept))
+    np.testing.assert_allclose(
+        cut.log_kept, [[np.log(2 / (3 + np.exp(-2) + 2 * np.exp(-3)))]], atol=1e-6
+    )
+    for sampling in (sampling_of([1.0]), sampling_of([1.0], top_p=1.5)):
+        everything = cut_of(row, sampling)  # nothing is cut
+        chex.assert_trees_all_equal(
+            everything, Truncation(jnp.array([[-jnp.inf]]), jnp.array([[7]]), jnp.zeros((1, 1)))
+        )
+    greedy = cut_of(row, sampling_of([0.0], top_k=4, top_p=0.5))
+    chex.assert_trees_all_equal(
+        greedy, Truncation(jnp.array([[jnp.inf]]), jnp.array([[1]]), jnp.zeros((1, 1)))
+    )
+
+
+def test_a_rows_cut_does_not_depend_on_its_company():
+    rows = random_rows(np.random.default_rng(3), VOCAB, np.float32, "ties")
+    alone = cut_of(rows[:1], sampling_of([1.0]))
+    mixed = cut_of(rows, sampling_of([1.0, 0.5, 0.0], top_k=[0, 5, 3]))
+    chex.assert_trees_all_equal(alone, jax.tree.map(lambda x: x[:1], mixed))
+
+
+def test_no_position_axis_and_several():
+    rows = random_rows(np.random.default_rng(4), VOCAB, np.float32, "plain")
+    sampling = sampling_of([1.0, 0.7, 0.0], top_k=9, top_p=0.9, min_p=0.01)
+    whole = cut_of(rows, sampling)
+    for s in range(2):
+        part = cut_of(rows[:, s], sampling)
+        chex.assert_trees_all_equal(part, jax.tree.map(lambda x, s=s: x[:, s], whole))
+
+
+def test_exponentials_are_the_same_in_every_program():
+    rng = np.random.default_rng(7)
+    x = np.concatenate([-rng.exponential(8, 50_000), [0, -0.0, -1e-30, -44.3, -200, -np.inf]])
+    x = x.astype(np.float32)
+    got = np.asarray(jax.jit(exponential)(x))
+    exact = np.exp(x.astype(np.float64))
+    kept = x > -44
+    assert (np.abs(got - exact)[kept] <= (2e-7 * (1 - x[kept]) * exact[kept])).all()
+    assert (got[-6:-3] == 1).all()
+    assert (got[-2:] == 0).all()
+    assert got.max() <= 1
+    rows = rng.normal(0, 3, (42, 301)).astype(np.float32)
+
+    def both(exp):
+        fused = jax.jit(lambda x: exp(x - x.max(-1, keepdims=True)))(rows)
+        alone = jax.jit(exp)(rows - rows.max(-1, keepdims=True))
+        return (np.asarray(fused) != np.asarray(alone)).sum()
+
+    assert both(exponential) == 0
+    if jax.default_backend() == "cpu":  # the reason for a function of our own
+        assert both(jnp.exp) > 0
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 300, 32_000, 128_256, 262_144])
+def test_fixed_point_sums_are_exact_enough(vocab):
+    @quick_compile.jit
+    def sums(weights):
+        parts = exact_sums.digits(weights, vocab)
+        mass = exact_sums.mass(parts, jnp.ones(vocab, bool), WHOLE, vocab)
+        got = exact_sums.to_float(mass, vocab)
+        back, less = (exact_sums.at_least(got * share, vocab) for share in (1, 0.7))
+        return mass, got, back, exact_sums.less(less, mass), exact_sums.less(mass, less)
+
+    rng = np.random.default_rng(vocab)
+    for weights in (
+        np.ones(vocab, np.float32),
+        rng.random(vocab, np.float32),
+        np.exp(-30 * rng.random(vocab)).astype(np.float32),
+        np.full(vocab, 2.0**-25 + 2.0**-44, np.float32),
+    ):
+        weights[0] = 1  # as the largest logit's always is
+        mass, got, back, is_less, is_more = jax.device_get(sums(weights))
+        exact = weights.astype(np.float64).sum()
+        bits = exact_sums.digit_bits(vocab)
+        as_whole = sum(int(d) << bits * i for i, d in enumerate(reversed(mass)))
+        value = as_whole * 2.0 ** (-bits * len(mass))
+        assert abs(value - exact) <= 2.0**-22
+        assert abs(float(got) - value) <= 2.0**-22 * value
+        assert sum(int(d) << bits * i for i, d in enumerate(reversed(back))) == round(
+            float(got) * 2.0 ** (bits * len(mass))
+        )
+        assert is_less
+        assert not is_more
+
+
+RAGGED = 301  # columns
+
+
+@functools.cache
+def rows_for_shards():
+    rng = np.random.default_rng(5)
+    kinds = ["plain", "zeros", "ties", "ties", "masked", "masked", "invalid"]
+    rows = np.concatenate([random_rows(rng, RAGGED, np.float32, kind) for kind in kinds])
+    sampling = sampling_of(
+        [1.0, 0.3, 1e4, 1.0, 0.8, 0.0, 1.0] * 3,
+        [0, 40, 0, 9, 7, 2, 0] * 3,
+        [0.9, 0.8, 0.5, 1.0, 1.0, 0.9, 1.0] * 3,
+        [0.01, 0, 0.1] * 7,
+    )
+    return rows, sampling
+
+
+def on_shard(x, shard):
+    _, sampling = rows_for_shards()
+    return truncation(x, sampling, shard=shard), processed_probs(x, sampling, shard=shard)
+
+
+@functools.cache
+def of_one_device():
+    """The results of one device, compiled with XLA's defaults: bits must not depend on that."""
+    return jax.jit(lambda x: on_shard(x, WHOLE))(rows_for_shards()[0])
+
+
+@pytest.mark.parametrize(
+    "shards", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 8)] + [3]
+)
+def test_shards_give_the_same_bits(shards):
+    """Ragged last shards are padded with NaN, which must not count."""
+    out = (P(), P(None, None, "model"))
+    cut, probs = on_shards(on_shard, shards, rows_for_shards()[0], RAGGED, out)
+    whole_cut, whole_probs = of_one_device()
+    chex.assert_trees_all_equal(cut, whole_cut)
+    probs = np.asarray(probs)
+    np.testing.assert_array_equal(probs[..., :RAGGED], whole_probs)
+    assert (probs[..., RAGGED:] == 0).all()
+
+
+def test_a_search_finds_the_same_cut():
+    """Of whole rows, as where candidates cannot hold the kept tokens; ties are cut by their ids."""
+    rows, sampling = rows_for_shards()
+    flat = rows.reshape(-1, RAGGED)
+    each = of_each_row(sampling, rows.shape[:2])
+    found = quick_compile.jit(lambda x: flat_search.searched(x, each, WHOLE))(flat)
+    asked = np.array([oracle.is_valid(row) for row in flat])
+    asked &= np.asarray(truncates(each) & (each.temperature > 0))
+    assert asked.sum() >= 30
+    for name, mine in found._asdict().items():
+        other = np.asarray(getattr(of_one_device()[0], name)).ravel()
+        tolerance = 2e-6 if name == "log_kept" else 0  # sums are rounded in either
+        np.testing.assert_allclose(mine[asked], other[asked], rtol=0, atol=tolerance, err_msg=name)
+
+
+# Of 20 equal logits, the largest 8: filters, and how many they keep; None: that is not known.
+AMONG = [
+    ({"top_k": 12, "top_p": 0.3}, None),  # 4 of 12 tokens, not 6 of 20
+    ({"top_k": 8, "top_p": 0.3}, 3),
+    ({"top_k": 20, "top_p": 0.3}, 6),
+    ({"top_p": 0.35}, 7),
+    ({"top_p": 0.4}, 8),
+    ({"top_p": 0.41}, None),
+    ({"top_k": 8}, 8),
+    ({"top_k": 9}, None),
+    ({"min_p": 0.5}, None),  # the next one may be kept too
+    ({"min_p": 0.5, "top_k": 3}, 3),
+]
+
+
+def test_candidates_say_where_they_are_too_few():
+    """And hold all of a row that has fewer logits above -inf, whatever the filters."""
+    filters, kept = zip(*AMONG, strict=True)
+    names = ("top_k", "top_p", "min_p")
+    columns = [[one.get(name, 1.0 if name == "top_p" else 0) for one in filters] for name in names]
+    ones = np.ones(len(AMONG), np.float32)
+    ids = np.tile(np.arange(8, dtype=np.int32), (len(AMONG), 1))
+
+    @quick_compile.jit
+    def cut(ids, logits, total):
+        mass = exact_sums.at_least(total, 20)
+        row = logits[:, 0], jnp.asarray(ones), mass
+        return candidate_cut.cut_among(ids, logits, row, sampling_of(ones, *columns), 20)
+
+    found, settled = jax.device_get(cut(ids, np.zeros(ids.shape, np.float32), 20 * ones))
+    assert settled.tolist() == [one is not None for one in kept]
+    known = [one for one in kept if one is not None]
+    np.testing.assert_array_equal(found.cut_id[settled] + 1, known)
+    np.testing.assert_allclose(found.log_kept[settled], np.log(np.array(known) / 20), atol=1e-6)
+    few = np.where(ids < 7, np.float32(0), -np.inf)
+    found, settled = jax.device_get(cut(ids, few, (7 - 1e-6) * ones))
+    assert settled.all()
+    np.testing.assert_array_equal(found.cut_id + 1, [3, 3, 3, 3, 3, 3, 7, 7, 7, 3])
+    assert (found.log_kept <= 0).all()  # though a total is rounded
+    light = np.where(ids < 3, np.float32(0), np.float32(-200))  # top-p alone leaves them out
+    found, settled = jax.device_get(cut(ids, light, 3 * ones))
+    np.testing.assert_array_equal(settled, [False, *[True] * 6, False, True, True])
+    np.testing.assert_array_equal(found.cut_id[settled] + 1, [1, 1, 2, 2, 2, 8, 3, 3])
+
+
+def test_noise_belongs_to_source_and_token_and_is_gumbels():
+    @quick_compile.jit
+    def noises():
+        source = Source(jnp.array([3], jnp.uint32), jnp.array([11], jnp.int32))
+        every, last = jnp.arange(20_000, dtype=jnp.int32)[None], jnp.array([[7, 19_999]], jnp.int32)
+        return gumbel(source, DRAFT, every)[0], gumbel(source, DRAFT, last)[0]
+
+    noise, part = jax.device_get(noises())
+    np.testing.assert_array_equal(part, noise[[7, 19_999]])
+    assert stats.kstest(noise, "gumbel_r").pvalue > 1e-3
+    assert stats.kstest(noise + 0.05, "gumbel_r").pvalue < 1e-3
+
+
+def test_a_vocabulary_that_does_not_fit_its_columns_is_refused():
+    with pytest.raises(ValueError, match=r"vocab_size = 9 is outside 1 .. 8"):
+        processed_probs(jnp.zeros((1, 1, 8)), sampling_of([0.0]), shard=VocabShard(vocab_size=9))
