@@ -15,6 +15,7 @@ Needs the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheel
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -31,11 +32,11 @@ from rich.table import Table
 from bench import aot_tpu
 from bench.gpu import after_read, estimates, model, sampled, sass
 from bench.report.files import environment
+from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import h100
-from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing.shapes import AOT, GPU, Shape
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
@@ -256,19 +257,24 @@ def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
     ids, count = device.array((rows,), "int32"), device.array((), "int32")
     extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
     if path == "fused":
-        fused = jax.jit(run.greedy_topk_logprobs, static_argnums=1)
-        return fused.lower(logits, Wanted(shape.k), count, temperatures, extra)
-    wanted = Wanted(shape.k)
+        return program_of(Outputs(shape.k), Rows(logits, None, None, count, temperatures, extra))
+    wanted = Outputs(shape.k)
     if path == "results":
-        wanted = Wanted(shape.k, log_sum_exp=True, entropy=True, top_logits=True)
+        wanted = Outputs(shape.k, log_sum_exp=True, entropy=True, top_logits=True)
     changes = None
     if path in ("mask", "bias"):
         words = device.array((rows, -(-shape.vocabulary // 32)), "int32")
         table = (rows, BIASES)
         biases = (device.array(table, "int32"), device.array(table, "float32"))
         changes = Changes(words, *(biases if path == "bias" else ()))
-    separate = jax.jit(run.topk_logprobs, static_argnums=2)
-    return separate.lower(logits, ids, wanted, ids, count, temperatures, extra, changes)
+    return program_of(wanted, Rows(logits, ids, ids, count, temperatures, extra, changes))
+
+
+def program_of(outputs: Outputs, rows: Rows) -> Lowered:
+    """A call by the GPU kernels, lowered for CUDA."""
+    call = jax.jit(functools.partial(read.topk_logprobs, "mosaic_gpu", outputs))
+    made: Lowered = call.trace(rows).lower(lowering_platforms=("cuda",))
+    return made
 
 
 def count_launches(text: str) -> int:

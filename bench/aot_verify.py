@@ -58,8 +58,8 @@ def program() -> Any:
     device = h100.find()  # before any array is made
     import jax
 
+    from pallas_kernels.sampling import Drafts, Verified, verify
     from pallas_kernels.sampling.parameters import Sampling
-    from pallas_kernels.sampling.verify import Drafts, Verified, verify
 
     def of_slots(dtype: str) -> Any:
         return device.array((BATCH,), dtype)

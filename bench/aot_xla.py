@@ -29,7 +29,7 @@ from rich.table import Table
 from bench import reference
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends import choose
-from pallas_kernels.lowering import blocks
+from pallas_kernels.backends.xla import block_sizes
 from pallas_kernels.testing.shapes import Shape
 
 BLOCK = 256
@@ -215,7 +215,7 @@ def measure(
             )
         )
     text = ours.as_text()
-    rows_at_a_time = blocks.rows_on_tpu if platform == "tpu" else blocks.rows_on_gpu
+    rows_at_a_time = block_sizes.rows_on_tpu if platform == "tpu" else block_sizes.rows_on_gpu
     block = rows_at_a_time(given[0], shape.rows, shape.k, dynamic)
     trips = -(-shape.rows // block)  # where the program does not tell
     return Result(

@@ -45,8 +45,8 @@ from bench.gpu.device_clock import host_spans
 from bench.gpu.journal import Journal, opened
 from bench.gpu.pieces import PARTS, pieces_of
 from bench.report.files import environment
-from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import compat
+from pallas_kernels.lowering import obstacles
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-    obstacle = choose.gpu_obstacle(probe)
+    obstacle = obstacles.gpu_obstacle(probe)
     if obstacle is not None and not options.rehearse:
         print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs the steps anywhere.)")
         return 2
@@ -117,7 +117,7 @@ def device() -> dict[str, Any]:
     """The device and its software, beside `files.environment`."""
     return {
         "device": jax.devices()[0].device_kind,
-        "compute capability": choose.cuda_capability(),
+        "compute capability": obstacles.cuda_capability(),
         "driver": driver(),
         "torch": torch_peers.version(),
     }

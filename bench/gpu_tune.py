@@ -27,11 +27,11 @@ from bench.gpu.contenders import BUFFERS, Contender, Machine
 from bench.report.comparison import Comparison, from_samples
 from bench.report.files import write_json
 from bench.timing import print_table
-from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.testing.shapes import Shape
 
 CURRENT = "current: "
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         machine = peers.rehearsal(compat.interpret_params(detect_races=False))
     else:
         probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-        obstacle = choose.gpu_obstacle(probe)
+        obstacle = obstacles.gpu_obstacle(probe)
         if obstacle is not None:
             print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs anywhere.)")
             return 2
@@ -113,13 +113,10 @@ def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Compa
     buffers = [peers.random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = peers.random_ids(shape)
     plug = peers.jax_plug(machine.plug_bytes)
-    none = jnp.zeros((shape.rows, 0), jnp.int32)
 
     def contender(tiling: Tiling) -> Contender:
         def program(x: jax.Array, ids: jax.Array) -> Any:
-            return run.topk_logprobs(
-                x, ids, Wanted(shape.k), None, None, None, none, None, tiling, machine.interpret
-            )
+            return run.topk_logprobs(Rows(x, ids), Outputs(shape.k), tiling, machine.interpret)
 
         return peers.jax_contender(program, buffers, token_ids, plug)
 

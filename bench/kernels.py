@@ -15,7 +15,7 @@ from bench.gpu import contenders, kernels
 from bench.gpu.contenders import COPY, PLAIN
 from bench.timing import Comparison, Target, compare
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends import choose
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.testing.shapes import CPU_SPEED, GPU, VOCABULARIES, Shape
 
 QUICK = (
@@ -41,7 +41,7 @@ SHAPES = tuple(
 
 def run(quick: bool) -> list[Comparison]:
     """Measure every shape of this machine's table; `quick` takes a few of them."""
-    if choose.cuda_capability() is not None:
+    if obstacles.cuda_capability() is not None:
         shapes = [s for s in GPU if not quick or (s.rows in (64, 1536) and s.k in (0, 20))]
         return kernels.run(shapes)
     copy = measure_copy()

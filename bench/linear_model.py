@@ -3,7 +3,7 @@
     python -m bench.linear_model          a line for each shape
 
 As compiled for an H100, XLA copies a part of the head, multiplies, writes bfloat16 logits and reads
-them twice: for maxima, and for sums. The fused kernel (`pallas_kernels.backends.mosaic_gpu.linear_groups`)
+them twice: for maxima, and for sums. The fused kernel (`linear_groups`)
 reads the head while it multiplies, and keeps the logits on the chip. It has K = 0 alone: for a top
 K it would write the logits once, with a maximum a group, and read K groups of each row afterwards.
 

@@ -28,8 +28,10 @@ from bench import reference
 from bench.gpu import contenders
 from bench.timing import BenchError, Comparison, compare, print_table, write_json
 from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels.backends import answers
 from pallas_kernels.backends.mosaic_tpu import rows as run
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.testing import oracle
 from pallas_kernels.testing.shapes import Shape
 
@@ -86,11 +88,8 @@ def compiled(logits: jax.Array, token_ids: jax.Array, k: int) -> TopkLogprobs:
 
 def interpreted(logits: jax.Array, token_ids: jax.Array, k: int) -> TopkLogprobs:
     """The kernel on a CPU, in small chunks."""
-    extra = jnp.zeros((len(token_ids), 0), jnp.int32)
-    return run.topk_logprobs(
-        logits, token_ids, Wanted(k), None, None, None, extra, None,
-        interpret=pltpu.InterpretParams(), cut=(2, 4),
-    )  # fmt: skip
+    row_sums = functools.partial(run.row_sums, interpret=pltpu.InterpretParams(), cut=(2, 4))
+    return answers.topk_logprobs(row_sums, Rows(logits, token_ids), Outputs(k), VocabShard())
 
 
 def correctness(kernel: Kernel, vocabularies: tuple[int, ...], ks: tuple[int, ...]) -> list[str]:

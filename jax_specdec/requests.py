@@ -42,7 +42,7 @@ class SamplingParams:
       top_p: keep the smallest set of most likely tokens whose probability reaches this.
       min_p: drop tokens less likely than this times the most likely one.
       seed: makes this request's random numbers: equal seeds give equal tokens, whatever else is in
-        the batch.
+        the batch. Any whole number; it counts modulo 2**32, and is kept so.
       stop_token_ids: tokens that end the request (the token itself is delivered).
       stop_sequences: sequences of token ids that end the request once they are emitted.
       logprobs: None for none; K for each emitted token's logprob and rank and the K most likely.
@@ -92,7 +92,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_sequences", sequences)
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _whole("top_k", self.top_k, 0, 2**31 - 1)
-        _whole("seed", self.seed, 0, 2**32 - 1)
+        object.__setattr__(self, "seed", _modulo_2_32("seed", self.seed))
         for name in ("temperature", "top_p", "min_p"):
             _number(name, getattr(self, name))
         _in_range("min_p", self.min_p, 0.0, 1.0)
@@ -327,14 +327,26 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:
-    # OpenAI's chat format has logprobs = true: read as 1, it would be another request.
-    try:
-        whole = index(value) if not isinstance(value, bool) else None
-    except TypeError:
-        whole = None
+    whole = _index(value)
     if whole is None:
         raise RequestError(f"{name} = {value!r} must be a whole number from {low} to {high}")
     _in_range(name, whole, low, high)
+
+
+def _modulo_2_32(name: str, value: Any) -> int:
+    whole = _index(value)
+    if whole is None:
+        raise RequestError(f"{name} = {value!r} must be a whole number; it counts modulo 2**32")
+    return whole % 2**32
+
+
+def _index(value: Any) -> int | None:
+    """The value as a Python int; None where it is no whole number."""
+    # OpenAI's chat format has logprobs = true: read as 1, it would be another request.
+    try:
+        return index(value) if not isinstance(value, bool) else None
+    except TypeError:
+        return None
 
 
 def _number(name: str, value: object) -> None:

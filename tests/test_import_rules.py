@@ -19,7 +19,7 @@ BESIDE = ("bench", "tests", "examples", "docs")
 # What a door's package lets others import: itself, and these.
 DOORS = {
     "ipc": {"ipc", "ipc.wire", "ipc.doctor"},
-    "pallas_kernels": {"pallas_kernels"},
+    "pallas_kernels": {"pallas_kernels", "pallas_kernels.sampling"},
     "jax_specdec": {
         "jax_specdec.engine", "jax_specdec.export", "jax_specdec.ray",
         "jax_specdec.device", "jax_specdec.device.drafting", "jax_specdec.device.model",
@@ -55,22 +55,27 @@ ROOMS = {
         "wording", "compiled_programs",
     },
     "device.model": {"checkpoint", "wording"},
-    "device.sampling": {"device.model", "kept_sets", "wording"},
-    "device.drafting": {
-        "device.sampling", "device.model", "checkpoint", "control", "text", "wording",
-    },
-    "device.messages": {
-        "device.sampling", "device.model", "kept_sets", "requests", "wording",
-    },
+    "device.drafting": {"device.model", "checkpoint", "control", "text", "wording"},
+    "device.messages": {"device.model", "kept_sets", "requests", "wording"},
     "device.loop": {
-        "device.messages", "device.drafting", "device.sampling", "device.model", "checkpoint",
-        "requests", "wording",
+        "device.messages", "device.drafting", "device.model", "checkpoint", "requests", "wording",
     },
     "device.worker": {
         "device.loop", "device.messages", "device.drafting", "device.model", "control", "child",
         "requests", "text", "checkpoint", "wording", "compiled_programs",
     },
 }  # fmt: skip
+# The rooms of pallas_kernels, floor by floor: a room imports rooms of lower floors. "" and
+# `sampling` are the doors.
+FLOORS = (
+    {"contract", "lowering"},
+    {"numbers", "meshes"},
+    {"backends"},
+    {"topk", "linear"},
+    {"sampling", ""},
+)
+MOST_ARROWS = 30  # from room to room
+BESIDE_THE_HOUSE = {"testing"}  # the oracle and the shapes of tests and benchmarks
 ROOMS["device"] = {name for name in ROOMS if name.startswith("device.")} | {"checkpoint"}
 
 
@@ -96,6 +101,27 @@ def room_of(name):
     """The room of a module of jax_specdec, "" for its root."""
     parts = name.split(".")[1:]
     return ".".join(parts[:2] if parts[:1] == ["device"] and len(parts) > 2 else parts[:1])
+
+
+def kernel_room_of(name):
+    """The room of a module of pallas_kernels, "" for its door."""
+    return (name.split(".") + [""])[1]
+
+
+def kernel_arrows(found):
+    """From room to room of pallas_kernels: every import, wherever the statement stands."""
+    pairs = set()
+    for name, path in found.items():
+        for module in imports(path.read_text()):
+            if tops({module}) == {"pallas_kernels"}:
+                pairs.add((kernel_room_of(name), kernel_room_of(module)))
+    return {(room, other) for room, other in pairs if room != other}
+
+
+def upward(arrows):
+    """The arrows that lead to the same floor, or up."""
+    floor = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
+    return {(room, other) for room, other in arrows if floor[other] >= floor[room]}
 
 
 def imports(source):
@@ -184,6 +210,31 @@ def test_every_file_of_jax_specdec_is_in_a_room():
     assert rooms - {""} == ROOMS.keys()
 
 
+def house():
+    """The modules of pallas_kernels that are in a room."""
+    found = modules("pallas_kernels")
+    return {k: v for k, v in found.items() if kernel_room_of(k) not in BESIDE_THE_HOUSE}
+
+
+def test_the_kernels_house():
+    """Every file is in a room; arrows lead down, and are few."""
+    assert {kernel_room_of(name) for name in house()} == set().union(*FLOORS)
+    arrows = kernel_arrows(house())
+    assert upward(arrows) == set()
+    assert len(arrows) <= MOST_ARROWS
+
+
+def test_an_arrow_up_is_found(tmp_path):
+    """Lazy imports and those for type checkers count."""
+    file = tmp_path / "x.py"
+    file.write_text("def f():\n    from pallas_kernels.topk.call import topk_logprobs")
+    assert upward(kernel_arrows({"pallas_kernels.backends.x": file})) == {("backends", "topk")}
+    file.write_text("if TYPE_CHECKING:\n    from pallas_kernels.linear import call")
+    assert upward(kernel_arrows({"pallas_kernels.topk.x": file})) == {("topk", "linear")}
+    file.write_text("from pallas_kernels.contract import types")
+    assert upward(kernel_arrows({"pallas_kernels.topk.x": file})) == set()
+
+
 def test_rooms_form_no_circle():
     done = []
     while left := [room for room in ROOMS if room not in done]:
@@ -219,8 +270,8 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
          "jax_specdec.engine.engine"),
         ("jax_specdec.device.model.llama", "from jax_specdec.device.loop.step import step",
          "jax_specdec.device.loop.step"),
-        ("pallas_kernels.sampling.verify", "from pallas_kernels.lowering.blocks import vary_like",
-         "pallas_kernels.lowering.blocks"),
+        ("jax_specdec.device.loop.step", "from pallas_kernels.sampling.verification import verify",
+         "pallas_kernels.sampling.verification"),
         ("jax_specdec.engine.engine", "from ipc.reader import RingReader", "ipc.reader"),
         ("pallas_kernels.backends.xla.rows", "from ipc import wire", "ipc.wire"),
         ("pallas_kernels.backends.xla.rows", "import numpy, torch", "torch"),
@@ -236,7 +287,8 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
          "jax_specdec.export.column_builder"),
         ("bench.host", "from tests.support import scene", "tests.support.scene"),
         ("tests.ipc.test_wire", "from bench import timing", "bench.timing"),
-        ("tests.ptx_machine.machine", "from pallas_kernels import oracle", "pallas_kernels.testing.oracle"),
+        ("tests.ptx_machine.machine", "from pallas_kernels.testing import oracle",
+         "pallas_kernels.testing.oracle"),
         ("tests.ptx_machine.machine", "from tests.support import paths", "tests.support.paths"),
         ("tests.ptx_machine.test_machine", "import jax", "jax"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float32, Int32, TypeCheckError, jaxtyped
 
-from pallas_kernels import WHOLE, Greedy, TopkLogprobs, greedy, named_logits, topk_logprobs
+from pallas_kernels import Greedy, TopkLogprobs, VocabShard, greedy, topk_logprobs
 from pallas_kernels.contract import types
 from pallas_kernels.topk import call as contract
 from tests.support import shape_checks
@@ -55,10 +55,10 @@ def test_a_wrong_shape_or_dtype_is_noticed_where_it_is_given(arguments):
 def test_a_letter_is_one_size():
     """R of the ids and R of the rows: the lookup itself would broadcast one to the other."""
     x, ids = jnp.asarray(X), jnp.zeros((3, 4), jnp.int32)
-    call = shape_checks.as_users_run(named_logits)
-    assert call(x, jnp.zeros(1, jnp.int32), ids, WHOLE).shape == (3, 4)
+    call = shape_checks.as_users_run(VocabShard.named_logits)
+    assert call(VocabShard(), x, jnp.zeros(1, jnp.int32), ids).shape == (3, 4)
     with pytest.raises(TypeCheckError, match="'ids'"):
-        named_logits(x, jnp.zeros(1, jnp.int32), ids, WHOLE)
+        VocabShard().named_logits(x, jnp.zeros(1, jnp.int32), ids)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_traced_values_have_shapes_too():
 
 def test_modules_that_state_shapes_are_hooked():
     modules = shape_checks.annotated_modules(["pallas_kernels"])
-    assert {"pallas_kernels.topk.call", "pallas_kernels.backends.xla.greedy"} <= {*modules}
-    for function in (topk_logprobs, greedy, named_logits, contract.greedy_topk_logprobs):
+    assert {"pallas_kernels.topk.call", "pallas_kernels.backends.greedy"} <= {*modules}
+    for function in (topk_logprobs, greedy, VocabShard.named_logits, contract.greedy_topk_logprobs):
         assert shape_checks.as_users_run(function) is not function, function
 
 

@@ -12,10 +12,9 @@ from jax.stages import Lowered
 
 from bench.gpu import estimates, model, sass, trips
 from bench.gpu.machine_code import Code, Loop
+from pallas_kernels.backends.groups import WIDTH, RowsToDraw, number_of_groups
 from pallas_kernels.backends.mosaic_gpu import count_larger, draw, h100
 from pallas_kernels.backends.mosaic_gpu.tiling import BLOCK
-from pallas_kernels.backends.sampled_draw import RowsToDraw
-from pallas_kernels.backends.xla.group_sums import WIDTH, number_of_groups
 from pallas_kernels.testing.shapes import Shape
 
 PATH = "draw"

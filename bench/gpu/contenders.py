@@ -18,7 +18,7 @@ from bench.timing import BenchError
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing.shapes import Shape
 
 PLAIN = "log_softmax + top_k"
@@ -80,16 +80,15 @@ def make_contenders(
     buffers = [random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = random_ids(shape)
     k, interpret = shape.k, machine.interpret
-    wanted, options = Wanted(k), {"interpret": interpret}
+    outputs = Outputs(k)
     tiling = choose_tiling(shape.rows, shape.vocabulary, k, shape.dtype)
-    extra = jnp.zeros((shape.rows, 0), jnp.int32)
     rows = jnp.int32(shape.rows)
     missing: dict[str, str] = {}
     programs: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
         PLAIN: lambda x, t: reference.topk_logprobs(x, t, k),
         "xla": lambda x, t: topk_logprobs(x, t, k, implementation="xla"),
-        OURS: lambda x, t: run.topk_logprobs(x, t, wanted, None, None, None, extra, **options),
-        FUSED: lambda x, _: run.greedy_topk_logprobs(x, wanted, rows, None, extra, **options),
+        OURS: lambda x, t: run.topk_logprobs(Rows(x, t), outputs, interpret=interpret),
+        FUSED: lambda x, _: run.topk_logprobs(Rows(x, num_rows=rows), outputs, interpret=interpret),
         FLOOR: lambda x, _: floor.row_maxima(tiling, x, interpret),
         COPY: lambda x, _: -x,
     }

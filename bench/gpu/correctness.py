@@ -12,11 +12,10 @@ import numpy as np
 
 from bench.gpu.contenders import random_logits
 from pallas_kernels import TopkLogprobs
-from pallas_kernels.backends import choose
+from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
-from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.testing.shapes import VOCABULARIES, Shape
 
@@ -61,12 +60,11 @@ def everything(interpret: Any = None) -> Iterator[tuple[str, Check]]:
 def separate_path(k: int, interpret: Any) -> Call:
     """A jitted call of logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids."""
 
-    wanted = Wanted(k)
+    outputs = Outputs(k)
 
     def call(x: Any, ids: Any, rows: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
-        return run.topk_logprobs(
-            x, ids, wanted, rows, num, temperatures, extra, interpret=interpret
-        )
+        given = Rows(x, ids, rows, num, temperatures, extra)
+        return run.topk_logprobs(given, outputs, interpret=interpret)
 
     return jax.jit(call)
 
@@ -74,10 +72,11 @@ def separate_path(k: int, interpret: Any) -> Call:
 def fused_path(k: int, interpret: Any) -> Call:
     """A jitted call of logits, num_rows, temperatures, extra_token_ids."""
 
-    wanted = Wanted(k)
+    outputs = Outputs(k)
 
     def call(x: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
-        return run.greedy_topk_logprobs(x, wanted, num, temperatures, extra, interpret=interpret)
+        given = Rows(x, None, None, num, temperatures, extra)
+        return run.topk_logprobs(given, outputs, interpret=interpret)
 
     return jax.jit(call)
 
@@ -101,8 +100,8 @@ def check_shape(shape: Shape, interpret: Any) -> None:
     row_ids, num_rows, temperatures, extra = options(shape, rng)
     rest = (row_ids, num_rows, temperatures, extra)
     actual = separate_path(shape.k, interpret)(x, token_ids, *rest)
-    expected = jax.jit(xla.topk_logprobs, static_argnums=2)(x, token_ids, Wanted(shape.k), *rest)
-    compare(actual, expected)
+    by_xla = jax.jit(partial(read.topk_logprobs, "xla", Outputs(shape.k)))
+    compare(actual, by_xla(Rows(x, token_ids, *rest)))
     few = slice(0, ORACLE_ROWS)
     oracle.assert_matches(
         jax.tree.map(lambda part: part[few], actual),
@@ -115,10 +114,9 @@ def check_shape(shape: Shape, interpret: Any) -> None:
             extra_token_ids=np.asarray(extra[few]),
         ),
     )
-    greedy = jax.jit(choose.xla_greedy_topk_logprobs, static_argnums=1)
     compare(
         fused_path(shape.k, interpret)(x, num_rows, temperatures, extra),
-        greedy(x, Wanted(shape.k), num_rows, temperatures, extra, None),
+        by_xla(Rows(x, None, None, num_rows, temperatures, extra)),
     )
 
 

@@ -16,11 +16,11 @@ from bench.gpu import contenders, kernels, summary
 from bench.gpu.contenders import Contender, Machine
 from bench.linear import Shape
 from bench.report.comparison import Comparison, Target, from_samples
-from pallas_kernels.backends import choose
 from pallas_kernels.linear import forward, on_gpu
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.read_columns import Rows
 from pallas_kernels.linear.types import Call, Inputs
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.meshes.vocab_shard import WHOLE
 
 XLA, FUSED, PRODUCT = "xla, blocks", "mosaic_gpu, fused", linear.BARE
@@ -34,7 +34,7 @@ REHEARSED = tuple(Shape(9, 64, vocabulary, 0, "bfloat16") for vocabulary in (256
 
 def shapes(on_gpu_here: bool) -> tuple[Shape, ...]:
     """What is measured here; none, and why, on a GPU that has no wgmma."""
-    capability = choose.cuda_capability()
+    capability = obstacles.cuda_capability()
     reason = None if capability is None else on_gpu.device_obstacle(capability)
     if reason is not None:
         print(f"NOT RUN: the fused kernel of linear_topk_logprobs: {reason}")

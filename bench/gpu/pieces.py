@@ -27,14 +27,14 @@ FIRST = (
 GLANCES = tuple(Shape(rows, 131_072, k, "bfloat16") for rows in (64, 1536) for k in (0, 20))
 # Test files and the tests to run: some are about CPUs.
 TESTS = {
-    "tests/pallas_kernels/backends/mosaic_gpu/test_interpreted.py": "",
+    "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "",
     "tests/bench/test_floor.py": "reads",
     "tests/pallas_kernels/test_small_rows.py": "not no_rows",
     "tests/pallas_kernels/test_topk_logprobs.py": "not shard_map",
 }
 # Interpreted kernels take a second a row: few rows in every part.
 REHEARSED_TESTS = {
-    "tests/pallas_kernels/backends/mosaic_gpu/test_interpreted.py": "float16",
+    "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "float16",
     "tests/pallas_kernels/test_small_rows.py": "by_hand",
 }
 # The GPU's setup in small comes before the command, which measures another one on a CPU.

@@ -1,6 +1,6 @@
 """Reads of sampled rows, compiled for `bench.aot`: pass 1 with group sums, pass 2 for candidates.
 
-The calls take the tiling and the kernels that `pallas_kernels.backends.mosaic_gpu.sampled` takes, for
+The calls take the tiling and the kernels that `mosaic_gpu.groups` takes, for
 one of its numbers of candidates; which one is needed is known when the program runs.
 """
 
@@ -10,7 +10,7 @@ import jax
 from jax.stages import Lowered
 
 from bench.gpu import sass
-from pallas_kernels.backends.mosaic_gpu import h100, pass1_groups, sampled
+from pallas_kernels.backends.mosaic_gpu import groups, h100, pass1_groups
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
 from pallas_kernels.testing.shapes import Shape
 
@@ -36,8 +36,8 @@ def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
 
     def call(logits: jax.Array, inverse: jax.Array) -> Any:
         out = pass1_groups.read_groups(tiling, logits, inverse, raw)
-        top = sampled.top_of_groups(logits, tiling, out, shape.k)
-        return sampled.of_rows(out, tiling, number), top
+        top = groups.top_of_groups(logits, tiling, out, shape.k)
+        return groups.of_rows(out, tiling, number), top
 
     logits = device.array((shape.rows, shape.vocabulary), shape.dtype)
     return jax.jit(call).lower(logits, device.array((shape.rows,), "float32"))

@@ -76,7 +76,7 @@ def measure(
     from bench import reference
     from bench.tpu import bundles
     from pallas_kernels import topk_logprobs
-    from pallas_kernels.backends import sampled_implementations
+    from pallas_kernels.backends import read
     from pallas_kernels.backends.mosaic_tpu import plan
     from pallas_kernels.backends.mosaic_tpu import rows as run
     from pallas_kernels.sampling.rows import GroupedRows
@@ -89,7 +89,7 @@ def measure(
             part = GroupedRows.of(x).part
             inverse = 1 / (1 + ids.astype(jnp.float32))
             nothing = jnp.zeros_like(ids)
-            return sampled_implementations.read(part, inverse, nothing, -1, "mosaic_tpu").groups
+            return read.read_groups(part, inverse, nothing, -1, "mosaic_tpu").groups
         if way == "plain":
             return reference.topk_logprobs(x, ids, k)
         return topk_logprobs(x, ids, k, implementation="xla" if way == "xla" else "mosaic_tpu")

@@ -26,10 +26,14 @@ from jax_specdec.device.messages.step_messages import (
 )
 from jax_specdec.device.worker.device_checks import DeviceCheckError, check
 from jax_specdec.device.worker.worker import Worker
-from pallas_kernels.linear.kept_logprobs import kept_logprobs
-from pallas_kernels.linear.learner import learner_logprobs
-from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import Drafts, Verified, verify
+from pallas_kernels.sampling import (
+    Drafts,
+    Sampling,
+    Verified,
+    kept_logprobs,
+    learner_logprobs,
+    verify,
+)
 
 __all__ = [
     # What a batch of requests asked for, as arrays.

@@ -45,7 +45,7 @@ def _number(low: float, high: float, default: float) -> Schema:
 COMMON: dict[str, Schema] = {
     "model": _TEXT,
     "n": _whole(1, MAX_CHOICES, 1),
-    "seed": _whole(0, 2**32 - 1),
+    "seed": _whole(-(2**63), 2**64 - 1),  # it counts modulo 2**32
     "temperature": _number(0, MAX_TEMPERATURE, 1.0),
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0},
     "top_k": _whole(-1, 2**31 - 1, 0),

@@ -1,46 +1,94 @@
-"""The last step, from a row's compact results to its answers: all implementations share it.
+"""From what one read leaves of rows to their answers: every backend's sums end here.
 
-One read of a row yields `RowStatistics` and candidates for its top K; shards of a row combine
-theirs first. `finish` turns them into logprobs, token ranks and the answers for invalid and skipped
-rows. The GPU kernels do the same in their pass 2.
+A read of a row, or of a part of its columns, leaves `RowSums`. Shards of a row join theirs first;
+what travels is compact: the logits of the given token and of the extra ids in one sum, then each
+shard's sums and K candidates in one gather. `finish` turns sums into logprobs, token ranks and the
+answers of invalid and skipped rows. The GPU kernels do the same in their pass 2.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.backends.xla.greedy import greedy_of_rows
+from pallas_kernels.backends.xla.row_entropy import LEAST
+from pallas_kernels.backends.xla.selection import top_k
+from pallas_kernels.contract import changes as of_logits
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
+from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.ordered_keys import canonical, floats, ordered_keys
+
+# A backend's read: rows whose temperatures are usable and whose changes are its columns', the
+# logit [R] float32 of each row's token, and what is wanted of them.
+ReadRows = Callable[[Rows, jax.Array, Outputs], RowSums]
 
 
-class RowStatistics(NamedTuple):
-    """Results of one read of a block of rows. Shards of a row combine by `maximum` and rescaling.
+def topk_logprobs(
+    row_sums: ReadRows, rows: Rows, outputs: Outputs, shard: VocabShard
+) -> TopkLogprobs:
+    """`pallas_kernels.topk_logprobs` for checked arguments, from a backend's read.
 
-    maximum: [B] float32; anything where the row has a NaN: not every backend's maximum keeps it.
-    sum_exp: [B] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN, 0
-        where it has -inf alone.
-    num_larger: [B] int32, the number of logits strictly larger than the given token's; with
-        inclusive ranks, those equal to it count too.
-    weighted: [B] float32, sum of s exp(s), s = (x - maximum) / temperature; None without entropy.
+    Args:
+      row_sums: reads this device's columns.
+      rows: with token ids. Its logits are the columns of `shard`; all else, and the result, is the
+        same on every shard.
+      outputs: what is wanted.
+      shard: the columns.
     """
+    rows = usable(rows, shard)
+    width = rows.logits.shape[1]
+    assert rows.token_ids is not None
+    named = jnp.concatenate([rows.token_ids[:, None], rows.extra_ids], axis=1)
+    found = named_changed(rows, named, shard)
+    sums = row_sums(rows, found[:, 0], outputs._replace(k=min(outputs.k, width)))
+    sums = of_all_shards(sums, outputs.k, rows.temperatures, shard, width)
+    return finish(outputs, shard.size(width), rows, sums, rows.token_ids, found)
 
-    maximum: jax.Array
-    sum_exp: jax.Array
-    num_larger: jax.Array
-    weighted: jax.Array | None = None
+
+def greedy_topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
+    """`pallas_kernels.greedy_topk_logprobs` from one read: the choice is the top 1, of rank 1.
+
+    Where a row is invalid, and there alone, the logits are read once more. Ranks are strict.
+
+    Args:
+      row_sums: reads whole rows.
+      rows: without token ids.
+      outputs: what is wanted.
+    """
+    whole = VocabShard()
+    rows = usable(rows, whole)
+    k, vocabulary = outputs.k, rows.logits.shape[1]
+    nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)  # no logit is larger: none to count
+    sums = row_sums(rows, nothing, outputs._replace(k=max(k, 1)))
+    valid = jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
+    first = sums.top_ids[:, 0]
+
+    def look() -> jax.Array:
+        return jnp.where(valid, first, greedy_of_rows(rows.logits, rows.changes).token_ids)
+
+    chosen = lax.cond(jnp.any(is_active(rows) & ~valid), look, lambda: first)
+    named = [sums.top_logits[:, :1], named_changed(rows, rows.extra_ids, whole)]
+    sums = sums._replace(
+        num_larger=jnp.zeros_like(sums.num_larger),
+        top_ids=sums.top_ids[:, :k],
+        top_logits=sums.top_logits[:, :k],
+    )
+    return finish(outputs, vocabulary, rows, sums, chosen, jnp.concatenate(named, axis=1))
 
 
-class RowParts(NamedTuple):
-    """Results of R rows of a part of the vocabulary: `RowStatistics` and candidates."""
-
-    maximum: jax.Array  # [R] float32
-    sum_exp: jax.Array  # [R] float32
-    num_larger: jax.Array  # [R] int32
-    top_ids: jax.Array  # [R, K] int32, of this part's columns; anything where the logit is -inf
-    top_logits: jax.Array  # [R, K] float32, descending, ties lowest id first
-    weighted: jax.Array | None = None  # [R] float32
+def usable(rows: Rows, shard: VocabShard) -> Rows:
+    """The rows as backends read them: padding is -inf, temperatures divide, changes are its own."""
+    width = rows.logits.shape[1]
+    t = rows.temperatures
+    return rows._replace(
+        logits=shard.masked(rows.logits),
+        temperatures=None if t is None else usable_temperatures(t),
+        changes=changes_of(rows.changes, shard, width),
+    )
 
 
 def usable_temperatures(temperatures: jax.Array) -> jax.Array:
@@ -49,99 +97,241 @@ def usable_temperatures(temperatures: jax.Array) -> jax.Array:
     return jnp.where((t > 0) & jnp.isfinite(t), t, jnp.float32(jnp.nan))
 
 
-def wanted_rows(
+def changes_of(changes: Changes | None, shard: VocabShard, width: int) -> Changes | None:
+    """The changes of this shard's `width` columns, prepared."""
+    changes = of_logits.prepared(changes, shard.size(width))
+    if shard == VocabShard():
+        return changes
+    return of_logits.of_shard(changes, shard.ids(width)[0], width)
+
+
+def named_changed(rows: Rows, ids: jax.Array, shard: VocabShard) -> jax.Array:
+    """The changed logits [R, C] float32 of ids [R, C]; NaN for an id outside the vocabulary."""
+    logits, changes = rows.logits, rows.changes
+    if changes is None:
+        return shard.named_logits(logits, rows.places, ids)
+    at = rows.places[:, None]
+
+    def read(columns: jax.Array) -> jax.Array:
+        found = logits.at[at, columns].get().astype(jnp.float32)
+        return of_logits.apply_at(found, columns, changes)
+
+    return shard.looked_up(ids, logits.shape[1], read)
+
+
+def is_active(rows: Rows) -> jax.Array:
+    """Which of the target rows are not skipped. [R] bool."""
+    return active_rows(rows.logits.shape[0], rows.num_targets, rows.row_ids, rows.num_rows)
+
+
+def active_rows(
     num_logits_rows: int, num_targets: int, row_ids: jax.Array | None, num_rows: jax.Array | None
 ) -> jax.Array:
     """Which of R target rows are not skipped. [R] bool."""
-    wanted = jnp.ones(num_targets, bool)
+    active = jnp.ones(num_targets, bool)
     if num_rows is not None:
-        wanted &= jnp.arange(num_targets, dtype=jnp.int32) < num_rows
+        active &= jnp.arange(num_targets, dtype=jnp.int32) < num_rows
     if row_ids is not None:
-        wanted &= (row_ids >= 0) & (row_ids < num_logits_rows)
-    return wanted
+        active &= (row_ids >= 0) & (row_ids < num_logits_rows)
+    return active
+
+
+def of_all_shards(
+    sums: RowSums, k: int, temperatures: jax.Array | None, shard: VocabShard, width: int
+) -> RowSums:
+    """The sums of whole rows, with the vocabulary's ids and K candidates, on every shard."""
+    if shard.axis_name is None:
+        return sums
+    first, columns = shard.ids(width)[0], sums.top_ids.shape[1]
+
+    def bits(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    def real(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.float32)
+
+    numbers = [bits(sums.maximum), bits(sums.sum_exp), sums.num_larger]
+    numbers += [] if sums.weighted is None else [bits(sums.weighted)]
+    words = [jnp.stack(numbers, axis=1), sums.top_ids + first, bits(sums.top_logits)]
+    every = shard.gathered(jnp.concatenate(words, axis=1))  # [shards, R, 3 or 4, + 2 K]
+    top = every[..., len(numbers) :]
+    parts = RowSums(
+        maximum=real(every[..., 0]),
+        sum_exp=real(every[..., 1]),
+        num_larger=every[..., 2],
+        top_ids=top[..., :columns],
+        top_logits=real(top[..., columns:]),
+        weighted=None if sums.weighted is None else real(every[..., 3]),
+    )
+    return joined(parts, k, temperatures)
+
+
+def joined(parts: RowSums, k: int, temperatures: jax.Array | None) -> RowSums:
+    """The sums [R] of whole rows, from those of their parts [parts, R], in the order of their ids.
+
+    temperatures: [R] float32, usable ones.
+    """
+    maximum, sum_exp, num_larger, weighted = joined_sums(parts, temperatures)
+
+    def in_a_row(x: jax.Array) -> jax.Array:  # [parts, R, K] -> [R, parts * K]
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+
+    # Parts come in the order of their ids, and each part's ties too: top_k keeps that order.
+    values, where = top_k(in_a_row(parts.top_logits), k)
+    ids = jnp.take_along_axis(in_a_row(parts.top_ids), where, axis=1)
+    return RowSums(maximum, sum_exp, num_larger, ids, values, weighted)
+
+
+def joined_sums(
+    parts: RowSums, temperatures: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Maximum, sum_exp, num_larger and weighted [R] of parts [parts, R]."""
+    maxima, sums = parts.maximum, parts.sum_exp
+    invalid = jnp.isnan(sums)
+    maximum = jnp.where(jnp.isnan(maxima), -jnp.inf, maxima).max(0)
+    shifted = maxima - maximum[None]
+    if temperatures is not None:
+        inverse = jnp.where(jnp.isnan(temperatures), jnp.float32(1), 1 / temperatures)
+        shifted = shifted * inverse[None]
+    factors = jnp.exp(shifted)
+    # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
+    scaled = jnp.where(sums == 0, jnp.float32(0), sums * factors)
+    sum_exp = jnp.where(invalid.any(0), jnp.float32(jnp.nan), scaled.sum(0))
+    weighted = parts.weighted
+    if weighted is not None:
+        moved = weighted + jnp.maximum(shifted, LEAST) * sums
+        weighted = jnp.where(sums == 0, jnp.float32(0), moved * factors).sum(0)
+    return maximum, sum_exp, parts.num_larger.sum(0, dtype=jnp.int32), weighted
+
+
+def with_biased(
+    sums: RowSums,
+    ids: jax.Array,
+    logits: jax.Array,
+    selected: jax.Array,
+    outputs: Outputs,
+    temperatures: jax.Array | None,
+) -> RowSums:
+    """The sums of rows, and of the same rows more tokens: ids [R, D], float32 logits [R, D].
+
+    The kernels read a row without the tokens that a bias names; these come back as if they were a
+    shard of their own. A logit of -inf stands for no token. selected [R] float32: the given
+    token's logit.
+    """
+    invalid = jnp.isnan(logits).any(1)
+    maximum = jnp.where(jnp.isnan(logits), -jnp.inf, logits).max(1)
+    reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
+    scaled = logits - reference[:, None]
+    if temperatures is not None:
+        inverse = jnp.where(jnp.isnan(temperatures), jnp.float32(1), 1 / temperatures)
+        scaled = scaled * inverse[:, None]
+    terms = jnp.exp(scaled)
+    counted = ordered_keys(selected)[:, None] - (1 if outputs.inclusive else 0)
+    mine = RowSums(
+        maximum,
+        jnp.where(invalid, jnp.float32(jnp.nan), terms.sum(1)),
+        jnp.sum(ordered_keys(logits) > counted, axis=1, dtype=jnp.int32),
+        sums.top_ids,
+        sums.top_logits,
+        (terms * jnp.maximum(scaled, LEAST)).sum(1) if outputs.entropy else None,
+    )
+    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), sums, mine)
+    maximum, sum_exp, num_larger, weighted = joined_sums(both, temperatures)
+    top = in_order(
+        jnp.concatenate([sums.top_ids, ids], axis=1),
+        jnp.concatenate([sums.top_logits, logits], axis=1),
+        outputs.k,
+    )
+    return RowSums(maximum, sum_exp, num_larger, *top, weighted)
+
+
+def in_order(ids: jax.Array, logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest of logits [R, n] float32, ties lowest id first: ids and logits [R, k].
+
+    NaN counts as -inf; k <= n.
+    """
+    backward = ~ordered_keys(canonical(logits))
+    backward, ids = lax.sort((backward, ids), dimension=1, num_keys=2)
+    return ids[:, :k], floats(~backward[:, :k], jnp.float32)
 
 
 def finish(
-    wanted: Wanted,
+    outputs: Outputs,
     vocab_size: int,
-    statistics: RowStatistics,
+    rows: Rows,
+    sums: RowSums,
     token_ids: jax.Array,
-    logits: jax.Array,
-    top_ids: jax.Array,
-    rows: jax.Array,
+    named: jax.Array,
+) -> TopkLogprobs:
+    """The answers.
+
+    Args:
+      outputs: what is wanted.
+      vocab_size: V.
+      rows: the call's, with usable temperatures.
+      sums: of whole rows, with K candidates of the vocabulary's ids.
+      token_ids: [R] int32, each row's own.
+      named: [R, 1 + C] float32, the logits of these and of the extra ids.
+    """
+    return answers(outputs, vocab_size, sums, token_ids, named, is_active(rows), rows.temperatures)
+
+
+def answers(
+    outputs: Outputs,
+    vocab_size: int,
+    sums: RowSums,
+    token_ids: jax.Array,
+    named: jax.Array,
+    active: jax.Array,
     temperatures: jax.Array | None,
 ) -> TopkLogprobs:
-    """Step 3: logits [B, 1 + K + C] of the given token, the top K and the extra ids -> outputs.
-
-    rows: [B] bool, those that are not skipped.
-    """
+    """`finish` of rows [R] of which `active` says which are not skipped."""
     with jax.named_scope("finish"):
-        k = top_ids.shape[1]
-        maximum, sum_exp, num_larger, weighted = statistics
-        valid = rows & jnp.isfinite(maximum) & ~jnp.isnan(sum_exp)
+        k, top_logits = outputs.k, sums.top_logits
+        maximum, sum_exp = sums.maximum, sums.sum_exp
+        valid = active & jnp.isfinite(maximum) & ~jnp.isnan(sum_exp)
+        logits = jnp.concatenate([named[:, :1], top_logits, named[:, 1:]], axis=1)
         scaled = logits - maximum[:, None]
         if temperatures is not None:
             scaled = scaled / temperatures[:, None]
         log_sum = logarithm(sum_exp)
-        logprobs = scaled - log_sum[:, None]
 
-        def answers(x: jax.Array) -> jax.Array:
-            """x [B, ...] in rows that have an answer."""
+        def or_nan(x: jax.Array) -> jax.Array:
+            """x [R, ...] in rows that have an answer."""
             shape = (-1,) + (1,) * (x.ndim - 1)
             return jnp.where(valid.reshape(shape), x, jnp.float32(jnp.nan))
 
-        logprobs = answers(logprobs)
-        known = valid & ~jnp.isnan(logits[:, 0])
-        if wanted.inclusive:  # all are at least -inf; some implementations count padding too
-            rank = jnp.where(logits[:, 0] == -jnp.inf, jnp.int32(vocab_size), num_larger)
+        logprobs = or_nan(scaled - log_sum[:, None])
+        known = valid & ~jnp.isnan(named[:, 0])
+        if outputs.inclusive:  # all are at least -inf; some implementations count padding too
+            rank = jnp.where(named[:, 0] == -jnp.inf, jnp.int32(vocab_size), sums.num_larger)
         else:
-            rank = 1 + num_larger
+            rank = 1 + sums.num_larger
+        there = valid[:, None] & (top_logits > -jnp.inf)
+        entropy = None
+        if sums.weighted is not None:  # both terms are 0 or more: no digits are lost
+            entropy = log_sum - sums.weighted / sum_exp
+            if temperatures is not None:
+                entropy = jnp.where(jnp.isnan(temperatures), temperatures, entropy)
+            entropy = or_nan(entropy)
+        log_sum_exp = None
+        if outputs.log_sum_exp:
+            largest = maximum if temperatures is None else maximum / temperatures
+            log_sum_exp = or_nan(largest + log_sum)
         # Without a column no operation: XLA could not run interpreted kernels beside it.
-        none = logits[:, :0] if wanted.top_logits else None
+        none = named[:, :0] if outputs.top_logits else None
         return TopkLogprobs(
             token_ids=jnp.concatenate(
                 [
-                    jnp.where(rows, token_ids, jnp.int32(-1))[:, None],
-                    jnp.where(valid[:, None], top_ids, jnp.int32(-1)),
+                    jnp.where(active, token_ids, jnp.int32(-1))[:, None],
+                    jnp.where(there, sums.top_ids, jnp.int32(-1)),
                 ],
                 axis=1,
             ),
             logprobs=logprobs[:, : k + 1],
             token_ranks=jnp.where(known, rank, 0),
             extra_logprobs=logprobs[:, k + 1 :],
-            log_sum_exp=(
-                answers(over(maximum, temperatures) + log_sum) if wanted.log_sum_exp else None
-            ),
-            entropy=None if weighted is None else answers(entropy(sum_exp, weighted, temperatures)),
-            top_logits=answers(logits[:, 1 : k + 1]) if wanted.top_logits and k else none,
+            log_sum_exp=log_sum_exp,
+            entropy=entropy,
+            top_logits=or_nan(top_logits) if outputs.top_logits and k else none,
         )
-
-
-def over(x: jax.Array, temperatures: jax.Array | None) -> jax.Array:
-    """x [B] over the temperatures [B], if there are any."""
-    return x if temperatures is None else x / temperatures
-
-
-def entropy(sum_exp: jax.Array, weighted: jax.Array, temperatures: jax.Array | None) -> jax.Array:
-    """[B] of the two sums: both terms are 0 or more, so that no digits are lost."""
-    found = logarithm(sum_exp) - weighted / sum_exp
-    if temperatures is None:
-        return found
-    return jnp.where(jnp.isnan(temperatures), temperatures, found)
-
-
-def skipped_rows(num_targets: int, wanted: Wanted, num_extra: int) -> TopkLogprobs:
-    """The outputs of rows that were not worked on."""
-
-    def nan(*shape: int) -> jax.Array:
-        return jnp.full((num_targets, *shape), jnp.nan, jnp.float32)
-
-    return TopkLogprobs(
-        token_ids=jnp.full((num_targets, wanted.k + 1), -1, jnp.int32),
-        logprobs=nan(wanted.k + 1),
-        token_ranks=jnp.zeros(num_targets, jnp.int32),
-        extra_logprobs=nan(num_extra),
-        log_sum_exp=nan() if wanted.log_sum_exp else None,
-        entropy=nan() if wanted.entropy else None,
-        top_logits=nan(wanted.k) if wanted.top_logits else None,
-    )

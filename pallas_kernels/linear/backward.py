@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.answers import usable_temperatures, wanted_rows
+from pallas_kernels.backends.answers import active_rows, usable_temperatures
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear.definition import Definition, head_rows, loaded, stored
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows
@@ -220,7 +220,7 @@ def cotangents(
     sums = gradients(call, inputs, changes)
     by_hidden = sums.hidden
     if inputs.row_ids is not None:
-        wanted = wanted_rows(inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, None)
+        wanted = active_rows(inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, None)
         rows = jnp.where(wanted, inputs.row_ids, inputs.hidden.shape[0])
         empty = vary_like(jnp.zeros(inputs.hidden.shape, jnp.float32), by_hidden)
         by_hidden = empty.at[rows].add(by_hidden, mode="drop")

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, Int32
 
-from pallas_kernels.backends.answers import skipped_rows
 from pallas_kernels.contract import checks
-from pallas_kernels.contract.types import AnyArray, TopkLogprobs
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import AnyArray, Outputs, TopkLogprobs, skipped_rows
 from pallas_kernels.linear import differentiable, kept
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.types import Call, Inputs, LinearKeptLogprobs
@@ -127,7 +125,7 @@ def linear_topk_logprobs(
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     call = Call(definition, k, bool(entropy), place.shard, implementation=implementation)
     if num_targets == 0 or hidden.shape[0] == 0:
-        wanted = Wanted(k, log_sum_exp, entropy)
+        wanted = Outputs(k, log_sum_exp, entropy)
         return skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
     arguments = (
         hidden, head, _check_bias(bias, head.shape[axis]), token_ids, row_ids, num_rows,

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.answers import usable_temperatures, wanted_rows
-from pallas_kernels.backends.xla.selection import top_k
-from pallas_kernels.contract.types import TopkLogprobs
+from pallas_kernels.backends.answers import active_rows, answers, of_all_shards, usable_temperatures
+from pallas_kernels.contract.types import Outputs, RowSums, TopkLogprobs
 from pallas_kernels.linear import columns, on_gpu, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
-from pallas_kernels.linear.types import Call, Inputs, RowScale, RowSums
+from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.lowering.blocks import barrier, map_blocks, tied, vary_like
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.vocab_shard import VocabShard
@@ -75,7 +74,7 @@ def _found(call: Call, inputs: Inputs) -> Found:
     if way.columns < width:
         return _by_columns(call, _in_blocks(call, way, inputs), inputs)
     named = _named(inputs)
-    rest = (inputs.temperatures, named)
+    rest = (_usable(inputs), named)
     arrays = (inputs.hidden, inputs.head, inputs.bias, *rest)
 
     def work(start: jax.Array) -> Found:
@@ -141,7 +140,7 @@ def _of_rows(
     else:
         like = online.nothing(rows, k, call.entropy)
         sums = _in_parts(read, part, x, (given, inverse), like)
-    return Found(logits, _across(call, sums, width, inverse))
+    return Found(logits, of_all_shards(sums, call.k, temperatures, shard, width))
 
 
 def _in_parts(
@@ -248,7 +247,7 @@ def _by_columns(call: Call, reader: Reader, inputs: Inputs) -> Found:
     extra = shard.across_sum(jnp.where(mine[:, 1:], own[:, 1:], 0))
     extra = jnp.where(known[:, 1:], extra, jnp.nan)
     logits = jnp.concatenate([given[:, None], extra], axis=1)
-    return Found(logits, _across(call, sums, width, inverse))
+    return Found(logits, of_all_shards(sums, call.k, _usable(inputs), shard, width))
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -256,78 +255,19 @@ def _bits(x: jax.Array) -> jax.Array:
     return bits
 
 
-def _across(call: Call, sums: RowSums, width: int, inverse: jax.Array | None) -> RowSums:
-    """The sums of all shards' columns, with the vocabulary's ids."""
-    shard = call.shard
-    if shard.axis_name is None:
-        return sums
-    k = sums.top_ids.shape[1]
-    words = [_bits(sums.maximum)[:, None], _bits(sums.sum_exp)[:, None], sums.num_larger[:, None]]
-    words += [sums.top_ids + shard.ids(width)[0], _bits(sums.top_logits)]
-    if sums.weighted is not None:
-        words.append(_bits(sums.weighted)[:, None])
-    every = shard.gathered(jnp.concatenate(words, axis=1))  # [shards, R, 3 + 2 K]
-
-    def floats(x: jax.Array) -> jax.Array:
-        values: jax.Array = lax.bitcast_convert_type(x, jnp.float32)
-        return values
-
-    def of(words: jax.Array) -> RowSums:
-        return RowSums(
-            maximum=floats(words[:, 0]),
-            sum_exp=floats(words[:, 1]),
-            weighted=None if sums.weighted is None else floats(words[:, -1]),
-            num_larger=words[:, 2],
-            top_ids=words[:, 3 : 3 + k],
-            top_logits=floats(words[:, 3 + k : 3 + 2 * k]),
-        )
-
-    parts = [of(every[i]) for i in range(every.shape[0])]
-    total = parts[0]
-    for one in parts[1:]:
-        total = online.joined(total, one, inverse)
-    # Shards come in the order of their ids, and each shard's ties too: top_k keeps that order.
-    values, at = top_k(jnp.concatenate([one.top_logits for one in parts], axis=1), call.k)
-    ids = jnp.take_along_axis(jnp.concatenate([one.top_ids for one in parts], axis=1), at, axis=1)
-    return total._replace(top_ids=ids, top_logits=values)
+def _usable(inputs: Inputs) -> jax.Array | None:
+    return None if inputs.temperatures is None else usable_temperatures(inputs.temperatures)
 
 
 def _finish(call: Call, inputs: Inputs, found: Found) -> tuple[TopkLogprobs, RowScale]:
     """From sums to answers: those of rows and tokens without one are as `topk_logprobs` says."""
-    sums = found.sums
-    wanted = wanted_rows(
+    active = active_rows(
         inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, inputs.num_rows
     )
-    valid = wanted & jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
-    t = None if inputs.temperatures is None else usable_temperatures(inputs.temperatures)
+    outputs = Outputs(call.k, log_sum_exp=True, entropy=call.entropy)
+    size = call.shard.size(call.definition.width(inputs.head))
+    sums = found.sums
+    out = answers(outputs, size, sums, inputs.token_ids, found.named, active, _usable(inputs))
+    valid = active & jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
     log_sum = logarithm(sums.sum_exp)
-    logits = jnp.concatenate([found.named[:, :1], sums.top_logits, found.named[:, 1:]], axis=1)
-    scaled = logits - sums.maximum[:, None]
-    largest = sums.maximum
-    if t is not None:
-        scaled, largest = scaled / t[:, None], largest / t
-
-    def answers(x: jax.Array) -> jax.Array:
-        return jnp.where(valid if x.ndim == 1 else valid[:, None], x, jnp.float32(jnp.nan))
-
-    logprobs = answers(scaled - log_sum[:, None])
-    entropy = None
-    if sums.weighted is not None:
-        entropy = answers(log_sum - sums.weighted / sums.sum_exp)
-        if t is not None:
-            entropy = jnp.where(jnp.isnan(t), t, entropy)
-    there = valid[:, None] & (sums.top_logits > -jnp.inf)
-    given = jnp.where(wanted, inputs.token_ids, jnp.int32(-1))
-    known = valid & ~jnp.isnan(found.named[:, 0])
-    k = call.k
-    out = TopkLogprobs(
-        token_ids=jnp.concatenate(
-            [given[:, None], jnp.where(there, sums.top_ids, jnp.int32(-1))], axis=1
-        ),
-        logprobs=logprobs[:, : k + 1],
-        token_ranks=jnp.where(known, 1 + sums.num_larger, 0),
-        extra_logprobs=logprobs[:, k + 1 :],
-        log_sum_exp=answers(largest + log_sum),
-        entropy=entropy,
-    )
     return out, RowScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))

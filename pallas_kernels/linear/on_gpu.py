@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import linear_tiles
 from pallas_kernels.backends.mosaic_gpu.linear_tiles import ALIGNED, GROUP, HALF, ROWS, STEP
+from pallas_kernels.contract.types import RowSums
 from pallas_kernels.linear import online
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.read_columns import Rows
-from pallas_kernels.linear.types import Call, Inputs, RowSums
+from pallas_kernels.linear.types import Call, Inputs
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.lowering.blocks import map_blocks
 from pallas_kernels.lowering.platforms import lowered_for
 
@@ -32,7 +33,7 @@ def refuse_obstacle(call: Call, inputs: Inputs) -> None:
     """Raise NotImplementedError if the kernel cannot run on these arrays on any device."""
     reason = obstacle(call, inputs)
     if reason is not None:
-        choose.refuse("mosaic_gpu", reason)
+        obstacles.refuse("mosaic_gpu", reason)
 
 
 def obstacle(call: Call, inputs: Inputs) -> str | None:
@@ -122,14 +123,14 @@ def _on_cuda(run: Any, like: Any, interpret: Any, *arguments: Any) -> Any:
         return run(*arguments)
 
     def cuda(*arguments: Any) -> Any:
-        capability = choose.cuda_capability()  # None: the program is for another host
+        capability = obstacles.cuda_capability()  # None: the program is for another host
         reason = None if capability is None else device_obstacle(capability)
         if reason is not None:
-            choose.refuse("mosaic_gpu", reason)
+            obstacles.refuse("mosaic_gpu", reason)
         return run(*arguments)
 
     def elsewhere(*_: Any) -> Any:
-        choose.refuse("mosaic_gpu", "there is no CUDA device here")
+        obstacles.refuse("mosaic_gpu", "there is no CUDA device here")
 
     return lowered_for(*arguments, like=like, default=elsewhere, cuda=cuda)
 
@@ -144,7 +145,7 @@ def _kernel() -> Any:
 
 
 def _multiprocessors() -> int:
-    if choose.cuda_capability() is None:
+    if obstacles.cuda_capability() is None:
         return MULTIPROCESSORS
     return int(getattr(jax.local_devices()[0], "core_count", MULTIPROCESSORS))
 

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.wanted import Wanted
-from pallas_kernels.linear.types import RowSums
+from pallas_kernels.contract.types import Outputs, Rows, RowSums
 
 
 def nothing(rows: int, k: int, entropy: bool) -> RowSums:
@@ -14,10 +13,10 @@ def nothing(rows: int, k: int, entropy: bool) -> RowSums:
     return RowSums(
         maximum=jnp.full(rows, -jnp.inf, jnp.float32),
         sum_exp=zeros,
-        weighted=zeros if entropy else None,
         num_larger=jnp.zeros(rows, jnp.int32),
         top_ids=jnp.zeros((rows, k), jnp.int32),
         top_logits=jnp.full((rows, k), -jnp.inf, jnp.float32),
+        weighted=zeros if entropy else None,
     )
 
 
@@ -34,15 +33,8 @@ def read(
       entropy: whether `weighted` is wanted.
     """
     t = None if inverse is None else 1 / inverse
-    found = xla.row_parts(x, selected, Wanted(k, entropy=entropy), None, None, t)
-    return RowSums(
-        jnp.where(jnp.isnan(found.maximum), -jnp.inf, found.maximum),
-        found.sum_exp,
-        found.weighted,
-        found.num_larger,
-        found.top_ids,
-        found.top_logits,
-    )
+    found = xla.row_sums(Rows(x, temperatures=t), selected, Outputs(k, entropy=entropy))
+    return found._replace(maximum=jnp.where(jnp.isnan(found.maximum), -jnp.inf, found.maximum))
 
 
 def rescaled(parts: RowSums, maximum: jax.Array, inverse: jax.Array | None) -> RowSums:

@@ -15,11 +15,11 @@ from pallas_kernels.backends.xla import row_entropy, row_statistics
 from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import largest_on_cpu
 from pallas_kernels.backends.xla.row_statistics import Given
 from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, group_maxima
+from pallas_kernels.contract.types import RowSums
 from pallas_kernels.linear import candidates, online
 from pallas_kernels.linear.columns import filled, logits
 from pallas_kernels.linear.definition import Definition, loaded, stored
 from pallas_kernels.linear.plan import Plan
-from pallas_kernels.linear.types import RowSums
 from pallas_kernels.lowering.blocks import barrier, vary_like
 from pallas_kernels.lowering.platforms import lowered_for
 

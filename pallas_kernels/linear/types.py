@@ -62,14 +62,3 @@ class RowScale(NamedTuple):
 
     maximum: jax.Array  # [R] float32; 0 in a row without an answer
     log_sum: jax.Array  # [R] float32, log(sum(exp((x - maximum) / T))); 0 there
-
-
-class RowSums(NamedTuple):
-    """What reading rows of logits, or a part of each, gives."""
-
-    maximum: jax.Array  # [R] float32, -inf where there is no logit above it
-    sum_exp: jax.Array  # [R] float32, of exp((x - maximum) / T); NaN where the row is invalid
-    weighted: jax.Array | None  # [R] float32, of s exp(s), s = (x - maximum) / T
-    num_larger: jax.Array  # [R] int32
-    top_ids: jax.Array  # [R, K] int32; anything where the logit is -inf
-    top_logits: jax.Array  # [R, K] float32, descending, ties lowest id first

@@ -7,73 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.xla.selection import selection_size
-
-# On a CPU a block's temporaries fit its caches. Starting an operation costs as much as a few
-# thousand logits, and a loop copies each of its blocks: so small calls are one block.
-CPU_BYTES = 7 << 20
-# Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
-WIDE_ROWS = 256
-# A loop over an unknown number of rows: its start costs as many launches as a third of a block.
-LOOP_ROWS = 320
-TPU_LOOP_ROWS = 512
-
 Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
 Values = TypeVar("Values")  # a tree of arrays
-
-
-def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
-    """The number of rows to work on at a time on a CPU.
-
-    Args:
-      logits: [N, V].
-      num_targets: R.
-      k: columns to select.
-      dynamic: whether the number of rows is known only when the program runs. Then blocks are
-        smaller, so that the work follows it.
-    """
-    if is_symbolic(logits, num_targets):
-        return num_targets
-    itemsize = logits.dtype.itemsize
-    vocabulary = logits.shape[1]
-    # The sums and maxima of groups, and the selection.
-    bytes_per_row = vocabulary + vocabulary * itemsize // 8 + 8 * selection_size(vocabulary, k)
-    copies = 2 * vocabulary * itemsize  # where rows are taken block by block
-    if vocabulary % 8:  # one is made of all rows too, and one in float32
-        bytes_per_row += vocabulary * (itemsize + 4)
-        copies //= 2
-    if not dynamic and num_targets * bytes_per_row <= CPU_BYTES:
-        return num_targets
-    bytes_per_row += copies
-    rows = max(1, CPU_BYTES // bytes_per_row)
-    if dynamic:
-        rows = min(rows, max(8, num_targets // 4))
-    rows = min(num_targets, rows)
-    return -(-num_targets // -(-num_targets // rows))  # the last block repeats few rows
-
-
-def rows_on_tpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
-    """The number of rows to work on at a time on a TPU; arguments as `rows_on_cpu`."""
-    if is_symbolic(logits, num_targets) or not dynamic:
-        return num_targets  # the TPU compiler needs no temporaries for them
-    return min(num_targets, TPU_LOOP_ROWS)
-
-
-def rows_on_gpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
-    """The number of rows to work on at a time on a GPU; arguments as `rows_on_cpu`."""
-    if is_symbolic(logits, num_targets):
-        return num_targets
-    if dynamic:
-        return min(num_targets, LOOP_ROWS)
-    # All, if the selection's temporaries take no more than `WIDE_ROWS` rows in float32 would.
-    vocabulary = logits.shape[1]
-    bytes_per_row = 16 * selection_size(vocabulary, k)
-    return min(num_targets, max(WIDE_ROWS, WIDE_ROWS * 4 * vocabulary // bytes_per_row))
-
-
-def is_symbolic(logits: jax.Array, num_targets: int) -> bool:
-    """Whether a number of rows is a dimension variable of `jax.export`: all are one block then."""
-    return not (isinstance(num_targets, int) and isinstance(logits.shape[0], int))
 
 
 def map_blocks(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels import WHOLE, VocabShard
+from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
 
 Result = TypeVar("Result")
 Axes = tuple[str, ...]  # of a mesh, that split one dimension together

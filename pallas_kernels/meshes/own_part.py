@@ -6,23 +6,30 @@ and columns instead, as it does with automatic axes (`automatic_axes`).
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_specdec.device.model.sharding import Parallel
-from pallas_kernels import WHOLE, VocabShard
 from pallas_kernels.meshes import automatic_axes
+from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 
 Result = TypeVar("Result")
+
+
+class Split(NamedTuple):
+    """What a caller says of how the vocabulary of logits is split."""
+
+    mesh: Mesh | None = None  # outside `shard_map`, that of `axis_name`
+    axis_name: AxisName | None = None  # (): all columns are here, and nothing need be asked
+    vocab_size: int | None = None  # V where columns of padding follow
 
 
 def on_own_part(
     call: Callable[[VocabShard, Any, Any], Result],
     logits: Any,
     by_slot: Any,
-    parallel: Parallel | None = None,
+    how: Split,
 ) -> Result:
     """`call(shard, logits, by_slot)`, by each device on its own slots and columns.
 
@@ -31,22 +38,26 @@ def on_own_part(
       logits: arrays [B, ..., V] that are split alike; the first one's type tells how. The axes
         between B and V are gathered if they are split.
       by_slot: arrays [B, ...].
-      parallel: the devices that hold the columns, where the caller knows; slots are whole then.
-        None: the logits' type tells, or with automatic axes the compiler; then `call` closes over
-        no traced value.
+      how: the mesh axis that splits the columns, where the caller knows; slots are whole then.
+        Without, the logits' type tells, or with automatic axes the compiler; then `call` closes
+        over no traced value.
 
     Returns:
       The results, split by slots as the logits are.
     """
-    if parallel is not None and parallel.mesh is not None:
-        return parallel.over_vocabulary(call, logits, by_slot)
+    if how.mesh is not None:
+        assert how.axis_name
+        return over_vocabulary(call, logits, by_slot, how)
+    if how.axis_name:
+        return call(VocabShard(how.axis_name, how.vocab_size), logits, by_slot)
+    whole = VocabShard(None, how.vocab_size)
     first = jax.tree.leaves(logits)[0]
     mesh, slots, columns = explicit_split(first)
     if mesh is None:
-        if parallel is None and automatic_axes.may_be_split(first):
+        if how == Split() and automatic_axes.may_be_split(first):
             return automatic_axes.on_own_part(call, logits, by_slot)
-        return call(WHOLE, logits, by_slot)
-    shard = VocabShard(columns)
+        return call(whole, logits, by_slot)
+    shard = VocabShard(columns, how.vocab_size)
 
     def placed(x: jax.Array, *axes: Any) -> jax.Array:
         there: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*axes)))  # type: ignore[no-untyped-call]
@@ -67,6 +78,33 @@ def on_own_part(
         jax.tree.map(lambda x: placed(x, *spec_of(x)), logits),
         jax.tree.map(lambda x: placed(x, slots), by_slot),
     )
+
+
+def over_vocabulary(
+    call: Callable[[VocabShard, Any, Any], Result], columns: Any, whole: Any, how: Split
+) -> Result:
+    """`call(shard, columns, whole)` on each device with its own columns.
+
+    Args:
+      call: its result must be the same on every shard.
+      columns: arrays [..., V]; a device gets [..., V / shards].
+      whole: arrays that every device gets whole.
+      how: the mesh and its axis.
+    """
+    assert how.mesh is not None
+    shard = VocabShard(how.axis_name, how.vocab_size)
+
+    def spec_of(x: jax.Array) -> PartitionSpec:
+        return PartitionSpec(*[None] * (x.ndim - 1), how.axis_name)  # type: ignore[no-untyped-call]
+
+    everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
+    mapped: Callable[[Any, Any], Result] = jax.shard_map(
+        lambda columns, whole: call(shard, columns, whole),
+        mesh=how.mesh,
+        in_specs=(jax.tree.map(spec_of, columns), everywhere),
+        out_specs=everywhere,
+    )
+    return mapped(columns, whole)
 
 
 def explicit_split(x: jax.Array) -> tuple[Any, Any, Any]:

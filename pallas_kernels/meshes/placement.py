@@ -10,31 +10,19 @@ In all of them every device reads its own part and only compact results travel.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.backends.answers import skipped_rows
-from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Rows, TopkLogprobs, skipped_like
 from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 
 AnyMesh = Mesh | AbstractMesh  # the latter where a traced array tells
-# (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes), some of them None;
-# without token_ids: of the greedy choice. Changes are `pallas_kernels.contract.changes.Changes`.
-Arguments = tuple[Any, ...]
-Outputs = TypeVar("Outputs", bound=tuple[Any, ...], covariant=True)
-
-
-class ShardCall(Protocol[Outputs]):
-    """One device's part of a call."""
-
-    def __call__(self, shard: VocabShard, /, *arguments: Any) -> Outputs: ...
-
-    def __hash__(self) -> int: ...
+Result = TypeVar("Result", bound=tuple[Any, ...])
+ShardCall = Callable[[VocabShard, Rows], Result]  # one device's part of a call
 
 
 class Layout(NamedTuple):
@@ -159,39 +147,33 @@ def spec_of(*axes: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(_axis_name(one) for one in axes))  # type: ignore[no-untyped-call]
 
 
-def on_own_rows(call: Callable[..., Outputs], layout: Layout, arguments: Arguments) -> Outputs:
+def on_own_rows(call: Callable[[Rows], Result], layout: Layout, rows: Rows) -> Result:
     """`call` on this device's rows, inside `shard_map` or what compiles like it.
 
     Args:
-      call: a function of `Arguments`, which skips a row whose id is outside [0, N).
+      call: skips a row whose id is outside [0, N).
       layout: how the rows are split.
-      arguments: logits are the device's own part. Without row_ids, so are all arrays of target
-        rows, and the result; with row_ids they, and the result, are the same on every device.
+      rows: the logits are the device's own part. Without row_ids, so are all arrays of target rows,
+        and the result; with row_ids they, and the result, are the same on every device.
     """
-    logits, token_ids, row_ids, num_rows, *others = arguments
     if not layout.rows:
-        return call(*arguments)
-    count = logits.shape[0]
+        return call(rows)
+    count = rows.logits.shape[0]
     first = lax.axis_index(layout.rows) * count
-    if row_ids is None:
-        if num_rows is not None:
-            num_rows = jnp.clip(num_rows - first, 0, count)
-        return call(logits, token_ids, None, num_rows, *others)
-    rows = row_ids - first
-    mine = (rows >= 0) & (rows < count)
-    if num_rows is not None:
-        mine &= jnp.arange(row_ids.shape[0], dtype=jnp.int32) < num_rows
+    if rows.row_ids is None:
+        if rows.num_rows is not None:
+            rows = rows._replace(num_rows=jnp.clip(rows.num_rows - first, 0, count))
+        return call(rows)
+    row_ids = rows.row_ids - first
+    mine = (row_ids >= 0) & (row_ids < count)
+    if rows.num_rows is not None:
+        mine &= jnp.arange(rows.num_targets, dtype=jnp.int32) < rows.num_rows
     # The device's own target rows come first, so that it works on no others.
     order = jnp.argsort(~mine, stable=True)
-
-    token_ids, *others = jax.tree.map(lambda x: x[order], (token_ids, *others))
-    found = call(
-        logits,
-        token_ids,
-        jnp.where(mine, rows, -1)[order],
-        mine.sum(dtype=jnp.int32),
-        *others,
-    )
+    # Every array of target rows, in this order: the logits' place holds none of theirs.
+    targets = rows._replace(logits=mine, row_ids=jnp.where(mine, row_ids, -1), num_rows=None)
+    ordered: Rows = jax.tree.map(lambda x: x[order], targets)
+    found = call(ordered._replace(logits=rows.logits, num_rows=mine.sum(dtype=jnp.int32)))
     place = jnp.argsort(order)
     over_rows = VocabShard(_axis_name(layout.rows))
     somewhere = over_rows.across_sum(mine.astype(jnp.int32)) > 0
@@ -202,39 +184,28 @@ def on_own_rows(call: Callable[..., Outputs], layout: Layout, arguments: Argumen
         return jnp.where(somewhere.reshape(shape), over_rows.across_sum(own), of_skipped)
 
     assert isinstance(found, TopkLogprobs)
-    num_targets, num_extra = found.extra_logprobs.shape
-    like = Wanted(
-        found.token_ids.shape[1] - 1,
-        found.log_sum_exp is not None,
-        found.entropy is not None,
-        found.top_logits is not None,
-    )
-    outputs: Any = jax.tree.map(joined, found, skipped_rows(num_targets, like, num_extra))
-    joined_outputs: Outputs = outputs
-    return joined_outputs
+    outputs: Result = jax.tree.map(joined, found, skipped_like(found))
+    return outputs
 
 
-def run(place: Place, call: ShardCall[Outputs], arguments: Arguments) -> Outputs:
-    """`call(shard, *arguments)` on every device's part of logits that a mesh splits.
+def run(place: Place, call: ShardCall[Result], rows: Rows) -> Result:
+    """`call(shard, rows)` on every device's part of logits that a mesh splits.
 
     Args:
       place: where the logits are.
-      call: the same object for equal calls, since compiled programs are kept by it. It takes a
-        `VocabShard` and `arguments`, of which it gets this device's own.
-      arguments: of the call.
+      call: the same object for equal calls, since compiled programs are kept by it. It takes this
+        device's `VocabShard` and rows.
+      rows: of the call.
     """
-    assert place.mesh is not None
-    aligned = arguments[2] is None
-    specs = argument_specs(place.layout, arguments)
-    if AxisType.Explicit in place.mesh.axis_types:
-        arguments = tuple(
-            jax.tree.map(functools.partial(_placed, NamedSharding(place.mesh, spec)), x)
-            for x, spec in zip(arguments, specs, strict=True)
-        )
-    program: Callable[..., Outputs] = _mapped(
-        place.mesh, place.layout, place.shard, call, aligned, specs
+    mesh = place.mesh
+    assert mesh is not None
+    specs = specs_of(place.layout, rows)
+    if AxisType.Explicit in mesh.axis_types:
+        rows = jax.tree.map(lambda x, spec: _placed(NamedSharding(mesh, spec), x), rows, specs)
+    program: Callable[[Rows], Result] = _mapped(
+        mesh, place.layout, place.shard, call, rows.row_ids is None, specs
     )
-    return program(*arguments)
+    return program(rows)
 
 
 def _placed(sharding: NamedSharding, x: jax.Array) -> jax.Array:
@@ -242,11 +213,13 @@ def _placed(sharding: NamedSharding, x: jax.Array) -> jax.Array:
     return there
 
 
-def argument_specs(layout: Layout, arguments: Arguments) -> tuple[PartitionSpec, ...]:
-    """How `arguments` are split where the logits are split so: changes by rows, all alike."""
-    rows = layout.rows if arguments[2] is None else ()
-    whole, own, table = spec_of(), spec_of(rows), spec_of(rows, ())
-    return (layout.spec(), own, whole, whole, own, table, table)
+def specs_of(layout: Layout, rows: Rows) -> Rows:
+    """How a call's arrays are split where the logits are split so: a tree of partitions."""
+    axes = layout.rows if rows.row_ids is None else ()
+    of_targets: Rows = jax.tree.map(
+        lambda x: spec_of(axes, *[()] * (x.ndim - 1)) if x.ndim else spec_of(), rows
+    )
+    return of_targets._replace(logits=layout.spec())  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -254,16 +227,16 @@ def _mapped(
     mesh: AnyMesh,
     layout: Layout,
     shard: VocabShard,
-    call: ShardCall[Outputs],
+    call: ShardCall[Result],
     aligned: bool,
-    specs: tuple[PartitionSpec, ...],
-) -> Callable[..., Outputs]:
+    specs: Rows,
+) -> Callable[[Rows], Result]:
     """The call on every device's part; the mesh's other axes are left as they are."""
-    mapped: Callable[..., Outputs] = jax.jit(
+    mapped: Callable[[Rows], Result] = jax.jit(
         jax.shard_map(
-            lambda *arguments: on_own_rows(functools.partial(call, shard), layout, arguments),
+            lambda rows: on_own_rows(functools.partial(call, shard), layout, rows),
             mesh=mesh,
-            in_specs=specs,
+            in_specs=(specs,),
             out_specs=spec_of(layout.rows if aligned else ()),
             axis_names={*layout.rows, *layout.vocabulary},
         )

@@ -76,6 +76,18 @@ class VocabShard:
         known = (ids >= 0) & (ids < self.size(width))
         return jnp.where(known, found, jnp.asarray(jnp.nan, found.dtype))
 
+    def named_logits(
+        self, logits: Float[Array, "N V"], rows: Int32[Array, " R"], ids: Int32[Array, "R C"]
+    ) -> Float32[Array, "R C"]:
+        """The logits [R, C] float32 of ids [R, C] in rows [R] of this device's columns [N, width].
+
+        NaN for an id outside [0, V). A row outside [0, N) is clamped.
+        """
+        at = jnp.clip(rows, 0, logits.shape[0] - 1)[:, None]
+        return self.looked_up(
+            ids, logits.shape[1], lambda columns: logits.at[at, columns].get().astype(jnp.float32)
+        )
+
     def maximum(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [...]."""
         return self.across_maximum(x.max(-1))
@@ -120,19 +132,3 @@ class VocabShard:
 
 
 WHOLE = VocabShard()
-
-
-def named_logits(
-    logits: Float[Array, "N V"],
-    rows: Int32[Array, " R"],
-    ids: Int32[Array, "R C"],
-    shard: VocabShard,
-) -> Float32[Array, "R C"]:
-    """The logits [R, C] float32 of ids [R, C] in rows [R] of [N, V]; NaN for an id outside [0, V).
-
-    A row outside [0, N) is clamped.
-    """
-    rows = jnp.clip(rows, 0, logits.shape[0] - 1)[:, None]
-    return shard.looked_up(
-        ids, logits.shape[1], lambda columns: logits.at[rows, columns].get().astype(jnp.float32)
-    )

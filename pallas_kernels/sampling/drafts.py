@@ -12,18 +12,20 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from jax_specdec.device.model.sharding import Parallel
-from jax_specdec.device.sampling import door
-from pallas_kernels import VocabShard, greedy, inverse_temperature, top_candidates
-from pallas_kernels.meshes.own_part import on_own_part
-from pallas_kernels.numbers import logarithm
-from pallas_kernels.sampling import candidate_cut, exact_sums
+from pallas_kernels.backends.greedy import greedy
+from pallas_kernels.backends.groups import inverse_temperature
+from pallas_kernels.meshes.own_part import Split, on_own_part
+from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.sampling import door, exact_sums, row_cuts
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.random_draws import DRAFT, Source, best, gumbel
 from pallas_kernels.sampling.row_read import scaled
-from pallas_kernels.sampling.verify import CompactQ, Drafts, Tell
+from pallas_kernels.sampling.rows import top_candidates
+from pallas_kernels.sampling.types import CompactQ, Drafts, Tell
 
 MOST_TOKENS = 64  # M, where the vocabulary has as many
 
@@ -53,9 +55,11 @@ def draw(
     draft_logits: Float[Array, "B 1 V"],
     sampling: Sampling,
     positions: Int32[Array, " B"],
-    parallel: Parallel | None = None,
     *,
     tell: Tell | None = None,
+    mesh: Mesh | None = None,
+    axis_name: AxisName | None = None,
+    vocab_size: int | None = None,
 ) -> Drafts:
     """Draw drafts as verification expects them: from q, with random numbers of their own.
 
@@ -66,9 +70,8 @@ def draw(
       draft_logits: the draft model's.
       sampling: each slot's parameters; a greedy slot gets the greedy token.
       positions: the sequence position of each draft.
-      parallel: the devices among which the vocabulary of the logits is split; without it, a mesh
-        may split them as it may those of `verify`.
       tell: makes what a draft message has of the drafts (`messages.draft_rows`); None: nothing.
+      mesh, axis_name, vocab_size: as `verify` has them.
 
     Returns:
       One draft a slot (D = 1), with its q; `joined` makes a longer proposal.
@@ -76,7 +79,8 @@ def draw(
     draft_logits, sampling, positions = door.of_rows(
         draft_logits, sampling, positions, name="draft_logits"
     )
-    ids, q = on_own_part(_drawn, draft_logits, (sampling, positions), parallel)
+    how = Split(mesh, axis_name, vocab_size)
+    ids, q = on_own_part(_drawn, draft_logits, (sampling, positions), how)
     drafts = Drafts(ids, jnp.ones_like(positions), q)
     return drafts if tell is None else drafts._replace(told=tell(draft_logits, drafts))
 
@@ -112,9 +116,9 @@ def _from_candidates(
     vocab_size = shard.size(draft_logits.shape[-1])
     greedy_ids = jnp.maximum(ids[:, 0], 0)  # -1: no logit is a number above -inf
     largest, inverse = x[:, 0], inverse_temperature(sampling.temperature)
-    total = candidate_cut.mass_of(x, largest, inverse, vocab_size)
+    total = row_cuts.mass_of(x, largest, inverse, vocab_size)
     # The total is that of the candidates: a top-k of more than there are keeps all of them.
-    cut, _ = candidate_cut.cut_among(ids, x, (largest, inverse, total), sampling, vocab_size)
+    cut, _ = row_cuts.cut_among(ids, x, (largest, inverse, total), sampling, vocab_size)
     place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     kept = cut.keeps(x, ids) & (ids >= 0)
     gap = scaled(x, largest[:, None], inverse[:, None])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import VocabShard
+from pallas_kernels.meshes.vocab_shard import VocabShard
 
 Mass = tuple[jax.Array, ...]  # digits [...] uint32, the highest first; all but it below 2**b
 

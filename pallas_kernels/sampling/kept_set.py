@@ -11,13 +11,26 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from ipc.wire import KEPT_ALL, KEPT_MANY, MAX_KEPT
-from jax_specdec.kept_sets import PaddedKept
-from pallas_kernels import WHOLE, VocabShard, map_blocks, vary_like
+from pallas_kernels.lowering.blocks import map_blocks, vary_like
+from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
 from pallas_kernels.sampling.parameters import Truncation
+
+MAX_KEPT = 1024  # token ids of a row; more are a mark
+# Marks, instead of a count of ids: nothing was cut; more than `MAX_KEPT` are left.
+KEPT_ALL, KEPT_MANY = -1, -2
+
+
+class PaddedKept(NamedTuple):
+    """Kept sets of rows [...], of width M."""
+
+    token_ids: Int32[jax.Array | np.ndarray, "*rows M"]  # ascending; -1 from the row's count on
+    counts: Int32[jax.Array | np.ndarray, "*rows"]  # ids, or a mark; 0 where there is no token
+    log_kept: Float32[jax.Array | np.ndarray, "*rows"]  # of the kept tokens' share; 0 without one
+
 
 GROUP = 64  # columns whose kept tokens are counted together
 BLOCK = 16  # rows at a time: the work follows the number of rows that were asked for

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from pallas_kernels import keeps, vary_like
-from pallas_kernels.numbers import logarithm
+from pallas_kernels.backends.groups import keeps
+from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.numbers.logarithm import logarithm
 
 
 class Sampling(NamedTuple):
     """Sampling parameters of each slot, on the device."""
 
-    temperature: Float32[Array, " B"]  # 0 is greedy
+    temperature: Float32[Array, " B"]  # 0 or less is greedy
     top_k: Int32[Array, " B"]  # 0 keeps all
     top_p: Float32[Array, " B"]  # 1 keeps all
     min_p: Float32[Array, " B"]  # 0 keeps all
@@ -70,6 +71,12 @@ def where(rows: Bool[Array, "..."], a: Truncation, b: Truncation) -> Truncation:
     return chosen
 
 
+def has_meaning(sampling: Sampling) -> Bool[Array, " B"]:
+    """Which slots have no NaN for a parameter."""
+    numbers = sampling.temperature, sampling.top_p, sampling.min_p
+    return ~(jnp.isnan(numbers[0]) | jnp.isnan(numbers[1]) | jnp.isnan(numbers[2]))
+
+
 def truncates(sampling: Sampling) -> Bool[Array, " B"]:
     """Whether a slot has a filter that can cut."""
     return (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
@@ -98,3 +105,19 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
 
     each: Sampling = jax.tree.map(repeated, sampling)
     return each
+
+
+def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:
+    """The rows that are chosen, in their order, then others; and how many are."""
+    index = jnp.argsort(~which, stable=True).astype(jnp.int32)
+    return index, which.sum(dtype=jnp.int32)
+
+
+def scattered(
+    whole: Truncation, part: Truncation, index: Int32[Array, " N"], number: Int32[Array, ""]
+) -> Truncation:
+    """The cuts with the first `number` of `part`, at the rows `index`; from N on: nowhere."""
+    counts = jnp.arange(len(index), dtype=jnp.int32) < number
+    place = jnp.where(counts, index, len(index))
+    put: Truncation = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
+    return put

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from pallas_kernels import gumbel_of_bits, threefry_word
+from pallas_kernels.numbers.gumbel import gumbel_of_bits
+from pallas_kernels.numbers.threefry import word as threefry_word
 
 # Purposes: independent random numbers at one position. A token after the drafts is drawn in two
 # steps, with noise of its group (GROUP) and of itself (RECOVER).

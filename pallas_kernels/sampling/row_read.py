@@ -1,27 +1,25 @@
-"""What one read of the rows tells of their distributions, before any cut.
-
-Axes: N rows (B slots of S positions, one after the other), G groups of 256 tokens, V vocabulary.
-"""
+"""What one read of the rows leaves for verification, and the raw logprobs that it gives as well."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import (
-    FEW_CANDIDATES,
-    MANY_CANDIDATES,
-    Greedy,
-    GroupedRows,
-    GroupSums,
-    greedy,
-    inverse_temperature,
-)
-from pallas_kernels.numbers import exponential, logarithm
+from pallas_kernels.backends import answers
+from pallas_kernels.backends import read as reads
+from pallas_kernels.backends.greedy import greedy
+from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
+from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
+from pallas_kernels.backends.groups import GroupSums, inverse_temperature
+from pallas_kernels.contract.types import Greedy, Outputs, RowSums, TopkLogprobs
+from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
+from pallas_kernels.sampling.rows import GroupedRows
 
 
 class RowRead(NamedTuple):
@@ -131,3 +129,39 @@ def with_invalid(
 
     chosen: jax.Array = lax.cond(jnp.all(found.valid), lambda: token_ids, again)
     return chosen
+
+
+def logprobs_of_read(
+    logits: Float[Array, "N V"],
+    token_ids: Int32[Array, " N"],
+    top_ids: Int32[Array, "N K"],
+    top_logits: Float32[Array, "N K"],
+    maximum: Float32[Array, " N"],
+    sum_exp: Float32[Array, " N"],
+    maxima: Float32[Array, "N G"],
+) -> TopkLogprobs:
+    """`topk_logprobs(logits, token_ids, K)` from what a read has left.
+
+    A token that is among the row's top K has its rank from them; for the others, and for those
+    alone, the row's larger logits are counted.
+
+    Args:
+      logits: the rows, whole.
+      token_ids: one of each row; -1 where none is wanted.
+      top_ids, top_logits: the row's top K.
+      maximum: m.
+      sum_exp: of exp(x - m); NaN where the row is invalid.
+      maxima: of the rows' groups.
+    """
+    index = jnp.arange(len(token_ids), dtype=jnp.int32)
+    x = WHOLE.named_logits(logits, index, token_ids[:, None])
+    larger = (top_logits > x).sum(axis=1, dtype=jnp.int32)
+    wanted = (token_ids >= 0) & ~jnp.isnan(sum_exp)
+    k = top_ids.shape[1]
+    uncounted = wanted & ((larger == k) if k else True)
+    some = jnp.where(uncounted, token_ids, -1)
+    counted = reads.num_larger(logits, maxima, some)
+    larger = jnp.where(uncounted, counted, larger)
+    everything = jnp.ones(len(token_ids), bool)
+    sums = RowSums(maximum, sum_exp, larger, top_ids, top_logits)
+    return answers.answers(Outputs(k), logits.shape[1], sums, token_ids, x, everything, None)

@@ -13,11 +13,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.backends import sampled_implementations
+from pallas_kernels.backends import read
+from pallas_kernels.backends.groups import (
+    WIDTH,
+    GroupSums,
+    Part,
+    Read,
+    number_of_groups,
+    whole_groups,
+)
 from pallas_kernels.backends.xla import group_sums, kept_groups
-from pallas_kernels.backends.xla import groups as sampled_rows
-from pallas_kernels.backends.xla.group_sums import WIDTH, GroupSums
-from pallas_kernels.backends.xla.groups import Part, Read
 from pallas_kernels.backends.xla.kept_groups import KeptGroups
 from pallas_kernels.backends.xla.selection import top_k
 from pallas_kernels.lowering.blocks import barrier, vary_like
@@ -69,12 +74,12 @@ class GroupedRows:
     @property
     def num_groups(self) -> int:
         """G, of all shards."""
-        return group_sums.number_of_groups(self.vocab_size)
+        return number_of_groups(self.vocab_size)
 
     @property
     def num_local(self) -> int:
         """Groups that this device may have; the last may be another's, and hold nothing then."""
-        return sampled_rows.whole_groups(self.part) + self.part.tail.shape[1]
+        return whole_groups(self.part) + self.part.tail.shape[1]
 
     @property
     def width(self) -> int:
@@ -82,8 +87,8 @@ class GroupedRows:
         return self.part.tail.shape[2]
 
     def read(self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1) -> Read:
-        """`sampled_rows.read`; every shard gets the whole rows'. k >= 0 on one device only."""
-        found = sampled_implementations.read(self.part, inverse, needed, k)
+        """`read.read_groups`; every shard gets the whole rows'. k >= 0 on one device only."""
+        found = read.read_groups(self.part, inverse, needed, k)
         if self.shard.axis_name is None:
             return found
         assert k < 0, "the fused read of raw logprobs is for one device"
@@ -141,7 +146,7 @@ class GroupedRows:
         self, rows: Int32[Array, " P"], groups: Int32[Array, " P"]
     ) -> tuple[Float32[Array, "P W"], Int32[Array, "P W"]]:
         """The logits and ids of the tokens of one group of each row; -inf of another device's."""
-        part, whole = self.part, sampled_rows.whole_groups(self.part)
+        part, whole = self.part, whole_groups(self.part)
         local = jnp.clip(groups - self.first, 0, self.num_local - 1)
         ids = groups[:, None] * WIDTH + jnp.arange(self.width, dtype=jnp.int32)[None]
         found = jnp.zeros(ids.shape, part.logits.dtype)
@@ -232,7 +237,7 @@ def _candidates(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     count = min(k, vocab_size)
     mine = min(count, logits.shape[1])
-    ids, found = sampled_rows.candidates(logits, mine, row_ids, num_rows, valid=valid)
+    ids, found = read.candidates(logits, mine, row_ids, num_rows, valid=valid)
     if shard.axis_name is None:
         return ids, found, beside[None]
     packed = _packed(logits, shard, ids, found)

@@ -1,19 +1,28 @@
 """Top K, logprobs and token ranks of chosen rows of logits: the contract, and who computes it."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from jaxtyping import Float, Float32, Int32, UInt32
 
-from pallas_kernels.backends.answers import skipped_rows
-from pallas_kernels.backends.choose import Implementation, choose_implementation
+from pallas_kernels.backends import answers, read
+from pallas_kernels.backends.greedy import greedy
+from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract import checks
-from pallas_kernels.contract.types import AnyArray, TopkLogprobs
-from pallas_kernels.contract.wanted import RankTies, Wanted, is_inclusive
+from pallas_kernels.contract.types import (
+    AnyArray,
+    Outputs,
+    RankTies,
+    Rows,
+    TopkLogprobs,
+    is_inclusive,
+    skipped_rows,
+)
+from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.meshes import partitioned, placement
-from pallas_kernels.topk import shards
+from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.topk.derivatives import transformable
 
 
@@ -119,11 +128,11 @@ def topk_logprobs(
         num_rows, temperatures, extra_token_ids, num_targets
     )
     changes = checks.check_changes(allowed, bias_token_ids, bias, num_targets, place.vocab_size)
-    wanted = Wanted(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
+    outputs = Outputs(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
     if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
-        return _skipped(wanted, num_targets, extra_token_ids)
-    arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
-    return _run(place, implementation, wanted, arguments)
+        return _skipped(outputs, num_targets, extra_token_ids)
+    rows = Rows(logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
+    return _run(place, implementation, outputs, rows)
 
 
 def greedy_topk_logprobs(
@@ -164,33 +173,63 @@ def greedy_topk_logprobs(
         num_rows, temperatures, extra_token_ids, num_targets
     )
     changes = checks.check_changes(allowed, bias_token_ids, bias, num_targets, place.vocab_size)
-    wanted = Wanted(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
+    outputs = Outputs(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
     if num_targets == 0:
-        return _skipped(wanted, num_targets, extra_token_ids)
-    arguments = (logits, None, None, num_rows, temperatures, extra_token_ids, changes)
-    return _run(place, implementation, wanted, arguments)
+        return _skipped(outputs, num_targets, extra_token_ids)
+    rows = Rows(logits, None, None, num_rows, temperatures, extra_token_ids, changes)
+    return _run(place, implementation, outputs, rows)
 
 
-def _skipped(wanted: Wanted, num_targets: int, extra_token_ids: jax.Array | None) -> TopkLogprobs:
+def _skipped(outputs: Outputs, num_targets: int, extra_token_ids: jax.Array | None) -> TopkLogprobs:
     """The results of a call that reads no row."""
     num_extra = 0 if extra_token_ids is None else extra_token_ids.shape[1]
-    return skipped_rows(num_targets, wanted, num_extra)
+    return skipped_rows(num_targets, outputs, num_extra)
 
 
 def _run(
-    place: placement.Place,
-    implementation: Implementation | None,
-    wanted: Wanted,
-    arguments: Any,
+    place: placement.Place, implementation: Implementation | None, outputs: Outputs, rows: Rows
 ) -> TopkLogprobs:
-    """The call where its logits are; without token ids: of the greedy choice."""
-    call = shards.call_of(implementation, wanted)
+    """The call where its logits are."""
+    call = own_part(implementation, outputs)
     if place.mesh is not None:
-        return placement.run(place, call, arguments)
-    if place.layout.vocabulary:  # inside `shard_map`
-        return call(place.shard, *arguments)
-    runner = choose_implementation(implementation, arguments[0])  # an error comes before any work
+        return placement.run(place, call, rows)
     if place.unknown:
         split = functools.partial(partitioned.run, call, place.shard)
-        return transformable(lambda *arguments: split(arguments), place.shard)(*arguments)
-    return shards.whole(runner, place.shard, wanted, *arguments)
+        return transformable(split, place.shard)(rows)
+    return call(place.shard, rows)
+
+
+@functools.cache
+def own_part(
+    implementation: Implementation | None, outputs: Outputs
+) -> Callable[[VocabShard, Rows], TopkLogprobs]:
+    """One device's part of a call, always the same object.
+
+    It is compiled here too: a call outside jit runs one program and not one per operation, and a
+    program with several equal calls holds one.
+    """
+
+    def call(shard: VocabShard, rows: Rows) -> TopkLogprobs:
+        part = functools.partial(_of_shard, implementation, outputs, shard)
+        return transformable(part, shard)(rows)
+
+    jitted: Callable[[VocabShard, Rows], TopkLogprobs] = jax.jit(call, static_argnums=0)
+    return jitted
+
+
+def _of_shard(
+    implementation: Implementation | None, outputs: Outputs, shard: VocabShard, rows: Rows
+) -> TopkLogprobs:
+    """The call on the columns of `shard`: all of them, or this device's."""
+    width = rows.logits.shape[1]
+    if shard.axis_name is None:
+        if shard.size(width) < width:
+            changes = answers.changes_of(rows.changes, shard, width)
+            rows = rows._replace(logits=shard.masked(rows.logits), changes=changes)
+        return read.topk_logprobs(implementation, outputs, rows)
+    if rows.token_ids is None:
+        changed = of_logits.apply(rows.logits, answers.changes_of(rows.changes, shard, width))
+        chosen = greedy(changed, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
+        rows = rows._replace(token_ids=chosen.token_ids)
+    row_sums = functools.partial(read.row_sums, implementation)
+    return answers.topk_logprobs(row_sums, rows, outputs, shard)

@@ -21,58 +21,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends.answers import skipped_rows, usable_temperatures
+from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Rows, TopkLogprobs, skipped_like
 from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
 
-Call = Callable[..., TopkLogprobs]
+Call = Callable[[Rows], TopkLogprobs]
 
 
 def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
     """The call with rules of its own for `vmap`, `jvp` and so `grad`.
 
     Args:
-      call: a function of (logits [N, W], token_ids [R] or None for the greedy choice, row_ids [R]
-        or None, num_rows [] or None, temperatures [R] or None, extra_token_ids [R, C],
-        `Changes` of R rows or None).
-      shard: the vocabulary's columns that logits hold.
+      call: of rows with extra ids, C of them may be 0.
+      shard: the vocabulary's columns that their logits hold.
 
     Returns:
-      A function of the same arguments; extra_token_ids may be None.
+      A function of rows.
     """
     batched = jax.custom_batching.custom_vmap(call)
 
     @batched.def_vmap
-    def _vmap(axis_size: int, is_batched: Any, *arguments: Any) -> tuple[TopkLogprobs, Any]:
-        out = _folded(batched, axis_size, is_batched, *arguments)
+    def _vmap(axis_size: int, is_batched: Any, rows: Rows) -> tuple[TopkLogprobs, Any]:
+        out = _folded(batched, axis_size, is_batched[0], rows)
         return out, jax.tree.map(lambda _: True, out)
 
     # The call itself has no derivative; the logprobs that it found get one.
-    differentiable = jax.custom_jvp(lambda out, *_: _with_derivative(out))
+    differentiable = jax.custom_jvp(lambda out, _: _with_derivative(out))
 
     @differentiable.defjvp
     def _jvp(primals: Any, tangents: Any) -> Any:
-        return differentiable(*primals), _tangent(shard, primals, tangents)
+        (out, rows), (_, moved) = primals, tangents
+        return differentiable(out, rows), _tangent(shard, out, rows, moved)
 
-    def transformed(
-        logits: jax.Array,
-        token_ids: jax.Array | None,
-        row_ids: jax.Array | None,
-        num_rows: jax.Array | None,
-        temperatures: jax.Array | None,
-        extra_token_ids: jax.Array | None,
-        changes: Changes | None = None,
-    ) -> TopkLogprobs:
-        if extra_token_ids is None:
-            targets = next(x for x in (token_ids, row_ids, logits) if x is not None)
-            extra_token_ids = jnp.zeros((targets.shape[0], 0), jnp.int32)
-        constant, t, other = jax.lax.stop_gradient((logits, temperatures, changes))
-        out = batched(constant, token_ids, row_ids, num_rows, t, extra_token_ids, other)
-        found = differentiable(out, logits, row_ids, temperatures, extra_token_ids, changes)
-        result: TopkLogprobs = out._replace(**found)
+    def transformed(rows: Rows) -> TopkLogprobs:
+        rows = rows._replace(extra_token_ids=rows.extra_ids)
+        out = batched(jax.lax.stop_gradient(rows))
+        result: TopkLogprobs = out._replace(**differentiable(out, rows))
         return result
 
     return transformed
@@ -84,92 +70,62 @@ def _with_derivative(out: TopkLogprobs) -> dict[str, jax.Array]:
     return {name: x for name in names if (x := getattr(out, name)) is not None}
 
 
-def _folded(
-    call: Call,
-    size: int,
-    is_batched: Any,
-    logits: jax.Array,
-    token_ids: jax.Array | None,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    extra_token_ids: jax.Array,
-    changes: Changes | None,
-) -> TopkLogprobs:
+def _folded(call: Call, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs:
     """`size` calls as one: the outputs [size, R, ...]."""
-    logits_batched, *_ = is_batched
+    logits, logits_batched = rows.logits, bool(is_batched.logits)
 
-    def each(x: jax.Array | None, is_batched: Any) -> jax.Array | None:
+    def each(x: jax.Array, is_batched: bool) -> jax.Array:
         """x with a leading axis [size, ...]."""
-        if x is None or is_batched:
-            return x
-        return jnp.broadcast_to(x[None], (size, *x.shape))
+        return x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
 
-    token_ids, row_ids, num_rows, temperatures, extra = map(
+    nothing = jnp.zeros(0)  # the logits stay as they are
+    rows = jax.tree.map(
         each,
-        (token_ids, row_ids, num_rows, temperatures, extra_token_ids),
-        is_batched[1:6],
-    )
-    changes = jax.tree.map(each, changes, is_batched[6])
-    assert extra is not None
-    num_targets = extra.shape[1]
-    is_greedy = token_ids is None
+        rows._replace(logits=nothing),
+        is_batched._replace(logits=True),  # type: ignore[arg-type]
+    )._replace(logits=logits)
+    assert rows.extra_token_ids is not None
+    num_targets = rows.extra_token_ids.shape[1]
+    is_greedy = rows.token_ids is None
     if is_greedy and not logits_batched:  # a greedy call reads each row of its logits once
         logits, logits_batched = jnp.broadcast_to(logits[None], (size, *logits.shape)), True
     num_logits_rows = logits.shape[-2]
     index = jnp.broadcast_to(jnp.arange(num_targets, dtype=jnp.int32), (size, num_targets))
-    wanted = None if num_rows is None else index < num_rows[:, None]
-    if not is_greedy and (row_ids is not None or wanted is not None or not logits_batched):
-        rows = index if row_ids is None else row_ids
-        inside = (rows >= 0) & (rows < num_logits_rows)
-        inside = inside if wanted is None else inside & wanted
+    active = None if rows.num_rows is None else index < rows.num_rows[:, None]
+    row_ids = rows.row_ids
+    if not is_greedy and (row_ids is not None or active is not None or not logits_batched):
+        row_ids = index if row_ids is None else row_ids
+        inside = (row_ids >= 0) & (row_ids < num_logits_rows)
+        inside = inside if active is None else inside & active
         first = jnp.arange(size, dtype=jnp.int32)[:, None] * num_logits_rows
-        row_ids = jnp.where(inside, rows + first if logits_batched else rows, jnp.int32(-1))
+        row_ids = jnp.where(inside, row_ids + first if logits_batched else row_ids, jnp.int32(-1))
 
-    def flat(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else x.reshape(size * x.shape[1], *x.shape[2:])
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(size * x.shape[1], *x.shape[2:])
 
-    out = call(
-        flat(logits) if logits_batched else logits,
-        flat(token_ids),
-        flat(row_ids),
-        None,
-        flat(temperatures),
-        flat(extra),
-        jax.tree.map(flat, changes),
-    )
-    out = TopkLogprobs(
+    more = rows._replace(logits=nothing[None], row_ids=row_ids, num_rows=None)
+    folded: Rows = jax.tree.map(flat, more)
+    out = call(folded._replace(logits=flat(logits) if logits_batched else logits))
+    if is_greedy and active is not None:
+        worked_on = active.reshape(-1)
+
+        def where(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
+            return jnp.where(worked_on.reshape(-1, *[1] * (x.ndim - 1)), x, of_skipped)
+
+        out = jax.tree.map(where, out, skipped_like(out))
+    return TopkLogprobs(
         *jax.tree.map(lambda x: x.reshape(size, num_targets, *x.shape[1:]), tuple(out))
     )
-    if not is_greedy or wanted is None:
-        return out
-    like = Wanted(
-        out.token_ids.shape[2] - 1,
-        out.log_sum_exp is not None,
-        out.entropy is not None,
-        out.top_logits is not None,
-    )
-    skipped = skipped_rows(num_targets, like, extra.shape[2])
-
-    def where(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
-        return jnp.where(wanted.reshape(wanted.shape + (1,) * (x.ndim - 2)), x, of_skipped)
-
-    result: TopkLogprobs = jax.tree.map(where, out, skipped)
-    return result
 
 
-def _tangent(shard: VocabShard, primals: Any, tangents: Any) -> dict[str, jax.Array]:
+def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> dict[str, jax.Array]:
     """What a change of logits, temperatures and biases changes of `_with_derivative`."""
-    out, logits, row_ids, temperatures, extra_token_ids, changes = primals
-    _, d_logits, _, d_temperatures, _, d_changes = tangents
-    num_targets, k = out.token_ids.shape[0], out.token_ids.shape[1] - 1
-    rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
-    rows = jnp.clip(rows, 0, logits.shape[0] - 1)
-    ids = jnp.concatenate([out.token_ids, extra_token_ids], axis=1)
+    k, temperatures = out.token_ids.shape[1] - 1, rows.temperatures
+    ids = jnp.concatenate([out.token_ids, rows.extra_ids], axis=1)
     logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)
     known = ~jnp.isnan(logprobs) & (ids >= 0)
 
-    x, dx = _changed(shard, rows, (logits, changes), (d_logits, d_changes))
+    x, dx = _changed(shard, rows, moved)
     maximum = shard.maximum(jnp.where(jnp.isnan(x), -jnp.inf, x))
     valid = jnp.isfinite(maximum) & ~shard.any(jnp.isnan(x))
     # Zeros where a row has no answer: 0 * NaN would not be 0 when this is transposed.
@@ -186,18 +142,20 @@ def _tangent(shard: VocabShard, primals: Any, tangents: Any) -> dict[str, jax.Ar
 
     named = _named(dx, jnp.where(known, ids, 0), shard)
     mean = shard.sum(weights * dx)[:, None]
-    moved, of_sum, of_entropy = named - mean, mean, -_weighted(shard, weights, finite, center, dx)
+    change, of_sum, of_entropy = named - mean, mean, -_weighted(shard, weights, finite, center, dx)
     if t is not None:
-        moved, of_sum, of_entropy = moved / t, of_sum / t, of_entropy / t
+        change, of_sum, of_entropy = change / t, of_sum / t, of_entropy / t
         scaled = _named(x, jnp.where(known, ids, 0), shard) - maximum[:, None]
         scaled = jnp.where(jnp.isfinite(scaled), scaled, 0) / t
         # A temperature of 0 is read as 1: a constant, which does not change.
-        slope = jnp.where(temperatures[:, None] == 0, 0.0, d_temperatures[:, None] / t)
-        moved += (center - scaled) * slope
+        assert temperatures is not None
+        assert moved.temperatures is not None
+        slope = jnp.where(temperatures[:, None] == 0, 0.0, moved.temperatures[:, None] / t)
+        change += (center - scaled) * slope
         of_sum -= (center + jnp.where(valid, maximum, 0)[:, None] / t) * slope
         of_entropy += _weighted(shard, weights, finite, center, finite) * slope
-    moved = jnp.where(known & valid[:, None], moved, 0)
-    changed = {"logprobs": moved[:, : k + 1], "extra_logprobs": moved[:, k + 1 :]}
+    change = jnp.where(known & valid[:, None], change, 0)
+    changed = {"logprobs": change[:, : k + 1], "extra_logprobs": change[:, k + 1 :]}
 
     def answers(x: jax.Array, found: jax.Array) -> jax.Array:
         return jnp.where(jnp.isnan(found) | ~valid, 0, x[:, 0])
@@ -212,15 +170,12 @@ def _tangent(shard: VocabShard, primals: Any, tangents: Any) -> dict[str, jax.Ar
     return changed
 
 
-def _changed(
-    shard: VocabShard, rows: jax.Array, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The changed logits [R, W] float32 of these rows, and their tangents."""
-    (logits, changes), (d_logits, d_changes) = primals, tangents
-    width = logits.shape[1]
-    logits, d_logits = jnp.asarray(logits), jnp.asarray(d_logits)
-    x = shard.masked(logits)[rows].astype(jnp.float32)
-    dx = d_logits[rows].astype(jnp.float32)
+def _changed(shard: VocabShard, rows: Rows, moved: Rows) -> tuple[jax.Array, jax.Array]:
+    """The changed logits [R, W] float32 of the target rows, and their tangents."""
+    changes, index = rows.changes, rows.places
+    width = rows.logits.shape[1]
+    x = shard.masked(jnp.asarray(rows.logits))[index].astype(jnp.float32)
+    dx = jnp.asarray(moved.logits)[index].astype(jnp.float32)
     if changes is None:
         return x, dx
     first = shard.ids(width)[0]
@@ -228,10 +183,12 @@ def _changed(
     assert mine is not None
     x = of_logits.apply(x, mine)
     if changes.bias is not None:  # by id, in any order: derivatives of sums are sums
+        assert changes.bias_token_ids is not None
+        assert moved.changes is not None
         inside = (changes.bias_token_ids >= 0) & (changes.bias_token_ids < shard.size(width))
         ids = jnp.where(inside, changes.bias_token_ids, jnp.int32(-1))
-        moved = Changes(None, ids, d_changes.bias)
-        dx = of_logits.apply(dx, of_logits.of_shard(moved, first, width))
+        added = Changes(None, ids, moved.changes.bias)
+        dx = of_logits.apply(dx, of_logits.of_shard(added, first, width))
     forbidden = of_logits.apply(jnp.zeros_like(dx), Changes(mine.allowed)) == -jnp.inf
     return x, jnp.where(forbidden, 0, dx)
 

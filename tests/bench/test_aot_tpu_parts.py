@@ -98,14 +98,14 @@ def test_what_a_ways_results_depend_on(tmp_path, monkeypatch):
     """XLA's on no file of the kernel, the plain way's on none of the package; each on the tool."""
     every = {way: set(results.sources(way, results.ROOT)) for way in ("plain", "xla", "kernel")}
     assert every["plain"] < every["xla"] < every["kernel"]
-    assert results.KERNELS / "kernel.py" in every["kernel"] - every["xla"]
+    assert results.KERNELS / "rows_kernel.py" in every["kernel"] - every["xla"]
     assert not any(results.OF_GPUS in one.parents for one in every["kernel"] | every["xla"])
     for path in every["kernel"]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((results.ROOT / path).read_bytes())
     monkeypatch.setattr(results, "COMPILERS", ("jax",))
     before = {way: results.fingerprint(way, tmp_path) for way in every}
-    (tmp_path / results.KERNELS / "kernel.py").write_text("other")
+    (tmp_path / results.KERNELS / "rows_kernel.py").write_text("other")
     after = {way: results.fingerprint(way, tmp_path) for way in every}
     assert [way for way in every if before[way] != after[way]] == ["kernel"]
 

@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import pallas_kernels
 from bench import scaling
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import forward
 from jax_specdec.device.model.params import init_cache
 from pallas_kernels import topk_logprobs
+from pallas_kernels.backends import groups
+from pallas_kernels.sampling import distribution, row_cuts
 from pallas_kernels.sampling import drafts as drawing
-from pallas_kernels.sampling import gap_cut, truncation
 from pallas_kernels.sampling.drafts import draw, none_drawn
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import verify
+from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.collectives import bytes_of_a_run, of_a_run
 from tests.support.paths import ROOT
@@ -52,12 +52,12 @@ def test_the_page_has_these_numbers():
 
 @pytest.mark.fast
 def test_constants_are_those_of_the_code():
-    assert scaling.GROUP == pallas_kernels.GROUP_WIDTH
-    assert scaling.CANDIDATES == pallas_kernels.MANY_CANDIDATES
-    assert scaling.MOST_CANDIDATES == truncation.MOST_CANDIDATES
+    assert scaling.GROUP == groups.WIDTH
+    assert scaling.CANDIDATES == groups.MANY
+    assert scaling.MOST_CANDIDATES == distribution.MOST_CANDIDATES
     assert scaling.DRAFT_TOKENS == drawing.MOST_TOKENS
     for vocabulary in (2, 1000, 1024, 32_000, 128_256, 262_144):
-        assert scaling.gap_words(vocabulary) == gap_cut.num_words(vocabulary)
+        assert scaling.gap_words(vocabulary) == row_cuts.num_words(vocabulary)
 
 
 @pytest.mark.parametrize(("shards", "rows", "k", "chosen"), [(2, 5, 7, 0), (4, 24, 20, 3)])
@@ -87,9 +87,10 @@ def verified_and_drawn(batch, drafts, vocab, dtype):
     columns = array(batch, drafts + 1, vocab, dtype=dtype), array(batch, drafts, vocab, dtype=dtype)
 
     def step(x, draft_logits, proposed, sampling, positions):
-        verified = verify(x, proposed, sampling, positions, parallel=parallel)
+        verified = verify(x, proposed, sampling, positions, **parallel.columns)
         drawn = [
-            draw(draft_logits[:, i : i + 1], sampling, positions, parallel) for i in range(drafts)
+            draw(draft_logits[:, i : i + 1], sampling, positions, **parallel.columns)
+            for i in range(drafts)
         ]
         return verified, drawn
 

@@ -1,14 +1,17 @@
-"""Calls as users make them: JAX's default settings, in a process without the suite's checks."""
+"""Calls as users make them: JAX's default settings, in a process without the suite's checks.
+
+The examples, and those of the README, run in processes of their own too (`tests/docs`).
+"""
 
 import os
 import subprocess
 import sys
 
+from tests.support import quick_compile
+
 CALLS = """
 import jax, jax.numpy as jnp, numpy as np
-from pallas_kernels.sampling.drafts import draw
-from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import Drafts, verify
+from pallas_kernels.sampling import Drafts, Sampling, draw, verify
 
 N, V = 4000, 7
 row = np.random.default_rng(0).normal(size=V).astype(np.float32)
@@ -30,39 +33,26 @@ known = seeds.astype(np.uint32)
 expected, proposed = sampled(known), drawn(known)
 counts = np.bincount(expected, minlength=V)
 assert ((counts - N * p) ** 2 / (N * p)).sum() < 30, counts  # 6 degrees: 1 of 25,000
-for given in (seeds, seeds.astype(np.int32), jnp.asarray(seeds, jnp.int32)):
-    assert (sampled(given) == expected).all(), given.dtype
-    assert (drawn(given) == proposed).all(), given.dtype
-assert (sampled(known, np.zeros(N, np.int64)) == expected).all()
-
-eager = verify(
-    logits[:2], Drafts(none.token_ids[:2], none.num[:2]),
-    jax.tree.map(lambda x: x[:2], base), np.zeros(2, np.int64),
-)
-assert (np.asarray(eager.num_tokens) == 1).all()
-
-def refused(kind, words, **changed):
-    given = dict(logits=logits, drafts=none, sampling=base, positions=np.zeros(N, np.int32))
-    try:
-        verify(**(given | changed))
-    except kind as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"not refused: {words}")
-
-def seeded(seed):
-    return base._replace(seed=seed)
-
-refused(ValueError, "logits (4000, 7)", logits=logits[:, 0])
-refused(TypeError, "logits is a list", logits=logits.tolist())
-refused(TypeError, "drafts is a ndarray", drafts=none.token_ids)
-refused(TypeError, "sampling.seed is of float32", sampling=seeded(np.ones(N, np.float32)))
-refused(TypeError, "JAX key", sampling=seeded(jax.random.split(jax.random.key(0), N)))
-refused(TypeError, "JAX keys", sampling=seeded(jax.random.split(jax.random.PRNGKey(0), N)))
-refused(TypeError, "seed is of a JAX key", sampling=seeded(jax.random.key(0)))
-refused(ValueError, "sampling.top_k (1,)", sampling=base._replace(top_k=np.zeros(1, np.int32)))
-refused(ValueError, "positions ()", positions=jnp.int32(0))
-refused(ValueError, "drafts.num (1,)", drafts=none._replace(num=np.zeros(1, np.int32)))
+assert (sampled(seeds, np.zeros(N, np.int64)) == expected).all()  # int32 to JAX
+assert (sampled(jnp.asarray(seeds)) == expected).all()
+assert (drawn(seeds) == proposed).all()
+# A dozen calls of types that only JAX's promotion joins.
+from pallas_kernels import greedy_topk_logprobs, linear_topk_logprobs, topk_logprobs
+few = jnp.asarray(np.random.default_rng(1).normal(size=(3, 40)), jnp.float32)
+ids = jnp.arange(3)
+plain = topk_logprobs(few, ids, 2)
+for other in (
+    topk_logprobs(np.asarray(few), np.arange(3, dtype=np.int32), 2),
+    topk_logprobs(few, ids, 2, temperatures=jnp.ones(3), num_rows=3),
+    topk_logprobs(few, ids, 2, row_ids=ids, extra_token_ids=ids[:, None]),
+    jax.vmap(lambda x, i: topk_logprobs(x[None], i[None], 2))(few, ids),
+):
+    assert np.allclose(np.asarray(other.logprobs).reshape(3, 3), plain.logprobs, atol=1e-6)
+    assert (np.asarray(other.token_ids).reshape(3, 3) == plain.token_ids).all()
+assert (greedy_topk_logprobs(few, 2).token_ids[:, 1:] == plain.token_ids[:, 1:]).all()
+eye = jnp.eye(40)
+found = linear_topk_logprobs(few, eye, ids, 2)
+assert (found.token_ids == plain.token_ids).all()
 """
 
 
@@ -70,7 +60,12 @@ def test_calls_hold_with_the_default_settings_of_jax() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     done = subprocess.run(
         [sys.executable, "-c", CALLS],
-        env=environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=environment
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": quick_compile.FLAGS,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ipc import wire
 from ipc.wire import KEPT_ALL, KEPT_MANY
-from jax_specdec.kept_sets import KeptSets
+from jax_specdec.kept_sets import KeptSets, PaddedKept
 
 pytestmark = pytest.mark.fast
 
@@ -83,3 +84,12 @@ def test_sets_that_do_not_go_together_are_refused():
         KeptSets.of(two, mass, two)
     with pytest.raises(ValueError, match="1 masses and 3 ids"):
         KeptSets.of(two, mass[:1], np.arange(3, dtype=np.int32))
+
+
+def test_marks_and_limits_are_those_of_the_device():
+    """The device's side knows no message, and a message no device."""
+    from pallas_kernels.sampling import kept_set
+
+    for name in ("MAX_KEPT", "KEPT_ALL", "KEPT_MANY"):
+        assert getattr(kept_set, name) == getattr(wire, name)
+    assert kept_set.PaddedKept._fields == PaddedKept._fields

@@ -97,3 +97,11 @@ def test_a_request_that_goes_on_knows_which_tokens_were_emitted():
         assert told.params.min_tokens == least
     with pytest.raises(RequestError, match="num_emitted = 2 must be from 0 to 1"):
         Request.from_packed("a", packed((1, 2)), params, 2)
+
+
+def test_seeds_count_modulo_2_32():
+    for seed, kept in ((-1, 2**32 - 1), (2**32, 0), (2**40 + 7, 7), (np.int64(-2), 2**32 - 2)):
+        assert SamplingParams(seed=seed).seed == kept
+    for seed in (1.5, True, "1"):
+        with pytest.raises(RequestError, match=r"seed = .* must be a whole number; it counts mod"):
+            SamplingParams(seed=seed)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gumbel_of_bits, threefry_word
 from pallas_kernels.lowering.computed_once import computed_once
-from pallas_kernels.numbers.gumbel import gumbel
+from pallas_kernels.numbers.gumbel import gumbel, gumbel_of_bits
+from pallas_kernels.numbers.threefry import word as threefry_word
 
 NUMBERS = np.array([0, 2**-126, 1 / 3, 1, 2**32, 3e38, np.inf, np.nan], np.float32)
 

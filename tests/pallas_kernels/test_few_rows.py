@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends.xla.few_rows import FEW_ROWS, few_rows, in_one_thread
+from pallas_kernels.backends.xla.block_sizes import FEW_ROWS, few_rows, in_one_thread
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,9 @@ def test_a_wrong_derivative_would_be_noticed(monkeypatch):
     """Negative control: the biases' derivatives are forgotten."""
     right = derivatives._changed
 
-    def wrong(shard, rows, primals, tangents):
-        logits, changes = tangents
-        return right(shard, rows, primals, (logits, changes._replace(bias=changes.bias * 0)))
+    def wrong(shard, rows, moved):
+        changes = moved.changes._replace(bias=moved.changes.bias * 0)
+        return right(shard, rows, moved._replace(changes=changes))
 
     monkeypatch.setattr(derivatives, "_changed", wrong)
     with pytest.raises(AssertionError):

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import TopkLogprobs, greedy, logprobs_of_read, topk_logprobs
+from pallas_kernels import TopkLogprobs, greedy, topk_logprobs
+from pallas_kernels.sampling.row_read import logprobs_of_read
 from tests.support import quick_compile
 
 pytestmark = pytest.mark.fast

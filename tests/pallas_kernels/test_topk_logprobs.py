@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import greedy, greedy_token_ids, topk_logprobs
-from pallas_kernels.lowering import blocks
+from pallas_kernels import greedy, topk_logprobs
+from pallas_kernels.backends.xla import block_sizes
 from pallas_kernels.testing import oracle, shapes
 from tests.support import quick_compile
 from tests.support.interpreted_kernels import ON_GPU
@@ -93,7 +93,7 @@ class CallingStyles(chex.TestCase):
         assert expected == [1, 1, 0, 0, 0, 2, 1]  # by hand
         np.testing.assert_array_equal(choice.token_ids, expected)
         np.testing.assert_array_equal(choice.valid, [oracle.is_valid(row) for row in x])
-        np.testing.assert_array_equal(greedy_token_ids(x), expected)
+        np.testing.assert_array_equal(greedy(x).token_ids, expected)
 
 
 @pytest.mark.fast
@@ -208,7 +208,7 @@ def test_blocks_follow_num_rows(num_rows):
     """Several blocks: rows from num_rows on are skipped, wherever the block boundary falls."""
     rng = np.random.default_rng(3)
     x = random_logits(rng, 40, 4096)
-    assert 1 < blocks.rows_on_cpu(jnp.asarray(x), 37, 3, True) < 37
+    assert 1 < block_sizes.rows_on_cpu(jnp.asarray(x), 37, 3, True) < 37
     row_ids = rng.integers(0, 40, 37).astype(np.int32)
     both(x, rng.integers(0, 4096, 37), 3, row_ids=row_ids, num_rows=np.int32(num_rows))
     choice = choices(x)

@@ -1,6 +1,8 @@
 """The XLA implementation: blocks by platform, many columns, subnormal logits, `jax.debug_nans`."""
 
+import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,10 @@ import pytest
 from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from pallas_kernels.numbers import ordered_keys
 from pallas_kernels.testing import oracle
-from tests.support import quick_compile
+from tests.support import kernel_calls, quick_compile
 
 ELSEWHERE = ("cuda", "rocm", "tpu")
 
@@ -71,7 +73,7 @@ def lowered_with_any_k(platform, rows, vocabulary, k):
     extra = jax.ShapeDtypeStruct((rows, 0), jnp.int32)
 
     def call(logits, ids, extra):
-        return xla.topk_logprobs(logits, ids, Wanted(k), None, None, None, extra)
+        return kernel_calls.topk_logprobs(xla, logits, ids, Outputs(k), None, None, None, extra)
 
     traced = jax.jit(call).trace(logits, ids, extra)
     return traced.lower(lowering_platforms=(platform,)).as_text()
@@ -96,9 +98,11 @@ def test_each_platforms_program_gives_the_oracles_answer(way, monkeypatch):
 
     @quick_compile.jit
     def call(x, ids, temperatures, extra, num_rows):
-        return xla._topk_logprobs(
-            chosen, Wanted(20), x, ids, None, num_rows, temperatures, extra, None
+        kernels = SimpleNamespace(
+            row_sums=lambda rows, selected, outputs: xla._row_sums(chosen, outputs, rows, selected)
         )
+        given = (None, num_rows, temperatures, extra)
+        return kernel_calls.topk_logprobs(kernels, x, ids, Outputs(20), *given)
 
     found = call(x, ids, temperatures, extra, np.int32(13))
     expected = oracle.topk_logprobs(x, ids, 20, **options)
@@ -116,12 +120,14 @@ def test_each_platforms_program_gives_the_oracles_answer(way, monkeypatch):
 def test_many_columns(dtype):
     """K = 512, more than the groups of some vocabularies."""
     rng = np.random.default_rng(0)
-    columns = quick_compile.jit(xla.topk_logprobs, static_argnums=2)
+    columns = quick_compile.jit(
+        functools.partial(kernel_calls.topk_logprobs, xla), static_argnums=2
+    )
     for vocabulary in (600, 20_001):
         x = np.round(rng.normal(size=(3, vocabulary)) * 8).astype(jnp.dtype(dtype))
         ids = rng.integers(0, vocabulary, 3).astype(np.int32)
         extra = np.zeros((3, 0), np.int32)
-        found = columns(x, ids, Wanted(512), None, None, None, extra)
+        found = columns(x, ids, Outputs(512), None, None, None, extra)
         oracle.assert_matches(found, oracle.topk_logprobs(x, ids, 512))
 
 

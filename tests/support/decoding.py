@@ -31,7 +31,7 @@ from jax_specdec.records import output_processor
 from jax_specdec.records.decode import decode
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
-from pallas_kernels.sampling.verify import accept_draft
+from pallas_kernels.sampling.verification import accept_draft
 from tests.support import quick_compile
 
 VOCAB = 32

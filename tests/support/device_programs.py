@@ -25,7 +25,7 @@ from jax_specdec.device.model.llama import logits as model_logits
 from jax_specdec.device.model.params import init_params
 from jax_specdec.requests import Request, SamplingParams
 from pallas_kernels.sampling.drafts import draw, joined
-from pallas_kernels.sampling.verify import Drafts
+from pallas_kernels.sampling.types import Drafts
 
 VOCAB = 4096  # two shards of the least that the kernels take
 SLOTS, DRAFTS, LENGTH, CHUNK = 4, 2, 64, 8
@@ -47,7 +47,9 @@ def the_same_again(params, context):
 def drawn_again(model, parallel, params, context):
     rows = model_logits(params, model, context.hidden[:, :1])
     places = [context.lengths + d for d in range(DRAFTS)]
-    turns = [draw(rows, context.sampling, at, parallel, tell=context.tell) for at in places]
+    turns = [
+        draw(rows, context.sampling, at, tell=context.tell, **parallel.columns) for at in places
+    ]
     return joined(turns, context.limit)
 
 

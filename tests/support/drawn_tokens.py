@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import GROUP_WIDTH, threefry_word
-from pallas_kernels.backends.sampled_draw import RowsToDraw
+from pallas_kernels.backends.groups import WIDTH as GROUP_WIDTH
+from pallas_kernels.backends.groups import RowsToDraw
+from pallas_kernels.numbers.threefry import word as threefry_word
 
 PURPOSES = (3, 1)  # of the noise of groups, of tokens
 

@@ -17,8 +17,7 @@ from jax_specdec.device.drafting.drafters import (
 )
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from pallas_kernels.sampling.drafts import draw, joined
-from pallas_kernels.sampling.verify import CompactQ, Tell
+from pallas_kernels.sampling import CompactQ, Tell, draw, joined
 
 __all__ = [
     "Drafter",

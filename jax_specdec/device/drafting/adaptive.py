@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_specdec.device.drafting.drafters import Context, Drafter, State
-from pallas_kernels.sampling.verify import Drafts
+from pallas_kernels.sampling import Drafts
 
 
 class AdaptiveState(NamedTuple):

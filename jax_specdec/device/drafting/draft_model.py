@@ -20,8 +20,7 @@ from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import KVCache, init_cache
 from jax_specdec.device.model.prefill import prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from pallas_kernels.sampling.drafts import draw, joined, none_drawn
-from pallas_kernels.sampling.verify import Drafts
+from pallas_kernels.sampling import Drafts, draw, joined, none_drawn
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class DraftModel:
                 hidden, state = forward(small, self.model, tokens, at, state)
             found = self._in_target(logits(small, self.model, hidden))
             place = lengths + number
-            one = draw(found, context.sampling, place, self.parallel, tell=context.tell)
+            one = draw(found, context.sampling, place, tell=context.tell, **self.parallel.columns)
             drawn.append(one)
         return joined(drawn, context.limit), state
 

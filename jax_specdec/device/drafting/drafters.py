@@ -19,9 +19,7 @@ from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
 from jax_specdec.device.model.prefill import mtp_prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from pallas_kernels.sampling.drafts import draw, joined, none_drawn
-from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import Drafts, Tell, Verified
+from pallas_kernels.sampling import Drafts, Sampling, Tell, Verified, draw, joined, none_drawn
 
 State = Any  # a pytree that belongs to the drafter
 
@@ -205,7 +203,7 @@ class MtpDrafter:
                 )
             found = project(params, self.config, hidden)
             place = context.lengths + index
-            one = draw(found, context.sampling, place, self.parallel, tell=context.tell)
+            one = draw(found, context.sampling, place, tell=context.tell, **self.parallel.columns)
             drawn.append(one)
         return joined(drawn, context.limit), state
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec.device.drafting.drafters import Context, State, certain, no_drafts
-from pallas_kernels.sampling.drafts import none_drawn
-from pallas_kernels.sampling.verify import CompactQ, Drafts
+from pallas_kernels.sampling import CompactQ, Drafts, none_drawn
 
 DraftFunction = Callable[[Any, Context], Drafts]  # of the loop's params, and what a step left
 

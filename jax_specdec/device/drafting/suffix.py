@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Int32
 from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
 from jax_specdec.device.drafting.drafters import Context, State, certain, no_drafts
 from pallas_kernels import vary_like
-from pallas_kernels.sampling.verify import Drafts
+from pallas_kernels.sampling import Drafts
 
 NEVER = -2  # equal to no token and no separator
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.model.prefill import prefill
-from pallas_kernels.sampling.verify import CompactQ, Drafts
+from pallas_kernels.sampling import CompactQ, Drafts
 
 
 class Chunk(NamedTuple):

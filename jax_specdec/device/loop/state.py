@@ -17,8 +17,7 @@ from jax_specdec.device.drafting.drafters import Drafter
 from jax_specdec.device.model.own_model import Model, empty_cache
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
-from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import AcceptRule, Drafts, accept_draft
+from pallas_kernels.sampling import AcceptRule, Drafts, Sampling, accept_draft
 
 AnyArray = jax.Array | np.ndarray
 

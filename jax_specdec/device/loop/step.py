@@ -25,8 +25,7 @@ from jax_specdec.device.model.own_model import head as logits
 from jax_specdec.device.model.own_model import run as forward
 from jax_specdec.device.model.params import KVCache
 from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
-from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import Drafts, Tell, Verified, verify
+from pallas_kernels.sampling import Drafts, Sampling, Tell, Verified, verify
 
 
 def step(
@@ -182,7 +181,7 @@ def _verify(
         state.lengths,
         accept=config.accept,
         choice=choice,
-        parallel=config.parallel,
+        **config.parallel.columns,
         raw_k=None if fused_greedy else fused_k,
     )
     num_tokens = jnp.where(state.active, verified.num_tokens, 0)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_specdec.device.loop.kinds import Kind
-from pallas_kernels.sampling.verify import Told
+from pallas_kernels.sampling import Told
 
 
 def as_told(kind: Kind, told: Told | None, drafts: Any) -> Told | None:

@@ -14,7 +14,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.buckets import chosen_bucket, k_bucket
 from jax_specdec.requests import SamplingParams
 from jax_specdec.wording import counted
-from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling import Sampling
 
 
 class Widths(NamedTuple):
@@ -46,13 +46,23 @@ class Asked(NamedTuple):
 
 
 def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
-    """The static limits of what the requests of a batch ask for."""
+    """The static limits of what the requests of a batch ask for.
+
+    Raises:
+      ValueError: a request asks for more top columns than the vocabulary has tokens.
+    """
     asking = [one for one in params if one.num_columns]
     kept = any(one.kept_token_ids for one in params)
     if not asking:
         return Widths(kept=kept)
+    k = max(one.num_columns for one in asking) - 1
+    if k > vocab_size:
+        raise ValueError(
+            f"logprobs = {k} of a request are more than the {vocab_size} tokens of the vocabulary: "
+            f"ask for {vocab_size} at most"
+        )
     return Widths(
-        k=k_bucket(max(one.num_columns for one in asking) - 1, vocab_size),
+        k=k_bucket(k, vocab_size),
         chosen=chosen_bucket(max(len(one.extra_token_ids) for one in asking)),
         mode=LogprobsMode(max(one.logprobs_mode for one in asking)),
         kept=kept,

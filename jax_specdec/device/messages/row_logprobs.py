@@ -17,10 +17,8 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from pallas_kernels import TopkLogprobs, named_logits, topk_logprobs
-from pallas_kernels.sampling.parameters import Sampling, Truncation
-from pallas_kernels.sampling.truncation import truncation
-from pallas_kernels.sampling.verify import CompactQ, Drafts, Tell, Told
+from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels.sampling import CompactQ, Drafts, Sampling, Tell, Told, Truncation, truncation
 
 
 def row_logprobs(
@@ -114,7 +112,7 @@ def _processed(
         ids: Int32[Array, "R N"], logprobs: Float32[Array, "R N"]
     ) -> Float32[Array, "R N"]:
         x = parallel.over_vocabulary(
-            lambda shard, logits, whole: named_logits(logits, whole[0], whole[1], shard),
+            lambda shard, logits, whole: shard.named_logits(logits, whole[0], whole[1]),
             flat_logits,
             (rows.flat, ids),
         )

@@ -19,10 +19,9 @@ from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.pack_kept import KeptRows
 from jax_specdec.device.messages.row_logprobs import cut_where, row_logprobs
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from jax_specdec.kept_sets import PaddedKept
 from pallas_kernels import TopkLogprobs
-from pallas_kernels.sampling.kept_set import kept_sets
-from pallas_kernels.sampling.parameters import Truncation
-from pallas_kernels.sampling.verify import Drafts, Verified
+from pallas_kernels.sampling import Drafts, Truncation, Verified, kept_sets
 
 
 class StepOutput(NamedTuple):
@@ -169,7 +168,7 @@ def row_kept_sets(output: StepOutput, asked: Asked, parallel: Parallel = ONE_DEV
         output.chose.reshape(batch * num_positions, vocab),
         (rows.flat, rows.num, own),
     )
-    return KeptRows(rows.num, found)
+    return KeptRows(rows.num, PaddedKept(*found))
 
 
 def draft_message(

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.params import named_arrays
-from pallas_kernels import WHOLE, VocabShard
+from pallas_kernels import VocabShard
 
 MODEL_AXIS = "model"
 
@@ -46,6 +46,13 @@ class Parallel:
     @property
     def axis_name(self) -> str | None:
         return None if self.mesh is None else MODEL_AXIS
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """How the vocabulary of logits is split, as `verify` and `draw` take it."""
+        if self.mesh is None:
+            return {"axis_name": ()}
+        return {"mesh": self.mesh, "axis_name": MODEL_AXIS, "vocab_size": self.vocab_size}
 
     @property
     def num_shards(self) -> int:
@@ -80,7 +87,7 @@ class Parallel:
           split_result: the result is like `columns`, and split as they are.
         """
         if self.mesh is None:
-            return call(WHOLE, columns, whole)
+            return call(VocabShard(), columns, whole)
         shard = VocabShard(MODEL_AXIS, self.vocab_size)
         specs = jax.tree.map(lambda x: split(x.shape, -1, self.num_shards), columns)
         everywhere = PartitionSpec()  # type: ignore[no-untyped-call]

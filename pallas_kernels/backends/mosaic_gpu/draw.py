@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backends.groups import Drawn, RowsToDraw
 from pallas_kernels.backends.mosaic_gpu import compat, taken
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
@@ -31,7 +32,6 @@ from pallas_kernels.backends.mosaic_gpu.early import load_at_once
 from pallas_kernels.backends.mosaic_gpu.pass1_groups import maxima_and_sums
 from pallas_kernels.backends.mosaic_gpu.targets import LARGEST, LOG2_E
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
-from pallas_kernels.backends.sampled_draw import Drawn, RowsToDraw
 from pallas_kernels.numbers.gumbel import gumbel, log_of
 from pallas_kernels.numbers.threefry import word
 

@@ -1,123 +1,129 @@
-"""Step 1 of the selection: the K groups with the largest maxima, ties lowest group.
+"""The read of sampled rows in the Pallas Mosaic GPU kernels: what `xla.groups.read` does.
 
-A thread holds a run of group maxima as ordered integers. `nth_largest` halves the range of keys
-until as many groups as wanted lie above; `choose` writes the groups into a list. Nothing depends on
-K but the number of halvings: at most 32, about 8 for logits of a model.
+Pass 1 (`pass1_groups`) reads the logits once, for the groups' maxima and sums. Pass 2
+(`pass2_finish`) selects candidates from the groups, if a row needs any. Drawing is left to XLA: it
+works on [R, V / 256] and [R, 256] numbers.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.backends.mosaic_gpu import thread
-from pallas_kernels.backends.mosaic_gpu.keys import NOTHING, middle
-from pallas_kernels.backends.mosaic_gpu.thread import Word, word
-
-WARPS = 4
-TIES = 16  # counts of ties are in the upper bits of a word, counts of larger keys below
-MAX_GROUPS = 2**16 - 1  # what those count
-
-
-def nth_largest(keys: jax.Array, k: int, largest: jax.Array, *, padded: bool = True) -> jax.Array:
-    """An int32 so that exactly k keys are not below it, or the k-th largest key.
-
-    Args:
-      keys: [n] int32, more than k of them above `NOTHING`.
-      k: a Python int.
-      largest: their maximum.
-      padded: whether any may be `NOTHING`.
-    """
-
-    def larger_half(state: Any) -> Any:
-        low, high, _ = state
-        cut = middle(low, high)
-        above = count_not_below(keys, cut)
-        enough = above >= k
-        found = jnp.where(enough, above, jnp.int32(0))
-        return jnp.where(enough, cut, low), jnp.where(enough, high, cut), found
-
-    def unsure(state: Any) -> Any:
-        low, high, above = state
-        return (middle(low, high) != low) & (above != k)
-
-    # The smallest of them, by a maximum, which is one instruction a warp and a minimum is not.
-    smallest = ~jnp.max(jnp.where(keys == NOTHING, NOTHING, ~keys) if padded else ~keys)
-    # k keys are at `low` or above it, fewer at `high`.
-    low, _, _ = lax.while_loop(unsure, larger_half, (smallest, largest + 1, jnp.int32(0)))
-    return low
+from pallas_kernels.backends.groups import (
+    GroupSums,
+    Part,
+    Read,
+    Top,
+    as_many_as_needed,
+    whole_groups,
+)
+from pallas_kernels.backends.mosaic_gpu import pass1_groups, pass2_finish
+from pallas_kernels.backends.mosaic_gpu.pass1_groups import GroupOutputs
+from pallas_kernels.backends.mosaic_gpu.pass2_finish import Inputs
+from pallas_kernels.backends.mosaic_gpu.rows import row_sums
+from pallas_kernels.backends.mosaic_gpu.targets import make_targets
+from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.lowering.blocks import vary_like
 
 
-def count_not_below(keys: jax.Array, cut: jax.Array) -> jax.Array:
-    """The number of keys at the cut or above it."""
-    return jnp.sum(jnp.where(keys >= cut, jnp.int32(1), jnp.int32(0)))
-
-
-def choose(
-    keys: jax.Array,
-    layout: Any,
-    cut: jax.Array,
+def read(
+    part: Part,
+    inverse: jax.Array,
+    needed: jax.Array,
     k: int,
-    chosen_ref: Any,
-    totals_ref: Any,
-    interpreted: bool,
-) -> None:
-    """Write which keys are above the cut, and of those at it the first ones, k at most.
+    tiling: Tiling | None = None,
+    interpret: Any = None,
+) -> Read:
+    """`xla.groups.read`, with the kernels.
 
-    Args:
-      keys: [n] int32.
-      layout: of keys, a `compat.run_layout`.
-      cut: at most k keys are above it.
-      k: a Python int.
-      chosen_ref: [k] i32 in shared memory, out: indices of keys, in no order.
-      totals_ref: [4] i32 in shared memory, which is used.
-      interpreted: whether the kernel is.
+    Where groups end with the columns, or the row ends in its last one, pass 1 reads the columns
+    alone. Else (`part.tail` has two groups) it reads the whole groups among them, and in a launch
+    of its own the tail; candidates, which are the columns', then take a read of their own.
     """
-    if keys.shape[0] > MAX_GROUPS:
-        raise NotImplementedError(
-            f"{keys.shape[0]} groups of logits are more than {MAX_GROUPS}: "
-            'take implementation="xla", or split the vocabulary over devices'
-        )
-    if interpreted:
-        first = jnp.argsort(jnp.where(keys > cut, 0, jnp.where(keys == cut, 1, 2)), stable=True)
-        chosen_ref[...] = first[:k].astype(jnp.int32)
-        return
+    raw, rows = k >= 0, part.logits.shape[0]
+    if part.tail.shape[1] < 2:
+        tiling = tiling or choose_fixed_tiling(rows, part.logits.shape[1], part.logits.dtype.name)
+        out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, None, interpret)
+        groups, raw_sums = of_rows(out, tiling, whole_groups(part) + part.tail.shape[1])
+    else:
+        groups, raw_sums = _split_groups(part, inverse, raw, interpret)
 
-    def body(keys_here: Any, cut_here: Any, chosen: Any, totals: Any) -> None:
-        mine = thread.words(keys_here)
-        _choose(mine, word(cut_here), k, chosen, totals)
+    def top(count: int) -> Top:
+        if part.tail.shape[1] == 2:
+            found = _largest(Rows(part.logits), count, interpret)
+        else:
+            assert tiling is not None
+            found = top_of_groups(part.logits, tiling, out, count, interpret)
+        return vary_like(found, (part, inverse, needed))
 
-    thread.inline(body, (keys, cut, chosen_ref, totals_ref), (layout, "scalar", None, None), ())
-
-
-def _choose(mine: list[Word], cut: Word, k: int, chosen_ref: Any, totals_ref: Any) -> None:
-    """What a thread does, which holds these keys."""
-    flags = [thread.select(key > cut, 1, thread.select(key == cut, 1 << TIES, 0)) for key in mine]
-    total = flags[0]
-    for flag in flags[1:]:
-        total = total + flag
-    lane, warp = thread.thread() & 31, thread.thread() >> 5
-    upto = total  # of the lanes of the warp up to this one
-    for distance in (1, 2, 4, 8, 16):
-        below = thread.from_lane_below(upto, distance)
-        upto = upto + thread.select(lane >= distance, below, 0)
-    thread.when(lane == 31, lambda: thread.store(totals_ref, warp, upto))
-    thread.barrier()
-    before, everything = upto - total, word(0)
-    for i, value in enumerate(thread.load_aligned(totals_ref, 0, WARPS)):
-        before = before + thread.select(warp > i, value, 0)
-        everything = everything + value
-    mask = (1 << TIES) - 1
-    # The next places: of a larger key in the lower bits, of a tie, behind all larger, in the upper.
-    place = before + ((everything & mask) << TIES)
-    first = thread.thread() * len(mine)
-    for i, flag in enumerate(flags):
-        slot = thread.select(flag == 1, place & mask, place >> TIES)
-        wanted = (flag != 0) & (slot < k)
-        thread.when(wanted, _storing(chosen_ref, slot, first + i))
-        place = place + flag
+    return Read(
+        *vary_like((groups, raw_sums), (part, inverse)),
+        *as_many_as_needed(part.logits, needed, k, top),
+    )
 
 
-def _storing(ref: Any, slot: Word, value: Word) -> Any:
-    return lambda: thread.store(ref, slot, value)
+def of_rows(out: GroupOutputs, tiling: Tiling, number: int) -> tuple[GroupSums, jax.Array]:
+    """[R, G] of what pass 1 has left, and the sums at temperature 1 [R, G], or [R, 0]."""
+
+    def of_row(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, tiling.padded_groups)[:, :number]
+
+    sums = of_row(out.sums)
+    raw = sums[:, :0] if out.raw_sums is None else of_row(out.raw_sums)
+    return GroupSums(of_row(out.maxima).astype(jnp.float32), sums), raw
+
+
+def _split_groups(
+    part: Part, inverse: jax.Array, raw: bool, interpret: Any
+) -> tuple[GroupSums, jax.Array]:
+    """`of_rows` of columns that begin or end inside a group."""
+    rows, width = part.tail.shape[0], part.tail.shape[1] * part.tail.shape[2]
+    dtype, whole = part.logits.dtype.name, whole_groups(part)
+    tail = choose_fixed_tiling(rows, width, dtype)
+    out = pass1_groups.read_groups(
+        tail, part.tail.reshape(rows, width), inverse, raw, None, interpret
+    )
+    last = of_rows(out, tail, part.tail.shape[1])
+    if not whole:
+        return last
+    tiling = choose_fixed_tiling(rows, whole * part.tail.shape[2], dtype)
+    offset = part.offset.reshape(1)
+    out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, offset, interpret)
+    both = of_rows(out, tiling, whole), last
+    joined: tuple[GroupSums, jax.Array] = jax.tree.map(
+        lambda x, y: jnp.concatenate([x, y], axis=1), *both
+    )
+    return joined
+
+
+def top_of_groups(
+    logits: jax.Array, tiling: Tiling, out: GroupOutputs, k: int, interpret: Any = None
+) -> Top:
+    """Pass 2."""
+    rows = logits.shape[0]
+    inputs = Inputs(
+        logits.reshape(-1), None, out.partials, out.maxima, make_targets(None, None, None)
+    )
+    found = pass2_finish.finish_rows(tiling, Outputs(k), "parts", inputs, rows, rows, interpret)
+    return _top(found.ids.reshape(rows, k), found.values.reshape(rows, k))
+
+
+def candidates(
+    logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int, interpret: Any = None
+) -> Top:
+    """`read.candidates` of valid rows, by both passes of a call without sampling."""
+    found = _largest(Rows(logits, None, row_ids, num_rows), k, interpret)
+    return vary_like(found, (logits, row_ids, num_rows))
+
+
+def _largest(rows: Rows, k: int, interpret: Any) -> Top:
+    """Both passes of a call without sampling; no logit is larger than infinity."""
+    nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
+    found = row_sums(rows, nothing, Outputs(k), interpret=interpret)
+    return _top(found.top_ids, found.top_logits)
+
+
+def _top(ids: jax.Array, logits: jax.Array) -> Top:
+    return Top(jnp.where(logits > -jnp.inf, ids, jnp.int32(-1)), logits)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
 # and their top K stay logits.
@@ -20,7 +20,7 @@ class RowOutputs(NamedTuple):
     # launch.
     top_logits: Any = None  # [R * K] f32
     log_sum_exp: Any = None  # [R] f32
-    entropy: Any = None  # [R] f32; for "parts" what `RowStatistics.weighted` is
+    entropy: Any = None  # [R] f32; for "parts" what `RowSums.weighted` is
 
 
 def num_selected(k: int, mode: Mode) -> int:
@@ -28,7 +28,7 @@ def num_selected(k: int, mode: Mode) -> int:
     return max(k, 1) if mode == "greedy" else k
 
 
-def more_outputs(wanted: Wanted, mode: Mode) -> dict[str, int]:
+def more_outputs(wanted: Outputs, mode: Mode) -> dict[str, int]:
     """The optional outputs that there are, by name, with the numbers that each has of a row."""
     whole = mode != "parts"  # XLA makes the others of parts
     there = {

@@ -57,7 +57,7 @@ def read_groups(
     Args:
       tiling: a fixed one; its vocabulary is the number of columns that are read.
       logits: [R, columns or more].
-      inverse: [R] float32, `group_sums.inverse_temperature`.
+      inverse: [R] float32, `inverse_temperature`.
       raw: whether the sums at temperature 1 are wanted too. They cost a second exponential in rows
         of other temperatures, and a second store in the others.
       offset: [1] int32, the column of the first group; `offset` + `tiling.vocabulary` columns are

@@ -42,7 +42,7 @@ from pallas_kernels.backends.mosaic_gpu.select import (
 )
 from pallas_kernels.backends.mosaic_gpu.targets import Targets, exponents_scale, over_temperature
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 
 Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
 
@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
 
 def finish_rows(
     tiling: Tiling,
-    wanted: Wanted,
+    wanted: Outputs,
     mode: Mode,
     inputs: Inputs,
     num_logits_rows: int,
@@ -106,7 +106,7 @@ class RowToFinish(NamedTuple):
     """What the program of a target row reads and writes, in the kernel."""
 
     tiling: Tiling
-    wanted: Wanted
+    wanted: Outputs
     mode: Mode
     num_targets: int
     target: Any  # which target row
@@ -132,7 +132,7 @@ def _finish_rows_kernel(
     statistics_ref: Any,
     *others: Any,  # out, as `more_outputs`; scratch
     tiling: Tiling,
-    what: Wanted,
+    what: Outputs,
     mode: Mode,
     num_logits_rows: int,
     num_targets: int,

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.mosaic_gpu import compat, early, groups, order, thread
+from pallas_kernels.backends.mosaic_gpu import chosen as groups
+from pallas_kernels.backends.mosaic_gpu import compat, early, order, thread
 from pallas_kernels.backends.mosaic_gpu.candidates import Candidates, collect_enough
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.keys import (

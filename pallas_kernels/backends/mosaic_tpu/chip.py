@@ -2,7 +2,8 @@
 
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends.mosaic_tpu.plan import DoesNotFit, Plan
+from pallas_kernels.backends.mosaic_tpu.plan import Plan
+from pallas_kernels.lowering.obstacles import DoesNotFit
 
 MIB = 1 << 20
 

@@ -1,208 +1,124 @@
-"""Groups of rows that are sampled, on a TPU: the maximum and the sum of exponentials of each.
+"""The read of sampled rows by TPU kernels: what `xla.groups.read` does.
 
-A group is 256 tokens, so two vectors of a row's lanes: the terms of both are added, then the lanes,
-in the order in which the chip reduces them. So a sum's bits depend on the group's logits and the
-temperature alone. Where a shard's first group begins inside a vector, a group's vectors are put
-together from three, and their terms turned to the lanes that they have elsewhere before these are
-added.
+`groups` reads the logits once, for the groups' maxima and sums. If a row needs candidates, the
+kernel of calls without sampling reads them once more. Drawing is left to XLA: it
+works on [R, V / 256] and [R, 256] numbers.
 """
 
-import functools
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends.mosaic_tpu.copies import Copies
-from pallas_kernels.backends.mosaic_tpu.kernel import like
-from pallas_kernels.backends.mosaic_tpu.plan import LANES, SUBLANES, Plan
-from pallas_kernels.backends.mosaic_tpu.sweeps import LOG2_E
-from pallas_kernels.backends.mosaic_tpu.unit import SHAPE, Halves, Unit
+from pallas_kernels.backends.groups import (
+    FEW,
+    GroupSums,
+    Part,
+    Read,
+    Top,
+    as_many_as_needed,
+    whole_groups,
+)
+from pallas_kernels.backends.mosaic_tpu import chip, groups_kernel
+from pallas_kernels.backends.mosaic_tpu.plan import CUT, choose_plan
+from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, LOG2_E, in_rows, in_units, row_sums
+from pallas_kernels.backends.xla import selection
+from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.lowering.obstacles import DoesNotFit
+from pallas_kernels.lowering.tpu_rule import kernel_is_faster
 
-PAIR = 2  # vectors of a group
-TURN = 64  # columns that a turn of the loop works on: reductions over lanes take long, side by side
-
-
-class Groups(NamedTuple):
-    """What is read as groups. Hashable."""
-
-    tokens: int  # from the first group on
-    has_offset: bool  # whether the first group begins at a column that only the program knows
-    raw: bool  # whether the sums at temperature 1 are wanted, too
-
-    @property
-    def number(self) -> int:
-        return -(-self.tokens // (PAIR * LANES))
-
-    @property
-    def width(self) -> int:
-        """Groups that a row of the outputs has room for."""
-        return -(-self.number // LANES) * LANES
+Found = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R, 0]
 
 
-def body(plan: Plan, groups: Groups, *refs: Any) -> None:
-    """One grid step: a unit of rows, or a block of it."""
-    offset_ref, logits_ref, given_ref, *rest = refs
-    semaphores = None if plan.as_blocks else rest.pop()
-    *outputs, buffer = rest
-    number = pl.program_id(0)
-    copies = Copies(plan, logits_ref, None, buffer, semaphores)
-    unit = Unit(plan, copies, number, 0, buffer, given_ref, None)
-    if plan.as_blocks:
-        place, size = pl.program_id(1), plan.block * LANES
-        buffer[0, :, pl.ds(pl.multiple_of(place * size, size), size)] = logits_ref[...]
-        is_last = place == plan.width // size - 1
-        pl.when(is_last)(lambda: read(unit, groups, offset_ref[0], outputs))
-        return
-    pl.when(number == 0)(lambda: copies.start(0))
-    pl.when(number + 1 < plan.num_units)(lambda: copies.start(number + 1))
-    read(unit, groups, offset_ref[0], outputs)
+def read(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
+    """`xla.groups.read`, with the kernels.
 
-
-def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> None:
-    """Writes a unit's maxima, its sums and those at temperature 1, [unit, width] each."""
-    plan, given = unit.plan, unit.given()
-    size = max(PAIR, min(TURN, plan.chunk // PAIR * PAIR))
-    lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
-    first, lane = lax.div(offset, LANES), lax.rem(offset, LANES)
-
-    def turn(start: Any, tokens: int) -> None:
-        number = -(-tokens // LANES)
-        loaded = unit.load(start + first, number + 1, given) if groups.has_offset else None
-        if loaded is None:
-            loaded = unit.load(start, number, given)
-        else:
-            loaded = [
-                tuple(jnp.where(lanes >= lane, a, b) for a, b in zip(x, y, strict=True))
-                for x, y in itertools.pairwise(loaded)
-            ]
-        if tokens % LANES:
-            here = lanes < tokens % LANES
-            loaded[-1] = tuple(jnp.where(here, one, -jnp.inf) for one in loaded[-1])
-        for half in range(plan.halves):
-            pairs = [loaded[i : i + PAIR] for i in range(0, number, PAIR)]
-            write(half, lax.div(jnp.int32(start), PAIR), [of_group(x, half) for x in pairs])
-
-    def of_group(vectors: list[Halves], half: int) -> list[jax.Array]:
-        x = [one[half] for one in vectors]
-        maximum = jnp.max(functools.reduce(jnp.maximum, x), axis=1, keepdims=True)
-        reference = jnp.where(maximum > -jnp.inf, maximum, 0.0)  # of -inf alone, or NaN
-        found = [maximum]
-        for scale in (given[half].scale, jnp.float32(LOG2_E))[: 1 + groups.raw]:
-            terms = functools.reduce(jnp.add, [jnp.exp2((one - reference) * scale) for one in x])
-            if groups.has_offset:
-                terms = pltpu.roll(terms, LANES - lane, 1)
-            found.append(jnp.sum(terms, axis=1, keepdims=True))
-        return found
-
-    def write(half: int, group: Any, found: list[list[jax.Array]]) -> None:
-        here = pl.ds(half * SUBLANES, SUBLANES), pl.ds(pl.multiple_of(group & -LANES, LANES), LANES)
-        for ref, columns in zip(outputs, zip(*found, strict=True), strict=True):
-            out = ref[here]
-            for i, one in enumerate(columns):
-                out = jnp.where(lanes == (group & (LANES - 1)) + i, one, out)
-            ref[here] = out
-
-    def of_chunk(chunk: Any, tokens: int) -> None:
-        start = chunk * plan.chunk
-        turns, rest = divmod(tokens, size * LANES)
-
-        def full(i: jax.Array, _: None) -> None:
-            turn(start + i * size, size * LANES)
-
-        if turns:
-            lax.fori_loop(0, turns, full, None)
-        if rest:
-            turn(start + turns * size, rest)
-
-    wait = functools.partial(_wait, unit)
-    # The last vectors of a chunk may have their other part in the next one.
-    ahead = int(groups.has_offset)
-    chunks, rest = divmod(groups.tokens, plan.chunk * LANES)
-
-    def whole(index: jax.Array, _: None) -> None:
-        wait(index + ahead)
-        of_chunk(index, plan.chunk * LANES)
-
-    if ahead:
-        wait(jnp.int32(0))
-    if chunks:
-        lax.fori_loop(0, chunks, whole, None)
-    for chunk in range(chunks + ahead, plan.num_chunks):  # every copy is waited for
-        wait(jnp.int32(chunk))
-    if rest:
-        of_chunk(chunks, rest)
-
-
-def _wait(unit: Unit, chunk: jax.Array) -> None:
-    """Waits for a chunk, if there is one of this number."""
-    last, tokens = unit.plan.num_chunks - 1, unit.plan.chunk * LANES
-    rest = unit.plan.vocabulary - last * tokens
-    if last:
-        pl.when(chunk < last)(lambda: unit.copies.wait(unit.number, chunk, tokens))
-    pl.when(chunk == last)(lambda: unit.copies.wait(unit.number, jnp.int32(last), rest))
-
-
-def call(
-    plan: Plan,
-    groups: Groups,
-    interpret: Any,
-    offset: jax.Array,
-    logits: jax.Array,
-    given: jax.Array,
-) -> list[jax.Array]:
-    """Run the kernel.
-
-    Args:
-      plan: of these logits.
-      groups: what is read of them.
-      interpret: `pltpu.InterpretParams`, or False.
-      offset: [1] int32, the column of the first group.
-      logits: [R, V] bfloat16 or float32; of a plan for float16, these as float32.
-      given: [rows, 3] int32, `unit.Given` of every row of whole units; limits are not used.
-
-    Returns:
-      Maxima, sums, and sums at temperature 1 where they are wanted: [rows, width] float32, rows in
-      the order of `run.in_units`.
+    Raises:
+      DoesNotFit: the chip's VMEM is too small for the groups; candidates are then left to XLA.
     """
-    rows = plan.num_units * plan.unit
-    buffers = 2
-    grid: tuple[int, ...] = (plan.num_units,)
-    of_logits = pl.BlockSpec(memory_space=pltpu.HBM)
-    semaphores = [pltpu.SemaphoreType.DMA((2, plan.num_chunks))]
-    if plan.as_blocks:
-        size = plan.block * LANES
-        grid, buffers, semaphores = (plan.num_units, plan.width // size), 1, []
-        of_logits = pl.BlockSpec((plan.unit, size), lambda i, j, *_: (i, j))
-    every = pl.BlockSpec((plan.unit, groups.width), lambda i, *_: (i, 0))
-    outputs = 2 + groups.raw
-    run = pl.pallas_call(
-        functools.partial(body, plan, groups),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=grid,
-            in_specs=[of_logits, pl.BlockSpec((plan.unit, given.shape[1]), lambda i, *_: (i, 0))],
-            out_specs=[every] * outputs,
-            scratch_shapes=[
-                pltpu.VMEM((buffers, plan.buffer_rows, plan.width), logits.dtype),
-                *semaphores,
-            ],
-        ),
-        out_shape=[like(given, (rows, groups.width), jnp.float32)] * outputs,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=tuple("arbitrary" for _ in grid),
-            allow_input_fusion=(False, plan.as_blocks, False),  # as in `kernel.call`
-            disable_bounds_checks=True,
-            vmem_limit_bytes=plan.vmem_bytes,
-        ),
-        interpret=interpret,
-        name="read_groups",
+
+    logits = part.logits
+
+    def by_xla(count: int) -> Top:
+        return Top(*selection.select_top_k(logits, None, count, None, selection.from_groups))
+
+    def top(count: int) -> Top:
+        if not kernel_is_faster(len(logits), logits.shape[1], min(count, FEW), logits.dtype.name):
+            return by_xla(count)
+        try:
+            return _largest(Rows(logits), count)
+        except DoesNotFit:
+            return by_xla(count)
+
+    found = vary_like(read_groups(part, inverse, k >= 0), (part, inverse))
+    return Read(*found, *as_many_as_needed(part.logits, needed, k, top))
+
+
+def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int) -> Top:
+    """`read.candidates`, by the kernel of calls without sampling."""
+    return vary_like(
+        _largest(Rows(logits, None, row_ids, num_rows), k), (logits, row_ids, num_rows)
     )
-    if not (plan.interpreted or plan.as_blocks):
-        logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
-    found: list[jax.Array] = run(offset, logits, given)
-    return found
+
+
+def _largest(rows: Rows, k: int) -> Top:
+    nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)  # no logit is larger: none to count
+    found = row_sums(rows, nothing, Outputs(k))
+    there = found.top_logits > -jnp.inf
+    return Top(jnp.where(there, found.top_ids, jnp.int32(-1)), found.top_logits)
+
+
+def read_groups(
+    part: Part,
+    inverse: jax.Array,
+    raw: bool,
+    interpret: Any = False,
+    cut: tuple[int, int] = CUT,
+) -> Found:
+    """The groups of all rows.
+
+    Where groups end with the columns, or the row ends in its last one, one launch reads the
+    columns. Else (`part.tail` has two groups) it reads the whole groups among them, and another one
+    the tail.
+    """
+    logits, tail = part.logits, part.tail
+    if tail.shape[1] < 2:
+        return _groups_of(logits, logits.shape[1], None, inverse, raw, interpret, cut)
+    rest = tail.reshape(len(tail), -1)
+    last = _groups_of(rest, rest.shape[1], None, inverse, raw, interpret, cut)
+    tokens = whole_groups(part) * tail.shape[2]
+    if not tokens:
+        return last
+    first = _groups_of(logits, tokens, part.offset, inverse, raw, interpret, cut)
+    joined: Found = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
+    return joined
+
+
+def _groups_of(
+    logits: jax.Array,
+    tokens: int,
+    offset: jax.Array | None,
+    inverse: jax.Array,
+    raw: bool,
+    interpret: Any,
+    cut: tuple[int, int],
+) -> Found:
+    """The groups of so many tokens from column `offset` on."""
+    rows, dtype = len(logits), logits.dtype.name
+    if dtype == "float16":
+        logits = logits.astype(jnp.float32)  # in the kernel
+    options: dict[str, Any] = {"gathered": False, "entropy": False, "cut": cut}
+    plan = choose_plan(logits.shape, rows, 0, dtype, interpreted=bool(interpret), **options)
+    chip.must_fit(plan)
+    what = groups_kernel.Groups(tokens, offset is not None, raw)
+    scale = jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(LARGEST))
+    scale = lax.bitcast_convert_type(scale, jnp.int32)
+    given = jnp.stack([jnp.zeros_like(scale), scale, jnp.zeros_like(scale)], axis=1)
+    given = in_units(plan, jnp.pad(given, ((0, plan.num_units * plan.unit - rows), (0, 0))))
+    place = jnp.zeros(1, jnp.int32) if offset is None else offset.reshape(1)
+    every = vary_like((place, logits, given), (place, logits, given))
+    found = groups_kernel.call(plan, what, interpret, *every)
+    maxima, sums, *more = (in_rows(plan, one)[:rows, : what.number] for one in found)
+    return GroupSums(maxima, sums), more[0] if raw else sums[:, :0]

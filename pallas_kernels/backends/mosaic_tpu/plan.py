@@ -19,10 +19,6 @@ REST = 8 << 20  # bytes of VMEM beside the logits, the stacks and the outputs
 TAKEN = 5 << 18
 
 
-class DoesNotFit(NotImplementedError):
-    """The VMEM of the chip that a program is lowered for is too small for the kernel."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """One call of the kernel. Hashable."""

@@ -12,140 +12,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.answers import (
-    RowParts,
-    RowStatistics,
-    finish,
-    usable_temperatures,
-    wanted_rows,
-)
-from pallas_kernels.backends.mosaic_tpu import chip, kernel
+from pallas_kernels.backends.answers import with_biased
+from pallas_kernels.backends.mosaic_tpu import chip, rows_kernel
 from pallas_kernels.backends.mosaic_tpu.plan import CUT, SUBLANES, Plan, choose_plan
-from pallas_kernels.backends.parts import with_biased
-from pallas_kernels.backends.xla.greedy import greedy_of_rows
 from pallas_kernels.contract import changes as of_logits
-from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs, Rows, RowSums
 from pallas_kernels.lowering.blocks import barrier, vary_like
-from pallas_kernels.meshes.vocab_shard import WHOLE
 from pallas_kernels.numbers.ordered_keys import just_below
-from pallas_kernels.topk.parts import named_changed
 
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
 LARGEST = 3.4028234663852886e38  # float32
 
 
-def topk_logprobs(
-    logits: jax.Array,
-    token_ids: jax.Array,
-    wanted: Wanted,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    extra_token_ids: jax.Array,
-    changes: Changes | None = None,
-    interpret: Any = False,
-    cut: tuple[int, int] = CUT,
-) -> TopkLogprobs:
-    """`pallas_kernels.topk_logprobs` for checked arguments."""
-    num_logits_rows, vocabulary = logits.shape
-    changes = of_logits.prepared(changes, vocabulary)
-    num_targets = token_ids.shape[0]
-    temperatures = None if temperatures is None else usable_temperatures(temperatures)
-    named = jnp.concatenate([token_ids[:, None], extra_token_ids], axis=1)
-    rows = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
-    found = named_changed(logits, rows, named, WHOLE, changes)
-    parts = row_parts(
-        logits, found[:, 0], wanted, row_ids, num_rows, temperatures, changes, interpret, cut
-    )
-    columns = jnp.concatenate([found[:, :1], parts.top_logits, found[:, 1:]], axis=1)
-    return finish(
-        wanted,
-        vocabulary,
-        RowStatistics(parts.maximum, parts.sum_exp, parts.num_larger, parts.weighted),
-        token_ids,
-        columns,
-        jnp.where(parts.top_logits > -jnp.inf, parts.top_ids, jnp.int32(-1)),
-        wanted_rows(num_logits_rows, num_targets, row_ids, num_rows),
-        temperatures,
-    )
-
-
-def greedy_topk_logprobs(
-    logits: jax.Array,
-    wanted: Wanted,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    extra_token_ids: jax.Array,
-    changes: Changes | None = None,
-    interpret: Any = False,
-    cut: tuple[int, int] = CUT,
-) -> TopkLogprobs:
-    """`pallas_kernels.greedy_topk_logprobs` for checked arguments.
-
-    The greedy choice is the top 1, whose rank is known: one read serves both. Only where a row is
-    invalid are the logits read once more, and for inclusive ranks.
-    """
-    num_targets, vocabulary = logits.shape
-    prepared = of_logits.prepared(changes, vocabulary)
-    if wanted.inclusive:
-        chosen = greedy_of_rows(logits, prepared).token_ids
-        rest = (num_rows, temperatures, extra_token_ids, changes)
-        return topk_logprobs(logits, chosen, wanted, None, *rest, interpret, cut)
-    temperatures = None if temperatures is None else usable_temperatures(temperatures)
-    nothing = jnp.full(num_targets, jnp.inf, jnp.float32)  # no logit is larger: nothing to count
-    more = wanted._replace(k=max(wanted.k, 1))
-    parts = row_parts(logits, nothing, more, None, num_rows, temperatures, prepared, interpret, cut)
-    rows = wanted_rows(num_targets, num_targets, None, num_rows)
-    valid = jnp.isfinite(parts.maximum) & ~jnp.isnan(parts.sum_exp)
-    first = parts.top_ids[:, 0]
-
-    def look() -> jax.Array:
-        return jnp.where(valid, first, greedy_of_rows(logits, prepared).token_ids)
-
-    chosen = lax.cond(jnp.any(rows & ~valid), look, lambda: first)
-    index = jnp.arange(num_targets, dtype=jnp.int32)
-    extra = named_changed(logits, index, extra_token_ids, WHOLE, prepared)
-    top = parts.top_logits[:, : wanted.k]
-    return finish(
-        wanted,
-        vocabulary,
-        RowStatistics(
-            parts.maximum, parts.sum_exp, jnp.zeros_like(parts.num_larger), parts.weighted
-        ),
-        chosen,
-        jnp.concatenate([parts.top_logits[:, :1], top, extra], axis=1),
-        jnp.where(top > -jnp.inf, parts.top_ids[:, : wanted.k], jnp.int32(-1)),
-        rows,
-        temperatures,
-    )
-
-
-def row_parts(
-    logits: jax.Array,
+def row_sums(
+    rows: Rows,
     selected: jax.Array,
-    wanted: Wanted,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    changes: Changes | None = None,
+    outputs: Outputs,
     interpret: Any = False,
     cut: tuple[int, int] = CUT,
-) -> RowParts:
-    """`xla.row_parts` on a TPU.
+) -> RowSums:
+    """`xla.rows.row_sums` on a TPU.
 
     Raises:
       DoesNotFit: the chip's VMEM is too small.
     """
-    num_targets, k = selected.shape[0], wanted.k
-    targets = jnp.arange(num_targets, dtype=jnp.int32) if row_ids is None else row_ids
-    targets = jnp.clip(targets, 0, logits.shape[0] - 1)
+    num_targets, k = selected.shape[0], outputs.k
+    logits, row_ids, changes = rows.logits, rows.row_ids, rows.changes
     dtype, read = logits.dtype.name, logits
     if dtype == "float16":  # blocks are of neighbors; and widened in the kernel, not before it
         if row_ids is not None:
-            read, row_ids = barrier(logits.at[targets].get(mode="clip")), None
+            read, row_ids = barrier(logits.at[rows.places].get(mode="clip")), None
         read = read.astype(jnp.float32)
     allowed = None if changes is None else of_logits.unbiased(changes, logits.shape[1])
     plan = choose_plan(
@@ -154,35 +51,35 @@ def row_parts(
         k,
         dtype,
         gathered=row_ids is not None,
-        entropy=wanted.entropy,
+        entropy=outputs.entropy,
         masked=allowed is not None,
         interpreted=bool(interpret),
         cut=cut,
     )
     chip.must_fit(plan)
     count = jnp.full((1,), num_targets, jnp.int32)
-    if num_rows is not None:
-        count = jnp.clip(num_rows, 0, num_targets).reshape(1)
-    rows, shift = _rows_to_copy(plan, row_ids)
-    given = given_rows(plan, selected, wanted.inclusive, temperatures, shift)
-    every = [count, rows, read, given]
+    if rows.num_rows is not None:
+        count = jnp.clip(rows.num_rows, 0, num_targets).reshape(1)
+    first, shift = _rows_to_copy(plan, row_ids)
+    given = given_rows(plan, selected, outputs.inclusive, rows.temperatures, shift)
+    every = [count, first, read, given]
     if allowed is not None:
         more = plan.num_batches * plan.batch_rows - num_targets, plan.words - allowed.shape[1]
         every.append(in_units(plan, jnp.pad(allowed, ((0, more[0]), (0, more[1])))))
-    found = kernel.call(plan, interpret, *vary_like(every, every))
+    found = rows_kernel.call(plan, interpret, *vary_like(every, every))
     stats, values, ids = (in_rows(plan, one)[:num_targets] for one in found)
-    parts = RowParts(
+    sums = RowSums(
         maximum=stats[:, 0],
         sum_exp=stats[:, 2],
         num_larger=stats[:, 1].astype(jnp.int32),
         top_ids=ids[:, :k],
         top_logits=values[:, :k],
-        weighted=stats[:, 3] * jnp.float32(LN_2) if wanted.entropy else None,
+        weighted=stats[:, 3] * jnp.float32(LN_2) if outputs.entropy else None,
     )
     if changes is None or changes.bias is None:
-        return parts
-    ids, values = of_logits.biased(logits, targets, changes)
-    return with_biased(parts, ids, values, selected, wanted, temperatures)
+        return sums
+    ids, values = of_logits.biased(logits, rows.places, changes)
+    return with_biased(sums, ids, values, selected, outputs, rows.temperatures)
 
 
 def _rows_to_copy(plan: Plan, row_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:

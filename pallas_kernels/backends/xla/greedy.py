@@ -2,95 +2,19 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, Int32
 
+from pallas_kernels.backends.xla.block_sizes import rows_on_cpu, rows_on_gpu
 from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, slices
 from pallas_kernels.contract.changes import Changes, apply
-from pallas_kernels.contract.checks import check_logits
-from pallas_kernels.contract.types import AnyArray, Greedy
-from pallas_kernels.lowering.blocks import barrier, map_blocks, rows_on_cpu, rows_on_gpu, tied
+from pallas_kernels.contract.types import Greedy
+from pallas_kernels.lowering.blocks import barrier, map_blocks, tied
 from pallas_kernels.lowering.platforms import lowered_for
-from pallas_kernels.meshes import partitioned, placement
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 from pallas_kernels.numbers.ordered_keys import floats, key_of, ordered_keys
-
-
-def greedy(
-    logits: Float[AnyArray, "N V"],
-    *,
-    axis_name: AxisName | None = None,
-    vocab_size: int | None = None,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Greedy:
-    """The greedy choice of every row and whether the row is valid.
-
-    Args:
-      logits: [N, V] bfloat16, float16 or float32; with `axis_name`, this device's columns of them.
-      axis_name: the mesh axis over which the vocabulary is sharded.
-      vocab_size: V, where columns of padding follow.
-      mesh: outside `shard_map`, the mesh of `axis_name`, if the logits do not tell.
-
-    Returns:
-      `Greedy(token_ids [N] int32, valid [N] bool)`. The token is the lowest id among the row's
-      largest non-NaN logits, with -0.0 equal to 0.0; 0 if all are NaN. A row is valid when it has
-      no NaN, no +inf and at least one finite logit.
-    """
-    logits = lax.stop_gradient(check_logits(logits))  # ids have no derivative
-    if logits.shape[0] == 0:
-        return Greedy(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool))
-    return _of_rows(axis_name, vocab_size, mesh)(logits)
-
-
-@functools.cache
-def _of_rows(
-    axis_name: AxisName | None, vocab_size: int | None, mesh: jax.sharding.Mesh | None
-) -> Callable[[jax.Array], Greedy]:
-    """`greedy` of checked logits, wherever they are; `vmap` folds a batch into rows."""
-
-    @jax.custom_batching.custom_vmap
-    def choose(logits: jax.Array) -> Greedy:
-        place = placement.placed(logits, axis_name, mesh, vocab_size)
-        arguments = (logits, *[None] * 6)
-        if place.mesh is not None:
-            return placement.run(place, _part, arguments)
-        if place.unknown:
-            return partitioned.run(_part, place.shard, arguments)
-        return _part(place.shard, *arguments)
-
-    @choose.def_vmap
-    def _folded(size: int, _: Any, logits: jax.Array) -> Any:
-        found = choose(logits.reshape(-1, logits.shape[-1]))
-        outputs = jax.tree.map(lambda x: x.reshape(size, -1), found)
-        return outputs, jax.tree.map(lambda _: True, outputs)
-
-    return jax.jit(choose)
-
-
-def _part(shard: VocabShard, *arguments: Any) -> Greedy:
-    """`greedy` of the rows of which this device holds the columns of `shard`."""
-    logits = shard.masked(arguments[0])
-    if shard.axis_name is not None:
-        return _across_shards(logits, shard)
-    return greedy_of_rows(logits)
-
-
-def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:
-    """`greedy` of rows of which this device holds the columns x [N, V / shards] of `shard`."""
-    vocab_size = shard.size(x.shape[1])
-    ids = jnp.broadcast_to(shard.ids(x.shape[1])[None], x.shape)
-    largest = shard.maximum(jnp.where(jnp.isnan(x), jnp.asarray(-jnp.inf, x.dtype), x))
-    is_largest = (x == largest[:, None]) & (ids < vocab_size)
-    first = shard.minimum(jnp.where(is_largest, ids, vocab_size))
-    return Greedy(
-        token_ids=jnp.where(first < vocab_size, first, 0),
-        valid=jnp.isfinite(largest) & ~shard.any(jnp.isnan(x)),
-    )
 
 
 def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
@@ -190,8 +114,3 @@ def _choice(x: jax.Array, largest: jax.Array, first: jax.Array, any_nan: jax.Arr
     finite = jnp.isfinite(floats(largest, x.dtype))
     # Where all are NaN, all have the least key, and the lowest of their ids is 0.
     return Greedy(token_ids=first, valid=finite & ~any_nan)
-
-
-def greedy_token_ids(logits: Float[AnyArray, "N V"]) -> Int32[jax.Array, " N"]:
-    """`greedy(logits).token_ids`: [N] int32."""
-    return greedy(logits).token_ids

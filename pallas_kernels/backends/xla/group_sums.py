@@ -10,7 +10,6 @@ their own, fixed too.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,36 +17,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.backends.groups import WIDTH, GroupSums
 from pallas_kernels.backends.xla import selection
 from pallas_kernels.lowering import blocks
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.ordered_keys import floats
 
-WIDTH = 256  # tokens of a group
 EIGHT = selection.NARROWEST_GROUP
 FIRST_LANES, MORE_LANES = 32, EIGHT
 SHORT = (8, 32, 64, 128, 256)  # widths of a group that may be cut off where only -inf follows
-
-
-class GroupSums(NamedTuple):
-    """Groups of rows, [R, G] or [...]. One without a logit above -inf has a sum of 0."""
-
-    maxima: Float32[Array, "..."]  # anything where the group has a NaN
-    sums: Float32[Array, "..."]  # NaN where the group has a NaN or +inf
-
-
-def number_of_groups(vocabulary: int) -> int:
-    """G: the groups of so many tokens."""
-    return -(-vocabulary // WIDTH)
-
-
-def inverse_temperature(temperatures: jax.Array) -> jax.Array:
-    """1 / T [R] float32, as the sums use it; T = 0 (greedy) counts as 1.
-
-    At least 1e-30, so that -inf / T is -inf.
-    """
-    usable = jnp.where(temperatures > 0, temperatures, jnp.float32(1))
-    return jnp.maximum(1 / usable, jnp.float32(1e-30))
 
 
 @jax.jit  # a program has many, of few shapes

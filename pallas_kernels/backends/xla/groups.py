@@ -6,7 +6,6 @@ gives them all, and each block of rows pays for what its rows need.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -15,56 +14,32 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.backends import choose, sampled_on_tpu
-from pallas_kernels.backends.xla import group_sums, selection
-from pallas_kernels.backends.xla.group_sums import EIGHT, WIDTH, GroupSums
+from pallas_kernels.backends.groups import (
+    FEW,
+    MANY,
+    GroupSums,
+    Part,
+    Read,
+    Top,
+    as_many_as_needed,
+    columns_of_groups,
+    whole_groups,
+)
+from pallas_kernels.backends.xla import block_sizes, group_sums, selection
+from pallas_kernels.backends.xla.group_sums import EIGHT
 from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import from_groups_on_cpu
 from pallas_kernels.lowering import blocks
 from pallas_kernels.lowering.computed_once import computed_once
-from pallas_kernels.lowering.cuda_kernel import on_cuda
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers.ordered_keys import as_integers, strictly_larger
 
-FEW = 64  # candidates: most rows that are cut need no more
-MANY = 128
 # Rows of a list that may be short, at a time: the work follows its length, and rows are copied.
 LISTED_ON_CPU, LISTED = 4, 32
 
 
-class Part(NamedTuple):
-    """A device's part of N rows of logits, as groups: `whole` ones, then those of `tail`."""
-
-    logits: Float[Array, "N _"]  # its columns
-    tail: Float[Array, "N T W"]  # the groups that its columns do not hold whole
-    offset: Int32[Array, ""]  # the column where its first group begins
-
-
-class Read(NamedTuple):
-    """What is left of R rows after the read. K is the most columns that a row may have."""
-
-    groups: GroupSums  # [R, G], at each row's temperature
-    raw_sums: Float32[Array, "R _"]  # the sums at temperature 1, where they were asked for
-    top_ids: Int32[Array, "R K"]  # columns of the part; -1 where a row has no more, or none needed
-    top_logits: Float32[Array, "R K"]  # descending, ties lowest id first
-
-
-class Top(NamedTuple):
-    """The largest of R rows."""
-
-    ids: Int32[Array, "R K"]
-    logits: Float32[Array, "R K"]
-
-
-# How many rows of logits to work on at a time: `blocks.rows_on_cpu` and its like.
+# How many rows of logits to work on at a time: `block_sizes.rows_on_cpu` and its like.
 Size = Callable[[jax.Array, int, int, bool], int]
 Outputs = TypeVar("Outputs")  # a tree of arrays [R, ...]
-
-
-def whole_groups(part: Part) -> int:
-    """How many groups from `offset` on the columns hold whole."""
-    width = part.logits.shape[1]
-    # A last group that may be cut, or not, by the offset of this device is in the tail.
-    return width // WIDTH - (part.tail.shape[1] == 2)
 
 
 def read(part: Part, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int) -> Read:
@@ -72,14 +47,14 @@ def read(part: Part, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], 
 
     Args:
       part: the logits.
-      inverse: `group_sums.inverse_temperature` of each row.
+      inverse: `inverse_temperature` of each row.
       needed: how many candidates each row needs; at most `MANY` are given.
       k: static; the top k of every row and the sums at temperature 1 are wanted too. -1: neither.
     """
     arguments = (*part, inverse, needed)
     cpu, tpu, default = (
         functools.partial(_read, size, k)
-        for size in (blocks.rows_on_cpu, blocks.rows_on_tpu, blocks.rows_on_gpu)
+        for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_tpu, block_sizes.rows_on_gpu)
     )
     like = functools.partial(_like, k)
     return lowered_for(*arguments, like=like, cpu=cpu, tpu=tpu, default=default)
@@ -100,23 +75,18 @@ def _columns(part: Part, k: int) -> int:
 
 
 def _read(size: Size, k: int, *arguments: jax.Array) -> Read:
-    part, (inverse, needed) = Part(*arguments[:3]), arguments[3:]
-    initial = _like(k, *arguments)
+    part, rows = Part(*arguments[:3]), (arguments[1], *arguments[3:])
 
     def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
-        is_tpu = size is blocks.rows_on_tpu
-        return _of_block(Part(x, tail, part.offset), inverse, needed, k, is_tpu)
+        return _of_block(Part(x, tail, part.offset), inverse, needed, k)
 
-    rows = (part.tail, inverse, needed)
-    return in_blocks(work, size, part.logits, rows, initial, min(max(k, FEW), part.logits.shape[1]))
+    most = min(max(k, FEW), part.logits.shape[1])
+    return in_blocks(work, size, part.logits, rows, _like(k, *arguments), most)
 
 
-def _of_block(
-    part: Part, inverse: jax.Array, needed: jax.Array, k: int, is_tpu: bool = False
-) -> Read:
+def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
     """`read` of a block of rows."""
     x = part.logits
-    vocabulary, columns = x.shape[1], _columns(part, k)
     eights = blocks.barrier(selection.group_maxima(x, EIGHT))
     mine = eights if part.tail.shape[1] < 2 else None
     groups = group_sums.of_block(columns_of_groups(part), part.tail, inverse, mine)
@@ -130,99 +100,30 @@ def _of_block(
             # Its own columns: what a branch is given is copied, a slice too.
             lambda: group_sums.of_block(columns_of_groups(part), part.tail, once, mine).sums,
         )
-
-    def select(count: int) -> tuple[jax.Array, jax.Array]:
-        if is_tpu:
-            return sampled_on_tpu.largest(x, count)
-        width = selection.group_width(vocabulary, count)
-        keys = None if width is None else selection.wider(eights, width // EIGHT)
-        two_stages = functools.partial(from_groups_on_cpu, eights=eights)
-        return selection.select_top_k(x, keys, count, width, two_stages)
-
-    def top(count: int) -> tuple[jax.Array, jax.Array]:
-        ids, logits = select(count)
-        more = ((0, 0), (0, columns - count))
-        found = (
-            jnp.pad(ids, more, constant_values=-1),
-            jnp.pad(logits, more, constant_values=-jnp.inf),
-        )
-        return blocks.vary_like(found, x)
-
-    counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
-    enough = jnp.asarray(list(counts[:-1]), jnp.int32)
-    most = jnp.max(needed)
-    index = jnp.sum(most > enough, dtype=jnp.int32)
-    found = lax.switch(index, [functools.partial(top, count) for count in counts])
-    return Read(groups, raw, *found)
+    top = functools.partial(_largest, x, eights)
+    return Read(groups, raw, *as_many_as_needed(x, needed, k, top))
 
 
-def as_many_as_needed(
-    logits: jax.Array, needed: jax.Array, k: int, top: Callable[[int], Top]
-) -> Top:
-    """The largest logits, as many as the row needs that needs most: none, `FEW` or `MANY`."""
-    rows, columns = len(logits), min(max(k, MANY), logits.shape[1])
-    counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
-
-    def padded(count: int) -> Top:
-        ids = jnp.full((rows, columns), -1, jnp.int32)
-        values = jnp.full((rows, columns), -jnp.inf, jnp.float32)
-        if not count:
-            return blocks.vary_like(Top(ids, values), (logits, needed))
-        found = top(count)
-        return Top(ids.at[:, :count].set(found.ids), values.at[:, :count].set(found.logits))
-
-    if len(counts) == 1:
-        return padded(counts[0])
-    enough = jnp.asarray(counts[:-1], jnp.int32)
-    index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
-    found: Top = lax.switch(index, [lambda count=count: padded(count) for count in counts])
-    return found
+def _largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
+    """The k largest of a block of rows [B, V], from the keys of the largest of eight each."""
+    width = selection.group_width(x.shape[1], k)
+    if width is None:
+        return Top(*selection.select_top_k(x, None, k, None, from_groups_on_cpu))
+    if eights is None:
+        eights = blocks.barrier(selection.group_maxima(x, EIGHT))
+    keys = selection.wider(eights, width // EIGHT)
+    two_stages = functools.partial(from_groups_on_cpu, eights=eights)
+    return Top(*selection.select_top_k(x, keys, k, width, two_stages))
 
 
-def columns_of_groups(part: Part) -> jax.Array:
-    """The columns [N, 256 G'] of the whole groups."""
-    width = whole_groups(part) * WIDTH
-    if part.tail.shape[1] < 2:  # they begin with the first column
-        return part.logits[:, :width]
-    return lax.dynamic_slice_in_dim(part.logits, part.offset, width, axis=1)
-
-
-def candidates(
-    logits: Float[Array, "N V"],
-    k: int,
-    row_ids: Int32[Array, " R"],
-    num_rows: Int32[Array, ""],
-    *,
-    valid: bool,
-) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
-    """The k largest logits of rows, and their ids; see `selection.select_top_k`.
-
-    Args:
-      logits: the rows.
-      k: static.
-      row_ids, num_rows: which rows; from `num_rows` on, the results are anything.
-      valid: static; whether these rows are. The GPU kernels, which find nothing in others, are for
-        valid rows.
-    """
+def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int) -> Top:
+    """The k largest logits of rows; see `read.candidates`."""
     cpu, default = (
-        functools.partial(_candidates, k, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+        functools.partial(_candidates, k, size)
+        for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_gpu)
     )
     like = functools.partial(_like_candidates, k)
-
-    def tpu(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array) -> Top:
-        found = Top(*sampled_on_tpu.largest(logits, k, row_ids, num_rows))
-        return blocks.vary_like(found, (logits, row_ids, num_rows))
-
-    def kernels(*arguments: jax.Array) -> Top:
-        run = importlib.import_module("pallas_kernels.backends.mosaic_gpu.sampled")
-        found: Top = run.candidates(*arguments, k)
-        return found
-
-    fits = valid and choose.shape_obstacle(logits) is None
-    cuda = on_cuda(kernels, default) if fits else default
-    arguments = logits, row_ids, num_rows
-    found: Top = lowered_for(*arguments, like=like, cpu=cpu, tpu=tpu, cuda=cuda, default=default)
-    return found
+    return lowered_for(logits, row_ids, num_rows, like=like, cpu=cpu, default=default)
 
 
 def _like_candidates(k: int, _: jax.Array, row_ids: jax.Array, *__: jax.Array) -> Top:
@@ -232,18 +133,23 @@ def _like_candidates(k: int, _: jax.Array, row_ids: jax.Array, *__: jax.Array) -
 
 def _candidates(k: int, size: Size, *arguments: jax.Array) -> Top:
     logits, row_ids, num_rows = arguments
-    width = selection.group_width(logits.shape[1], k)
-
-    def work(x: jax.Array) -> Top:
-        keys, two_stages = None, from_groups_on_cpu
-        if width is not None:
-            eights = blocks.barrier(selection.group_maxima(x, EIGHT))
-            keys = selection.wider(eights, width // EIGHT)
-            two_stages = functools.partial(from_groups_on_cpu, eights=eights)
-        return Top(*selection.select_top_k(x, keys, k, width, two_stages))
-
     initial = _like_candidates(k, *arguments)
-    return in_blocks(work, size, logits, (), initial, k, row_ids, num_rows)
+    of_block = functools.partial(_largest, eights=None, k=k)
+    return in_blocks(of_block, size, logits, (), initial, k, row_ids, num_rows)
+
+
+def larger_than_tokens(
+    logits: Float[Array, "N V"], token_ids: Int32[Array, " N"]
+) -> Int32[Array, " N"]:
+    """How many logits of each row are strictly larger than its token's; 0 where an id is -1."""
+    there = token_ids >= 0
+    index = jnp.argsort(~there, stable=True).astype(jnp.int32)
+    number = there.sum(dtype=jnp.int32)
+    columns = jnp.clip(token_ids, 0, logits.shape[1] - 1)[:, None]
+    x = jnp.take_along_axis(logits, columns, axis=1)[:, 0].astype(jnp.float32)
+    counted = num_larger(logits, x[index], index, number)
+    place = jnp.where(jnp.arange(len(index), dtype=jnp.int32) < number, index, len(index))
+    return jnp.zeros_like(token_ids).at[place].set(counted, mode="drop")
 
 
 class _Count(NamedTuple):
@@ -275,7 +181,7 @@ def _num_larger(
         return _Count(larger.sum(axis=1, dtype=jnp.int32))
 
     initial = _Count(jnp.zeros(len(than), jnp.int32))
-    return in_blocks(work, blocks.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
+    return in_blocks(work, block_sizes.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
 
 
 def _num_larger_on_cpu(
@@ -329,7 +235,7 @@ def in_blocks(
     num_targets = jax.tree.leaves(initial)[0].shape[0]
     block = size(logits, num_targets, k, num_rows is not None)
     if num_rows is not None:
-        block = min(block, LISTED_ON_CPU if size is blocks.rows_on_cpu else listed)
+        block = min(block, LISTED_ON_CPU if size is block_sizes.rows_on_cpu else listed)
 
     def of(start: jax.Array) -> tuple[jax.Array, ...]:
         def part(x: jax.Array) -> jax.Array:

@@ -10,19 +10,18 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.backends.xla import group_sums
-from pallas_kernels.backends.xla.group_sums import WIDTH, GroupSums
-from pallas_kernels.backends.xla.groups import (
-    LISTED,
+from pallas_kernels.backends.groups import (
+    WIDTH,
+    GroupSums,
     Part,
-    Size,
     columns_of_groups,
-    in_blocks,
+    keeps,
     whole_groups,
 )
-from pallas_kernels.lowering import blocks
+from pallas_kernels.backends.xla import block_sizes, group_sums
+from pallas_kernels.backends.xla.groups import LISTED, Size, in_blocks
 from pallas_kernels.lowering.platforms import lowered_for
 
 # Rows of `sums_within` that a GPU copies at a time: the kernels do without any other such block.
@@ -79,23 +78,12 @@ def sums_within(
     return _lowered(_sums_within, _like_within, arguments)
 
 
-def keeps(
-    x: Float[Array, "..."],
-    ids: Int32[Array, "..."],
-    cut_logit: Float32[Array, "..."],
-    cut_id: Int32[Array, "..."],
-) -> Bool[Array, "..."]:
-    """Whether tokens with logits x and these ids are kept by a cut; all shapes broadcast."""
-    value = x.astype(jnp.float32)
-    return (value > cut_logit) | ((value == cut_logit) & (ids < cut_id)) | (ids == cut_id)
-
-
 def _lowered(
     call: Callable[..., Outputs], like: Callable[..., Outputs], arguments: tuple[jax.Array, ...]
 ) -> Outputs:
     """call(size, *arguments), with the size of a CPU's blocks or of any other device's."""
     cpu, default = (
-        functools.partial(call, size) for size in (blocks.rows_on_cpu, blocks.rows_on_gpu)
+        functools.partial(call, size) for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_gpu)
     )
     return lowered_for(*arguments, like=like, cpu=cpu, default=default)
 

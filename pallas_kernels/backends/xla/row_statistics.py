@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.xla.few_rows import few_rows
+from pallas_kernels.backends.xla.block_sizes import few_rows
 from pallas_kernels.lowering.blocks import vary_like
 from pallas_kernels.numbers.ordered_keys import strictly_larger
 from pallas_kernels.numbers.pieces import in_pairs, pieces, reduced

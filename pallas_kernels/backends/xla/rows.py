@@ -15,32 +15,23 @@ combine the compact results before step 4.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends.answers import (
-    RowParts,
-    RowStatistics,
-    finish,
-    skipped_rows,
-    usable_temperatures,
-    wanted_rows,
-)
-from pallas_kernels.backends.xla import row_entropy, row_statistics, selection
-from pallas_kernels.backends.xla.few_rows import few_rows, in_one_thread
+from pallas_kernels.backends.xla import block_sizes, row_entropy, row_statistics, selection
+from pallas_kernels.backends.xla.block_sizes import few_rows, in_one_thread
 from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import (
     from_groups_on_cpu,
     largest_on_cpu,
     row_maximum_on_cpu,
 )
 from pallas_kernels.backends.xla.row_statistics import Given
-from pallas_kernels.contract.changes import Changes, apply, prepared
-from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.changes import Changes, apply
+from pallas_kernels.contract.types import Outputs, Rows, RowSums
 from pallas_kernels.lowering import blocks
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers.ordered_keys import just_below
@@ -60,7 +51,7 @@ class Way(NamedTuple):
 
 
 CPU = Way(
-    blocks.rows_on_cpu,
+    block_sizes.rows_on_cpu,
     groups=True,
     first_width=selection.NARROWEST_GROUP,
     row_maximum=row_maximum_on_cpu,
@@ -70,7 +61,7 @@ CPU = Way(
     two_stages=from_groups_on_cpu,
 )
 GPU = Way(
-    blocks.rows_on_gpu,
+    block_sizes.rows_on_gpu,
     groups=True,
     first_width=None,
     row_maximum=selection.row_maximum,
@@ -80,182 +71,94 @@ GPU = Way(
     two_stages=selection.from_groups,
 )
 # A TPU reads chosen groups one after the other, in a loop of R * K trips.
-TPU = GPU._replace(block_rows=blocks.rows_on_tpu, groups=False, sums=row_statistics.sums_on_tpu)
+TPU = GPU._replace(
+    block_rows=block_sizes.rows_on_tpu, groups=False, sums=row_statistics.sums_on_tpu
+)
+Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # the first and last of `RowSums`
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 
-def topk_logprobs(
-    logits: jax.Array,
-    token_ids: jax.Array,
-    wanted: Wanted,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    extra_token_ids: jax.Array,
-    changes: Changes | None = None,
-) -> TopkLogprobs:
-    """`pallas_kernels.topk_logprobs` for checked arguments; extra_token_ids may be [R, 0]."""
+def row_sums(rows: Rows, selected: jax.Array, outputs: Outputs) -> RowSums:
+    """What is left of rows of logits [N, V], which may be a part of longer ones.
 
-    run = {name: functools.partial(_topk_logprobs, way, wanted) for name, way in WAYS.items()}
-    arguments = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
-    like = functools.partial(like_topk_logprobs, wanted)
-    return lowered_for(*arguments, like=like, **run)
+    Args:
+      rows: temperatures are usable ones, changes `prepared` and of this part.
+      selected: [R] float32, the given token's changed logit, which may be in another part.
+      outputs: what is wanted of them.
 
-
-def row_parts(
-    logits: jax.Array,
-    selected: jax.Array,
-    wanted: Wanted,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    changes: Changes | None = None,
-) -> RowParts:
-    """Steps 1 to 3 for R rows of logits [N, V], which may be a part of longer ones.
-
-    selected [R] float32 is the given token's changed logit, which may be in another part;
-    temperatures are usable ones, changes `prepared` and of this part. The rest is as
-    `topk_logprobs`. Rows that are skipped hold anything.
+    Returns:
+      The sums; those of rows that are skipped are unspecified.
     """
-
-    run = {name: functools.partial(_row_parts, way, wanted) for name, way in WAYS.items()}
-    like = functools.partial(like_row_parts, wanted)
-    arguments = (logits, selected, row_ids, num_rows, temperatures, changes)
-    return lowered_for(*arguments, like=like, **run)
+    run = {name: functools.partial(_row_sums, way, outputs) for name, way in WAYS.items()}
+    return lowered_for(rows, selected, like=functools.partial(_like, outputs), **run)
 
 
-def like_topk_logprobs(
-    wanted: Wanted, logits: jax.Array, token_ids: jax.Array | None, *rest: Any
-) -> TopkLogprobs:
-    """Results of the shapes and dtypes of `topk_logprobs`; without token_ids: of the fused path."""
-    targets = logits if token_ids is None else token_ids
-    *_, extra_token_ids, _ = rest
-    return skipped_rows(targets.shape[0], wanted, extra_token_ids.shape[1])
-
-
-def like_row_parts(wanted: Wanted, logits: jax.Array, selected: jax.Array, *rest: Any) -> RowParts:
-    """Results of the shapes and dtypes of `row_parts`."""
+def _like(outputs: Outputs, rows: Rows, selected: jax.Array) -> RowSums:
+    """Results of the shapes and dtypes of `row_sums`."""
     zeros = jnp.zeros(selected.shape[0], jnp.float32)
-    return RowParts(
+    return RowSums(
         maximum=zeros,
         sum_exp=zeros,
         num_larger=zeros.astype(jnp.int32),
-        top_ids=jnp.zeros((selected.shape[0], wanted.k), jnp.int32),
-        top_logits=jnp.zeros((selected.shape[0], wanted.k), jnp.float32),
-        weighted=zeros if wanted.entropy else None,
+        top_ids=jnp.zeros((selected.shape[0], outputs.k), jnp.int32),
+        top_logits=jnp.zeros((selected.shape[0], outputs.k), jnp.float32),
+        weighted=zeros if outputs.entropy else None,
     )
 
 
-def _topk_logprobs(
-    way: Way,
-    wanted: Wanted,
-    logits: jax.Array,
-    token_ids: jax.Array,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    extra_token_ids: jax.Array,
-    changes: Changes | None,
-) -> TopkLogprobs:
-    num_targets, vocab_size = token_ids.shape[0], logits.shape[1]
-    small = num_rows is not None or changes is not None  # a changed block is a copy
-    block = way.block_rows(logits, num_targets, wanted.k, small)
-    rows = wanted_rows(logits.shape[0], num_targets, row_ids, num_rows)
-    changes = prepared(changes, vocab_size)
-    usable = None if temperatures is None else usable_temperatures(temperatures)
-
-    def work(start: jax.Array) -> TopkLogprobs:
-        """The outputs of target rows start .. start + block - 1."""
-
-        def part(x: jax.Array) -> jax.Array:
-            return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
-
-        x = block_of_rows(logits, row_ids, start, block, num_targets)
-        x = changed_block(x, jax.tree.map(part, changes))
-        temperature = None if usable is None else part(usable)
-        given, extra_ids = part(token_ids), part(extra_token_ids)
-        selected = chosen_logits(x, given[:, None])
-        extra = chosen_logits(x, extra_ids)
-        statistics, top_ids, top_logits = _read(
-            way, x, selected[:, 0], wanted, temperature, part=False
-        )
-        named = [selected.astype(jnp.float32), top_logits, extra.astype(jnp.float32)]
-        columns = jnp.concatenate(named, axis=1)
-        return finish(
-            wanted, vocab_size, statistics, given, columns, top_ids, part(rows), temperature
-        )
-
-    inputs = (logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
-    initial = skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
-    return blocks.map_blocks(work, block, num_rows, initial, inputs)
-
-
-def _row_parts(
-    way: Way,
-    wanted: Wanted,
-    logits: jax.Array,
-    selected: jax.Array,
-    row_ids: jax.Array | None,
-    num_rows: jax.Array | None,
-    temperatures: jax.Array | None,
-    changes: Changes | None,
-) -> RowParts:
+def _row_sums(way: Way, outputs: Outputs, rows: Rows, selected: jax.Array) -> RowSums:
     num_targets = selected.shape[0]
-    small = num_rows is not None or changes is not None
-    block = way.block_rows(logits, num_targets, wanted.k, small)
+    # A changed block is a copy.
+    small = rows.num_rows is not None or rows.changes is not None
+    block = way.block_rows(rows.logits, num_targets, outputs.k, small)
 
-    def work(start: jax.Array) -> RowParts:
+    def work(start: jax.Array) -> RowSums:
         def part(x: jax.Array) -> jax.Array:
             return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
 
-        x = block_of_rows(logits, row_ids, start, block, num_targets)
-        x = changed_block(x, jax.tree.map(part, changes))
-        temperature = None if temperatures is None else part(temperatures)
-        mine = part(selected).astype(x.dtype)
-        found, ids, top_logits = _read(way, x, mine, wanted, temperature, part=True)
-        sums = (found.maximum, found.sum_exp, found.num_larger)
-        return RowParts(*sums, ids, top_logits, found.weighted)
+        x = block_of_rows(rows.logits, rows.row_ids, start, block, num_targets)
+        x = changed_block(x, jax.tree.map(part, rows.changes))
+        temperature = None if rows.temperatures is None else part(rows.temperatures)
+        return _read(way, x, part(selected).astype(x.dtype), outputs, temperature)
 
-    initial = like_row_parts(wanted, logits, selected)
-    inputs = (logits, selected, row_ids, num_rows, temperatures, changes)
-    return blocks.map_blocks(work, block, num_rows, initial, inputs)
+    initial = _like(outputs, rows, selected)
+    return blocks.map_blocks(work, block, rows.num_rows, initial, (rows, selected))
 
 
 def _read(
     way: Way,
     x: jax.Array,
     selected: jax.Array,
-    wanted: Wanted,
+    outputs: Outputs,
     temperatures: jax.Array | None,
-    *,
-    part: bool,
-) -> tuple[RowStatistics, jax.Array, jax.Array]:
-    """Steps 1 to 3 of a block x [B, V]: statistics, ids [B, k], logits [B, k] float32.
+) -> RowSums:
+    """Steps 1 to 3 of a block x [B, V]; selected is [B] of x's dtype.
 
-    selected is [B] of x's dtype. Where x is a part of longer rows, a row of it that has -inf alone
-    gives a sum of 0; otherwise it gives NaN, from -inf - -inf.
+    x may be a part of longer rows: a row of it that has -inf alone gives a sum of 0.
     """
-    k = wanted.k
+    k = outputs.k
     width = selection.group_width(x.shape[1], k) if way.groups else None
 
     def statistics_and_maxima(
         x: jax.Array, selected: jax.Array, temperatures: jax.Array | None
-    ) -> tuple[RowStatistics, jax.Array | None]:
+    ) -> tuple[Sums, jax.Array | None]:
         selected = selected.astype(x.dtype)
         maximum, maxima = _maxima(way, x, width)
-        reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum) if part else maximum
+        reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
         # Larger than what is just below the given token's logit: larger than that, or equal.
-        counted = just_below(selected) if wanted.inclusive else selected
+        counted = just_below(selected) if outputs.inclusive else selected
         given = Given(reference, counted, temperatures)
-        weighted = way.weighted_sum(x, given) if wanted.entropy else None
-        return RowStatistics(maximum, *way.sums(x, given), weighted), maxima
+        weighted = way.weighted_sum(x, given) if outputs.entropy else None
+        return (maximum, *way.sums(x, given), weighted), maxima
 
     if way is CPU and few_rows(x):
         wide = selected.astype(jnp.float32)  # one operation fewer out here
         statistics, maxima = in_one_thread(statistics_and_maxima, x, wide, temperatures)
     else:
         statistics, maxima = statistics_and_maxima(x, selected, temperatures)
-    return statistics, *selection.select_top_k(x, maxima, k, width, way.two_stages)
+    maximum, sum_exp, num_larger, weighted = statistics
+    top = selection.select_top_k(x, maxima, k, width, way.two_stages)
+    return RowSums(maximum, sum_exp, num_larger, *top, weighted)
 
 
 def _maxima(way: Way, x: jax.Array, width: int | None) -> tuple[jax.Array, jax.Array | None]:
@@ -294,10 +197,3 @@ def gather_rows(logits: jax.Array, rows: jax.Array) -> jax.Array:
     if rows.shape[0] == 1:  # a plain slice: XLA copies it at memory speed on every platform
         return lax.dynamic_slice_in_dim(logits, rows[0], 1)
     return logits.at[rows].get(mode="clip")
-
-
-def chosen_logits(x: jax.Array, ids: jax.Array) -> jax.Array:
-    """x [B, V], ids [B, C] -> [B, C] of x's dtype; NaN for an id outside the vocabulary."""
-    vocabulary = x.shape[1]
-    found = jnp.take_along_axis(x, jnp.clip(ids, 0, vocabulary - 1), axis=1)
-    return jnp.where((ids >= 0) & (ids < vocabulary), found, jnp.asarray(jnp.nan, x.dtype))

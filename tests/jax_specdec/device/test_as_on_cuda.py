@@ -26,12 +26,13 @@ from pallas_kernels import (
     linear_topk_logprobs,
     topk_logprobs,
 )
-from pallas_kernels.backends import choose
-from pallas_kernels.lowering import platforms
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.lowering import obstacles, platforms
 from pallas_kernels.meshes import placement
 from pallas_kernels.sampling.drafts import draw, joined
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import verify
+from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.device_programs import (
     CASES,
@@ -58,7 +59,7 @@ DRAW = 1  # where no vocabulary is split
 def _a_cuda_host():
     """The programs that are kept for one mesh or one shape may have been traced elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "cuda_capability", lambda: 9.0)
+        patch.setattr(obstacles, "cuda_capability", lambda: 9.0)
         _forget()
         yield
     _forget()
@@ -171,7 +172,7 @@ def test_linear_calls_are_left_to_xla(split):
 
 def test_programs_of_another_host_have_no_kernels(monkeypatch):
     """The control of every count above: a host with an older GPU takes XLA there."""
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.0)
+    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 8.0)
     of = Loop("none", 2)
     _forget()
     arguments, static = target_message(of, RAW)
@@ -183,22 +184,24 @@ def test_results_vary_as_their_arguments_do(monkeypatch):
     """Under `shard_map` that is a part of their type; the control leaves it out."""
     seen = []
 
-    def call(k, logits, ids):
-        found = topk_logprobs(logits, ids, k)
-        seen.append(
-            {one.manual_axis_type.varying for one in map(jax.typeof, jax.tree.leaves(found))}
-        )
-        return found
+    def trace(call):
+        def noted(logits, ids):
+            found = call(logits, ids)
+            leaves = map(jax.typeof, jax.tree.leaves(found))
+            seen.append({one.manual_axis_type.varying for one in leaves})
+            return found
 
-    def trace(k):
         over_rows = {"mesh": mesh_of(2), "in_specs": P("model"), "out_specs": P("model")}
-        call_of_k = jax.shard_map(functools.partial(call, k), **over_rows)
-        jax.eval_shape(call_of_k, ROWS, IDS)
+        jax.eval_shape(jax.shard_map(noted, **over_rows), ROWS, IDS)
         return seen.pop()
 
-    assert trace(3) == {frozenset({"model"})}
+    def sums(logits, ids):
+        return xla.row_sums(Rows(logits, ids), ids.astype(jnp.float32), Outputs(3))
+
+    assert trace(lambda logits, ids: topk_logprobs(logits, ids, 3)) == {frozenset({"model"})}
+    assert trace(sums) == {frozenset({"model"})}
     monkeypatch.setattr(platforms, "vary_like", lambda values, inputs: values)
-    assert frozenset() in trace(17)  # a K that no other test has traced, or will
+    assert frozenset() in trace(sums)
 
 
 def by_slots(function):
@@ -294,10 +297,12 @@ JIT = {"jit", "pjit", "pmap"}
 OTHERS = {
     "jax_specdec/device/loop/state.py: _empty_slots": test_empty_slots_are_made,
     "jax_specdec/device/model/hf_weights.py: _placing": test_weights_are_placed,
-    "pallas_kernels/backends/xla/few_rows.py: traced_once": test_programs_of_another_host_have_no_kernels,
-    "pallas_kernels/backends/xla/greedy.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
+    "pallas_kernels/backends/xla/block_sizes.py: traced_once": (
+        test_programs_of_another_host_have_no_kernels
+    ),
+    "pallas_kernels/backends/greedy.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
     "pallas_kernels/backends/xla/group_sums.py: sums_of": test_programs_of_the_loop,
-    "pallas_kernels/backends/choose.py: compiled": test_xla_where_it_is_asked_for,
+    "pallas_kernels/topk/call.py: jitted": test_xla_where_it_is_asked_for,
     "pallas_kernels/linear/call.py: _kept_of": test_linear_calls_are_left_to_xla,
     "pallas_kernels/linear/call.py: _topk_of": test_linear_calls_are_left_to_xla,
     "pallas_kernels/meshes/linear_placement.py: mapped": test_linear_calls_are_left_to_xla,

@@ -293,6 +293,6 @@ def test_refused(change, words):
 @pytest.mark.parametrize("capability", [8.9, 10.0])
 def test_refused_by_devices(monkeypatch, capability):
     """wgmma is an instruction of compute capability 9.0 alone."""
-    monkeypatch.setattr(on_gpu.implementations, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(on_gpu.obstacles, "cuda_capability", lambda: capability)
     with pytest.raises(NotImplementedError, match=f"compute capability {capability}; it"):
         lowered()

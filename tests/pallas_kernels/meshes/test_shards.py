@@ -9,14 +9,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
 from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.testing import oracle
-from tests.support import quick_compile
+from tests.support import kernel_calls, quick_compile
 from tests.support.collectives import collectives
 from tests.support.interpreted_kernels import run_without_races
 from tests.support.shards import P, mesh_of, on_shards, padded
@@ -217,7 +217,7 @@ def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
 
     Under `shard_map`, both must vary over the same mesh axes, or no program can be traced at all.
     """
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 9.0)
     x = np.random.default_rng(0).normal(size=(4, 4096)).astype(np.float32)
     ids, temperatures = np.arange(4, dtype=np.int32), np.full(4, 0.5, np.float32)
     extra = np.arange(8, dtype=np.int32).reshape(4, 2)
@@ -278,12 +278,12 @@ def test_the_gpu_kernels_parts_are_those_of_xla(k):
     rest = (jnp.int32(8), jnp.full(9, 0.7, jnp.float32))
 
     def call(x, selected, row_ids, *rest, interpret):
-        return run.row_parts(
-            x, selected, Wanted(k), row_ids, *rest, tiling=tiling, interpret=interpret
+        return kernel_calls.row_sums(
+            run, x, selected, Outputs(k), row_ids, *rest, tiling=tiling, interpret=interpret
         )
 
     got = run_without_races(call, x, selected, row_ids, *rest)
-    expected = xla.row_parts(x, selected, Wanted(k), row_ids, *rest)
+    expected = kernel_calls.row_sums(xla, x, selected, Outputs(k), row_ids, *rest)
     done = np.array([0, 1, 2, 6, 7])  # neither skipped nor with a NaN
     for name in ("maximum", "num_larger", "top_logits"):
         np.testing.assert_array_equal(getattr(got, name)[done], getattr(expected, name)[done])

@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
+from tests.support import kernel_calls
 from tests.support.interpreted_kernels import run_without_races
 
 CASES = {
@@ -48,8 +49,8 @@ def test_separate_path(name):
     }
 
     def call(x, token_ids, options, interpret):
-        return run.topk_logprobs(
-            x, token_ids, Wanted(k), **options, tiling=tiling, interpret=interpret
+        return kernel_calls.topk_logprobs(
+            run, x, token_ids, Outputs(k), **options, tiling=tiling, interpret=interpret
         )
 
     actual = run_without_races(call, x, token_ids, options)
@@ -65,8 +66,8 @@ def test_fused_path(k, rows):
     temperatures = np.linspace(0, 2, len(x), dtype=np.float32)
 
     def call(x, num_rows, temperatures, extra, interpret):
-        return run.greedy_topk_logprobs(
-            x, Wanted(k), num_rows, temperatures, extra, tiling=tiling, interpret=interpret
+        return kernel_calls.greedy_topk_logprobs(
+            run, x, Outputs(k), num_rows, temperatures, extra, tiling=tiling, interpret=interpret
         )
 
     actual = run_without_races(call, x, np.int32(len(x)), temperatures, extra)
@@ -102,8 +103,17 @@ def test_more_candidates_than_room(tiling, k):
 
     def call(x, token_ids, interpret):
         nothing = jnp.zeros((len(x), 0), jnp.int32)
-        return run.topk_logprobs(
-            x, token_ids, Wanted(k), None, None, None, nothing, tiling=tiling, interpret=interpret
+        return kernel_calls.topk_logprobs(
+            run,
+            x,
+            token_ids,
+            Outputs(k),
+            None,
+            None,
+            None,
+            nothing,
+            tiling=tiling,
+            interpret=interpret,
         )
 
     actual = run_without_races(call, x, token_ids)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import threefry_word
-from pallas_kernels.backends.mosaic_gpu import count_larger, draw, sampled
+from pallas_kernels.backends.mosaic_gpu import count_larger, draw, groups
 from pallas_kernels.numbers.gumbel import gumbel
+from pallas_kernels.numbers.threefry import word as threefry_word
 from pallas_kernels.testing import oracle
 from tests.support.drawn_tokens import PURPOSES, Slot, check, expected, group_sums, rows_to_draw
 from tests.support.interpreted_kernels import checked, compiled, run_without_races
@@ -123,7 +123,7 @@ def test_candidates_of_listed_rows():
     x = logits_of(*ODD)
 
     def call(x, rows, number, interpret):
-        return sampled.candidates(x, rows, number, 5, interpret)
+        return groups.candidates(x, rows, number, 5, interpret)
 
     found = run_without_races(call, jnp.asarray(x), np.array([2, 1, 0], np.int32), np.int32(2))
     for i, row in enumerate((2, 1)):

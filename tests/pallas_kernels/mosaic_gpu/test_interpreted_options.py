@@ -12,8 +12,9 @@ from pallas_kernels.backends.mosaic_gpu import mask
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
+from tests.support import kernel_calls
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 from tests.support.interpreted_kernels import run_without_races
 
@@ -50,7 +51,7 @@ def arguments(x, vocabulary, changed):
 
 
 def kernel_arguments(arrays):
-    """Positional arguments after `Wanted`, and the changes."""
+    """Positional arguments after `Outputs`, and the changes."""
     words = arrays.get("allowed")
     changes = Changes(
         None if words is None else words.view(np.int32),
@@ -69,12 +70,12 @@ def test_separate_path(name):
     tiling, k, ties, changed = CASES[name]
     x = rows_of(tiling)
     token_ids, arrays = arguments(x, tiling.vocabulary, changed)
-    wanted = Wanted(k, inclusive=ties == "inclusive", **ALL)
+    wanted = Outputs(k, inclusive=ties == "inclusive", **ALL)
 
     def call(x, token_ids, count, rest, interpret):
         temperatures, extra, changes = rest
         given = (None, count, temperatures, extra, changes)
-        return run.topk_logprobs(x, token_ids, wanted, *given, tiling, interpret)
+        return kernel_calls.topk_logprobs(run, x, token_ids, wanted, *given, tiling, interpret)
 
     found = run_without_races(call, x, token_ids, np.int32(len(x)), kernel_arguments(arrays))
     oracle.assert_matches(found, oracle.topk_logprobs(x, token_ids, k, **arrays, rank_ties=ties))
@@ -93,10 +94,10 @@ def test_fused_path(changed, ties):
     tiling = Tiling(2056, "bfloat16", 128, 1, 1)
     x = rows_of(tiling)
     _, arrays = arguments(x, tiling.vocabulary, changed)
-    wanted = Wanted(1, inclusive=ties == "inclusive", **ALL)
+    wanted = Outputs(1, inclusive=ties == "inclusive", **ALL)
 
     def call(x, rest, interpret):
-        return run.greedy_topk_logprobs(x, wanted, None, *rest, tiling, interpret)
+        return kernel_calls.greedy_topk_logprobs(run, x, wanted, None, *rest, tiling, interpret)
 
     found = run_without_races(call, x, kernel_arguments(arrays))
     chosen = [oracle.greedy_token_id(row) for row in in_float64(x, arrays)]
@@ -116,7 +117,7 @@ def test_a_wrong_mask_would_be_seen(monkeypatch):
 
     def call(x, token_ids, words, interpret):
         rest = (None, None, None, jnp.zeros((1, 0), jnp.int32), Changes(words))
-        return run.topk_logprobs(x, token_ids, Wanted(1), *rest, tiling, interpret)
+        return kernel_calls.topk_logprobs(run, x, token_ids, Outputs(1), *rest, tiling, interpret)
 
     found = run_without_races(call, x, token_ids, words.view(np.int32))
     with pytest.raises(AssertionError):
@@ -130,15 +131,15 @@ def test_plain_calls_take_the_plain_kernels(k):
     def kernels(wanted, changes):
         def call(x, ids):
             extra = jnp.zeros((4, 0), jnp.int32)
-            return run.topk_logprobs(x, ids, wanted, None, None, None, extra, changes)
+            return kernel_calls.topk_logprobs(run, x, ids, wanted, None, None, None, extra, changes)
 
         arrays = jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4,), "int32")
         text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
         return [line for line in text.split("\n") if "custom_call @mosaic_gpu" in line]
 
-    plain = kernels(Wanted(k), None)
+    plain = kernels(Outputs(k), None)
     assert len(plain) == 2
-    first, second = kernels(Wanted(k, **ALL), None)
+    first, second = kernels(Outputs(k, **ALL), None)
     assert (first, second) != tuple(plain)
-    assert kernels(Wanted(k, log_sum_exp=True), None)[0] == plain[0]
-    assert len(kernels(Wanted(k), Changes(jnp.zeros((4, 128), jnp.int32)))) == 2
+    assert kernels(Outputs(k, log_sum_exp=True), None)[0] == plain[0]
+    assert len(kernels(Outputs(k), Changes(jnp.zeros((4, 128), jnp.int32)))) == 2

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.backends.mosaic_gpu import pass1_groups, sampled
+from pallas_kernels.backends.groups import Part, Read
+from pallas_kernels.backends.mosaic_gpu import groups as sampled
+from pallas_kernels.backends.mosaic_gpu import pass1_groups
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
 from pallas_kernels.backends.xla import groups as sampled_rows
-from pallas_kernels.backends.xla.groups import Part, Read
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import compat, select
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.testing import oracle, shapes
-from tests.support import quick_compile
+from tests.support import kernel_calls, quick_compile
 
 SHARED_MEMORY = 227 * 1024  # per program, H100
 SORTS = ("stablehlo.sort", "chlo.top_k")
@@ -123,10 +123,12 @@ def test_lowers_for_cuda(path, rows, vocabulary, k, dtype):
     order = ("row_ids", "num_rows", "temperatures", "extra_token_ids")
 
     def separate(logits, token_ids, *rest):
-        return run.topk_logprobs(logits, token_ids, Wanted(k), *rest)
+        return kernel_calls.topk_logprobs(run, logits, token_ids, Outputs(k), *rest)
 
     def fused(logits, num_rows, temperatures, extra):
-        return run.greedy_topk_logprobs(logits, Wanted(k), num_rows, temperatures, extra)
+        return kernel_calls.greedy_topk_logprobs(
+            run, logits, Outputs(k), num_rows, temperatures, extra
+        )
 
     if path == "separate":
         program = lower(separate, given["logits"], given["token_ids"], *map(given.get, order))
@@ -159,11 +161,17 @@ def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
     kernel = compat.GPU.kernel
     monkeypatch.setattr(compat.GPU, "kernel", recorded)
     given = inputs(70_000, 2048, "bfloat16")
-    one = Wanted(1)
+    one = Outputs(1)
     functions = {
-        "separate": lambda x, ids: run.topk_logprobs(x, ids, one, None, None, None, ids[:, None]),
-        "fused": lambda x, ids: run.greedy_topk_logprobs(x, one, None, None, ids[:, None]),
-        "parts": lambda x, ids: run.row_parts(x, ids.astype(jnp.float32), one, None, None, None),
+        "separate": lambda x, ids: kernel_calls.topk_logprobs(
+            run, x, ids, one, None, None, None, ids[:, None]
+        ),
+        "fused": lambda x, ids: kernel_calls.greedy_topk_logprobs(
+            run, x, one, None, None, ids[:, None]
+        ),
+        "parts": lambda x, ids: kernel_calls.row_sums(
+            run, x, ids.astype(jnp.float32), one, None, None, None
+        ),
     }
     for function in functions.values():
         text = lower(function, given["logits"], given["token_ids"]).as_text()
@@ -174,13 +182,19 @@ def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
         assert max(others, default=1) <= 65_535
 
 
+def test_a_missing_gpu_is_named_before_the_shape():
+    x, ids = jnp.zeros((2, 100)), jnp.zeros(2, jnp.int32)
+    with pytest.raises(NotImplementedError, match=r"run: there is no CUDA device here, and a voca"):
+        topk_logprobs(x, ids, 1, implementation="mosaic_gpu")
+
+
 def test_lowering_can_fail(monkeypatch):
     """Negative control: room for more candidates than shared memory holds does not lower."""
     monkeypatch.setattr(select, "capacity", lambda k: 1 << 15)
     given = inputs(4, 131_072, "float32")
 
     def separate(logits, token_ids, *rest):
-        return run.topk_logprobs(logits, token_ids, Wanted(128), *rest)
+        return kernel_calls.topk_logprobs(run, logits, token_ids, Outputs(128), *rest)
 
     order = ("row_ids", "num_rows", "temperatures", "extra_token_ids")
     with pytest.raises(Exception, match=r"(?i)shared memory|smem"):
@@ -212,13 +226,13 @@ def test_choice_without_a_gpu():
     ],
 )
 def test_what_can_run(shape, capability, words):
-    obstacle = choose.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
+    obstacle = obstacles.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
     assert (obstacle is None) if words is None else (words in obstacle)
 
 
 def test_choice_with_a_gpu(monkeypatch):
     """On a CUDA host None takes the kernels, but only in programs that are lowered for CUDA."""
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 9.0)
     given = inputs(4, 4096, "float32")
 
     def call(logits, token_ids):
@@ -248,10 +262,14 @@ def test_lowers_under_shard_map_and_while_loop():
     def sharded(logits, token_ids):
         def turn(carry):
             turns, _ = carry
-            out = run.topk_logprobs(logits, token_ids, Wanted(2), None, turns, None, nothing)
+            out = kernel_calls.topk_logprobs(
+                run, logits, token_ids, Outputs(2), None, turns, None, nothing
+            )
             return turns + 1, out.token_ids
 
-        first = run.topk_logprobs(logits, token_ids, Wanted(2), None, None, None, nothing)
+        first = kernel_calls.topk_logprobs(
+            run, logits, token_ids, Outputs(2), None, None, None, nothing
+        )
         start = (first.token_ranks[0] * 0, first.token_ids)
         return jax.lax.while_loop(lambda carry: carry[0] < 3, turn, start)[1]
 

@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.backends import choose, sampled_draw
-from pallas_kernels.backends.sampled_draw import Drawn, RowsToDraw
-from pallas_kernels.backends.xla import groups as sampled_rows
-from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.backends import read
+from pallas_kernels.backends.groups import Drawn, RowsToDraw
+from pallas_kernels.lowering import obstacles
 
 ROWS, SLOTS = 8, 2
 
 
-def drawn_by_xla(rows, slots):
+def drawn_by_xla(slots):
     """Anything of the right shape."""
-    return Drawn(slots.astype(jnp.float32) + rows.logits[0, 0].astype(jnp.float32), slots)
+    return Drawn(slots.astype(jnp.float32), slots)
 
 
 def draws(logits, slots, floats, groups, taken):
@@ -33,12 +32,12 @@ def draws(logits, slots, floats, groups, taken):
         largest=groups[:, 0],
         inverse=groups[:, 0],
     )
-    return sampled_draw.draw(GroupedRows.of(logits), given, (3, 1), drawn_by_xla, slots)
+    return read.draw(given, slots, (3, 1), drawn_by_xla, logits)
 
 
 def counts(logits, slots, floats, groups, taken):
     ids = jnp.zeros(ROWS, jnp.int32)
-    return sampled_draw.num_larger(logits, groups, ids, lambda _, ids: ids), slots, floats, taken
+    return read.num_larger(logits, groups, ids), slots, floats, taken
 
 
 def kernels_of(function, vocabulary, platform="cuda", taken=1, batch=()):
@@ -66,7 +65,7 @@ def test_who_is_chosen(function, monkeypatch):
     assert kernels_of(function, 2000) == 0  # too short
     assert kernels_of(function, 2**20 + 1) == 0  # too many groups
     assert kernels_of(jax.vmap(function), 4099, batch=(2,)) == 0
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 8.9)
     assert kernels_of(function, 4099) == 0
 
 
@@ -74,7 +73,7 @@ def test_who_is_chosen(function, monkeypatch):
 def test_candidates_of_valid_rows_are_the_kernels():
     def call(valid):
         def candidates(logits, slots, *_):
-            return sampled_rows.candidates(logits, 5, slots, slots[0], valid=valid)
+            return read.candidates(logits, 5, slots, slots[0], valid=valid)
 
         return candidates
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import VocabShard
-from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu.tiling import choose_fixed_tiling
-from pallas_kernels.backends.sampled_implementations import read
+from pallas_kernels.backends.read import read_groups
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import shapes
 
@@ -19,7 +19,7 @@ from pallas_kernels.testing import shapes
 def reader(k, implementation=None, shard=None):
     def call(logits, inverse, needed):
         rows = GroupedRows.of(logits) if shard is None else GroupedRows.of(logits, shard)
-        return read(rows.part, inverse, needed, k, implementation)
+        return read_groups(rows.part, inverse, needed, k, implementation)
 
     return call
 
@@ -73,7 +73,7 @@ def test_who_is_chosen():
 
 
 def test_an_older_device_takes_xla(monkeypatch):
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 8.9)
     assert kernels_of(reader(-1), 4099) == 0
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.9"):
         kernels_of(reader(-1, "mosaic_gpu"), 4099)

@@ -5,13 +5,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.backends.mosaic_tpu import bits, kernel, unit
+from pallas_kernels.backends.mosaic_tpu import bits, rows_kernel, unit
 from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.backends.mosaic_tpu.plan import CUT as REAL_CUT
 from pallas_kernels.backends.mosaic_tpu.plan import choose_plan
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
+from tests.support import kernel_calls
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 from tests.support.interpreted_tpu_kernel import CUT, run_interpreted
 
@@ -49,10 +50,12 @@ def after_wanted(arrays):
 
 
 def separate(x, k, token_ids, arrays, ties="strict", row_ids=None, cut=CUT):
-    wanted = Wanted(k, inclusive=ties == "inclusive", **ALL)
+    wanted = Outputs(k, inclusive=ties == "inclusive", **ALL)
 
     def call(x, token_ids, row_ids, rest, interpret, cut):
-        return run.topk_logprobs(x, token_ids, wanted, row_ids, None, *rest, interpret, cut)
+        return kernel_calls.topk_logprobs(
+            run, x, token_ids, wanted, row_ids, None, *rest, interpret, cut
+        )
 
     return run_interpreted(call, x, token_ids, row_ids, after_wanted(arrays), cut=cut)
 
@@ -77,7 +80,7 @@ def test_float16_in_blocks():
     def call(x, ids, interpret, cut):
         nothing = jnp.zeros((len(x), 0), jnp.int32)
         rest = (None, count, None, nothing, None)
-        return run.topk_logprobs(x, ids, Wanted(3), *rest, interpret, cut)
+        return kernel_calls.topk_logprobs(run, x, ids, Outputs(3), *rest, interpret, cut)
 
     found = run_interpreted(call, x, token_ids)
     oracle.assert_matches(found, oracle.topk_logprobs(x, token_ids, 3, num_rows=count))
@@ -90,7 +93,7 @@ def test_blocks_of_unwanted_units_are_not_copied():
     steps = [(unit, place) for unit in range(5) for place in range(last + 1)]
     for rows, units in ((0, 1), (1, 1), (9, 2), (40, 5)):
         count = jnp.array([rows])
-        found = [kernel.wanted_block(plan, 0, *step, count, None) for step in steps]
+        found = [rows_kernel.wanted_block(plan, 0, *step, count, None) for step in steps]
         expected = [step if step[0] < units else (units - 1, last) for step in steps]
         assert [(int(a), int(b)) for a, b in found] == expected
 
@@ -133,10 +136,10 @@ def test_several_vectors_of_words(dtype, cut):
 def test_the_greedy_choice_of_changed_logits(changed, ties):
     x = rows_with_edges(BFLOAT16)
     _, arrays = arguments(len(x), V, changed)
-    wanted = Wanted(1, inclusive=ties == "inclusive", **ALL)
+    wanted = Outputs(1, inclusive=ties == "inclusive", **ALL)
 
     def call(x, rest, interpret, cut):
-        return run.greedy_topk_logprobs(x, wanted, None, *rest, interpret, cut)
+        return kernel_calls.greedy_topk_logprobs(run, x, wanted, None, *rest, interpret, cut)
 
     found = run_interpreted(call, x, after_wanted(arrays))
     chosen = [oracle.greedy_token_id(row) for row in in_float64(x, arrays)]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.backends import choose, sampled_implementations
+from pallas_kernels.backends import read as reads
 from pallas_kernels.backends.mosaic_tpu import chip
 from pallas_kernels.backends.mosaic_tpu.plan import choose_plan
-from pallas_kernels.backends.xla import groups
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.lowering.tpu_rule import kernel_is_faster
 from pallas_kernels.sampling.rows import GroupedRows
 
@@ -127,10 +127,10 @@ def test_sampled_rows_in_a_chip_whose_memory_is_too_small():
 
     def read(x, inverse, implementation=None):
         part, needed = GroupedRows.of(x).part, jnp.zeros(8, jnp.int32)
-        return sampled_implementations.read(part, inverse, needed, 5, implementation)
+        return reads.read_groups(part, inverse, needed, 5, implementation)
 
     def candidates(x, rows):
-        return groups.candidates(x, 5, rows, jnp.int32(1), valid=True)
+        return reads.candidates(x, 5, rows, jnp.int32(1), valid=True)
 
     logits = jax.ShapeDtypeStruct((8, 262_144), jnp.float32)
     inverse, numbers = (jax.ShapeDtypeStruct((8,), x) for x in (jnp.float32, jnp.int32))
@@ -180,8 +180,8 @@ def test_masks_biases_and_float16_take_the_kernel():
 def test_a_symbolic_number_of_rows():
     (rows,) = jax.export.symbolic_shape("r")
     logits = jax.ShapeDtypeStruct((rows, 300), jnp.float32)
-    assert "symbolic" in choose.tpu_obstacle(logits)
-    assert choose.tpu_obstacle(shapes()[0]) is None
+    assert "symbolic" in obstacles.tpu_obstacle(logits)
+    assert obstacles.tpu_obstacle(shapes()[0]) is None
 
 
 def test_a_vocabulary_that_is_split_over_devices():
@@ -208,7 +208,7 @@ def test_rows_that_are_sampled_are_read_by_kernels():
         return GroupedRows.of(x).read(inverse, jnp.zeros(3, jnp.int32))
 
     def candidates(x, rows):
-        return groups.candidates(x, 5, rows, jnp.int32(1), valid=True)
+        return reads.candidates(x, 5, rows, jnp.int32(1), valid=True)
 
     assert kernels(lowered(read, rows, numbers)) == 3
     assert kernels(lowered(candidates, rows, listed)) == 1
@@ -224,7 +224,7 @@ def test_who_reads_sampled_rows():
     given = (part, jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32))
 
     def read(*given, implementation=None):
-        return sampled_implementations.read(*given, -1, implementation).groups
+        return reads.read_groups(*given, -1, implementation).groups
 
     assert kernels(lowered(read, *given)) == 0
     by_name = functools.partial(read, implementation="mosaic_tpu")

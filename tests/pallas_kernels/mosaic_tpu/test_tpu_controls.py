@@ -11,9 +11,9 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 
 from pallas_kernels.backends.mosaic_tpu import copies, stacks, unit
 from pallas_kernels.backends.mosaic_tpu import rows as run
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
-from tests.support import quick_compile
+from tests.support import kernel_calls, quick_compile
 from tests.support.interpreted_tpu_kernel import CUT, interpret, run_interpreted, run_watched
 
 V = 700
@@ -25,7 +25,9 @@ IDS = np.arange(9, dtype=np.int32)
 def found(k=1, run_it=run_interpreted):
     def call(x, ids, interpret, cut):
         nothing = jnp.zeros((len(x), 0), jnp.int32)
-        return run.topk_logprobs(x, ids, Wanted(k), None, None, None, nothing, None, interpret, cut)
+        return kernel_calls.topk_logprobs(
+            run, x, ids, Outputs(k), None, None, None, nothing, None, interpret, cut
+        )
 
     return run_it(call, X, IDS)
 
@@ -132,7 +134,7 @@ def test_rows_that_are_not_wanted_are_not_copied(seen, gathered, copies_of_a_uni
     def call(x, ids, num_rows):
         nothing = jnp.zeros((len(x), 0), jnp.int32)
         rest = (rows, num_rows, None, nothing, None)
-        return run.topk_logprobs(x, ids, Wanted(0), *rest, interpret(), CUT)
+        return kernel_calls.topk_logprobs(run, x, ids, Outputs(0), *rest, interpret(), CUT)
 
     program = jax.jit(call, compiler_options=quick_compile.OPTIONS)
     for num_rows, units in ((0, 0), (1, 1), (8, 1), (9, 2)):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends.mosaic_tpu import rows as run
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
+from tests.support import kernel_calls
 from tests.support.interpreted_tpu_kernel import run_interpreted
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -20,10 +21,12 @@ V = 1173  # 9 columns of 128 tokens and 21 more; three chunks
 
 
 def separate(k, x, token_ids, interpret, cut, **options):
-    wanted = Wanted(k, log_sum_exp=True, entropy=False, top_logits=True)
+    wanted = Outputs(k, log_sum_exp=True, entropy=False, top_logits=True)
     rest = [options.get(name) for name in ("row_ids", "num_rows", "temperatures")]
     extra = options["extra_token_ids"]
-    return run.topk_logprobs(x, token_ids, wanted, *rest, extra, None, interpret=interpret, cut=cut)
+    return kernel_calls.topk_logprobs(
+        run, x, token_ids, wanted, *rest, extra, None, interpret=interpret, cut=cut
+    )
 
 
 def check(x, k, token_ids=None, races=True, **options):
@@ -92,8 +95,8 @@ def test_greedy_choice_of_valid_and_invalid_rows():
 
     def call(x, temperatures, interpret, cut):
         extra = jnp.zeros((len(x), 0), jnp.int32)
-        return run.greedy_topk_logprobs(
-            x, Wanted(2, entropy=True), None, temperatures, extra, None, interpret, cut
+        return kernel_calls.greedy_topk_logprobs(
+            run, x, Outputs(2, entropy=True), None, temperatures, extra, None, interpret, cut
         )
 
     found = run_interpreted(call, x, temperatures)
@@ -135,9 +138,11 @@ def test_inclusive_ranks():
     ids = np.array([1, 2, 5, 9], np.int32)
 
     def call(x, ids, interpret, cut):
-        wanted = Wanted(0, inclusive=True)
+        wanted = Outputs(0, inclusive=True)
         nothing = jnp.zeros((len(x), 0), jnp.int32)
-        return run.topk_logprobs(x, ids, wanted, None, None, None, nothing, None, interpret, cut)
+        return kernel_calls.topk_logprobs(
+            run, x, ids, wanted, None, None, None, nothing, None, interpret, cut
+        )
 
     found = run_interpreted(call, x, ids)
     oracle.assert_matches(found, oracle.topk_logprobs(x, ids, 0, rank_ties="inclusive"))

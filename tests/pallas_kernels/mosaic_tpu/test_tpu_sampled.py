@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.backends.mosaic_tpu import groups, sampled
+from pallas_kernels.backends.groups import Part
+from pallas_kernels.backends.mosaic_tpu import groups as sampled
+from pallas_kernels.backends.mosaic_tpu import groups_kernel
 from pallas_kernels.backends.xla import groups as sampled_rows
-from pallas_kernels.backends.xla.groups import Part
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
@@ -70,9 +71,9 @@ def test_a_forgotten_lane_would_be_seen(monkeypatch):
     x = (np.random.default_rng(0).normal(size=(1, 1024)) * 4).astype(np.float32)
     part = Part(jnp.asarray(x), jnp.asarray(x[:, :512].reshape(1, 2, 256)), jnp.int32(48))
     check(part, INVERSE[:1])
-    right = groups.pltpu.roll
+    right = groups_kernel.pltpu.roll
     monkeypatch.setattr(
-        groups.pltpu, "roll", lambda terms, *rest: right(terms, *rest).at[:, 0].set(0.0)
+        groups_kernel.pltpu, "roll", lambda terms, *rest: right(terms, *rest).at[:, 0].set(0.0)
     )
     with pytest.raises(AssertionError):
         check(part, INVERSE[:1])

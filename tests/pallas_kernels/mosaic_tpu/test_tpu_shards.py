@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.answers import RowParts
 from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs, RowSums
 from pallas_kernels.testing import oracle
+from tests.support import kernel_calls
 from tests.support.interpreted_tpu_kernel import run_interpreted
 
 V, SHARDS, K = 1173, 3, 2
@@ -25,14 +25,16 @@ def test_the_kernels_parts_are_those_of_xla():
     parts = np.concatenate([x[:, i * WIDTH : (i + 1) * WIDTH] for i in range(SHARDS)])
 
     def call(parts, selected, rest, interpret, cut):
-        return run.row_parts(parts, selected, Wanted(K), *rest, interpret=interpret, cut=cut)
+        return kernel_calls.row_sums(
+            run, parts, selected, Outputs(K), *rest, interpret=interpret, cut=cut
+        )
 
     found = run_interpreted(call, parts, selected, rest)
-    expected = xla.row_parts(jnp.asarray(parts), selected, Wanted(K), *rest)
+    expected = kernel_calls.row_sums(xla, jnp.asarray(parts), selected, Outputs(K), *rest)
     assert_same(found, expected, ~np.isnan(parts).any(1))
 
 
-def assert_same(found: RowParts, expected: RowParts, rows):
+def assert_same(found: RowSums, expected: RowSums, rows):
     """Of rows without a NaN, all but the sums' rounding; of the others, that they have one."""
     for name in ("maximum", "num_larger", "top_logits"):
         a, b = (np.asarray(getattr(one, name))[rows] for one in (found, expected))

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, RequestError, SamplingParams
+from pallas_kernels.sampling.distribution import processed_probs
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.random_draws import ACCEPT, DRAFT, Source, uniform
-from pallas_kernels.sampling.truncation import processed_probs
 from tests.support import quick_compile
 
 pytestmark = pytest.mark.fast

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WHOLE
-from pallas_kernels.sampling import gap_cut
-from pallas_kernels.sampling.truncation import processed_probs, truncation
+from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.sampling import row_cuts
+from pallas_kernels.sampling.distribution import processed_probs, truncation
 from tests.pallas_kernels.sampling.test_truncation import check, sampling_of
 from tests.support import quick_compile
 from tests.support.shards import P, on_shards
@@ -65,7 +65,7 @@ def test_kept_tokens_are_those_of_sorting(dtype):
 
 def test_only_rows_that_keep_many_take_it_and_they_do():
     """Without it, such rows keep what the read left them with: everything."""
-    with mock.patch.object(gap_cut, "cut_of", lambda *arguments: arguments[-1]):
+    with mock.patch.object(row_cuts, "cut_of", lambda *arguments: arguments[-1]):
         without = quick_compile.jit(lambda x: truncation(x, sampling()))(rows_of(jnp.float32))
     kept_all = np.isneginf(without.cut_logit)
     np.testing.assert_array_equal(kept_all, [[True, True]] * 7 + [[False, False]])
@@ -78,7 +78,7 @@ def test_only_rows_that_keep_many_take_it_and_they_do():
 )
 def test_more_candidates_find_the_same_cut(dtype):
     """Two ways that share no code; sums are rounded in either."""
-    with mock.patch.object(gap_cut, "suffices", lambda sampling, _: sampling.top_k < 0):
+    with mock.patch.object(row_cuts, "suffices", lambda sampling, _: sampling.top_k < 0):
         listed = quick_compile.jit(lambda x: truncation(x, sampling()))(rows_of(dtype))
     cut = found(dtype)[0]
     chex.assert_trees_all_equal(listed[:2], cut[:2])
@@ -88,7 +88,7 @@ def test_more_candidates_find_the_same_cut(dtype):
 def test_other_filters_do_not_take_it():
     """Beside top-p and a top-k that can cut, min-p's share is not all that cuts."""
     takes = [
-        bool(gap_cut.suffices(sampling_of([1.0], top_k, top_p, 0.1), V)[0])
+        bool(row_cuts.suffices(sampling_of([1.0], top_k, top_p, 0.1), V)[0])
         for top_k, top_p in ((0, 1.0), (V, 1.0), (V - 1, 1.0), (0, 0.999), (7, 0.5))
     ]
     assert takes == [True, True, False, False, False]

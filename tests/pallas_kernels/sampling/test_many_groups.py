@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pallas_kernels import GroupSums
-from pallas_kernels.sampling import residual, row_read
+from pallas_kernels.backends.groups import GroupSums
+from pallas_kernels.sampling import row_draws, row_read
 from pallas_kernels.sampling.drafts import draw, none_drawn
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source, gumbel
-from pallas_kernels.sampling.verify import Drafts, accept_draft, verify
+from pallas_kernels.sampling.types import Drafts
+from pallas_kernels.sampling.verification import accept_draft, verify
 from tests.pallas_kernels.sampling.test_distribution import expected_probs
 from tests.support import quick_compile
 
@@ -80,7 +81,7 @@ def verified(drawn, target, draft, sampling, num, spoiled):
     """
     positions = jnp.full(SLOTS, POSITION, jnp.int32)
     likely = jnp.argmax(target).astype(jnp.int32)
-    read, taken, among = row_read.read, residual._without_taken, residual.draw_among
+    read, taken, among = row_read.read, row_draws._without_taken, row_draws.draw_among
 
     def forgetful(*arguments, **options):
         found = read(*arguments, **options)
@@ -98,10 +99,10 @@ def verified(drawn, target, draft, sampling, num, spoiled):
         return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))
 
     with (
-        mock.patch.object(residual, "GROUP", spoiled.purpose),
+        mock.patch.object(row_draws, "GROUP", spoiled.purpose),
         mock.patch.object(row_read, "read", forgetful),
-        mock.patch.object(residual, "_without_taken", keeping),
-        mock.patch.object(residual, "draw_among", keeping_few),
+        mock.patch.object(row_draws, "_without_taken", keeping),
+        mock.patch.object(row_draws, "draw_among", keeping_few),
     ):
         if drawn:
             drafts = draw(jnp.broadcast_to(draft, (SLOTS, 1, V)), sampling, positions)
@@ -232,7 +233,7 @@ def test_a_row_whose_kept_tokens_are_in_many_groups_draws_the_same():
     without, sound = jnp.zeros(SLOTS, jnp.int32), jax.tree.map(jnp.asarray, SOUND)
     sampling = sampling_of(SLOTS, **FILTERS["top-k"])
     usual, _ = verified(False, target, draft, sampling, without, sound)
-    with mock.patch.object(residual, "SOME_GROUPS", 2):
+    with mock.patch.object(row_draws, "SOME_GROUPS", 2):
         again, _ = quick_compile.jit(lambda *given: verified.__wrapped__(False, *given))(
             target, draft, sampling, without, sound
         )

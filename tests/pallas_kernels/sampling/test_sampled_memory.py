@@ -12,10 +12,10 @@ from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.asked import asked_of, widths_of
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.lowering.blocks import CPU_BYTES
+from pallas_kernels.backends.xla.block_sizes import CPU_BYTES
 from pallas_kernels.sampling.drafts import none_drawn
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import verify
+from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.decoding import draft_logits_kept, random_model
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from pallas_kernels import threefry_word
+from pallas_kernels.numbers.threefry import word as threefry_word
 from pallas_kernels.sampling.random_draws import ACCEPT, GROUP, Source, uniform
 
 pytestmark = pytest.mark.fast

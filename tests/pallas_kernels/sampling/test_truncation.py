@@ -13,11 +13,11 @@ from jax import lax
 from scipy import stats
 
 from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
-from pallas_kernels.numbers import exponential
-from pallas_kernels.sampling import candidate_cut, exact_sums, flat_search
+from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.sampling import cut_search, exact_sums, row_cuts
+from pallas_kernels.sampling.distribution import processed_probs, truncation
 from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row, truncates
 from pallas_kernels.sampling.random_draws import DRAFT, Source, gumbel
-from pallas_kernels.sampling.truncation import processed_probs, truncation
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.shards import on_shards
@@ -323,7 +323,7 @@ def test_a_search_finds_the_same_cut():
     rows, sampling = rows_for_shards()
     flat = rows.reshape(-1, RAGGED)
     each = of_each_row(sampling, rows.shape[:2])
-    found = quick_compile.jit(lambda x: flat_search.searched(x, each, WHOLE))(flat)
+    found = quick_compile.jit(lambda x: cut_search.searched(x, each, WHOLE))(flat)
     asked = np.array([oracle.is_valid(row) for row in flat])
     asked &= np.asarray(truncates(each) & (each.temperature > 0))
     assert asked.sum() >= 30
@@ -360,7 +360,7 @@ def test_candidates_say_where_they_are_too_few():
     def cut(ids, logits, total):
         mass = exact_sums.at_least(total, 20)
         row = logits[:, 0], jnp.asarray(ones), mass
-        return candidate_cut.cut_among(ids, logits, row, sampling_of(ones, *columns), 20)
+        return row_cuts.cut_among(ids, logits, row, sampling_of(ones, *columns), 20)
 
     found, settled = jax.device_get(cut(ids, np.zeros(ids.shape, np.float32), 20 * ones))
     assert settled.tolist() == [one is not None for one in kept]

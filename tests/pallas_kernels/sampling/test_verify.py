@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jax_specdec.device.model.sharding import ONE_DEVICE
 from pallas_kernels.sampling import drafts as drawing
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.random_draws import ACCEPT, RECOVER
-from pallas_kernels.sampling.verify import CompactQ, Drafts, accept_draft, verify
+from pallas_kernels.sampling.types import CompactQ, Drafts
+from pallas_kernels.sampling.verification import accept_draft, verify
 from tests.support import quick_compile
 
 
@@ -224,7 +224,7 @@ def first_tokens():
         )
         with mock.patch.object(drawing, "DRAFT", purpose):
             # Else the drafts' program could not close over a traced purpose.
-            drafts = drawing.draw(draft, sampling, position, ONE_DEVICE)
+            drafts = drawing.draw(draft, sampling, position, axis_name=())
         return verify(target, drafts, sampling, position).token_ids[:, 0]
 
     return quick_compile.jit(call)

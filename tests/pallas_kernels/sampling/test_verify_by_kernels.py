@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.backends import sampled_draw
+from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import count_larger, draw
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import CompactQ, Drafts, verify
+from pallas_kernels.sampling.types import CompactQ, Drafts
+from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.interpreted_kernels import checked, interpret
 
@@ -50,22 +51,21 @@ def test_tokens_and_ranks_are_those_of_xla(monkeypatch):
     expected = verified()
     used = []
 
-    def kernels(name):
-        used.append(name)
+    def drawn(*arguments):
+        return draw.draw(*arguments, interpret())
 
-        def drawn(*arguments):
-            return draw.draw(*arguments, interpret())
+    def counted(*arguments):
+        return count_larger.count_larger(*arguments, interpret())
 
-        def counted(*arguments):
-            return count_larger.count_larger(*arguments, interpret())
+    kernels = SimpleNamespace(draw=drawn, count_larger=counted)
 
-        return SimpleNamespace(draw=drawn, count_larger=counted)
+    def chosen(job, by_kernels, by_xla, *arguments, backends=(), **_):
+        if backends != ("mosaic_gpu",):
+            return by_xla(*arguments)
+        used.append(job)
+        return by_kernels(kernels, *arguments)
 
-    def chosen(logits, by_xla, kernel, *arguments):
-        return kernel(*arguments)
-
-    monkeypatch.setattr(sampled_draw, "_module", kernels)
-    monkeypatch.setattr(sampled_draw, "_chosen", chosen)
+    monkeypatch.setattr(read, "kernels_or_xla", chosen)
     found = verified()
     assert used == ["draw", "count_larger"]
     for mine, other in zip(found, expected, strict=True):

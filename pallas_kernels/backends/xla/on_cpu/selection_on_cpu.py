@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends.xla.few_rows import few_rows
+from pallas_kernels.backends.xla.block_sizes import few_rows
 from pallas_kernels.backends.xla.on_cpu import bit_words
 from pallas_kernels.backends.xla.on_cpu.order_on_cpu import reached_by, top_k_by_integers
 from pallas_kernels.backends.xla.selection import (

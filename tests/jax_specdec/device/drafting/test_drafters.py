@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import Context, MtpDrafter, NgramDrafter, NoDrafter
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import Verified
+from pallas_kernels.sampling.types import Verified
 from tests.support import quick_compile
 
 pytestmark = pytest.mark.fast

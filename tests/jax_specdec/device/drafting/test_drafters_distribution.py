@@ -20,7 +20,7 @@ from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from pallas_kernels.sampling.drafts import draw, joined
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import verify
+from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 
 P, Q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.25, 0.15, 0.2, 0.4])

@@ -13,7 +13,7 @@ from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from pallas_kernels.sampling.drafts import draw, joined
-from pallas_kernels.sampling.verify import Drafts
+from pallas_kernels.sampling.types import Drafts
 from tests.support.decoding import VOCAB, random_model, request, run
 
 D = 3

@@ -11,7 +11,7 @@ import pytest
 from jax_specdec.device.drafting import from_function
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from pallas_kernels.sampling.drafts import none_drawn
-from pallas_kernels.sampling.verify import Drafts
+from pallas_kernels.sampling.types import Drafts
 from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support.decoding import VOCAB
 

@@ -17,7 +17,7 @@ from scipy import stats
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.model.params import named_arrays
-from pallas_kernels.sampling.verify import accept_draft
+from pallas_kernels.sampling.verification import accept_draft
 from tests.pallas_kernels.sampling.test_distribution import expected_probs
 from tests.support import reference_model
 from tests.support.decoding import random_model, request, run

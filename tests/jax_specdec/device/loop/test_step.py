@@ -13,7 +13,7 @@ from jax_specdec.device.loop.host_slots import Slot, admission, asked_of_slots, 
 from jax_specdec.device.loop.state import LoopConfig, admit, init_state, release
 from jax_specdec.device.loop.step import step
 from jax_specdec.records.decode import decode
-from pallas_kernels.sampling.verify import verify
+from pallas_kernels.sampling.verification import verify
 from tests.support.decoding import VOCAB, compiled, random_model, request, without_jit
 
 

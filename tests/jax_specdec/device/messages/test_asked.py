@@ -59,3 +59,9 @@ def test_buckets_are_few():
     assert k_bucket(4, 4) == 4
     with pytest.raises(WireError, match="513"):
         k_bucket(513, 1000)
+
+
+def test_more_columns_than_tokens_are_refused():
+    assert widths_of([SamplingParams(logprobs=V)], V).k == V
+    with pytest.raises(ValueError, match=rf"logprobs = {V + 1} .* ask for {V} at most"):
+        widths_of([SamplingParams(), SamplingParams(logprobs=V + 1)], V)

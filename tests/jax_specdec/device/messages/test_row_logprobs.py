@@ -20,11 +20,10 @@ from jax_specdec.device.messages.pack import select_rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import StepOutput, draft_message, target_message
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.backends.answers import skipped_rows
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs, skipped_rows
+from pallas_kernels.sampling.distribution import truncation
 from pallas_kernels.sampling.drafts import draw, none_drawn
-from pallas_kernels.sampling.truncation import truncation
-from pallas_kernels.sampling.verify import verify
+from pallas_kernels.sampling.verification import verify
 from tests.support import in_mode, quick_compile
 from tests.support.decoding import random_model
 
@@ -260,7 +259,7 @@ def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
         assert set(others.values()) == {None}  # raw, no chosen ids, one device
         count = int(num_rows)
         calls.append((k, row_ids[:count].tolist(), token_ids[:count].tolist()))
-        return skipped_rows(len(row_ids), Wanted(k), 0)
+        return skipped_rows(len(row_ids), Outputs(k), 0)
 
     messages = "jax_specdec.device.messages"
     monkeypatch.setattr(f"{messages}.row_logprobs.topk_logprobs", watched)

@@ -18,7 +18,7 @@ from jax_specdec.device.messages.step_messages import StepOutput, step_output, t
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.sampling.verify import Verified
+from pallas_kernels.sampling.types import Verified
 from tests.support import decoding, quick_compile
 from tests.support.decoding import mixed_requests, request, run
 

@@ -26,7 +26,7 @@ from jax_specdec.requests import Request, SamplingParams
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.sampling.drafts import draw, joined
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.verify import verify
+from pallas_kernels.sampling.verification import verify
 from tests.support import decoding, hf_files, quick_compile
 from tests.support.collectives import collectives
 from tests.support.shards import P, mesh_of
@@ -89,7 +89,7 @@ def verified(shards, with_q):
     parallel = sharding.ONE_DEVICE if shards == 1 else sharding.Parallel(mesh_of(shards))
     if not with_q:
         drafts = drafts._replace(q=None)
-    run = quick_compile.jit(functools.partial(verify, parallel=parallel))
+    run = quick_compile.jit(functools.partial(verify, **parallel.columns))
     return run(target, drafts, sampling, positions), parallel
 
 

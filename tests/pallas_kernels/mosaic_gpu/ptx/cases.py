@@ -16,9 +16,10 @@ import numpy as np
 from pallas_kernels.backends.mosaic_gpu import pass1_rows, pass2_finish
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
 from pallas_kernels.topk.derivatives import _folded
+from tests.support import kernel_calls
 from tests.support.changed_logits import ALL
 
 INF, NAN = np.inf, np.nan
@@ -93,7 +94,7 @@ def separate(
 ) -> Case:
     """A call with all options (row_ids, skipped rows, temperatures, extra ids) or with none.
 
-    `results` are the optional ones of `Wanted`.
+    `results` are the optional ones of `Outputs`.
     """
     x = edge_rows(tiling)[:rows]
     vocabulary = tiling.vocabulary
@@ -126,7 +127,9 @@ def separate(
         tiling,
         k,
         len(row_ids),
-        lambda: run.topk_logprobs(*inputs, Wanted(k, **results), **arrays, tiling=tiling),
+        lambda: kernel_calls.topk_logprobs(
+            run, *inputs, Outputs(k, **results), **arrays, tiling=tiling
+        ),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
@@ -153,7 +156,7 @@ def fused(name: str, tiling: Tiling, k: int, options: bool = True, rows: int | N
         tiling,
         k,
         count,
-        lambda: run.greedy_topk_logprobs(logits, Wanted(k), **arrays, tiling=tiling),
+        lambda: kernel_calls.greedy_topk_logprobs(run, logits, Outputs(k), **arrays, tiling=tiling),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
@@ -167,11 +170,11 @@ def parts(name: str, tiling: Tiling, k: int) -> Case:
     selected = rng.choice([0, 1.5, -3, -INF, 7, 30], count).astype(np.float32)
     temperature = 0.7
     arrays = [row_ids, np.int32(count), np.full(count, temperature, np.float32)]
-    inputs = (jnp.asarray(x), jnp.asarray(selected), Wanted(k), *map(jnp.asarray, arrays))
+    inputs = (jnp.asarray(x), jnp.asarray(selected), Outputs(k), *map(jnp.asarray, arrays))
 
     def call() -> list[np.ndarray]:
         """Results of the kernels, with zeros where `RowParts` promises nothing."""
-        out = run.row_parts(*inputs, tiling=tiling)
+        out = kernel_calls.row_sums(run, *inputs, tiling=tiling)
         maximum, sum_exp, num_larger, top_ids, top_logits = map(np.array, out[:5])
         for target, row in enumerate(row_ids):
             if row < 0:
@@ -216,7 +219,7 @@ def vmapped(name: str, tiling: Tiling, k: int) -> Case:
     nothing = jnp.zeros((4, 0), jnp.int32)
 
     def one(logits: Any, ids: Any, *rest: Any) -> Any:
-        return run.topk_logprobs(logits, ids, Wanted(k), *rest, tiling=tiling)
+        return kernel_calls.topk_logprobs(run, logits, ids, Outputs(k), *rest, tiling=tiling)
 
     def check(actual: Any) -> None:
         oracle.assert_matches(jax.tree.map(lambda y: y.reshape(8, *y.shape[2:]), actual), expected)
@@ -243,7 +246,9 @@ def most_logits(name: str, vocabulary: int) -> Case:
 
     def call() -> Any:
         logits: Any = x  # as an array of jax it would be copied
-        return run.topk_logprobs(logits, jnp.asarray(token_ids), Wanted(k), *rest, tiling=tiling)
+        return kernel_calls.topk_logprobs(
+            run, logits, jnp.asarray(token_ids), Outputs(k), *rest, tiling=tiling
+        )
 
     return Case(
         name, tiling, k, len(row_ids), call, lambda actual: oracle.assert_matches(actual, expected)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import count_larger, draw, sampled
+from pallas_kernels.backends.mosaic_gpu import count_larger, draw, groups
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
 from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
@@ -86,8 +86,8 @@ def candidates(name: str, tiling: Tiling, k: int) -> Case:
     rows = np.array([2, 0, 1], np.int32)
 
     def call() -> Any:
-        found = sampled.candidates(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2), k)
-        return sampled.Top(*(part[:2] for part in found))  # the third row's are anything
+        found = groups.candidates(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2), k)
+        return groups.Top(*(part[:2] for part in found))  # the third row's are anything
 
     def check(found: Any) -> None:
         for i, row in enumerate(rows[:2]):

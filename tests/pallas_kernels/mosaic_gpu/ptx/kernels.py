@@ -16,11 +16,12 @@ import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import compat, h100, pass1_rows, pass2_finish
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment
 from tests.ptx_machine import host, machine, threads
 from tests.ptx_machine.memory import Buffer
 from tests.ptx_machine.parser import Program, PtxError, parse
+from tests.support import kernel_calls
 
 BASE = 4096  # of every buffer's addresses: no buffer lies before it
 
@@ -148,7 +149,9 @@ def others_in_program(compiler: Compiler) -> list[str]:
     kinds += [((rows,), "float32"), ((rows, 2), "int32")]
 
     def call(logits: Any, ids: Any, row_ids: Any, count: Any, temperatures: Any, extra: Any) -> Any:
-        return run.topk_logprobs(logits, ids, Wanted(k), row_ids, count, temperatures, extra)
+        return kernel_calls.topk_logprobs(
+            run, logits, ids, Outputs(k), row_ids, count, temperatures, extra
+        )
 
     stand = Stand(Schedule("", lambda ctas: [list(range(ctas))]), compiler)
     with executed(stand):

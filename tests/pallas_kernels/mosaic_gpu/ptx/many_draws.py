@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import GroupedRows
-from pallas_kernels.backends.mosaic_gpu import draw, pass1_groups, sampled
-from pallas_kernels.backends.sampled_draw import RowsToDraw
-from pallas_kernels.sampling import residual
+from pallas_kernels.backends.groups import RowsToDraw
+from pallas_kernels.backends.mosaic_gpu import draw, pass1_groups
+from pallas_kernels.backends.mosaic_gpu import groups as sampled
+from pallas_kernels.sampling import row_draws
 from pallas_kernels.sampling.parameters import Sampling, Truncation
 from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source
-from pallas_kernels.sampling.residual import Drawing
+from pallas_kernels.sampling.row_draws import Drawing
 from pallas_kernels.sampling.row_read import read
+from pallas_kernels.sampling.rows import GroupedRows
 from tests.pallas_kernels.mosaic_gpu.ptx import kernels
 from tests.pallas_kernels.mosaic_gpu.ptx.run_kernels import hardware, together
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
@@ -94,7 +95,7 @@ def by_xla(x: jax.Array, seeds: jax.Array, taken: jax.Array) -> jax.Array:
         q=jnp.zeros(taken.shape, jnp.float32),
         source=Source(seeds, jnp.ones(SLOTS, jnp.int32)),
     )
-    return residual.draw(rows, read(rows, sampling), drawing)
+    return row_draws.draw(rows, read(rows, sampling), drawing)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import numpy as np
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.wanted import Wanted
+from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, chosen, edge_rows
+from tests.support import kernel_calls
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 
 
@@ -44,7 +45,7 @@ def with_options(
         token_ids = np.array([oracle.greedy_token_id(row) for row in in_float64(x, arrays)])
     expected = oracle.topk_logprobs(x, token_ids, k, **arrays, rank_ties=ties)
 
-    wanted = Wanted(k, inclusive=ties == "inclusive", **ALL)
+    wanted = Outputs(k, inclusive=ties == "inclusive", **ALL)
     words = None if "allowed" not in arrays else jnp.asarray(arrays["allowed"].view(np.int32))
     biases = (jnp.asarray(arrays[part]) if "bias" in arrays else None for part in BIAS)
     rest = (
@@ -57,9 +58,9 @@ def with_options(
 
     def call() -> Any:
         if fused:
-            return run.greedy_topk_logprobs(logits, wanted, *rest, tiling)
+            return kernel_calls.greedy_topk_logprobs(run, logits, wanted, *rest, tiling)
         ids = jnp.asarray(token_ids)
-        return run.topk_logprobs(logits, ids, wanted, None, *rest, tiling)
+        return kernel_calls.topk_logprobs(run, logits, ids, wanted, None, *rest, tiling)
 
     def check(actual: Any) -> None:
         oracle.assert_matches(actual, expected)

@@ -6,9 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import pass1_groups, pass2_finish, sampled
+from pallas_kernels.backends.groups import WIDTH, inverse_temperature
+from pallas_kernels.backends.mosaic_gpu import groups as sampled
+from pallas_kernels.backends.mosaic_gpu import pass1_groups, pass2_finish
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
-from pallas_kernels.backends.xla.group_sums import WIDTH, inverse_temperature
 from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, edge_rows
 

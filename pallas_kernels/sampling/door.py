@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.types import CompactQ, Drafts
 
 
 def of_rows(
@@ -30,6 +31,8 @@ def of_rows(
         min_p=_floats("sampling.min_p", sampling.min_p).astype(jnp.float32),
         seed=_integers("sampling.seed", sampling.seed, jnp.uint32),
     )
+    for field in ("temperature", "top_p", "min_p"):
+        _no_nan(f"sampling.{field}", getattr(given, field))
     positions = _integers("positions", positions, jnp.int32)
     named = {f"sampling.{field}": value for field, value in given._asdict().items()}
     for field, value in (*named.items(), ("positions", positions)):
@@ -41,21 +44,59 @@ def of_rows(
     return logits, given, positions
 
 
-def drafts_of(drafts: Any) -> Any:
-    """`Drafts` of int32 ids and numbers."""
-    if not hasattr(drafts, "token_ids"):
+def drafts_of(drafts: Any) -> Drafts:
+    """`Drafts` of int32 ids and numbers, with a q of their shape."""
+    if not isinstance(drafts, Drafts):
         raise TypeError(
             f"drafts is a {type(drafts).__name__}: give `Drafts(token_ids, num)`, ids [B, D] and "
             "how many of them each slot has [B]"
         )
     token_ids = _integers("drafts.token_ids", drafts.token_ids, jnp.int32)
     num = _integers("drafts.num", drafts.num, jnp.int32)
-    if num.shape != token_ids.shape[:1]:
+    if token_ids.ndim != 2 or num.shape != token_ids.shape[:1]:
         raise ValueError(
-            f"drafts.num {num.shape} does not go with drafts.token_ids {token_ids.shape}: give one "
-            f"number a slot, [B] = {token_ids.shape[:1]}"
+            f"drafts.num {num.shape} does not go with drafts.token_ids {token_ids.shape}: give ids "
+            "[B, D], and one number a slot [B]"
         )
-    return drafts._replace(token_ids=token_ids, num=num)
+    most = token_ids.shape[1]
+    known = _known(num)
+    if known is not None and known.size and not 0 <= known.min() <= known.max() <= most:
+        raise ValueError(
+            f"drafts.num has {known.max() if known.max() > most else known.min()}: each slot has "
+            f"0 to D = {most} drafts, as many as drafts.token_ids {token_ids.shape} has columns"
+        )
+    q = drafts.q
+    if q is not None:
+        if not isinstance(q, CompactQ):
+            raise TypeError(
+                f"drafts.q is a {type(q).__name__}: give `CompactQ(ids, logprobs)`, each [B, D, M]"
+            )
+        ids = _integers("drafts.q.ids", q.ids, jnp.int32)
+        logprobs = _floats("drafts.q.logprobs", q.logprobs).astype(jnp.float32)
+        if ids.shape != logprobs.shape or ids.ndim != 3 or ids.shape[:2] != token_ids.shape:
+            raise ValueError(
+                f"drafts.q has ids {ids.shape} and logprobs {logprobs.shape}, and "
+                f"drafts.token_ids are {token_ids.shape}: give both as [B, D, M]"
+            )
+        q = CompactQ(ids, logprobs)
+    return drafts._replace(token_ids=token_ids, num=num, q=q)
+
+
+def _no_nan(name: str, values: jax.Array) -> None:
+    """Refuse NaN where the values are known; where they are traced, it makes the row invalid."""
+    known = _known(values)
+    if known is not None and np.isnan(known).any():
+        raise ValueError(
+            f"{name} has a NaN in slot {int(np.isnan(known).argmax())}: give a number, or 0 for a "
+            "greedy slot's temperature"
+        )
+
+
+def _known(values: jax.Array) -> np.ndarray | None:
+    """The values, where this process has them already; None where they are traced."""
+    if isinstance(values, jax.core.Tracer) or not values.is_fully_addressable:
+        return None
+    return np.asarray(values)
 
 
 def _floats(name: str, values: Any) -> jax.Array:
@@ -73,7 +114,7 @@ def _integers(name: str, values: Any, dtype: Any) -> jax.Array:
         what = "a JAX key" if jnp.issubdtype(values.dtype, jax.dtypes.prng_key) else values.dtype
         raise TypeError(f"{name} is of {what}: give an array of integers")
     if name == "sampling.seed" and values.ndim == 2 and values.dtype == jnp.uint32:
-        raise TypeError(f"{name} {values.shape} looks like JAX keys: give one integer a slot")
+        raise TypeError(f"{name} {values.shape} looks like JAX keys: give one integer a slot, [B]")
     if isinstance(values, np.ndarray):  # before JAX, which may have no 64-bit integers
         values = values.astype(dtype)
     return jnp.asarray(values).astype(dtype)

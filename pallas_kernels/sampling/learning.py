@@ -3,8 +3,9 @@
 The rollout truncated its distribution (top-k, top-p, min-p); a learner that normalizes over the
 whole vocabulary scores another policy, and one that truncates by its own logits may cut elsewhere.
 With the recorded set both describe one policy, and the ratio of equal weights is 1.
+`kept_logprobs` takes logits, `learner_logprobs` hidden states and a head.
 
-Axes: `*rows` of any number (often batch and position), V vocabulary, M ids of a set.
+Axes: `*rows` of any number (often batch and position), H hidden size, V vocabulary, M ids of a set.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jax_specdec.kept_sets import PaddedKept
+from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
+from pallas_kernels.sampling.kept_set import PaddedKept
 
 AnyArray = jax.Array | np.ndarray
 
@@ -23,7 +25,7 @@ AnyArray = jax.Array | np.ndarray
 def kept_logprobs(
     logits: Float[AnyArray, "*rows V"],
     token_ids: Int32[AnyArray, "*rows"],
-    kept: PaddedKept,
+    kept: tuple[AnyArray, AnyArray, AnyArray],
     temperatures: Float[AnyArray, "..."] | float = 1.0,
 ) -> Float32[Array, "*rows"]:
     """Logprobs of tokens under log_softmax(logits / T), renormalized over their kept sets.
@@ -44,35 +46,35 @@ def kept_logprobs(
     Args:
       logits: bfloat16, float16 or float32; computed in float32.
       token_ids: the tokens that were emitted. One outside the vocabulary gives NaN.
-      kept: `KeptSets.padded(...)` or `TokenColumns.padded_kept(...)`: ids [*rows, M], counts and
-        log_kept [*rows], as NumPy or JAX arrays.
+      kept: `KeptSets.padded(...)` or `TokenColumns.padded_kept(...)`: a tuple of ids [*rows, M],
+        counts and log_kept [*rows], as NumPy or JAX arrays.
       temperatures: of the requests, [*rows] or what broadcasts to it; 0 (greedy) counts as 1.
 
     Raises:
       ValueError: the kept sets are not of these rows.
     """
     logits, token_ids, rows = jnp.asarray(logits), jnp.asarray(token_ids), token_ids.shape
-    kept = on_device(kept, rows)
+    sets = on_device(kept, rows)
     t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
-    found: jax.Array = _logprobs(logits, token_ids, kept, jnp.where(t > 0, t, 1.0))
+    found: jax.Array = _logprobs(logits, token_ids, sets, jnp.where(t > 0, t, 1.0))
     return found
 
 
-def on_device(kept: PaddedKept, rows: tuple[int, ...]) -> PaddedKept:
+def on_device(kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...]) -> PaddedKept:
     """The sets as JAX arrays; ValueError if they are not of these rows."""
-    kept = PaddedKept(
-        jnp.asarray(kept.token_ids, jnp.int32),
-        jnp.asarray(kept.counts, jnp.int32),
-        jnp.asarray(kept.log_kept, jnp.float32),
+    sets = PaddedKept(
+        jnp.asarray(kept[0], jnp.int32),
+        jnp.asarray(kept[1], jnp.int32),
+        jnp.asarray(kept[2], jnp.float32),
     )
-    shapes = (kept.token_ids.shape[:-1], kept.counts.shape, kept.log_kept.shape)
+    shapes = (sets.token_ids.shape[:-1], sets.counts.shape, sets.log_kept.shape)
     if shapes != (rows,) * 3:
         raise ValueError(
-            f"kept sets of ids {kept.token_ids.shape}, counts {kept.counts.shape} and log_kept "
-            f"{kept.log_kept.shape} do not go with tokens {rows}: they are {(*rows, 'M')}, {rows} "
+            f"kept sets of ids {sets.token_ids.shape}, counts {sets.counts.shape} and log_kept "
+            f"{sets.log_kept.shape} do not go with tokens {rows}: they are {(*rows, 'M')}, {rows} "
             f"and {rows}"
         )
-    return kept
+    return sets
 
 
 @jax.custom_vjp
@@ -173,7 +175,7 @@ def is_id(kept: PaddedKept) -> Bool[Array, "*rows M"]:
 
 def _of_set(logits: jax.Array, kept: PaddedKept) -> Float32[Array, "*rows M"]:
     """The sets' logits; -inf where there is no id."""
-    return jnp.where(is_id(kept), _at(logits, kept.token_ids), -jnp.inf)
+    return jnp.where(is_id(kept), _at(logits, jnp.asarray(kept.token_ids)), -jnp.inf)
 
 
 def _at(logits: jax.Array, ids: jax.Array) -> Float32[Array, "*rows M"]:
@@ -204,3 +206,61 @@ def _mean(shares: Float32[Array, "*rows N"], z: Float32[Array, "*rows N"]) -> ja
     """The mean of z under the shares; -inf has share 0 and counts nothing."""
     mean: jax.Array = jnp.where(shares > 0, shares * z, 0.0).sum(-1)
     return mean
+
+
+def learner_logprobs(
+    hidden: Float[AnyArray, "*rows H"],
+    head: Float[AnyArray, "V H"],
+    token_ids: Int32[AnyArray, "*rows"],
+    kept: tuple[AnyArray, AnyArray, AnyArray],
+    temperatures: Float[AnyArray, "..."] | float = 1.0,
+    *,
+    logits_dtype: str = "float32",
+    soft_cap: float | None = None,
+) -> Float32[Array, "*rows"]:
+    """The `kept_logprobs` of logits that are never all there.
+
+    Of the head, a row with ids reads its own tokens' rows alone. Rows with a mark (`KEPT_ALL`,
+    `KEPT_MANY`) take the whole head, a block at a time, and only in a batch that has one.
+    Differentiable in reverse by hidden, head and temperatures; nothing of [*rows, V] exists then
+    either. The logits are those of `pallas_kernels.linear_topk_logprobs`.
+
+    Args:
+      hidden: bfloat16, float16 or float32.
+      head: of the same dtype, a row a token.
+      token_ids, kept, temperatures: as `kept_logprobs` has them; M is up to 4096.
+      logits_dtype: what the product is rounded to, as the rollout's model does it.
+      soft_cap: cap * tanh(x / cap) of the logits, or None.
+
+    Raises:
+      TypeError, ValueError: the kept sets are not of these rows, or as `linear_topk_logprobs`.
+    """
+    rows = np.shape(token_ids)
+    sets = on_device(kept, rows)
+    width = sets.token_ids.shape[-1]
+    flat = PaddedKept(
+        jnp.where(is_id(sets), sets.token_ids, -1).reshape(-1, width),
+        sets.counts.reshape(-1),
+        sets.log_kept.reshape(-1),
+    )
+    hidden = jnp.asarray(hidden)
+    states, head = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(head)
+    ids = jnp.asarray(token_ids, jnp.int32).reshape(-1)
+    t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows).reshape(-1)
+    t = jnp.where(t > 0, t, 1.0)
+    of_set = linear_kept_logprobs(
+        states, head, ids, flat.token_ids,
+        temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap,
+    ).logprobs  # fmt: skip
+    marked = flat.counts < 0
+
+    def read_all() -> jax.Array:
+        found = linear_topk_logprobs(
+            states, head, ids, 0, temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap
+        )
+        of_rows: jax.Array = found.logprobs[:, 0] - flat.log_kept
+        return of_rows
+
+    whole = lax.cond(jnp.any(marked), read_all, lambda: jnp.zeros_like(of_set))
+    logprobs = jnp.where(marked, whole, of_set)
+    return jnp.where(flat.counts == 0, 0.0, logprobs).reshape(rows)

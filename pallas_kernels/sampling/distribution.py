@@ -14,21 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import (
-    MANY_CANDIDATES,
-    WHOLE,
-    Greedy,
-    GroupedRows,
-    VocabShard,
-    greedy,
-    map_blocks,
-    vary_like,
-)
-from pallas_kernels.numbers import exponential
-from pallas_kernels.sampling import candidate_cut, flat_search, gap_cut, parameters, row_read
-from pallas_kernels.sampling.parameters import Sampling, Truncation
+from pallas_kernels.backends.greedy import greedy
+from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
+from pallas_kernels.contract.types import Greedy
+from pallas_kernels.lowering.blocks import map_blocks, vary_like
+from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
+from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
+from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, scattered
 from pallas_kernels.sampling.row_read import RowRead
-from pallas_kernels.sampling.some_rows import compacted, scattered
+from pallas_kernels.sampling.rows import GroupedRows
 
 MOST_CANDIDATES = 1024  # of a row; one that keeps more takes the search
 ROWS_WITH_MORE = 256  # with so many candidates at a time
@@ -86,8 +81,8 @@ def cuts(
     """The cuts [N] of the sampled rows; those of others keep everything.
 
     The read's candidates settle most rows. What is left, and that alone, is read again: rows of
-    min-p alone once more (`gap_cut`); of the others 1,024 candidates are read, and rows whose cut
-    lies beyond take a search, one after the other.
+    min-p alone once more (`row_cuts.cut_of`); of the others 1,024 candidates are read, and rows
+    whose cut lies beyond take a search, one after the other.
 
     Args:
       rows: the logits.
@@ -100,7 +95,7 @@ def cuts(
 
     def some() -> Truncation:
         row = (found.largest, found.inverse, found.total)
-        cut, settled = candidate_cut.cut_among(
+        cut, settled = row_cuts.cut_among(
             found.top_ids,
             found.top_logits,
             row,
@@ -114,14 +109,14 @@ def cuts(
         return _for_the_rest(asked & ~settled, cut, again)
 
     def again(left: jax.Array, cut: Truncation) -> Truncation:
-        by_gap = left & gap_cut.suffices(sampling, rows.vocab_size)
+        by_gap = left & row_cuts.suffices(sampling, rows.vocab_size)
         others = left & ~by_gap
 
         def by_more(left: jax.Array, cut: Truncation) -> Truncation:
             return _by_more(rows, found, sampling, left, cut, by_gap)
 
         def once_more(left: jax.Array, cut: Truncation) -> Truncation:
-            return gap_cut.cut_of(rows, found, sampling, left, cut)
+            return row_cuts.cut_of(rows, found, sampling, left, cut)
 
         if rows.shard.axis_name is None:
             cut = _for_the_rest(by_gap, cut, once_more)
@@ -144,7 +139,7 @@ def _by_more(
 ) -> Truncation:
     """The cuts with those of the rows that are `left` [N] bool: by more candidates, or a search.
 
-    by_gap: rows that take `gap_cut` instead; on shards they are among those that are left.
+    by_gap: rows that take `row_cuts.cut_of` instead; on shards they are among those that are left.
     """
     index, number = compacted(left)
     block = min(ROWS_WITH_MORE, len(index))
@@ -161,9 +156,9 @@ def _by_more(
         ids, logits, every = own.candidates(MOST_CANDIDATES, there, count, words)
         mine: Sampling = jax.tree.map(lambda x: x[there], sampling)
         row = jax.tree.map(lambda x: x[there], (found.largest, found.inverse, found.total))
-        more, settled = candidate_cut.cut_among(ids, logits, row, mine, rows.vocab_size)
+        more, settled = row_cuts.cut_among(ids, logits, row, mine, rows.vocab_size)
         if rows.shard.axis_name is not None:
-            of_gaps = gap_cut.joined(every, found, there, rows.vocab_size)
+            of_gaps = row_cuts.joined(every, found, there, rows.vocab_size)
             more = parameters.where(by_gap[there], of_gaps, more)
             settled |= by_gap[there]
         return more, settled
@@ -186,15 +181,15 @@ def _words_of_gaps(
     number: jax.Array,
     by_gap: jax.Array,
 ) -> Int32[Array, "R _"]:
-    """`gap_cut.own_words` of the first rows of `index`, if one of them is `by_gap` [R] bool."""
-    shape = len(index), gap_cut.num_words(rows.vocab_size)
+    """`row_cuts.own_words` of the first rows of `index`, if one of them is `by_gap` [R] bool."""
+    shape = len(index), row_cuts.num_words(rows.vocab_size)
 
     def nothing() -> jax.Array:
         return vary_like(jnp.zeros(shape, jnp.int32), (rows.arrays, index))
 
     words: jax.Array = lax.cond(
         jnp.any(by_gap),
-        lambda: gap_cut.own_words(rows, found, sampling, index, number),
+        lambda: row_cuts.own_words(rows, found, sampling, index, number),
         nothing,
     )
     return words
@@ -213,7 +208,7 @@ def _by_search(
         x = lax.dynamic_slice_in_dim(logits, row, 1)
         own: Sampling = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), sampling)
         shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
-        single = flat_search.searched(x, own, shard)
+        single = cut_search.searched(x, own, shard)
         put: Truncation = jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
         return put
 

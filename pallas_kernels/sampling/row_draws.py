@@ -1,8 +1,9 @@
 """The token after the accepted drafts, drawn from what they left of the row's distribution.
 
-Where few tokens are kept, it is drawn among them (`few_kept`). Elsewhere Gumbel-max draws it in
-two steps: a group of 256 tokens by the logarithm of its sum, then a token in it. That is exactly
-the row's distribution, for V / 256 + 256 random numbers and one more look at one group.
+Where few tokens are kept, Gumbel-max draws among the read's candidates. How many a row keeps
+depends on the row and its request alone, and so does which way it goes. Elsewhere it draws in two
+steps: a group of 256 tokens by the logarithm of its sum, then a token in it. That is exactly the
+row's distribution, for V / 256 + 256 random numbers and one more look at one group.
 
 After a rejection the draw is from max(p - q, 0), which differs from p in the few tokens that q has.
 These compete with the groups one by one, by their own weights, and the sums of their groups are
@@ -19,24 +20,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from pallas_kernels import GROUP_WIDTH as WIDTH
-from pallas_kernels import (
-    Drawn,
-    GroupedRows,
-    GroupSums,
-    RowsToDraw,
-    draw_rows,
-    log_of,
-    map_blocks,
-    sums_of_groups,
-    vary_like,
-)
-from pallas_kernels.numbers import exponential
-from pallas_kernels.sampling.few_kept import draw_among
-from pallas_kernels.sampling.parameters import Truncation
+from pallas_kernels.backends import read
+from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
+from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw
+from pallas_kernels.backends.xla.group_sums import sums_of_groups
+from pallas_kernels.lowering.blocks import map_blocks, vary_like
+from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.gumbel import log_of
+from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, truncates
 from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source, best, gumbel
-from pallas_kernels.sampling.row_read import RowRead, scaled
-from pallas_kernels.sampling.some_rows import compacted
+from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
+from pallas_kernels.sampling.rows import GroupedRows
 
 SOME_GROUPS = 64  # that the kept tokens of most rows are in
 SLOTS = 64  # to draw for at a time
@@ -49,7 +43,7 @@ class Drawing(NamedTuple):
     rows: Int32[Array, " B"]  # their places among all rows
     cut: Truncation  # [B]
     sampled: jax.Array  # [B] bool; other rows' draws are not looked at
-    few: jax.Array  # [B] bool: `few_kept.keeps_few`
+    few: jax.Array  # [B] bool: `keeps_few`
     taken_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
     log_p: Float32[Array, "B M"]  # of these tokens; -inf where p has none
     q: Float32[Array, "B M"]
@@ -98,7 +92,9 @@ def _drawn_widely(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Draw
         inverse=found.inverse,
     )
 
-    def by_xla(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn:
+    def by_xla(arrays: Any) -> Drawn:
+        own, found, drawing = arrays
+        rows = logits.with_arrays(*own)
         nothing = Drawn(
             jnp.full(drawing.rows.shape, -jnp.inf, jnp.float32), jnp.full_like(drawing.rows, -1)
         )
@@ -106,14 +102,17 @@ def _drawn_widely(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Draw
         def by_groups() -> Drawn:
             own = found.largest[drawing.rows], found.inverse[drawing.rows]
             slots = drawing, *own
-            return _in_blocks(lambda logits, *some: _by_groups(logits, found, *some), logits, slots)
+            return _in_blocks(lambda rows, *some: _by_groups(rows, found, *some), rows, slots)
 
         # Each shard finds its own.
-        no_group = vary_like(nothing, (drawing, logits.logits))
+        no_group = vary_like(nothing, (drawing, rows.logits))
         drawn: Drawn = lax.cond(jnp.any(drawing.sampled), by_groups, lambda: no_group)
         return drawn
 
-    return draw_rows(logits, given, (GROUP, RECOVER), by_xla, found, drawing)
+    arrays = logits.arrays, found, drawing
+    if logits.shard.axis_name is not None:
+        return by_xla(arrays)
+    return read.draw(given, arrays, (GROUP, RECOVER), by_xla, logits.logits)
 
 
 def _by_groups(
@@ -309,3 +308,49 @@ def _of_all_shards(
     found = (jnp.take_along_axis(x, shard, axis=0)[0] for x in (scores, every[:, 1]))
     score, token = found
     return score, token
+
+
+def keeps_few(
+    read: RowRead, cut: Truncation, sampling: Sampling, vocab_size: int
+) -> Bool[Array, " N"]:
+    """Which rows keep no token but candidates.
+
+    Args:
+      read: of the rows.
+      cut: of each.
+      sampling: of each.
+      vocab_size: V.
+    """
+    asked = truncates(sampling)
+    if vocab_size <= MANY_CANDIDATES:
+        return asked
+    last = num_candidates(sampling, vocab_size)[:, None] - 1
+    ids, logits = (jnp.take_along_axis(x, last, axis=1) for x in (read.top_ids, read.top_logits))
+    more = (cut.keeps(logits, ids) & (ids >= 0))[:, 0]  # perhaps
+    by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
+    return asked & (by_k | ~more)
+
+
+def draw_among(
+    read: RowRead,
+    rows: Int32[Array, " B"],
+    cut: Truncation,
+    taken_ids: Int32[Array, "B M"],
+    source: Source,
+) -> tuple[Float32[Array, " B"], Int32[Array, " B"]]:
+    """The score and the id of a kept candidate of each row, not one that is taken.
+
+    Scores are logarithms of weights exp((x - m) / T), plus noise of (source, token id).
+
+    Args:
+      read: of all rows.
+      rows: those to draw from.
+      cut: [B].
+      taken_ids: -1 where there is none.
+      source: [B], of the noise.
+    """
+    ids, x = (part[rows, :MANY_CANDIDATES] for part in (read.top_ids, read.top_logits))
+    taken = (ids[:, :, None] == taken_ids[:, None, :]).any(axis=2)
+    kept = cut.keeps(x, ids) & (ids >= 0) & ~taken
+    gap = scaled(x, read.largest[rows][:, None], read.inverse[rows][:, None])
+    return best(jnp.where(kept, gap + gumbel(source, RECOVER, ids), -jnp.inf), ids)

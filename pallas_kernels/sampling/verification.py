@@ -7,79 +7,28 @@ follow the target's processed distribution exactly, whatever the drafter propose
 Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from jax_specdec.device.sampling import door
-from pallas_kernels import (
-    Greedy,
-    GroupedRows,
-    GroupSums,
-    TopkLogprobs,
-    VocabShard,
-    greedy,
-    keeps,
-    logprobs_of_read,
-)
-from pallas_kernels.meshes.own_part import on_own_part
-from pallas_kernels.numbers import exponential
-from pallas_kernels.sampling import exact_sums, row_read
-from pallas_kernels.sampling.few_kept import keeps_few
-from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row, where
+from pallas_kernels.backends.greedy import greedy
+from pallas_kernels.backends.groups import GroupSums, keeps
+from pallas_kernels.contract.types import Greedy, TopkLogprobs
+from pallas_kernels.meshes.own_part import Split, on_own_part
+from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.sampling import door, exact_sums, row_read
+from pallas_kernels.sampling.distribution import cuts
+from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, of_each_row, where
 from pallas_kernels.sampling.random_draws import ACCEPT, Source, uniform
-from pallas_kernels.sampling.residual import Drawing, draw
-from pallas_kernels.sampling.row_read import RowRead
-from pallas_kernels.sampling.truncation import cuts
-
-AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-class CompactQ(NamedTuple):
-    """The distributions that drafts were drawn from: the tokens that each can be.
-
-    The probabilities of a draft's tokens sum to one. It is drawn from them with the random numbers
-    of its position, as `drafting.draw` does it.
-    """
-
-    ids: Int32[Array, "B D M"]  # distinct; -1 where there is no further token
-    logprobs: Float32[Array, "B D M"]  # -inf where there is none
-
-
-class Told(NamedTuple):
-    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
-
-    token_ids: Int32[Array, "B D K1"]
-    logprobs: Float32[Array, "B D K1"]
-    token_ranks: Int32[Array, "B D"]
-    extra_logprobs: Float32[Array, "B D C"]
-
-
-class Drafts(NamedTuple):
-    """The tokens that a drafter proposed."""
-
-    token_ids: Int32[Array, "B D"]
-    num: Int32[Array, " B"]  # at most D
-    q: CompactQ | None = None  # None: each draft was certain
-    told: Any = None  # a `Told`, where a draft message is to tell of them
-
-
-# What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
-Tell = Callable[[jax.Array, Drafts], Told]
-
-
-class Verified(NamedTuple):
-    """The emitted tokens: the accepted drafts, then the recovered or the bonus token."""
-
-    token_ids: Int32[Array, "B S"]  # from num_tokens on: -1
-    num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1
-    cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
-    raw: TopkLogprobs | None = None  # of all B * S rows, where they were asked for with the tokens
+from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
+from pallas_kernels.sampling.row_read import RowRead, logprobs_of_read
+from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.sampling.types import AcceptRule, CompactQ, Drafts, Verified
 
 
 class Slots(NamedTuple):
@@ -108,7 +57,9 @@ def verify(
     *,
     accept: AcceptRule = accept_draft,
     choice: Greedy | None = None,
-    parallel: Parallel | None = None,
+    mesh: Mesh | None = None,
+    axis_name: AxisName | None = None,
+    vocab_size: int | None = None,
     raw_k: int | None = None,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
@@ -116,21 +67,24 @@ def verify(
     Args:
       logits: S = D + 1; row j predicts the token after drafts 0..j-1.
       drafts: the proposals.
-      sampling: each slot's parameters; seeds of any integer type are taken modulo 2**32.
+      sampling: each slot's parameters; seeds of any integer type are taken modulo 2**32, and a
+        temperature of 0 or less is greedy.
       positions: the sequence position of the token that row 0 predicts.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
       choice: the greedy choice of the B * S rows, where it is known already.
-      parallel: the devices among which the vocabulary of the logits is split, `ONE_DEVICE` where
-        there is one. Without it, logits may be split by slots and vocabulary over any mesh with
-        explicit or automatic axes: their type or the compiler tells, and no row of them travels,
-        but with automatic axes where `accept` is your own. On the same logits, the emitted tokens
-        are those of one device.
+      mesh, axis_name: the mesh axis that splits the vocabulary of the logits; inside
+        `jax.shard_map` without the mesh. Neither: logits may be split by slots and vocabulary over
+        any mesh with explicit or automatic axes: their type or the compiler tells, and no row of
+        them travels, but with automatic axes where `accept` is your own. `axis_name=()` says that
+        they are whole here. On the same logits, the emitted tokens are those of one device.
+      vocab_size: V, where columns of padding follow.
       raw_k: static; with it, the same read gives the raw logprobs of all emitted tokens and so many
         top columns. Logits must be whole on this device.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
-      greedy token.
+      greedy token. A NaN in a slot's temperature, top_p or min_p makes its rows invalid; outside of
+      jit it is refused.
 
     Raises:
       TypeError: an argument is no array or not of its kind, such as a JAX key for a seed.
@@ -158,8 +112,9 @@ def verify(
 
     if raw_k is not None or accept is not accept_draft:
         # What the compiler asks for later can't refuse, nor close over a rule's traced values.
-        parallel = parallel or ONE_DEVICE
-    return on_own_part(on_shard, logits, (drafts, sampling, positions, choice), parallel)
+        axis_name = axis_name or ()
+    how = Split(mesh, axis_name, vocab_size)
+    return on_own_part(on_shard, logits, (drafts, sampling, positions, choice), how)
 
 
 def _verify(
@@ -193,7 +148,8 @@ def _verify(
 
     if raw_k is not None:
         return some_sampled()
-    verified: Verified = lax.cond(jnp.any(sampling.temperature > 0), some_sampled, all_greedy)
+    some = jnp.any((sampling.temperature > 0) | ~has_meaning(sampling))
+    verified: Verified = lax.cond(some, some_sampled, all_greedy)
     return verified
 
 
@@ -223,8 +179,9 @@ def sampled_slots(
     read = row_read.read(rows, each, raw_k=top)
     q = _q_of(drafts)
     greedy_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read, raw_k=top), q.ids)
-    choice = Greedy(row_read.with_invalid(rows, read, greedy_ids), read.valid)
-    is_sampled = read.valid & (each.temperature > 0)
+    valid = read.valid & has_meaning(each)
+    choice = Greedy(row_read.with_invalid(rows, read, greedy_ids), valid)
+    is_sampled = valid & (each.temperature > 0)
     cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
     log_p = _log_p(read, cut, is_sampled, q.ids, x)
 
@@ -235,7 +192,7 @@ def sampled_slots(
     before = slots.positions[:, :-1]
     seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
     u = uniform(Source(seeds, before), ACCEPT)
-    considered = slots.proposed & read.valid.reshape(shape)[:, :-1]
+    considered = slots.proposed & valid.reshape(shape)[:, :-1]
     best_ids = choice.token_ids.reshape(shape)
     agrees = drafts.token_ids == best_ids[:, :-1]
     by_chance = accept(u, p_draft, q_draft)

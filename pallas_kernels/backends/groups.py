@@ -1,0 +1,135 @@
+"""Groups of a row's tokens: what a read of sampled rows leaves, and what follows it takes.
+
+A group is 256 tokens, from a multiple of 256 on. `xla/group_sums.py` says what its sum is. Every
+backend's read leaves the same, and so does its draw.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+from pallas_kernels.lowering.blocks import vary_like
+
+WIDTH = 256  # tokens of a group
+FEW = 64  # candidates: most rows that are cut need no more
+MANY = 128
+
+
+class GroupSums(NamedTuple):
+    """Groups of rows, [R, G] or [...]. One without a logit above -inf has a sum of 0."""
+
+    maxima: Float32[Array, "..."]  # anything where the group has a NaN
+    sums: Float32[Array, "..."]  # NaN where the group has a NaN or +inf
+
+
+def number_of_groups(vocabulary: int) -> int:
+    """G: the groups of so many tokens."""
+    return -(-vocabulary // WIDTH)
+
+
+def inverse_temperature(temperatures: jax.Array) -> jax.Array:
+    """1 / T [R] float32, as the sums use it; T = 0 (greedy) counts as 1.
+
+    At least 1e-30, so that -inf / T is -inf.
+    """
+    usable = jnp.where(temperatures > 0, temperatures, jnp.float32(1))
+    return jnp.maximum(1 / usable, jnp.float32(1e-30))
+
+
+class Part(NamedTuple):
+    """A device's part of N rows of logits, as groups: `whole` ones, then those of `tail`."""
+
+    logits: Float[Array, "N _"]  # its columns
+    tail: Float[Array, "N T W"]  # the groups that its columns do not hold whole
+    offset: Int32[Array, ""]  # the column where its first group begins
+
+
+class Read(NamedTuple):
+    """What is left of R rows after the read. K is the most columns that a row may have."""
+
+    groups: GroupSums  # [R, G], at each row's temperature
+    raw_sums: Float32[Array, "R _"]  # the sums at temperature 1, where they were asked for
+    top_ids: Int32[Array, "R K"]  # columns of the part; -1 where a row has no more, or none needed
+    top_logits: Float32[Array, "R K"]  # descending, ties lowest id first
+
+
+class Top(NamedTuple):
+    """The largest of R rows."""
+
+    ids: Int32[Array, "R K"]
+    logits: Float32[Array, "R K"]
+
+
+class RowsToDraw(NamedTuple):
+    """B slots, each with a row of N to draw from, and what the read left of all rows."""
+
+    rows: Int32[Array, " B"]  # valid ones; -1 where nothing is drawn
+    cut_logit: Float32[Array, " B"]  # as `keeps` takes it; -inf where all is kept
+    cut_id: Int32[Array, " B"]
+    taken_ids: Int32[Array, "B M"]  # distinct tokens that are not drawn; -1 where there is none
+    seed: UInt32[Array, " B"]
+    position: Int32[Array, " B"]
+    maxima: Float32[Array, "N G"]  # of the groups
+    sums: Float32[Array, "N G"]
+    largest: Float32[Array, " N"]  # m
+    inverse: Float32[Array, " N"]  # 1 / T
+
+
+class Drawn(NamedTuple):
+    """Of each slot; a score of -inf and any token where none is left or nothing is drawn."""
+
+    score: Float32[Array, " B"]  # log of the sum of exp((x - m) / T) over the group, and its noise
+    token_ids: Int32[Array, " B"]
+
+
+def whole_groups(part: Part) -> int:
+    """How many groups from `offset` on the columns hold whole."""
+    width = part.logits.shape[1]
+    # A last group that may be cut, or not, by the offset of this device is in the tail.
+    return width // WIDTH - (part.tail.shape[1] == 2)
+
+
+def columns_of_groups(part: Part) -> jax.Array:
+    """The columns [N, 256 G'] of the whole groups."""
+    width = whole_groups(part) * WIDTH
+    if part.tail.shape[1] < 2:  # they begin with the first column
+        return part.logits[:, :width]
+    return lax.dynamic_slice_in_dim(part.logits, part.offset, width, axis=1)
+
+
+def as_many_as_needed(
+    logits: jax.Array, needed: jax.Array, k: int, top: Callable[[int], Top]
+) -> Top:
+    """The largest logits, as many as the row needs that needs most: none, `FEW` or `MANY`."""
+    rows, columns = len(logits), min(max(k, MANY), logits.shape[1])
+    counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
+
+    def padded(count: int) -> Top:
+        ids = jnp.full((rows, columns), -1, jnp.int32)
+        values = jnp.full((rows, columns), -jnp.inf, jnp.float32)
+        if not count:
+            return vary_like(Top(ids, values), (logits, needed))
+        found = top(count)
+        return Top(ids.at[:, :count].set(found.ids), values.at[:, :count].set(found.logits))
+
+    if len(counts) == 1:
+        return padded(counts[0])
+    enough = jnp.asarray(counts[:-1], jnp.int32)
+    index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
+    found: Top = lax.switch(index, [lambda count=count: padded(count) for count in counts])
+    return found
+
+
+def keeps(
+    x: Float[Array, "..."],
+    ids: Int32[Array, "..."],
+    cut_logit: Float32[Array, "..."],
+    cut_id: Int32[Array, "..."],
+) -> Bool[Array, "..."]:
+    """Whether tokens with logits x and these ids are kept by a cut; all shapes broadcast."""
+    value = x.astype(jnp.float32)
+    return (value > cut_logit) | ((value == cut_logit) & (ids < cut_id)) | (ids == cut_id)

@@ -1,0 +1,222 @@
+"""The reads of rows and what follows them, by the backend that the call and the platform choose.
+
+Each is one job of `choose.kernels_or_xla`: the greedy and the given token's logprobs, a part's
+sums, the groups of sampled rows, candidates, a draw from groups, and a count of larger logits.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.backends import answers
+from pallas_kernels.backends.choose import kernels_or_xla
+from pallas_kernels.backends.groups import FEW, Drawn, Part, Read, RowsToDraw, Top
+from pallas_kernels.backends.xla import greedy, groups
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.contract.changes import prepared
+from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
+from pallas_kernels.lowering.tpu_rule import kernel_is_faster
+from pallas_kernels.meshes.vocab_shard import WHOLE
+
+LEAST_ON_TPU = 512  # tokens: two groups; by the compiler's cycles XLA's sums win below
+MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 tokens
+MOST_TAKEN = 128  # tokens of a row, one a thread
+
+
+def topk_logprobs(implementation: str | None, outputs: Outputs, rows: Rows) -> TopkLogprobs:
+    """`pallas_kernels.topk_logprobs` of whole rows; without token ids, of the greedy choice.
+
+    The GPU kernels write the answers themselves, in their pass 2. The choice is found with the
+    rest in one read, but by XLA: there, and for inclusive ranks, it takes a read of its own.
+    """
+    if rows.token_ids is None and outputs.inclusive:
+        chosen = greedy.greedy_of_rows(rows.logits, prepared(rows.changes, rows.logits.shape[1]))
+        rows = rows._replace(token_ids=chosen.token_ids)
+    is_greedy = rows.token_ids is None
+
+    def from_sums(row_sums: answers.ReadRows, rows: Rows) -> TopkLogprobs:
+        if is_greedy:
+            return answers.greedy_topk_logprobs(row_sums, rows, outputs)
+        return answers.topk_logprobs(row_sums, rows, outputs, WHOLE)
+
+    def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
+        whole = getattr(kernels, "topk_logprobs", None)
+        if whole is not None and rows.changes is None:
+            found: TopkLogprobs = whole(rows, outputs)
+            return found
+        return from_sums(kernels.row_sums, rows)
+
+    def by_xla(rows: Rows) -> TopkLogprobs:
+        if is_greedy:
+            changes = prepared(rows.changes, rows.logits.shape[1])
+            chosen = greedy.greedy_of_rows(rows.logits, changes)
+            rows = rows._replace(token_ids=chosen.token_ids)
+        return answers.topk_logprobs(xla.row_sums, rows, outputs, WHOLE)
+
+    return kernels_or_xla(
+        "rows",
+        by_kernels,
+        by_xla,
+        rows,
+        logits=rows.logits,
+        implementation=implementation,
+        # The choice is a top 1.
+        faster_on_tpu=_faster_on_tpu(rows, max(outputs.k, 1) if is_greedy else outputs.k),
+    )
+
+
+def row_sums(
+    implementation: str | None, rows: Rows, selected: jax.Array, outputs: Outputs
+) -> RowSums:
+    """`answers.ReadRows` of a part of the columns."""
+    found: RowSums = kernels_or_xla(
+        "rows",
+        lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
+        lambda rows, selected: xla.row_sums(rows, selected, outputs),
+        rows,
+        selected,
+        logits=rows.logits,
+        implementation=implementation,
+        faster_on_tpu=_faster_on_tpu(rows, outputs.k),
+    )
+    return found
+
+
+def _faster_on_tpu(rows: Rows, k: int) -> bool:
+    logits = rows.logits
+    if not all(isinstance(size, int) for size in (*logits.shape, rows.num_targets)):
+        return False
+    return kernel_is_faster(rows.num_targets, logits.shape[1], k, logits.dtype.name)
+
+
+def read_groups(
+    part: Part,
+    inverse: jax.Array,
+    needed: jax.Array,
+    k: int,
+    implementation: str | None = None,
+) -> Read:
+    """`xla.groups.read` in the kernels, in programs that are lowered for CUDA or a TPU.
+
+    Sums differ between implementations by rounding; within one, a group's do not depend on rows,
+    dtype, K, vocabulary or shard.
+
+    Args:
+      part: the logits.
+      inverse: `inverse_temperature` of each row.
+      needed: how many candidates each row needs.
+      k: static, as for `xla.groups.read`.
+      implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they can run,
+        but for the shortest rows on a TPU.
+    """
+    found: Read = kernels_or_xla(
+        "groups",
+        lambda kernels, *arguments: kernels.read(*arguments, k),
+        lambda part, inverse, needed: groups.read(part, inverse, needed, k),
+        part,
+        inverse,
+        needed,
+        logits=part.logits,
+        implementation=implementation,
+        faster_on_tpu=part.logits.shape[1] >= LEAST_ON_TPU,
+    )
+    return found
+
+
+def candidates(
+    logits: Float[Array, "N V"],
+    k: int,
+    row_ids: Int32[Array, " R"],
+    num_rows: Int32[Array, ""],
+    *,
+    valid: bool,
+) -> Top:
+    """The k largest logits of rows, and their ids; see `selection.select_top_k`.
+
+    Args:
+      logits: the rows.
+      k: static.
+      row_ids, num_rows: which rows; from `num_rows` on, the results are unspecified.
+      valid: static; whether these rows are. The GPU kernels, which find nothing in others, are for
+        valid rows.
+    """
+    # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
+    size = logits.shape[1]
+    symbolic = not all(isinstance(n, int) for n in (*logits.shape, len(row_ids)))
+    faster = k > 0 and not symbolic
+    faster = faster and kernel_is_faster(len(row_ids), size, min(k, FEW), logits.dtype.name)
+    found: Top = kernels_or_xla(
+        "groups",
+        lambda kernels, *arguments: kernels.candidates(*arguments, k),
+        lambda logits, row_ids, num_rows: groups.candidates(logits, row_ids, num_rows, k),
+        logits,
+        row_ids,
+        num_rows,
+        logits=logits,
+        backends=("mosaic_gpu", "mosaic_tpu") if valid else ("mosaic_tpu",),
+        faster_on_tpu=faster,
+    )
+    return found
+
+
+def draw(
+    given: RowsToDraw,
+    arrays: Any,
+    purposes: tuple[int, int],
+    by_xla: Callable[[Any], Drawn],
+    logits: Float[Array, "N V"],
+) -> Drawn:
+    """A token of each slot's row, of rows that are whole on a device.
+
+    The kernel needs at most `MOST_GROUPS` groups and `MOST_TAKEN` taken tokens; elsewhere XLA does
+    it. Both draw the same but where rounding of float32 decides.
+
+    Args:
+      given: the slots.
+      arrays: a tree of arrays.
+      purposes: static; of the noise of groups, and of that of tokens.
+      by_xla: what XLA does, a function of `arrays`.
+      logits: the rows.
+    """
+    fits = given.maxima.shape[1] <= MOST_GROUPS and given.taken_ids.shape[1] <= MOST_TAKEN
+    if not fits:
+        return by_xla(arrays)
+    found: Drawn = kernels_or_xla(
+        "draw",
+        lambda kernels, logits, given, _: kernels.draw(logits, given, purposes),
+        lambda _, __, arrays: by_xla(arrays),
+        logits,
+        given,
+        arrays,
+        logits=logits,
+        backends=("mosaic_gpu",),
+    )
+    return found
+
+
+def num_larger(
+    logits: Float[Array, "N V"], maxima: Float32[Array, "N G"], token_ids: Int32[Array, " N"]
+) -> Int32[Array, " N"]:
+    """How many logits of each row are strictly larger than its token's; 0 without a token.
+
+    Args:
+      logits: the rows, whole.
+      maxima: of their groups. The kernel reads those groups alone that have a larger logit.
+      token_ids: -1 where nothing is counted; other rows are valid.
+    """
+    if maxima.shape[1] > MOST_GROUPS:
+        return groups.larger_than_tokens(logits, token_ids)
+    found: jax.Array = kernels_or_xla(
+        "count_larger",
+        lambda kernels, *arguments: kernels.count_larger(*arguments),
+        lambda logits, _, token_ids: groups.larger_than_tokens(logits, token_ids),
+        logits,
+        maxima,
+        token_ids,
+        logits=logits,
+        backends=("mosaic_gpu",),
+    )
+    return found

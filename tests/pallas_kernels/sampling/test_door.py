@@ -1,0 +1,168 @@
+"""What `verify` and `draw` take of a caller: every kind of array; what has no meaning, refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.sampling import CompactQ, Drafts, Sampling, draw, verify
+from pallas_kernels.sampling.door import of_rows
+from tests.support import quick_compile, shape_checks
+
+B, D, M, V = 4, 1, 2, 11
+SEEDS = np.array([0, 1, 77, 100])
+LOGITS = np.random.default_rng(0).normal(size=(B, D + 1, V)).astype(np.float32)
+POSITIONS = np.arange(B, dtype=np.int32)
+
+
+def sampling(**changed):
+    plain = {
+        "temperature": np.ones(B, np.float32),
+        "top_k": np.zeros(B, np.int32),
+        "top_p": np.ones(B, np.float32),
+        "min_p": np.zeros(B, np.float32),
+        "seed": np.arange(B, dtype=np.uint32),
+    }
+    return Sampling(**(plain | changed))
+
+
+def drafts(**changed):
+    ids = np.zeros((B, D, M), np.int32) + np.arange(M, dtype=np.int32)
+    q = CompactQ(ids, np.full(ids.shape, np.log(0.5), np.float32))
+    plain = Drafts(np.zeros((B, D), np.int32), np.ones(B, np.int32), q)
+    return plain._replace(**changed)
+
+
+def seeds_taken(seed):
+    return np.asarray(of_rows(LOGITS, sampling(seed=seed), POSITIONS)[1].seed)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+)
+def test_seeds_of_any_integer_type_count_modulo_2_32(dtype):
+    """As they come, traced or not; negative ones too."""
+    info = np.iinfo(dtype)
+    given = np.array([0, 1, info.max, info.min], dtype)
+    expected = np.array([int(x) % 2**32 for x in given], np.uint32)
+    found = seeds_taken(given)
+    assert found.dtype == np.uint32
+    np.testing.assert_array_equal(found, expected)
+    if dtype not in ("int64", "uint64"):  # which JAX does not have by default
+        np.testing.assert_array_equal(seeds_taken(jnp.asarray(given)), expected)
+        traced = jax.jit(lambda seed: of_rows(LOGITS, sampling(seed=seed), POSITIONS)[1].seed)
+        np.testing.assert_array_equal(traced(given), expected)
+
+
+def test_numbers_of_other_widths():
+    """64 bits where JAX has them, 16 bits for temperatures."""
+    with jax.enable_x64(True):
+        wide = jnp.array([-1, 2**32 + 5, 2**40, 3])
+        np.testing.assert_array_equal(seeds_taken(wide), [2**32 - 1, 5, 0, 3])
+    for dtype in (jnp.bfloat16, np.float64):
+        _, taken, places = of_rows(
+            LOGITS, sampling(temperature=np.full(B, 0.5, dtype)), POSITIONS.astype(np.int64)
+        )
+        assert taken.temperature.dtype == jnp.float32
+        assert places.dtype == jnp.int32
+        np.testing.assert_array_equal(taken.temperature, [0.5] * B)
+
+
+KEYS = jax.random.split(jax.random.key(0), B)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changed", "kind", "words"),
+    [
+        ({"logits": LOGITS[:, 0]}, ValueError, r"logits \(4, 11\): give \[B, S, V\]"),
+        ({"logits": LOGITS.tolist()}, TypeError, "logits is a list: give a NumPy or JAX array"),
+        ({"drafts": np.zeros((B, D), np.int32)}, TypeError, "drafts is a ndarray: give `Drafts"),
+        ({"sampling": None}, TypeError, "sampling is a NoneType: give a `Sampling`"),
+        ({"sampling": sampling(seed=np.ones(B))}, TypeError, "sampling.seed is of float64"),
+        ({"sampling": sampling(seed=KEYS)}, TypeError, "sampling.seed is of a JAX key"),
+        (
+            {"sampling": sampling(seed=jax.random.key_data(KEYS))},
+            TypeError,
+            r"sampling.seed \(4, 2\) looks like JAX keys: give one integer a slot",
+        ),
+        (
+            {"sampling": sampling(temperature=np.array([1, 0, np.nan, 1], np.float32))},
+            ValueError,
+            "sampling.temperature has a NaN in slot 2",
+        ),
+        (
+            {"sampling": sampling(top_p=jnp.full(B, jnp.nan))},
+            ValueError,
+            "sampling.top_p has a NaN in slot 0",
+        ),
+        (
+            {"sampling": sampling(min_p=np.full(B, np.nan, np.float32))},
+            ValueError,
+            "sampling.min_p has a NaN",
+        ),
+        (
+            {"sampling": sampling(top_k=np.zeros(1, np.int32))},
+            ValueError,
+            r"sampling.top_k \(1,\) does not go with logits \(4, 2, 11\)",
+        ),
+        ({"positions": jnp.int32(0)}, ValueError, r"positions \(\) does not go with logits"),
+        ({"positions": np.ones(B)}, TypeError, "positions is of float64: give an array of int"),
+        (
+            {"drafts": drafts(num=np.full(B, 2, np.int32))},
+            ValueError,
+            "drafts.num has 2: each slot has 0 to D = 1 drafts",
+        ),
+        ({"drafts": drafts(num=-np.ones(B, np.int32))}, ValueError, "drafts.num has -1"),
+        ({"drafts": drafts(num=np.ones(1, np.int32))}, ValueError, r"drafts.num \(1,\) does not"),
+        (
+            {"drafts": drafts(q=np.zeros((B, D, M), np.float32))},
+            TypeError,
+            "drafts.q is a ndarray: give `CompactQ",
+        ),
+        (
+            {"drafts": drafts(q=CompactQ(np.zeros((B, D, M), np.int32), LOGITS[:, :1, :1]))},
+            ValueError,
+            r"drafts.q has ids \(4, 1, 2\) and logprobs \(4, 1, 1\)",
+        ),
+        (
+            {"drafts": drafts(token_ids=np.zeros((B, 3), np.int32), q=None)},
+            ValueError,
+            r"drafts \(4, 3\) do not go with logits \(4, 2, 11\)",
+        ),
+    ],
+)
+def test_refused(changed, kind, words):
+    given = {
+        "logits": LOGITS, "drafts": drafts(), "sampling": sampling(), "positions": POSITIONS,
+    } | changed  # fmt: skip
+    with pytest.raises(kind, match=words):
+        shape_checks.as_users_run(verify)(**given)
+
+
+@pytest.mark.fast
+def test_a_drawing_names_its_own_logits():
+    with pytest.raises(ValueError, match=r"draft_logits \(4, 11\)"):
+        shape_checks.as_users_run(draw)(LOGITS[:, 0], sampling(), POSITIONS)
+
+
+def test_temperatures_that_are_not_above_0():
+    """0 or less is greedy; NaN, which is known only once it runs, makes the slot's rows invalid."""
+    greedy = LOGITS.argmax(axis=-1)
+    proposed = drafts(token_ids=greedy[:, :1].astype(np.int32), q=None)
+    call = quick_compile.jit(verify)
+    temperature = np.array([0, -1, np.nan, -np.inf], np.float32)
+    found = call(LOGITS, proposed, sampling(temperature=temperature), POSITIONS)
+    np.testing.assert_array_equal(found.num_tokens, [2, 2, 1, 2])
+    np.testing.assert_array_equal(np.asarray(found.token_ids)[:, 0], greedy[:, 0])
+    np.testing.assert_array_equal(found.token_ids[2], [greedy[2, 0], -1])
+    # Beside sampled slots, and with the other parameters.
+    mixed = {
+        "temperature": np.array([1, 0, 0.5, -2], np.float32),
+        "top_p": np.array([np.nan, 1, 1, 1], np.float32),
+        "min_p": np.array([0, 0, np.nan, 0], np.float32),
+    }
+    found = call(LOGITS, proposed, sampling(**mixed), POSITIONS)
+    np.testing.assert_array_equal(found.num_tokens, [1, 2, 1, 2])
+    np.testing.assert_array_equal(np.asarray(found.token_ids)[:, 0], greedy[:, 0])

@@ -1,0 +1,47 @@
+"""The calls of one backend's kernels, without a choice among backends: its `rows` module, by name.
+
+Arguments of the call come in the order of `Rows`; the kernel's own options follow.
+"""
+
+from pallas_kernels.backends import answers
+from pallas_kernels.contract.types import Rows
+from pallas_kernels.meshes.vocab_shard import WHOLE
+
+
+def topk_logprobs(
+    kernels, logits, token_ids, outputs, row_ids=None, num_rows=None, temperatures=None,
+    extra_token_ids=None, changes=None, *options, **named,
+):  # fmt: skip
+    """`topk_logprobs` of whole rows."""
+    rows = Rows(logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
+    if changes is None and hasattr(kernels, "topk_logprobs"):
+        return kernels.topk_logprobs(rows, outputs, *options, **named)
+    read = _read(kernels, options, named)
+    if token_ids is None:
+        return answers.greedy_topk_logprobs(read, rows, outputs)
+    return answers.topk_logprobs(read, rows, outputs, WHOLE)
+
+
+def greedy_topk_logprobs(
+    kernels, logits, outputs, num_rows=None, temperatures=None, extra_token_ids=None, changes=None,
+    *options, **named,
+):  # fmt: skip
+    """`greedy_topk_logprobs` of whole rows."""
+    given = (None, num_rows, temperatures, extra_token_ids, changes)
+    return topk_logprobs(kernels, logits, None, outputs, *given, *options, **named)
+
+
+def row_sums(
+    kernels, logits, selected, outputs, row_ids=None, num_rows=None, temperatures=None,
+    changes=None, *options, **named,
+):  # fmt: skip
+    """The sums of a part of rows; temperatures are usable ones, changes prepared."""
+    rows = Rows(logits, None, row_ids, num_rows, temperatures, None, changes)
+    return _read(kernels, options, named)(rows, selected, outputs)
+
+
+def _read(kernels, options, named):
+    def read(rows, selected, outputs):
+        return kernels.row_sums(rows, selected, outputs, *options, **named)
+
+    return read
