@@ -77,7 +77,9 @@ def step(
     for place in range(NUM_DRAFTS):
         position = loop.lengths + place
         logits = drafter(tokens, position[:, None] - 1)
-        drawn.append(draw(logits, asked.sampling, position, tell=draft_rows(asked, widths)))
+        drawn.append(
+            draw(logits, asked.sampling, position, report_drafts=draft_rows(asked, widths))
+        )
         tokens = tokens.at[request, position[:, None]].set(drawn[-1].token_ids, mode="drop")
     drafts = joined(drawn, limit=jnp.maximum(loop.remaining - 1, 0))
 

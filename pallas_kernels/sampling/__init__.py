@@ -9,7 +9,14 @@ from pallas_kernels.sampling.drafts import draw, joined, none_drawn
 from pallas_kernels.sampling.kept_set import kept_sets
 from pallas_kernels.sampling.learning import kept_logprobs, learner_logprobs
 from pallas_kernels.sampling.parameters import Sampling, Truncation
-from pallas_kernels.sampling.types import AcceptRule, CompactQ, Drafts, Tell, Told, Verified
+from pallas_kernels.sampling.types import (
+    AcceptRule,
+    CompactQ,
+    DraftReport,
+    Drafts,
+    ReportDrafts,
+    Verified,
+)
 from pallas_kernels.sampling.verification import accept_draft, verify
 
 __all__ = [
@@ -31,8 +38,8 @@ __all__ = [
     # A rule, and a report of drafts, of one's own.
     "accept_draft",
     "AcceptRule",
-    "Tell",
-    "Told",
+    "ReportDrafts",
+    "DraftReport",
 ]
 
 

@@ -25,7 +25,7 @@ from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.random_draws import DRAFT, Source, best, gumbel
 from pallas_kernels.sampling.row_read import scaled
 from pallas_kernels.sampling.rows import top_candidates
-from pallas_kernels.sampling.types import CompactQ, Drafts, Tell
+from pallas_kernels.sampling.types import CompactQ, Drafts, ReportDrafts
 
 MOST_TOKENS = 64  # M, where the vocabulary has as many
 
@@ -46,9 +46,9 @@ def joined(drawn: Sequence[Drafts], limit: Int32[Array, " B"]) -> Drafts:
       limit: how many of them each slot may get.
     """
     num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
-    parts = [(one.token_ids, one.q, one.told) for one in drawn]
-    token_ids, q, told = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
-    return Drafts(token_ids, num, q, told)
+    parts = [(one.token_ids, one.q, one.report) for one in drawn]
+    token_ids, q, report = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+    return Drafts(token_ids, num, q, report)
 
 
 def draw(
@@ -56,7 +56,7 @@ def draw(
     sampling: Sampling,
     positions: Int32[Array, " B"],
     *,
-    tell: Tell | None = None,
+    report_drafts: ReportDrafts | None = None,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
@@ -70,7 +70,8 @@ def draw(
       draft_logits: the draft model's.
       sampling: each slot's parameters; a greedy slot gets the greedy token.
       positions: the sequence position of each draft.
-      tell: makes what a draft message has of the drafts (`messages.draft_rows`); None: nothing.
+      report_drafts: makes what a draft message has of the drafts (`messages.draft_rows`); None:
+        nothing.
       mesh, axis_name, vocab_size: as `verify` has them.
 
     Returns:
@@ -82,7 +83,11 @@ def draw(
     how = Split(mesh, axis_name, vocab_size)
     ids, q = on_own_part(_drawn, draft_logits, (sampling, positions), how)
     drafts = Drafts(ids, jnp.ones_like(positions), q)
-    return drafts if tell is None else drafts._replace(told=tell(draft_logits, drafts))
+    return (
+        drafts
+        if report_drafts is None
+        else drafts._replace(report=report_drafts(draft_logits, drafts))
+    )
 
 
 def _drawn(

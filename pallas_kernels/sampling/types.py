@@ -4,7 +4,7 @@ Axes: B slots, D drafts, S = D + 1 positions, M tokens of a draft's q.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float32, Int32
@@ -26,7 +26,7 @@ class CompactQ(NamedTuple):
     logprobs: Float32[Array, "B D M"]  # -inf where there is none
 
 
-class Told(NamedTuple):
+class DraftReport(NamedTuple):
     """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
 
     token_ids: Int32[Array, "B D K1"]
@@ -41,11 +41,11 @@ class Drafts(NamedTuple):
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
     q: CompactQ | None = None  # None: each draft was certain
-    told: Any = None  # a `Told`, where a draft message is to tell of them
+    report: DraftReport | None = None  # where a draft message follows
 
 
 # What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
-Tell = Callable[[jax.Array, Drafts], Told]
+ReportDrafts = Callable[[jax.Array, Drafts], DraftReport]
 
 
 class Verified(NamedTuple):

@@ -99,7 +99,7 @@ def verify(
             f"drafts {drafts.token_ids.shape} do not go with logits {logits.shape}: B slots of S "
             f"rows verify [B, S - 1] = {(batch, num_positions - 1)} drafts"
         )
-    drafts = drafts._replace(told=None)
+    drafts = drafts._replace(report=None)
 
     def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
         if raw_k is not None and shard.axis_name is not None:

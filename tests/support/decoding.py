@@ -73,7 +73,7 @@ class Sent(list):
         self.append(np.array(data))
 
 
-class ToldWithLogits(NamedTuple):
+class ReportWithLogits(NamedTuple):
     """What a draft message has of drafts, and the logits that it was made of."""
 
     token_ids: jax.Array
@@ -88,10 +88,10 @@ def draft_logits_kept():
     """Steps that are traced in here keep the drafts' logits too, for a test to look at."""
 
     def with_logits(*arguments):
-        tell = draft_rows(*arguments)
-        if tell is None:
+        report_drafts = draft_rows(*arguments)
+        if report_drafts is None:
             return None
-        return lambda logits, drafts: ToldWithLogits(*tell(logits, drafts), logits)
+        return lambda logits, drafts: ReportWithLogits(*report_drafts(logits, drafts), logits)
 
     with mock.patch.object(step_module, "draft_rows", with_logits):
         yield

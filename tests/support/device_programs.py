@@ -48,7 +48,8 @@ def drawn_again(model, parallel, params, context):
     rows = model_logits(params, model, context.hidden[:, :1])
     places = [context.lengths + d for d in range(DRAFTS)]
     turns = [
-        draw(rows, context.sampling, at, tell=context.tell, **parallel.columns) for at in places
+        draw(rows, context.sampling, at, report_drafts=context.report_drafts, **parallel.columns)
+        for at in places
     ]
     return joined(turns, context.limit)
 
@@ -97,11 +98,13 @@ class Loop:
             self.parallel.shardings(specs),
         )
 
-    def output(self, fused_k=None, told=None):
+    def output(self, fused_k=None, report_widths=None):
         """What the step returns: logits split by tokens, the rest everywhere."""
-        ask = () if told is None else (asked(told),)
+        ask = () if report_widths is None else (asked(report_widths),)
         program = self.compiled.step
-        found = program.trace(self.params, self.state, *ask, fused_k=fused_k, told=told).out_info[1]
+        found = program.trace(
+            self.params, self.state, *ask, fused_k=fused_k, report_widths=report_widths
+        ).out_info[1]
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
         specs = jax.tree.map(
             lambda x: sharding.split(
@@ -160,11 +163,11 @@ def target_message(of, widths, fused_k=None):
 
 
 def draft_message(of, widths):
-    return (of.output(told=widths), asked(widths), STEP_NUMBER), {"widths": widths}
+    return (of.output(report_widths=widths), asked(widths), STEP_NUMBER), {"widths": widths}
 
 
 def telling_step(of, widths):
-    return (of.params, of.state, asked(widths)), {"told": widths}
+    return (of.params, of.state, asked(widths)), {"report_widths": widths}
 
 
 def leading(of, count):

@@ -67,7 +67,7 @@ def check_records(result, requests):
             ids = output.drafts.token_ids[record.slot][:count]
             np.testing.assert_array_equal(draft.token_ids, ids)
             if params.logprobs is not None:
-                rows = output.drafts.told.logits[record.slot][:count]
+                rows = output.drafts.report.logits[record.slot][:count]
                 check_rows(rows, params, ids, draft.logprobs, draft.topk_ids, draft.token_ranks,
                            draft.chosen_logprobs)  # fmt: skip
                 drafts_seen += len(rows)

@@ -17,7 +17,7 @@ from jax_specdec.device.drafting.drafters import (
 )
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from pallas_kernels.sampling import CompactQ, Tell, draw, joined
+from pallas_kernels.sampling import CompactQ, ReportDrafts, draw, joined
 
 __all__ = [
     "Drafter",
@@ -34,5 +34,5 @@ __all__ = [
     "draw",
     "joined",
     "CompactQ",
-    "Tell",
+    "ReportDrafts",
 ]

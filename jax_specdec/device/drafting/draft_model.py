@@ -80,7 +80,13 @@ class DraftModel:
                 hidden, state = forward(small, self.model, tokens, at, state)
             found = self._in_target(logits(small, self.model, hidden))
             place = lengths + number
-            one = draw(found, context.sampling, place, tell=context.tell, **self.parallel.columns)
+            one = draw(
+                found,
+                context.sampling,
+                place,
+                report_drafts=context.report_drafts,
+                **self.parallel.columns,
+            )
             drawn.append(one)
         return joined(drawn, context.limit), state
 

@@ -19,7 +19,15 @@ from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
 from jax_specdec.device.model.prefill import mtp_prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from pallas_kernels.sampling import Drafts, Sampling, Tell, Verified, draw, joined, none_drawn
+from pallas_kernels.sampling import (
+    Drafts,
+    ReportDrafts,
+    Sampling,
+    Verified,
+    draw,
+    joined,
+    none_drawn,
+)
 
 State = Any  # a pytree that belongs to the drafter
 
@@ -35,7 +43,9 @@ class Context(NamedTuple):
     positions: Int32[Array, "B S"]  # the rows' positions; -1 where a row emitted nothing
     sampling: Sampling
     limit: Int32[Array, " B"]  # the most drafts that each slot may get now
-    tell: Tell | None = None  # for `draw`: what a draft message is to have of each draft
+    report_drafts: ReportDrafts | None = (
+        None  # for `draw`: what a draft message is to have of each draft
+    )
 
 
 class Drafter(Protocol):
@@ -203,7 +213,13 @@ class MtpDrafter:
                 )
             found = project(params, self.config, hidden)
             place = context.lengths + index
-            one = draw(found, context.sampling, place, tell=context.tell, **self.parallel.columns)
+            one = draw(
+                found,
+                context.sampling,
+                place,
+                report_drafts=context.report_drafts,
+                **self.parallel.columns,
+            )
             drawn.append(one)
         return joined(drawn, context.limit), state
 

@@ -20,9 +20,9 @@ class CallableDrafter:
     - `token_ids`: the tokens that follow `context.tokens[b, : context.lengths[b]]`.
     - `num`: how many of them count. A slot's drafts also end at `context.limit[b]`, and at the
       first id outside the vocabulary: -1 says "no more" as well as `num` does.
-    - `q` and `told`: None where each draft is certain. Otherwise (`drawn=True`) each draft is drawn
-      by `drafting.draw(logits, context.sampling, context.lengths + d, tell=context.tell)`, and
-      `drafting.joined` makes one `Drafts` of them.
+    - `q` and `report`: None where each draft is certain. Otherwise (`drawn=True`) each draft is
+      drawn by `drafting.draw(logits, context.sampling, context.lengths + d,
+      report_drafts=context.report_drafts)`, and `drafting.joined` makes one `Drafts` of them.
 
     Two rules keep the emitted tokens' distribution that of the target. Certain drafts depend on
     nothing but `context`. Drawn drafts come from `drafting.draw`, and neither `num` nor the
@@ -83,10 +83,10 @@ class CallableDrafter:
                     f"{name} returned {field} = {got}; expected {wanted}{origin} (B = {batch}, "
                     f"D = {self.num_drafts}, V = {self.vocab_size}, drawn = {self.drawn})"
                 )
-        if self.drawn and context.tell is not None and drafts.told is None:
+        if self.drawn and context.report_drafts is not None and drafts.report is None:
             raise ValueError(
-                f"{name} returned told = None, but a request asks for its drafts' logprobs: give "
-                "`drafting.draw` the argument tell=context.tell"
+                f"{name} returned report = None, but a request asks for its drafts' logprobs: give "
+                "`drafting.draw` the argument report_drafts=context.report_drafts"
             )
 
 

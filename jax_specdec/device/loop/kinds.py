@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     """Everything static about a step and its messages, beside the loop's configuration."""
 
     widths: Widths = Widths()
-    told: bool = False  # a draft message may follow: what it has is made as drafts are drawn
+    reports_drafts: bool = False  # a draft message may follow: its report is made with the drafts
     one_read: OneRead = OneRead.NOTHING  # what one read serves, beside logprobs
     changes: ChangesSize | None = None  # None: no slot changes the logits that choose
 
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
         one_read = wants_one_read(slots)
         return cls(
             widths=widths_of_slots(slots, vocab_size),
-            told=draws and any(one.draft_logprobs for one in params),
+            reports_drafts=draws and any(one.draft_logprobs for one in params),
             one_read=one_read if one_read in one_reads else OneRead.NOTHING,
             changes=changes_size(params),
         )
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
     @property
     def step_options(self) -> dict[str, Any]:
         """The static arguments of `step`."""
-        options: dict[str, Any] = {"told": self.widths if self.told else None}
+        options: dict[str, Any] = {"report_widths": self.widths if self.reports_drafts else None}
         if self.one_read is not OneRead.NOTHING:
             options["fused_k"] = self.widths.k
         if self.one_read is OneRead.SAMPLED:
@@ -72,9 +72,9 @@ class Kind(NamedTuple):
         """A cheaper kind comes first."""
         changes = self.changes or ChangesSize(0, penalties=False)
         return (
-            changes.penalties, self.widths.num_columns, self.changes is not None, self.told,
-            self.widths.mode, self.widths.chosen, self.widths.kept, changes.ids,
-            self.one_read is OneRead.NOTHING,
+            changes.penalties, self.widths.num_columns, self.changes is not None,
+            self.reports_drafts, self.widths.mode, self.widths.chosen, self.widths.kept,
+            changes.ids, self.one_read is OneRead.NOTHING,
         )  # fmt: skip
 
     def serves(self, exact: "Kind", slots: Sequence[Slot]) -> bool:
@@ -91,7 +91,7 @@ class Kind(NamedTuple):
             and has.chosen >= wanted.chosen
             and has.mode >= wanted.mode
             and has.kept >= wanted.kept
-            and self.told >= exact.told
+            and self.reports_drafts >= exact.reports_drafts
         )
 
 

@@ -66,7 +66,7 @@ class Compiled:
         self.step = jax.jit(
             functools.partial(step, self.config),
             donate_argnums=1,
-            static_argnames=("fused_k", "fused_greedy", "told"),
+            static_argnames=("fused_k", "fused_greedy", "report_widths"),
             out_shardings=(places, None),
         )
         static = ("widths", "process_rank")

@@ -75,7 +75,7 @@ def _first_drafts(state: LoopState, slot: Int32[Array, ""]) -> tuple[Drafts, Boo
         state.drafts.token_ids.at[slot].set(jnp.maximum(ids, 0)),
         state.drafts.num.at[slot].set((ids >= 0).sum(dtype=jnp.int32)),
         state.drafts.q,
-        state.drafts.told,
+        state.drafts.report,
     )
     if drafts.q is not None:  # as a drawn draft's, but with one token
         first = jnp.arange(drafts.q.ids.shape[-1], dtype=jnp.int32)[None] == 0

@@ -25,7 +25,7 @@ from jax_specdec.device.model.own_model import head as logits
 from jax_specdec.device.model.own_model import run as forward
 from jax_specdec.device.model.params import KVCache
 from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
-from pallas_kernels.sampling import Drafts, Sampling, Tell, Verified, verify
+from pallas_kernels.sampling import Drafts, ReportDrafts, Sampling, Verified, verify
 
 
 def step(
@@ -36,7 +36,7 @@ def step(
     *,
     fused_k: int | None = None,
     fused_greedy: bool = True,
-    told: Widths | None = None,
+    report_widths: Widths | None = None,
     changes: Changes | None = None,
 ) -> tuple[LoopState, StepOutput]:
     """Verify every active slot's drafts, emit tokens, and draft the next ones.
@@ -51,8 +51,8 @@ def step(
     `fused_greedy`, slots may be sampled. Otherwise `target_message` reads the accepted rows that
     were asked for.
 
-    With `told`, the static widths of `asked`, what the next draft message has of the drafts is made
-    as they are drawn.
+    With `report_widths`, the static widths of `asked`, what the next draft message has of the
+    drafts is made as they are drawn.
 
     With `changes`, tokens are chosen from changed logits. Without them, no program knows that there
     are any.
@@ -75,10 +75,12 @@ def step(
     choice_rows = rows if changed is None else rows._replace(logits=changed)
     verified = _verify(config, state, choice_rows, sampling, fused_k, fused_greedy)
     grown = _grow(config, state, rows, verified)
-    tell = None
-    if asked is not None and told is not None:
-        tell = draft_rows(asked, told, config.parallel)
-    proposed, drafter = _propose(config, params, state, rows, verified, grown, sampling, tell)
+    report_drafts = None
+    if asked is not None and report_widths is not None:
+        report_drafts = draft_rows(asked, report_widths, config.parallel)
+    proposed, drafter = _propose(
+        config, params, state, rows, verified, grown, sampling, report_drafts
+    )
 
     active = grown.goes_on & (not config.prefill_only)
     output = step_output(
@@ -101,10 +103,10 @@ def step(
             num_tokens=output.num_tokens + proposed.num,
             num_drafts=proposed.num,
         )
-    if told is not None and proposed.told is not None and state.drafts.told is None:
+    if report_widths is not None and proposed.report is not None and state.drafts.report is None:
         # No slot whose drafts were verified now had asked: its rows are nobody's.
-        nothing = jax.tree.map(jnp.zeros_like, proposed.told)
-        output = output._replace(drafts=output.drafts._replace(told=nothing))
+        nothing = jax.tree.map(jnp.zeros_like, proposed.report)
+        output = output._replace(drafts=output.drafts._replace(report=nothing))
     state = state._replace(
         cache=cache,
         drafter=drafter,
@@ -213,7 +215,7 @@ def _propose(
     verified: Verified,
     grown: _Grown,
     sampling: Sampling,
-    tell: Tell | None,
+    report_drafts: ReportDrafts | None,
 ) -> tuple[Drafts, Any]:
     """Let the drafter propose for the slots that go on; its proposals and its state."""
     # A draft beyond the length limit could only be cut: it is not made.
@@ -228,7 +230,7 @@ def _propose(
         positions=jnp.where(grown.emitted, rows.positions, -1),
         sampling=sampling,
         limit=jnp.where(grown.goes_on, limit, 0),
-        tell=tell,
+        report_drafts=report_drafts,
     )
     proposed, drafter = config.drafter.propose(params, state.drafter, context)
     if proposed.token_ids.shape != state.drafts.token_ids.shape:

@@ -18,7 +18,15 @@ from jax_specdec.device.messages.asked import Asked, Widths
 from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import TopkLogprobs, topk_logprobs
-from pallas_kernels.sampling import CompactQ, Drafts, Sampling, Tell, Told, Truncation, truncation
+from pallas_kernels.sampling import (
+    CompactQ,
+    DraftReport,
+    Drafts,
+    ReportDrafts,
+    Sampling,
+    Truncation,
+    truncation,
+)
 
 
 def row_logprobs(
@@ -126,8 +134,10 @@ def _processed(
     return _in_mode(found, asked.chosen_ids[slot], is_processed, renormalized)
 
 
-def draft_rows(asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE) -> Tell | None:
-    """What draft messages have of drafts, made as they are drawn: the `tell` of `drafting.draw`.
+def draft_rows(
+    asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE
+) -> ReportDrafts | None:
+    """What draft messages have of drafts, made as they are drawn: `draw(report_drafts=)`.
 
     Raw and scaled logprobs are of the draft model's logits, processed ones of the q that the draft
     was drawn from. Rows of slots that did not ask for their drafts' enter no kernel.
@@ -146,7 +156,7 @@ def draft_rows(asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE) ->
     # Processed rows are first made as scaled ones are, at their own temperature.
     scaled = widths._replace(mode=min(widths.mode, LogprobsMode.SCALED))
 
-    def tell(logits: jax.Array, drafts: Drafts) -> Told:
+    def report_drafts(logits: jax.Array, drafts: Drafts) -> DraftReport:
         assert drafts.q is not None
         wants = asked.draft_logprobs & (asked.num_columns > 0)
         rows = select_rows(wants.astype(jnp.int32), 1)
@@ -159,14 +169,14 @@ def draft_rows(asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE) ->
         def by_slot(x: jax.Array) -> jax.Array:
             return jnp.zeros_like(x).at[rows.flat].set(x, mode="drop")[:, None]
 
-        return Told(
+        return DraftReport(
             by_slot(found.token_ids),
             by_slot(found.logprobs),
             by_slot(found.token_ranks),
             by_slot(found.extra_logprobs),
         )
 
-    return tell
+    return report_drafts
 
 
 def _of_q(found: TopkLogprobs, asked: Asked, slot: Int32[Array, " R"], q: CompactQ) -> TopkLogprobs:

@@ -184,13 +184,13 @@ def draft_message(
     """The draft message of a step, packed: the logprobs, under the draft model, of what it drafted.
 
     It has all drafts that the step verified, accepted or not, of the slots that asked for them,
-    in their own columns and mode, as `drafting.draw` told them. A draft that was not drawn has
+    in their own columns and mode, as `drafting.draw` reports them. A draft that was not drawn has
     none.
 
     Arguments and result are those of `target_message`, with D drafts instead of S positions.
 
     Raises:
-      ValueError: the drafts have no q, or nothing was told of them though a slot wants to know.
+      ValueError: the drafts have no q, or there is no report on them though a slot wants to know.
     """
     drafts = output.drafts
     if drafts.q is None:
@@ -204,14 +204,14 @@ def draft_message(
     num_rows = jnp.where(asked.num_columns > 0, num_tokens, 0)
     rows, found = _nothing()
     if widths.k is not None:
-        if drafts.told is None:
+        if drafts.report is None:
             raise ValueError(
                 "nothing is known of these drafts' logprobs: give `drafting.draw` the argument "
-                "tell=draft_rows(asked, widths)"
+                "report_drafts=draft_rows(asked, widths)"
             )
         rows = select_rows(num_rows, num_drafts)
-        told = drafts.told
-        named = (told.token_ids, told.logprobs, told.token_ranks, told.extra_logprobs)
+        report = drafts.report
+        named = (report.token_ids, report.logprobs, report.token_ranks, report.extra_logprobs)
         flat = TopkLogprobs(*(x.reshape(batch * num_drafts, *x.shape[2:]) for x in named))
         found = _picked(flat, rows)
         # They may be of an earlier batch, with other widths. A slot's own columns are in both.

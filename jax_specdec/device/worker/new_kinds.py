@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax_specdec.control import Admit
 from jax_specdec.device.loop import host_slots
+from jax_specdec.device.loop.draft_reports import as_report
 from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
-from jax_specdec.device.loop.told_drafts import as_told
 from jax_specdec.device.worker.beside import Jobs
 from jax_specdec.device.worker.prepared import (
     INDEX,
@@ -151,8 +151,8 @@ class NewKinds:
         drafts = worker.state.drafts
         if isinstance(kind, Kind):
             asked = host_slots.all_asked(slots, kind.widths, kind.changes)
-            told = as_told(kind, None, drafts.token_ids)
-            params, state, asked = abstract((worker.params, worker.bare_state(told), asked))
+            report = as_report(kind, None, drafts.token_ids)
+            params, state, asked = abstract((worker.params, worker.bare_state(report), asked))
             return lambda: compile_batch(programs, kind, params, state, asked, rank)
         slot = next(
             slot

@@ -41,7 +41,7 @@ def compile_batch(
       programs: a `Compiled`, of the kind.
       kind: what for.
       params: abstract, as the others.
-      state: with what is told of drafts in the widths of the kind.
+      state: with the report on drafts in the widths of the kind.
       asked: by slots of the kind.
       process_rank: the number in the messages.
     """
@@ -53,7 +53,7 @@ def compile_batch(
     more = _more(kind.widths, process_rank)
     message = programs.target_message
     words = [_compiled(message.trace(output, asked.asked, STEP, np.bool_(False), **more), output)]
-    if kind.told:
+    if kind.reports_drafts:
         words.append(
             _compiled(programs.draft_message.trace(output, asked.asked, STEP, **more), output)
         )

@@ -29,11 +29,11 @@ from jax_specdec.control import (
     WorkerConfig,
 )
 from jax_specdec.device.loop import host_slots
+from jax_specdec.device.loop.draft_reports import as_report
 from jax_specdec.device.loop.host_slots import AllAsked, OneRead, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled
-from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_told
-from jax_specdec.device.loop.told_drafts import as_told
+from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.beside import Jobs
 from jax_specdec.device.worker.device_checks import check
@@ -315,14 +315,14 @@ class Worker:
     def _holds(self, command: Evict) -> bool:
         return self.new_kinds is not None and command.slot in self.new_kinds.held
 
-    def bare_state(self, told: Any = None) -> LoopState:
-        """The state with something else told of its drafts."""
-        return with_told(self.state, told)
+    def bare_state(self, report: Any = None) -> LoopState:
+        """The state with another report on its drafts."""
+        return with_report(self.state, report)
 
     def _change(self, program: Callable[..., LoopState], *arguments: Any) -> None:
-        """Run a program on the state that only passes on what is told of drafts."""
-        told = self.state.drafts.told
-        self.state = with_told(program(with_told(self.state, None), *arguments), told)
+        """Run a program on the state that only passes on the report on drafts."""
+        report = self.state.drafts.report
+        self.state = with_report(program(with_report(self.state, None), *arguments), report)
 
     def _set(self, index: int, slot: Slot) -> None:
         self.slots[index] = slot
@@ -366,11 +366,11 @@ class Worker:
         scoring, kind = host_slots.for_prompt(slot), self.prompt_kind_of(slot)
         programs, (chunk, widths) = self.compiled.of(kind), kind
         asked = host_slots.asked_of_slots([scoring], widths)
-        told = self.state.drafts.told
+        report = self.state.drafts.report
         state, scored = programs.score_chunk(
-            self.params, with_told(self.state, None), *places, asked, chunk=chunk, widths=widths
+            self.params, with_report(self.state, None), *places, asked, chunk=chunk, widths=widths
         )
-        self.state = with_told(state, told)
+        self.state = with_report(state, report)
         num_tokens = min(chunk, slot.prefill_length - 1 - (slot.prefill_at or 0))
         if num_tokens <= 0 or (slot.prefill_at or 0) < (slot.score_from or 0):
             return ()
@@ -390,8 +390,8 @@ class Worker:
         programs, (asked, changes) = self.compiled.of(self.kind), self.asked
         state = self.state
         if self.new_kinds is not None:
-            told = as_told(self.kind, state.drafts.told, state.drafts.token_ids)
-            state = with_told(state, told)
+            report = as_report(self.kind, state.drafts.report, state.drafts.token_ids)
+            state = with_report(state, report)
         self.state, output = programs.step(
             self.params, state, asked, changes=changes, **self.kind.step_options
         )

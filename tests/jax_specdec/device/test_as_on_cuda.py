@@ -219,9 +219,10 @@ def test_messages_with_slots_on_shards(widths):
     draft = jax.ShapeDtypeStruct((SLOTS, DRAFTS, VOCAB), jnp.float32)
 
     def packed(target, draft, ask, lengths):
-        tell = draft_rows(ask, widths)
+        report_drafts = draft_rows(ask, widths)
         drawn = [
-            draw(draft[:, d : d + 1], ask.sampling, lengths + d, tell=tell) for d in range(DRAFTS)
+            draw(draft[:, d : d + 1], ask.sampling, lengths + d, report_drafts=report_drafts)
+            for d in range(DRAFTS)
         ]
         drafts = joined(drawn, lengths)
         found = verify(target, drafts, ask.sampling, lengths)

@@ -77,7 +77,7 @@ def test_the_state_holds_no_draft_logits():
 
     def after():
         found = jax.eval_shape(
-            lambda state: step(config, params, state, asked, told=widths)[0], state
+            lambda state: step(config, params, state, asked, report_widths=widths)[0], state
         )
         return [x.shape for x in jax.tree.leaves(found) if vocab in x.shape]
 

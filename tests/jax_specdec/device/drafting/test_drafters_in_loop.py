@@ -26,7 +26,9 @@ def guesses(params, context):
     for ahead in range(D):
         logits = 2 * jax.nn.one_hot(last, VOCAB) + jax.nn.one_hot((last + 1) % VOCAB, VOCAB)
         place = context.lengths + ahead
-        drawn.append(draw(logits[:, None], context.sampling, place, tell=context.tell))
+        drawn.append(
+            draw(logits[:, None], context.sampling, place, report_drafts=context.report_drafts)
+        )
         last = drawn[-1].token_ids[:, 0]
     return joined(drawn, context.limit)
 

@@ -79,8 +79,10 @@ def test_a_promised_q_must_come_and_what_its_message_tells():
         drafter.propose(None, (), context([[1]] * 4))
     silent = CallableDrafter(returning(q=q), 2, VOCAB, drawn=True)
     silent.propose(None, (), context([[1]] * 4))
-    asked = context([[1]] * 4)._replace(tell=lambda *_: None)
-    with pytest.raises(ValueError, match=r"told = None, but .* the argument tell=context.tell"):
+    asked = context([[1]] * 4)._replace(report_drafts=lambda *_: None)
+    with pytest.raises(
+        ValueError, match=r"report = None, but .* the argument report_drafts=context.report_drafts"
+    ):
         silent.propose(None, (), asked)
 
 

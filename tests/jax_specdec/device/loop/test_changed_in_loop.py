@@ -153,7 +153,7 @@ def test_prompts_and_drafts_are_scored_as_without_changes():
             output = result.outputs[record.step]
             count = output.drafts.num[record.slot]
             in_mode.check_rows(
-                output.drafts.told.logits[record.slot][:count], requests[0].params,
+                output.drafts.report.logits[record.slot][:count], requests[0].params,
                 record.draft.token_ids, record.draft.logprobs, record.draft.topk_ids,
                 record.draft.token_ranks,
             )  # fmt: skip

@@ -68,7 +68,7 @@ def test_programs_of_one_read_serve_plain_batches_though_few_ask():
 
 def test_without_one_read_or_drawn_drafts_there_are_fewer_kinds():
     assert kind(ASKS, one_reads=()) == Kind(widths=Widths(k=5))
-    assert not kind(ASKS | {"draft_logprobs": True}, draws=False).told
+    assert not kind(ASKS | {"draft_logprobs": True}, draws=False).reports_drafts
 
 
 def test_the_cheapest_kind_comes_first():

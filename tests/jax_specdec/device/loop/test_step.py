@@ -33,8 +33,8 @@ def test_without_jit_every_value_is_the_same():
         widths = widths_of_slots(slots, VOCAB)
         ask = asked_of_slots(slots, widths)
         # So that there is a draft to verify.
-        state, _ = compiled(config).step(params, state, ask, told=widths)
-        _, output = functions.step(params, state, ask, told=widths)
+        state, _ = compiled(config).step(params, state, ask, report_widths=widths)
+        _, output = functions.step(params, state, ask, report_widths=widths)
         assert output.num_drafts[0] == 1
         sent[type(functions)] = [
             decode(np.asarray(words[: words[4]]).tobytes())

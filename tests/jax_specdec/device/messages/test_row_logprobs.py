@@ -129,7 +129,7 @@ def test_each_distribution_is_cut_once():
     assert searches(lambda x: draw(x, asked.sampling, lengths), rows[:, :1]) == 0
     assert searches(lambda x: verify(x, drafts, asked.sampling, lengths), rows) == one_cut
     state = init_state(config)
-    output = jax.eval_shape(lambda: one_step(state, asked, told=widths))[1]
+    output = jax.eval_shape(lambda: one_step(state, asked, report_widths=widths))[1]
     output = output._replace(logits=rows)
     number = jnp.zeros(2, jnp.uint32)
     told = [

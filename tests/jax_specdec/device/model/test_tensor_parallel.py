@@ -268,7 +268,7 @@ def compiled_step(config, parallel, asked=None, widths=None):
     functions = Compiled(config)
     weights = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
     whole = jax.eval_shape(lambda: init_state(replace(config, parallel=sharding.ONE_DEVICE)))
-    told = {} if widths is None else {"told": widths}
+    told = {} if widths is None else {"report_widths": widths}
     traced = functions.step.trace(
         placed(weights, sharding.params_specs), placed(whole, state_specs), asked, **told
     )
