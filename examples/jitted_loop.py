@@ -26,7 +26,7 @@ import trigram
 from jax.experimental import io_callback
 
 from ipc import PeerClosed, PeerDied, RingWriter
-from jax_specdec.device import asked_of, check, widths_of
+from jax_specdec.device import check, options_of_requests, widths_of
 
 ENGINE = Path(__file__).parent / "jitted_loop_engine.py"
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asks = [request.params for request in story.REQUESTS]
     widths = widths_of(asks, story.VOCAB)
     publisher, run = program(widths)
-    loop, asked = own_step.start(story.REQUESTS), asked_of(asks, widths)
+    loop, asked = own_step.start(story.REQUESTS), options_of_requests(asks, widths)
     # Few slots: the loop is at most two steps ahead of the engine.
     with RingWriter.create(num_slots=4, slot_bytes=options.slot_bytes) as ring:
         engine = subprocess.Popen(

@@ -19,7 +19,7 @@ import story
 from flax import nnx
 from own_loop import admit_all, show
 
-from jax_specdec.device import asked_of, check, widths_of
+from jax_specdec.device import check, options_of_requests, widths_of
 from jax_specdec.engine import decode
 from jax_specdec.engine import output_processor as processor
 
@@ -83,7 +83,7 @@ def main() -> None:
         return own_step.step(target, drafter, loop, asked, widths)
 
     advance = partial(step, target_weights, drafter_weights)
-    loop, asked = own_step.start(story.REQUESTS), asked_of(asks, widths)
+    loop, asked = own_step.start(story.REQUESTS), options_of_requests(asks, widths)
     state = admit_all(story.REQUESTS)
     while bool((loop.remaining > 0).any()):
         loop, *messages = advance(loop, asked)

@@ -14,7 +14,7 @@ import story
 import trigram
 
 from ipc import RingWriter
-from jax_specdec.device import asked_of, check, widths_of
+from jax_specdec.device import check, options_of_requests, widths_of
 from jax_specdec.engine import control
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     commands = list(control.read_commands(sys.stdin.buffer))
     asks = [command.request.params for command in commands]
     widths = widths_of(asks, story.VOCAB)  # static: one program for each kind of batch
-    asked = asked_of(asks, widths, generation=[c.generation for c in commands])
+    asked = options_of_requests(asks, widths, generation=[c.generation for c in commands])
     params = trigram.load()
 
     @jax.jit

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec.device import (
-    Asked,
+    BatchOptions,
     Widths,
     draft_message,
     draft_rows,
@@ -54,7 +54,7 @@ def step(
     model: Model,
     drafter: Model,
     loop: Loop,
-    asked: Asked,
+    asked: BatchOptions,
     widths: Widths,
 ) -> tuple[Loop, jax.Array, jax.Array]:
     """Emit 1 to D + 1 tokens for every request.
@@ -62,7 +62,7 @@ def step(
     Args:
       model: `(tokens [B, T], positions [B, S]) -> logits [B, S, V]`, the target.
       drafter: the same for a smaller model.
-      asked: what each request wants to know (`asked_of` makes it).
+      asked: what each request wants to know (`options_of_requests` makes it).
       widths: the largest sizes among them (`widths_of` makes it); static.
 
     Returns:

@@ -23,7 +23,7 @@ from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.control import Admit
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, LoopState
-from jax_specdec.device.messages.asked import Widths
+from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.step_messages import StepOutput, target_message
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.requests import Request, SamplingParams

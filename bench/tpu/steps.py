@@ -61,7 +61,7 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
     from jax_specdec.device.drafting.drafters import NgramDrafter
     from jax_specdec.device.loop.programs import Compiled
     from jax_specdec.device.loop.state import LoopConfig, init_state, state_specs
-    from jax_specdec.device.messages.asked import Widths, asked_of
+    from jax_specdec.device.messages.batch_options import Widths, options_of_requests
     from jax_specdec.device.model import sharding
     from jax_specdec.device.model.params import init_params
     from jax_specdec.requests import SamplingParams
@@ -95,7 +95,7 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
     programs: Any = Compiled(config)
     widths = Widths(k=K)
     asked = jax.eval_shape(
-        lambda: asked_of([SamplingParams(max_tokens=9, logprobs=K)] * slots, widths)
+        lambda: options_of_requests([SamplingParams(max_tokens=9, logprobs=K)] * slots, widths)
     )
 
     def compiled(name: str, traced: Any) -> tuple[Step, Any]:

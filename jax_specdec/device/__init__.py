@@ -15,7 +15,12 @@ Only this folder of the package imports jax. Its rooms; each may import those ab
 from jax_specdec.device import drafting, model
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.messages.asked import Asked, Widths, asked_of, widths_of
+from jax_specdec.device.messages.batch_options import (
+    BatchOptions,
+    Widths,
+    options_of_requests,
+    widths_of,
+)
 from jax_specdec.device.messages.pack import select_rows
 from jax_specdec.device.messages.row_logprobs import draft_rows, row_logprobs
 from jax_specdec.device.messages.step_messages import (
@@ -37,9 +42,9 @@ from pallas_kernels.sampling import (
 
 __all__ = [
     # What a batch of requests asked for, as arrays.
-    "Asked",
+    "BatchOptions",
     "Widths",
-    "asked_of",
+    "options_of_requests",
     "widths_of",
     "Sampling",
     # One step: verify, then the logprobs of what was emitted.

@@ -19,7 +19,7 @@ from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state, state_specs
-from jax_specdec.device.messages.asked import Widths, asked_of
+from jax_specdec.device.messages.batch_options import Widths, options_of_requests
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import logits as model_logits
 from jax_specdec.device.model.params import init_params
@@ -133,7 +133,7 @@ REQUESTS = [
 
 
 def asked(widths, count=SLOTS):
-    return jax.eval_shape(lambda: asked_of(REQUESTS[-count:], widths))
+    return jax.eval_shape(lambda: options_of_requests(REQUESTS[-count:], widths))
 
 
 def admission(of):

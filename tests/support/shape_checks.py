@@ -54,7 +54,7 @@ def checked(function):
 def with_shapes(hint):
     """The hint with its carriers looked into; None if it states no shape.
 
-    `Annotated[Asked, "B = 1"]` is not looked into: its letters are not those of the function.
+    `Annotated[BatchOptions, "B = 1"]` is not looked into: its letters are not the function's.
     """
     if get_origin(hint) is Annotated:
         return None

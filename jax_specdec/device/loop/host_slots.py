@@ -14,8 +14,14 @@ import numpy as np
 from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
-from jax_specdec.device.messages.asked import Asked, Widths, asked_of, sampling_of, widths_of
 from jax_specdec.device.messages.asked_changes import ChangesSize, changes_of
+from jax_specdec.device.messages.batch_options import (
+    BatchOptions,
+    Widths,
+    options_of_requests,
+    sampling_of,
+    widths_of,
+)
 from jax_specdec.device.messages.logit_changes import Changes
 from jax_specdec.requests import Request, SamplingParams
 
@@ -52,9 +58,9 @@ def widths_of_slots(slots: Sequence[Slot], vocab_size: int) -> Widths:
     return widths_of([slot.params for slot in slots], vocab_size)
 
 
-def asked_of_slots(slots: Sequence[Slot], widths: Widths) -> Asked:
+def options_of_slots(slots: Sequence[Slot], widths: Widths) -> BatchOptions:
     """What these slots ask for, on the device."""
-    return asked_of(
+    return options_of_requests(
         [slot.params for slot in slots],
         widths,
         generation=[slot.generation for slot in slots],
@@ -62,14 +68,16 @@ def asked_of_slots(slots: Sequence[Slot], widths: Widths) -> Asked:
     )
 
 
-class AllAsked(NamedTuple):
+class AllOptions(NamedTuple):
     """What the slots ask of a step; the same until a slot gets or loses a request."""
 
-    asked: Asked
+    options: BatchOptions
     changes: Changes | None  # None where no slot changes the logits that choose
 
 
-def all_asked(slots: Sequence[Slot], widths: Widths, changes_size: ChangesSize | None) -> AllAsked:
+def all_options(
+    slots: Sequence[Slot], widths: Widths, changes_size: ChangesSize | None
+) -> AllOptions:
     """What these slots ask of a step, on the device, in tables of the sizes of a program."""
     changes = None
     if changes_size is not None:
@@ -79,7 +87,7 @@ def all_asked(slots: Sequence[Slot], widths: Widths, changes_size: ChangesSize |
             prompt_lengths=[slot.prompt_length for slot in slots],
             num_emitted=[slot.num_emitted for slot in slots],
         )
-    return AllAsked(asked_of_slots(slots, widths), changes)
+    return AllOptions(options_of_slots(slots, widths), changes)
 
 
 def target_bound(slots: Sequence[Slot]) -> int:
@@ -154,8 +162,8 @@ def wants_one_read(slots: Sequence[Slot]) -> OneRead:
     logprobs.
     """
     taken = [slot.params for slot in slots if slot.occupied]
-    asked = sum(params.num_columns > 0 for params in taken)
-    if not plain(slots) or not 2 * asked >= len(taken) > 0:
+    asking = sum(params.num_columns > 0 for params in taken)
+    if not plain(slots) or not 2 * asking >= len(taken) > 0:
         return OneRead.NOTHING
     greedy = all(params.temperature == 0 for params in taken)
     return OneRead.GREEDY if greedy else OneRead.SAMPLED

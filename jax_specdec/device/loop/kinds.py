@@ -14,8 +14,8 @@ from jax_specdec.device.loop.host_slots import (
     wants_one_read,
     widths_of_slots,
 )
-from jax_specdec.device.messages.asked import Widths
 from jax_specdec.device.messages.asked_changes import ChangesSize, changes_size
+from jax_specdec.device.messages.batch_options import Widths
 
 
 class Kind(NamedTuple):

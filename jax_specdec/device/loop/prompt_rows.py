@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.pack import Rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.model import llama, own_model
@@ -33,7 +33,7 @@ def prompt_rows(
     hidden: Float[Array, "P E"],
     token_ids: Int32[Array, " P"],
     num: Int32[Array, ""],
-    asked: Annotated[Asked, "B = 1"],
+    options: Annotated[BatchOptions, "B = 1"],
     widths: Widths,
 ) -> TopkLogprobs:
     """The logprobs of the first `num` positions, in the mode of the request.
@@ -44,7 +44,7 @@ def prompt_rows(
       hidden: what the decoder gave for them.
       token_ids: the token that each of them predicts.
       num: the positions that count; the others are skipped.
-      asked: of the prompt's slot alone.
+      options: of the prompt's slot alone.
       widths: its static limits; k must not be None.
 
     Returns:
@@ -53,7 +53,7 @@ def prompt_rows(
     """
     assert widths.k is not None, "a prompt without columns has no logprobs"
     if isinstance(config.model, ModelConfig) and widths.mode is not LogprobsMode.PROCESSED:
-        return _linear(config, config.model, params, hidden, token_ids, num, asked, widths)
+        return _linear(config, config.model, params, hidden, token_ids, num, options, widths)
     count = hidden.shape[0]
     most = max(1, LOGITS_BYTES // (4 * own_model.num_columns(config.model)))
     block = -(-count // -(-count // most))
@@ -66,7 +66,7 @@ def prompt_rows(
         left = jnp.clip(num - start, 0, block)
         index = jnp.arange(block, dtype=jnp.int32)
         rows = Rows(jnp.where(index < left, index, block), left)
-        return row_logprobs(logits, token_ids[None], rows, asked, widths, config.parallel)
+        return row_logprobs(logits, token_ids[None], rows, options, widths, config.parallel)
 
     parts = (
         jnp.pad(hidden, ((0, spare), (0, 0))).reshape(blocks, block, -1),
@@ -89,20 +89,20 @@ def _linear(
     hidden: Float[Array, "P E"],
     token_ids: Int32[Array, " P"],
     num: Int32[Array, ""],
-    asked: Annotated[Asked, "B = 1"],
+    options: Annotated[BatchOptions, "B = 1"],
     widths: Widths,
 ) -> TopkLogprobs:
     count = hidden.shape[0]
     assert widths.k is not None
     temperatures = None
     if widths.mode is not LogprobsMode.RAW:
-        is_raw = asked.mode == LogprobsMode.RAW
+        is_raw = options.mode == LogprobsMode.RAW
         temperatures = jnp.broadcast_to(
-            jnp.where(is_raw, 1.0, asked.sampling.temperature), (count,)
+            jnp.where(is_raw, 1.0, options.sampling.temperature), (count,)
         )
     extra = None
     if widths.chosen:
-        extra = jnp.broadcast_to(asked.chosen_ids, (count, widths.chosen))
+        extra = jnp.broadcast_to(options.chosen_ids, (count, widths.chosen))
     head, axes = llama.unembedding(params)
     # As `llama.project` has it: float32 stays float32.
     exact = jax.default_matmul_precision("highest") if hidden.dtype == jnp.float32 else None

@@ -15,7 +15,7 @@ from ipc.wire import Kind, SlotState
 from jax_specdec.device.loop.prompt_chunks import run_chunk
 from jax_specdec.device.loop.prompt_rows import prompt_rows
 from jax_specdec.device.loop.state import LoopConfig, LoopState
-from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack
 from jax_specdec.device.messages.step_messages import most_words
 from pallas_kernels import TopkLogprobs
@@ -35,7 +35,7 @@ def score_chunk(
     state: LoopState,
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
-    asked: Annotated[Asked, "B = 1"],
+    options: Annotated[BatchOptions, "B = 1"],
     *,
     chunk: int,
     widths: Widths,
@@ -43,18 +43,18 @@ def score_chunk(
     """`run_chunk` that also scores the tokens which the chunk's positions predict.
 
     Args:
-      asked: of this slot alone: K, mode and chosen ids for its prompt.
-      widths: the static limits of `asked`.
+      options: of this slot alone: K, mode and chosen ids for its prompt.
+      widths: the static limits of `options`.
     """
     state, run = run_chunk(config, params, state, slot, start, chunk)
-    found = prompt_rows(config, params, run.hidden, run.next_tokens, run.num_valid, asked, widths)
+    found = prompt_rows(config, params, run.hidden, run.next_tokens, run.num_valid, options, widths)
     return state, ScoredChunk(run.next_tokens, run.num_valid, found)
 
 
 def prompt_message(
     scored: ScoredChunk,
     slot: Int32[Array, ""],
-    asked: Annotated[Asked, "B = 1"],
+    options: Annotated[BatchOptions, "B = 1"],
     generation: UInt32[Array, " B"],
     step_number: UInt32[Array, "2"],
     *,
@@ -68,10 +68,10 @@ def prompt_message(
     Args:
       scored: the chunk.
       slot: whose prompt it is.
-      asked: as for `score_chunk`.
+      options: as for `score_chunk`.
       generation: of all slots.
       step_number: low and high half, of the step before which it is sent.
-      widths: the static limits of `asked`.
+      widths: the static limits of `options`.
       vocab_size: V.
       process_rank: which process rank sends.
       weights_version: of the weights that the chunk was run with.
@@ -88,12 +88,12 @@ def prompt_message(
     index = jnp.arange(size, dtype=jnp.int32)
     slots = SlotFields(
         state=jnp.full(batch, SlotState.NOTHING, jnp.int32).at[slot].set(SlotState.TOKENS),
-        mode=of_slot(asked.mode[0]),
-        columns=of_slot(asked.num_columns[0]),
+        mode=of_slot(options.mode[0]),
+        columns=of_slot(options.num_columns[0]),
         num_tokens=of_slot(scored.num),
         num_rows=of_slot(scored.num),
         num_drafts=nothing,
-        num_chosen=of_slot(asked.num_chosen[0]),
+        num_chosen=of_slot(options.num_chosen[0]),
         kept=nothing,
         generation=generation,
     )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from ipc.wire import SlotState
 from jax_specdec.device.drafting.drafters import Context
 from jax_specdec.device.loop.state import LoopConfig, LoopState
-from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.logit_changes import Changes, Written, changed_logits
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.messages.step_messages import StepOutput, step_output
@@ -32,7 +32,7 @@ def step(
     config: LoopConfig,
     params: Any,
     state: LoopState,
-    asked: Asked | None = None,
+    options: BatchOptions | None = None,
     *,
     fused_k: int | None = None,
     fused_greedy: bool = True,
@@ -51,7 +51,7 @@ def step(
     `fused_greedy`, slots may be sampled. Otherwise `target_message` reads the accepted rows that
     were asked for.
 
-    With `report_widths`, the static widths of `asked`, what the next draft message has of the
+    With `report_widths`, the static widths of `options`, what the next draft message has of the
     drafts is made as they are drawn.
 
     With `changes`, tokens are chosen from changed logits. Without them, no program knows that there
@@ -76,8 +76,8 @@ def step(
     verified = _verify(config, state, choice_rows, sampling, fused_k, fused_greedy)
     grown = _grow(config, state, rows, verified)
     report_drafts = None
-    if asked is not None and report_widths is not None:
-        report_drafts = draft_rows(asked, report_widths, config.parallel)
+    if options is not None and report_widths is not None:
+        report_drafts = draft_rows(options, report_widths, config.parallel)
     proposed, drafter = _propose(
         config, params, state, rows, verified, grown, sampling, report_drafts
     )

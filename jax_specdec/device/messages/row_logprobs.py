@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ipc.wire import LogprobsMode
-from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import TopkLogprobs, topk_logprobs
@@ -33,7 +33,7 @@ def row_logprobs(
     logits: Float[Array, "B S V"],
     token_ids: Int32[Array, "B S"],
     rows: Rows,
-    asked: Asked,
+    options: BatchOptions,
     widths: Widths,
     parallel: Parallel = ONE_DEVICE,
     *,
@@ -50,10 +50,11 @@ def row_logprobs(
       logits: of every position.
       token_ids: the token of every position, whose logprob goes into column 0.
       rows: as `select_rows` makes them; rows from `rows.num` on enter no kernel.
-      asked: by slot. Columns beyond what a slot asked for are computed too: `pack` leaves them out.
+      options: by slot. Columns beyond what a slot asked for are computed too: `pack` leaves them
+        out.
       widths: static; k must not be None.
       parallel: the devices among which the logits' vocabulary is split.
-      cut: [B, S], the truncation of the logits by `asked.sampling`, where the tokens were sampled
+      cut: [B, S], the truncation of the logits by `options.sampling`, where the tokens were sampled
         and it is known already; without it, processed rows make a search of their own.
 
     Returns:
@@ -64,8 +65,8 @@ def row_logprobs(
     slot = jnp.minimum(rows.flat // num_positions, batch - 1)
     temperatures = None
     if widths.mode is not LogprobsMode.RAW:
-        is_raw = asked.mode == LogprobsMode.RAW
-        temperatures = jnp.where(is_raw, 1.0, asked.sampling.temperature)[slot]
+        is_raw = options.mode == LogprobsMode.RAW
+        temperatures = jnp.where(is_raw, 1.0, options.sampling.temperature)[slot]
     flat_logits = logits.reshape(-1, vocab)
     found = topk_logprobs(
         flat_logits,
@@ -74,16 +75,16 @@ def row_logprobs(
         row_ids=rows.flat,
         num_rows=rows.num,
         temperatures=temperatures,
-        extra_token_ids=asked.chosen_ids[slot] if widths.chosen else None,
+        extra_token_ids=options.chosen_ids[slot] if widths.chosen else None,
         mesh=parallel.mesh,
         axis_name=parallel.axis_name,
     )
     if widths.mode is not LogprobsMode.PROCESSED:
         return found
     if cut is None:
-        in_mode = asked.mode == LogprobsMode.PROCESSED
-        cut = cut_where(in_mode, logits, asked.sampling, parallel)
-    return _processed(logits, rows, slot, asked, found, cut, parallel)
+        in_mode = options.mode == LogprobsMode.PROCESSED
+        cut = cut_where(in_mode, logits, options.sampling, parallel)
+    return _processed(logits, rows, slot, options, found, cut, parallel)
 
 
 def cut_where(
@@ -105,15 +106,15 @@ def _processed(
     logits: Float[Array, "B S V"],
     rows: Rows,
     slot: Int32[Array, " R"],
-    asked: Asked,
+    options: BatchOptions,
     found: TopkLogprobs,
     cut: Truncation,
     parallel: Parallel,
 ) -> TopkLogprobs:
     """Scaled logprobs, renormalized over what the slot's sampling keeps where it asked for that."""
     cut = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
-    is_processed = (asked.mode == LogprobsMode.PROCESSED)[slot][:, None]
-    is_greedy = asked.sampling.temperature[slot][:, None] == 0
+    is_processed = (options.mode == LogprobsMode.PROCESSED)[slot][:, None]
+    is_greedy = options.sampling.temperature[slot][:, None] == 0
     flat_logits = logits.reshape(-1, logits.shape[-1])
 
     def renormalized(
@@ -131,11 +132,11 @@ def _processed(
         # NaN says that the row is invalid or the token unknown: that stays.
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
 
-    return _in_mode(found, asked.chosen_ids[slot], is_processed, renormalized)
+    return _in_mode(found, options.chosen_ids[slot], is_processed, renormalized)
 
 
 def draft_rows(
-    asked: Asked, widths: Widths, parallel: Parallel = ONE_DEVICE
+    options: BatchOptions, widths: Widths, parallel: Parallel = ONE_DEVICE
 ) -> ReportDrafts | None:
     """What draft messages have of drafts, made as they are drawn: `draw(report_drafts=)`.
 
@@ -143,8 +144,8 @@ def draft_rows(
     was drawn from. Rows of slots that did not ask for their drafts' enter no kernel.
 
     Args:
-      asked: by slot.
-      widths: static, of `asked`.
+      options: by slot.
+      widths: static, of `options`.
       parallel: the devices among which the logits' vocabulary is split.
 
     Returns:
@@ -158,12 +159,12 @@ def draft_rows(
 
     def report_drafts(logits: jax.Array, drafts: Drafts) -> DraftReport:
         assert drafts.q is not None
-        wants = asked.draft_logprobs & (asked.num_columns > 0)
+        wants = options.draft_logprobs & (options.num_columns > 0)
         rows = select_rows(wants.astype(jnp.int32), 1)
-        found = row_logprobs(logits, drafts.token_ids, rows, asked, scaled, parallel)
+        found = row_logprobs(logits, drafts.token_ids, rows, options, scaled, parallel)
         if widths.mode is LogprobsMode.PROCESSED:
             slot = jnp.minimum(rows.flat, len(wants) - 1)
-            found = _of_q(found, asked, slot, drafts.q)
+            found = _of_q(found, options, slot, drafts.q)
 
         # From the order of the rows to that of the slots: an index out of bounds is dropped.
         def by_slot(x: jax.Array) -> jax.Array:
@@ -179,7 +180,9 @@ def draft_rows(
     return report_drafts
 
 
-def _of_q(found: TopkLogprobs, asked: Asked, slot: Int32[Array, " R"], q: CompactQ) -> TopkLogprobs:
+def _of_q(
+    found: TopkLogprobs, options: BatchOptions, slot: Int32[Array, " R"], q: CompactQ
+) -> TopkLogprobs:
     """Logprobs under q, of one draft a slot, where the slot asked for processed ones."""
     ids, log_q = q.ids[slot, 0], q.logprobs[slot, 0]  # [R, M]
 
@@ -190,8 +193,8 @@ def _of_q(found: TopkLogprobs, asked: Asked, slot: Int32[Array, " R"], q: Compac
         processed = jnp.where(same, log_q[:, None, :], -jnp.inf).max(axis=2)
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
 
-    is_processed = (asked.mode == LogprobsMode.PROCESSED)[slot][:, None]
-    return _in_mode(found, asked.chosen_ids[slot], is_processed, under_q)
+    is_processed = (options.mode == LogprobsMode.PROCESSED)[slot][:, None]
+    return _in_mode(found, options.chosen_ids[slot], is_processed, under_q)
 
 
 def _in_mode(

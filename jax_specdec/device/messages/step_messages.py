@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
-from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.pack_kept import KeptRows
 from jax_specdec.device.messages.row_logprobs import cut_where, row_logprobs
@@ -84,7 +84,7 @@ def step_output(
 
 def target_message(
     output: StepOutput,
-    asked: Asked,
+    options: BatchOptions,
     step_number: UInt32[Array, "2"],
     draft_follows: Bool[Array, ""] | bool = False,
     *,
@@ -97,10 +97,10 @@ def target_message(
 
     Args:
       output: the step's.
-      asked: by slot, as when the step was launched. Where it has a verdict, the slot is free.
+      options: by slot, as when the step was launched. Where it has a verdict, the slot is free.
       step_number: low and high half.
       draft_follows: whether the step's draft message is sent after this one.
-      widths: the static limits of `asked`. Where no slot asks for logprobs, no kernel runs.
+      widths: the static limits of `options`. Where no slot asks for logprobs, no kernel runs.
       process_rank: which process rank sends.
       weights_version: of the weights that the step was run with.
       parallel: the devices among which the logits' vocabulary is split.
@@ -109,7 +109,7 @@ def target_message(
       W = `most_words(B, S, widths)` words; see `pack`.
     """
     batch, num_positions, vocab = output.logits.shape
-    num_rows = jnp.where(asked.num_columns > 0, output.num_rows, 0)
+    num_rows = jnp.where(options.num_columns > 0, output.num_rows, 0)
     rows, found = _nothing()
     if widths.k is not None:
         rows = select_rows(num_rows, num_positions)
@@ -117,18 +117,18 @@ def target_message(
             found = _picked(output.raw, rows)
         else:
             found = row_logprobs(
-                _logits_of_modes(output, asked, widths),
+                _logits_of_modes(output, options, widths),
                 output.token_ids,
                 rows,
-                asked,
+                options,
                 widths,
                 parallel,
                 cut=output.cut,
             )
-    kept = row_kept_sets(output, asked, parallel) if widths.kept else None
-    slots = _slots(output, asked, output.num_tokens, num_rows, output.num_drafts)
+    kept = row_kept_sets(output, options, parallel) if widths.kept else None
+    slots = _slots(output, options, output.num_tokens, num_rows, output.num_drafts)
     return pack(
-        slots._replace(kept=asked.kept.astype(jnp.int32)),
+        slots._replace(kept=options.kept.astype(jnp.int32)),
         output.token_ids,
         rows,
         found,
@@ -144,24 +144,26 @@ def target_message(
     )
 
 
-def _logits_of_modes(output: StepOutput, asked: Asked, widths: Widths) -> jax.Array:
+def _logits_of_modes(output: StepOutput, options: BatchOptions, widths: Widths) -> jax.Array:
     """The logits [B, S, V] that each slot's logprobs are of: the model's own unless processed."""
     if output.changed is None or widths.mode is not LogprobsMode.PROCESSED:
         return output.logits
-    is_processed = (asked.mode == LogprobsMode.PROCESSED)[:, None, None]
+    is_processed = (options.mode == LogprobsMode.PROCESSED)[:, None, None]
     return jnp.where(is_processed, output.changed, output.logits.astype(jnp.float32))
 
 
-def row_kept_sets(output: StepOutput, asked: Asked, parallel: Parallel = ONE_DEVICE) -> KeptRows:
+def row_kept_sets(
+    output: StepOutput, options: BatchOptions, parallel: Parallel = ONE_DEVICE
+) -> KeptRows:
     """The kept sets of the emitted tokens of the slots that asked, slot after slot.
 
     They are of the cut that the tokens were drawn with; without `output.cut`, a search finds it.
     """
     batch, num_positions, vocab = output.logits.shape
-    rows = select_rows(jnp.where(asked.kept, output.num_rows, 0), num_positions)
+    rows = select_rows(jnp.where(options.kept, output.num_rows, 0), num_positions)
     cut = output.cut
     if cut is None:
-        cut = cut_where(asked.kept, output.chose, asked.sampling, parallel)
+        cut = cut_where(options.kept, output.chose, options.sampling, parallel)
     own = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
     found = parallel.over_vocabulary(
         lambda shard, logits, whole: kept_sets(logits, *whole, shard=shard),
@@ -173,7 +175,7 @@ def row_kept_sets(output: StepOutput, asked: Asked, parallel: Parallel = ONE_DEV
 
 def draft_message(
     output: StepOutput,
-    asked: Asked,
+    options: BatchOptions,
     step_number: UInt32[Array, "2"],
     *,
     widths: Widths,
@@ -200,14 +202,14 @@ def draft_message(
         )
     batch, num_drafts = drafts.token_ids.shape
     vocab = output.logits.shape[-1]
-    num_tokens = jnp.where(asked.draft_logprobs, drafts.num, 0)
-    num_rows = jnp.where(asked.num_columns > 0, num_tokens, 0)
+    num_tokens = jnp.where(options.draft_logprobs, drafts.num, 0)
+    num_rows = jnp.where(options.num_columns > 0, num_tokens, 0)
     rows, found = _nothing()
     if widths.k is not None:
         if drafts.report is None:
             raise ValueError(
                 "nothing is known of these drafts' logprobs: give `drafting.draw` the argument "
-                "report_drafts=draft_rows(asked, widths)"
+                "report_drafts=draft_rows(options, widths)"
             )
         rows = select_rows(num_rows, num_drafts)
         report = drafts.report
@@ -220,9 +222,9 @@ def draft_message(
             logprobs=_as_wide(found.logprobs, widths.num_columns),
             extra_logprobs=_as_wide(found.extra_logprobs, widths.chosen),
         )
-    decodes = _states(output, asked) == SlotState.TOKENS
+    decodes = _states(output, options) == SlotState.TOKENS
     return pack(
-        _slots(output, asked, num_tokens, num_rows, jnp.where(decodes, output.num_drafts, 0)),
+        _slots(output, options, num_tokens, num_rows, jnp.where(decodes, output.num_drafts, 0)),
         drafts.token_ids,
         rows,
         found,
@@ -252,28 +254,28 @@ def _as_wide(x: jax.Array, columns: int) -> jax.Array:
 
 def _slots(
     output: StepOutput,
-    asked: Asked,
+    options: BatchOptions,
     num_tokens: Int32[Array, " B"],
     num_rows: Int32[Array, " B"],
     num_drafts: Int32[Array, " B"],
 ) -> SlotFields:
     """The slots of either message: its own counts, and what the slots' requests asked for."""
     return SlotFields(
-        state=_states(output, asked),
-        mode=asked.mode,
-        columns=asked.num_columns,
+        state=_states(output, options),
+        mode=options.mode,
+        columns=options.num_columns,
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_drafts=num_drafts,
-        num_chosen=asked.num_chosen,
-        kept=jnp.zeros_like(asked.mode),
-        generation=asked.generation,
+        num_chosen=options.num_chosen,
+        kept=jnp.zeros_like(options.mode),
+        generation=options.generation,
     )
 
 
-def _states(output: StepOutput, asked: Asked) -> Int32[Array, " B"]:
+def _states(output: StepOutput, options: BatchOptions) -> Int32[Array, " B"]:
     """The slots' states: an eviction hides what the step made of the slot."""
-    return jnp.where(asked.verdict > 0, asked.verdict, output.state)
+    return jnp.where(options.verdict > 0, options.verdict, output.state)
 
 
 def _nothing() -> tuple[Rows, TopkLogprobs]:

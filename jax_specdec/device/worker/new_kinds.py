@@ -150,16 +150,16 @@ class NewKinds:
         rank = worker.outgoing.process_rank
         drafts = worker.state.drafts
         if isinstance(kind, Kind):
-            asked = host_slots.all_asked(slots, kind.widths, kind.changes)
+            options = host_slots.all_options(slots, kind.widths, kind.changes)
             report = as_report(kind, None, drafts.token_ids)
-            params, state, asked = abstract((worker.params, worker.bare_state(report), asked))
-            return lambda: compile_batch(programs, kind, params, state, asked, rank)
+            params, state, options = abstract((worker.params, worker.bare_state(report), options))
+            return lambda: compile_batch(programs, kind, params, state, options, rank)
         slot = next(
             slot
             for slot in map(worker.slot_of, commands)
             if slot.score_from is not None and worker.prompt_kind_of(slot) == kind
         )
-        one = host_slots.asked_of_slots([host_slots.for_prompt(slot)], kind.widths)
+        one = host_slots.options_of_slots([host_slots.for_prompt(slot)], kind.widths)
         params, state, one = abstract((worker.params, worker.bare_state(), one))
         return lambda: compile_prompt(programs, kind, params, state, one, rank)
 
@@ -168,7 +168,7 @@ class NewKinds:
         if error is None:
             for kind in job.kinds:
                 self._programs.be_ready(kind)
-            self._worker.asked = None  # a closer kind may be there
+            self._worker.options = None  # a closer kind may be there
             return
         why = f"{type(error).__name__}: {error}"
         if len(job.commands) > 1:

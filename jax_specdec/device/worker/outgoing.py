@@ -13,7 +13,7 @@ import numpy as np
 from jax_specdec.device.loop.host_slots import Slot, draft_bound, prompt_bound, target_bound
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_scoring import ScoredChunk
-from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.buckets import words_bucket
 from jax_specdec.device.messages.step_messages import StepOutput
 
@@ -38,7 +38,7 @@ class Outgoing:
         step: int,
         host_slots: Sequence[Slot],
         widths: Widths,
-        asked: Asked,
+        options: BatchOptions,
         weights_version: int,
     ) -> tuple[jax.Array, ...]:
         """A step's target message and, where a request asks for it, its draft message.
@@ -49,7 +49,7 @@ class Outgoing:
           step: its number.
           host_slots: [B] as they were when it was launched.
           widths: the static limits of what they ask for.
-          asked: what they ask for, on the device.
+          options: what they ask for, on the device.
           weights_version: of the weights that it was run with.
 
         Returns:
@@ -62,11 +62,11 @@ class Outgoing:
             "weights_version": np.uint32(weights_version),
         }
         words = programs.target_message(
-            output, asked, _halves(step), np.bool_(draft_follows), **more
+            output, options, _halves(step), np.bool_(draft_follows), **more
         )
         sent = [self._copy(programs, words, target_bound(host_slots))]
         if draft_follows:
-            words = programs.draft_message(output, asked, _halves(step), **more)
+            words = programs.draft_message(output, options, _halves(step), **more)
             sent.append(self._copy(programs, words, draft_bound(host_slots)))
         return tuple(sent)
 
@@ -85,7 +85,7 @@ class Outgoing:
         scoring: Slot,
         host_slots: Sequence[Slot],
         widths: Widths,
-        asked: Asked,
+        options: BatchOptions,
         weights_version: int,
     ) -> jax.Array:
         """The message of one chunk of the prompt of slot `index`, [words] uint32.
@@ -99,13 +99,13 @@ class Outgoing:
           scoring: the slot, as `for_prompt` makes it.
           host_slots: [B] all slots.
           widths: the static limits of what `scoring` asks for.
-          asked: what it asks for, on the device.
+          options: what it asks for, on the device.
           weights_version: of the weights that the chunk was run with.
         """
         words = programs.prompt_message(
             scored,
             index,
-            asked,
+            options,
             np.array([slot.generation for slot in host_slots], np.uint32),
             _halves(next_step),
             widths=widths,

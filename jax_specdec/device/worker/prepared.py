@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jax_specdec.device.loop import host_slots
-from jax_specdec.device.loop.host_slots import AllAsked, Slot
+from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
-from jax_specdec.device.messages.asked import Asked, Widths
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.buckets import words_bucket
 
 _shape: Any = jax.ShapeDtypeStruct
@@ -33,7 +33,7 @@ def abstract(tree: Any) -> Any:
 
 
 def compile_batch(
-    programs: Any, kind: Kind, params: Any, state: Any, asked: AllAsked, process_rank: int
+    programs: Any, kind: Kind, params: Any, state: Any, options: AllOptions, process_rank: int
 ) -> None:
     """Compile the step and the messages of a kind.
 
@@ -42,37 +42,44 @@ def compile_batch(
       kind: what for.
       params: abstract, as the others.
       state: with the report on drafts in the widths of the kind.
-      asked: by slots of the kind.
+      options: by slots of the kind.
       process_rank: the number in the messages.
     """
     num_slots = programs.config.num_slots
     traced = programs.step.trace(
-        params, state, asked.asked, changes=asked.changes, **kind.step_options
+        params, state, options.options, changes=options.changes, **kind.step_options
     )
     output = _compiled(traced, (params, state))[1]
     more = _more(kind.widths, process_rank)
     message = programs.target_message
-    words = [_compiled(message.trace(output, asked.asked, STEP, np.bool_(False), **more), output)]
+    words = [
+        _compiled(message.trace(output, options.options, STEP, np.bool_(False), **more), output)
+    ]
     if kind.reports_drafts:
         words.append(
-            _compiled(programs.draft_message.trace(output, asked.asked, STEP, **more), output)
+            _compiled(programs.draft_message.trace(output, options.options, STEP, **more), output)
         )
     _compile_cuts(programs, num_slots, words)
 
 
 def compile_prompt(
-    programs: Any, kind: PromptKind, params: Any, state: Any, asked: Asked, process_rank: int
+    programs: Any,
+    kind: PromptKind,
+    params: Any,
+    state: Any,
+    options: BatchOptions,
+    process_rank: int,
 ) -> None:
     """Compile the chunks of a prompt with logprobs, and their message; arguments as above."""
     num_slots = programs.config.num_slots
     traced = programs.score_chunk.trace(
-        params, state, INDEX, INDEX, asked, chunk=kind.chunk, widths=kind.widths
+        params, state, INDEX, INDEX, options, chunk=kind.chunk, widths=kind.widths
     )
     scored = _compiled(traced, (params, state))[1]
     message = programs.prompt_message.trace(
         scored,
         INDEX,
-        asked,
+        options,
         np.zeros(num_slots, np.uint32),
         STEP,
         vocab_size=programs.config.model.vocab_size,

@@ -30,7 +30,7 @@ from jax_specdec.control import (
 )
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.draft_reports import as_report
-from jax_specdec.device.loop.host_slots import AllAsked, OneRead, Slot
+from jax_specdec.device.loop.host_slots import AllOptions, OneRead, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
@@ -118,7 +118,7 @@ class Worker:
         self.prefix_reuse = prefix_reuse
         self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
         self.kind = Kind()  # whose programs the last step ran
-        self.asked: AllAsked | None = None  # by the slots; None once they changed
+        self.options: AllOptions | None = None  # by the slots; None once they changed
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
         self.new_kinds = None if compiler is None else NewKinds(self, compiler)
@@ -326,7 +326,7 @@ class Worker:
 
     def _set(self, index: int, slot: Slot) -> None:
         self.slots[index] = slot
-        self.asked = None
+        self.options = None
 
     def _prefill(self, index: int, slot: Slot) -> tuple[jax.Array, ...]:
         """Run one chunk of a prompt: a long prompt does not hold up the other slots' tokens.
@@ -365,10 +365,10 @@ class Worker:
         """Run one chunk of a prompt and its logprobs; the words of its message, if it has any."""
         scoring, kind = host_slots.for_prompt(slot), self.prompt_kind_of(slot)
         programs, (chunk, widths) = self.compiled.of(kind), kind
-        asked = host_slots.asked_of_slots([scoring], widths)
+        options = host_slots.options_of_slots([scoring], widths)
         report = self.state.drafts.report
         state, scored = programs.score_chunk(
-            self.params, with_report(self.state, None), *places, asked, chunk=chunk, widths=widths
+            self.params, with_report(self.state, None), *places, options, chunk=chunk, widths=widths
         )
         self.state = with_report(state, report)
         num_tokens = min(chunk, slot.prefill_length - 1 - (slot.prefill_at or 0))
@@ -376,27 +376,27 @@ class Worker:
             return ()
         words = self.outgoing.of_prompt(
             programs, scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths,
-            asked, self.weights_version,
+            options, self.weights_version,
         )  # fmt: skip
         return (words,)
 
     def _launch(self) -> tuple[jax.Array, ...]:
         """Start a step and the copy of its messages; what the host knows now bounds their size."""
-        if self.asked is None:
+        if self.options is None:
             self.kind = self.kind_of(self.slots)
             if self.new_kinds is not None:
                 self.kind = self.new_kinds.closest(self.kind)
-            self.asked = host_slots.all_asked(self.slots, self.kind.widths, self.kind.changes)
-        programs, (asked, changes) = self.compiled.of(self.kind), self.asked
+            self.options = host_slots.all_options(self.slots, self.kind.widths, self.kind.changes)
+        programs, (options, changes) = self.compiled.of(self.kind), self.options
         state = self.state
         if self.new_kinds is not None:
             report = as_report(self.kind, state.drafts.report, state.drafts.token_ids)
             state = with_report(state, report)
         self.state, output = programs.step(
-            self.params, state, asked, changes=changes, **self.kind.step_options
+            self.params, state, options, changes=changes, **self.kind.step_options
         )
         words = self.outgoing.of_step(
-            programs, output, self.step_number, self.slots, self.kind.widths, asked,
+            programs, output, self.step_number, self.slots, self.kind.widths, options,
             self.weights_version,
         )  # fmt: skip
         self.step_number += 1

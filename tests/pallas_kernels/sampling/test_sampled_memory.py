@@ -10,7 +10,7 @@ import pytest
 from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
-from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.backends.xla.block_sizes import CPU_BYTES
 from pallas_kernels.sampling.drafts import none_drawn
@@ -72,7 +72,7 @@ def test_the_state_holds_no_draft_logits():
     config = LoopConfig(model=model, drafter=MtpDrafter(model, 2), num_slots=2, max_length=32)
     asks = [SamplingParams(max_tokens=3, temperature=1.0, logprobs=5, draft_logprobs=True)] * 2
     widths = widths_of(asks, vocab)
-    asked = asked_of(asks, widths)
+    asked = options_of_requests(asks, widths)
     state = jax.eval_shape(lambda: init_state(config))
 
     def after():

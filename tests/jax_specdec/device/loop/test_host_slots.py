@@ -9,7 +9,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.host_slots import (
     OneRead,
     Slot,
-    all_asked,
+    all_options,
     draft_bound,
     for_prompt,
     prompt_bound,
@@ -69,7 +69,7 @@ def slots_of(*params):
 
 def changes_of(slots):
     size = changes_size([slot.params for slot in slots])
-    return all_asked(slots, widths_of_slots(slots, 2000), size).changes
+    return all_options(slots, widths_of_slots(slots, 2000), size).changes
 
 
 def test_a_batch_that_changes_nothing_has_no_changes():

@@ -8,7 +8,7 @@ import pytest
 
 from ipc.wire import KEPT_ALL, LogprobsMode, SlotState
 from jax_specdec.device import kept_logprobs
-from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.device.messages.step_messages import target_message
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import init_cache
@@ -126,7 +126,9 @@ def test_without_a_known_cut_a_search_finds_it(kept):
 
     def said(output):
         words = np.asarray(
-            message(output, asked_of(params, widths), jnp.zeros(2, jnp.uint32), widths=widths)
+            message(
+                output, options_of_requests(params, widths), jnp.zeros(2, jnp.uint32), widths=widths
+            )
         )
         return decode(words[: int(words[4])])
 

@@ -5,8 +5,8 @@ import pytest
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.host_slots import OneRead, Slot
 from jax_specdec.device.loop.kinds import Kind
-from jax_specdec.device.messages.asked import Widths
 from jax_specdec.device.messages.asked_changes import ChangesSize
+from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.requests import SamplingParams
 
 pytestmark = pytest.mark.fast

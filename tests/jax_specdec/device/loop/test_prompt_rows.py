@@ -14,7 +14,7 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.loop import prompt_rows
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.device.messages.pack import Rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.model import llama, sharding
@@ -43,7 +43,9 @@ def chunk_of(model):
 def found_of(config, params, asking, compiler=quick_compile.jit):
     widths = widths_of([asking], config.model.vocab_size)
     call = partial(prompt_rows.prompt_rows, config, widths=widths)
-    return compiler(call)(params, *chunk_of(config.model), asked=asked_of([asking], widths))
+    return compiler(call)(
+        params, *chunk_of(config.model), options=options_of_requests([asking], widths)
+    )
 
 
 def of_logits(model, params, asking):
@@ -57,7 +59,7 @@ def of_logits(model, params, asking):
         logits = llama.logits(params, model, hidden)[None]
         return row_logprobs(logits, ids[None], rows, asked, widths)
 
-    return quick_compile.jit(call)(params, hidden, ids, asked_of([asking], widths))
+    return quick_compile.jit(call)(params, hidden, ids, options_of_requests([asking], widths))
 
 
 def assert_same(found, expected, atol=1e-5):
@@ -150,8 +152,8 @@ def test_neither_the_chunks_logits_nor_another_head_is_made(k, tied):
     asking = SamplingParams(logprobs=k)
     widths = widths_of([asking], vocab)
     call = partial(prompt_rows.prompt_rows, loop_of(model), widths=widths)
-    asked = jax.eval_shape(lambda: asked_of([asking], widths))
-    text = program_of(lambda *arrays: call(*arrays[:-1], asked=arrays[-1]), count, model, asked)
+    asked = jax.eval_shape(lambda: options_of_requests([asking], widths))
+    text = program_of(lambda *arrays: call(*arrays[:-1], options=arrays[-1]), count, model, asked)
     assert not copies(text, count, vocab)
     assert not copies(text, vocab, model.hidden_size)
 

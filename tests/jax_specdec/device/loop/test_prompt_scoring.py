@@ -233,7 +233,7 @@ def test_scoring_takes_little_memory_beyond_one_chunk():
         return compiled.memory_analysis().temp_size_in_bytes
 
     plain = temporaries(functions.prefill_chunk, chunk=chunk)
-    asked = host_slots.asked_of_slots([slot], widths)
+    asked = host_slots.options_of_slots([slot], widths)
     scored = temporaries(functions.score_chunk, asked, chunk=chunk, widths=widths)
     logits = jnp.dtype(model.dtype).itemsize * vocab
     assert chunk * logits < scored  # the measure sees the logits

@@ -9,7 +9,7 @@ import pytest
 
 from jax_specdec.device.drafting.drafters import MtpDrafter, NoDrafter, no_drafts
 from jax_specdec.device.loop import step as step_module
-from jax_specdec.device.loop.host_slots import Slot, admission, asked_of_slots, widths_of_slots
+from jax_specdec.device.loop.host_slots import Slot, admission, options_of_slots, widths_of_slots
 from jax_specdec.device.loop.state import LoopConfig, admit, init_state, release
 from jax_specdec.device.loop.step import step
 from jax_specdec.records.decode import decode
@@ -31,7 +31,7 @@ def test_without_jit_every_value_is_the_same():
         state = functions.prefill_chunk(params, state, slot, start, chunk=8)
         slots = [Slot(params=item.params, most_tokens=2)]
         widths = widths_of_slots(slots, VOCAB)
-        ask = asked_of_slots(slots, widths)
+        ask = options_of_slots(slots, widths)
         # So that there is a draft to verify.
         state, _ = compiled(config).step(params, state, ask, report_widths=widths)
         _, output = functions.step(params, state, ask, report_widths=widths)

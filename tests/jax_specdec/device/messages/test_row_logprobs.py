@@ -15,7 +15,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.drafting.drafters import MtpDrafter, no_drafts
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
-from jax_specdec.device.messages.asked import asked_of, widths_of
+from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.device.messages.pack import select_rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import StepOutput, draft_message, target_message
@@ -42,7 +42,7 @@ found_cut = quick_compile.jit(truncation)
 def asked_by(*params):
     """(asked, widths) of requests with these parameters."""
     widths = widths_of(params, V)
-    return asked_of(params, widths), widths
+    return options_of_requests(params, widths), widths
 
 
 def check_found(found, x, token_ids, num_rows, params):
@@ -133,7 +133,7 @@ def test_each_distribution_is_cut_once():
     output = output._replace(logits=rows)
     number = jnp.zeros(2, jnp.uint32)
     told = [
-        functools.partial(message, asked=asked, step_number=number, widths=widths)
+        functools.partial(message, options=asked, step_number=number, widths=widths)
         for message in (target_message, draft_message)
     ]
     assert [searches(message, output) for message in told] == [0, 0]
@@ -168,7 +168,9 @@ def by_hand(function, token, **params):
     asks = [SamplingParams(logprobs=4, **params)]
     widths = widths_of(asks, 4)
     rows, tokens = select_rows(jnp.ones(1, jnp.int32), 1), jnp.array([[token]], jnp.int32)
-    got = function(jnp.asarray(BY_HAND), tokens, rows, asked_of(asks, widths), widths=widths)
+    got = function(
+        jnp.asarray(BY_HAND), tokens, rows, options_of_requests(asks, widths), widths=widths
+    )
     named = len(asks[0].extra_token_ids)
     logprobs = [np.asarray(x, np.float64) for x in (got.logprobs[0], got.extra_logprobs[0, :named])]
     return got.token_ids[0].tolist(), *((np.exp(x) * 12).round(4).tolist() for x in logprobs)
@@ -211,7 +213,7 @@ def test_differences_beyond_float32_are_minus_infinity(dtype):
     widths, count = widths_of(params, 4), len(modes)
     x = np.tile(np.array([2e38, 1e38, -2e38, -np.inf]), (count, 1, 1)).astype(jnp.dtype(dtype))
     ones, token = np.ones(count, np.int32), np.full((count, 1), 2, np.int32)
-    found = jitted(x, token, ones, asked_of(params, widths), widths)
+    found = jitted(x, token, ones, options_of_requests(params, widths), widths)
     first = np.array([-1, -1 / 4, -2, -np.inf, -1 / 4, -np.inf]) * 1e38
     np.testing.assert_allclose(found.logprobs[:, 2], first, rtol=1e-2)
     assert not np.asarray(found.logprobs[:, 1]).any()
@@ -270,7 +272,7 @@ def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
         params = [SamplingParams(logprobs=k) for k in asked]
         widths = widths_of(params, 11)
         number = jnp.zeros(2, jnp.uint32)
-        target_message(output, asked_of(params, widths), number, widths=widths)
+        target_message(output, options_of_requests(params, widths), number, widths=widths)
 
     message(None, None, None)
     assert calls == []

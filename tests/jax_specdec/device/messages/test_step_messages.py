@@ -13,7 +13,7 @@ from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import no_drafts
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
+from jax_specdec.device.messages.batch_options import Widths, options_of_requests, widths_of
 from jax_specdec.device.messages.step_messages import StepOutput, step_output, target_message
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.records.decode import decode
@@ -52,7 +52,7 @@ def two_slots():
 @pytest.mark.fast
 def test_shapes_that_do_not_go_together_are_noticed():
     params = [SamplingParams()] * 2
-    arguments = asked_of(params, Widths()), jnp.zeros(2, jnp.uint32)
+    arguments = options_of_requests(params, Widths()), jnp.zeros(2, jnp.uint32)
     good = two_slots()
     assert jax.eval_shape(partial(target_message, widths=Widths()), good, *arguments).ndim == 1
     for wrong in (
@@ -70,7 +70,9 @@ def test_only_columns_that_a_slot_asked_for_reach_its_message():
     params = [SamplingParams(logprobs=k) for k in (2, 20)]
     widths = widths_of(params, 30)
     packed = quick_compile.jit(target_message, static_argnames="widths")
-    words = packed(two_slots(), asked_of(params, widths), jnp.zeros(2, jnp.uint32), widths=widths)
+    words = packed(
+        two_slots(), options_of_requests(params, widths), jnp.zeros(2, jnp.uint32), widths=widths
+    )
     words = np.asarray(words)
     message = decode(words[: int(wire.HEADER["num_words"].get(words))])
     assert message.max_num_logprobs == 20

@@ -16,7 +16,7 @@ from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state, state_specs
-from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
+from jax_specdec.device.messages.batch_options import Widths, options_of_requests, widths_of
 from jax_specdec.device.messages.step_messages import step_output, target_message
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.llama import logits
@@ -136,7 +136,7 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
             )
 
         for turn in turns:
-            words = np.asarray(message(output, asked_of(asks, widths), turn))
+            words = np.asarray(message(output, options_of_requests(asks, widths), turn))
             yield decode(words[: words[wire.HEADER["num_words"].word]].tobytes())
 
     def same(a, b):
@@ -167,8 +167,8 @@ def test_kept_sets_on_shards_are_those_of_one_device():
         output = step_output(target, drafts, found, active=positions > 0, running=jnp.bool_(True))
         message = quick_compile.jit(
             functools.partial(target_message, widths=widths, parallel=parallel)
-        ).lower(output, asked_of(asks, widths), number).compile()  # fmt: skip
-        words = np.asarray(message(output, asked_of(asks, widths), number))
+        ).lower(output, options_of_requests(asks, widths), number).compile()  # fmt: skip
+        words = np.asarray(message(output, options_of_requests(asks, widths), number))
         told.append(decode(words[: words[wire.HEADER["num_words"].word]].tobytes()))
         traffic = collectives(message)
     one, two = told
@@ -284,7 +284,7 @@ def compiled_step(config, parallel, asked=None, widths=None):
 def programs(config):
     """The step and its two messages, compiled, for a batch that asks for everything."""
     widths = Widths(k=5, chosen=16, mode=LogprobsMode.PROCESSED)
-    asked = host_slots.asked_of_slots(
+    asked = host_slots.options_of_slots(
         [host_slots.Slot(params=request.params, most_tokens=3) for request in REQUESTS[:SLOTS]],
         widths,
     )

@@ -10,7 +10,7 @@ import pytest
 from jax_specdec.control import Evict
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
-from jax_specdec.device.messages.asked import Widths
+from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.worker import compilations
 from jax_specdec.records.batch import FinishReason
 from tests.support.decoding import Local, QuickPrograms, request
@@ -255,7 +255,7 @@ def test_nothing_is_compiled_for_a_batch_that_has_ended(local):
         local.rank.abort(name)
         local.rank.leave(name)
     started = local.compiler.started
-    local.worker.asked = None
+    local.worker.options = None
     local.worker.new_kinds.unsettled = True
     local.worker.advance()
     assert local.compiler.started == started

@@ -31,7 +31,7 @@ class Widths(NamedTuple):
         return 0 if self.k is None else self.k + 1
 
 
-class Asked(NamedTuple):
+class BatchOptions(NamedTuple):
     """What the host knows of each slot when it launches a step."""
 
     generation: UInt32[Array, " B"]
@@ -69,20 +69,20 @@ def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
     )
 
 
-def asked_of(
+def options_of_requests(
     params: Sequence[SamplingParams],
     widths: Widths,
     *,
     generation: int | Sequence[int] = 1,
     verdict: int | Sequence[int] = 0,
-) -> Asked:
+) -> BatchOptions:
     """What the requests of a batch ask for, on the device: request b is in slot b.
 
     Args:
       params: of B requests.
       widths: `widths_of` them.
       generation: of each slot, or of all; it changes whenever a slot gets another request.
-      verdict: of each slot, or of all; see `Asked`.
+      verdict: of each slot, or of all; see `BatchOptions`.
 
     Raises:
       ValueError: not as many generations or verdicts as requests.
@@ -90,7 +90,7 @@ def asked_of(
     chosen_ids: Any = np.zeros((len(params), widths.chosen), np.int32)
     for row, one in zip(chosen_ids, params, strict=True):
         row[: len(one.extra_token_ids)] = one.extra_token_ids
-    asked = Asked(
+    options = BatchOptions(
         generation=_each("generations", generation, len(params), np.uint32),
         verdict=_each("verdicts", verdict, len(params), np.int32),
         num_columns=_on_host([one.num_columns for one in params], np.int32),
@@ -101,7 +101,7 @@ def asked_of(
         kept=_on_host([one.kept_token_ids for one in params], np.bool_),
         sampling=sampling_of(params),
     )
-    on_device: Asked = jax.device_put(asked)
+    on_device: BatchOptions = jax.device_put(options)
     return on_device
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode, WireError
-from jax_specdec.device.messages.asked import Widths, asked_of, widths_of
+from jax_specdec.device.messages.batch_options import Widths, options_of_requests, widths_of
 from jax_specdec.device.messages.buckets import chosen_bucket, k_bucket, words_bucket
 from jax_specdec.requests import SamplingParams
 
@@ -35,16 +35,16 @@ def test_only_what_the_batch_asks_for_is_compiled():
 def test_what_a_batch_asks_for_has_a_row_for_each_request():
     params = [SamplingParams(logprobs=3, extra_token_ids=(4, 2)), SamplingParams(temperature=0.5)]
     widths = widths_of(params, V)
-    asked = asked_of(params, widths)
+    asked = options_of_requests(params, widths)
     assert asked.chosen_ids.shape == (2, widths.chosen)
     assert asked.chosen_ids[0, :2].tolist() == [4, 2]
     said = [asked.num_columns, asked.num_chosen, asked.generation, asked.verdict]
     assert [x.tolist() for x in said] == [[4, 0], [2, 0], [1, 1], [0, 0]]
     assert asked.sampling.temperature.tolist() == [0, 0.5]
     assert asked.kept.tolist() == [False, False]
-    assert asked_of(params, widths, generation=[7, 9]).generation.tolist() == [7, 9]
+    assert options_of_requests(params, widths, generation=[7, 9]).generation.tolist() == [7, 9]
     with pytest.raises(ValueError, match="3 generations for 2 requests"):
-        asked_of(params, widths, generation=[7, 8, 9])
+        options_of_requests(params, widths, generation=[7, 8, 9])
 
 
 @given(st.integers(1, 10**7))
