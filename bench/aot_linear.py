@@ -4,10 +4,8 @@
     python -m bench.aot_linear --check    the same; exit status 1 if a limit is broken
 
 The limits: temporaries of at most 5 % of the float32 logits (beside, in bfloat16, hidden's gradient
-in float32), and no array of the logits' shape. Of the fused kernel (`implementation="mosaic_gpu"`)
-besides: no spill, wgmma of 64 x 256 x 16, what pairs load shared by TMA, and no more instructions
-after the product than `bench.linear_model` counts. Needs the `aot` extra, no driver. The time is
-not known from this: nothing runs, and on a GPU XLA tries several kernels for each product.
+in float32), and no array of the logits' shape. Needs the `aot` extra, no driver. The time is not
+known from this: nothing runs, and on a GPU XLA tries several kernels for each product.
 """
 
 import argparse
@@ -18,11 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench import linear_model
-from bench.gpu import machine_code, sass
 from bench.linear import SHARE, Shape
 from pallas_kernels import linear_topk_logprobs
-from pallas_kernels.backends.mosaic_gpu import h100, linear_tiles
+from pallas_kernels.backends.mosaic_gpu import h100
 
 ROWS = 1040  # of no other axis
 SHAPES = tuple(
@@ -31,16 +27,6 @@ SHAPES = tuple(
     for k in (0, 20, 256)
     for dtype in ("bfloat16", "float32")
 ) + (Shape(32_768, 4096, 128_256, 20, "bfloat16"), Shape(32_768, 4096, 128_256, 256, "bfloat16"))
-# Of one tile and of pairs; a last group that begins early, and rows that are no multiple of 128.
-FUSED = tuple(
-    Shape(rows, hidden, vocabulary, 0, "bfloat16")
-    for rows, hidden, vocabulary in (
-        (64, 1024, 151_936), (256, 1024, 151_936), (ROWS, 2048, 151_936), (ROWS, 4096, 128_256),
-        (8192, 8192, 50_264), (384, 512, 32_000),
-    )
-)  # fmt: skip
-PRODUCT, EXPONENTIAL = "HGMMA.64x256x16", "MUFU.EX2"
-A_THREAD = linear_tiles.HALF * linear_tiles.GROUP // 128  # logits
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,19 +40,15 @@ def main(arguments: list[str] | None = None) -> int:
     for shape in SHAPES:
         for backward in (False, True) if shape.k == 0 else (False,):
             broken += not measured(shape, backward, chip)
-    for shape in FUSED:
-        broken += not fused(shape, chip)
     print(f"{broken} programs break a limit")
     return 1 if options.check and broken else 0
 
 
-def lowered(shape: Shape, chip: Any, implementation: str, backward: bool = False) -> Any:
+def lowered(shape: Shape, chip: Any, backward: bool) -> Any:
     """One shape's program, before it is compiled."""
 
     def forward(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> Any:
-        return linear_topk_logprobs(
-            hidden, head, ids, shape.k, logits_dtype=shape.dtype, implementation=implementation
-        )
+        return linear_topk_logprobs(hidden, head, ids, shape.k, logits_dtype=shape.dtype)
 
     def loss(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> jax.Array:
         total: jax.Array = forward(hidden, head, ids).logprobs.sum()
@@ -81,55 +63,9 @@ def lowered(shape: Shape, chip: Any, implementation: str, backward: bool = False
     return jax.jit(program).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
-def fused(shape: Shape, chip: Any) -> bool:
-    """Compile the fused kernel for a shape and print what it takes; whether it keeps the limits."""
-    program = chip.compile(lowered(shape, chip, "mosaic_gpu"))
-    share = program.memory_analysis().temp_size_in_bytes / (4 * shape.rows * shape.vocabulary)
-    kernels = [sass.read(ptx) for ptx in sorted(chip.dump.glob("*.ptx"))]
-    spills = sum(kernel.spills for kernel in kernels)
-    code = next(kernel.code for kernel in kernels if kernel.name.startswith("linear_groups"))
-    names = [instruction.name for instruction in code.instructions]
-    rows = max(linear_tiles.ROWS, shape.rows)
-    tiles = linear_tiles.choose_tiles(rows, shape.vocabulary, shape.hidden)
-    shared = any(name.startswith("UTMALDG") and "MULTICAST" in name for name in names)
-    each = epilogue(code) / A_THREAD
-    kept = (
-        share <= SHARE
-        and not spills
-        and any(name.startswith(PRODUCT) for name in names)
-        and shared == (tiles.together > 1)
-        and each <= linear_model.EPILOGUE
-    )
-    print(
-        f"{shape} fused: {100 * share:.1f} % of the float32 logits, {spills} bytes spilled, "
-        f"{each:.2f} instructions a logit after the product, "
-        f"{'pairs' if tiles.together > 1 else 'no pairs'}, {'ok' if kept else 'BROKEN'}",
-        flush=True,
-    )
-    return kept
-
-
-def epilogue(code: machine_code.Code) -> int:
-    """Instructions from a tile's product to the next tile's, where all tokens count.
-
-    They follow the product's loop, up to a jump over those of the other tiles.
-    """
-    products = [i for i, x in enumerate(code.instructions) if x.name.startswith(PRODUCT)]
-    if not products:
-        raise ValueError(f"the kernel has no {PRODUCT}")
-    after = products[-1] + 1
-    exponentials = 0
-    for i in range(after, len(code.instructions)):
-        name = code.instructions[i].text.split()[0]
-        exponentials += name == EXPONENTIAL
-        if name == "BRA" and exponentials == A_THREAD:
-            return i - after
-    raise ValueError(f"no {A_THREAD} {EXPONENTIAL} and a jump follow the product")
-
-
 def measured(shape: Shape, backward: bool, chip: Any) -> bool:
     """Compile one shape and print what it takes; whether it keeps the limits."""
-    compiled = lowered(shape, chip, "xla", backward).compile()
+    compiled = lowered(shape, chip, backward).compile()
     text = compiled.as_text()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     logits = 4 * shape.rows * shape.vocabulary

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench import gpu_tune
-from bench.gpu import correctness, kernels, linear
+from bench.gpu import correctness, kernels
 from bench.gpu.contenders import COPY, FLOOR, FUSED, OURS, Machine
 from bench.gpu.journal import Journal, Piece
 from bench.report.comparison import Comparison
 from bench.timing import BenchError
 from pallas_kernels.testing.shapes import GPU, Shape
 
-PARTS = ("first", "tests", "shapes", "targets", "linear", "tune", "rest", "end-to-end")
+PARTS = ("first", "tests", "shapes", "targets", "tune", "rest", "end-to-end")
 
 # Every kernel, word size and path once, before anything else.
 FIRST = (
@@ -63,10 +63,6 @@ def pieces_of(part: str, machine: Machine, journal: Journal) -> Iterator[Piece]:
     elif part == "shapes":
         for name, function in correctness.everything(machine.interpret):
             yield Piece(name, function)
-    elif part == "linear":
-        for product in linear.shapes(real):
-            fused = functools.partial(linear.measure, product, machine)
-            yield Piece(f"the fused kernel for {product}", fused)
     elif part == "tune":
         for shape in gpu_tune.SHAPES if real else gpu_tune.REHEARSED:
             few = None if real else 3

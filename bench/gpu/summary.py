@@ -6,8 +6,6 @@ from bench.gpu.contenders import COPY, FLOOR, FUSED, OURS, PLAIN
 from bench.gpu_tune import CURRENT
 from bench.report.comparison import Comparison
 
-LINEAR = "gpu linear"  # the suite of `bench.gpu.linear`
-
 
 def lines(comparisons: Iterable[Comparison]) -> list[str]:
     """A line for each comparison, then the number of verdicts on targets."""
@@ -18,9 +16,6 @@ def lines(comparisons: Iterable[Comparison]) -> list[str]:
             out.append(_speed(one))
         elif one.names[0].startswith(CURRENT):
             out.append(_tuning(one))
-        elif one.suite == LINEAR:
-            medians = (f"{name} {one[name].median * 1e3:.2f} ms" for name in one.names)
-            out.append(f"{one.title}: {', '.join(medians)}")
         elif one.names == (COPY,):
             out.append(f"{one.title}: {one.figures[COPY]['GB/s']:.0f} GB/s")
         for target in one.targets:

@@ -85,10 +85,7 @@ def linear_topk_logprobs(
       logits_dtype: "bfloat16", "float16" or "float32".
       head_axes: "VH", or "HV" for a head [H, V], as kernels of dense layers are. No copy is made.
       log_sum_exp, entropy: whether these results are wanted, see `TopkLogprobs`.
-      implementation: "xla" or None, which is the same; or "mosaic_gpu", a kernel for an H100 that
-        keeps the logits on the chip: k = 0, bfloat16 or float16, no soft cap, a head [V, H],
-        H a multiple of 64, and 256 tokens of the head or more a device. Not measured yet. The
-        derivative is XLA's.
+      implementation: "xla" or None, which is the same: no other one has a product.
       axis_name: the mesh axis over which the head is split.
       row_axis_name: outside `shard_map`, the mesh axis of `mesh` over which hidden is split.
       vocab_size: V, where rows of padding follow in the head.
@@ -121,9 +118,9 @@ def linear_topk_logprobs(
         )
     num_rows, temperatures, _ = checks.check_options(num_rows, temperatures, None, num_targets)
     extra_token_ids = _check_extra(extra_token_ids, num_targets)
-    implementation = _check_implementation(implementation)
+    _check_implementation(implementation)
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
-    call = Call(definition, k, bool(entropy), place.shard, implementation=implementation)
+    call = Call(definition, k, bool(entropy), place.shard)
     if num_targets == 0 or hidden.shape[0] == 0:
         wanted = Outputs(k, log_sum_exp, entropy)
         return skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
@@ -294,13 +291,10 @@ def _definition(scale: Any, soft_cap: Any, logits_dtype: Any) -> Definition:
     return Definition(float(scale), cap, name)
 
 
-def _check_implementation(implementation: Any) -> str:
-    if implementation == "mosaic_tpu":
+def _check_implementation(implementation: Any) -> None:
+    if implementation in ("mosaic_gpu", "mosaic_tpu"):
         raise NotImplementedError(
             f"implementation = {implementation!r} has no product with a head; use 'xla' or None"
         )
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(
-            f"implementation = {implementation!r} is not known; choose 'xla', 'mosaic_gpu' or None"
-        )
-    return implementation or "xla"
+    if implementation not in (None, "xla"):
+        raise ValueError(f"implementation = {implementation!r} is not known; choose 'xla' or None")

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.backends.answers import active_rows, answers, of_all_shards, usable_temperatures
 from pallas_kernels.contract.types import Outputs, RowSums, TopkLogprobs
-from pallas_kernels.linear import columns, on_gpu, online, read_columns
+from pallas_kernels.linear import columns, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
 from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.lowering.blocks import barrier, map_blocks, tied, vary_like
@@ -54,25 +54,21 @@ def num_columns(shard: VocabShard, width: int) -> jax.Array:
     return count
 
 
-def topk_logprobs(call: Call, inputs: Inputs, interpret: Any = None) -> TopkLogprobs:
-    """The call, on one device's part of hidden and head; `interpret` is for a Pallas kernel."""
-    return with_scale(call, inputs, interpret)[0]
+def topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
+    """The call, on one device's part of hidden and head."""
+    return with_scale(call, inputs)[0]
 
 
-def with_scale(call: Call, inputs: Inputs, interpret: Any = None) -> tuple[TopkLogprobs, RowScale]:
+def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
     """`topk_logprobs`, and what its logprobs are relative to."""
-    if call.implementation == "mosaic_gpu":
-        on_gpu.refuse_obstacle(call, inputs)
-        return _finish(call, inputs, _by_columns(call, _fused(call, interpret), inputs))
-    found = _found(call, inputs)
-    return _finish(call, inputs, found)
+    return _finish(call, inputs, _found(call, inputs))
 
 
 def _found(call: Call, inputs: Inputs) -> Found:
     rows, width = inputs.num_targets, call.definition.width(inputs.head)
     way = Plan(*call.plan) if call.plan else planned(call, inputs)
     if way.columns < width:
-        return _by_columns(call, _in_blocks(call, way, inputs), inputs)
+        return _by_columns(call, way, inputs)
     named = _named(inputs)
     rest = (_usable(inputs), named)
     arrays = (inputs.hidden, inputs.head, inputs.bias, *rest)
@@ -162,57 +158,10 @@ def _in_parts(
     return found
 
 
-class Reader(NamedTuple):
-    """How the columns of a head are read, for all rows.
-
-    Of hidden, head and bias: given_logits(..., columns [R]) -> [R] float32, one column's each.
-    read(..., limit, rows) -> the sums, and the logits [R, 1 + C] named; recount(..., limit, rows)
-    -> [R] int32, again how many are larger than the given ones.
-    """
-
-    given_logits: Callable[..., jax.Array]
-    read: Callable[..., tuple[RowSums, jax.Array]]
-    recount: Callable[..., jax.Array]
-
-
-def _fused(call: Call, interpret: Any) -> Reader:
-    """In an H100's kernel, which computes the logits where it reads them."""
-    read = functools.partial(on_gpu.read, call.definition, call.entropy, interpret=interpret)
-    return Reader(
-        functools.partial(on_gpu.given_logits, call.definition, interpret=interpret),
-        read,
-        lambda *arrays: read(*arrays)[0].num_larger,
-    )
-
-
-def _in_blocks(call: Call, way: Plan, inputs: Inputs) -> Reader:
-    """By XLA, a few columns at a time."""
-    definition = call.definition
-    k = min(call.k, definition.width(inputs.head))
-
-    def recount(*arrays: Any) -> jax.Array:
-        *most, rows = arrays
-        run = functools.partial(columns.recount, definition)
-        # By the products that made the blocks: their bits count.
-        return lowered_for(
-            *most,
-            rows.given,
-            like=lambda *given: jnp.zeros_like(given[-1], jnp.int32),
-            cpu=functools.partial(run, way.piece),
-            default=functools.partial(run, way.elsewhere or way.piece),
-        )
-
-    return Reader(
-        functools.partial(columns.given_logits, definition),
-        functools.partial(read_columns.read, definition, way, k, call.entropy),
-        recount,
-    )
-
-
-def _by_columns(call: Call, reader: Reader, inputs: Inputs) -> Found:
+def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
     """All rows, some columns at a time."""
-    shard = call.shard
-    width = call.definition.width(inputs.head)
+    shard, definition = call.shard, call.definition
+    width = definition.width(inputs.head)
     hidden = target_rows(inputs.hidden, inputs.row_ids)
     head, bias = inputs.head, inputs.bias
     inverse = inverse_temperatures(inputs.temperatures)
@@ -220,7 +169,7 @@ def _by_columns(call: Call, reader: Reader, inputs: Inputs) -> Found:
     local = named - shard.ids(width)[0]
     mine = (local >= 0) & (local < width)
     clipped = jnp.clip(local[:, 0], 0, width - 1)
-    guess = reader.given_logits(hidden, head, bias, clipped)
+    guess = columns.given_logits(definition, hidden, head, bias, clipped)
     known = (named >= 0) & (named < shard.size(width))
     given = shard.across_sum(jnp.where(mine[:, 0], guess, 0))
     given = jnp.where(known[:, 0], given, jnp.nan)
@@ -228,7 +177,8 @@ def _by_columns(call: Call, reader: Reader, inputs: Inputs) -> Found:
     limit = num_columns(shard, width)
     arrays = (hidden, head, bias, limit)
     rows = read_columns.Rows(local, given, inverse)
-    sums, own = reader.read(*arrays, rows)
+    k = min(call.k, width)
+    sums, own = read_columns.read(definition, way, k, call.entropy, *arrays, rows)
     wrong = mine[:, 0] & known[:, 0] & (_bits(own[:, 0]) != _bits(guess))
     wrong &= ~(jnp.isnan(own[:, 0]) & jnp.isnan(guess))
     again = shard.across_maximum(jnp.any(wrong).astype(jnp.int32)) > 0
@@ -236,7 +186,14 @@ def _by_columns(call: Call, reader: Reader, inputs: Inputs) -> Found:
     def counted_again() -> tuple[jax.Array, jax.Array]:
         real = shard.across_sum(jnp.where(mine[:, 0], own[:, 0], 0))
         real = jnp.where(known[:, 0], real, jnp.nan)
-        count = reader.recount(*arrays, rows._replace(given=real))
+        # By the products that made the blocks: their bits count.
+        count = lowered_for(
+            *arrays,
+            real,
+            like=lambda *given: jnp.zeros_like(given[-1], jnp.int32),
+            cpu=functools.partial(columns.recount, definition, way.piece),
+            default=functools.partial(columns.recount, definition, way.elsewhere or way.piece),
+        )
         return vary_like(real, given), vary_like(count, sums.num_larger)
 
     def as_it_is() -> tuple[jax.Array, jax.Array]:

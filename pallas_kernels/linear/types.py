@@ -37,7 +37,6 @@ class Call(NamedTuple):
     entropy: bool
     shard: VocabShard
     plan: "tuple[int, ...] | None" = None  # see `plan`; None: as the sizes suggest
-    implementation: str = "xla"  # or "mosaic_gpu": see `on_gpu`
 
 
 class Inputs(NamedTuple):

@@ -52,11 +52,6 @@ def load(ref: Any, layout: Any, optimized: bool = False) -> jax.Array:
     return asarray(GPU.load(ref, (), layout=layout, optimized=optimized))
 
 
-def transposed(ref: Any) -> Any:
-    """A reference to a part [a, b], as [b, a]."""
-    return ref.transpose((1, 0)) if VERSION >= (0, 12) else GPU.transpose_ref(ref, (1, 0))
-
-
 def store(ref: Any, value: jax.Array, interpreted: bool) -> None:
     """A vector to a reference, even where it does not fill whole 32-byte sectors."""
     if VERSION >= (0, 12) and not interpreted:

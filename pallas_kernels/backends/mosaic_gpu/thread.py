@@ -375,10 +375,5 @@ def place(ref: Any, index: Any, element: Any) -> Any:
     return utils.getelementptr(utils.memref_ptr(ref), [word(index).value], element)
 
 
-def packed_bfloat16(low: Any, high: Any) -> Word:
-    """Two float32 of MLIR, rounded to bfloat16, in the halves of an integer."""
-    return _assembled("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low])
-
-
 def _assembled(text: str, constraints: str, operands: Sequence[Any]) -> Word:
     return Word(llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True))

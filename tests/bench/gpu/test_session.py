@@ -148,15 +148,12 @@ def test_summary():
     copied = dataclasses.replace(
         from_samples("copy", {COPY: [1.0]}), figures={COPY: {"GB/s": 3000.0}}
     )
-    product = from_samples("product", {"xla": [2e-3], "fused": [1e-3]})
-    product = dataclasses.replace(product, suite=summary.LINEAR)
-    assert summary.lines([copied, speed, tuned, product]) == [
+    assert summary.lines([copied, speed, tuned]) == [
         "copy: 3000 GB/s",
         "R=64: mosaic_gpu 20.0 us, mosaic_gpu, fused greedy 20.0 us, max only 20.0 us, "
         "log_softmax + top_k 20.0 us; 50 % of the copy's bandwidth",
         "  time: 1.5 x, MISSED (at most 1.25 x)",
         "tilings: current 3.0 us, best 2.0 us (b)",
-        "product: xla 2.00 ms, fused 1.00 ms",
         "targets: 1 MISSED, 1 held",
     ]
     assert summary.lines([]) == ["targets: none"]

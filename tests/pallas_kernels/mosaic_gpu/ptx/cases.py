@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.backends.mosaic_gpu import pass1_rows, pass2_finish
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
-from pallas_kernels.contract.types import Outputs
+from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.topk.derivatives import _folded
 from tests.support import kernel_calls
@@ -215,21 +215,18 @@ def vmapped(name: str, tiling: Tiling, k: int) -> Case:
     x = edge_rows(tiling)[:8].reshape(2, 4, tiling.vocabulary)
     token_ids = np.arange(8, dtype=np.int32).reshape(2, 4)
     expected = oracle.topk_logprobs(x.reshape(8, -1), token_ids.reshape(-1), k)
-    arrays = jnp.asarray(x), jnp.asarray(token_ids)
-    nothing = jnp.zeros((4, 0), jnp.int32)
+    rows = Rows(
+        jnp.asarray(x), jnp.asarray(token_ids), extra_token_ids=jnp.zeros((4, 0), jnp.int32)
+    )
+    is_batched = Rows(True, True, extra_token_ids=False)
 
-    def one(logits: Any, ids: Any, *rest: Any) -> Any:
-        return kernel_calls.topk_logprobs(run, logits, ids, Outputs(k), *rest, tiling=tiling)
+    def one(rows: Rows) -> Any:
+        return run.topk_logprobs(rows, Outputs(k), tiling)
 
     def check(actual: Any) -> None:
         oracle.assert_matches(jax.tree.map(lambda y: y.reshape(8, *y.shape[2:]), actual), expected)
 
-    batched = (True, True, False, False, False, False, None)
-
-    def call() -> Any:
-        return _folded(one, 2, batched, *arrays, None, None, None, nothing, None)
-
-    return Case(name, tiling, k, 8, call, check)
+    return Case(name, tiling, k, 8, lambda: _folded(one, 2, is_batched, rows), check)
 
 
 def most_logits(name: str, vocabulary: int) -> Case:

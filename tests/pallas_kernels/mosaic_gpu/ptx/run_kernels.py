@@ -25,7 +25,6 @@ from pallas_kernels.backends.mosaic_gpu import h100
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment, kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases, mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.draw_cases import draw_cases, draw_mutant_case
-from tests.pallas_kernels.mosaic_gpu.ptx.linear_cases import linear_cases
 from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import (
     sampled_cases,
@@ -111,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     gc.freeze()  # jax has made many objects, and they stay
     compiler, console = kernels.Compiler(options.chip), Console(width=130)
-    cases = [*all_cases(), *option_cases(), *sampled_cases(), *draw_cases(), *linear_cases()]
+    cases = [*all_cases(), *option_cases(), *sampled_cases(), *draw_cases()]
     wrong = alignment.report(compiler.device)
     wrong += execute_all(cases, options.only, compiler, console)
     other = kernels.others_in_program(compiler)
