@@ -18,7 +18,7 @@ from pallas_kernels.contract.types import Outputs, RowSums, TopkLogprobs
 from pallas_kernels.linear import columns, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
 from pallas_kernels.linear.types import Call, Inputs, RowScale
-from pallas_kernels.lowering.blocks import barrier, map_blocks, tied, vary_like
+from pallas_kernels.lowering.blocks import barrier, map_blocks, pin_to_iteration, vary_like
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.numbers.logarithm import logarithm
@@ -81,7 +81,9 @@ def _found(call: Call, inputs: Inputs) -> Found:
 
         # Tied to the loop: else XLA would widen all of a bfloat16 head before it.
         whole = way.rows == rows
-        hidden, head = (x if whole else tied(x, start) for x in (inputs.hidden, inputs.head))
+        hidden, head = (
+            x if whole else pin_to_iteration(x, start) for x in (inputs.hidden, inputs.head)
+        )
         row_ids = part(inputs.row_ids)
         of_rows = part(hidden) if row_ids is None else target_rows(hidden, row_ids)
         own = [part(x) for x in rest]

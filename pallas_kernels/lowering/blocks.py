@@ -49,8 +49,8 @@ def map_blocks(
     return outputs
 
 
-def tied(logits: jax.Array, start: jax.Array) -> jax.Array:
-    """The logits as a value of this block: else XLA would widen all of them before the loop."""
+def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
+    """The logits as a value of this iteration: else XLA would widen all of them before the loop."""
     same: jax.Array = barrier((logits, start))[0]
     return same
 

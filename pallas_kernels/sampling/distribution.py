@@ -149,7 +149,7 @@ def _by_more(
         begin = jnp.minimum(start, len(index) - block)  # of the last block, which begins early
         there = lax.dynamic_slice_in_dim(index, begin, block)
         count = jnp.minimum(number - begin, block)
-        own = rows if block == len(index) else rows.in_trip(start)
+        own = rows if block == len(index) else rows.pin_to_iteration(start)
         words = no_words
         if rows.shard.axis_name is not None:
             words = _words_of_gaps(own, found, sampling, there, count, by_gap[there])

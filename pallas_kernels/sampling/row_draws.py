@@ -142,7 +142,7 @@ def _in_blocks(work: Callable[..., Outputs], logits: GroupedRows, slots: Any) ->
 
     def block(start: jax.Array) -> Outputs:
         some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, SLOTS), slots)
-        return work(logits.in_trip(start), *some)
+        return work(logits.pin_to_iteration(start), *some)
 
     like = jax.eval_shape(lambda *some: work(logits, *some), *slots)
     zeros: Outputs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)

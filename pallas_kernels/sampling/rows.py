@@ -54,7 +54,7 @@ class GroupedRows:
             part, first = _with_neighbor(logits, shard)
         return cls(logits, shard, vocab_size, part, first)
 
-    def in_trip(self, of: jax.Array) -> "GroupedRows":
+    def pin_to_iteration(self, of: jax.Array) -> "GroupedRows":
         """The same rows as values of a loop's trip: else XLA would widen all before the loop.
 
         of: a value that the trip begins with.

@@ -12,7 +12,7 @@ from pallas_kernels.backends.xla.block_sizes import rows_on_cpu, rows_on_gpu
 from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, slices
 from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.types import Greedy
-from pallas_kernels.lowering.blocks import barrier, map_blocks, tied
+from pallas_kernels.lowering.blocks import barrier, map_blocks, pin_to_iteration
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers.ordered_keys import floats, key_of, ordered_keys
 
@@ -51,7 +51,7 @@ def greedy_in_blocks(
         def part(x: jax.Array) -> jax.Array:
             return x if block == num_rows else lax.dynamic_slice_in_dim(x, start, block)
 
-        x = logits if block == num_rows else part(tied(logits, start))
+        x = logits if block == num_rows else part(pin_to_iteration(logits, start))
         return choose(apply(x, jax.tree.map(part, changes)))
 
     initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))

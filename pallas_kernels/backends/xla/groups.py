@@ -189,7 +189,7 @@ def _num_larger_on_cpu(
 ) -> _Count:
     def work(start: jax.Array) -> _Count:
         row = lax.dynamic_slice_in_dim(row_ids, start, 1)
-        x = _row_on_cpu(blocks.tied(logits, start), row[0])
+        x = _row_on_cpu(blocks.pin_to_iteration(logits, start), row[0])
         least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(logits.dtype)
         larger = strictly_larger(x, least)
         return _Count(_number_of(larger)[None])
@@ -243,11 +243,11 @@ def in_blocks(
 
         if row_ids is not None:
             chosen = part(row_ids)
-            x = blocks.barrier(blocks.tied(logits, start).at[chosen].get(mode="clip"))
+            x = blocks.barrier(blocks.pin_to_iteration(logits, start).at[chosen].get(mode="clip"))
         elif block == num_targets:
             x = logits
         else:
-            x = part(blocks.tied(logits, start))
+            x = part(blocks.pin_to_iteration(logits, start))
         given = tuple(part(one) for one in rows)
         like = jax.eval_shape(leaves_of_work, x, *given)
 

@@ -178,9 +178,9 @@ def block_of_rows(
     if row_ids is None:
         if block == num_targets:
             return logits
-        return lax.dynamic_slice_in_dim(blocks.tied(logits, start), start, block)
+        return lax.dynamic_slice_in_dim(blocks.pin_to_iteration(logits, start), start, block)
     rows = lax.dynamic_slice_in_dim(row_ids, start, block)
-    copied: jax.Array = blocks.barrier(gather_rows(blocks.tied(logits, start), rows))
+    copied: jax.Array = blocks.barrier(gather_rows(blocks.pin_to_iteration(logits, start), rows))
     return copied
 
 
