@@ -6,13 +6,13 @@ XLA and the kernels draw with the same arithmetic, so that they draw the same to
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt32
 
-from pallas_kernels.lowering.computed_once import computed_once
+from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers.logarithm import logarithm
 
 
 def gumbel_of_bits(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
     """`gumbel`, for XLA's programs: on a CPU the bits are not computed for each of its parts."""
-    return gumbel(computed_once(bits.astype(jnp.float32)))
+    return gumbel(prevent_recompute(bits.astype(jnp.float32)))
 
 
 def gumbel(bits: UInt32[Array, "..."] | Float32[Array, "..."]) -> Float32[Array, "..."]:

@@ -29,8 +29,8 @@ from pallas_kernels.backends.xla import block_sizes, group_sums, selection
 from pallas_kernels.backends.xla.group_sums import EIGHT
 from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import from_groups_on_cpu
 from pallas_kernels.lowering import blocks
-from pallas_kernels.lowering.computed_once import computed_once
 from pallas_kernels.lowering.platforms import lowered_for
+from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers.ordered_keys import as_integers, strictly_larger
 
 # Rows of a list that may be short, at a time: the work follows its length, and rows are copied.
@@ -90,7 +90,7 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read
     eights = blocks.barrier(selection.group_maxima(x, EIGHT))
     mine = eights if part.tail.shape[1] < 2 else None
     groups = group_sums.of_block(columns_of_groups(part), part.tail, inverse, mine)
-    groups = groups._replace(sums=computed_once(groups.sums))
+    groups = groups._replace(sums=prevent_recompute(groups.sums))
     raw = jnp.zeros((len(x), 0), jnp.float32)
     if k >= 0:
         once = jnp.ones_like(inverse)

@@ -1,7 +1,7 @@
-"""Numbers that several operations use, computed once on a CPU.
+"""Values that several operations use, computed a single time on a CPU.
 
-XLA's CPU compiler computes what it takes for cheap again in each loop that uses it: a hash or a sum
-of a group three or four times. A division it takes for dear.
+XLA:CPU duplicates cheap producers into every consumer loop: a hash, or the sum of a group, is
+computed three or four times. It never duplicates a division.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32
 from pallas_kernels.lowering.platforms import lowered_for
 
 
-def computed_once(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+def prevent_recompute(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
     """The same numbers, which are NaN, 0 or positive; what is below 2**-126 becomes 0 on a CPU."""
     return lowered_for(x, like=_same, cpu=_divided, default=_same)
 
