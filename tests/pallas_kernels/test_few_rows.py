@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends.xla.block_sizes import FEW_ROWS, few_rows, in_one_thread
+from pallas_kernels.backends.xla.block_sizes import FEW_ROWS, in_one_thread, is_small_batch
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ def test_a_row_has_the_bits_that_it_has_among_many(vocabulary: int, k: int, dtyp
     call = jax.jit(lambda x, t, temperatures: topk_logprobs(x, t, k, temperatures=temperatures))
     together = call(x, ids, temperatures)
     for count in range(1, FEW_ROWS + 1):
-        assert few_rows(x[:count])
-        assert not few_rows(x)
+        assert is_small_batch(x[:count])
+        assert not is_small_batch(x)
         alone = call(x[:count], ids[:count], temperatures[:count])
         chex.assert_trees_all_equal(alone, jax.tree.map(lambda one, n=count: one[:n], together))
 

@@ -84,8 +84,8 @@ def is_symbolic(logits: jax.Array, num_targets: int) -> bool:
     return not (isinstance(num_targets, int) and isinstance(logits.shape[0], int))
 
 
-def few_rows(x: jax.Array) -> bool:
-    """Whether x [B, ...] has few rows; a symbolic number is not few."""
+def is_small_batch(x: jax.Array) -> bool:
+    """True for at most `FEW_ROWS` rows x [B, ...]; false if the count is symbolic."""
     return isinstance(x.shape[0], int) and x.shape[0] <= FEW_ROWS
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.xla.block_sizes import few_rows
+from pallas_kernels.backends.xla.block_sizes import is_small_batch
 from pallas_kernels.lowering.blocks import vary_like
 from pallas_kernels.numbers.ordered_keys import strictly_larger
 from pallas_kernels.numbers.pieces import in_pairs, pieces, reduced
@@ -65,7 +65,7 @@ def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
 
     with jax.named_scope("row_statistics"):
         larger = None
-        if few_rows(x):
+        if is_small_batch(x):
             # What a branch is given is in memory: the loop there computes less than it reads.
             x = x.astype(jnp.float32)
             given = given._replace(selected=given.selected.astype(jnp.float32))

@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends.xla import block_sizes, row_entropy, row_statistics, selection
-from pallas_kernels.backends.xla.block_sizes import few_rows, in_one_thread
+from pallas_kernels.backends.xla.block_sizes import in_one_thread, is_small_batch
 from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import (
     from_groups_on_cpu,
     largest_on_cpu,
@@ -151,7 +151,7 @@ def _read(
         weighted = way.weighted_sum(x, given) if outputs.entropy else None
         return (maximum, *way.sums(x, given), weighted), maxima
 
-    if way is CPU and few_rows(x):
+    if way is CPU and is_small_batch(x):
         wide = selected.astype(jnp.float32)  # one operation fewer out here
         statistics, maxima = in_one_thread(statistics_and_maxima, x, wide, temperatures)
     else:

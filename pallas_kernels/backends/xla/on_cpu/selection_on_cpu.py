@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends.xla.block_sizes import few_rows
+from pallas_kernels.backends.xla.block_sizes import is_small_batch
 from pallas_kernels.backends.xla.on_cpu import bit_words
 from pallas_kernels.backends.xla.on_cpu.order_on_cpu import reached_by, top_k_by_integers
 from pallas_kernels.backends.xla.selection import (
@@ -35,7 +35,7 @@ COLLECT_K = 32  # from here on, groups are cheaper collected than ordered
 
 def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
     """`row_maximum`; a NaN may be overlooked, which is beside larger logits a negative one."""
-    if x.dtype.itemsize == 4 and not few_rows(x):
+    if x.dtype.itemsize == 4 and not is_small_batch(x):
         return row_maximum(x)
     return largest_on_cpu(group_maxima(x, NARROWEST_GROUP), x.dtype)
 
@@ -62,7 +62,7 @@ def from_groups_on_cpu(
     def ordered() -> Selected:
         return _ordered(x, jnp.where(live, maxima, missing), k, width)
 
-    if k < COLLECT_K or few_rows(x):
+    if k < COLLECT_K or is_small_batch(x):
         return ordered()
     size = min(2 * k, maxima.shape[1])
     groups, count = first_places(live, size)
