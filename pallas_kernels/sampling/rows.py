@@ -55,9 +55,9 @@ class GroupedRows:
         return cls(logits, shard, vocab_size, part, first)
 
     def pin_to_iteration(self, of: jax.Array) -> "GroupedRows":
-        """The same rows as values of a loop's trip: else XLA would widen all before the loop.
+        """The same rows as values of a loop's iteration: else XLA would widen all before the loop.
 
-        of: a value that the trip begins with.
+        of: a value that the iteration begins with.
         """
         logits, part, _ = barrier((self.logits, self.part, of))
         return replace(self, logits=logits, part=part)
@@ -165,15 +165,15 @@ class GroupedRows:
         k: int,
         row_ids: Int32[Array, " R"],
         num_rows: Int32[Array, ""],
-        beside: Int32[Array, "R _"],
+        payload: Int32[Array, "R _"],
     ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"], Int32[Array, "shards R _"]]:
         """The K = min(k, V) largest of rows: ids and logits, ties lowest id first.
 
-        An id is -1 where fewer are above -inf. Rows from `num_rows` on hold anything; the others
-        must be valid. beside: words of this device's own; all devices' come back, in one exchange.
+        An id is -1 where fewer are above -inf. Rows from `num_rows` on are unspecified; the others
+        must be valid. payload: extra int32 words to all-gather with the candidates.
         """
         every = self.logits, self.shard, self.vocab_size
-        return _candidates(*every, k, row_ids, num_rows, beside, valid=True)
+        return _candidates(*every, k, row_ids, num_rows, payload, valid=True)
 
     def _gathered(self, found: Read, *, with_top: bool) -> Read:
         """Every shard's part of a read, in one exchange; with the candidates or without."""
@@ -231,7 +231,7 @@ def _candidates(
     k: int,
     row_ids: jax.Array,
     num_rows: jax.Array,
-    beside: jax.Array,
+    payload: jax.Array,
     *,
     valid: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -239,9 +239,9 @@ def _candidates(
     mine = min(count, logits.shape[1])
     ids, found = read.candidates(logits, mine, row_ids, num_rows, valid=valid)
     if shard.axis_name is None:
-        return ids, found, beside[None]
+        return ids, found, payload[None]
     packed = _packed(logits, shard, ids, found)
-    every = shard.gathered(jnp.concatenate([packed, beside], axis=1))
+    every = shard.gathered(jnp.concatenate([packed, payload], axis=1))
     width = packed.shape[1]
     return *_merged(every[..., :width], count), every[..., width:]
 
