@@ -38,7 +38,7 @@ def lowered(shape: Shape, device: h100.H100) -> Lowered:
         rows=integers,
         cut_logit=numbers,
         cut_id=integers,
-        taken_ids=device.array((rows, shape.k), "int32"),
+        excluded_ids=device.array((rows, shape.k), "int32"),
         seed=device.array((rows,), "uint32"),
         position=integers,
         maxima=of_groups,

@@ -70,7 +70,7 @@ class RowsToDraw(NamedTuple):
     rows: Int32[Array, " B"]  # valid ones; -1 where nothing is drawn
     cut_logit: Float32[Array, " B"]  # as `keeps` takes it; -inf where all is kept
     cut_id: Int32[Array, " B"]
-    taken_ids: Int32[Array, "B M"]  # distinct tokens that are not drawn; -1 where there is none
+    excluded_ids: Int32[Array, "B M"]  # distinct tokens that are not drawn; -1 where there is none
     seed: UInt32[Array, " B"]
     position: Int32[Array, " B"]
     maxima: Float32[Array, "N G"]  # of the groups

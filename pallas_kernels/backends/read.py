@@ -181,7 +181,7 @@ def draw(
       by_xla: what XLA does, a function of `arrays`.
       logits: the rows.
     """
-    fits = given.maxima.shape[1] <= MOST_GROUPS and given.taken_ids.shape[1] <= MOST_TAKEN
+    fits = given.maxima.shape[1] <= MOST_GROUPS and given.excluded_ids.shape[1] <= MOST_TAKEN
     if not fits:
         return by_xla(arrays)
     found: Drawn = kernels_or_xla(

@@ -44,7 +44,7 @@ class Drawing(NamedTuple):
     cut: Truncation  # [B]
     sampled: jax.Array  # [B] bool; other rows' draws are not looked at
     few: jax.Array  # [B] bool: `keeps_few`
-    taken_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
+    excluded_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
     log_p: Float32[Array, "B M"]  # of these tokens; -inf where p has none
     q: Float32[Array, "B M"]
     source: Source  # [B]
@@ -59,7 +59,7 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     no_token = vary_like(nothing, few)
 
     def by_tokens() -> tuple[jax.Array, jax.Array]:
-        return draw_among(found, drawing.rows, drawing.cut, drawing.taken_ids, drawing.source)
+        return draw_among(found, drawing.rows, drawing.cut, drawing.excluded_ids, drawing.source)
 
     score, token = _drawn_widely(logits, found, drawing._replace(sampled=widely))
     score, token = _of_all_shards(logits, score, token)
@@ -67,13 +67,13 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     score, token = jnp.where(few, own_score, score), jnp.where(few, own_token, token)
 
     # A taken token's noise is its own: the sum of its group does not have it.
-    noise = gumbel(drawing.source, RECOVER, drawing.taken_ids)
+    noise = gumbel(drawing.source, RECOVER, drawing.excluded_ids)
     left = jnp.maximum(exponential(drawing.log_p) - drawing.q, 0.0)
-    apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.taken_ids)
+    apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.excluded_ids)
     chosen = jnp.where(apart > score, apart_id, token)
     # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer, and
     # all of it is in the taken tokens.
-    _, of_p = best(drawing.log_p + log_mass[:, None] + noise, drawing.taken_ids)
+    _, of_p = best(drawing.log_p + log_mass[:, None] + noise, drawing.excluded_ids)
     return jnp.where(jnp.maximum(score, apart) > -jnp.inf, chosen, of_p)
 
 
@@ -83,7 +83,7 @@ def _drawn_widely(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Draw
         rows=jnp.where(drawing.sampled, drawing.rows, -1),
         cut_logit=drawing.cut.cut_logit,
         cut_id=drawing.cut.cut_id,
-        taken_ids=drawing.taken_ids,
+        excluded_ids=drawing.excluded_ids,
         seed=drawing.source.seed,
         position=drawing.source.position,
         maxima=found.groups.maxima,
@@ -229,7 +229,7 @@ def _without_taken(
     logits: GroupedRows, sums: GroupSums, drawing: Drawing, inverse: jax.Array
 ) -> GroupSums:
     """The groups without the taken tokens: those that had one are summed again."""
-    taken = drawing.taken_ids
+    taken = drawing.excluded_ids
     there = taken >= 0
     if taken.shape[1] == 1:
         return _without_one(logits, sums, drawing, inverse)
@@ -267,7 +267,7 @@ def _without_one(
     logits: GroupedRows, sums: GroupSums, drawing: Drawing, inverse: jax.Array
 ) -> GroupSums:
     """`_without_taken` where one token at most is: its group needs no search, and no branch."""
-    taken = drawing.taken_ids
+    taken = drawing.excluded_ids
     group = jnp.where(taken >= 0, taken // WIDTH, -1)
     x, ids = logits.tokens(drawing.rows, jnp.maximum(group[:, 0], 0))
     kept = drawing.cut.keeps(x, ids) & (ids != taken)
@@ -288,7 +288,7 @@ def _in_group(
     largest: of the logits that it is drawn among.
     """
     x, ids = logits.tokens(drawing.rows, group)
-    taken = (ids[:, :, None] == drawing.taken_ids[:, None, :]).any(axis=2)
+    taken = (ids[:, :, None] == drawing.excluded_ids[:, None, :]).any(axis=2)
     x = jnp.where(drawing.cut.keeps(x, ids) & ~taken, x, -jnp.inf)
     largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
     _, token = best(
@@ -335,7 +335,7 @@ def draw_among(
     read: RowRead,
     rows: Int32[Array, " B"],
     cut: Truncation,
-    taken_ids: Int32[Array, "B M"],
+    excluded_ids: Int32[Array, "B M"],
     source: Source,
 ) -> tuple[Float32[Array, " B"], Int32[Array, " B"]]:
     """The score and the id of a kept candidate of each row, not one that is taken.
@@ -346,11 +346,11 @@ def draw_among(
       read: of all rows.
       rows: those to draw from.
       cut: [B].
-      taken_ids: -1 where there is none.
+      excluded_ids: -1 where there is none.
       source: [B], of the noise.
     """
     ids, x = (part[rows, :MANY_CANDIDATES] for part in (read.top_ids, read.top_logits))
-    taken = (ids[:, :, None] == taken_ids[:, None, :]).any(axis=2)
+    taken = (ids[:, :, None] == excluded_ids[:, None, :]).any(axis=2)
     kept = cut.keeps(x, ids) & (ids >= 0) & ~taken
     gap = scaled(x, read.largest[rows][:, None], read.inverse[rows][:, None])
     return best(jnp.where(kept, gap + gumbel(source, RECOVER, ids), -jnp.inf), ids)

@@ -293,7 +293,7 @@ def _drawing(
         cut=jax.tree.map(lambda x: x[rows], cut),
         sampled=which[0][rows],
         few=which[1][rows],
-        taken_ids=jnp.where(rejected, at_a(q.ids, -1), -1),
+        excluded_ids=jnp.where(rejected, at_a(q.ids, -1), -1),
         log_p=jnp.where(rejected, at_a(log_p, -jnp.inf), -jnp.inf),
         q=jnp.where(rejected, exponential(at_a(q.logprobs, -jnp.inf)), 0.0),
         source=Source(sampling.seed, position),

@@ -49,7 +49,7 @@ def draw(
     """
     slots, num_rows = len(rows.rows), len(logits)
     tiling = choose_fixed_tiling(num_rows, logits.shape[1], logits.dtype.name)
-    number, count = rows.maxima.shape[1], rows.taken_ids.shape[1]
+    number, count = rows.maxima.shape[1], rows.excluded_ids.shape[1]
     kernel = GPU.kernel(
         functools.partial(
             _draw_kernel,
@@ -141,7 +141,7 @@ def _draw_kernel(
         sums = load_groups(given.sums, row, number, 0.0, interpreted)
         mine = RowToDraw(
             Row(tiling, logits_ref, row * tiling.vocabulary, interpreted),
-            taken.Taken(given.taken_ids, slot * count, count, chosen, scratch[-1], interpreted),
+            taken.Taken(given.excluded_ids, slot * count, count, chosen, scratch[-1], interpreted),
             load_at_once(given.largest, row, interpreted),
             load_at_once(given.inverse, row, interpreted),
             cut_logit,

@@ -95,7 +95,7 @@ def test_broken_draws_are_seen():
     wrong = rows_to_draw(x, slots, INVERSE, forget=int(found.token_ids[0]))
     with pytest.raises(AssertionError):
         check(drawn(x, wrong), x, slots[:1], INVERSE)
-    wrong = right._replace(taken_ids=np.full_like(right.taken_ids, -1))
+    wrong = right._replace(excluded_ids=np.full_like(right.excluded_ids, -1))
     with pytest.raises(AssertionError):
         check_untied(drawn(x, wrong), x, slots)
 

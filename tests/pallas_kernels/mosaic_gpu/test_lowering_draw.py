@@ -24,7 +24,7 @@ def draws(logits, slots, floats, groups, taken):
         rows=slots,
         cut_logit=floats,
         cut_id=slots,
-        taken_ids=taken,
+        excluded_ids=taken,
         seed=slots.astype(jnp.uint32),
         position=slots,
         maxima=groups,

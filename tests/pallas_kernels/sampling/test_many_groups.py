@@ -89,11 +89,11 @@ def verified(drawn, target, draft, sampling, num, spoiled):
         return found._replace(groups=GroupSums(found.groups.maxima, sums))
 
     def keeping(logits, sums, drawing, inverse):
-        ids = jnp.where(spoiled.kept, -1, drawing.taken_ids)
-        return taken(logits, sums, drawing._replace(taken_ids=ids), inverse)
+        ids = jnp.where(spoiled.kept, -1, drawing.excluded_ids)
+        return taken(logits, sums, drawing._replace(excluded_ids=ids), inverse)
 
-    def keeping_few(read, rows, cut, taken_ids, source):
-        return among(read, rows, cut, jnp.where(spoiled.kept, -1, taken_ids), source)
+    def keeping_few(read, rows, cut, excluded_ids, source):
+        return among(read, rows, cut, jnp.where(spoiled.kept, -1, excluded_ids), source)
 
     def accept(u, p, q):
         return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))
