@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from jax_specdec.engine import Engine
 from jax_specdec.export import metrics
-from jax_specdec.serve import asked
+from jax_specdec.serve import parse_request
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
@@ -29,7 +29,7 @@ from jax_specdec.serve.runs import Run
 
 logger = logging.getLogger("jax_specdec.serve")
 
-Reader = Callable[[Any, ServedModel], asked.Asked]
+Reader = Callable[[Any, ServedModel], parse_request.ParsedRequest]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class Service:
         routes = [
             Route("/v1/models", self._guarded(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self._one_model), methods=["GET"]),
-            Route("/v1/completions", self._tokens(asked.completion), methods=["POST"]),
-            Route("/v1/chat/completions", self._tokens(asked.chat), methods=["POST"]),
+            Route("/v1/completions", self._tokens(parse_request.completion), methods=["POST"]),
+            Route("/v1/chat/completions", self._tokens(parse_request.chat), methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/openapi.json", self._description, methods=["GET"]),

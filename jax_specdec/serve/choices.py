@@ -9,9 +9,9 @@ from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
 from jax_specdec.serve.arrays import base64_columns, joined, vllm_prompt_logprobs
-from jax_specdec.serve.asked import Asked
 from jax_specdec.serve.delivery import Part
 from jax_specdec.serve.model import ServedModel
+from jax_specdec.serve.parse_request import ParsedRequest
 from jax_specdec.text.detokenize import TextStream
 
 
@@ -24,7 +24,9 @@ class Choice:
       min_tokens: those of them before which it does not end.
     """
 
-    def __init__(self, index: int, request: Request, asked: Asked, model: ServedModel) -> None:
+    def __init__(
+        self, index: int, request: Request, asked: ParsedRequest, model: ServedModel
+    ) -> None:
         self.index, self.num_tokens = index, 0
         self.min_tokens = request.params.min_tokens
         self._request, self._asked, self._model = request, asked, model
@@ -142,6 +144,6 @@ _COMPLETION: dict[str, Any] = {
 _CHAT: dict[str, Any] = {"content": [], "refusal": None}
 
 
-def _empty(asked: Asked, format: dict[str, Any]) -> dict[str, Any] | None:
+def _empty(asked: ParsedRequest, format: dict[str, Any]) -> dict[str, Any] | None:
     """The logprobs of no token: None where none were asked for."""
     return format if asked.logprobs is not None and not asked.columns else None

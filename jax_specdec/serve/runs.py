@@ -19,11 +19,11 @@ from jax_specdec.engine.errors import (
 )
 from jax_specdec.export.openai import DONE, server_sent_event
 from jax_specdec.records.record import Record
-from jax_specdec.serve.asked import Asked
 from jax_specdec.serve.choices import Choice, finish_word, stop_reason
 from jax_specdec.serve.delivery import Delivery, Part
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.model import ServedModel
+from jax_specdec.serve.parse_request import ParsedRequest
 
 Json = dict[str, Any]
 
@@ -32,7 +32,7 @@ class Run:
     """The choices of one HTTP request, submitted; leave the block, and those that run are ended."""
 
     def __init__(
-        self, engine: Engine, model: ServedModel, asked: Asked, *, timeout: float | None
+        self, engine: Engine, model: ServedModel, asked: ParsedRequest, *, timeout: float | None
     ) -> None:
         """Submit every choice, or none.
 

@@ -14,7 +14,7 @@ from jax_specdec.serve.model import ServedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """One HTTP request for tokens.
 
     Attributes:
@@ -54,7 +54,7 @@ class Asked:
     priority: int
 
 
-def completion(body: Any, model: ServedModel) -> Asked:
+def completion(body: Any, model: ServedModel) -> ParsedRequest:
     """What a body of the completions API asks for.
 
     Raises:
@@ -79,7 +79,7 @@ def completion(body: Any, model: ServedModel) -> Asked:
     )  # fmt: skip
 
 
-def chat(body: Any, model: ServedModel) -> Asked:
+def chat(body: Any, model: ServedModel) -> ParsedRequest:
     """What a body of the chat completions API asks for.
 
     Raises:
@@ -110,7 +110,7 @@ def _asked(
     max_tokens: int,
     logprobs: int | None,
     echo: bool,
-) -> Asked:
+) -> ParsedRequest:
     model.check_name(given.get("model", model.name))
     n = given.get("n", 1)
     if n * len(prompts) > fields.MAX_CHOICES:
@@ -145,7 +145,7 @@ def _asked(
     options = given.get("stream_options", {})
     if options and not given.get("stream", False):
         raise ApiError(400, "stream_options needs stream = true", param="stream_options")
-    return Asked(
+    return ParsedRequest(
         id=id,
         chat=chat,
         requests=tuple(requests),
