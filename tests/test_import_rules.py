@@ -275,7 +275,7 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
         ("jax_specdec.engine.engine", "from ipc.reader import RingReader", "ipc.reader"),
         ("pallas_kernels.backends.xla.rows", "from ipc import wire", "ipc.wire"),
         ("pallas_kernels.backends.xla.rows", "import numpy, torch", "torch"),
-        ("jax_specdec.cli.demo_requests", "from jax_specdec.cli.main import main",
+        ("jax_specdec.cli.demo_command", "from jax_specdec.cli.main import main",
          "jax_specdec.cli.main"),
         ("jax_specdec.device.messages.pack", "import bench.timing", "bench.timing"),
         ("examples.own_loop", "from jax_specdec.records.decode import decode",

@@ -2,281 +2,256 @@
 
 import argparse
 import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, found, integer
+from jax_specdec.cli.argument_types import found, integer
+from jax_specdec.cli.engine_options import add_engine, engine_options
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
-    from jax_specdec.cli.demo_requests import Collector
-    from jax_specdec.cli.demo_screen import Screen
-    from jax_specdec.engine.config import EngineConfig
     from jax_specdec.engine.engine import Engine
+    from jax_specdec.engine.updates import Update, WorkerStatus
+    from jax_specdec.records.record import Record
     from jax_specdec.requests import Request
+    from jax_specdec.serve.model import ServedModel
 
 MAX_WORKERS = 64
-
+SAMPLED_TOP_P = 0.95
+# At every moment one with K = 20 runs: a batch's largest K is part of its program.
+PROMPTS = Path(__file__).parents[1] / "weights" / "demo.jsonl"
 HELP = """\
-Decode eighteen built-in prompts, or the prompts of a file, with a tiny byte-level model. Every
-token's logprob comes from the worker process to this one through shared memory.
-
-The worker drafts several tokens a step, verifies them in one forward pass, computes logprobs and
-token ranks of the accepted rows alone, packs them on the device and sends one message a step. This
-process decodes the messages into records of each request; it never imports jax.
-
-Each request's text grows on the screen, colored by logprob; accepted drafts are underlined. At the
-end, a table shows what
-speculation did and what it took to move the logprobs.
+Decode eighteen built-in prompts, or those of a file, with a tiny byte-level model. Each text grows
+on the screen, colored by logprob; accepted drafts are underlined. Lines at the end say what
+speculation did, and what it took to move the logprobs. This process never imports jax.
 """
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
-        "demo",
-        help="decode prompts in a worker process and show their logprobs",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_drafting(parser.add_argument_group("drafting"))
-    _add_requests(parser.add_argument_group("requests (defaults differ from prompt to prompt)"))
-    _add_workers(parser.add_argument_group("workers"))
-    _add_files(parser.add_argument_group("files"))
-
-
-def _add_drafting(group: Any) -> None:
-    from ipc.wire import MAX_DRAFTS
-    from jax_specdec.control import DRAFTERS
-
-    group.add_argument(
-        "--drafter",
-        choices=[name for name in DRAFTERS if name != "model"],  # the demo has no smaller model
-        default="mtp",
-        help="where drafts come from: the model's multi-token prediction head (mtp), the latest "
-        "n-gram of the request's own text, the longest suffix of that text that occurred before, "
-        "or none at all (default: %(default)s)",
-    )
-    group.add_argument(
-        "--drafts", type=integer(0, MAX_DRAFTS), default=3, metavar="N",
-        help=f"the most draft tokens a step, 0 to {MAX_DRAFTS} (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--adaptive-drafts", action="store_true",
-        help="draft less for a request whose drafts are rarely accepted",
-    )  # fmt: skip
-    group.add_argument(
-        "--corpus", type=Path, metavar="FILE",
-        help="a UTF-8 text that the suffix drafter searches too",
-    )  # fmt: skip
-
-
-def _add_requests(group: Any) -> None:
     from ipc.wire import MAX_TOP_K
-    from jax_specdec.cli.demo_requests import SAMPLED_TOP_P
 
-    logprobs = group.add_mutually_exclusive_group()
-    logprobs.add_argument(
-        "--k", type=integer(0, MAX_TOP_K), metavar="K",
-        help=f"let every request ask for its K most likely tokens, 0 to {MAX_TOP_K}",
+    parser = commands.add_parser(
+        "demo", help="decode prompts in a worker process and show their logprobs",
+        description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    logprobs.add_argument(
-        "--no-logprobs", action="store_true", help="let no request ask for logprobs"
-    )
-    group.add_argument(
-        "--draft-logprobs", action="store_true",
-        help="let every request also ask for the draft model's logprobs of its drafts, accepted or "
-        "not (mtp alone has a draft model); the table shows their mean, the JSON all of them",
-    )  # fmt: skip
-    group.add_argument(
-        "--temperature", type=float, metavar="T",
-        help="temperature of every request; 0 is greedy. A request with a temperature above 0, "
-        f"built-in or not, samples with top-p {SAMPLED_TOP_P}",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-tokens", type=integer(1), metavar="N", help="tokens to emit for every request"
-    )
-    group.add_argument(
-        "--prompts", type=Path, metavar="FILE",
-        help=r"one prompt a line instead of the built-in ones; \n stands for a new line, and "
-        "the name - for standard input",
-    )  # fmt: skip
-
-
-def _add_workers(group: Any) -> None:
-    group.add_argument(
-        "--slots", type=integer(1), default=8, metavar="B",
-        help="requests that a worker decodes together (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--chunked-prefill", type=integer(1, 2**16), default=64, metavar="N",
-        help="run prompts N tokens at a time, so that a long prompt does not hold up other "
-        "requests (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--data-parallel", type=integer(1, MAX_WORKERS), default=1, metavar="M",
-        help="worker processes that decode, each with its own slots and its own ring "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
-        help="devices among which each worker splits the model; logits stay where they are made. "
-        "Without accelerators, the worker makes N CPU devices (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--processes", action="store_true",
-        help="give each of those devices a process of its own, connected by jax.distributed; one "
-        "of a worker's processes sends its messages",
-    )  # fmt: skip
-    group.add_argument(
-        "--disaggregated", action="store_true",
-        help="add a worker process that runs the prompts: a request's first token and the drafts "
-        "after it come from there, all other tokens from a worker that decodes (and runs the "
-        "prompt again: no cache is moved)",
-    )  # fmt: skip
-    group.add_argument(
-        "--preempt-every", type=integer(1), metavar="N",
-        help="after every N messages, take its slot from one of the running requests in turn; it "
-        "goes on later from there",
-    )  # fmt: skip
-    group.add_argument(
-        "--on-worker-loss", choices=("stop", "continue", "restart"), default="stop",
-        help="what to do when a worker process ends early: stop everything, continue with the "
-        "other workers, or start another worker in its place. Unless everything stops, the "
-        "requests of the lost worker go on after their last token (default: %(default)s)",
-    )  # fmt: skip
-    add_compilation_cache(group)
-
-
-def _add_files(group: Any) -> None:
-    group.add_argument(
-        "--weights", type=Path, metavar="FILE",
-        help="a safetensors file written by examples/train_tiny_model.py",
-    )  # fmt: skip
-    group.add_argument(
-        "--json", type=Path, metavar="FILE",
-        help="write one OpenAI-style completion a line, logprobs included",
-    )  # fmt: skip
+    add_engine(parser)
+    flag: dict[str, Any] = {"action": "store_true"}
+    for name, settings in {
+        "--draft-logprobs": flag | {"help": "ask for the draft model's logprobs of drafts too"},
+        "--temperature": {"type": float, "metavar": "T", "help": "of every request; 0 is greedy, "
+                          f"others sample with top-p {SAMPLED_TOP_P}"},
+        "--max-tokens": {"type": integer(1), "metavar": "N", "help": "of every request"},
+        "--prompts": {"type": Path, "metavar": "FILE", "help": "of prompts, as generate takes it"},
+        "--chunked-prefill": {"type": integer(1, 2**16), "default": 64, "metavar": "N",
+                              "help": "run prompts N tokens at a time (default: %(default)s)"},
+        "--data-parallel": {"type": integer(1, MAX_WORKERS), "default": 1, "metavar": "M",
+                            "help": "workers that decode (default: %(default)s)"},
+        "--processes": flag | {"help": "give each device of a worker a process of its own"},
+        "--disaggregated": flag | {"help": "add a worker that runs prompts and hands them over"},
+        "--preempt-every": {"type": integer(1), "metavar": "N", "help": "after every N messages, "
+                            "take its slot from a running request; it goes on later"},
+        "--on-worker-loss": {"choices": ("stop", "continue", "restart"), "default": "stop",
+                             "help": "stop, go on with the others, or start another worker; its "
+                             "requests go on after their last token (default: %(default)s)"},
+        "--weights": {"type": Path, "metavar": "FILE", "help": "written by train_tiny_model.py"},
+        "--json": {"type": Path, "metavar": "FILE", "help": "write OpenAI-style completions"},
+    }.items():  # fmt: skip
+        parser.add_argument(name, **settings)
+    either, k = parser.add_mutually_exclusive_group(), integer(0, MAX_TOP_K)
+    either.add_argument("--k", type=k, metavar="K", help="every request asks for its top K")
+    either.add_argument("--no-logprobs", **flag, help="no request asks for any")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Decode, draw the texts meanwhile, and sum up at the end.
-
-    Raises:
-      WorkerFailed: a worker ended early.
-      RingError, OSError, ValueError: an option cannot be met.
-    """
+    """Decode, draw the texts meanwhile, and sum up; raises what `main` turns into messages."""
     from rich.console import Console
 
-    from jax_specdec.cli import demo_requests, demo_screen
-    from jax_specdec.engine.engine import Engine
+    from jax_specdec.cli import token_colors
     from jax_specdec.engine.worker_client import WorkerFailed
+    from jax_specdec.export import openai, response_files
+    from jax_specdec.serve.model import TINY, tiny_model
 
-    console, requests = Console(), _requests(options)
-    collector = demo_requests.Collector.of(requests)
-    opened = demo_requests.open_json(options.json) if options.json else contextlib.nullcontext()
-    with opened as json_file:
+    console = Console()
+    say = functools.partial(console.print, markup=False, soft_wrap=True)
+    model = tiny_model(name=TINY, created=int(time.time()), max_length=2**31 - 1)
+    requests = requests_of(options, model)
+    shown = Demo(requests, model)
+    # Opened before the work, so that an error comes before it; replaced only at the end.
+    opened = options.json.open("a", encoding="utf-8") if options.json else contextlib.nullcontext()
+    with opened as file:
         try:
-            with (
-                Engine(_config(options, requests)) as engine,
-                demo_screen.screen(console) as screen,
-            ):
-                _decode(engine, collector, screen, options)
+            with _engine(options, requests) as engine, _drawn(shown, console, engine):
+                for update in engine.generate(requests):
+                    shown.add(update)
+                    if update.lost and options.on_worker_loss != "stop":
+                        say(update.lost.report)
+                    turn, rest = divmod(len(shown.messages), options.preempt_every or 2**31)
+                    begun = [id for id in engine.running if shown.records[id]] if turn else []
+                    if begun and not rest:
+                        engine.preempt(begun[turn % len(begun)])
         except KeyboardInterrupt as interrupt:
             interrupt.add_note("the worker was stopped")
             raise
         except WorkerFailed as failure:
             if failure.advice:
-                failure.add_note(
-                    "run the demo again; with --on-worker-loss restart another worker takes its "
-                    "place, and the demo goes on"
-                )
+                failure.add_note("run it again; with --on-worker-loss restart it would go on")
             raise
-        _sum_up(engine, collector, console, options)
-        if json_file is not None:
-            demo_requests.write_json(json_file, collector)
-            written = counted(len(requests), "record")
-            demo_screen.say(f"wrote {written} to {options.json}", console)
+        for id, text in shown.texts.items():
+            console.print(shown.heading(id), text, sep="\n", soft_wrap=True)
+        token_colors.legend(console)
+        for line in shown.summary(engine.status):
+            say(line)
+        if file is not None:
+            responses = (
+                openai.completion(one, records, model.table, model=TINY, created=model.created)
+                for one, records in zip(requests, shown.records.values(), strict=True)
+            )
+            response_files.write(file, responses)
+            say(f"wrote {counted(len(requests), 'record')} to {options.json}")
     return 0
 
 
-def _requests(options: argparse.Namespace) -> "list[Request]":
-    from jax_specdec.cli import demo_requests
+def requests_of(options: argparse.Namespace, model: "ServedModel") -> "list[Request]":
+    """The built-in requests, or a file's (greedy, K = 5), with the options that hold for all."""
+    from jax_specdec.cli.prompts import read_prompts
+    from jax_specdec.requests import SamplingParams
 
-    return demo_requests.with_options(
-        demo_requests.requests_from_file(options.prompts)
-        if options.prompts
-        else demo_requests.default_requests(),
-        k=options.k,
-        temperature=options.temperature,
-        max_tokens=options.max_tokens,
-        no_logprobs=options.no_logprobs,
-        draft_logprobs=options.draft_logprobs,
-    )
-
-
-def _decode(
-    engine: "Engine", collector: "Collector", screen: "Screen", options: argparse.Namespace
-) -> None:
-    """Collect and draw what each message brings, and preempt where that is wanted."""
-    from jax_specdec.cli.starting import phases_of
-
-    screen.update(collector)
-    with screen.starting(collector, phases_of(engine)) as begun:
-        for update in engine.generate([output.request for output in collector.outputs.values()]):
-            begun()
-            collector.add(update)
-            if update.lost and options.on_worker_loss != "stop":
-                screen.note(update.lost.report)
-            if options.preempt_every:
-                _preempt(engine, collector, options.preempt_every)
-            screen.update(collector)
+    plain = SamplingParams(max_tokens=64, logprobs=5, stop_token_ids=model.eos_token_ids)
+    given = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    given |= {"draft_logprobs": options.draft_logprobs or None, "logprobs": options.k}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    changes |= {"logprobs": None} if options.no_logprobs else {}
+    requests = []
+    for prompt in read_prompts(options.prompts or PROMPTS, model.encoder, plain):
+        params = replace(prompt.request.params, **changes)
+        top_p = min(params.top_p, SAMPLED_TOP_P) if params.temperature > 0 else params.top_p
+        requests.append(replace(prompt.request, params=replace(params, top_p=top_p)))
+    return requests
 
 
-def _sum_up(
-    engine: "Engine", collector: "Collector", console: "Console", options: argparse.Namespace
-) -> None:
-    from jax_specdec.cli import demo_screen, demo_tables, token_colors
-
-    demo_screen.full_texts(collector, console)
-    token_colors.legend(console)
-    demo_tables.show(collector, console)
-    if options.data_parallel > 1 or options.disaggregated or options.preempt_every:
-        demo_tables.show_workers(engine.status, collector, console)
-
-
-def _config(options: argparse.Namespace, requests: "list[Request]") -> "EngineConfig":
+def _engine(options: argparse.Namespace, requests: "list[Request]") -> "Engine":
     from jax_specdec.engine.config import EngineConfig
+    from jax_specdec.engine.engine import Engine
     from jax_specdec.text import byte_tokens
 
-    longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
-    if options.corpus and options.drafter != "suffix":
-        raise ValueError(f"--corpus is for --drafter suffix; {options.drafter} searches no text")
-    return EngineConfig(
-        drafter=options.drafter if options.drafts else "none",
-        num_drafts=options.drafts if options.drafter != "none" else 0,
-        num_slots=options.slots,
-        max_length=max(256, -(-longest // 128) * 128),
-        vocab_size=byte_tokens.VOCAB_SIZE,
-        weights=found(options.weights),
-        prefill_chunk=options.chunked_prefill,
-        adaptive=options.adaptive_drafts,
-        corpus=found(options.corpus),
-        compilation_cache=options.compilation_cache,
-        num_ranks=options.data_parallel,
-        tensor_parallel=options.tensor_parallel,
-        processes=options.processes,
-        num_prefill_ranks=int(options.disaggregated),
-        on_worker_loss=options.on_worker_loss,
-        resume_lost=True,
-    )
+    longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
+    length = max(256, -(-longest // 128) * 128)
+    config = EngineConfig(
+        **engine_options(options, None, length),
+        max_length=length, vocab_size=byte_tokens.VOCAB_SIZE, weights=found(options.weights),
+        prefill_chunk=options.chunked_prefill, processes=options.processes,
+        num_ranks=options.data_parallel, num_prefill_ranks=int(options.disaggregated),
+        on_worker_loss=options.on_worker_loss, resume_lost=True,
+    )  # fmt: skip
+    return Engine(config)
 
 
-def _preempt(engine: "Engine", collector: "Collector", every: int) -> None:
-    """After every `every` messages, take its slot from one of the running requests in turn."""
-    turn, rest = divmod(collector.messages, every)
-    running = [name for name in engine.running if collector.outputs[name].num_tokens]
-    if turn and not rest and running:
-        engine.preempt(running[turn % len(running)])
+@contextlib.contextmanager
+def _drawn(shown: "Demo", console: "Console", engine: "Engine") -> Iterator[None]:
+    """Draw the texts on a terminal while the block runs; elsewhere, say that it begins."""
+    from rich.live import Live
+
+    from jax_specdec.cli.starting import Starting, phases_of
+
+    if not console.is_terminal:
+        console.print("starting the model worker: it imports jax and compiles ...")
+        yield
+        return
+    view = functools.partial(shown.view, console, Starting(phases_of(engine)).line)
+    with Live(console=console, get_renderable=view, refresh_per_second=10, transient=True):
+        yield
+
+
+class Demo:
+    """The requests, their records and colored texts so far, and the messages that brought them."""
+
+    def __init__(self, requests: "list[Request]", model: "ServedModel") -> None:
+        from rich.text import Text
+
+        from jax_specdec.text.detokenize import TextStream
+
+        self.requests = {one.id: one for one in requests}
+        self.records: dict[str, list[Record]] = {one.id: [] for one in requests}
+        self.messages: list[tuple[int, int, float]] = []  # process rank, bytes, latency in us
+        self._streams = {one.id: TextStream(model.table) for one in requests}
+        prompts = {one.id: model.table.decode(one.prompt_token_ids[1:]) for one in requests}
+        self.texts = {id: Text(prompt, "dim") for id, prompt in prompts.items()}
+        self._lock = threading.Lock()  # a thread of its own draws the screen
+
+    def add(self, update: "Update") -> None:
+        """Append what a message brought."""
+        from jax_specdec.cli import token_colors
+
+        with self._lock:
+            for record in update.records:
+                id = record.request_id
+                self.records[id].append(record)
+                token_colors.append(self.texts[id], self._streams[id], record)
+        if (sent := update.message) is not None and (waited := update.latency_ns) is not None:
+            self.messages.append((sent.process_rank, sent.num_bytes, waited / 1e3))
+
+    def view(self, console: "Console", starting: Callable[[], str]) -> "Text":
+        """A line for each request, those that run first where not all fit, and one about all."""
+        from rich.text import Text
+
+        width, height = console.size
+        with self._lock:
+            waiting = {id for id, records in self.records.items() if not records}
+            begun = self.records.keys() - waiting
+            done = {id for id in begun if self.records[id][-1].finish_reason}
+            ids = [*self.requests]
+            if len(ids) > height - 1:
+                ids.sort(key=lambda id: (id in done, id in waiting))
+            lines = Text(no_wrap=True, overflow="crop")
+            for id in ids[: max(height - 1, 0)]:
+                k, tail = self.requests[id].params.logprobs, self.texts[id][-width:]
+                tail.plain = tail.plain.replace("\n", "⏎").replace("\t", "⇥")
+                while tail.cell_len > max(width - 12, 0):
+                    tail = tail[1:]
+                tokens = sum(one.num_tokens for one in self.records[id])
+                state = "done" if id in done else "wait" if id in waiting else tokens
+                lines.append(f"{'-' if k is None else f'K={k}':<5} {state:>4} ")
+                lines.append_text(tail).append("\n")
+        running = len(ids) - len(done) - len(waiting)
+        said = f"{len(done)} of {len(ids)} done, {running} running, step {len(self.messages)}"
+        return lines.append(said if self.messages else starting(), "bold")
+
+    def heading(self, id: str) -> "Text":
+        """What a request asked for, and what speculation did for it."""
+        from rich.text import Text
+
+        params, last = self.requests[id].params, self.records[id][-1] if self.records[id] else None
+        said = f"{id}: K = {params.logprobs}, T = {params.temperature:g}"
+        if last is not None and (found := last.statistics) is not None:
+            reason = getattr(last.finish_reason, "name", "unfinished").lower().replace("_", " ")
+            said += f", {counted(found.num_tokens, 'token')} ({reason})"
+            if last.cumulative_logprob is not None:
+                said += f", mean logprob {last.cumulative_logprob / max(found.num_tokens, 1):.3f}"
+            shares = " ".join(f"{share:.0%}" for share in found.acceptance_at)
+            said += f", drafts accepted: {shares}" if shares else ""
+        return Text(said, "bold")
+
+    def summary(self, workers: "Sequence[WorkerStatus]") -> Iterator[str]:
+        """What each worker did, and what the messages took."""
+        for one in workers:
+            sizes = [size for rank, size, _ in self.messages if rank == one.process_rank]
+            role, found = "prefill" if one.prefill_only else "decode", one.statistics
+            said = f"worker {one.process_rank} ({role}): {counted(len(sizes), 'message')}, "
+            said += f"{sum(sizes):,} bytes, {counted(found.num_tokens, 'token')}, "
+            said += f"{found.average_accepted_length or 0:.2f} a step, "
+            yield said + f"{one.processor.preempted} preempted"
+        if self.messages:
+            _, sizes, waits = (sorted(one) for one in zip(*self.messages, strict=True))
+            yield (
+                f"{sum(sizes) / len(sizes):,.0f} bytes a message, read {waits[len(waits) // 2]:.0f}"
+                f" us after it was sent (median; 99 % below {waits[-1 - len(waits) // 100]:.0f} us)"
+            )

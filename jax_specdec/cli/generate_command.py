@@ -7,13 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import (
-    add_checkpoint,
-    add_compilation_cache,
-    add_dtype,
-    integer,
-)
-from jax_specdec.cli.draft_options import add_drafting, drafting
+from jax_specdec.cli.argument_types import add_checkpoint, add_dtype
+from jax_specdec.cli.engine_options import add_engine, engine_options
 from jax_specdec.cli.ray_options import add_ray, refuse_without_ray
 from jax_specdec.cli.restart_options import add_restarts, restarts
 from jax_specdec.wording import counted
@@ -98,33 +93,12 @@ def _add_sampling(group: Any) -> None:
 
 
 def _add_running(group: Any) -> None:
-    add_drafting(group)
-    group.add_argument(
-        "--drafts", type=int, default=3, metavar="N",
-        help="the most draft tokens a step (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--corpus", type=Path, metavar="FILE", help="a text that the suffix drafter searches too"
-    )
-    group.add_argument(
-        "--adaptive-drafts", action="store_true",
-        help="draft less for a request whose drafts are rarely accepted",
-    )  # fmt: skip
+    add_engine(group)
     add_dtype(group)
-    group.add_argument(
-        "--slots", type=int, default=8, metavar="B",
-        help="requests that decode together (default: %(default)s)",
-    )  # fmt: skip
     group.add_argument(
         "--max-length", type=int, metavar="T",
         help="tokens that a slot holds (default: those of the longest prompt and its --max-tokens)",
     )  # fmt: skip
-    group.add_argument(
-        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
-        help="devices among which the worker splits the model; "
-        "without accelerators it makes N CPU devices (default: %(default)s)",
-    )  # fmt: skip
-    add_compilation_cache(group)
     add_restarts(group, default=None)
     add_ray(group)
 
@@ -270,19 +244,15 @@ def _engine_config(
             f"{length} tokens in a slot are more than the {limit} positions that the model was "
             "made for: shorten prompts, --max-tokens or --max-length"
         )
-    drafts = drafting(options, model, length)
+    shared = engine_options(options, model, length)
     if options.max_length is None:
         length = min(-(-length // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
     return EngineConfig(
-        **drafts,
-        num_slots=min(options.slots, len(prompts)),
+        **shared | {"num_slots": min(options.slots, len(prompts))},
         max_length=length,
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
-        adaptive=options.adaptive_drafts,
-        tensor_parallel=options.tensor_parallel,
-        compilation_cache=options.compilation_cache,
         **restarts(options),
     )
 

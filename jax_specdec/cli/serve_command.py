@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, add_dtype, found, integer
-from jax_specdec.cli.draft_options import add_drafting, drafting
+from jax_specdec.cli.argument_types import add_dtype, found, integer
+from jax_specdec.cli.engine_options import add_engine, engine_options
 from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.ray_options import add_ray, numbers, refuse_without_ray
 from jax_specdec.cli.restart_options import add_restarts, restarts
@@ -92,30 +92,13 @@ def add(commands: Any) -> None:
         help="of one request (default: %(default)s)",
     )  # fmt: skip
     running = parser.add_argument_group("running")
-    add_drafting(running)
-    running.add_argument(
-        "--drafts", type=integer(0), default=3, metavar="N",
-        help="the most draft tokens a step (default: %(default)s)",
-    )  # fmt: skip
-    running.add_argument(
-        "--corpus", type=Path, metavar="FILE", help="a text that the suffix drafter searches too"
-    )
+    add_engine(running)
     add_dtype(running)
-    running.add_argument(
-        "--slots", type=integer(1), default=8, metavar="B",
-        help="requests that decode together (default: %(default)s)",
-    )  # fmt: skip
     running.add_argument(
         "--max-length", type=integer(2), metavar="T",
         help=f"tokens of a request, prompt included (default: {MAX_LENGTH}, or the checkpoint's "
         "if it has fewer)",
     )  # fmt: skip
-    running.add_argument(
-        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
-        help="devices among which each worker splits the model; "
-        "without accelerators it makes N CPU devices (default: %(default)s)",
-    )  # fmt: skip
-    add_compilation_cache(running)
     running.add_argument(
         "--workers", type=integer(1, 64), default=1, metavar="N",
         help="processes with a model each (default: %(default)s)",
@@ -239,12 +222,9 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         own_model=options.own_model,
         tokenizer=found(options.tokenizer),
         dtype=dtype,
-        **drafting(options, checkpoint, length),
-        num_slots=options.slots,
+        **engine_options(options, checkpoint, length),
         num_ranks=options.workers,
         max_length=length,
         max_waiting=options.max_waiting,
-        tensor_parallel=options.tensor_parallel,
-        compilation_cache=options.compilation_cache,
         **restarts(options),
     )

@@ -28,9 +28,8 @@ def shower(*, quiet: bool) -> tuple[Show, Style | None]:
     styles = {"title": "bold", "prompt": "dim", "text": "", "error": "red"}
 
     def show(kind: str, text: str) -> None:
-        # A model may emit characters that move the cursor.
-        harmless = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
-        console.print(Text(harmless, styles.get(kind, kind)), end="", soft_wrap=True)
+        shown = Text(token_colors.harmless(text), styles.get(kind, kind))
+        console.print(shown, end="", soft_wrap=True)
 
     return show, token_colors.style
 

@@ -5,6 +5,9 @@ import math
 from rich.console import Console
 from rich.text import Text
 
+from jax_specdec.records.record import Record
+from jax_specdec.text.detokenize import TextStream
+
 # The upper end of each band of logprobs (natural logarithm), and the color of the band.
 BANDS = ((-3.0, "red"), (-1.5, "dark_orange"), (-0.5, "yellow"), (-0.1, "chartreuse3"))
 SURE = "green"
@@ -45,3 +48,20 @@ def legend(console: Console, unknown: bool = True) -> None:
     """Print what the colors mean, if the console has colors."""
     if console.color_system is not None:
         console.print(legend_text(unknown))
+
+
+def append(text: Text, stream: TextStream, record: Record) -> None:
+    """Append a record's tokens to the text, in their styles.
+
+    Control characters are shown as dots: a model may emit some that move the cursor.
+    """
+    for at, token in enumerate(record.token_ids.tolist()):
+        logprob = None if record.logprobs is None else float(record.logprobs[at, 0])
+        text.append(harmless(stream.push([token])), style(logprob, at < record.num_accepted))
+    if record.finish_reason is not None:
+        text.append(harmless(stream.finish()))
+
+
+def harmless(text: str) -> str:
+    """The text with dots for control characters, but for line ends and tabs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -1,9 +1,12 @@
 """Files of responses: one a line, a JSON array, one object, or the output of OpenAI's batch API."""
 
+import contextlib
 import itertools
 import json
+import os
+import stat
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from jax_specdec.export.shown import Shown, Strings, shown_of
 
@@ -42,6 +45,24 @@ def read(lines: Iterable[str], strings: Strings) -> list[Shown]:
             "there is no response in it: write one JSON object a line, or an array of them"
         )
     return shown
+
+
+def write(file: TextIO, responses: Iterable[object]) -> None:
+    """Replace the content of `file` by one response a line; the file is closed where that fails.
+
+    Raises:
+      OSError: they cannot be written whole; the earlier content is gone.
+    """
+    try:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe or /dev/null has nothing to cut
+            file.truncate(0)
+        for one in responses:
+            file.write(json.dumps(one, allow_nan=False) + "\n")
+        file.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):  # closed later, it would fail where no code catches it
+            file.close()
+        raise OSError(error.errno, error.strerror, file.name) from error
 
 
 def _values(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:

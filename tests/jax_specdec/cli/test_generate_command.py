@@ -27,8 +27,6 @@ from tests.support.tiny_checkpoint import VOCAB
         (["--max-length", "600"], "600 tokens in a slot are more than the 512 positions"),
         (["--max-length", "20"], "exceed the 20 tokens of a slot"),
         (["--logprobs", "513"], "logprobs = 513 must be from 0 to 512"),
-        (["--slots", "0"], "num_slots = 0 must be from 1"),
-        (["--drafts", "65"], "num_drafts = 65 must be from 0 to 64"),
         (["--output", "/"], "Is a directory"),
         (["--corpus", __file__], "--corpus is for --drafter suffix; ngram searches no text"),
         (["--drafter", "model"], "--drafter model needs --draft-model DIR"),

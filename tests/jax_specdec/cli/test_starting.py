@@ -5,10 +5,8 @@ import sys
 import threading
 
 import pytest
-from rich.console import Console
 
-from jax_specdec.cli import demo_screen, standard_output, starting
-from jax_specdec.cli.demo_requests import Collector
+from jax_specdec.cli import standard_output, starting
 from jax_specdec.cli.starting import Starting, repeated
 
 pytestmark = pytest.mark.fast
@@ -51,29 +49,17 @@ def test_it_is_shown_again_and_again_until_it_is_over(monkeypatch):
     assert show.count == count
 
 
-@pytest.mark.parametrize("where", ["demo", "generate"])
-def test_a_terminal_shows_it_until_the_first_message(where, monkeypatch):
+def test_a_terminal_shows_it_until_the_first_message(monkeypatch):
     monkeypatch.setattr(starting, "LOOK_SECONDS", 0.001)
     screen, phases = io.StringIO(), Calls()
-    if where == "demo":
-        console = Console(file=screen, width=80, height=24, force_terminal=True)
-        with (
-            demo_screen.screen(console) as shown,
-            shown.starting(Collector.of([]), phases) as begun,
-        ):
-            assert all(phases.again.acquire(timeout=30) for _ in range(2))
-            begun()
-            count = phases.count
-            shown.update(Collector.of([]))
-    else:
-        monkeypatch.setattr(sys, "stderr", screen)
-        monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
-        monkeypatch.setenv("TERM", "xterm")
-        with standard_output.waiting(phases) as begun:
-            assert all(phases.again.acquire(timeout=30) for _ in range(2))
-            begun()
-            begun()
-            count = phases.count
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with standard_output.waiting(phases) as begun:
+        assert all(phases.again.acquire(timeout=30) for _ in range(2))
+        begun()
+        begun()
+        count = phases.count
     assert "compiling 7 of 9 (step), 0 s" in screen.getvalue()
     assert phases.count == count
 
@@ -81,11 +67,6 @@ def test_a_terminal_shows_it_until_the_first_message(where, monkeypatch):
 def test_a_pipe_shows_nothing_of_it(capsys):
     phases = Calls()
     with standard_output.waiting(phases) as begun:
-        begun()
-    with (
-        demo_screen.screen(Console(file=io.StringIO())) as shown,
-        shown.starting(Collector.of([]), phases) as begun,
-    ):
         begun()
     assert phases.count == 0
     assert capsys.readouterr() == ("", "")

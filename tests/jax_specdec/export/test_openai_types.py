@@ -11,8 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
-from jax_specdec.cli import demo_requests
-from jax_specdec.export import html_page
+from jax_specdec.export import html_page, response_files
 from jax_specdec.export.openai import (
     DONE,
     ChatStream,
@@ -23,8 +22,11 @@ from jax_specdec.export.openai import (
 )
 from jax_specdec.records import output_processor
 from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.serve.model import tiny_model
 from tests.jax_specdec.export.test_openai import MADE, TABLE, records_of, snowman, two_steps
 from tests.support.processor_messages import target, tokens
+
+BYTES = tiny_model(name="tiny", created=0, max_length=99).table
 
 
 def plain():
@@ -104,10 +106,8 @@ def test_the_demo_writes_the_type_and_the_page_reads_it(tmp_path):
     state = output_processor.admit(output_processor.ProcessorState.empty(1), 0, 1, asked)
     message = target(0, tokens(0xC3, 0xA9, 256, columns=2))
     _, records = output_processor.step(state, message)
-    collector = demo_requests.Collector.of([asked])
-    collector.outputs["r"].add(records[0])
-    with demo_requests.open_json(tmp_path / "r.jsonl") as file:
-        demo_requests.write_json(file, collector)
+    with (tmp_path / "r.jsonl").open("w") as file:
+        response_files.write(file, [completion(asked, [*records], BYTES, **MADE)])
     (line,) = (tmp_path / "r.jsonl").read_text().splitlines()
     response = json.loads(line)
     response["choices"][0]["finish_reason"] = "stop"  # it has not ended
@@ -118,6 +118,23 @@ def test_the_demo_writes_the_type_and_the_page_reads_it(tmp_path):
     ((shown,),) = view.files
     assert shown.tokens.tolist() == [0, 1, 2]
     assert shown.prompt == "A"
+
+
+def test_an_invalid_row_and_minus_infinity_survive_json(tmp_path):
+    params = SamplingParams(max_tokens=2, logprobs=1)
+    asked = Request(id="r", prompt_token_ids=(256, 65), params=params)
+    state = output_processor.admit(output_processor.ProcessorState.empty(1), 0, 1, asked)
+    values = [[float("nan"), float("nan")], [-float("inf"), -0.5]]
+    _, records = output_processor.step(
+        state, target(0, tokens(200, 66, columns=2, logprobs=values))
+    )
+    with (tmp_path / "r.jsonl").open("w") as file:
+        response_files.write(file, [completion(asked, [*records], BYTES, **MADE)])
+    record = json.loads((tmp_path / "r.jsonl").read_text())
+    logprobs = record["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, -9999.0]
+    assert logprobs["tokens"] == ["bytes:\\xc8", "B"]
+    assert record["speculation"]["cumulative_logprob"] is None
 
 
 def test_the_types_refuse_what_is_wrong():

@@ -203,7 +203,7 @@ def test_trap_8_the_engine_side_works_on_a_machine_without_jax():
     assert {
         "jax_specdec.engine.engine",
         "jax_specdec.cli.main",
-        "jax_specdec.cli.demo_requests",
+        "jax_specdec.cli.demo_command",
         "ipc.reader",
     } <= set(names)
     done = without_jax(f"import {', '.join(names)}\n{MESSAGE_TO_JSON}")

@@ -1,4 +1,4 @@
-"""Where drafts come from: the options of `generate` and `serve`, checked before anything runs."""
+"""Options of an engine that the commands share: who drafts, slots, devices, kept programs."""
 
 from __future__ import annotations
 
@@ -6,25 +6,62 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import found
+from jax_specdec.cli.argument_types import add_compilation_cache, found, integer
 
 if TYPE_CHECKING:
     from jax_specdec.checkpoint.hf_names import HfModel
 
 
-def add_drafting(group: Any) -> None:
-    """Add the options that say who drafts."""
+def add_engine(group: Any) -> None:
+    """Add the options that say who drafts, and how much a worker runs at once."""
+    from ipc.wire import MAX_DRAFTS
     from jax_specdec.control import DRAFTERS
 
     group.add_argument(
         "--drafter", choices=DRAFTERS,
-        help="where drafts come from (default: model with --draft-model, otherwise mtp if the "
-        "model has a head, otherwise ngram)",
+        help="where drafts come from: the model's own head (mtp), the latest n-gram or the longest "
+        "suffix of the request's text, a smaller model, or none (default: model with "
+        "--draft-model, otherwise mtp if the model has a head, otherwise ngram)",
     )  # fmt: skip
     group.add_argument(
         "--draft-model", type=Path, metavar="DIR",
         help="a smaller checkpoint with the same tokenizer, which drafts",
     )  # fmt: skip
+    group.add_argument(
+        "--drafts", type=integer(0, MAX_DRAFTS), default=3, metavar="N",
+        help=f"the most draft tokens a step, 0 to {MAX_DRAFTS} (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--corpus", type=Path, metavar="FILE",
+        help="a UTF-8 text that the suffix drafter searches too",
+    )  # fmt: skip
+    group.add_argument(
+        "--adaptive-drafts", action="store_true",
+        help="draft less for a request whose drafts are rarely accepted",
+    )  # fmt: skip
+    group.add_argument(
+        "--slots", type=integer(1), default=8, metavar="B",
+        help="requests that a worker decodes together (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
+        help="devices among which each worker splits the model; "
+        "without accelerators it makes N CPU devices (default: %(default)s)",
+    )  # fmt: skip
+    add_compilation_cache(group)
+
+
+def engine_options(
+    options: argparse.Namespace, model: HfModel | None, max_length: int
+) -> dict[str, Any]:
+    """The fields of `EngineConfig` that these options set; arguments and errors as `drafting`."""
+    return {
+        **drafting(options, model, max_length),
+        "adaptive": options.adaptive_drafts,
+        "num_slots": options.slots,
+        "tensor_parallel": options.tensor_parallel,
+        "compilation_cache": options.compilation_cache,
+    }
 
 
 def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int) -> dict[str, Any]:
