@@ -7,7 +7,7 @@ them to the kernel, in another order.
 import re
 from dataclasses import dataclass
 
-from tests.ptx_machine.parser import PtxError
+from .parser import PtxError
 
 FUNCTION = re.compile(
     r"define void @(\w+_mosaic_gpu)\(ptr %0, ptr %1, ptr %2\) \{\n(.*?)\n\}", re.DOTALL

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx_machine import undefined
-from tests.ptx_machine.arithmetic import BITS, OPERATIONS, TYPES, largest
-from tests.ptx_machine.memory import Buffer
-from tests.ptx_machine.parser import (
+from . import undefined
+from .arithmetic import BITS, OPERATIONS, TYPES, largest
+from .memory import Buffer
+from .parser import (
     SHARED_VARIABLE,
     Address,
     Immediate,
@@ -19,7 +19,7 @@ from tests.ptx_machine.parser import (
     Register,
     Vector,
 )
-from tests.ptx_machine.threads import SHARED_BASE, Threads
+from .threads import SHARED_BASE, Threads
 
 ACCESS = re.compile(r"(ld|st)(?:\.relaxed\.gpu)?(\.global|\.shared)?(?:\.v(2|4))?\.(b16|b32|b64)$")
 PAIR = re.compile(r"setp\.(\w+)\.(b?f16)x2$")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.ptx_machine import instructions
-from tests.ptx_machine.parser import Instruction, Program, PtxError, Symbol
-from tests.ptx_machine.threads import Hardware, Launch, Threads
+from . import instructions
+from .parser import Instruction, Program, PtxError, Symbol
+from .threads import Hardware, Launch, Threads
 
 
 @dataclass

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx_machine.parser import PtxError
+from .parser import PtxError
 
 GRANULE = 2  # bytes: no narrower access is known to the machine
 WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}

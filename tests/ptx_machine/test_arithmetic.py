@@ -6,11 +6,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.ptx_machine.arithmetic import OPERATIONS, Errors, fma
-
-
-def words(values):
-    return np.asarray(values, np.float32).view(np.uint32)
+from .arithmetic import OPERATIONS, Errors, fma
+from .programs import words
 
 
 def operate(opcode, *sources):

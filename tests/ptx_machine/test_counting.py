@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.ptx_machine.parser import PtxError
-from tests.ptx_machine.test_machine import THREADS, run
+from .parser import PtxError
+from .programs import THREADS, run
 
 # Each thread whose word is not 0 takes a place, and writes its number there.
 PLACES = """

@@ -1,44 +1,17 @@
-"""The machine that executes PTX (tests/ptx), on small programs written by hand: it computes what
+"""The machine that executes PTX, on small programs written by hand: it computes what
 the PTX ISA says, and it reports what a program must not do. No GPU compiler is needed here; the
 kernels' own PTX is executed by `.ci/heavy ptx`.
 """
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from tests.ptx_machine import host, machine, threads
-from tests.ptx_machine.memory import Buffer
-from tests.ptx_machine.parser import PtxError, parse
-from tests.ptx_machine.test_arithmetic import words
-
-THREADS = 128
-
-MODULE = """
-.version 9.0
-.target sm_90a
-.address_size 64
-.visible .entry kernel(
-	.param .u64 .ptr .align 256 in,
-	.param .u64 .ptr .align 256 out
-)
-.maxntid 128, 1, 1
-.minnctapersm 1
-{{
-	.reg .pred 	%p<9>;
-	.reg .b16 	%rs<9>;
-	.reg .b32 	%r<40>;
-	.reg .b64 	%rd<9>;
-	// demoted variable
-	.shared .align 16 .b8 __dynamic_shmem__0;
-	ld.param.b64 	%rd1, [in];
-	ld.param.b64 	%rd2, [out];
-	mov.u32 	%r1, %tid.x;
-	mul.wide.u32 	%rd3, %r1, 4;
-	add.s64 	%rd4, %rd1, %rd3; // where this thread reads
-	add.s64 	%rd5, %rd2, %rd3; // where it writes
-{body}
-}}
-"""
+from . import host
+from .parser import PtxError
+from .programs import THREADS, run, words
 
 # The largest of 128 floats, as Mosaic GPU has it: shuffles, shared memory, two barriers.
 LARGEST = """
@@ -73,20 +46,6 @@ $NEGATIVE:
 	st.global.b32 	[%rd5], -1;
 	ret;
 """
-
-
-def run(body, values=None, *, grid=1, shared=64, batches=None, **hardware):
-    """Run `body` with `values` [128] as words; returns a word of output a thread, NumPy uint32."""
-    values = np.zeros(THREADS * grid, np.uint32) if values is None else np.asarray(values)
-    out = np.zeros(THREADS * grid, np.uint32)
-    buffers = (
-        Buffer("in", values.copy(), 4096, writable=False),
-        Buffer("out", out, 4096, writable=True),
-    )
-    launch = threads.Launch((grid, 1, 1), shared, buffers)
-    program = parse(MODULE.format(body=body))
-    machine.run(program, launch, batches or [list(range(grid))], threads.Hardware(**hardware))
-    return out
 
 
 @pytest.fixture
@@ -324,3 +283,13 @@ def test_how_a_kernel_is_launched():
     without = "\n".join(line for line in HOST.splitlines() if "launch_kernel" not in line)
     with pytest.raises(PtxError, match="no launch"):
         host.read(without)
+
+
+def test_the_readmes_example_runs():
+    text = (Path(__file__).parent / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    code = code.replace("from ptx_machine", f"from {__package__}")
+    scope = {}
+    exec(code, scope)
+    with pytest.raises(PtxError, match="outside its 512 bytes"):
+        exec(code.replace("[%rd5], %r3", "[%rd5+4], %r3"), {})

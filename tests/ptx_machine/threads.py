@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.ptx_machine import undefined
-from tests.ptx_machine.arithmetic import KINDS, TYPES, Errors
-from tests.ptx_machine.memory import Buffer, stamp
-from tests.ptx_machine.parser import (
+from . import undefined
+from .arithmetic import KINDS, TYPES, Errors
+from .memory import Buffer, stamp
+from .parser import (
     SHARED_VARIABLE,
     Immediate,
     Operand,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tests.ptx_machine.arithmetic import TYPES
-from tests.ptx_machine.parser import Address, Operand, Program, Register, Vector
+from .arithmetic import TYPES
+from .parser import Address, Operand, Program, Register, Vector
 
 Masks = Sequence[np.ndarray | None]  # a source each
 Rule = Callable[[int, Sequence[np.ndarray], Masks], np.ndarray]
