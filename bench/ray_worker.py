@@ -1,4 +1,4 @@
-"""A worker without a model for `python -m bench ray`: all slots emit in every step. No jax.
+"""A worker without a model for `python -m bench ray`: all slots emit in every step.
 
 `python -m jax_specdec.child bench.ray_worker` is born and commanded as the real worker. A message
 is made anew where slots have changed, and otherwise the last one with another step's tokens in it.

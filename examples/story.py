@@ -1,4 +1,4 @@
-"""The material of the examples: a text, its characters as tokens, three requests. No jax."""
+"""The material of the examples: a text, its characters as tokens, three requests."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept from one start to the next. Never jax.
+"""Where compiled programs are kept from one start to the next.
 
 jax reads and writes the files (its persistent compilation cache); here is decided where they are,
 and what is removed. jax writes a file in place. A process that reads half of one compiles as if it

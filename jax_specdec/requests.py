@@ -1,4 +1,4 @@
-"""Requests: a prompt, its sampling parameters and the logprobs to send. Never jax.
+"""Requests: a prompt, its sampling parameters and the logprobs to send.
 
 Values are checked here, once, at the boundary: all code behind it relies on these limits.
 """

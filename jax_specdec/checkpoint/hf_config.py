@@ -1,4 +1,4 @@
-"""A Hugging Face model directory's config.json as a `ModelConfig`. No jax.
+"""A Hugging Face model directory's config.json as a `ModelConfig`.
 
 Decoders that are Llama's up to optional parts are supported (`hf_families.py`). An option that the
 decoder does not compute is refused by name, never ignored. Both spellings of types are read:

@@ -1,4 +1,4 @@
-"""What each supported architecture adds to a Llama-style decoder, from its config.json. No jax.
+"""What each supported architecture adds to a Llama-style decoder, from its config.json.
 
 Defaults are those of transformers' configuration classes: a file may leave them out. What the
 reference computes and the decoder does not is refused by name.

@@ -1,4 +1,4 @@
-"""The tensors that a Hugging Face model directory stores, from the files' headers. No jax.
+"""The tensors that a Hugging Face model directory stores, from the files' headers.
 
 The directory has `model.safetensors`, or several files and `model.safetensors.index.json`, whose
 `weight_map` says which file holds which tensor.

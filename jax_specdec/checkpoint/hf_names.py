@@ -1,4 +1,4 @@
-"""How a Hugging Face checkpoint's tensors become the decoder's, by name and shape. No jax.
+"""How a Hugging Face checkpoint's tensors become the decoder's, by name and shape.
 
 An MTP head of Llama, Qwen2 or Qwen3 is recognized in DeepSeek-V3's layout
 (https://github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md): layer L, after the decoder's last,

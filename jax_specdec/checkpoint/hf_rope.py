@@ -1,4 +1,4 @@
-"""The rotary positions in a Hugging Face configuration, in every spelling. No jax.
+"""The rotary positions in a Hugging Face configuration, in every spelling.
 
 `rope_parameters` (transformers 5), and `rope_theta` and `rope_scaling` (before). Gemma 3 has two
 sets: nested by the kind of layer, or `rope_local_base_freq` beside the others.

@@ -1,4 +1,4 @@
-"""The sizes of a model, which the engine reads too. No jax."""
+"""The sizes of a model, which the engine reads too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rotary frequencies are changed for texts longer than those of the first training. No jax."""
+"""How rotary frequencies are changed for texts longer than those of the first training."""
 
 from __future__ import annotations
 

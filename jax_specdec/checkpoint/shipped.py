@@ -1,4 +1,4 @@
-"""The weights that come with the package. No jax."""
+"""The weights that come with the package."""
 
 from importlib import resources
 from pathlib import Path

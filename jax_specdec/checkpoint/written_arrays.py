@@ -1,4 +1,4 @@
-"""Arrays as a checkpoint that looks like another one. No jax.
+"""Arrays as a checkpoint that looks like another one.
 
 A trainer has arrays and a worker reads files. What the file holds beside the arrays, the
 configuration above all, is that of the checkpoint which the worker runs.

@@ -1,4 +1,4 @@
-"""What becomes of prompts in an engine: texts as they grow, records as requests end. No jax.
+"""What becomes of prompts in an engine: texts as they grow, records as requests end.
 
 One request's text is shown at a time, in the order of the prompts; the text that another request
 has by then appears at once when its turn comes. Records are written as their requests end.

@@ -1,4 +1,4 @@
-"""`jax-specdec generate --ray`: prompts through engines on a cluster, into columns. No jax."""
+"""`jax-specdec generate --ray`: prompts through engines on a cluster, into columns."""
 
 from __future__ import annotations
 

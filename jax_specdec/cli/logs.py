@@ -1,4 +1,4 @@
-"""Lines of the log on stderr; nobody waits for who reads them. No jax."""
+"""Lines of the log on stderr; nobody waits for who reads them."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Options of commands that run on a Ray cluster. No jax."""
+"""Options of commands that run on a Ray cluster."""
 
 import argparse
 from typing import Any

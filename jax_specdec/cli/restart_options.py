@@ -1,4 +1,4 @@
-"""Options for what becomes of lost workers. No jax."""
+"""Options for what becomes of lost workers."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Files of columns, one a replica, that an interrupted run can continue. No jax.
+"""Files of columns, one a replica, that an interrupted run can continue.
 
 Each file is a stream of Arrow's IPC format without its end mark: a schema and then batches, of one
 row a request that has ended. A batch is written whole; what a run that was killed has left of one

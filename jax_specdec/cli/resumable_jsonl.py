@@ -1,4 +1,4 @@
-"""A file with one JSON record a line, which an interrupted run can continue. No jax.
+"""A file with one JSON record a line, which an interrupted run can continue.
 
 A record is written whole, with its line end last. So a run that was killed leaves whole lines, and
 after them at most one half-written line, which the next run cuts off.

@@ -1,4 +1,4 @@
-"""A folder of Parquet files that an interrupted `jax-specdec score` continues. No jax.
+"""A folder of Parquet files that an interrupted `jax-specdec score` continues.
 
 Each part is written under another name and renamed when it is whole. So a run that was killed
 leaves whole parts, and loses what it had not written yet.

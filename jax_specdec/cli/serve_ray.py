@@ -1,4 +1,4 @@
-"""`jax-specdec serve --ray`: the server as an application of Ray Serve, until a signal. No jax."""
+"""`jax-specdec serve --ray`: the server as an application of Ray Serve, until a signal."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""What a server says of its work, and its end where its engine has stopped for good. No jax."""
+"""What a server says of its work, and its end where its engine has stopped for good."""
 
 from __future__ import annotations
 

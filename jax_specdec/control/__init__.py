@@ -1,4 +1,4 @@
-"""The control plane: commands from an engine to its workers, and their heartbeats back. Never jax.
+"""The control plane: commands from an engine to its workers, and their heartbeats back.
 
 Commands travel over ZeroMQ, numbered and acknowledged; nothing here waits for another process.
 Records never come this way: they go through the ring.

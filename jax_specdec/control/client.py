@@ -1,4 +1,4 @@
-"""The end of the control plane that takes commands: a worker's, or a follower's. Never jax.
+"""The end of the control plane that takes commands: a worker's, or a follower's.
 
 A thread of its own takes the commands, in the order of their numbers, and sends the heartbeats, so
 that both go on whatever the main thread does: a compilation and a wait for a device leave Python to

@@ -1,4 +1,4 @@
-"""What the engine tells its model worker, as values and as bytes. Never jax.
+"""What the engine tells its model worker, as values and as bytes.
 
 A command is one msgpack array: its name, then its fields. Token ids are packed int32, so a prompt
 of 128,000 tokens is copied, never written out. `Start` alone is a line of JSON: a worker gets it on

@@ -1,4 +1,4 @@
-"""Whether a process lives: by heartbeats, or by what it does while it cannot send any. Never jax.
+"""Whether a process lives: by heartbeats, or by what it does while it cannot send any.
 
 Heartbeats come from a thread of Python's. Code that keeps the interpreter to itself holds them up:
 reading a tensor of gigabytes from a slow disk did so for all of the time that it took. Such a

@@ -1,4 +1,4 @@
-"""Heartbeats: what a worker process says of itself, and how it is kept up to date. Never jax."""
+"""Heartbeats: what a worker process says of itself, and how it is kept up to date."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A child process that ends with this one. Never jax.
+"""A child process that ends with this one.
 
 The kernel kills a child with the *thread* that started it (PR_SET_PDEATHSIG, which `child.py` asks
 for). So each child is started by a thread of its own, which then waits for it: the thread lives as

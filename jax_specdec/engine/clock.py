@@ -1,4 +1,4 @@
-"""The time as an engine sees it; a test has its own. Never jax."""
+"""The time as an engine sees it; a test has its own."""
 
 import time
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""An engine's configuration, and the check of requests against it. Never jax."""
+"""An engine's configuration, and the check of requests against it."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args

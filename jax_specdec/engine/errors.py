@@ -1,4 +1,4 @@
-"""Errors of requests, engines, streams, workers, weights and messages. Never jax."""
+"""Errors of requests, engines, streams, workers, weights and messages."""
 
 from jax_specdec.engine.weights import WeightsError
 from jax_specdec.engine.worker_client import WorkerFailed

@@ -1,4 +1,4 @@
-"""Directories of engines that were killed: found, and removed. Never jax.
+"""Directories of engines that were killed: found, and removed.
 
 An engine has a directory for its socket and its workers' output, and removes it when it is closed,
 but for the output of lost workers. A file in it says whose it is.

@@ -1,4 +1,4 @@
-"""Requests without a slot, and which of them gets which worker's next. Never jax."""
+"""Requests without a slot, and which of them gets which worker's next."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""A request between two stays in a slot: its progress, and the log it is taken from. Never jax."""
+"""A request between two stays in a slot: its progress, and the log it is taken from."""
 
 from dataclasses import dataclass, field, replace
 

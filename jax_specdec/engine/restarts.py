@@ -1,4 +1,4 @@
-"""How often a lost worker or replica is replaced: so many times within a window. Never jax."""
+"""How often a lost worker or replica is replaced: so many times within a window."""
 
 from collections.abc import Iterable
 

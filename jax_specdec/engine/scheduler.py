@@ -1,4 +1,4 @@
-"""Requests on workers, in rounds: admitted, read, handed over, queued again, ended. Never jax.
+"""Requests on workers, in rounds: admitted, read, handed over, queued again, ended.
 
 A scheduler runs in one thread, which never waits for a worker: the caller's own while it iterates
 over `Engine.generate`, or the one that serves an engine's streams.

@@ -1,4 +1,4 @@
-"""A request's life as OpenTelemetry spans, from the times that the engine takes anyway. Never jax.
+"""A request's life as OpenTelemetry spans, from the times that the engine takes anyway.
 
     jax_specdec.request        from its submission to its last record
       jax_specdec.queue        until it gets a slot; again after a preemption, hand-over or loss

@@ -1,4 +1,4 @@
-"""One request's records for its consumer: a thread, or a task of asyncio. Never jax.
+"""One request's records for its consumer: a thread, or a task of asyncio.
 
 The engine's thread puts records in, and waits for nobody: a consumer that is too far behind is told
 so, and its request ends.

@@ -1,4 +1,4 @@
-"""The open streams of an engine, and the thread that serves them. Never jax.
+"""The open streams of an engine, and the thread that serves them.
 
 Any thread submits and ends requests: what it asks for waits in an inbox, and the engine's thread,
 which alone touches workers and rings, takes it out between two rounds.

@@ -1,4 +1,4 @@
-"""How long things take, as histograms: of an engine since its start. Never jax.
+"""How long things take, as histograms: of an engine since its start.
 
 A message's values are taken together, as columns: 256 records cost about as much as one.
 """

@@ -1,4 +1,4 @@
-"""The search for the request that ended a worker, among those that were lost with it. Never jax.
+"""The search for the request that ended a worker, among those that were lost with it.
 
 Half of them, the newest first, are tried on a worker that gets no unknown ones meanwhile. Those
 that get on there are cleared, and run on; the search goes on in the other half. Where that worker

@@ -1,4 +1,4 @@
-"""Requests that wait for a slot, in their order; any of them can leave at once. Never jax."""
+"""Requests that wait for a slot, in their order; any of them can leave at once."""
 
 import bisect
 import collections

@@ -1,4 +1,4 @@
-"""A way to end another thread's wait for messages. Never jax."""
+"""A way to end another thread's wait for messages."""
 
 import contextlib
 import os

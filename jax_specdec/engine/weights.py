@@ -1,4 +1,4 @@
-"""Weights that change: what they are read from, and an update on its way to all workers. No jax.
+"""Weights that change: what they are read from, and an update on its way to all workers.
 
 First every worker loads and checks the weights beside those that it uses (`Prepare`). Once all of
 them have, each uses them from its next step on (`Commit`). If one cannot, or is lost before that,

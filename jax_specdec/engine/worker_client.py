@@ -1,4 +1,4 @@
-"""A model worker as the engine sees it: a process, its commands, and its ring. Never jax."""
+"""A model worker as the engine sees it: a process, its commands, and its ring."""
 
 import contextlib
 import os

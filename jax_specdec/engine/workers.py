@@ -1,4 +1,4 @@
-"""An engine's workers: started, heard, waited for, ended and started anew. Never jax.
+"""An engine's workers: started, heard, waited for, ended and started anew.
 
 Nothing here waits for a worker, except `close`. A worker that is lost is ended first and reported
 once it has ended; its successor is started when its time has come.

@@ -1,4 +1,4 @@
-"""What an engine's workers share: a directory, the control socket, their output. Never jax."""
+"""What an engine's workers share: a directory, the control socket, their output."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""The door to other formats of records: OpenAI, columns, Arrow, Prometheus. No jax.
+"""The door to other formats of records: OpenAI, columns, Arrow, Prometheus.
 
 It stands above `jax_specdec.engine`, so that the engine knows no format; the modules behind it may
 change. Libraries that a format needs are imported on its first use.

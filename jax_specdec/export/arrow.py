@@ -1,4 +1,4 @@
-"""Columns as Arrow tables and Parquet files (extra `arrow`). No jax.
+"""Columns as Arrow tables and Parquet files (extra `arrow`).
 
 There are two tables: one row a token, and one row a request; or a single one, one row a sequence,
 with lists of what its tokens have. NaN is the logprob of an invalid row; what was not asked for or

@@ -1,4 +1,4 @@
-"""Records as columns for training on logprobs: one row a token, NumPy, nothing lost. No jax.
+"""Records as columns for training on logprobs: one row a token, NumPy, nothing lost.
 
 `ColumnBuilder` collects the records of many requests, and `TokenColumns` is the result; `arrow.py`
 makes Arrow tables and Parquet files of it.

@@ -1,4 +1,4 @@
-"""A page that shows every token's logprob: OpenAI-style responses to one HTML file. No jax.
+"""A page that shows every token's logprob: OpenAI-style responses to one HTML file.
 
 The page loads nothing, and what a token says is data in it: never markup, never a script. The data
 is columns in compressed blocks (`page_data.py`), and the script draws only what is seen of it.

@@ -1,4 +1,4 @@
-"""Batches of `step_rows` put together again: the columns of all their tokens. No jax."""
+"""Batches of `step_rows` put together again: the columns of all their tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The numbers of processors and engines as Prometheus text (extra `metrics`). Never jax.
+"""The numbers of processors and engines as Prometheus text (extra `metrics`).
 
 `prometheus_client` writes the text, in exposition format 0.0.4, for a server of your own to answer
 with. Nothing is kept between calls: a page is a function of the values that it is given.

@@ -1,4 +1,4 @@
-"""Records with their texts, for a notebook. No jax."""
+"""Records with their texts, for a notebook."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

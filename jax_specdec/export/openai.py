@@ -1,4 +1,4 @@
-"""Records as OpenAI-style responses, ready for `json.dumps`. No jax.
+"""Records as OpenAI-style responses, ready for `json.dumps`.
 
 The formats are those of the completions and the chat completions API
 (https://platform.openai.com/docs/api-reference), whole and as the chunks of a stream. What they

@@ -1,4 +1,4 @@
-"""The extension beside OpenAI's fields: what speculation did to a request, as JSON. No jax."""
+"""The extension beside OpenAI's fields: what speculation did to a request, as JSON."""
 
 import math
 from collections.abc import Sequence

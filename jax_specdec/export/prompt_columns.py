@@ -1,4 +1,4 @@
-"""The logprobs of prompts as columns of Arrow, one row a request, and back. No jax.
+"""The logprobs of prompts as columns of Arrow, one row a request, and back.
 
 They are the values of `Record.prompt`, nothing left out: a reader gets the same `PromptRows`.
 """

@@ -1,4 +1,4 @@
-"""Lists one after the other, as NumPy arrays of their values and sizes. No jax."""
+"""Lists one after the other, as NumPy arrays of their values and sizes."""
 
 from collections.abc import Callable
 from typing import Any

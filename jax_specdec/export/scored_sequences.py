@@ -1,4 +1,4 @@
-"""Scored prompts as columns, one row a sequence: what a teacher's top K is kept in. No jax.
+"""Scored prompts as columns, one row a sequence: what a teacher's top K is kept in.
 
 A folder of Parquet files with these columns is read as one table by pyarrow, pandas, polars, DuckDB
 and Ray.

@@ -1,4 +1,4 @@
-"""Columns of whole steps as Arrow, one row a request; no record is touched alone. No jax.
+"""Columns of whole steps as Arrow, one row a request; no record is touched alone.
 
 `ColumnBuilder` keeps the records of many requests until they have ended. Here each call makes a
 batch of what some steps brought, and forgets it: for who passes records on as they come.

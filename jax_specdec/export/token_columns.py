@@ -1,4 +1,4 @@
-"""Tokens of many requests as NumPy arrays, one row a token. No jax.
+"""Tokens of many requests as NumPy arrays, one row a token.
 
 `column_builder.py` makes these values; reading them takes NumPy alone.
 """

@@ -1,4 +1,4 @@
-"""The door to many nodes: engines as actors of Ray, requests in, batches of columns out. No jax.
+"""The door to many nodes: engines as actors of Ray, requests in, batches of columns out.
 
 It stands above `jax_specdec.engine` and `jax_specdec.export`; the modules behind it may change. Ray
 itself is imported when the first engine is made: without it, that says what to install.

@@ -1,4 +1,4 @@
-"""The requests of a fleet: which wait, which replica has which, and what was delivered. Never jax.
+"""The requests of a fleet: which wait, which replica has which, and what was delivered.
 
 Nothing here knows Ray or threads: whoever holds it locks it.
 """

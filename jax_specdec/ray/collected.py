@@ -1,4 +1,4 @@
-"""The batches of one `generate`, between the threads that fetch them and its reader. Never jax."""
+"""The batches of one `generate`, between the threads that fetch them and its reader."""
 
 import collections
 import threading

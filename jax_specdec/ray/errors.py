@@ -1,4 +1,4 @@
-"""Errors of a cluster. Never jax."""
+"""Errors of a cluster."""
 
 
 class ClusterError(RuntimeError):

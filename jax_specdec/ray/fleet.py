@@ -1,4 +1,4 @@
-"""A fleet: its members, the book of requests, deliveries, deadlines, the end. Never jax.
+"""A fleet: its members, the book of requests, deliveries, deadlines, the end.
 
 One lock holds all of it. Who waits for a reader, or for Ray, does so without the lock.
 """

@@ -1,6 +1,6 @@
 """A model over several nodes: a replica's lead asks here for followers, and actors start them.
 
-Never jax. The lead is a child of the replica's engine, and no part of Ray. It connects to a socket
+The lead is a child of the replica's engine, and no part of Ray. It connects to a socket
 file in a directory that only this user may enter, once for each follower on another node; see
 `jax_specdec.device.worker.followers`. What travels there are a line and an exit status.
 """

@@ -1,4 +1,4 @@
-"""Whether the head of a Ray cluster still answers, and is the one that it was. Never jax."""
+"""Whether the head of a Ray cluster still answers, and is the one that it was."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Ray, imported where it is needed: the room can be imported without it. Never jax."""
+"""Ray, imported where it is needed: the room can be imported without it."""
 
 import importlib
 from typing import Any

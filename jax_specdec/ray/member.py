@@ -1,4 +1,4 @@
-"""One replica as the fleet sees it: begun, read, lost, begun again; a thread of its own. Never jax.
+"""One replica as the fleet sees it: begun, read, lost, begun again; a thread of its own.
 
 Ray starts a lost actor anew; this thread notices the loss, has its requests taken back, and begins
 the new one.

@@ -1,4 +1,4 @@
-"""What a replica's engine has brought and nobody has fetched yet. Never jax."""
+"""What a replica's engine has brought and nobody has fetched yet."""
 
 import collections
 import threading

@@ -1,4 +1,4 @@
-"""What runs on a cluster, for a person: nodes, replicas, applications. Never jax."""
+"""What runs on a cluster, for a person: nodes, replicas, applications."""
 
 import contextlib
 from collections.abc import Iterator

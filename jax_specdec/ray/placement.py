@@ -1,4 +1,4 @@
-"""Where replicas run: placement groups of Ray, and the actors in them. Never jax."""
+"""Where replicas run: placement groups of Ray, and the actors in them."""
 
 import os
 import socket

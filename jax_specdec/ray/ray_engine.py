@@ -1,4 +1,4 @@
-"""An engine made of many: requests in, batches of columns out, on any number of nodes. Never jax.
+"""An engine made of many: requests in, batches of columns out, on any number of nodes.
 
 Ray places the replicas, starts lost ones anew, and carries the batches. Here requests are kept
 until they have ended, so that one whose replica is lost goes on elsewhere from its own tokens.

@@ -1,4 +1,4 @@
-"""One engine of a fleet, as an actor of Ray: requests in, batches of columns out. Never jax.
+"""One engine of a fleet, as an actor of Ray: requests in, batches of columns out.
 
 The actor's process is the engine's: it starts workers, reads their rings, and ends with them.
 Whoever began it last, with `begin`, has it for itself; who began it before hears nothing more.

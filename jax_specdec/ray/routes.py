@@ -1,4 +1,4 @@
-"""Which replica gets a request: pure bookkeeping of loads and of prompts' beginnings. Never jax."""
+"""Which replica gets a request: pure bookkeeping of loads and of prompts' beginnings."""
 
 import collections
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server as an application of Ray Serve. Never jax.
+"""The OpenAI-compatible server as an application of Ray Serve.
 
 Ray Serve listens, routes, scales and looks after its replicas; each replica is the server's own
 application around an engine of its own.

@@ -1,6 +1,6 @@
 """What killed replicas left on a host: their rings in shared memory, and their files of weights.
 
-Never jax. A ring whose two sides have met has no name any more, and goes with them. One whose
+A ring whose two sides have met has no name any more, and goes with them. One whose
 engine was killed before that keeps its name. Only what names a dead process of this very host as
 its maker is removed (`ipc.doctor`): no ring that anybody uses, and nothing of other users.
 """

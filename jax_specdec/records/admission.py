@@ -1,4 +1,4 @@
-"""Giving a slot of the processor's state to a request, and freeing it. Never jax."""
+"""Giving a slot of the processor's state to a request, and freeing it."""
 
 from dataclasses import replace
 from typing import Any, TypeVar

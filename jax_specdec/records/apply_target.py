@@ -1,4 +1,4 @@
-"""Applying a target message: the tokens of each request before and after the stop rules. Never jax.
+"""Applying a target message: the tokens of each request before and after the stop rules.
 
 Each function works on whole columns; only tokens that may end their request are examined alone.
 Axes: B slots, N slots taken from this message, T tokens, R rows, D drafts, M remembered tokens.

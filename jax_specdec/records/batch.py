@@ -1,4 +1,4 @@
-"""The columns of one step's records. Never jax."""
+"""The columns of one step's records."""
 
 from dataclasses import dataclass, replace
 from enum import IntEnum

@@ -1,4 +1,4 @@
-"""Bytes to a validated `Message`: column views of one buffer, no object per token. Never jax.
+"""Bytes to a validated `Message`: column views of one buffer, no object per token.
 
 The bytes are not trusted: every count is checked against its limit, and the length that the counts
 imply against the actual length, before any value is used as an index.

@@ -1,4 +1,4 @@
-"""A message from host values: the slow, obvious inverse of `decode`. Never jax.
+"""A message from host values: the slow, obvious inverse of `decode`.
 
 A worker packs on the device (`pack`). This function makes messages on the host, and tests compare
 the packer with it.

@@ -1,4 +1,4 @@
-"""The error of bytes that are no message. Never jax."""
+"""The error of bytes that are no message."""
 
 from ipc import wire
 

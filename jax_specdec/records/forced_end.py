@@ -1,4 +1,4 @@
-"""Requests that end without a message: an abort, or the end of a stream. Never jax."""
+"""Requests that end without a message: an abort, or the end of a stream."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The end of a message: the kept sets of its emitted tokens. Never jax.
+"""The end of a message: the kept sets of its emitted tokens.
 
 The bytes are not trusted. A count is checked before the sum of counts is used, that sum before
 anything is viewed, and the ids before anyone reads them.

@@ -1,4 +1,4 @@
-"""Records in a notebook: their tokens as a piece of HTML, colored by logprob. Never jax.
+"""Records in a notebook: their tokens as a piece of HTML, colored by logprob.
 
 Notebooks call `_repr_html_` of what a cell ends with. A record knows no strings, so its tokens are
 their ids; `jax_specdec.export.colored` shows their texts. The colors are shades that suit light and

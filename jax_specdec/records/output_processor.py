@@ -1,4 +1,4 @@
-"""Messages to records: `state, records = step(state, message)`, a pure function. Never jax.
+"""Messages to records: `state, records = step(state, message)`, a pure function.
 
 A target message is applied in four steps:
 

@@ -1,4 +1,4 @@
-"""The output processor's state: which request holds which slot, and its progress. Never jax.
+"""The output processor's state: which request holds which slot, and its progress.
 
 Everything is frozen and columnar: arrays are read-only, and every function returns a new state that
 shares the unchanged parts. Axes: B slots, D drafts, M remembered tokens.

@@ -1,4 +1,4 @@
-"""The logprobs of a prompt: what a message of kind PROMPT adds. Never jax.
+"""The logprobs of a prompt: what a message of kind PROMPT adds.
 
 A worker runs a prompt in chunks. For a request that asked, each chunk's tokens come with their
 rows (except the first prompt token, which nothing predicts), in order, and all before the request's

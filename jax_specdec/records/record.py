@@ -1,4 +1,4 @@
-"""Records: the columns of a step as objects, one a request, made only when touched. Never jax.
+"""Records: the columns of a step as objects, one a request, made only when touched.
 
 A `RecordBatch` holds the columns of one step, a `Records` the batches that one call released. A
 `Record` is a light view of one request's row in them, and `TokenRows` a view of the tokens or the

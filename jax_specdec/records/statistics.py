@@ -1,4 +1,4 @@
-"""Statistics of speculation: drafts proposed and accepted, as values. Never jax.
+"""Statistics of speculation: drafts proposed and accepted, as values.
 
 All numbers follow from three histograms over a step's drafts, so a step adds two numbers for each
 slot, whatever the number of drafts. The ratios are those of FastDeploy's token processor, which

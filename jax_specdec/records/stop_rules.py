@@ -1,4 +1,4 @@
-"""Stop token ids and stop sequences, found for a whole batch at once. Never jax.
+"""Stop token ids and stop sequences, found for a whole batch at once.
 
 Every stop token, and the last token of every stop sequence, is a key (slot, token id) of one sorted
 table; a step looks up all its tokens in one search. Only the few hits are examined one by one.

@@ -1,4 +1,4 @@
-"""The routes of the server, and what holds for all of them: keys, bounds, errors. No jax.
+"""The routes of the server, and what holds for all of them: keys, bounds, errors.
 
 Starlette routes and answers (https://www.starlette.io); nothing of HTTP is written here.
 """

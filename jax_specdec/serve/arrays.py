@@ -1,4 +1,4 @@
-"""Logprobs beyond OpenAI's formats: a prompt's as vLLM writes them, and columns in base64. No jax.
+"""Logprobs beyond OpenAI's formats: a prompt's as vLLM writes them, and columns in base64.
 
 Source of the former: `prompt_logprobs` in
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html

@@ -1,4 +1,4 @@
-"""Values of JSON against the schemas of `fields.py`, with errors for a person. No jax.
+"""Values of JSON against the schemas of `fields.py`, with errors for a person.
 
 Only the words of JSON Schema that those schemas use are known. A list of token ids may be long: its
 items are looked at in one go.

@@ -1,4 +1,4 @@
-"""One choice of an answer, as JSON: whole, or in the chunks of a stream. No jax."""
+"""One choice of an answer, as JSON: whole, or in the chunks of a stream."""
 
 from collections.abc import Sequence
 from typing import Any

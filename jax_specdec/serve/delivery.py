@@ -1,4 +1,4 @@
-"""One choice's records as its client gets them: text beside tokens, cut at a stop string. No jax.
+"""One choice's records as its client gets them: text beside tokens, cut at a stop string.
 
 A record is held back while a stop string may begin in its text, and with it its logprobs: nothing
 is sent that a later token would take back.

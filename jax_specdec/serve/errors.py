@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them: a status, and a body that a client library reads. No jax.
+"""Errors as OpenAI's API words them: a status, and a body that a client library reads.
 
 Source: https://platform.openai.com/docs/guides/error-codes
 """

@@ -1,4 +1,4 @@
-"""The fields of a request's body, as JSON schemas: what is served, and what is not yet. No jax.
+"""The fields of a request's body, as JSON schemas: what is served, and what is not yet.
 
 The server publishes these schemas (`openapi.py`) and checks bodies by them (`checks.py`).
 

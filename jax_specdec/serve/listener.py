@@ -1,4 +1,4 @@
-"""A server of HTTP that ends well: it drains, and says so meanwhile. No jax.
+"""A server of HTTP that ends well: it drains, and says so meanwhile.
 
 uvicorn listens and speaks HTTP (https://www.uvicorn.org).
 """

@@ -1,4 +1,4 @@
-"""The model that a server offers: its name, its texts and its limits. No jax."""
+"""The model that a server offers: its name, its texts and its limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The server's description of itself, in OpenAPI 3.1. No jax.
+"""The server's description of itself, in OpenAPI 3.1.
 
 https://spec.openapis.org/oas/v3.1.0
 """

@@ -1,4 +1,4 @@
-"""A checked body to what the engine and the answer need. No jax."""
+"""A checked body to what the engine and the answer need."""
 
 import secrets
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A request's choices in the engine, and the answer that they make, whole or as events. No jax.
+"""A request's choices in the engine, and the answer that they make, whole or as events.
 
 Each choice is a stream of the engine. Whoever waits for an answer and leaves ends its choices.
 """

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer: ids 0..255 are bytes, the rest are special. No jax."""
+"""A byte-level tokenizer: ids 0..255 are bytes, the rest are special."""
 
 from __future__ import annotations
 

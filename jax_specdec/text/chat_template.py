@@ -1,4 +1,4 @@
-"""A model's own chat template: messages to the text that it was trained on. No jax.
+"""A model's own chat template: messages to the text that it was trained on.
 
 Templates are Jinja programs that come with a checkpoint (extra `hf`). Jinja's sandbox keeps them
 from attributes and files, but not from running for a long time.

@@ -1,4 +1,4 @@
-"""Token ids to strings and bytes; each id's strings are made on their first use. No jax.
+"""Token ids to strings and bytes; each id's strings are made on their first use.
 
 A token is a piece of bytes, not of text: one character can take several tokens, and a token can
 end inside a character. So the bytes are what is true, and every string is derived from them. This

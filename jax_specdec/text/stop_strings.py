@@ -1,4 +1,4 @@
-"""Strings that end a text: where, and how much of it is certain meanwhile. No jax.
+"""Strings that end a text: where, and how much of it is certain meanwhile.
 
 The text ends where the first of them is complete, character by character. So its end depends on the
 text alone, and not on the tokens or the steps in which the text came.

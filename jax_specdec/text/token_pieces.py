@@ -1,4 +1,4 @@
-"""The bytes of each piece of a tokenizer.json vocabulary. No jax, no library.
+"""The bytes of each piece of a tokenizer.json vocabulary.
 
 Two kinds of vocabulary are read: byte-level BPE (GPT-2, Llama 3, Qwen), which writes each byte as
 one character, and SentencePiece-style BPE (Llama 2), which writes a space as U+2581 and bytes

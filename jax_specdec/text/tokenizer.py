@@ -1,4 +1,4 @@
-"""A model directory's tokenizer: text and conversations to ids, ids to bytes. No jax.
+"""A model directory's tokenizer: text and conversations to ids, ids to bytes.
 
 The `tokenizers` library (extra `hf`) encodes; decoding needs only the table of bytes.
 """

@@ -1,4 +1,4 @@
-"""The host's check of a packed message, before it is sent. Never jax."""
+"""The host's check of a packed message, before it is sent."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Which slots' caches hold what a prompt needs: prompts that begin alike are run once. Never jax.
+"""Which slots' caches hold what a prompt needs: prompts that begin alike are run once.
 
 A cache entry of a position is a function of the tokens up to it and, for a drafter's cache, of the
 token after it. Its bits are also a function of the program that made it. So a prompt takes over
