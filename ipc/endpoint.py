@@ -9,7 +9,6 @@ from functools import partial
 from os import getpid, sched_getaffinity
 from typing import ClassVar, Self
 
-from ipc.checksum import checked_bytes, flags_of
 from ipc.counters import RingCounters
 from ipc.doorbell import Doorbell
 from ipc.errors import ForeignProcess, PeerDied, RingClosed, RingInUse, RingTimeout
@@ -17,6 +16,7 @@ from ipc.os_errors import explained
 from ipc.peers import PeerWatch, ProcessIdentity, process_start_time
 from ipc.segment import Segment
 from ipc.segment_layout import (
+    FLAG_CHECKSUM,
     FLAG_DOORBELL,
     LINE_CLOSED,
     LINE_POSITION,
@@ -74,7 +74,7 @@ class Endpoint:
         self._session = segment.header.session
         self._num_slots = geometry.num_slots
         self._slot_bytes = geometry.slot_bytes
-        self._checked_bytes = checked_bytes(segment.header.flags, geometry.slot_bytes)
+        self._has_checksum = bool(segment.header.flags & FLAG_CHECKSUM)
         self._num_descriptors = geometry.num_descriptors
         self._buffer = segment.buffer
         self._words = segment.words
@@ -95,7 +95,7 @@ class Endpoint:
         slot_bytes: int = DEFAULT_SLOT_BYTES,
         *,
         wait: WaitPolicy = "predict",
-        checksum: bool | None = None,
+        checksum: bool = True,
         doorbell: bool = False,
     ) -> Self:
         """Creates a ring and takes this side of it; the peer attaches by `.name`.
@@ -106,19 +106,21 @@ class Endpoint:
           wait: how this side waits: "predict" sleeps until shortly before the next message is
             expected and then spins, as long as other programs leave it the core; "spin" looks all
             the time, "block" sleeps in the kernel.
-          checksum: protect payloads with XXH3-64: all (True), none (False), or those of 16 KB or
-            less (None), where it costs little. Descriptors always carry a CRC-32.
+          checksum: protect payloads with XXH3-64, whatever their size; both sides pay for it
+            (docs/ring.md says how much). Descriptors always carry a CRC-32.
           doorbell: add a file descriptor, for asyncio and for many rings in one thread.
 
         Raises:
           OutOfSharedMemory: /dev/shm has no room, or the process may not map so much.
-          ValueError: a size is out of range.
+          ValueError: a size is out of range, or `checksum` is neither True nor False.
           RingError: the operating system refuses: no descriptor is left, this user cannot make
             files in /dev/shm. `__cause__` is the system's own error.
         """
         check_policy(wait)
         geometry = Geometry(num_slots, slot_bytes)
-        flags = flags_of(checksum) | (FLAG_DOORBELL if doorbell else 0)
+        if checksum not in (True, False):  # None was the default, and must not switch it off
+            raise ValueError(f"checksum is {checksum!r}, but must be True or False")
+        flags = FLAG_CHECKSUM * checksum | (FLAG_DOORBELL if doorbell else 0)
         segment = Segment.create(cls._role, geometry, flags)
         try:
             endpoint = cls(segment, wait)

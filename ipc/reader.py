@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from ipc.checksum import checksum_of
 from ipc.counters import RingCounters
 from ipc.endpoint import Endpoint
 from ipc.errors import CorruptMessage, EndOfStream, PeerDied, RingError, RingTimeout
@@ -19,6 +18,7 @@ from ipc.segment_layout import (
     DESCRIPTOR,
     DESCRIPTOR_FIELDS,
     DESCRIPTOR_MAGIC,
+    FLAG_CHECKSUM,
     FLAG_DOORBELL,
     FLAG_DROPPED,
     FLAG_END,
@@ -205,7 +205,7 @@ class RingReader(Endpoint):
             geometry.num_slots,
             geometry.slot_bytes,
             wait=self._wait_policy,
-            checksum=checksum_of(flags),
+            checksum=bool(flags & FLAG_CHECKSUM),
             doorbell=bool(flags & FLAG_DOORBELL),
         )
 
@@ -241,7 +241,7 @@ class RingReader(Endpoint):
             self._over = self._end_of_stream(flags, sequence)
             raise self._over
         data = self._slots[slot][:size].tobytes()
-        if size <= self._checked_bytes and xxh3_64_intdigest(data) != checksum:
+        if self._has_checksum and xxh3_64_intdigest(data) != checksum:
             self._fail(
                 f"the payload of message {sequence} has a wrong checksum (bytes in it: {size})"
             )

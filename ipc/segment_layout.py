@@ -28,7 +28,7 @@ from ipc.peers import ProcessIdentity
 
 MAGIC = b"JSDRING\x01"
 DESCRIPTOR_MAGIC = 0x47534D52  # "RMSG"
-VERSION = 4
+VERSION = 5
 
 PAGE_BYTES = 4096
 PRODUCER_LINE = 1024
@@ -38,10 +38,9 @@ DESCRIPTOR_BYTES = 64  # a cache line
 MAX_SLOTS = 1 << 16
 MAX_SLOT_BYTES = 1 << 34
 
-FLAG_CHECKSUM = 1  # segment: every payload carries a checksum
+FLAG_CHECKSUM = 1  # segment: every payload carries an XXH3-64, which both sides compute
 FLAG_DOORBELL = 2  # segment: the producer rings a FIFO after every message
-FLAG_SHORT_CHECKSUM = 4  # segment: short payloads do (ipc.checksum)
-SEGMENT_FLAGS = FLAG_CHECKSUM | FLAG_DOORBELL | FLAG_SHORT_CHECKSUM
+SEGMENT_FLAGS = FLAG_CHECKSUM | FLAG_DOORBELL
 
 FLAG_END = 1  # descriptor: end of stream, no payload
 FLAG_DROPPED = 2  # descriptor, beside FLAG_END: nobody closed the ring, so more was to come

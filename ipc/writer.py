@@ -118,7 +118,7 @@ class RingWriter(Endpoint):
             end = start + len(view)
             payload[start:end] = view  # CONSUMED: the slot's last reader is done
             start = end
-        checksum = xxh3_64_intdigest(payload[:size]) if size <= self._checked_bytes else 0
+        checksum = xxh3_64_intdigest(payload[:size]) if self._has_checksum else 0
         fields = DESCRIPTOR_FIELDS.pack(
             DESCRIPTOR_MAGIC, VERSION, flags, sequence, self._session, size, monotonic_ns(),
             checksum, slot,

@@ -23,6 +23,8 @@ class EngineConfig(WorkerConfig):
 
     Attributes, beside those of `WorkerConfig`, which all workers share:
       ring_slots: messages that may wait for the engine.
+      checksum: every message carries a checksum (XXH3-64), so that damage in shared memory ends the
+        worker's stream with an error instead of arriving as values. docs/ring.md has its price.
       rehearse: shortly before a message is expected, process the last one once more and drop the
         outcome, so that the next one finds warm caches. Records then come about 0.3 ms sooner, for
         as much of the engine's time, which it would otherwise sleep. With several workers, any of
@@ -62,6 +64,7 @@ class EngineConfig(WorkerConfig):
     """
 
     ring_slots: int = 16
+    checksum: bool = True
     rehearse: bool = True
     num_ranks: int = 1
     num_prefill_ranks: int = 0

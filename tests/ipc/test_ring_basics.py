@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ipc import ReceivedMessage, RingReader, RingWriter, errors
-from ipc.checksum import SHORT_BYTES
 from ipc.segment_names import PREFIX
 from tests.support.ring_checks import assert_slots_are_accounted_for, leftovers
 
@@ -215,34 +214,38 @@ def test_arguments_are_checked():
     assert leftovers() == []
 
 
-@pytest.mark.parametrize(
-    ("checksum", "size", "noticed"),
-    [
-        (None, 4, True),
-        (None, SHORT_BYTES, True),
-        (None, SHORT_BYTES + 1, False),  # and so the check can fail
-        (True, SHORT_BYTES + 1, True),
-        (False, 4, False),
-    ],
-)
-def test_payload_checksum(checksum, size, noticed):
+@pytest.mark.parametrize("size", [1, 208, 16_384, 16_385, 530_000])
+def test_a_flipped_bit_is_never_delivered_by_default(size):
+    rng = np.random.default_rng(size)
+    payload = rng.bytes(size)
+    for _ in range(20):
+        at, bit = int(rng.integers(size)), 1 << int(rng.integers(8))
+        with pytest.raises(
+            errors.CorruptMessage,
+            match=rf"the payload of message 0 has a wrong checksum \(bytes in it: {size}\)",
+        ):
+            received_after_a_flip(payload, at, bit)
+    # Negative control: switched off, the damage arrives as if it were right.
+    damaged = bytearray(payload)
+    damaged[at] ^= bit
+    assert received_after_a_flip(payload, at, bit, checksum=False) == damaged
+
+
+def received_after_a_flip(payload: bytes, at: int, bit: int, **options: bool) -> bytes:
+    """What a reader gets where a bit of the payload flips between the two sides."""
     with (
-        RingReader.create(2, SHORT_BYTES + 1, checksum=checksum) as reader,
+        RingReader.create(1, len(payload), **options) as reader,
         RingWriter.attach(reader.name) as writer,
     ):
-        writer.send(b"ab", bytes(size - 2))
-        assert reader.receive(1).data == b"ab" + bytes(size - 2)
-        writer.send(bytes(size))
-        writer._slots[writer._slot_of[1]][size - 1] ^= 1
-        if not noticed:
-            assert reader.receive(1).data == bytes(size - 1) + b"\1"
-            return
-        for _ in range(2):
-            with pytest.raises(
-                errors.CorruptMessage,
-                match=rf"the payload of message 1 has a wrong checksum \(bytes in it: {size}\)",
-            ):
-                reader.receive(1)
+        writer.send(payload)
+        writer._slots[0][at] ^= bit
+        return reader.receive(1).data
+
+
+def test_a_checksum_is_on_or_off():
+    """None, the default of earlier releases, must not switch it off."""
+    with pytest.raises(ValueError, match="checksum is None, but must be True or False"):
+        RingReader.create(1, 64, checksum=None)
 
 
 @pytest.mark.fast
@@ -291,7 +294,7 @@ def test_two_threads_on_one_side_are_refused():
         assert reader.try_receive() is None
 
 
-@pytest.mark.parametrize("checksum", [None, True, False])
+@pytest.mark.parametrize("checksum", [True, False])
 def test_successor_is_a_new_session_of_the_same_shape(checksum):
     reader = RingReader.create(3, 128, wait="block", doorbell=True, checksum=checksum)
     following = reader.successor()

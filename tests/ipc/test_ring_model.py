@@ -24,7 +24,7 @@ class RingMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 5),
         reader_creates=st.booleans(),
         wait=st.sampled_from(["predict", "block", "spin"]),
-        checksum=st.sampled_from((None, True, False)),
+        checksum=st.booleans(),
         doorbell=st.booleans(),
     )
     def create(self, num_slots, reader_creates, wait, checksum, doorbell):

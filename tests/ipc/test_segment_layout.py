@@ -37,7 +37,7 @@ def test_layout():
         2048,
         4096,
     )
-    assert (DESCRIPTOR_FIELDS.size, DESCRIPTOR.size, DESCRIPTOR_BYTES, VERSION) == (52, 56, 64, 4)
+    assert (DESCRIPTOR_FIELDS.size, DESCRIPTOR.size, DESCRIPTOR_BYTES, VERSION) == (52, 56, 64, 5)
     geometry = Geometry(16, 1 << 20)
     assert geometry.num_descriptors == 17
     assert [geometry.descriptor_offset(i) for i in (0, 16, 17)] == [4096, 4096 + 16 * 64, 4096]
@@ -79,7 +79,7 @@ def sealed(**changes: int) -> tuple[bytes, int]:
     ("changes", "what"),
     [
         ({"magic": b"NOTARING"}, "not a ring"),
-        ({"version": 1}, "version 1; this code speaks 4"),
+        ({"version": 1}, "version 1; this code speaks 5"),
         ({"role": 0}, "role 0"),
         ({"role": 3}, "role 3"),
         ({"num_slots": 0}, "num_slots is 0"),
@@ -91,7 +91,7 @@ def sealed(**changes: int) -> tuple[bytes, int]:
         ({"stride": 0}, "need"),
         ({"total": 2**40}, "need"),
         ({"session": 0}, "session 0"),
-        ({"flags": 8}, "flags 8"),
+        ({"flags": 4}, "flags 4"),
     ],
 )
 def test_a_well_sealed_but_impossible_header_is_refused(changes, what):

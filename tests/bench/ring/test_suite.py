@@ -21,7 +21,7 @@ CORE = max(os.sched_getaffinity(0))
 SIZES = [size for size, *_ in bench.CASES.values()]
 
 
-CHECKED = ["ring", "ring, spin", "ring, checksum", "ring, no checksum", "multiprocessing.Queue",
+CHECKED = ["ring", "ring, spin", "ring, no checksum", "multiprocessing.Queue",
            "multiprocessing.Pipe", "ZeroMQ raw bytes"]  # fmt: skip
 
 

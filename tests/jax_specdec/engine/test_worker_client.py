@@ -151,6 +151,34 @@ def test_a_message_that_cannot_be_closes_the_requests(code, said, monkeypatch):
     assert reasons == [FinishReason.WORKER_LOST] * 2
 
 
+FLIP = """
+message = bytes(70_000)
+post = ring._post_items
+def flip_then_post():
+    ring._slots[ring._slot_of[0]][60_000] ^= 1
+    post()
+ring._post_items = flip_then_post
+ring.send(message)
+time.sleep(99)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "the payload of message 0 has a wrong checksum (bytes in it: 70000)"),
+        ({"checksum": False}, "magic 0"),  # the ring delivers it, and the decoder looks at it
+    ],
+)
+def test_a_bit_that_flips_in_a_large_message_is_noticed_unless_switched_off(
+    options, said, monkeypatch
+):
+    monkeypatch.setattr(worker_client, "PATIENCE_SECONDS", 0.2)
+    text, reasons = failure_of(FLIP, prefill_chunk=4096, **options)
+    assert said in text
+    assert reasons == [FinishReason.WORKER_LOST] * 2
+
+
 def test_all_that_a_lost_worker_printed_stays_in_a_file_that_the_error_names(tmp_path):
     text, _ = failure_of("os.write(2, b'line\\n' * 200); os._exit(3)", output_folder=str(tmp_path))
     path = tmp_path / "worker-0-1.log"
