@@ -34,6 +34,7 @@ from ipc.errors import (
     RingNotFound,
     RingTimeout,
     RoleTaken,
+    Undelivered,
 )
 from ipc.polling import wait_readable
 from ipc.reader import ReceivedMessage, RingReader
@@ -52,6 +53,7 @@ __all__ = [
     "RingTimeout",
     "RingFull",
     "EndOfStream",
+    "Undelivered",
     "PeerClosed",
     "PeerDied",
     "MessageTooLarge",

@@ -227,6 +227,9 @@ class Endpoint:
 
         In a forked child this closes the child's copies of the handles and nothing else.
         """
+        self._close()
+
+    def _close(self) -> None:
         if self._closed:
             return
         if getpid() == self._pid:
@@ -256,26 +259,30 @@ class Endpoint:
         if self._closed or sys.is_finalizing():
             return
         if getpid() != self._pid:
-            self.close()
+            self._close()
             return
         self._busy = False  # no call is inside it any more
         self._say_dropped()
-        self.close()
+        self._close()
         # Last, as the program may have made warnings errors.
         text = f"{type(self).__name__} {self.name} was dropped without close()"
-        warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
+        warnings.warn(text + self._dropped_what(), ResourceWarning, stacklevel=2, source=self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._close()
 
     def _say_goodbye(self) -> None:
         raise NotImplementedError
 
     def _say_dropped(self) -> None:
         """Tells the peer what it must know of a ring that nobody holds any more."""
+
+    def _dropped_what(self) -> str:
+        """Returns what else the warning of a dropped ring says."""
+        return ""
 
     def _begin(self) -> None:
         """Marks this object as busy; send() and receive() have this code written out.

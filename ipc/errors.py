@@ -17,6 +17,21 @@ class EndOfStream(RingError):
     """The producer closed its side, and every message before that was delivered."""
 
 
+class Undelivered(RingError):
+    """The producer closed the ring, and messages that it had sent will never be read.
+
+    Attributes:
+      messages: how many.
+    """
+
+    def __init__(self, what: str, messages: int) -> None:
+        self.messages = messages
+        super().__init__(what, messages)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PeerClosed(RingError):
     """The consumer closed its side and will read nothing more."""
 

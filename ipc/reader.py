@@ -170,8 +170,8 @@ class RingReader(Endpoint):
                 raise
         return self._epoll.fileno()
 
-    def close(self) -> None:
-        super().close()
+    def _close(self) -> None:
+        super()._close()
         if self._epoll is not None:
             self._epoll.close()
 

@@ -22,6 +22,7 @@ from ipc.errors import (
     RingError,
     RingNotFound,
     RoleTaken,
+    Undelivered,
 )
 from ipc.os_errors import error_number, explained, reason
 from ipc.peers import ProcessIdentity, current_process, is_alive
@@ -29,6 +30,7 @@ from ipc.protocol import SEMAPHORES
 from ipc.segment_layout import (
     FLAG_DOORBELL,
     IDENTITY_BYTES,
+    LINE_CLOSED,
     PAGE_BYTES,
     SEGMENT_HEADER_BYTES,
     Geometry,
@@ -131,15 +133,44 @@ class Segment:
             for suffix in SEMAPHORES:
                 semaphores[suffix] = _open_semaphore(name, suffix)
                 undo.callback(semaphores[suffix].close)
+            segment = cls._mapped(name, role, header, me, memory, semaphores)
+            undo.callback(segment.buffer.release)
+            undo.callback(segment.words.release)
+            segment._refuse_if_closed()
             if not is_alive(creator):
                 unlink_names(name)  # the creator died before it could
                 raise PeerDied(str(role.other), creator.pid, -1)
-            try:
-                semaphores["seat"].acquire(0)
-            except posix_ipc.BusyError:
-                raise RoleTaken(f"ring {name} has its {role} already") from None
+            if not segment.take_seat():
+                segment._refuse_if_closed()
+                raise RoleTaken(
+                    f"ring {name} has its {role} already, or its {role.other} is closing it"
+                )
             undo.pop_all()
-        return cls._mapped(name, role, header, me, memory, semaphores)
+        return segment
+
+    def _refuse_if_closed(self) -> None:
+        """Raises what an attacher must know of a ring whose creator closed it meanwhile."""
+        closed = self.words[(self.role.other.line + LINE_CLOSED) // 8]
+        if closed > 1:
+            raise Undelivered(
+                f"ring {self.name} was closed by its {self.role.other} with {closed - 1} "
+                "undelivered, before this process attached. Create a new ring",
+                closed - 1,
+            )
+        if closed:
+            raise _missing(self.name)
+
+    def take_seat(self) -> bool:
+        """Takes the attacher's seat, so that nobody else attaches; False if it is taken."""
+        try:
+            self.semaphores["seat"].acquire(0)
+        except posix_ipc.BusyError:
+            return False
+        return True
+
+    def say_closed(self, num_undelivered: int) -> None:
+        """Leaves word for a process that is about to attach: the creator has closed the ring."""
+        self.words[(self.role.line + LINE_CLOSED) // 8] = 1 + num_undelivered
 
     def leave_seat(self) -> None:
         """Gives the attacher's seat back, as it cannot go on; never after `complete`."""

@@ -2,7 +2,7 @@
 
     offset      size   content
     0           128    segment header: written once by the creator, checked by the attacher
-    1024        128    producer line: who the producer is
+    1024        128    producer line: who the producer is, whether it closed before anybody attached
     2048        128    consumer line: who the consumer is, its position, whether it closed
     4096        64     descriptor of messages 0, N + 1, 2(N + 1), ...       N = num_slots
     4160        64     descriptor of messages 1, N + 2, ...

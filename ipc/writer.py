@@ -1,5 +1,7 @@
 """The producer's side of the ring. `ipc.protocol` explains the protocol and the labels."""
 
+import contextlib
+import sys
 import zlib
 from os import getpid
 from time import monotonic_ns
@@ -8,7 +10,14 @@ from xxhash import xxh3_64_intdigest
 
 from ipc.counters import RingCounters
 from ipc.endpoint import Endpoint
-from ipc.errors import MessageTooLarge, PeerClosed, RingClosed, RingFull
+from ipc.errors import (
+    MessageTooLarge,
+    PeerClosed,
+    PeerDied,
+    RingClosed,
+    RingFull,
+    Undelivered,
+)
 from ipc.segment import Segment
 from ipc.segment_layout import (
     DESCRIPTOR,
@@ -29,6 +38,9 @@ class RingWriter(Endpoint):
     _bell_owed = False
     _next_look_ns = 0
     _ended = False
+    _was_told = False  # send() has raised PeerDied, which close() need not repeat
+    _drain_until: int | None = None  # a time in ns; None: wait for nothing
+    _lost: Undelivered | None = None
 
     def __init__(self, segment: Segment, wait: WaitPolicy) -> None:
         super().__init__(segment, wait)
@@ -80,8 +92,42 @@ class RingWriter(Endpoint):
                 self._next_look_ns = now + SLICE_NS
                 self._raise_if_hopeless()
             return self._commit(views, size, 0)
+        except PeerDied:
+            self._was_told = True
+            raise
         finally:
             self._busy = False
+
+    def close(self, *, drain: float = 0) -> None:
+        """Ends the stream. Calling it again does nothing.
+
+        In a forked child this closes the child's copies of the handles and nothing else.
+
+        Args:
+          drain: seconds to wait until the consumer has attached and taken every message. By default
+            it waits for nothing: a consumer that has attached gets them all the same.
+
+        Raises:
+          Undelivered: messages that no consumer can read any more, as none has attached, or it has
+            died and send() has not said so. Even so the ring is closed and its names are gone. An
+            exception that is on its way, or being handled, gets this as a note instead.
+          ValueError: `drain` is negative or no number; nothing was closed.
+        """
+        self._drain_until = deadline_after(drain) if drain else None
+        self._close()
+        self._report(sys.exc_info()[1])
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._close()
+        self._report(error)
+
+    def _report(self, on_its_way: BaseException | None) -> None:
+        lost, self._lost = self._lost, None
+        if lost is None:
+            return
+        if on_its_way is None:
+            raise lost
+        on_its_way.add_note(str(lost))
 
     def counters(self) -> RingCounters:
         """Returns this side's numbers."""
@@ -165,6 +211,40 @@ class RingWriter(Endpoint):
             self._commit([], 0, FLAG_END)
         if self._bell_owed:
             self._ring_bell()
+        self._drain()
+        num_left = self._sequence - 1 - self._peer_progress()  # the end of stream has a number too
+        why = self._why_unread(num_left)
+        if num_left and why:
+            text = f"ring {self.name} was closed with {num_left} undelivered: {why}"
+            self._lost = Undelivered(text, num_left)
+
+    def _drain(self) -> None:
+        """Waits until the consumer has taken all, is gone, or the time is over."""
+        if self._drain_until is None:
+            return
+        with contextlib.suppress(PeerClosed, PeerDied):
+            while (left := self._sequence - 1 - self._num_freed) > 0:
+                self._freed.gather(left - len(self._freed.held))
+                if not self._freed.held and not self._freed.take(self._drain_until):
+                    return
+                self._num_freed += len(self._freed.held)
+                self._freed.held = []
+
+    def _why_unread(self, num_left: int) -> str:
+        """Returns why nobody will read what is left; empty where a consumer may, or has closed."""
+        if not self._attached and self._segment.take_seat():
+            self._segment.say_closed(num_left)
+            return (
+                "no consumer has attached. Let it attach first, or wait for it with "
+                "close(drain=SECONDS)"
+            )
+        problem = self._obstacle()
+        if isinstance(problem, PeerDied) and not self._was_told:
+            return f"the consumer (pid {problem.pid}) has ended. Send them through a new ring"
+        return ""
+
+    def _dropped_what(self) -> str:
+        return "" if self._lost is None else f": {self._lost}"
 
 
 def _as_bytes(part: object) -> memoryview:

@@ -1,15 +1,26 @@
 """Rings that nobody closes: dropped in a live process, or left when the process ends."""
 
+import contextlib
 import gc
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from ipc import EndOfStream, PeerClosed, PeerDied, RingReader, RingWriter
+from ipc import (
+    EndOfStream,
+    PeerClosed,
+    PeerDied,
+    RingNotFound,
+    RingReader,
+    RingWriter,
+    Undelivered,
+    segment,
+)
 from ipc.endpoint import Endpoint
 from tests.support.ring_checks import leftovers
 
@@ -158,3 +169,167 @@ def test_the_end_of_a_process_is_a_death_and_no_orderly_end(how):
         with pytest.raises(PeerDied):
             reader.receive(30)
         child.wait(30)
+
+
+def test_a_producer_that_closes_before_anybody_attached_says_how_many_are_lost():
+    writer = RingWriter.create(64, 64)
+    for number in range(50):
+        writer.send(bytes([number]))
+    with pytest.raises(Undelivered, match="closed with 50 undelivered: no consumer has") as lost:
+        writer.close()
+    assert leftovers() == []  # it raises after all is done
+    assert pickle.loads(pickle.dumps(lost.value)).messages == 50
+    writer.close()  # and once
+    RingWriter.create(2, 64).close()  # nothing was sent, and nothing is lost
+
+
+def test_leaving_a_with_block_tells_of_undelivered_messages_too():
+    with pytest.raises(Undelivered, match="with 1 undelivered"), RingWriter.create(2, 64) as writer:
+        writer.send(b"never read")
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("how", ["with", "finally", "except"])
+def test_undelivered_messages_mask_no_exception_on_its_way(how):
+    writer = RingWriter.create(2, 64)
+    writer.send(b"never read")
+
+    def fail():
+        if how == "with":
+            with writer:
+                raise ZeroDivisionError
+        elif how == "finally":
+            try:
+                raise ZeroDivisionError
+            finally:
+                writer.close()
+        else:
+            try:
+                raise ZeroDivisionError
+            except ZeroDivisionError:
+                writer.close()
+                raise
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        fail()
+    (note,) = raised.value.__notes__
+    assert "closed with 1 undelivered" in note
+    assert leftovers() == []
+
+
+def test_a_dropped_producer_is_warned_of_with_what_is_lost():
+    def drop():
+        RingWriter.create(2, 64).send(b"never read")
+
+    with pytest.warns(ResourceWarning, match=r"without close\(\): .* with 1 undelivered"):
+        dropped(drop)
+
+
+def test_a_reader_that_is_about_to_attach_learns_what_it_has_missed(monkeypatch):
+    """It has opened the memory; then the producer closes, and even ends."""
+    is_alive = segment.is_alive
+    for alive, messages in ((True, 50), (False, 50), (True, 0)):
+        writer = RingWriter.create(64, 64)
+        for _ in range(messages):
+            writer.send(b"never read")
+        open_semaphore = segment._open_semaphore
+
+        def close_meanwhile(name, suffix, writer=writer, opened=open_semaphore):
+            found = opened(name, suffix)
+            if suffix == "joined":
+                with contextlib.suppress(Undelivered):
+                    writer.close()
+            return found
+
+        monkeypatch.setattr(segment, "_open_semaphore", close_meanwhile)
+        monkeypatch.setattr(segment, "is_alive", lambda one, alive=alive: alive and is_alive(one))
+        before = handles()
+        if messages:
+            with pytest.raises(Undelivered, match="closed by its producer with 50 undelivered"):
+                RingReader.attach(writer.name)
+        else:
+            with pytest.raises(RingNotFound, match="its creator closed it"):
+                RingReader.attach(writer.name)
+        assert handles() <= before
+        monkeypatch.undo()
+    assert leftovers() == []
+
+
+def test_a_reader_that_took_the_seat_in_time_gets_all():
+    """It attaches while the producer closes: nothing is lost, and close() says nothing."""
+    writer = RingWriter.create(4, 64)
+    writer.send(b"sent")
+    take_seat, readers = writer._segment.take_seat, []
+
+    class Meanwhile:
+        def __getattr__(self, name):
+            return getattr(kept, name)
+
+        def take_seat(self):
+            readers.append(RingReader.attach(writer.name))
+            return take_seat()
+
+    kept, writer._segment = writer._segment, Meanwhile()
+    writer.close()
+    with readers[0] as reader:
+        assert [message.data for message in reader] == [b"sent"]
+
+
+def test_close_waits_for_a_reader_that_attaches_late_if_it_is_given_time():
+    writer, received = RingWriter.create(64, 64, wait="block"), []
+    for number in range(50):
+        writer.send(bytes([number]))
+
+    def read():
+        with RingReader.attach(writer.name, wait="block") as reader:
+            received.extend(message.data for message in reader)
+
+    reading = threading.Timer(0.2, read)
+    reading.start()
+    writer.close(drain=30)
+    reading.join()
+    assert received == [bytes([number]) for number in range(50)]
+    # Negative control: nobody comes in time.
+    writer = RingWriter.create(64, 64)
+    writer.send(b"never read")
+    with pytest.raises(Undelivered):
+        writer.close(drain=0.05)
+    with RingWriter.create(64, 64) as writer, pytest.raises(ValueError, match="is -1, but must be"):
+        writer.close(drain=-1)
+    assert leftovers() == []
+
+
+def test_close_says_nothing_where_a_reader_is_or_was():
+    with RingReader.create(2, 64) as reader, RingWriter.attach(reader.name) as writer:
+        writer.send(b"a reader has it, and takes its time")
+        writer.close()
+        assert reader.receive(1).data
+    writer = RingWriter.create(2, 64)
+    reader = RingReader.attach(writer.name)
+    writer.send(b"unwanted")
+    reader.close()
+    writer.close()
+
+
+def test_a_reader_that_died_leaves_messages_undelivered():
+    code = (
+        "import os, sys; from ipc import RingReader; reader = RingReader.attach(sys.argv[1]);"
+        "reader.receive(30); os.kill(os.getpid(), 9)"
+    )
+    writer = RingWriter.create(4, 64)
+    for _ in range(3):
+        writer.send(b"one")
+    child = subprocess.Popen([sys.executable, "-c", code, writer.name])
+    assert child.wait(30) == -9
+    with pytest.raises(Undelivered, match=rf"2 undelivered: the consumer \(pid {child.pid}\) has"):
+        writer.close(drain=30)  # nor does it wait for a dead one
+    writer = RingWriter.create(4, 64)
+    child = subprocess.Popen([sys.executable, "-c", code, writer.name])
+    for _ in range(3):
+        writer.send(b"one")
+    assert child.wait(30) == -9
+    writer._next_look_ns = 0
+    with pytest.raises(PeerDied):
+        writer.send(b"four")
+    writer.close()  # who was told is not told again
+    assert leftovers() == []
