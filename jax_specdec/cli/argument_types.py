@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,3 +100,14 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a number of seconds above 0, and not infinite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value

@@ -14,6 +14,7 @@ from jax_specdec.cli.engine_options import add_engine, engine_options
 from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.ray_options import add_ray, numbers, refuse_without_ray
 from jax_specdec.cli.restart_options import add_restarts, restarts
+from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
 
 if TYPE_CHECKING:
     from jax_specdec.engine.config import EngineConfig
@@ -74,23 +75,7 @@ def add(commands: Any) -> None:
         help="what clients must send as a bearer token (default: the environment's "
         f"{KEY_VARIABLE}, which other users cannot read; else none is asked for)",
     )  # fmt: skip
-    bounds = parser.add_argument_group("bounds")
-    bounds.add_argument(
-        "--max-body", type=integer(1), default=1 << 24, metavar="BYTES",
-        help="of a request (default: %(default)s)",
-    )  # fmt: skip
-    bounds.add_argument(
-        "--max-open", type=integer(1), default=1024, metavar="N",
-        help="requests at once (default: %(default)s)",
-    )  # fmt: skip
-    bounds.add_argument(
-        "--max-waiting", type=integer(1), default=1024, metavar="N",
-        help="choices that may wait for a slot (default: %(default)s)",
-    )  # fmt: skip
-    bounds.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS",
-        help="of one request (default: %(default)s)",
-    )  # fmt: skip
+    add_bounds(parser)
     running = parser.add_argument_group("running")
     add_engine(running)
     add_dtype(running)
@@ -127,9 +112,7 @@ def run(options: argparse.Namespace) -> int:
       OSError: a file cannot be read, or the address is taken.
     """
     try:
-        import uvicorn
-
-        from jax_specdec.serve.app import Bounds, Service
+        from jax_specdec.serve.app import Service
         from jax_specdec.serve.listener import Listener, bound
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
@@ -138,26 +121,19 @@ def run(options: argparse.Namespace) -> int:
     from jax_specdec.cli.serve_watch import watched
     from jax_specdec.engine import Engine
 
-    if not options.timeout > 0:
-        raise ValueError(f"--timeout {options.timeout:g} must be above 0")
+    limits = bounds(options)
     refuse_without_ray(options)
     if options.ray is not None:
         from jax_specdec.cli import serve_ray
 
         with logged(options.log_level):
-            return serve_ray.run(options, _model)
+            return serve_ray.run(options, _model, limits)
+    allow_files(limits.max_connections)
     model, config = _model(options)
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
-    bounds = Bounds(max_body=options.max_body, max_open=options.max_open, timeout=options.timeout)
     socket = bound(options.host, options.port)
     with logged(options.log_level), socket, Engine(config) as engine:
-        service = Service(engine, model, bounds=bounds, api_key=key)
-        server = uvicorn.Config(
-            service.app,
-            log_config=None,
-            log_level="warning",
-            timeout_graceful_shutdown=int(options.timeout) + 1,
-        )
+        service = Service(engine, model, bounds=limits, api_key=key)
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info(
@@ -165,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
             model.name, shown, port, os.getpid(), config.num_ranks, config.num_slots,
         )  # fmt: skip
         engine.serve()  # a worker that is lost before the first request is replaced too
-        listener = Listener(server, service)
+        listener = Listener(service)
         with watched(engine, listener):
             listener.run(sockets=[socket])
         if (failure := engine.failure) is not None:

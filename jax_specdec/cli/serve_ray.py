@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.ray import placement, serve_app
-from jax_specdec.serve.app import Bounds
+from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.model import ServedModel
 
 logger = logging.getLogger("jax_specdec.serve")
@@ -19,19 +19,19 @@ LOOK_SECONDS = 0.5
 MakeModel = Callable[[argparse.Namespace], tuple[ServedModel, EngineConfig]]
 
 
-def run(options: argparse.Namespace, make: MakeModel) -> int:
+def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:
     """Deploy, and wait for SIGTERM or Ctrl-C; returns the exit status.
 
     Args:
       make: makes the model and the configuration of an engine from the options, here to find what
         is wrong with them, and in each replica.
+      bounds: of each replica.
 
     Raises:
       ValueError: an option cannot be used, or Ray is not installed.
     """
     model, config = make(options)
     key = options.api_key or os.environ.get("JAX_SPECDEC_API_KEY", "")
-    bounds = Bounds(max_body=options.max_body, max_open=options.max_open, timeout=options.timeout)
     try:
         joined = placement.start(options.ray)
         built = serve_app.application(

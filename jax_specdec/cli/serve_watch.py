@@ -13,9 +13,8 @@ from jax_specdec.records.statistics import Statistics
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from jax_specdec.engine import Engine
+    from jax_specdec.serve.listener import Listener
 
 logger = logging.getLogger("jax_specdec.serve")
 LOOK_SECONDS = 0.25
@@ -55,7 +54,7 @@ class Work:
 
 @contextlib.contextmanager
 def watched(
-    engine: Engine, listener: uvicorn.Server, clock: Callable[[], float] = time.monotonic
+    engine: Engine, listener: Listener, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
     """Say in another thread what the engine does, until the block ends.
 
@@ -75,7 +74,7 @@ def watched(
                 failed = now if failed is None else failed
                 listener.should_exit = True
                 listener.force_exit = listener.force_exit or now >= failed + ERRORS_SECONDS
-            if listener.should_exit and not ending:
+            if listener.ending and not ending:
                 ending = True
                 logger.info("the server ends: open requests end first")
             if line := work.line(now):

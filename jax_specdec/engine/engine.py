@@ -114,6 +114,14 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
+    def ended_without_slot(self) -> tuple[int, ...]:
+        """How many requests have ended while they waited for a slot, by `FinishReason`, from 1 on.
+
+        Those that held one are counted in `status`.
+        """
+        return tuple(self._scheduler.ended_without_slot)
+
+    @property
     def timings(self) -> Timings:
         """Histograms of waits, tokens, messages and steps."""
         return self._scheduler.timings

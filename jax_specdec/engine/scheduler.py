@@ -38,6 +38,7 @@ class Scheduler:
     Attributes:
       workers: its workers.
       timings: histograms of what it sees.
+      ended_without_slot: requests that ended while they waited, by `FinishReason`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Scheduler:
     ) -> None:
         self.workers = workers
         self.timings = Timings()
+        self.ended_without_slot = [0] * len(FinishReason)
         self._config, self._clock, self._spans = config, clock, spans
         self._waiting = self._placement()  # requests without a slot
         self._loss_numbers = itertools.count(1)
@@ -140,7 +142,7 @@ class Scheduler:
                     self._pending.append(Update(None, None, records, session.process_rank))
                 return bool(records)
         if (queued := self._waiting.take(request_id)) is not None:
-            self._pending.append(Update(None, None, ended(queued, reason)))
+            self._pending.append(Update(None, None, self._ended(queued, reason)))
         return queued is not None
 
     def preempt(self, request_id: str, *, reschedule: bool) -> bool:
@@ -290,7 +292,7 @@ class Scheduler:
                 losses = (*queued.losses, number) if name in loss.suspects else ()
                 queued = replace(queued, losses=losses)
                 if name in exhausted:
-                    ends.append(ended(queued, FinishReason.ATTEMPTS_EXHAUSTED))
+                    ends.append(self._ended(queued, FinishReason.ATTEMPTS_EXHAUSTED))
                     logger.warning(
                         "request %r ends: %d workers were lost while they had it", name, len(losses)
                     )
@@ -346,9 +348,14 @@ class Scheduler:
             if session.request_ids:
                 yield Update(None, None, self._end_all(session), session.process_rank)
         for queued in self._waiting.drain():
-            yield Update(None, None, ended(queued, FinishReason.WORKER_LOST))
+            yield Update(None, None, self._ended(queued, FinishReason.WORKER_LOST))
         yield from self._undelivered()
         raise together([one.lost for one in self.workers.sessions if one.lost is not None])
+
+    def _ended(self, queued: QueuedRequest, reason: FinishReason) -> Records:
+        """The last record of a request that holds no slot; counts it."""
+        self.ended_without_slot[reason - 1] += 1
+        return ended(queued, reason)
 
     def _end_all(self, session: WorkerSession) -> Records:
         return self._act_on(session, session.flush(FinishReason.WORKER_LOST))

@@ -6,7 +6,7 @@ with. Nothing is kept between calls: a page is a function of the values that it 
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -54,17 +54,23 @@ def prometheus_text(*states: ProcessorState) -> str:
     )
 
 
-def status_text(statuses: Iterable[WorkerStatus], timings: Timings | None = None) -> str:
+def status_text(
+    statuses: Iterable[WorkerStatus],
+    timings: Timings | None = None,
+    without_slot: Sequence[int] = (),
+) -> str:
     """The same page for an engine's workers (`Engine.status`), with their rings and processes.
 
     Args:
       statuses: of the workers.
       timings: the engine's (`Engine.timings`), as histograms; None for a page without them.
+      without_slot: the engine's `ended_without_slot`; they are counted among the finished requests,
+        with no process rank.
 
     Raises:
       ModuleNotFoundError: as `prometheus_text`.
     """
-    return _page(
+    sources: list[tuple[int | str, Iterable[Family]]] = [
         (
             status.process_rank,
             chain(
@@ -73,7 +79,10 @@ def status_text(statuses: Iterable[WorkerStatus], timings: Timings | None = None
             ),
         )
         for status in statuses
-    ) + ("" if timings is None else timings_text(timings))
+    ]
+    if without_slot:
+        sources.append(("", [_finished(without_slot)]))
+    return _page(sources) + ("" if timings is None else timings_text(timings))
 
 
 def timings_text(timings: Timings) -> str:
@@ -116,7 +125,43 @@ def queue_text(num_waiting: int) -> str:
     return _text(client, [metric])
 
 
-def _page(sources: Iterable[tuple[int, Iterable[Family]]]) -> str:
+def http_text(
+    answers: Mapping[tuple[str, int], int],
+    num_open: int,
+    num_connections: int,
+    ended: Mapping[str, int],
+) -> str:
+    """A page of a server's requests and connections.
+
+    Args:
+      answers: how many there were, by path and status.
+      num_open: requests that are answered now.
+      num_connections: connections that are open.
+      ended: connections that the server ended, by its reason.
+
+    Raises:
+      ModuleNotFoundError: as `prometheus_text`.
+    """
+    client = _client()
+    metrics = []
+    for kind, name, meaning, samples in (
+        ("counter", "http_requests", "Requests by path and status.",
+         [({"path": path, "status": str(status)}, count)
+          for (path, status), count in sorted(answers.items())]),
+        ("gauge", "http_open_requests", "Requests that are answered now.", [({}, num_open)]),
+        ("gauge", "http_connections", "Connections that are open.", [({}, num_connections)]),
+        ("counter", "http_ended_connections", "Connections that the server ended, by its reason.",
+         [({"reason": reason}, count) for reason, count in sorted(ended.items())]),
+    ):  # fmt: skip
+        metric = client.Metric(_PREFIX + name, meaning, kind)
+        for labels, value in samples:
+            full = metric.name + ("_total" if kind == "counter" else "")
+            metric.add_sample(full, labels, value)
+        metrics.append(metric)
+    return _text(client, metrics)
+
+
+def _page(sources: Iterable[tuple[int | str, Iterable[Family]]]) -> str:
     """The text of all process ranks' families: each family once, with every rank's samples."""
     prometheus_client = _client()
     metrics: dict[str, Metric] = {}
@@ -182,13 +227,7 @@ def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -
     ):
         samples = [({"position": str(at)}, count) for at, count in enumerate(counts)]
         yield Family("counter", name, meaning, samples)
-    finished = zip(FinishReason, counters.finished, strict=True)
-    yield Family(
-        "counter",
-        "finished_requests",
-        "Requests by finish reason.",
-        [({"reason": reason.name.lower()}, count) for reason, count in finished],
-    )
+    yield _finished(counters.finished)
     length = statistics.average_accepted_length
     for name, meaning, value in (
         ("accept_ratio", "Share of emitted tokens that were drafts.", statistics.accept_ratio),
@@ -197,6 +236,15 @@ def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -
         ("live_requests", "Requests that can still deliver.", len(live)),
     ):
         yield Family("gauge", name, meaning, [({}, value)])
+
+
+def _finished(counts: Sequence[int]) -> Family:
+    """How many requests have ended for each reason."""
+    samples = [
+        ({"reason": reason.name.lower()}, count)
+        for reason, count in zip(FinishReason, counts, strict=True)
+    ]
+    return Family("counter", "finished_requests", "Requests by finish reason.", samples)
 
 
 def _transport(status: WorkerStatus) -> Iterator[Family]:

@@ -13,7 +13,8 @@ from jax_specdec.ray.installed import ray
 from jax_specdec.ray.placement import environment, of_actor
 from jax_specdec.ray.replica import MakeEngine
 from jax_specdec.ray.tidy import tidy
-from jax_specdec.serve.app import Bounds, Service
+from jax_specdec.serve.app import Service
+from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.model import ServedModel
 
 NAME = "jax-specdec"

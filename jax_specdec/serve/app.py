@@ -1,19 +1,20 @@
 """The routes of the server, and what holds for all of them: keys, bounds, errors.
 
+A stranger who has no key gets as far as `gate.py` and a comparison of keys.
+
 Starlette routes and answers (https://www.starlette.io); nothing of HTTP is written here.
 """
 
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -22,36 +23,30 @@ from starlette.types import Receive, Scope, Send
 from jax_specdec.engine import Engine
 from jax_specdec.export import metrics
 from jax_specdec.serve import parse_request
+from jax_specdec.serve.bodies import Bodies
+from jax_specdec.serve.bounds import BODIES, Bounds
 from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.fields import MAX_CHOICES
+from jax_specdec.serve.gate import Gate, Traffic
+from jax_specdec.serve.json_steps import PART, SMALL, Writer, parsed
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
 from jax_specdec.serve.runs import Run
 
 logger = logging.getLogger("jax_specdec.serve")
 
-Reader = Callable[[Any, ServedModel], parse_request.ParsedRequest]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What one client may take from the others.
-
-    Attributes:
-      max_body: bytes of a body.
-      max_open: requests that are answered at once.
-      timeout: seconds of one request; None for no limit.
-    """
-
-    max_body: int = 1 << 24
-    max_open: int = 1024
-    timeout: float | None = 600.0
+Reader = Callable[[Any, ServedModel, Bounds], parse_request.ParsedRequest]
+OTHER_VALUES = 1 << 14  # of a body, beside the token ids of its prompts
 
 
 class Service:
     """The server's answers, made by an engine.
 
     Attributes:
-      draining: no request is taken any more.
+      bounds: what clients may take.
+      traffic: numbers of requests and connections.
+      draining: no request for tokens is taken any more.
+      num_open: requests that are answered now, their bodies having come.
     """
 
     def __init__(
@@ -62,10 +57,14 @@ class Service:
         Args:
           api_key: what clients must send as a bearer token below /v1; empty: nothing.
         """
-        self.draining = False
-        self._engine, self._model, self._bounds = engine, model, bounds
+        self.bounds, self.traffic = bounds, Traffic()
+        self.draining, self.num_open = False, 0
+        self._engine, self._model = engine, model
         self._api_key = api_key.encode()
-        self._open = 0
+        each = bounds.body_bytes(model.max_length)
+        self._bodies = Bodies(each=each, together=BODIES * each, seconds=bounds.client_timeout)
+        self._large_bodies = asyncio.Lock()  # held by the one that is read
+        self._writer = Writer()
 
     @property
     def app(self) -> Starlette:
@@ -80,7 +79,9 @@ class Service:
             Route("/openapi.json", self._description, methods=["GET"]),
         ]
         handlers: Any = {ApiError: _answer, HTTPException: _answer_of_http, Exception: _answer_any}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        paths = frozenset(route.path for route in routes)
+        gate = Middleware(Gate, bounds=self.bounds, traffic=self.traffic, paths=paths)
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=[gate])
 
     def _guarded(
         self, endpoint: Callable[[Request], Awaitable[Response]]
@@ -88,69 +89,75 @@ class Service:
         """The endpoint for those who know the key."""
 
         async def guarded(request: Request) -> Response:
-            if self._api_key:
-                given = request.headers.get("authorization", "")
-                scheme, _, token = given.partition(" ")
-                known = hmac.compare_digest(token.strip().encode(), self._api_key)
-                if scheme.lower() != "bearer" or not known:
-                    raise ApiError(
-                        401,
-                        "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
-                        code="invalid_api_key",
-                    )
+            if self._api_key and not self._knows_key(request):
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                )
             return await endpoint(request)
 
         return guarded
+
+    def _knows_key(self, request: Request) -> bool:
+        """Whether the server has a key, and the request too."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(token.strip().encode(), self._api_key)
+        return bool(self._api_key) and same and scheme.lower() == "bearer"
 
     def _tokens(self, read: Reader) -> Callable[[Request], Awaitable[Response]]:
         """The endpoint of one format."""
 
         async def endpoint(request: Request) -> Response:
-            if self._open >= self._bounds.max_open:
-                raise ApiError(
-                    429,
-                    f"{self._open} requests are open, as many as may (--max-open): try again later",
-                    code="too_many_requests",
-                )
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json" and not kind.endswith("+json"):
+                raise ApiError(415, f"content-type is {kind[:80]!r} and must be application/json")
+            self._check_room()
             with contextlib.ExitStack() as open_:
-                self._open += 1
-                open_.callback(self._close_one)
-                body = await self._body(request)
-                # Text to tokens may take a while, for a long prompt.
-                wanted = await asyncio.to_thread(lambda: read(_json(body), self._model))
-                run = Run(self._engine, self._model, wanted, timeout=self._bounds.timeout)
+                async with self._bodies.received(request) as body:
+                    self._check_room()  # others may have come meanwhile
+                    self.num_open += 1
+                    open_.callback(self._close_one)
+                    wanted = await self._read(body, read)
+                run = Run(self._engine, self._model, wanted, timeout=self.bounds.timeout)
                 open_.enter_context(run)
                 if wanted.stream:
-                    return _Events(run, open_.pop_all())
-                return JSONResponse(await _unless_gone(request, run.answer()))
+                    events = run.events(self._writer)
+                    return _Parts(events, open_.pop_all(), "text/event-stream")
+                text = await _unless_gone(request, run.answer())
+                parts = self._writer.parts(text)
+                first = await anext(parts)
+                if len(first) < PART:  # it is all
+                    return Response(first, media_type="application/json")
+                return _Parts(_all(first, parts), open_.pop_all(), "application/json")
 
         return self._guarded(endpoint)
 
-    def _close_one(self) -> None:
-        self._open -= 1
+    def _check_room(self) -> None:
+        """Refuse a request where no more may be open."""
+        if self.draining:
+            raise ApiError(503, "the server ends: it takes no more requests", code="draining")
+        if self.num_open >= self.bounds.max_open:
+            raise ApiError(
+                429,
+                f"{self.num_open} requests are open, as many as may (--max-open): try again later",
+                code="too_many_requests",
+            )
 
-    async def _body(self, request: Request) -> bytes:
-        """A body that is neither too large nor too slow."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not kind.endswith("+json"):
-            raise ApiError(415, f"content-type is {kind!r} and must be application/json")
-        most, parts, size = self._bounds.max_body, [], 0
-        try:
-            async with asyncio.timeout(self._bounds.timeout):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > most:
-                        raise ApiError(
-                            413,
-                            f"the body has more than {most} bytes (--max-body)",
-                            code="too_large",
-                        )
-                    parts.append(part)
-        except TimeoutError:
-            raise ApiError(408, "the body did not come in time (--timeout)") from None
-        except ClientDisconnect:
-            raise ApiError(408, "the client has left", code="client_left") from None
-        return b"".join(parts)
+    def _close_one(self) -> None:
+        self.num_open -= 1
+
+    async def _read(self, body: bytes, read: Reader) -> parse_request.ParsedRequest:
+        """What a body asks for; in a thread, as text to tokens may take a while."""
+        most = MAX_CHOICES * self._model.max_length + OTHER_VALUES
+
+        def work() -> parse_request.ParsedRequest:
+            return read(parsed(body, most), self._model, self.bounds)
+
+        if len(body) <= SMALL:
+            return await asyncio.to_thread(work)
+        async with self._large_bodies:
+            return await asyncio.to_thread(work)
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model.listed]})
@@ -159,7 +166,7 @@ class Service:
         self._model.check_name(request.path_params["name"])
         return JSONResponse(self._model.listed)
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         health = self._engine.health()
         if not health.alive:
             status = "failed"
@@ -168,26 +175,38 @@ class Service:
         else:
             status = "ready" if health.ready else "loading"
         workers = [list(one.phase) for one in self._engine.status]
-        answer = {"status": status, "problems": list(health.problems), "workers": workers}
+        # Problems have paths and tracebacks.
+        known = self._knows_key(request) or not health.problems
+        problems = list(health.problems) if known else ["the server's log says more"]
+        answer = {"status": status, "problems": problems, "workers": workers}
         return JSONResponse(answer, 200 if status == "ready" else 503)
 
     async def _metrics(self, _: Request) -> Response:
         engine = self._engine
-        page = metrics.status_text(engine.status, engine.timings)
+        page = metrics.status_text(engine.status, engine.timings, engine.ended_without_slot)
         page += metrics.queue_text(engine.num_waiting)
+        traffic = self.traffic
+        page += metrics.http_text(
+            traffic.answers, self.num_open, traffic.connections, traffic.ended
+        )
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     async def _description(self, _: Request) -> Response:
-        return JSONResponse(description(keyed=bool(self._api_key)))
+        made = description(
+            keyed=bool(self._api_key), bounds=self.bounds, max_length=self._model.max_length
+        )
+        return JSONResponse(made)
 
 
-class _Events(StreamingResponse):
-    """An answer in chunks."""
+class _Parts(StreamingResponse):
+    """An answer in parts."""
 
-    def __init__(self, run: Run, open_: contextlib.ExitStack) -> None:
-        """Send what `run` brings, and close `open_` at the end, whether it was begun or not."""
+    def __init__(
+        self, parts: AsyncIterator[bytes], open_: contextlib.ExitStack, media_type: str
+    ) -> None:
+        """Send the parts, and close `open_` at the end, whether they were begun or not."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(run.events(), media_type="text/event-stream", headers=headers)
+        super().__init__(parts, media_type=media_type, headers=headers)
         self._open = open_
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,11 +214,10 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+async def _all(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for part in rest:
+        yield part
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
@@ -238,4 +256,4 @@ async def _answer_of_http(request: Request, error: HTTPException) -> Response:
 
 async def _answer_any(_: Request, error: Exception) -> Response:
     logger.exception("an error of the server", exc_info=error)
-    return JSONResponse(ApiError(500, f"an error of the server: {error}").body, 500)
+    return JSONResponse(ApiError(500, "an error of the server: its log says more").body, 500)

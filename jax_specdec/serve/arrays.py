@@ -5,7 +5,7 @@ https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 """
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,19 +32,18 @@ def joined(parts: Sequence[PromptRows], k: int) -> tuple[Rows, NDArray[np.int32]
 
 def vllm_prompt_logprobs(
     rows: Rows, token_ranks: NDArray[np.int32], table: TokenTable
-) -> list[dict[str, Any] | None]:
+) -> Iterator[dict[str, Any] | None]:
     """One object a prompt token: its id and those of the top K to logprob, rank and text.
 
     The first token's is None.
     """
-    found: list[dict[str, Any] | None] = [None]
+    yield None
     for (token_id, (logprob, *values), ids), rank in zip(rows, token_ranks.tolist(), strict=True):
         entry = {str(token_id): _entry(logprob, rank, token_id, table)}
         for place, (candidate, value) in enumerate(zip(ids, values, strict=False), 1):
             if candidate != token_id:
                 entry[str(candidate)] = _entry(value, place, candidate, table)
-        found.append(entry)
-    return found
+        yield entry
 
 
 def _entry(logprob: float | None, rank: int, token_id: int, table: TokenTable) -> dict[str, Any]:

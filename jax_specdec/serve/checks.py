@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.errors import MAX_SHOWN, ApiError, shown
 from jax_specdec.serve.fields import NEUTRAL, Schema
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -39,7 +39,7 @@ def check_body(body: Any, fields: Mapping[str, Schema], required: str) -> dict[s
       ApiError: says which field is wrong and what it may be.
     """
     if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {_shown(body)}")
+        raise ApiError(400, f"the body must be a JSON object, not {shown(body)}")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name in NEUTRAL:
@@ -47,7 +47,7 @@ def check_body(body: Any, fields: Mapping[str, Schema], required: str) -> dict[s
                 takes = " or ".join(map(json.dumps, NEUTRAL[name]))
                 raise ApiError(
                     400,
-                    f"{name} = {_shown(value)} is not served yet: leave it out (or give {takes})",
+                    f"{name} = {shown(value)} is not served yet: leave it out (or give {takes})",
                     param=name,
                     code="unsupported_value",
                 )
@@ -67,11 +67,12 @@ def check(name: str, value: Any, schema: Schema) -> None:
       ApiError: as `check_body`.
     """
     if (wrong := _wrong(value, schema)) is not None:
-        raise ApiError(400, f"{name} = {_shown(value)}: {wrong}", param=name)
+        raise ApiError(400, f"{name} = {shown(value)}: {wrong}", param=name)
 
 
 def _unknown(name: str, fields: Iterable[str]) -> ApiError:
     known = [*fields, *NEUTRAL]
+    name = name[:MAX_SHOWN]  # to compare a long one takes long
     near = difflib.get_close_matches(name, known, 1)
     way = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
     return ApiError(400, f"{name!r} is not served; {way}", param=name, code="unknown_parameter")
@@ -117,6 +118,8 @@ def _wrong_number(value: float, schema: Schema) -> str | None:
 def _wrong_string(value: str, schema: Schema) -> str | None:
     if len(value) < schema.get("minLength", 0):
         return "must not be empty"
+    if len(value) > (most := schema.get("maxLength", math.inf)):
+        return f"has {len(value)} characters and may have {most}"
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -148,7 +151,7 @@ def _wrong_object(value: dict[str, Any], schema: Schema) -> str | None:
     known, needed = schema["properties"], schema.get("required", ())
     for name, one in value.items():
         if name not in known:
-            return f"{name!r} is not served; known are {', '.join(known)}"
+            return f"{name[:MAX_SHOWN]!r} is not served; known are {', '.join(known)}"
         if one is None and name not in needed:
             continue
         if (wrong := _wrong(one, known[name])) is not None:
@@ -163,7 +166,7 @@ def _wrong_mapping(value: dict[str, Any], schema: Schema) -> str | None:
         return f"has {len(value)} entries and may have {schema['maxProperties']}"
     for name, one in value.items():
         if not re.fullmatch(schema["propertyNames"]["pattern"], name):
-            return f"{name[:80]!r} is no token id"
+            return f"{name[:MAX_SHOWN]!r} is no token id"
         if (wrong := _wrong(one, schema["additionalProperties"])) is not None:
             return f"the number of token {name} {wrong}"
     return None
@@ -181,8 +184,3 @@ _BY_TYPE: dict[str, Callable[[Any, Schema], str | None]] = {
 def _same(value: Any, other: Any) -> bool:
     """Equality in which true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-
-
-def _shown(value: Any, most: int = 80) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= most else f"{text[:most]}..."

@@ -34,6 +34,11 @@ class Choice:
         self._text = TextStream(model.table)  # before the part that comes next
         self._begun = False
 
+    @property
+    def large(self) -> bool:
+        """Whether the next call of `json` has the logprobs of a whole prompt."""
+        return bool(self._prompt) and not self._begun
+
     def add_prompt(self, rows: PromptRows) -> None:
         """Keep a part of the prompt's logprobs, which come before the first token."""
         self._prompt.append(rows)
@@ -42,6 +47,8 @@ class Choice:
         self, parts: Sequence[Part], finish: str | None, stop_reason: int | str | None
     ) -> dict[str, Any]:
         """The choice with what these parts add; the first call also has what is about the prompt.
+
+        It is for `json_steps.pieces`: the prompt's logprobs are made as they are written.
 
         Args:
           parts: the next records.

@@ -3,6 +3,7 @@
 Source: https://platform.openai.com/docs/guides/error-codes
 """
 
+import json
 from typing import Any
 
 
@@ -20,7 +21,9 @@ class ApiError(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message = _encodable(message)
+        self.param = None if param is None else _encodable(param[:MAX_SHOWN])
 
     @property
     def body(self) -> dict[str, Any]:
@@ -35,6 +38,28 @@ class ApiError(Exception):
         }
 
 
+MAX_SHOWN = 80  # characters of a value
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value as JSON; a large one is not written whole for that."""
+    text = ""
+    for piece in json.JSONEncoder(default=str).iterencode(_cut(value)):
+        text += piece
+        if len(text) > MAX_SHOWN:
+            return f"{text[:MAX_SHOWN]}..."
+    return text
+
+
+def _cut(value: Any) -> Any:
+    return value[: MAX_SHOWN + 1] if isinstance(value, str) else value
+
+
+def _encodable(text: str) -> str:
+    """The text with halves of surrogate pairs, which UTF-8 has not, written as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -42,6 +67,9 @@ _TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    414: "invalid_request_error",
     415: "invalid_request_error",
+    421: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
 }

@@ -12,6 +12,7 @@ from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
 from jax_specdec.requests import (
     MAX_BIAS_SIZE,
     MAX_BIASED_IDS,
+    MAX_HELD_IDS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
@@ -20,6 +21,7 @@ from jax_specdec.requests import (
 )
 
 MAX_STOPS = 16
+MAX_STOP = 256  # characters of one: each step looks for its beginnings
 MAX_CHOICES = 128  # of one HTTP request: its prompts, each `n` times
 
 Schema = dict[str, Any]
@@ -29,7 +31,7 @@ _TOKEN_IDS = {"type": "array", "items": _TOKEN_ID}
 _TEXT = {"type": "string"}
 _SWITCH = {"type": "boolean", "default": False}
 _TOP_K = {"type": "integer", "minimum": 0, "maximum": MAX_TOP_K}
-_STOP = {"type": "string", "minLength": 1}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP}
 
 
 def _whole(low: int, high: int, default: int | None = None) -> Schema:
@@ -51,7 +53,7 @@ COMMON: dict[str, Schema] = {
     "top_k": _whole(-1, 2**31 - 1, 0),
     "min_p": _number(0, 1, 0.0),
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},
-    "stop_token_ids": _TOKEN_IDS,
+    "stop_token_ids": _TOKEN_IDS | {"maxItems": MAX_HELD_IDS},
     "include_stop_str_in_output": _SWITCH,
     "ignore_eos": _SWITCH,
     "stream": _SWITCH,

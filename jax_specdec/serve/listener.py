@@ -3,35 +3,69 @@
 uvicorn listens and speaks HTTP (https://www.uvicorn.org).
 """
 
-import contextlib
+import functools
 import socket
+import time
 from types import FrameType
 
 import uvicorn
 
 from jax_specdec.serve.app import Service
+from jax_specdec.serve.bounds import MAX_HEAD
+from jax_specdec.serve.connection import Connection, Connections
 
-BACKLOG = 2048
+BACKLOG = 128  # connections that are taken from the system at once, while others wait
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's server: a first signal drains it, a second one ends it at once."""
+    """uvicorn's server: a first signal drains it, a second one ends it at once.
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
+    While it drains it listens, and answers that it does.
+    """
+
+    def __init__(self, service: Service) -> None:
+        bounds = service.bounds
+        connections = Connections(bounds, service.traffic)
+        super().__init__(
+            uvicorn.Config(
+                service.app,
+                # Those that the limits are made for, even where others are installed.
+                http=functools.partial(Connection, connections=connections),  # type: ignore[arg-type]
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                h11_max_incomplete_event_size=MAX_HEAD,
+                backlog=BACKLOG,
+                log_config=None,
+                log_level="error",  # strangers cause warnings
+                access_log=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=int(bounds.client_timeout) + 1,
+            )
+        )
         self._service = service
+        self._drains_until: float | None = None
 
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal; returns when every request has been answered.
-
-        uvicorn raises the signal once more when it has ended: this server has done what it asks.
-        """
-        with contextlib.suppress(KeyboardInterrupt):
-            super().run(sockets)
+    @property
+    def ending(self) -> bool:
+        """Whether no more requests are taken."""
+        return self._service.draining or self.should_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain, or end."""
+        if self.ending:
+            self.should_exit = self.force_exit = True
         self._service.draining = True
-        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look, ten times a second, whether it may end."""
+        if self._service.draining:
+            timeout = self._service.bounds.timeout
+            if self._drains_until is None and timeout is not None:
+                self._drains_until = time.monotonic() + timeout
+            late = self._drains_until is not None and time.monotonic() > self._drains_until
+            self.should_exit = self.should_exit or late or not self._service.num_open
+        return await super().on_tick(counter)
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from jax_specdec.checkpoint.hf_config import eos_token_ids
 from jax_specdec.checkpoint.hf_names import HfModel
-from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.errors import MAX_SHOWN, ApiError
 from jax_specdec.text import byte_tokens
 from jax_specdec.text.detokenize import TokenTable
 from jax_specdec.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class ServedModel:
         if name != self.name:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; {self.name!r} is",
+                f"the model {name[:MAX_SHOWN]!r} is not served here; {self.name!r} is",
                 param="model",
                 code="model_not_found",
             )

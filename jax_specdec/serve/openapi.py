@@ -3,8 +3,10 @@
 https://spec.openapis.org/oas/v3.1.0
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+from jax_specdec.serve.bounds import BODIES, MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
 from jax_specdec.serve.fields import CHAT, COMPLETION, Schema, body_schema
 
 _ERROR: Schema = {
@@ -30,11 +32,15 @@ _MEANINGS = {
     405: "the method is not served",
     408: "the body did not come in time",
     413: "the body is too large",
+    414: "the URL is too long",
     415: "the body is not JSON",
+    421: "the server is not called so",
     429: "too many requests",
+    431: "the head of the request is too large",
     503: "the server cannot serve it now",
     504: "the answer took too long",
 }
+_OF_HEADS = (414, 421, 431)  # before anything else is looked at
 _HEALTH: Schema = {
     "type": "object",
     "properties": {
@@ -57,11 +63,13 @@ _USAGE = {
 }
 
 
-def description(*, keyed: bool) -> dict[str, Any]:
+def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, Any]:
     """The OpenAPI document.
 
     Args:
       keyed: whether clients below /v1 need a key.
+      bounds: the server's.
+      max_length: tokens of a request.
     """
     security: dict[str, Any] = {"security": [{"bearer": []}]} if keyed else {}
     paths = {
@@ -91,10 +99,28 @@ def description(*, keyed: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "jax-specdec", "version": "1"},
+        "info": {
+            "title": "jax-specdec",
+            "version": "1",
+            "description": _limits(bounds, max_length),
+        },
         "paths": paths,
         "components": components,
     }
+
+
+def _limits(bounds: Bounds, max_length: int) -> str:
+    body = bounds.body_bytes(max_length)
+    timeout = "no limit" if bounds.timeout is None else f"{bounds.timeout:g} seconds"
+    return (
+        f"Limits. A URL: {MAX_URL} bytes. The head of a request: {MAX_HEADERS} headers and "
+        f"{MAX_HEAD} bytes. A body: {body} bytes, and {BODIES * body} for all that are on their "
+        f"way. Prompt and emitted tokens: {max_length}. Prompt tokens times K times choices, where "
+        f"the prompt's logprobs are asked for: {bounds.max_prompt_logprobs}. Sending a head, "
+        f"sending a body, reading a part of an answer: {bounds.client_timeout:g} seconds each. An "
+        f"answer: {timeout}. Requests at once: {bounds.max_open}. Connections: "
+        f"{bounds.max_connections}."
+    )
 
 
 def _post(summary: str, body: Schema, kind: str, said: str) -> dict[str, Any]:
@@ -128,7 +154,7 @@ def _post(summary: str, body: Schema, kind: str, said: str) -> dict[str, Any]:
 def _get(
     summary: str, schema: Schema, keyed: bool, also: dict[int, Schema] | None = None
 ) -> dict[str, Any]:
-    responses = {"200": _response("the answer", schema)}
+    responses = {"200": _response("the answer", schema), **_errors(_OF_HEADS)}
     for status, other in (also or {}).items():
         responses[str(status)] = _response("the answer", other)
     if keyed:
@@ -146,13 +172,14 @@ def _named_model(keyed: bool) -> dict[str, Any]:
 
 
 def _text(summary: str, kind: str) -> dict[str, Any]:
-    responses = {"200": {"description": "the page", "content": {kind: {}}}}
+    answer: dict[str, Any] = {"description": "the page", "content": {kind: {}}}
+    responses = {"200": answer, **_errors(_OF_HEADS)}
     return {"get": {"summary": summary, "responses": responses}}
 
 
-def _errors() -> dict[str, Any]:
+def _errors(statuses: Iterable[int] = tuple(_MEANINGS)) -> dict[str, Any]:
     schema = {"$ref": "#/components/schemas/Error"}
-    return {str(status): _response(said, schema) for status, said in _MEANINGS.items()}
+    return {str(status): _response(_MEANINGS[status], schema) for status in statuses}
 
 
 def _response(said: str, schema: Schema) -> dict[str, Any]:

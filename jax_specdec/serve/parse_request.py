@@ -8,6 +8,7 @@ from typing import Any
 from ipc.wire import LogprobsMode
 from jax_specdec.requests import Request, RequestError, SamplingParams, biases_of_json
 from jax_specdec.serve import fields
+from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.checks import check_body
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.model import ServedModel
@@ -54,7 +55,7 @@ class ParsedRequest:
     priority: int
 
 
-def completion(body: Any, model: ServedModel) -> ParsedRequest:
+def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     """What a body of the completions API asks for.
 
     Raises:
@@ -74,12 +75,12 @@ def completion(body: Any, model: ServedModel) -> ParsedRequest:
             param="max_tokens",
         )
     return _asked(
-        given, model, prompts,
+        given, model, bounds, prompts,
         chat=False, max_tokens=max_tokens, logprobs=given.get("logprobs"), echo=echo,
     )  # fmt: skip
 
 
-def chat(body: Any, model: ServedModel) -> ParsedRequest:
+def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     """What a body of the chat completions API asks for.
 
     Raises:
@@ -96,7 +97,7 @@ def chat(body: Any, model: ServedModel) -> ParsedRequest:
     limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
     left = max(model.max_length - len(prompt), 1)
     return _asked(
-        given, model, [prompt],
+        given, model, bounds, [prompt],
         chat=True, max_tokens=limits[0] if limits else left, logprobs=logprobs, echo=False,
     )  # fmt: skip
 
@@ -104,6 +105,7 @@ def chat(body: Any, model: ServedModel) -> ParsedRequest:
 def _asked(
     given: Mapping[str, Any],
     model: ServedModel,
+    bounds: Bounds,
     prompts: list[tuple[int, ...]],
     *,
     chat: bool,
@@ -129,6 +131,7 @@ def _asked(
                 code="context_length_exceeded",
             )
     params = _params(given, model, max_tokens=max_tokens, logprobs=logprobs, echo=echo)
+    _check_prompt_logprobs(params.prompt_logprobs, sum(map(len, prompts)), n, bounds)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[Request] = []
     for prompt in prompts:
@@ -220,6 +223,19 @@ def _params(
         said = str(error)
         named = [one for one in given if one in said]  # the first one is what it is about
         raise ApiError(400, said, param=min(named, key=said.index, default=None)) from error
+
+
+def _check_prompt_logprobs(k: int | None, num_tokens: int, n: int, bounds: Bounds) -> None:
+    """Refuse more logprobs of prompts than one answer may have."""
+    most = bounds.max_prompt_logprobs
+    if k is not None and (asked := num_tokens * max(k, 1) * n) > most:
+        raise ApiError(
+            400,
+            f"{num_tokens} prompt tokens with K = {k} in {n} choices are {asked} logprobs of "
+            f"prompts, and a request may ask for {most} (--max-prompt-logprobs): lower K or n, or "
+            "send several requests",
+            param="prompt_logprobs",
+        )
 
 
 def _check_biased(bias: Mapping[str, float], vocab_size: int) -> None:

@@ -5,9 +5,11 @@ Each choice is a stream of the engine. Whoever waits for an answer and leaves en
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jax_specdec.engine import Engine, FinishReason, Stream
 from jax_specdec.engine.errors import (
@@ -22,10 +24,31 @@ from jax_specdec.records.record import Record
 from jax_specdec.serve.choices import Choice, finish_word, stop_reason
 from jax_specdec.serve.delivery import Delivery, Part
 from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.json_steps import Writer, pieces
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.parse_request import ParsedRequest
 
 Json = dict[str, Any]
+
+
+class Found(NamedTuple):
+    """What one or several records let be sent of a choice.
+
+    Attributes:
+      choice: the choice.
+      parts: what is sent.
+      finish: why it ended, in the API's word; None while it goes on.
+      reason: the string or the token id that ended it, where one did.
+    """
+
+    choice: Choice
+    parts: Sequence[Part]
+    finish: str | None
+    reason: int | str | None
+
+    @property
+    def json(self) -> Json:
+        return self.choice.json(self.parts, self.finish, self.reason)
 
 
 class Run:
@@ -71,34 +94,56 @@ class Run:
         for stream in self._streams:
             stream.abort()
 
-    async def answer(self) -> Json:
-        """The whole answer.
+    async def answer(self) -> Iterator[str]:
+        """The whole answer's text, in pieces that are made as they are taken.
 
         Raises:
           ApiError: a choice ended early.
         """
-        choices = await asyncio.gather(
+        found = await asyncio.gather(
             *(self._whole(*pair) for pair in zip(self._choices, self._streams, strict=True))
         )
-        kind = "chat.completion" if self._asked.chat else "text_completion"
-        answer = self._header(kind) | {"choices": choices, "usage": self._usage}
-        if self._asked.chat and self._asked.prompt_logprobs:  # where vLLM has it
-            answer["prompt_logprobs"] = choices[0]["prompt_logprobs"]
-            for choice in choices:
-                del choice["prompt_logprobs"]
+        return pieces(self._answer(found))
+
+    def _answer(self, found: Sequence[Found]) -> Json:
+        if not self._asked.chat:
+            header = self._header("text_completion")
+            return header | {"choices": (one.json for one in found), "usage": lambda: self._usage}
+        prompts: list[Any] = []  # of each choice; the first one's stands where vLLM has it
+
+        def choices() -> Iterator[Json]:
+            for one in found:
+                choice = one.json
+                prompts.append(choice.pop("prompt_logprobs", None))
+                yield choice
+
+        answer = self._header("chat.completion")
+        answer |= {"choices": choices(), "usage": lambda: self._usage}
+        if self._asked.prompt_logprobs:
+            answer["prompt_logprobs"] = lambda: prompts[0]
         return answer
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self, writer: Writer) -> AsyncIterator[bytes]:
         """The answer as server-sent events; an error is the last one but for the end."""
         kind = "chat.completion.chunk" if self._asked.chat else "text_completion"
         header = self._header(kind)
         no_usage = {"usage": None} if self._asked.include_usage else {}
+
+        def chunk(found: Found) -> Json:
+            choice = found.json
+            made = header | {"choices": [choice]} | no_usage
+            if self._asked.chat and "prompt_logprobs" in choice:
+                made["prompt_logprobs"] = choice.pop("prompt_logprobs")
+            return made
+
         try:
-            async for choice in self._chunks():
-                chunk = header | {"choices": [choice]} | no_usage
-                if self._asked.chat and "prompt_logprobs" in choice:
-                    chunk["prompt_logprobs"] = choice.pop("prompt_logprobs")
-                yield server_sent_event(chunk)
+            async for found in self._chunks():
+                if not found.choice.large:
+                    yield server_sent_event(chunk(found))
+                    continue
+                text = pieces(functools.partial(chunk, found))
+                async for part in writer.parts(itertools.chain(["data: "], text, ["\n\n"])):
+                    yield part
             if self._asked.include_usage:
                 yield server_sent_event(header | {"choices": [], "usage": self._usage})
         except ApiError as error:
@@ -106,19 +151,21 @@ class Run:
             self.end()
         yield DONE
 
-    async def _chunks(self) -> AsyncIterator[Json]:
+    async def _chunks(self) -> AsyncIterator[Found]:
         """The chunks of all choices, as they come."""
         pairs = list(zip(self._choices, self._streams, strict=True))
         if len(pairs) == 1:
-            async for chunk in self._pieces(*pairs[0]):
-                yield chunk
+            async with contextlib.aclosing(self._parts(*pairs[0])) as parts:
+                async for found in parts:
+                    yield found
             return
-        queue: asyncio.Queue[Json | BaseException | None] = asyncio.Queue(len(pairs))
+        queue: asyncio.Queue[Found | ApiError | None] = asyncio.Queue(len(pairs))
 
         async def pump(choice: Choice, stream: Stream) -> None:
             try:
-                async for chunk in self._pieces(choice, stream):
-                    await queue.put(chunk)
+                async with contextlib.aclosing(self._parts(choice, stream)) as parts:
+                    async for found in parts:
+                        await queue.put(found)
                 await queue.put(None)
             except ApiError as error:
                 await queue.put(error)
@@ -127,34 +174,27 @@ class Run:
         try:
             left = len(tasks)
             while left:
-                found = await queue.get()
-                if isinstance(found, BaseException):
-                    raise found
-                if found is None:
+                brought = await queue.get()
+                if isinstance(brought, ApiError):
+                    raise brought
+                if brought is None:
                     left -= 1
                 else:
-                    yield found
+                    yield brought
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pieces(self, choice: Choice, stream: Stream) -> AsyncIterator[Json]:
-        async with contextlib.aclosing(self._parts(choice, stream)) as parts:
-            async for some, finish, reason in parts:
-                yield choice.json(some, finish, reason)
-
-    async def _whole(self, choice: Choice, stream: Stream) -> Json:
+    async def _whole(self, choice: Choice, stream: Stream) -> Found:
         every: list[Part] = []
         word, why = None, None
-        async for some, finish, reason in self._parts(choice, stream):
+        async for _, some, finish, reason in self._parts(choice, stream):
             every += some
             word, why = finish or word, reason if finish else why
-        return choice.json(every, word, why)
+        return Found(choice, every, word, why)
 
-    async def _parts(
-        self, choice: Choice, stream: Stream
-    ) -> AsyncGenerator[tuple[Sequence[Part], str | None, int | str | None]]:
+    async def _parts(self, choice: Choice, stream: Stream) -> AsyncGenerator[Found]:
         """What each record lets be sent; the last one comes with the reason of the end.
 
         Raises:
@@ -178,15 +218,17 @@ class Run:
                     part for part in delivery.push(record) if part.text or part.record.num_tokens
                 ]
                 if asked.score_only:
-                    yield (), "length", None
+                    yield Found(choice, (), "length", None)
                     return
                 if delivery.found is not None:
                     stream.abort(FinishReason.STOP_STRING)
-                    yield parts, "stop", delivery.found
+                    yield Found(choice, parts, "stop", delivery.found)
                     return
                 finish = finish_word(record)
                 if parts or finish:
-                    yield parts, finish, stop_reason(record, self._model.eos_token_ids)
+                    yield Found(
+                        choice, parts, finish, stop_reason(record, self._model.eos_token_ids)
+                    )
         except (EngineClosed, StreamBehind, WorkerFailed) as error:
             raise _refused(error) from error
 
@@ -230,6 +272,10 @@ def _refused(error: Exception) -> Exception:
         return ApiError(400, str(error))
     if isinstance(error, EngineFull):
         return ApiError(429, str(error), code="engine_full")
-    if isinstance(error, EngineClosed | StreamBehind | WorkerFailed):
+    if isinstance(error, WorkerFailed):  # what it says has paths and tracebacks
+        return ApiError(
+            503, "the engine has stopped: the server's log says why", code="unavailable"
+        )
+    if isinstance(error, EngineClosed | StreamBehind):
         return ApiError(503, str(error), code="unavailable")
     return error

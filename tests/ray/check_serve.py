@@ -15,7 +15,7 @@ import pytest
 from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.ray import serve_app
-from jax_specdec.serve.app import Bounds
+from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.model import tiny_model
 from tests.ray.cluster import EMITTER, PACE, TOKENS, cluster_that_leaves_nothing
 from tests.support.processes import children_of, wait_for

@@ -3,14 +3,14 @@
 import contextlib
 import threading
 import time
+from socket import SO_SNDBUF, SOL_SOCKET
 from types import SimpleNamespace
-
-import uvicorn
 
 from ipc import RingTimeout
 from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.export import TokenTable
-from jax_specdec.serve.app import Bounds, Service
+from jax_specdec.serve.app import Service
+from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.listener import Listener, bound
 from jax_specdec.serve.model import ServedModel
 from tests.support.scripted_worker import VOCAB, ScriptedWorker
@@ -76,8 +76,12 @@ class StallingWorker(ScriptedWorker):
 
 
 @contextlib.contextmanager
-def serving(*, api_key="", bounds=None, worker=ScriptedWorker, **config):
-    """Serve until the block ends; yields the base URL, the engine and the service."""
+def serving(*, api_key="", bounds=None, worker=ScriptedWorker, send_buffer=None, **config):
+    """Serve until the block ends; yields the base URL, the engine and the service.
+
+    Args:
+      send_buffer: bytes that the system takes from the server for a client that does not read.
+    """
     workers = []
 
     def start(config, *, process_rank, **_):
@@ -86,8 +90,10 @@ def serving(*, api_key="", bounds=None, worker=ScriptedWorker, **config):
 
     settings = EngineConfig(vocab_size=VOCAB, max_length=MAX_LENGTH, **{"num_slots": 4, **config})
     with bound("127.0.0.1", 0) as socket, Engine(settings, start_worker=start) as engine:
+        if send_buffer is not None:  # connections have that of the socket that listens
+            socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
         service = Service(engine, MODEL, bounds=bounds or Bounds(), api_key=api_key)
-        listener = Listener(uvicorn.Config(service.app, log_level="warning"), service)
+        listener = Listener(service)
         thread = threading.Thread(target=listener.run, args=([socket],))
         thread.start()
         try:

@@ -106,7 +106,7 @@ def test_a_stopped_engine_ends_the_listener_and_does_not_wait_for_ever(monkeypat
     monkeypatch.setattr(serve_watch, "LOOK_SECONDS", 0.01)
     now = [0.0]
     engine = SimpleNamespace(failure=None, status=(), num_waiting=0)
-    listener = SimpleNamespace(should_exit=False, force_exit=False)
+    listener = SimpleNamespace(should_exit=False, force_exit=False, ending=False)
     with watched(engine, listener, clock=lambda: now[0]):
         looks = threading.Event()
         looks.wait(0.05)

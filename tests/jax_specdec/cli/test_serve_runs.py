@@ -1,14 +1,17 @@
 """Whole runs of `jax-specdec serve` over scripted workers: what it says, and how it ends."""
 
+import argparse
 import contextlib
 import os
 import re
+import resource
 import signal
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from jax_specdec.cli import serve_bounds
 from tests.support.processes import children_of, wait_for
 from tests.support.scripted_process import start_command
 
@@ -72,13 +75,63 @@ def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status(tmp_p
         assert len(lines(server, "WARNING a worker is lost")) == 2
 
 
-def test_the_window_and_the_level_are_checked(tmp_path):
+def test_options_are_checked(tmp_path):
     path = tmp_path / "log"
     for option, value in (
         ("--restart-window", "0.5"),
         ("--max-restarts", -1),
         ("--log-level", "x"),
+        ("--timeout", "inf"),
+        ("--timeout", 0),
+        ("--client-timeout", "nan"),
+        ("--max-connections", 0),
+        ("--host", "0.0.0.0"),
     ):
         with path.open("w") as file:
             assert start_command("serve", option, value, stderr=file).wait(30) == 2
         assert option in path.read_text()
+        assert "Traceback" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "names"),
+    [
+        ("127.0.0.1", [], set()),
+        ("localhost", [], set()),
+        ("127.0.0.9", [], {"127.0.0.9"}),
+        ("::1", ["Own.Example:80"], {"own.example"}),
+        ("0.0.0.0", ["gpu", "gpu.example"], {"gpu", "gpu.example"}),
+        ("10.0.0.1", ["gpu"], {"gpu", "10.0.0.1"}),
+        ("127.0.0.1", ["*"], None),
+        ("::", ["gpu", "*"], None),
+    ],
+)
+def test_the_names_by_which_the_server_may_be_called(host, given, names):
+    loopback = {"localhost", "127.0.0.1", "::1"}
+    expected = None if names is None else names | loopback
+    assert bounds_of("--host", host, *(f"--allowed-host={one}" for one in given)) == expected
+
+
+def bounds_of(*options):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    serve_bounds.add_bounds(parser)
+    return serve_bounds.bounds(parser.parse_args(options)).allowed_hosts
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu.example"])
+def test_where_others_reach_the_server_it_must_be_said_how_they_call_it(host):
+    with pytest.raises(ValueError, match=rf"--host {host} .* \(--allowed-host '\*'\)"):
+        bounds_of("--host", host)
+
+
+def test_connections_need_files(monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    serve_bounds.allow_files(100)
+    assert not limits
+    serve_bounds.allow_files(1024)
+    assert limits == [(1280, 4096)]
+    with pytest.raises(ValueError, match=r"allows 4096 .*: give --max-connections 3840"):
+        serve_bounds.allow_files(4000)

@@ -1,15 +1,17 @@
 """The server around the answers: keys, bounds, errors, clients that leave, draining, health."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
 
 from jax_specdec.engine import FinishReason
-from jax_specdec.serve.app import Bounds
+from jax_specdec.serve.bounds import Bounds
 from tests.support.http_server import VOCAB, WaitingWorker, finished, serving, until
 
 pytestmark = pytest.mark.fast
@@ -40,7 +42,11 @@ def test_health_metrics_and_description(http, server):
     page = http.get("/metrics").text
     assert "jax_specdec_waiting_requests 0.0" in page
     assert 'jax_specdec_finished_requests_total{process_rank="0",reason="length"}' in page
-    paths = http.get("/openapi.json").json()["paths"]
+    described = http.get("/openapi.json").json()
+    limits = described["info"]["description"]
+    assert f"A body: {(1 << 20) + 64 * 64} bytes" in limits
+    assert "asked for: 163840." in limits
+    paths = described["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= set(paths)
 
 
@@ -56,6 +62,13 @@ def test_unknown_places_and_methods(http, method, path, status):
     ("body", "said"),
     [
         (b"{", "the body is not JSON"),
+        (b'{"prompt": "a", "prompt": "b"}', 'an object has "prompt" twice'),
+        (b'{"prompt": "a", "\\ud800": 1}', "'\\ud800' is not served"),
+        (b'{"prompt": "a", "model": "\\udfff"}', "half of a surrogate pair"),
+        (json.dumps({"prompt": "a", "x" * 10**6: 1}), f"'{'x' * 80}' is not served"),
+        (json.dumps({"prompt": [-1] * 10**4}), "prompt = [-1, -1, -1"),
+        (json.dumps({"prompt": "a", "stop_token_ids": [1] * 1025}), "has 1025 items and must have"),
+        (json.dumps({"prompt": "a", "stop": "x" * 257}), "has 257 characters and may have 256"),
         (b"[" * 100_000, "the body is not JSON"),
         (b"[1]", "must be a JSON object, not [1]"),
         (b"{}", "prompt is missing"),
@@ -196,7 +209,7 @@ def test_as_many_requests_are_open_as_may(waiting):
     threads[0].start()
     until(lambda: server.engine.running)  # it has the slot: until then it is one that waits
     threads[1].start()
-    until(lambda: server.service._open == 2)
+    until(lambda: server.service.num_open == 2)
     assert error(http.post("/v1/completions", json=BODY), 429)["code"] == "too_many_requests"
     server.workers[0].allowed.release(1000)
     for each in threads:
@@ -226,13 +239,13 @@ def test_a_client_that_leaves_ends_its_request(stream):
             else:
                 leave_once(lambda: server.engine.running, http, body)
         until(lambda: finished(server, FinishReason.ABORT) == before + 1)
-        until(lambda: not server.engine.running and server.service._open == 0)
+        until(lambda: not server.engine.running and server.service.num_open == 0)
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(caplog):
     with serving(worker=WaitingWorker) as server, httpx.Client(base_url=server.url) as http:
-        leave_once(lambda: server.service._open, http, BODY, cut=1)
-        until(lambda: server.service._open == 0)
+        leave_once(lambda: server.service._bodies._bytes, http, BODY, cut=1)
+        until(lambda: server.service._bodies._bytes == 0)
         assert not server.engine.running
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -253,7 +266,7 @@ def test_a_client_that_leaves_before_its_stream_begins_ends_its_request():
 
     with serving(worker=WaitingWorker) as server:
         asyncio.run(server.service.app(scope, receive, send))
-        assert server.service._open == 0
+        assert server.service.num_open == 0
         until(lambda: not server.engine._streams.open_ids)
 
 
@@ -280,6 +293,68 @@ def test_an_engine_that_has_stopped_answers_errors_and_is_not_healthy():
         assert (health.status_code, health.json()["status"]) == (503, "failed")
 
 
+@pytest.mark.parametrize("key", ["", "secret"])
+def test_strangers_see_no_reason_of_a_loss(key):
+    """It may have paths and tracebacks: the log has it, and who knows the key."""
+    with serving(api_key=key) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        known = {"authorization": f"Bearer {key or 'any'}"}
+        server.workers[0].dies_after = 3
+        body = BODY | {"max_tokens": 40, "ignore_eos": True}
+        error(http.post("/v1/completions", json=body, headers=known), 503)
+        until(lambda: server.engine.failure)
+        reason = str(server.engine.failure)
+        again = http.post("/v1/completions", json=body, headers=known)
+        assert error(again, 503)["message"] == "the engine has stopped: the server's log says why"
+        for strange in ({}, {"authorization": "Bearer wrong"}):
+            shown = http.get("/health", headers=strange).json()["problems"]
+            assert shown == ["the server's log says more"]
+        problems = http.get("/health", headers=known).json()["problems"]
+        assert any(reason in problem for problem in problems) == bool(key)
+
+
+def test_an_error_of_the_server_says_nothing_of_itself(monkeypatch, caplog):
+    with serving() as server:
+        monkeypatch.setattr(server.engine, "submit", lambda *_, **__: Path("/a/path").stat())
+        answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+        said = "an error of the server: its log says more"
+        assert error(answer, 500)["message"] == said
+    assert "/a/path" in caplog.text
+
+
+def test_requests_that_end_without_a_slot_are_counted(waiting):
+    server, http = waiting
+    first = threading.Thread(target=lambda: http.post("/v1/completions", json=BODY))
+    first.start()
+    until(lambda: server.engine.running)
+    leave_once(lambda: server.engine.num_waiting == 2, http, BODY | {"n": 2})
+    until(lambda: server.engine.num_waiting == 0)
+    server.workers[0].allowed.release(1000)
+    first.join(30)
+    page = http.get("/metrics").text
+    name = "jax_specdec_finished_requests_total"
+    assert f'{name}{{process_rank="",reason="abort"}} 2.0' in page
+    assert f'{name}{{process_rank="0",reason="abort"}} 0.0' in page
+
+
+def test_metrics_of_http(waiting):
+    server, http = waiting
+    error(http.get("/nowhere"), 404)
+    error(http.post("/v1/completions", json={}), 400)
+    first = threading.Thread(target=lambda: http.post("/v1/completions", json=BODY))
+    first.start()
+    until(lambda: server.service.num_open)
+    page = http.get("/metrics").text
+    for line in (
+        'http_requests_total{path="other",status="404"} 1.0',
+        'http_requests_total{path="/v1/completions",status="400"} 1.0',
+        "http_open_requests 1.0",
+        "http_connections 2.0",
+    ):
+        assert f"jax_specdec_{line}\n" in page
+    server.workers[0].allowed.release(1000)
+    first.join(30)
+
+
 def test_draining_finishes_what_is_open():
     with serving(worker=WaitingWorker) as server:
         answers = []
@@ -293,6 +368,10 @@ def test_draining_finishes_what_is_open():
         until(lambda: server.engine.running)
         server.listener.handle_exit(15, None)
         assert server.service.draining
+        health = httpx.get(f"{server.url}/health", timeout=60)
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        late = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+        assert error(late, 503)["code"] == "draining"
         server.workers[0].allowed.release(1000)
         server.thread.join(30)
         client.join(30)
@@ -301,3 +380,20 @@ def test_draining_finishes_what_is_open():
         assert answer.json()["usage"]["completion_tokens"] == 5
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
+
+
+def test_a_second_signal_ends_at_once():
+    with serving(worker=WaitingWorker) as server:
+
+        def ask():
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+
+        client = threading.Thread(target=ask)
+        client.start()
+        until(lambda: server.engine.running)
+        server.listener.handle_exit(15, None)
+        server.listener.handle_exit(15, None)
+        server.thread.join(30)
+        assert not server.thread.is_alive()
+        client.join(30)

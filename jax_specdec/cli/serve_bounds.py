@@ -1,0 +1,119 @@
+"""Options for what one client of the server may take from the others. No jax."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import resource
+from typing import TYPE_CHECKING, Any
+
+from jax_specdec.cli.argument_types import integer, seconds
+
+if TYPE_CHECKING:
+    from jax_specdec.serve.bounds import Bounds
+
+OTHER_FILES = 256  # that a server has open, beside its connections
+
+
+def add_bounds(parser: Any) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("bounds")
+    group.add_argument(
+        "--max-body", type=integer(1), metavar="BYTES",
+        help="of a request (default: 1048576, and 64 for each token of --max-length); eight of the "
+        "largest may be on their way at once",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-open", type=integer(1), default=1024, metavar="N",
+        help="requests at once (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-waiting", type=integer(1), default=1024, metavar="N",
+        help="choices that may wait for a slot (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-connections", type=integer(1, 2**16), default=1024, metavar="N",
+        help="at once; above it, those end first that bring no request (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-prompt-logprobs", type=integer(1), default=1024 * 20 * 8, metavar="N",
+        help="prompt tokens times K times choices of one request that asks for the prompt's "
+        "logprobs (default: %(default)s, which is 1024 x 20 x 8)",
+    )  # fmt: skip
+    group.add_argument(
+        "--timeout", type=seconds, default=600.0, metavar="SECONDS",
+        help="of one request (default: %(default)g)",
+    )  # fmt: skip
+    group.add_argument(
+        "--client-timeout", type=seconds, default=30.0, metavar="SECONDS",
+        help="that a client may take to send the head of a request, to send its body, and to read "
+        "each part of an answer (default: %(default)g)",
+    )  # fmt: skip
+    group.add_argument(
+        "--allowed-host", action="append", default=[], metavar="NAME",
+        help="by which clients may call the server, beside those of loopback; * for any; may be "
+        "given several times (default: none; on another --host than loopback it must be given)",
+    )  # fmt: skip
+
+
+def bounds(options: argparse.Namespace) -> Bounds:
+    """The options as the server's bounds.
+
+    Raises:
+      ValueError: others can reach the server, and --allowed-host is missing.
+    """
+    from jax_specdec.serve.bounds import Bounds
+
+    return Bounds(
+        max_body=options.max_body,
+        max_open=options.max_open,
+        max_connections=options.max_connections,
+        max_prompt_logprobs=options.max_prompt_logprobs,
+        timeout=options.timeout,
+        client_timeout=options.client_timeout,
+        allowed_hosts=_hosts(options.host, options.allowed_host),
+    )
+
+
+def allow_files(num_connections: int) -> None:
+    """Let this process have so many connections open, as far as the system allows it.
+
+    Raises:
+      ValueError: it does not; says how many it allows.
+    """
+    needed = num_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"--max-connections {num_connections} needs {needed} open files, and the system allows "
+            f"{hard} (ulimit -Hn): give --max-connections {max(hard - OTHER_FILES, 1)}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _hosts(host: str, given: list[str]) -> frozenset[str] | None:
+    """The names by which the server may be called; None: any.
+
+    A page in a browser can have its own name lead to any address (DNS rebinding): a server that
+    answers to it would be read by that page. No page's name is one of loopback's.
+    """
+    from jax_specdec.serve.bounds import LOOPBACK, host_name
+
+    if "*" in given:
+        return None
+    if not given and not _is_loopback(host):
+        raise ValueError(
+            f"--host {host} is reached by others: say by which name they call the server "
+            "(--allowed-host NAME), or let them use any (--allowed-host '*')"
+        )
+    own = () if host in ("0.0.0.0", "::", "") else (host_name(host),)
+    return frozenset((*LOOPBACK, *own, *map(host_name, given)))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,106 @@
+"""Bodies of requests on their way: bounded each, together and in time. No jax."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.requests import ClientDisconnect, Request
+
+from jax_specdec.serve.errors import ApiError
+
+
+class _Body:
+    """One of them, as far as it has come."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.limit: asyncio.Timeout | None = None
+        self.dropped = False
+
+
+class Bodies:
+    """Receives bodies; where they are too large together, the one goes that has come for longest.
+
+    So nobody keeps others out by bodies that are never complete.
+    """
+
+    def __init__(self, *, each: int, together: int, seconds: float) -> None:
+        """Begin with none.
+
+        Args:
+          each: bytes that one may have.
+          together: bytes of all that are on their way or in the hands of `received`'s caller.
+          seconds: that a client may take to send one.
+        """
+        self._each, self._together, self._seconds = each, together, seconds
+        self._coming: dict[_Body, None] = {}
+        self._bytes = 0
+
+    @contextlib.asynccontextmanager
+    async def received(self, request: Request) -> AsyncIterator[bytes]:
+        """The body of a request; it counts until the block ends.
+
+        Raises:
+          ApiError: it is too large or too slow, made room for others, or its client has left.
+        """
+        if int(request.headers.get("content-length") or 0) > self._each:
+            raise self._too_large()
+        body = _Body()
+        self._coming[body] = None
+        try:
+            async with asyncio.timeout(self._seconds) as body.limit:
+                async for part in request.stream():
+                    self._take(body, part)
+            del self._coming[body]
+            yield bytes(body.data)
+        except TimeoutError:
+            if body not in self._coming and not body.dropped:  # of the block, and not of the body
+                raise
+            raise self._late(body) from None
+        except ClientDisconnect:
+            raise ApiError(408, "the client has left", code="client_left") from None
+        finally:
+            self._coming.pop(body, None)
+            self._bytes -= len(body.data)
+
+    def _take(self, body: _Body, part: bytes) -> None:
+        """Add what has come of a body, and make room for it."""
+        if len(body.data) + len(part) > self._each:
+            raise self._too_large()
+        body.data += part
+        self._bytes += len(part)
+        while self._bytes > self._together:
+            longest = next(iter(self._coming))
+            if longest is body:
+                raise ApiError(
+                    429,
+                    f"bodies of {self._together} bytes are on their way, as many as may "
+                    "(8 of --max-body): try again later",
+                    code="too_many_requests",
+                )
+            self._drop(longest)
+
+    def _drop(self, body: _Body) -> None:
+        del self._coming[body]
+        self._bytes -= len(body.data)
+        body.data.clear()
+        body.dropped = True
+        assert body.limit is not None
+        body.limit.reschedule(asyncio.get_running_loop().time())
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body has more than {self._each} bytes (--max-body)", code="too_large"
+        )
+
+    def _late(self, body: _Body) -> ApiError:
+        if body.dropped:
+            return ApiError(
+                429,
+                f"bodies of {self._together} bytes are on their way, as many as may (8 of "
+                "--max-body), and this one has come for the longest time: send it once more",
+                code="too_many_requests",
+            )
+        return ApiError(
+            408, f"the body did not come in {self._seconds:g} seconds (--client-timeout)"
+        )

@@ -1,0 +1,177 @@
+"""One connection of HTTP, with limits on what has not come yet and on what is not read. No jax.
+
+uvicorn and h11 speak HTTP; h11 bounds a head that is not complete
+(`h11_max_incomplete_event_size`). What is complete is checked in `gate.py`.
+"""
+
+import asyncio
+import http
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jax_specdec.serve.bounds import MAX_HEAD, MAX_URL, Bounds
+from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.gate import OTHER, Traffic, too_large, too_long
+
+# What still comes behind an early answer is dropped for so long: the end of a connection on which
+# bytes arrive would take the answer away from its client.
+LINGER_SECONDS = 1.0
+
+
+class Connections:
+    """The connections of a server.
+
+    Attributes:
+      bounds: of each, and of their number.
+      traffic: where they are counted.
+      receiving: those whose next request has not come whole, in the order of their wait.
+    """
+
+    def __init__(self, bounds: Bounds, traffic: Traffic) -> None:
+        self.bounds, self.traffic = bounds, traffic
+        self.receiving: dict[Connection, None] = {}
+
+
+class Connection(H11Protocol):
+    """A connection that ends where its client sends too slowly, or does not read.
+
+    Where more are open than may, the one ends from which a request has been awaited for the longest
+    time: so nobody keeps others out by connections that bring none.
+    """
+
+    def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._all = connections
+        self._awaits: object = None  # the state of HTTP that `_timer` is for
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin, and make room for it."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # `pause_writing` says that something is not read
+        bounds, traffic = self._all.bounds, self._all.traffic
+        traffic.connections += 1
+        self._look()
+        if traffic.connections > bounds.max_connections:
+            longest = next(iter(self._all.receiving))
+            if longest is self:
+                self.refuse(
+                    ApiError(
+                        503,
+                        f"{bounds.max_connections} connections are open, as many as may "
+                        "(--max-connections): try again later",
+                        code="too_many_connections",
+                    )
+                )
+            else:
+                longest.end("room")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        super().connection_lost(exc)
+        self._all.traffic.connections -= 1
+        self._all.receiving.pop(self, None)
+        for timer in (self._timer, self._unread):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come."""
+        if not self._refused:
+            super().data_received(data)
+            self._look()
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request."""
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        """Give the client some time to read."""
+        super().pause_writing()
+        seconds = self._all.bounds.client_timeout
+        self._unread = self.loop.call_later(seconds, self.end, "not read")
+
+    def resume_writing(self) -> None:
+        """Note that everything was read."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, or a head that is too large."""
+        sent, _ = self.conn.trailing_data
+        if len(sent) <= MAX_HEAD:
+            self.refuse(ApiError(400, msg))
+        elif b"\n" not in sent[:MAX_URL]:
+            self.refuse(too_long(len(sent)))
+        else:
+            self.refuse(too_large(len(sent)))
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer with an error where that can be done, and end soon."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error.body).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            reason = http.HTTPStatus(error.status).phrase
+            for event in (
+                h11.Response(status_code=error.status, headers=headers, reason=reason),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+            self._all.traffic.answers[OTHER, error.status] += 1
+        self._refused = True
+        self._wait(LINGER_SECONDS)
+
+    def end(self, reason: str) -> None:
+        """End at once, whatever was not sent."""
+        self._all.receiving.pop(self, None)
+        self._all.traffic.ended[reason] += 1
+        self.transport.abort()
+
+    def _look(self) -> None:
+        """Note what the client has to send now, and give it some time for a head.
+
+        `Bodies` has the time of a body, unless the request is answered before it has come.
+        """
+        if self._refused:
+            return
+        theirs = self.conn.their_state
+        if theirs in (h11.IDLE, h11.SEND_BODY):
+            self._all.receiving.setdefault(self)
+        else:
+            self._all.receiving.pop(self, None)
+        answered = self.cycle is not None and self.cycle.response_complete
+        if (awaits := (theirs, self.cycle, answered)) != self._awaits:
+            self._awaits = awaits
+            rest = answered and theirs is h11.SEND_BODY
+            head = theirs is h11.IDLE
+            self._wait(
+                LINGER_SECONDS if rest else self._all.bounds.client_timeout if head else None
+            )
+
+    def _wait(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        sent, _ = self.conn.trailing_data
+        if self._refused or not sent or self.conn.their_state is not h11.IDLE:
+            self.transport.close()
+            return
+        seconds = self._all.bounds.client_timeout
+        self.refuse(
+            ApiError(408, f"the head of the request did not come in {seconds:g} seconds "
+                     "(--client-timeout)")
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""What is looked at before anything else of a request, and what is counted of all. No jax."""
+
+import collections
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jax_specdec.serve.bounds import MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds, host_name
+from jax_specdec.serve.errors import ApiError
+
+OTHER = "other"  # every path that is not served, and what was no request
+
+
+class Traffic:
+    """Numbers of a server's requests and connections.
+
+    Attributes:
+      answers: by path and status.
+      connections: those that are open.
+      ended: connections that the server ended, by its reason.
+    """
+
+    def __init__(self) -> None:
+        self.answers: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.connections = 0
+        self.ended: collections.Counter[str] = collections.Counter()
+
+
+class Gate:
+    """An application behind the checks of a request's head; counts what it answers."""
+
+    def __init__(
+        self, app: ASGIApp, *, bounds: Bounds, traffic: Traffic, paths: frozenset[str]
+    ) -> None:
+        """Stand before `app`.
+
+        Args:
+          paths: those that are counted by their names.
+        """
+        self._app, self._bounds, self._traffic, self._paths = app, bounds, traffic, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have it answered."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else OTHER
+        status = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            error = refusal(scope, self._bounds)
+            answer = self._app if error is None else closing(error)
+            await answer(scope, receive, counted)
+        finally:
+            self._traffic.answers[path, status or 500] += 1
+
+
+def refusal(scope: Mapping[str, object], bounds: Bounds) -> ApiError | None:
+    """What is wrong with a request's head; None where it may come in."""
+    raw = scope.get("raw_path") or str(scope["path"]).encode()
+    query = scope.get("query_string", b"")
+    assert isinstance(raw, bytes)
+    assert isinstance(query, bytes)
+    if (size := len(raw) + len(query)) > MAX_URL:
+        return too_long(size)
+    headers = scope["headers"]
+    assert isinstance(headers, list)
+    size = len(raw) + len(query) + sum(len(name) + len(value) + 4 for name, value in headers)
+    if size > MAX_HEAD or len(headers) > MAX_HEADERS:
+        return too_large(size, len(headers))
+    hosts = bounds.allowed_hosts
+    if hosts is None:
+        return None
+    given = next((value for name, value in headers if name == b"host"), b"").decode("latin-1")
+    if host_name(given) in hosts:
+        return None
+    return ApiError(
+        421,
+        f"the server is not called {given[:256]!r}: use one of its names, or start it with "
+        "--allowed-host NAME (* for any)",
+        code="host_not_allowed",
+    )
+
+
+def too_long(size: int) -> ApiError:
+    """The error of a URL of `size` bytes or more."""
+    return ApiError(
+        414, f"the URL has {size} bytes and may have {MAX_URL}: values go into the body"
+    )
+
+
+def too_large(size: int, count: int | None = None) -> ApiError:
+    """The error of a head of `size` bytes or more, with so many headers where they are known."""
+    said = "" if count is None else f"{count} headers, and "
+    return ApiError(
+        431,
+        f"the head of the request has {said}{size} bytes and may have {MAX_HEADERS} headers and "
+        f"{MAX_HEAD} bytes: leave some out",
+        code="too_large",
+    )
+
+
+def closing(error: ApiError) -> JSONResponse:
+    """An error as an answer behind which the connection ends."""
+    return JSONResponse(error.body, error.status, {"connection": "close"})

@@ -1,0 +1,314 @@
+"""What a client may send, hold and leave unread before it loses its place."""
+
+import contextlib
+import json
+import socket
+import threading
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from jax_specdec.serve.bounds import MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
+from jax_specdec.serve.connection import LINGER_SECONDS
+from jax_specdec.serve.json_steps import PART
+from tests.support.http_server import MAX_LENGTH, WaitingWorker, serving, until
+
+pytestmark = pytest.mark.fast
+
+BODY = {"prompt": "abc", "max_tokens": 3}
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+FOR_EVER = 3600.0
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    with serving(api_key="secret") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def connected(server, *sent, receive_buffer=None):
+    """A connection on which something was sent."""
+    address = urlsplit(server.url)
+    with socket.socket() as connection:
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(30)
+        connection.connect((address.hostname, address.port))
+        for part in sent:
+            connection.sendall(part)
+        yield connection
+
+
+def received(connection, enough=lambda data: False):
+    """What comes until the connection ends, or is enough."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while not enough(data) and (part := connection.recv(1 << 16)):
+            data += part
+    return data
+
+
+def status(data):
+    return int(data.split()[1])
+
+
+def error(data):
+    """The error in an answer that is all of `data`."""
+    return json.loads(data.partition(b"\r\n\r\n")[2])["error"]
+
+
+def with_length(length, *headers):
+    return POST + b"".join(headers) + b"content-length: %d\r\n\r\n" % length
+
+
+def of_body(body, *headers):
+    content = json.dumps(body).encode()
+    return with_length(len(content), *headers) + content
+
+
+def is_answer(data):
+    """Whether an answer with a length is complete."""
+    head, end, body = data.partition(b"\r\n\r\n")
+    length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+    return bool(end) and bool(length) and len(body) >= int(length[0].split(b":")[1])
+
+
+@pytest.mark.parametrize(
+    ("head", "expected", "said"),
+    [
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * (MAX_HEAD + 1), 431, f"may have {MAX_HEADERS} headers"),
+        (b"GET / HTTP/1.1\r\n" + b"x: a\r\n" * MAX_HEAD, 431, f"{MAX_HEAD} bytes"),
+        (b"GET /" + b"a" * (MAX_HEAD + 1), 414, f"may have {MAX_URL}"),
+        (b"\x16\x03\x01\x02\r\n\r\n", 400, "Invalid HTTP request"),
+    ],
+)
+def test_a_head_is_refused_while_it_comes(keyed, head, expected, said):
+    with connected(keyed, head) as connection:
+        answer = received(connection)  # and the connection ends
+        assert status(answer) == expected
+        assert said in error(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "expected"),
+    [
+        ("/health", {"x": "a" * (MAX_HEAD - 100)}, 431),
+        ("/health", {f"x{n}": "a" for n in range(MAX_HEADERS)}, 431),
+        ("/" + "a" * MAX_URL, {}, 414),
+        ("/health?" + "a" * MAX_URL, {}, 414),
+        ("/health", {"x": "a" * (MAX_HEAD - 500)}, 200),
+        ("/health?" + "a" * (MAX_URL - 10), {f"x{n}": "a" for n in range(MAX_HEADERS - 10)}, 200),
+    ],
+)
+def test_a_head_that_came_whole_is_refused(keyed, path, headers, expected):
+    """In one piece, which the parser takes, and before the key is looked at."""
+    answer = httpx.get(keyed.url + path, headers=headers, timeout=60)
+    assert answer.status_code == expected
+    if expected != 200:
+        assert answer.json()["error"]["message"].endswith(("leave some out", "into the body"))
+
+
+def test_a_head_must_come_in_time():
+    bounds = Bounds(client_timeout=0.2)
+    with serving(bounds=bounds) as server:
+        with connected(server, b"GET /health HTTP/1.1\r\nx: a") as connection:
+            answer = received(connection)
+            assert status(answer) == 408
+            assert "did not come in 0.2 seconds (--client-timeout)" in error(answer)["message"]
+        with connected(server) as connection:
+            assert received(connection) == b""
+        until(lambda: server.service.traffic.connections == 0)
+
+
+def test_a_second_head_on_a_connection_must_come_in_time_too():
+    with serving(bounds=Bounds(client_timeout=0.2)) as server:
+        whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        with connected(server, whole) as connection:
+            assert status(received(connection, is_answer)) == 200
+            connection.sendall(b"GET /heal")
+            assert status(received(connection)) == 408
+
+
+def test_a_body_must_come_in_time():
+    with (
+        serving(bounds=Bounds(client_timeout=0.2)) as server,
+        connected(server, with_length(100), b"{") as connection,
+    ):
+        answer = received(connection, is_answer)
+        assert status(answer) == 408
+        assert "the body did not come in 0.2 seconds (--client-timeout)" in error(answer)["message"]
+        received(connection)  # it ends
+
+
+def test_a_body_that_is_announced_as_too_large_is_refused_at_once():
+    with (
+        serving(bounds=Bounds(max_body=1000, client_timeout=FOR_EVER)) as server,
+        connected(server, with_length(1001)) as connection,
+    ):
+        answer = received(connection, is_answer)
+        assert status(answer) == 413
+        assert "more than 1000 bytes (--max-body)" in error(answer)["message"]
+
+
+def test_the_largest_body_follows_from_the_length_of_a_request():
+    assert Bounds().body_bytes(1024) == (1 << 20) + 64 * 1024
+    assert Bounds(max_body=5).body_bytes(1024) == 5
+    most = Bounds().body_bytes(MAX_LENGTH)
+    with serving() as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        body = json.dumps(BODY | {"user": ""}).encode()
+        for size, expected in ((most, 200), (most + 1, 413)):
+            user = b"x" * (size - len(body))
+            content = body.replace(b'"user": ""', b'"user": "' + user + b'"')
+            headers = {"content-type": "application/json"}
+            answer = http.post("/v1/completions", content=content, headers=headers)
+            assert (len(content), answer.status_code) == (size, expected)
+
+
+def test_strangers_are_refused_before_their_body(keyed):
+    """And what they go on to send is taken for a moment only."""
+    with connected(keyed, with_length(10**12)) as connection:
+        assert status(received(connection, is_answer)) == 401
+        connection.settimeout(LINGER_SECONDS + 30)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(3000):
+                connection.sendall(b" " * 1000)
+                threading.Event().wait(0.01)
+            pytest.fail("it is taken for ever")
+
+
+def test_a_refused_body_that_is_sent_whole_does_not_end_the_connection(keyed):
+    with connected(keyed, of_body(BODY)) as connection:
+        assert status(received(connection, is_answer)) == 401
+        connection.sendall(of_body(BODY, b"authorization: Bearer secret\r\n"))
+        assert status(received(connection, is_answer)) == 200
+
+
+def test_connections_that_bring_no_request_make_room_for_others():
+    bounds = Bounds(max_connections=3, client_timeout=FOR_EVER)
+    with serving(bounds=bounds, api_key="secret") as server, contextlib.ExitStack() as open_:
+        halves = [open_.enter_context(connected(server, b"GET /he")) for _ in range(3)]
+        until(lambda: server.service.traffic.connections == 3)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert received(halves[0]) == b""  # the first one made room
+        halves[1].sendall(b"alth HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert status(received(halves[1], is_answer)) == 200
+        page = httpx.get(f"{server.url}/metrics").text
+        assert 'jax_specdec_http_ended_connections_total{reason="room"}' in page
+
+
+def test_a_connection_is_refused_where_all_others_are_answered():
+    bounds = Bounds(max_connections=2, client_timeout=FOR_EVER)
+    with serving(bounds=bounds, worker=WaitingWorker) as server, contextlib.ExitStack() as open_:
+        for _ in range(2):
+            open_.enter_context(connected(server, of_body(BODY)))
+        until(lambda: server.service.num_open == 2)
+        with connected(server) as connection:
+            answer = received(connection)
+        assert status(answer) == 503
+        assert "2 connections are open, as many as may (--max-connections)" in str(error(answer))
+        server.workers[0].allowed.release(1000)
+
+
+def test_bodies_of_one_byte_lock_nobody_out():
+    """Neither as requests that are open nor as connections."""
+    bounds = Bounds(max_open=2, max_connections=8, client_timeout=FOR_EVER)
+    with serving(bounds=bounds) as server, contextlib.ExitStack() as open_:
+        for _ in range(20):
+            open_.enter_context(connected(server, with_length(1000), b"{"))
+        answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+        assert answer.status_code == 200
+        assert server.service.num_open == 0
+
+
+def test_bodies_together_are_bounded_and_the_one_that_came_for_longest_makes_room():
+    bounds = Bounds(max_body=1000, client_timeout=FOR_EVER)
+    with serving(bounds=bounds) as server, contextlib.ExitStack() as open_:
+        part = json.dumps(BODY | {"user": "x" * 900}).encode()
+        connections = []
+        for count in range(1, 9):
+            connections.append(
+                open_.enter_context(connected(server, with_length(len(part)), part[:-1]))
+            )
+            until(lambda n=count: server.service._bodies._bytes == n * (len(part) - 1))
+        connections.append(open_.enter_context(connected(server, with_length(999), b"x" * 998)))
+        answer = received(connections[0], is_answer)
+        assert status(answer) == 429
+        assert "send it once more" in error(answer)["message"]
+        until(lambda: server.service._bodies._bytes == 7 * (len(part) - 1) + 998)
+        connections[1].sendall(part[-1:])
+        assert status(received(connections[1], is_answer)) == 200
+        until(lambda: server.service._bodies._bytes == 6 * (len(part) - 1) + 998)
+    assert not server.service._bodies._coming
+
+
+# Almost a megabyte: the buffers in between are made smaller.
+LARGE = {"prompt": "a" * 60, "prompt_logprobs": 32, "n": 128, "max_tokens": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reader_who_does_not_read_loses_its_place(stream):
+    bounds = Bounds(client_timeout=0.5, max_prompt_logprobs=10**6, timeout=None)
+    with serving(bounds=bounds, send_buffer=4096) as server:
+        asked = of_body(LARGE | {"stream": stream})
+        with connected(server, asked, receive_buffer=4096) as connection:
+            until(lambda: server.service.num_open == 1)
+            until(lambda: server.service.num_open == 0)
+            assert server.service.traffic.ended["not read"] == 1
+            with contextlib.suppress(ConnectionResetError):
+                assert not received(connection).endswith((b"\r\n0\r\n\r\n", b"[DONE]\n\n"))
+        until(lambda: not server.engine.running)
+
+
+def test_a_reader_who_reads_slowly_keeps_its_place():
+    """What it reads in the time is no whole answer, and part after part of one."""
+    bounds = Bounds(client_timeout=1.0, max_prompt_logprobs=10**6, timeout=None)
+    with (
+        serving(bounds=bounds, send_buffer=4096) as server,
+        connected(server, of_body(LARGE), receive_buffer=1 << 14) as connection,
+    ):
+        data = b""
+        while not data.endswith(b"\r\n0\r\n\r\n"):
+            part = connection.recv(1 << 12)
+            assert part, "the connection has ended"
+            data += part
+            threading.Event().wait(0.01)
+        assert len(data) > 10 * PART
+
+
+def test_one_request_may_not_ask_for_too_many_logprobs_of_prompts():
+    with serving(bounds=Bounds(max_prompt_logprobs=360)) as server:
+
+        def ask(path="completions", **body):
+            return httpx.post(f"{server.url}/v1/{path}", json=body | {"max_tokens": 1}, timeout=60)
+
+        assert ask(prompt="a" * 60, prompt_logprobs=2, n=3).status_code == 200
+        assert ask(prompt="a" * 60, prompt_logprobs=0, n=6).status_code == 200
+        messages = [{"role": "user", "content": "a" * 60}]
+        for answer in (
+            ask(prompt="a" * 60, prompt_logprobs=2, n=4),
+            ask(prompt=["a" * 60] * 4, prompt_logprobs=2),
+            ask(prompt="a" * 60, logprobs=7, echo=True),
+            ask(prompt="a" * 60, prompt_logprobs=0, n=7),
+            ask("chat/completions", messages=messages, prompt_logprobs=2, n=4),
+        ):
+            assert answer.status_code == 400
+            assert "a request may ask for 360 (--max-prompt-logprobs)" in answer.text
+        assert ask(prompt="a" * 60, logprobs=7, n=20).status_code == 200  # of no prompt
+
+
+def test_only_the_servers_own_names_are_served():
+    hosts = frozenset({"localhost", "::1", "gpu.example"})
+    with serving(bounds=Bounds(allowed_hosts=hosts), api_key="secret") as server:
+        for host, expected in (
+            ("localhost", 200), ("LOCALHOST:80", 200), ("[::1]:80", 200), ("gpu.example.", 200),
+            ("evil.example", 421), ("localhost.evil.example", 421), ("", 421), ("[::2]", 421),
+        ):  # fmt: skip
+            head = f"GET /health HTTP/1.1\r\nhost: {host}\r\n\r\n".encode()
+            with connected(server, head) as connection:
+                answer = received(connection, is_answer)
+            assert status(answer) == expected, host
+            assert expected == 200 or "--allowed-host NAME" in error(answer)["message"]
+        with connected(server, b"GET /health HTTP/1.0\r\n\r\n") as connection:
+            assert status(received(connection)) == 421
