@@ -45,7 +45,7 @@ from bench.gpu.journal import Journal, opened
 from bench.gpu.pieces import PARTS, pieces_of
 from bench.report.files import environment
 from pallas_kernels.backends.mosaic_gpu import compat
-from pallas_kernels.lowering import obstacles
+from pallas_kernels.lowering import implementation, obstacles
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-    obstacle = obstacles.gpu_obstacle(probe)
+    obstacle = implementation.gpu_obstacle(probe)
     if obstacle is not None and not options.rehearse:
         print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs the steps anywhere.)")
         return 2

@@ -31,7 +31,7 @@ from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.contract.types import Outputs, Rows
-from pallas_kernels.lowering import obstacles
+from pallas_kernels.lowering import implementation
 from pallas_kernels.testing.shapes import Shape
 
 CURRENT = "current: "
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         machine = peers.rehearsal(compat.interpret_params(detect_races=False))
     else:
         probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-        obstacle = obstacles.gpu_obstacle(probe)
+        obstacle = implementation.gpu_obstacle(probe)
         if obstacle is not None:
             print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs anywhere.)")
             return 2

@@ -9,7 +9,7 @@ from pallas_kernels.contract.types import Greedy, TopkLogprobs
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import LinearKeptLogprobs
 from pallas_kernels.lowering.blocks import vary_like
-from pallas_kernels.lowering.obstacles import gpu_obstacle
+from pallas_kernels.lowering.implementation import gpu_obstacle, use_implementation
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.topk.call import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.topk.tables import LogprobsTensors, logprobs_tensors, padded_token_ids
@@ -31,6 +31,8 @@ __all__ = [
     # For your own code inside `jax.shard_map`.
     "VocabShard",
     "vary_like",
+    # Which implementation calls take, and why it is not the GPU kernels.
+    "use_implementation",
     "gpu_obstacle",
 ]
 

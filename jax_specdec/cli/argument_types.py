@@ -79,12 +79,19 @@ def add_dtype(group: Any) -> None:
     )  # fmt: skip
 
 
-def add_compilation_cache(group: Any) -> None:
-    """Add the option for where compiled programs are kept."""
+def add_programs(group: Any) -> None:
+    """Add the options for where compiled programs are kept, and whose kernels they take."""
+    from jax_specdec.control import IMPLEMENTATIONS
+
     group.add_argument(
         "--compilation-cache", default="", metavar="DIR",
         help="where compiled programs are kept for the next start, or off (default: the user's "
         "cache directory)",
+    )  # fmt: skip
+    group.add_argument(
+        "--implementation", choices=IMPLEMENTATIONS, default="",
+        help="what computes the logprobs and draws; xla uses no kernel of this package (default: "
+        "the kernels wherever they can run)",
     )  # fmt: skip
 
 

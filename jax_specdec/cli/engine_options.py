@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_compilation_cache, found, integer
+from jax_specdec.cli.argument_types import add_programs, found, integer
 
 if TYPE_CHECKING:
     from jax_specdec.checkpoint.hf_names import HfModel
@@ -48,7 +48,7 @@ def add_engine(group: Any) -> None:
         help="devices among which each worker splits the model; "
         "without accelerators it makes N CPU devices (default: %(default)s)",
     )  # fmt: skip
-    add_compilation_cache(group)
+    add_programs(group)
 
 
 def engine_options(
@@ -61,6 +61,7 @@ def engine_options(
         "num_slots": options.slots,
         "tensor_parallel": options.tensor_parallel,
         "compilation_cache": options.compilation_cache,
+        "implementation": options.implementation,
     }
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_checkpoint, add_compilation_cache, add_dtype
+from jax_specdec.cli.argument_types import add_checkpoint, add_dtype, add_programs
 from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
         "--slots", type=int, default=8, metavar="B",
         help="prompts that are in memory together (default: %(default)s)",
     )  # fmt: skip
-    add_compilation_cache(parser)
+    add_programs(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -214,4 +214,5 @@ def _engine_config(
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
         compilation_cache=options.compilation_cache,
+        implementation=options.implementation,
     )

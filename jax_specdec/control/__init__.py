@@ -8,6 +8,7 @@ from jax_specdec.control.client import ControlClient
 from jax_specdec.control.commands import (
     DRAFTERS,
     GROUP_KILLED,
+    IMPLEMENTATIONS,
     Admit,
     Advance,
     Command,
@@ -53,6 +54,7 @@ __all__ = [
     "Connection",
     "Member",
     "DRAFTERS",
+    "IMPLEMENTATIONS",
     "GROUP_KILLED",
     "to_line",
     "from_line",

@@ -22,6 +22,7 @@ GROUP_KILLED = 128
 
 
 DRAFTERS = ("mtp", "model", "ngram", "suffix", "none")  # the values of `WorkerConfig.drafter`
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")  # those of `WorkerConfig.implementation`
 
 
 class ControlError(ValueError):
@@ -60,6 +61,8 @@ class WorkerConfig:
       compilation_cache: the folder in which compiled programs are kept for the next start; "off"
         for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
         variable JAX_COMPILATION_CACHE_DIR says.
+      implementation: "xla", "mosaic_gpu" or "mosaic_tpu", for logprobs and draws; empty: kernels
+        wherever they can run. By name, a device that cannot run it is an error.
       tensor_parallel: devices among which each worker splits the model. A vocabulary that does not
         divide among them is padded. A worker without accelerators makes as many CPU devices.
       processes: each of these devices has a process of its own. The first one publishes; the worker
@@ -90,6 +93,7 @@ class WorkerConfig:
     prefill_chunk: int = 64
     prefix_reuse: bool = True
     compilation_cache: str = ""
+    implementation: str = ""
     tensor_parallel: int = 1
     processes: bool = False
     group_host: str = "127.0.0.1"

@@ -7,7 +7,7 @@ import numpy as np
 
 from ipc import wire
 from jax_specdec.checkpoint.model_config import DTYPES
-from jax_specdec.control import BEAT_SECONDS, DRAFTERS, WorkerConfig
+from jax_specdec.control import BEAT_SECONDS, DRAFTERS, IMPLEMENTATIONS, WorkerConfig
 from jax_specdec.engine.restarts import MAX_RESTART_DELAY, Restarts
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
@@ -112,6 +112,11 @@ class EngineConfig(WorkerConfig):
         choices = (
             ("drafter", DRAFTERS, ""),
             ("dtype", ("", *DTYPES), "; empty for that of the weights"),
+            (
+                "implementation",
+                ("", *IMPLEMENTATIONS),
+                "; empty for kernels where they can run",
+            ),
             ("on_worker_loss", get_args(OnWorkerLoss), ""),
         )
         for name, known, more in choices:

@@ -7,14 +7,21 @@ What the shapes forbid is known when a call is traced. Whether a program is for 
 known when it is lowered: a CUDA host may run one on its CPU, and any host may export one for CUDA.
 """
 
+import functools
 import importlib
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from pallas_kernels.lowering import obstacles
+from pallas_kernels.lowering.implementation import resolved
+from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.lowering.platforms import lowered_for
 
 Result = TypeVar("Result")
@@ -46,7 +53,7 @@ def kernels_or_xla(
     by_xla: Callable[..., Result],
     *arguments: Any,
     logits: jax.Array,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     backends: tuple[str, ...] = tuple(KERNELS),
     faster_on_tpu: bool = True,
 ) -> Result:
@@ -62,7 +69,8 @@ def kernels_or_xla(
       by_xla: a function of the arguments, with results of the same shapes and dtypes.
       arguments: trees of arrays.
       logits: [N, V], whose shape may be an obstacle.
-      implementation: "xla", a name of `KERNELS`, or None: kernels wherever they can run.
+      implementation: "xla", a name of `KERNELS`, or None: what `use_implementation` names, else
+        kernels wherever they can run.
       backends: those that have the job.
       faster_on_tpu: whether the TPU's kernels are faster than XLA; only None asks.
 
@@ -72,6 +80,7 @@ def kernels_or_xla(
         it cannot run on the device, the lowering of the program says so.
     """
     obstacles.check_name(implementation)
+    implementation = resolved(implementation)
     if implementation == "xla":
         return by_xla(*arguments)
     explicit = implementation is not None
@@ -131,11 +140,23 @@ def _on_platform(
     def kernels(constants: Any, given: Any) -> Any:
         obstacle = KERNELS[name].device_obstacle()
         if obstacle is None:
-            module = importlib.import_module(f"pallas_kernels.backends.{name}.{job}")
             try:
+                module = importlib.import_module(f"pallas_kernels.backends.{name}.{job}")
+                if not explicit and (name, job) not in _lowered:
+                    _try_to_lower(name, module, by_kernels, given)
+                    _lowered.add((name, job))
                 return by_kernels(module, *given)
             except obstacles.DoesNotFit as error:
                 obstacle = str(error)
+            except Exception as error:
+                # Whatever it is, jax's private Mosaic parts have moved, or are not there.
+                obstacle = f"jax {jax.__version__}: {type(error).__name__}: {error}"
+                if explicit:
+                    obstacles.refuse(name, obstacle, error)
+                warnings.warn(
+                    f"XLA computes what the {name} kernels would: they cannot be lowered by "
+                    f"{obstacle}", RuntimeWarning, stacklevel=1,
+                )  # fmt: skip
         if explicit:
             obstacles.refuse(name, obstacle)
         return xla(constants, given)
@@ -148,3 +169,28 @@ def _on_platform(
 
     run: Callable[[Any, Any], Result] = kernels
     return run
+
+
+# Backends and jobs that this process has lowered. What jax lowers once, it lowers again.
+_lowered: set[tuple[str, str]] = set()
+
+
+def _try_to_lower(
+    name: str, module: ModuleType, by_kernels: Callable[..., Any], given: tuple[Any, ...]
+) -> None:
+    """Lower the kernels apart, so that an error leaves no half of them in the program at hand.
+
+    In a thread of its own, since the contexts of the program at hand (meshes, what is being traced)
+    belong to this one.
+
+    Raises:
+      Exception: whatever stands in the way.
+    """
+    shapes = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), given))
+
+    def lower() -> None:
+        program = jax.jit(functools.partial(by_kernels, module))
+        program.trace(*shapes).lower(lowering_platforms=(KERNELS[name].platform,))
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lower).result()

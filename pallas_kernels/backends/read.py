@@ -18,6 +18,7 @@ from pallas_kernels.backends.xla import greedy, groups
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.changes import prepared
 from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
+from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.lowering.tpu_rule import kernel_is_faster
 from pallas_kernels.meshes.vocab_shard import WHOLE
 
@@ -26,7 +27,9 @@ MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 t
 MOST_TAKEN = 128  # tokens of a row, one a thread
 
 
-def topk_logprobs(implementation: str | None, outputs: Outputs, rows: Rows) -> TopkLogprobs:
+def topk_logprobs(
+    implementation: Implementation | None, outputs: Outputs, rows: Rows
+) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` of whole rows; without token ids, of the greedy choice.
 
     The GPU kernels write the answers themselves, in their pass 2. The choice is found with the
@@ -69,7 +72,7 @@ def topk_logprobs(implementation: str | None, outputs: Outputs, rows: Rows) -> T
 
 
 def row_sums(
-    implementation: str | None, rows: Rows, selected: jax.Array, outputs: Outputs
+    implementation: Implementation | None, rows: Rows, selected: jax.Array, outputs: Outputs
 ) -> RowSums:
     """`answers.ReadRows` of a part of the columns."""
     found: RowSums = kernels_or_xla(
@@ -97,7 +100,7 @@ def read_groups(
     inverse: jax.Array,
     needed: jax.Array,
     k: int,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Read:
     """`xla.groups.read` in the kernels, in programs that are lowered for CUDA or a TPU.
 

@@ -28,11 +28,11 @@ def check_name(implementation: str | None) -> None:
         )
 
 
-def refuse(implementation: str, obstacle: str) -> NoReturn:
+def refuse(implementation: str, obstacle: str, cause: Exception | None = None) -> NoReturn:
     """Say why an implementation cannot run."""
     raise NotImplementedError(
         f"implementation = {implementation!r} cannot run: {obstacle}; use 'xla' or None"
-    )
+    ) from cause
 
 
 def tpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
@@ -42,11 +42,6 @@ def tpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     if logits.shape[1] > MAX_TPU_VOCABULARY:
         return f"rows of {logits.shape[1]} logits do not fit VMEM ({MAX_TPU_VOCABULARY} do)"
     return None
-
-
-def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
-    """Why the GPU kernels cannot run on logits [N, V] on these devices; None if they can."""
-    return cannot_run(logits, cuda_capability())
 
 
 def cannot_run(logits: jax.Array | jax.ShapeDtypeStruct, capability: float | None) -> str | None:

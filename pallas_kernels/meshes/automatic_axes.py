@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.lowering.implementation import kept
 from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
 
 Result = TypeVar("Result")
@@ -40,6 +41,7 @@ def on_own_part(
       logits: arrays [B, ..., V] that are split alike.
       by_slot: arrays [B, ...].
     """
+    call = kept(call)  # the compiler asks for the parts after this function has returned
     arrays, tree = jax.tree.flatten((logits, by_slot))
     number = len(jax.tree.leaves(logits))
     shapes: list[Any] = []  # of the results, from the one trace of the call on whole logits
@@ -118,8 +120,8 @@ def _even(logits: Any, mesh: Any) -> tuple[Axes, Axes]:
         return (), ()
     spec = (*sharding.spec, *[None] * logits.ndim)[: logits.ndim]
 
-    def kept(axis: Any, size: int) -> Axes:
+    def even(axis: Any, size: int) -> Axes:
         names: Axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
         return names if size % math.prod(mesh.shape[name] for name in names) == 0 else ()
 
-    return kept(spec[0], logits.shape[0]), kept(spec[-1], logits.shape[-1])
+    return even(spec[0], logits.shape[0]), even(spec[-1], logits.shape[-1])

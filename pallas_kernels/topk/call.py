@@ -20,6 +20,7 @@ from pallas_kernels.contract.types import (
     is_inclusive,
     skipped_rows,
 )
+from pallas_kernels.lowering.implementation import resolved
 from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.meshes import partitioned, placement
 from pallas_kernels.meshes.vocab_shard import VocabShard
@@ -101,7 +102,8 @@ def topk_logprobs(
       rank_ties: "strict" counts the strictly larger logits, and 1; "inclusive" counts logits at
         least as large, the token's own among them, as vLLM does.
       log_sum_exp, entropy, top_logits: whether these results are wanted, see `TopkLogprobs`.
-      implementation: "xla", "mosaic_gpu", "mosaic_tpu", or None for the fastest that runs here.
+      implementation: "xla", "mosaic_gpu", "mosaic_tpu", or None for what `use_implementation`
+        names, else the fastest that runs here.
       axis_name: the mesh axis over which the vocabulary is sharded.
       vocab_size: V, where columns of padding follow.
       mesh: outside `shard_map`, the mesh of `axis_name`, if the logits do not tell.
@@ -190,7 +192,7 @@ def _run(
     place: placement.Place, implementation: Implementation | None, outputs: Outputs, rows: Rows
 ) -> TopkLogprobs:
     """The call where its logits are."""
-    call = own_part(implementation, outputs)
+    call = own_part(resolved(implementation), outputs)
     if place.mesh is not None:
         return placement.run(place, call, rows)
     if place.unknown:

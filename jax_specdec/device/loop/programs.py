@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import jax
 
@@ -21,6 +22,9 @@ from jax_specdec.device.loop.state import (
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.messages.step_messages import StepOutput
+from pallas_kernels import use_implementation
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # What every request needs that has two prompt tokens; what others need depends on what they ask.
 PROGRAMS = ("admit", "prefill_chunk", "step", "target_message", "leading")
@@ -47,40 +51,41 @@ class Compiled:
         # A function of its own each, as JAX keeps what it compiles by function.
         # The state is donated: a step updates the caches in place, where they are.
         places = state_shardings(self.config)
+        chosen = functools.partial(with_implementation, self.config.implementation)
         self.admit = jax.jit(admit, donate_argnums=0, out_shardings=places)
         self.release = jax.jit(release, donate_argnums=0, out_shardings=places)
         self.start_again = jax.jit(start_again, donate_argnums=0, out_shardings=places)
         self.copy_prefix = jax.jit(copy_prefix, donate_argnums=0, out_shardings=places)
         self.prefill_chunk = jax.jit(
-            functools.partial(prefill_chunk, self.config),
+            functools.partial(chosen(prefill_chunk), self.config),
             donate_argnums=1,
             static_argnames="chunk",
             out_shardings=places,
         )
         self.score_chunk = jax.jit(
-            functools.partial(prompt_scoring.score_chunk, self.config),
+            functools.partial(chosen(prompt_scoring.score_chunk), self.config),
             donate_argnums=1,
             static_argnames=("chunk", "widths"),
             out_shardings=(places, None),
         )
         self.step = jax.jit(
-            functools.partial(step, self.config),
+            functools.partial(chosen(step), self.config),
             donate_argnums=1,
             static_argnames=("fused_k", "fused_greedy", "report_widths"),
             out_shardings=(places, None),
         )
         static = ("widths", "process_rank")
         self.prompt_message = jax.jit(
-            functools.partial(prompt_scoring.prompt_message),
+            functools.partial(chosen(prompt_scoring.prompt_message)),
             static_argnames=(*static, "vocab_size"),
         )
         parallel = self.config.parallel
         self.target_message = jax.jit(
-            functools.partial(step_messages.target_message, parallel=parallel),
+            functools.partial(chosen(step_messages.target_message), parallel=parallel),
             static_argnames=static,
         )
         self.draft_message = jax.jit(
-            functools.partial(step_messages.draft_message, parallel=parallel),
+            functools.partial(chosen(step_messages.draft_message), parallel=parallel),
             static_argnames=static,
         )
         self.leading = jax.jit(
@@ -97,3 +102,16 @@ class Compiled:
 def leading(words: jax.Array, count: int) -> jax.Array:
     """The first `count` of the words [n]."""
     return words[:count]
+
+
+def with_implementation(name: str | None, function: Function) -> Function:
+    """The function, whose calls take this implementation; None: that of where it is called."""
+    if name is None:
+        return function
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **more: Any) -> Any:
+        with use_implementation(name):
+            return function(*arguments, **more)
+
+    return call  # type: ignore[return-value]

@@ -34,6 +34,7 @@ class LoopConfig:
     max_length: int  # T: prompt and emitted tokens of a request
     accept: AcceptRule = accept_draft
     parallel: Parallel = ONE_DEVICE
+    implementation: str | None = None  # of `pallas_kernels.use_implementation`
     prefill_only: bool = False  # a request ends here with its first token, and is handed over
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.draft_reports import as_report
 from jax_specdec.device.loop.host_slots import AllOptions, OneRead, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
-from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.programs import Compiled, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.beside import Jobs
@@ -440,4 +440,4 @@ def runs_on_gpu(config: LoopConfig) -> bool:
     """Whether this model's logits go through the GPU kernels."""
     shape = (config.num_slots * config.num_positions, config.model.vocab_size)
     logits = jax.eval_shape(lambda: jnp.zeros(shape, jnp.dtype(config.model.dtype)))
-    return gpu_obstacle(logits) is None
+    return with_implementation(config.implementation, gpu_obstacle)(logits) is None

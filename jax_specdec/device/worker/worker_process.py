@@ -185,6 +185,7 @@ def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig, Callable[[str,
         max_length=config.max_length,
         prefill_only=start.prefill_only,
         parallel=parallel,
+        implementation=config.implementation or None,
     )
     return params, loop, other
 

@@ -302,6 +302,7 @@ OTHERS = {
         test_programs_of_another_host_have_no_kernels
     ),
     "pallas_kernels/backends/greedy.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
+    "pallas_kernels/backends/choose.py: program": test_programs_of_the_loop,
     "pallas_kernels/backends/xla/group_sums.py: sums_of": test_programs_of_the_loop,
     "pallas_kernels/topk/call.py: jitted": test_xla_where_it_is_asked_for,
     "pallas_kernels/linear/call.py: _kept_of": test_linear_calls_are_left_to_xla,

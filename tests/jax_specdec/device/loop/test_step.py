@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 
 from jax_specdec.device.drafting.drafters import MtpDrafter, NoDrafter, no_drafts
+from jax_specdec.device.loop import programs, prompt_scoring
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.host_slots import Slot, admission, options_of_slots, widths_of_slots
 from jax_specdec.device.loop.state import LoopConfig, admit, init_state, release
 from jax_specdec.device.loop.step import step
+from jax_specdec.device.messages import step_messages
+from jax_specdec.device.worker.worker import runs_on_gpu
 from jax_specdec.records.decode import decode
+from pallas_kernels import use_implementation
+from pallas_kernels.lowering import obstacles
+from pallas_kernels.lowering.implementation import resolved
 from pallas_kernels.sampling.verification import verify
 from tests.support.decoding import VOCAB, compiled, random_model, request, without_jit
 
@@ -94,6 +100,39 @@ def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
         for temperature in seen(given):
             np.testing.assert_allclose(temperature, [0.0, expected])
         assert given.sampling.temperature[1] > 0
+
+
+@pytest.mark.parametrize("program", ["step", "score_chunk", "target_message"])
+def test_the_configured_implementation_computes_the_programs(program, monkeypatch):
+    """Each program is traced with `LoopConfig.implementation` in use."""
+    _, model = random_model()
+    seen = []
+    for name in (None, "xla", "mosaic_gpu"):
+        config = LoopConfig(model, NoDrafter(1), num_slots=2, max_length=16, implementation=name)
+
+        def spy(*_, **__):
+            seen.append(resolved(None))
+            raise LookupError
+
+        module = step_messages if program == "target_message" else programs
+        module = prompt_scoring if program == "score_chunk" else module
+        monkeypatch.setattr(module, program, spy)
+        function = getattr(programs.Compiled(config), program)
+        with pytest.raises(LookupError):
+            function.lower()
+    assert seen == [None, "xla", "mosaic_gpu"]
+
+
+def test_a_worker_without_kernels_reads_as_where_there_are_none(monkeypatch):
+    """On a GPU, the greedy choice shares the kernels' read; XLA's does not pay."""
+    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(obstacles, "MIN_VOCABULARY", 1)
+    _, model = random_model()
+    config = LoopConfig(model, NoDrafter(1), num_slots=2, max_length=16)
+    assert runs_on_gpu(config)
+    assert not runs_on_gpu(dataclasses.replace(config, implementation="xla"))
+    with use_implementation("xla"):
+        assert not runs_on_gpu(config)
 
 
 @dataclasses.dataclass(frozen=True)
