@@ -10,21 +10,11 @@ import sys
 
 import pytest
 
+from tests.support.import_rules import DOORS, PACKAGES, is_engine_side, modules, tops
 from tests.support.pages import PAGES, python_blocks
-from tests.support.paths import ROOT
 
-PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 BESIDE = ("bench", "tests", "examples", "docs")
 
-# What a door's package lets others import: itself, and these.
-DOORS = {
-    "ipc": {"ipc", "ipc.wire", "ipc.doctor"},
-    "pallas_kernels": {"pallas_kernels", "pallas_kernels.sampling"},
-    "jax_specdec": {
-        "jax_specdec.engine", "jax_specdec.export", "jax_specdec.ray",
-        "jax_specdec.device", "jax_specdec.device.drafting", "jax_specdec.device.model",
-    },
-}  # fmt: skip
 # The libraries that a package may import, beside the standard library and the packages below it.
 LIBRARIES = {
     "ipc": {"numpy", "posix_ipc", "xxhash"},
@@ -79,22 +69,7 @@ BESIDE_THE_HOUSE = {"testing"}  # the oracle and the shapes of tests and benchma
 ROOMS["device"] = {name for name in ROOMS if name.startswith("device.")} | {"checkpoint"}
 
 
-def modules(*tops):
-    """Dotted name to path of every module below the folders `tops`."""
-    found = {}
-    for top in tops:
-        for path in sorted((ROOT / top).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(part for part in parts if part != "__init__")] = path
-    return found
-
-
 KNOWN = modules(*PACKAGES, "bench", "tests")
-
-
-def is_engine_side(name):
-    """Whether a shipped module must run in a process without jax."""
-    return name.startswith(("ipc", "jax_specdec")) and not name.startswith("jax_specdec.device")
 
 
 def room_of(name):
@@ -140,10 +115,6 @@ def imports(source):
     return found
 
 
-def tops(names):
-    return {name.partition(".")[0] for name in names}
-
-
 def listed(door):
     """What a door's `__all__` lists, with the door's name before it: modules may be among them."""
     for node in ast.parse(KNOWN[door].read_text()).body:
@@ -183,6 +154,9 @@ def violations(name, source):
                     wrong.add(module)
     if package == "bench":
         wrong |= {module for module in used if tops({module}) & {"tests", "examples"}}
+    if package == "tests":
+        # What two of them need is in tests/support.
+        wrong |= {module for module in used if module.startswith("tests.") and ".test_" in module}
     if package == "tests" and not name.startswith("tests.bench"):
         wrong |= {module for module in used if tops({module}) == {"bench"}}
     if name.startswith(MACHINE):
@@ -288,6 +262,7 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
          "jax_specdec.export.column_builder"),
         ("bench.host", "from tests.support import scene", "tests.support.scene"),
         ("tests.ipc.test_wire", "from bench import timing", "bench.timing"),
+        ("tests.ipc.test_wire", "from tests.ipc.test_aio import soon", "tests.ipc.test_aio"),
         ("tests.ptx_machine.machine", "from pallas_kernels.testing import oracle",
          "pallas_kernels.testing.oracle"),
         ("tests.ptx_machine.machine", "from tests.support import paths", "tests.support.paths"),

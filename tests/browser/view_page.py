@@ -10,8 +10,8 @@ import pytest
 from jax_specdec.export.openai import completion
 from jax_specdec.records.output_processor import ProcessorState, admit, step
 from tests.browser.window import written
-from tests.jax_specdec.export.test_html_page import HOSTILE, hostile_response
-from tests.jax_specdec.export.test_openai import MADE, TABLE, two_steps
+from tests.support.hostile_responses import HOSTILE, hostile_response
+from tests.support.openai_records import MADE, TABLE, two_steps
 from tests.support.processor_messages import draft, drafts, request, target, tokens
 
 

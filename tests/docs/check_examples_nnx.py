@@ -8,7 +8,7 @@ import re
 
 import openai
 
-from tests.docs.test_examples import EXAMPLES, run
+from tests.support.run_examples import EXAMPLES, run
 from tests.support.served_process import served
 
 

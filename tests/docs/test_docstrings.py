@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.docs.test_doors import NAMES, documented
+from tests.support.doors import NAMES, documented
 from tests.support.pages import DOCS, module_at
 
 pytestmark = pytest.mark.fast

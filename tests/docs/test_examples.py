@@ -4,42 +4,16 @@ The NNX example is not among them, because flax is no small dependency: `check_e
 """
 
 import ast
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import quick_compile
 from tests.support.paths import ROOT
+from tests.support.run_examples import EXAMPLES, run
 
-EXAMPLES = ROOT / "examples"
 REQUESTS = ("greedy", "sampled", "ids only")
 BETWEEN = "---- the next run ----"
-
-
-def environment():
-    """The user's own environment, with cheap compiling, which takes nearly all the time here."""
-    return os.environ | {
-        "XLA_FLAGS": quick_compile.FLAGS,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-
-
-def run(*command, status=0):
-    """Run Python with a script's path or `-c`; what it prints. A warning in it is an error."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env=environment(),
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def run_mains(module, *runs, status=0):

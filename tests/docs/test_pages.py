@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.docs.test_semantics_index import existing_tests
+from tests.support.existing_tests import existing_tests
 from tests.support.pages import DOCS, PAGES, blocks, python_blocks
 from tests.support.paths import ROOT
 

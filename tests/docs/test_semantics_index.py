@@ -1,10 +1,10 @@
 """Every line of the contract names tests that exist; every place that the docs name exists too."""
 
-import ast
 import re
 
 import pytest
 
+from tests.support.existing_tests import definitions, existing_tests
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.fast
@@ -50,35 +50,6 @@ def table_rows(text):
         for n, line in enumerate(lines)
         if n not in rules and n + 1 not in rules
     ]
-
-
-def definitions(source):
-    """Names that a module defines, methods as `Class::method`; skipped tests do not count."""
-    found = set()
-
-    def visit(body, prefix):
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                marks = " ".join(ast.unparse(mark) for mark in node.decorator_list)
-                if re.search(r"\b(skip|skipif|xfail)\b", marks):
-                    continue
-                found.add(prefix + node.name)
-                if isinstance(node, ast.ClassDef):
-                    visit(node.body, f"{prefix}{node.name}::")
-            elif isinstance(node, ast.Assign):
-                found.update(prefix + t.id for t in node.targets if isinstance(t, ast.Name))
-
-    visit(ast.parse(source).body, "")
-    return found
-
-
-def existing_tests():
-    return {
-        f"{path.stem}::{name}"
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        for name in definitions(path.read_text())
-        if name.split("::")[-1].startswith(("test_", "Test"))
-    }
 
 
 def unpinned(lines):

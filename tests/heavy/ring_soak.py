@@ -21,9 +21,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from ipc import RingReader, RingWriter, errors
 from ipc.doctor import find_ring_files, remove_leftovers
 from tests.heavy import ring_timing
-from tests.ipc.test_ring_model import RingMachine
 from tests.support import ring_storm
 from tests.support.ring_damage import outcome, used_ranges
+from tests.support.ring_machine import RingMachine
 from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
 
 MODES = ("predict", "block", "spin")

@@ -14,13 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.hf import checkpoints
-from tests.jax_specdec.text.test_tokenizer import (
-    CHAT,
-    CORPUS,
-    byte_level,
-    sentencepiece_style,
-    write,
-)
+from tests.support.tokenizer_files import CHAT, CORPUS, byte_level, sentencepiece_style, write
 
 TOLERANCE = 1e-4
 MESSAGES = [{"role": "user", "content": "Zwei Boxkämpfer?"}]

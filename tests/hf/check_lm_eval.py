@@ -18,9 +18,9 @@ from lm_eval.tasks import TaskManager
 
 from tests.hf import checkpoints
 from tests.hf.check_command import save
-from tests.jax_specdec.text.test_tokenizer import CORPUS, byte_level
 from tests.support import quick_compile
 from tests.support.served_process import served
+from tests.support.tokenizer_files import CORPUS, byte_level
 
 TOLERANCE = 1e-3
 MAX_LENGTH = 120  # of both backends

@@ -4,7 +4,7 @@ import re
 
 from pyarrow import parquet
 
-from tests.docs.test_examples import EXAMPLES, run
+from tests.support.run_examples import EXAMPLES, run
 
 ROLLOUT = re.compile(r"iteration (\d): weights \[(\d)\], .* of 384 tokens: (\S+)")
 

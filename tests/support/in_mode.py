@@ -4,7 +4,7 @@ import numpy as np
 
 from ipc.wire import LogprobsMode
 from pallas_kernels.testing import oracle
-from tests.pallas_kernels.sampling.test_distribution import expected_probs
+from tests.support.expected_probs import expected_probs
 
 
 def logprobs(row, params):

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from jax_specdec.cli.main import main
-from tests.jax_specdec.export.test_html_page import line
-from tests.jax_specdec.export.test_openai import snowman, two_steps
+from tests.support.hostile_responses import line
+from tests.support.openai_records import snowman, two_steps
 from tests.support.page_blocks import blocks
 
 pytestmark = pytest.mark.fast

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.jax_specdec.engine.test_scheduling import EVENTS, run_through
+from tests.support.schedules import EVENTS, run_through
 
 
 @pytest.mark.slow

@@ -25,43 +25,11 @@ from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import ProcessorState, abort, admit, step
 from jax_specdec.text.detokenize import TokenTable
+from tests.support.openai_records import MADE, SNOWMAN, TABLE, records_of, snowman, two_steps
 from tests.support.paths import ROOT
 from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
 
 pytestmark = pytest.mark.fast
-
-SNOWMAN = "\N{SNOWMAN}".encode()  # three bytes, as three tokens: 0, 1, 2
-TABLE = TokenTable([SNOWMAN[:1], SNOWMAN[1:2], SNOWMAN[2:], b" a", b"b"], special={5: "</s>"})
-MADE = {"model": "m", "created": 17}
-
-
-def records_of(*messages, **params):
-    state = admit(ProcessorState.empty(1), 0, 1, request(**params))
-    records = []
-    for message in messages:
-        state, released = step(state, message)
-        records += released
-    return records
-
-
-def two_steps(**params):
-    first = tokens(3, 4, columns=3, logprobs=[[-0.5, -0.5, -1.5], [-2.0, -0.25, -math.inf]])
-    second = tokens(0, columns=3, logprobs=[[math.nan] * 3], ranks=[0])
-    first.topk_ids[:] = [[3, 0], [1, -1]]
-    second.topk_ids[:] = [[-1, -1]]
-    return records_of(target(0, first), target(1, second), logprobs=2, **params)
-
-
-def snowman(**params):
-    """A snowman in two steps, then " a" and the end."""
-    return records_of(
-        target(0, tokens(3, 0, columns=1)),
-        target(1, tokens(1, columns=1)),
-        target(2, tokens(2, 3, 5, columns=1)),
-        logprobs=0,
-        stop_token_ids=(5,),
-        **params,
-    )
 
 
 def test_completions_format():

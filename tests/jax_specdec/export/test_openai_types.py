@@ -23,7 +23,7 @@ from jax_specdec.export.openai import (
 from jax_specdec.records import output_processor
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.serve.model import tiny_model
-from tests.jax_specdec.export.test_openai import MADE, TABLE, records_of, snowman, two_steps
+from tests.support.openai_records import MADE, TABLE, records_of, snowman, two_steps
 from tests.support.processor_messages import target, tokens
 
 BYTES = tiny_model(name="tiny", created=0, max_length=99).table

@@ -9,7 +9,7 @@ from jax_specdec.export import response_files
 from jax_specdec.export.openai import chat_completion, completion
 from jax_specdec.export.response_files import ViewError
 from jax_specdec.export.shown import Strings
-from tests.jax_specdec.export.test_openai import MADE, TABLE, snowman, two_steps
+from tests.support.openai_records import MADE, TABLE, snowman, two_steps
 
 pytestmark = pytest.mark.fast
 

@@ -5,7 +5,6 @@ that they run. Both are counted, so that no result depends on the machine.
 """
 
 import struct
-import sys
 import tracemalloc
 
 import numpy as np
@@ -15,11 +14,10 @@ from ipc import wire
 from ipc.wire import Kind, SlotState
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
-from jax_specdec.records.output_processor import ProcessorError, ProcessorState, admit, flush, step
+from jax_specdec.records.output_processor import ProcessorError, ProcessorState, admit, step
+from tests.support.decoding_cost import allowed_memory, cost
 from tests.support.processor_messages import request
 
-# What docs/security.md promises.
-MEMORY_PER_BYTE, MEMORY_PER_SLOT = 16, 4096
 LINES_PER_BYTE, LINES_PER_SEQUENCE, LINES = 2, 2, 2_000
 B = 256
 STOPS = {"stop_sequences": tuple((8, 8, 8, n, 7) for n in range(4)), "stop_token_ids": (9,)}
@@ -34,38 +32,11 @@ def served(num_slots=B, num_drafts=wire.MAX_DRAFTS, **params):
     return state
 
 
-def cost(data, state):
-    """Bytes, lines of Python and the error of a message that a worker sends."""
-    lines = 0
-
-    def count(frame, event, argument):
-        nonlocal lines
-        lines += event == "line"
-        return count
-
-    error, before = None, sys.gettrace()
-    tracemalloc.start()
-    sys.settrace(count)
-    try:
-        flush(step(state, decode(data))[0])
-    except (MessageError, ProcessorError) as refusal:
-        error = refusal
-    finally:
-        sys.settrace(before)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return peak, lines, error
-
-
 def check(data, state):
     memory, lines, error = cost(data, state)
     assert memory <= allowed_memory(data, state)
     assert lines <= allowed_lines(data, state)
     return error
-
-
-def allowed_memory(data, state):
-    return MEMORY_PER_BYTE * len(data) + MEMORY_PER_SLOT * state.num_slots + 50_000
 
 
 def allowed_lines(data, state):

@@ -24,7 +24,7 @@ from jax_specdec.records.output_processor import (
     flush,
     step,
 )
-from tests.jax_specdec.records.test_hostile_messages import allowed_memory, cost
+from tests.support.decoding_cost import allowed_memory, cost
 from tests.support.processor_messages import (
     admitted,
     draft,

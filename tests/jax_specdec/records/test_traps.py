@@ -19,8 +19,8 @@ from jax_specdec.records.output_processor import (
     release,
     step,
 )
+from tests.support.import_rules import PACKAGES, is_engine_side, modules
 from tests.support.processor_messages import draft, drafts, request, target, tokens
-from tests.test_import_rules import PACKAGES, is_engine_side, modules
 
 pytestmark = pytest.mark.fast
 

@@ -11,8 +11,8 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import ProcessorState, admit
 from jax_specdec.serve.delivery import Delivery
 from jax_specdec.text.detokenize import TextStream, TokenTable
-from tests.jax_specdec.text.test_stop_strings import reference
 from tests.support.processor_messages import request, run, target, tokens
+from tests.support.stop_string_reference import reference
 
 pytestmark = pytest.mark.fast
 

@@ -5,23 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.text.stop_strings import StopStrings
+from tests.support.stop_string_reference import reference
 
 pytestmark = pytest.mark.fast
 
 WORDS = st.text("ab", min_size=1, max_size=4)
-
-
-def reference(text, strings, least=0):
-    """The end by definition: the shortest beginning of the text that ends with one of them.
-
-    It has more than `least` characters.
-    """
-    for length in range(least + 1, len(text) + 1):
-        found = [one for one in strings if text[:length].endswith(one)]
-        if found:
-            longest = max(found, key=len)
-            return longest, length - len(longest), length
-    return None
 
 
 @given(st.lists(WORDS, max_size=30), st.lists(WORDS, min_size=1, max_size=3), st.booleans())

@@ -14,6 +14,7 @@ from pallas_kernels.sampling.distribution import processed_probs
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.random_draws import ACCEPT, DRAFT, Source, uniform
 from tests.support import quick_compile
+from tests.support.expected_probs import expected_probs
 
 pytestmark = pytest.mark.fast
 
@@ -26,31 +27,6 @@ def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0, batch=1):
         min_p=jnp.full(batch, min_p, jnp.float32),
         seed=jnp.zeros(batch, jnp.uint32),
     )
-
-
-def expected_probs(row, temperature, top_k, top_p, min_p):
-    """The distribution of one row [V] in float64, filter by filter, as in the contract."""
-    x = row.astype(np.float64)
-    if temperature == 0 or np.isnan(x).any() or (x == np.inf).any() or not np.isfinite(x).any():
-        numbers = np.where(np.isnan(x), -np.inf, x)
-        wanted = ~np.isnan(x) & (numbers == numbers.max())
-        return np.eye(len(x))[int(np.argmax(wanted))]
-    p = np.exp((x - x.max()) / temperature)
-    p /= p.sum()
-    order = sorted(range(len(p)), key=lambda t: (-x[t], t))
-    if top_k:
-        for t in order[top_k:]:
-            p[t] = 0
-        p /= p.sum()
-    if top_p < 1:
-        mass = 0.0
-        for t in order:
-            if mass >= top_p:
-                p[t] = 0
-            mass += p[t]
-        p /= p.sum()
-    p[p < min_p * p.max()] = 0
-    return p / p.sum()
 
 
 logit = st.sampled_from([0.0, -0.0, 1.0, 2.0, -1.0, -np.inf]) | st.floats(-6, 6, width=32)

@@ -12,9 +12,9 @@ import pytest
 from pallas_kernels.meshes.vocab_shard import WHOLE
 from pallas_kernels.sampling import row_cuts
 from pallas_kernels.sampling.distribution import processed_probs, truncation
-from tests.pallas_kernels.sampling.test_truncation import check, sampling_of
 from tests.support import quick_compile
 from tests.support.shards import P, on_shards
+from tests.support.truncation_checks import check, sampling_of
 
 V = 1100  # five groups, the last one short; more than the read's candidates, and than 1,024
 KINDS = ("flat", "ties", "masked", "one group", "equal", "zeros", "large", "peaked")

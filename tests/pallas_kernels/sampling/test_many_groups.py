@@ -21,8 +21,8 @@ from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source, gumbel
 from pallas_kernels.sampling.types import Drafts
 from pallas_kernels.sampling.verification import accept_draft, verify
-from tests.pallas_kernels.sampling.test_distribution import expected_probs
 from tests.support import quick_compile
+from tests.support.expected_probs import expected_probs
 
 V, SLOTS = 1100, 6000  # five groups, the last one short
 NUM_GROUPS, POSITION = 5, 5

@@ -13,9 +13,9 @@ from jax_specdec.device.drafting.adaptive import Adaptive, best_length, updated
 from jax_specdec.device.drafting.drafters import NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from pallas_kernels.sampling.types import Drafts
-from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support import quick_compile
 from tests.support.decoding import VOCAB
+from tests.support.draft_contexts import context
 
 D = 4
 

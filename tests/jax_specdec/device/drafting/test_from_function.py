@@ -12,8 +12,8 @@ from jax_specdec.device.drafting import from_function
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from pallas_kernels.sampling.drafts import none_drawn
 from pallas_kernels.sampling.types import Drafts
-from tests.jax_specdec.device.drafting.test_drafters import context
 from tests.support.decoding import VOCAB
+from tests.support.draft_contexts import context
 
 
 class Proposing(chex.TestCase):

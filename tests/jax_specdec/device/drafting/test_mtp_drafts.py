@@ -16,9 +16,9 @@ from jax_specdec.device.model.checkpoint import load_checkpoint
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.text import byte_tokens
 from pallas_kernels.sampling.random_draws import DRAFT, Source, gumbel
-from tests.pallas_kernels.sampling.test_distribution import expected_probs
 from tests.support import quick_compile, reference_model
 from tests.support.decoding import VOCAB, compiled, random_model, request, run
+from tests.support.expected_probs import expected_probs
 from tests.support.paths import ROOT
 
 D, CHUNK, LENGTH, TEMPERATURE, SEED = 3, 8, 96, 0.8, 11

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from tests.jax_specdec.device.drafting.test_drafters import compiled, context
+from tests.support.draft_contexts import compiled, context
 
 SLOTS = 6  # of a batch: with fewer texts, the last slots hold one token
 

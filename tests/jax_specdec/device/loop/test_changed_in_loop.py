@@ -16,10 +16,10 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.records.batch import FinishReason
-from tests.pallas_kernels.sampling.test_distribution import expected_probs
 from tests.support import in_mode, reference_model
 from tests.support.changed_choice import changed_row
 from tests.support.decoding import VOCAB, Local, random_model, request, run
+from tests.support.expected_probs import expected_probs
 
 PROCESSED, SCALED = LogprobsMode.PROCESSED, LogprobsMode.SCALED
 STOPS = tuple(range(0, VOCAB, 3))  # the model would soon choose one of them

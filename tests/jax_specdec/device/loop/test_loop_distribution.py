@@ -18,9 +18,9 @@ from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.model.params import named_arrays
 from pallas_kernels.sampling.verification import accept_draft
-from tests.pallas_kernels.sampling.test_distribution import expected_probs
 from tests.support import reference_model
 from tests.support.decoding import random_model, request, run
+from tests.support.expected_probs import expected_probs
 
 VOCAB, TOKENS, COUNT = 1100, 3, 2500
 PROMPT = (116,) * 8  # one time out of three the model goes on with 116: n-grams are often right

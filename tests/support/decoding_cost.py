@@ -1,0 +1,37 @@
+"""What decoding some bytes may cost."""
+
+import sys
+import tracemalloc
+
+from jax_specdec.records.decode import MessageError, decode
+from jax_specdec.records.output_processor import ProcessorError, flush, step
+
+# What docs/security.md promises.
+MEMORY_PER_BYTE, MEMORY_PER_SLOT = 16, 4096
+
+
+def cost(data, state):
+    """Bytes, lines of Python and the error of a message that a worker sends."""
+    lines = 0
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    error, before = None, sys.gettrace()
+    tracemalloc.start()
+    sys.settrace(count)
+    try:
+        flush(step(state, decode(data))[0])
+    except (MessageError, ProcessorError) as refusal:
+        error = refusal
+    finally:
+        sys.settrace(before)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak, lines, error
+
+
+def allowed_memory(data, state):
+    return MEMORY_PER_BYTE * len(data) + MEMORY_PER_SLOT * state.num_slots + 50_000

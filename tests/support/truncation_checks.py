@@ -1,0 +1,91 @@
+"""A truncation against the definition of its cuts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.testing import oracle
+from tests.support import quick_compile
+
+BOUNDARY = 4e-6  # relative: closer than this, a sum may round to either side
+
+
+@quick_compile.jit
+def kept_tokens(cut, rows):
+    """[B, S, V] bool."""
+    ids = lax.broadcasted_iota(jnp.int32, rows.shape, 2)
+    return cut.keeps(rows.astype(jnp.float32), ids)
+
+
+def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """Parameters of as many slots as `temperature` has entries; a scalar is for all of them."""
+    batch = len(temperature)
+
+    def column(value, dtype):
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), batch))
+
+    return Sampling(
+        temperature=column(temperature, np.float32),
+        top_k=column(top_k, np.int32),
+        top_p=column(top_p, np.float32),
+        min_p=column(min_p, np.float32),
+        seed=jnp.zeros(batch, jnp.uint32),
+    )
+
+
+def kept_by_sorting(row, temperature, top_k, top_p, min_p):
+    """The kept tokens [V] bool of a row, log of their share, and whether a boundary is near."""
+    x = np.asarray(row).astype(np.float64)
+    order = sorted(range(len(x)), key=lambda t: (-x[t], t))
+    if temperature == 0 or not oracle.is_valid(x):
+        return np.arange(len(x)) == oracle.greedy_token_id(x), 0.0, False
+    p = np.exp((x - x.max()) / temperature)
+    p[np.isneginf(x)] = 0
+    p /= p.sum()
+    kept = np.zeros(len(x), bool)
+    near = False
+    first_k = order[: top_k or len(x)]
+    mass, before = p[first_k].sum(), 0.0
+    for t in first_k:
+        if top_p < 1:
+            near |= bool(before and abs(before - top_p * mass) <= BOUNDARY * mass)
+            if before >= top_p * mass:
+                break
+        kept[t] = not np.isneginf(x[t])
+        before += p[t]
+    if min_p > 0:
+        gap = (x - x.max()) / temperature - np.log(min_p)
+        near |= bool((np.abs(gap) < BOUNDARY * max(1, abs(np.log(min_p)))).any() and min_p < 1)
+        kept &= gap >= 0
+    return kept, float(np.log(p[kept].sum())), near
+
+
+def check(rows, sampling, cut, probs):
+    """Check cuts [B, S] and probabilities of rows [B, S, V]; returns the number compared."""
+    rows = np.asarray(rows)
+    kept, cut, probs = jax.device_get((kept_tokens(cut, rows), cut, probs))
+    columns = [np.asarray(field).tolist() for field in sampling[:4]]
+    compared = 0
+    for b, s in np.ndindex(rows.shape[:2]):
+        row = rows[b, s]
+        arguments = [column[b] for column in columns]
+        expected, log_kept, near = kept_by_sorting(row, *arguments)
+        if near:
+            continue
+        compared += 1
+        valid = oracle.is_valid(row)
+        if valid:  # in an invalid row the greedy token is no prefix
+            finite = ~np.isneginf(row.astype(np.float32))
+            np.testing.assert_array_equal(kept[b, s] & finite, expected)
+            assert abs(float(cut.log_kept[b, s]) - log_kept) <= 2e-6 or arguments[0] == 0
+        # Excluded tokens have probability 0; of the others, none is missing and none is extra.
+        p = np.asarray(probs[b, s], np.float64)
+        assert (p[~expected] == 0).all()
+        reference = np.where(expected, 1.0, 0.0)
+        if valid and arguments[0] > 0:
+            x = row.astype(np.float64)
+            reference *= np.exp((x - x.max()) / arguments[0])
+        np.testing.assert_allclose(p, reference / reference.sum(), atol=1e-6)
+    return compared
