@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-from jax_specdec.text.tokenizer import Tokenizer as OurTokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer.",
@@ -77,11 +74,3 @@ def write(directory, made, config=None):
     if config is not None:
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def pair(request, tmp_path_factory):
-    """The library's tokenizer, and ours from its file."""
-    directory = write(tmp_path_factory.mktemp("model"), KINDS[request.param]())
-    library = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    return library, OurTokenizer(directory, library.get_vocab_size() + 3)

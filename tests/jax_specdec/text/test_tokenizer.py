@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.text.chat_template import MissingExtra, read_template
@@ -18,6 +19,7 @@ from jax_specdec.text.tokenizer import text_encoder
 from tests.support.tokenizer_files import (
     CHAT,
     CORPUS,
+    KINDS,
     SPECIAL,
     byte_level,
     write,
@@ -31,6 +33,14 @@ def is_byte_level(library):
 
 
 # Ids and bytes ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """The library's tokenizer, and ours from its file."""
+    directory = write(tmp_path_factory.mktemp("model"), KINDS[request.param]())
+    library = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return library, OurTokenizer(directory, library.get_vocab_size() + 3)
 
 
 @settings(max_examples=60)

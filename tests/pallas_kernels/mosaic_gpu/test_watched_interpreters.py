@@ -7,8 +7,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backends.mosaic_gpu import compat
-from tests.pallas_kernels.mosaic_tpu import test_tpu_controls
 from tests.support import watched_interpreters
+from tests.support.racy_tpu_kernel import is_caught
 from tests.support.watched_interpreters import watched
 
 
@@ -73,7 +73,7 @@ def test_a_kernel_that_fails_harms_no_other(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: Barrier"):
         fail()
     test_a_race_of_any_kernel_is_seen()
-    assert not test_tpu_controls.is_caught()
+    assert not is_caught()
     # Negative control: it would, were the interpreters not as new.
     with monkeypatch.context() as patched:
         patched.setattr(watched_interpreters, "_reset", lambda: None)
