@@ -58,14 +58,16 @@ def program() -> Any:
     device = h100.find()  # before any array is made
     import jax
 
-    from pallas_kernels.sampling import Drafts, Verified, verify
+    from pallas_kernels.sampling import Drafts, emitted_logprobs, verify
     from pallas_kernels.sampling.parameters import Sampling
 
     def of_slots(dtype: str) -> Any:
         return device.array((BATCH,), dtype)
 
-    def call(logits: jax.Array, drafts: Drafts, sampling: Sampling, positions: Any) -> Verified:
-        return verify(logits, drafts, sampling, positions, raw_k=K)
+    def call(logits: jax.Array, drafts: Drafts, sampling: Sampling, positions: Any) -> Any:
+        found = verify(logits, drafts, sampling, positions, k=K)
+        assert found.read is not None
+        return found[:2], emitted_logprobs(logits, found.token_ids, found.read)
 
     floats, integers = of_slots("float32"), of_slots("int32")
     sampling = Sampling(

@@ -23,6 +23,7 @@ from bench import reference
 from bench.timing import BenchError, Comparison, Target, compare
 from jax_specdec.device import Drafts, Sampling, verify
 from pallas_kernels import topk_logprobs
+from pallas_kernels.sampling import emitted_logprobs
 
 K, POSITIONS = 20, 4
 BUDGET = 1.0  # seconds of a way in one case, but for three rounds: some take half a minute
@@ -191,8 +192,10 @@ def sampling_of(case: Case) -> Sampling:
 
 def our_way(logits: jax.Array, drafts: Drafts, sampling: Sampling, positions: jax.Array) -> Any:
     """The tokens, and the raw logprobs of all rows."""
-    found = verify(logits, drafts, sampling, positions, raw_k=K)
-    return found.token_ids, found.num_tokens, found.raw
+    found = verify(logits, drafts, sampling, positions, k=K)
+    assert found.read is not None
+    raw = emitted_logprobs(logits, found.token_ids, found.read)
+    return found.token_ids, found.num_tokens, raw
 
 
 def plain_way(

@@ -5,10 +5,12 @@ ablation also replaces one part: the kernel, the message, the transport or the d
 """
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +25,14 @@ from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.control import Admit
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, LoopState
-from jax_specdec.device.messages.batch_options import Widths
+from jax_specdec.device.messages import step_messages
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths
+from jax_specdec.device.messages.pack import Rows
+from jax_specdec.device.messages.row_logprobs import picked
 from jax_specdec.device.messages.step_messages import StepOutput, target_message
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.requests import Request, SamplingParams
+from pallas_kernels import TopkLogprobs
 
 WARM_STEPS = 2  # after the prompts, before the clock starts
 SETTLE = 6  # at most: steps taken apart and not counted, in which the ring learns their rhythm
@@ -44,7 +50,7 @@ class Contender:
     mode: LogprobsMode = LogprobsMode.RAW
     temperature: float = 0.0
     top_p: float = 1.0
-    kernel: str = "ours"  # "separate": never fused with verification; "naive": the plain way
+    kernel: str = "ours"  # "separate": never of verification's read; "naive": the plain way
     message_bytes: int | None = None  # a fixed size; None: as long as the content
     transport: str = "ring"
     design: str = "columns"  # how the engine's side decodes
@@ -162,7 +168,6 @@ class Rig:
             self.meter,
             prefill_chunk=max(map(len, prompts)),
             compiled=instrumented(compiled, contender, self.meter),
-            fused=None if contender.kernel == "ours" else False,
         )
 
     def run(self, steps: int, apart: int, *, keep: bool = False) -> tuple[Steps, Round]:
@@ -246,6 +251,8 @@ class Rig:
 def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Compiled:
     """The loop's functions with the contender's part replaced, and timers around the output."""
     result = copy.copy(compiled)
+    if contender.kernel != "ours":
+        result.step = functools.partial(_without_read, compiled.step)
     if contender.kernel == "naive":
         result.target_message = naive_message
     if contender.message_bytes is not None:
@@ -264,14 +271,34 @@ def _naive(
     weights_version: jax.Array | int = 0,
 ) -> jax.Array:
     """`target_message` with logprobs of every row, accepted or not, computed in the plain way."""
-    if widths.k is not None:
-        vocab = output.logits.shape[-1]
-        ids = jnp.maximum(output.token_ids.reshape(-1), 0)
-        rows = reference.topk_logprobs(output.logits.reshape(-1, vocab), ids, widths.k)
-        output = output._replace(raw=rows)
-    return target_message(
-        output, *args, widths=widths, process_rank=process_rank, weights_version=weights_version
+    with mock.patch.object(step_messages, "row_logprobs", _naive_rows):
+        return target_message(
+            output, *args, widths=widths, process_rank=process_rank, weights_version=weights_version
+        )
+
+
+def _naive_rows(
+    logits: jax.Array,
+    token_ids: jax.Array,
+    rows: Rows,
+    _: BatchOptions,
+    widths: Widths,
+    *__: Any,
+    **___: Any,
+) -> TopkLogprobs:
+    """`row_logprobs` in the plain way."""
+    assert widths.k is not None
+    ids = jnp.maximum(token_ids.reshape(-1), 0)
+    return picked(
+        reference.topk_logprobs(logits.reshape(-1, logits.shape[-1]), ids, widths.k), rows
     )
+
+
+def _without_read(
+    step: Callable[..., Any], *args: Any, read_k: int | None = None, **more: Any
+) -> Any:
+    """A step whose verification leaves no read to the logprobs."""
+    return step(*args, **more)
 
 
 naive_message = jax.jit(_naive, static_argnames=("widths", "process_rank"))

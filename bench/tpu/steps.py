@@ -112,7 +112,7 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         trace = functools.partial(programs.step.trace, params, state)
-        yield compiled("greedy step", trace(fused_k=K))[0]
+        yield compiled("one read", trace(read_k=K))[0]
         traced = trace()
         found, made = compiled("sampled step", traced)
         yield found

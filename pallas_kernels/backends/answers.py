@@ -284,8 +284,12 @@ def answers(
     named: jax.Array,
     active: jax.Array,
     temperatures: jax.Array | None,
+    log_sum: jax.Array | None = None,
 ) -> TopkLogprobs:
-    """`finish` of rows [R] of which `active` says which are not skipped."""
+    """`finish` of rows [R] of which `active` says which are not skipped.
+
+    log_sum: the logarithm of `sums.sum_exp`, where it is known.
+    """
     with jax.named_scope("finish"):
         k, top_logits = outputs.k, sums.top_logits
         maximum, sum_exp = sums.maximum, sums.sum_exp
@@ -294,7 +298,7 @@ def answers(
         scaled = logits - maximum[:, None]
         if temperatures is not None:
             scaled = scaled / temperatures[:, None]
-        log_sum = logarithm(sum_exp)
+        log_sum = logarithm(sum_exp) if log_sum is None else log_sum
 
         def or_nan(x: jax.Array) -> jax.Array:
             """x [R, ...] in rows that have an answer."""

@@ -53,10 +53,10 @@ def _of_rows(
         place = placement.placed(logits, axis_name, mesh, vocab_size)
         rows = Rows(logits)
         if place.mesh is not None:
-            return placement.run(place, _part, rows)
+            return placement.run(place, greedy_of_part, rows)
         if place.unknown:
-            return partitioned.run(_part, place.shard, rows)
-        return _part(place.shard, rows)
+            return partitioned.run(greedy_of_part, place.shard, rows)
+        return greedy_of_part(place.shard, rows)
 
     @choose.def_vmap
     def _folded(size: int, _: Any, logits: jax.Array) -> Any:
@@ -67,7 +67,7 @@ def _of_rows(
     return jax.jit(choose)
 
 
-def _part(shard: VocabShard, rows: Rows) -> Greedy:
+def greedy_of_part(shard: VocabShard, rows: Rows) -> Greedy:
     """`greedy` of the rows of which this device holds the columns of `shard`."""
     logits = shard.masked(rows.logits)
     if shard.axis_name is not None:

@@ -9,12 +9,14 @@ from pallas_kernels.sampling.drafts import draw, joined, none_drawn
 from pallas_kernels.sampling.kept_set import kept_sets
 from pallas_kernels.sampling.learning import kept_logprobs, learner_logprobs
 from pallas_kernels.sampling.parameters import Sampling, Truncation
+from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.types import (
     AcceptRule,
     CompactQ,
     DraftReport,
     Drafts,
     ReportDrafts,
+    RowsRead,
     Verified,
 )
 from pallas_kernels.sampling.verification import accept_draft, verify
@@ -22,6 +24,8 @@ from pallas_kernels.sampling.verification import accept_draft, verify
 __all__ = [
     "verify",
     "Verified",
+    "emitted_logprobs",
+    "RowsRead",
     "Drafts",
     "CompactQ",
     "Sampling",

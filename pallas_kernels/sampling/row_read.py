@@ -1,32 +1,36 @@
-"""What one read of the rows leaves for verification, and the raw logprobs that it gives as well."""
+"""What one read of the rows leaves for verification, and the logprobs that it gives as well."""
 
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import answers
 from pallas_kernels.backends import read as reads
-from pallas_kernels.backends.greedy import greedy
+from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import GroupSums, inverse_temperature
-from pallas_kernels.contract.types import Greedy, Outputs, RowSums, TopkLogprobs
-from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.backends.xla.groups import larger_than
+from pallas_kernels.contract.types import Greedy, Outputs, Rows, RowSums, TopkLogprobs
+from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.meshes.own_part import Split, on_own_part
+from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.sampling.types import RowsRead
 
 
 class RowRead(NamedTuple):
     """The rows' sums and candidates; the same on every vocabulary shard."""
 
     groups: GroupSums  # [N, G], at each row's temperature
-    raw_sums: Float32[Array, "N _"]  # at temperature 1, where they were asked for
     top_ids: Int32[Array, "N _"]  # of the rows that are cut; -1 where there are no more
     top_logits: Float32[Array, "N _"]
     largest: Float32[Array, " N"]  # m
@@ -34,6 +38,7 @@ class RowRead(NamedTuple):
     total: exact_sums.Mass  # of exp((x - m) / T) over the row
     log_total: Float32[Array, " N"]
     valid: Bool[Array, " N"]
+    log_sum: Float32[Array, " N"] | None = None  # of exp(x - m), where logprobs need it
 
     def scaled(self, x: Float32[Array, "N C"]) -> Float32[Array, "N C"]:
         """(x - m) / T, at most 0."""
@@ -50,26 +55,28 @@ def scaled(x: jax.Array, largest: jax.Array, inverse: jax.Array) -> jax.Array:
     return jnp.minimum((x - largest) * inverse, jnp.float32(0))
 
 
-def read(rows: GroupedRows, sampling: Sampling, *, raw_k: int = -1) -> RowRead:
+def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowRead:
     """Read all rows once.
 
     Args:
       rows: of any requests.
       sampling: of each row [N].
-      raw_k: static; raw logprobs with so many top columns are wanted of the rows. -1: none.
+      k: static; the sums at temperature 1 and so many top columns of every row are read too, and at
+        least the first. None: neither.
     """
     inverse = inverse_temperature(sampling.temperature)
     count = num_candidates(sampling, rows.vocab_size)
     needed = jnp.where((sampling.temperature > 0) & truncates(sampling), count, 0)
-    groups, raw_sums, top_ids, top_logits = rows.read(inverse, needed, raw_k)
-    if raw_k > 0:
+    groups, raw_sums, top_ids, top_logits = rows.read(
+        inverse, needed, -1 if k is None else max(k, 1)
+    )
+    if k is not None:
         largest = top_logits[:, 0]
     else:
         largest = jnp.where(jnp.isnan(groups.maxima), -jnp.inf, groups.maxima).max(axis=1)
     total = mass(groups, largest, inverse, rows.vocab_size)
-    return RowRead(
+    found = RowRead(
         groups=groups,
-        raw_sums=raw_sums,
         top_ids=top_ids,
         top_logits=top_logits,
         largest=largest,
@@ -78,6 +85,44 @@ def read(rows: GroupedRows, sampling: Sampling, *, raw_k: int = -1) -> RowRead:
         log_total=logarithm(exact_sums.to_float(total, rows.vocab_size)),
         valid=jnp.isfinite(largest) & ~jnp.isnan(groups.sums).any(axis=1),
     )
+    if k is None:
+        return found
+    once, sums = jnp.ones_like(inverse), GroupSums(groups.maxima, raw_sums)
+    of_one = lax.cond(
+        jnp.all(inverse == 1), lambda: total, lambda: mass(sums, largest, once, rows.vocab_size)
+    )
+    log_sum = logarithm(exact_sums.to_float(of_one, rows.vocab_size))
+    return found._replace(log_sum=jnp.where(found.valid, log_sum, jnp.float32(jnp.nan)))
+
+
+def read_greedy(rows: GroupedRows, k: int) -> tuple[RowRead, Greedy]:
+    """Read rows that are all greedy, by `greedy_topk_logprobs`; no groups are left of them.
+
+    Args:
+      rows: whole ones.
+      k: static, the top columns of the logprobs.
+
+    Returns:
+      The read, and the greedy choice.
+    """
+    found = reads.topk_logprobs(None, Outputs(max(k, 1), top_logits=True), Rows(rows.logits))
+    assert found.top_logits is not None
+    number, log_sum = len(rows.logits), -found.logprobs[:, 0]  # of the largest logit, which is m
+    padding = ((0, 0), (0, min(max(k, MANY_CANDIDATES), rows.vocab_size) - max(k, 1)))
+    nothing = jnp.zeros((number, rows.num_groups), jnp.float32)
+    read = RowRead(
+        groups=GroupSums(nothing, nothing),
+        top_ids=jnp.pad(found.token_ids[:, 1:], padding, constant_values=-1),
+        top_logits=jnp.pad(found.top_logits, padding, constant_values=-jnp.inf),
+        largest=found.top_logits[:, 0],
+        inverse=jnp.ones(number, jnp.float32),
+        total=(jnp.zeros(number, jnp.uint32),) * exact_sums.num_digits(rows.vocab_size),
+        log_total=log_sum,
+        valid=found.token_ranks > 0,
+        log_sum=log_sum,
+    )
+    read = vary_like(read, rows.logits)
+    return read, Greedy(found.token_ids[:, 0], read.valid)
 
 
 def num_candidates(sampling: Sampling, vocab_size: int) -> Int32[Array, " N"]:
@@ -101,13 +146,8 @@ def mass(
     return exact_sums.total(weights, vocab_size)
 
 
-def greedy_ids(rows: GroupedRows, found: RowRead, *, raw_k: int = -1) -> Int32[Array, " N"]:
-    """This device's part of each valid row's greedy token: 0 where another device has it.
-
-    raw_k: as for the `read`.
-    """
-    if raw_k > 0:
-        return found.top_ids[:, 0]
+def greedy_ids(rows: GroupedRows, found: RowRead) -> Int32[Array, " N"]:
+    """This device's part of each valid row's greedy token: 0 where another device has it."""
     group = jnp.argmax(found.groups.maxima, axis=1).astype(jnp.int32)  # the first of equal ones
     x, ids = rows.tokens(jnp.arange(len(group), dtype=jnp.int32), group)
     first = jnp.min(jnp.where(x == found.largest[:, None], ids, rows.vocab_size), axis=1)
@@ -120,48 +160,104 @@ def with_invalid(
     """Greedy tokens [N], those of invalid rows put right: they are seldom, and take a read."""
 
     def again() -> jax.Array:
-        shard = rows.shard
         with jax.named_scope("invalid_rows"):
-            choice: Greedy = greedy(
-                rows.logits, axis_name=shard.axis_name, vocab_size=shard.vocab_size
-            )
+            choice = greedy_of_part(rows.shard, Rows(rows.logits))
         return choice.token_ids
 
     chosen: jax.Array = lax.cond(jnp.all(found.valid), lambda: token_ids, again)
     return chosen
 
 
-def logprobs_of_read(
-    logits: Float[Array, "N V"],
-    token_ids: Int32[Array, " N"],
-    top_ids: Int32[Array, "N K"],
-    top_logits: Float32[Array, "N K"],
-    maximum: Float32[Array, " N"],
-    sum_exp: Float32[Array, " N"],
-    maxima: Float32[Array, "N G"],
-) -> TopkLogprobs:
-    """`topk_logprobs(logits, token_ids, K)` from what a read has left.
+def for_logprobs(
+    found: RowRead, sampling: Annotated[Sampling, "B = N"], k: int, shape: tuple[int, ...]
+) -> RowsRead:
+    """What the logprobs of the N = B * S rows, [B, S] = `shape`, need of a read with `k`."""
+    assert found.log_sum is not None
+    whole = RowsRead(
+        largest=found.largest,
+        log_sum=found.log_sum,
+        log_scaled=found.log_total,
+        temperature=jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1)),
+        top_ids=found.top_ids[:, :k],
+        top_logits=found.top_logits[:, :k],
+        maxima=found.groups.maxima,
+    )
+    shaped: RowsRead = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), whole)
+    return shaped
 
-    A token that is among the row's top K has its rank from them; for the others, and for those
-    alone, the row's larger logits are counted.
+
+def emitted_logprobs(
+    logits: Float[Array, "B S V"],
+    token_ids: Int32[Array, "B S"],
+    read: RowsRead,
+    *,
+    scaled: Bool[Array, " B"] | None = None,
+    extra_token_ids: Int32[Array, "B C"] | None = None,
+    mesh: Mesh | None = None,
+    axis_name: AxisName | None = None,
+    vocab_size: int | None = None,
+) -> TopkLogprobs:
+    """The logprobs of a token of each row, from the read that verified the rows.
+
+    They are those of `topk_logprobs`, but for the rounding of a row's sum. Nothing but the tokens
+    that are named is read again. A token that is among the row's top K has its rank from them; for
+    the others, and for those alone, the row's larger logits are counted.
 
     Args:
-      logits: the rows, whole.
-      token_ids: one of each row; -1 where none is wanted.
-      top_ids, top_logits: the row's top K.
-      maximum: m.
-      sum_exp: of exp(x - m); NaN where the row is invalid.
-      maxima: of the rows' groups.
+      logits: as `verify` had them.
+      token_ids: -1 where none is wanted; such a row's column 0 has no logprob.
+      read: `Verified.read`; it decides K.
+      scaled: the slots whose logprobs are those of softmax((x - m) / T); the others', and of all
+        slots without it, are raw.
+      extra_token_ids: of each slot, more tokens whose logprobs are wanted of all its rows.
+      mesh, axis_name, vocab_size: as `verify` had them.
+
+    Returns:
+      The results of R = B * S rows, those of a slot one after another.
     """
-    index = jnp.arange(len(token_ids), dtype=jnp.int32)
-    x = WHOLE.named_logits(logits, index, token_ids[:, None])
-    larger = (top_logits > x).sum(axis=1, dtype=jnp.int32)
-    wanted = (token_ids >= 0) & ~jnp.isnan(sum_exp)
-    k = top_ids.shape[1]
-    uncounted = wanted & ((larger == k) if k else True)
-    some = jnp.where(uncounted, token_ids, -1)
-    counted = reads.num_larger(logits, maxima, some)
-    larger = jnp.where(uncounted, counted, larger)
-    everything = jnp.ones(len(token_ids), bool)
-    sums = RowSums(maximum, sum_exp, larger, top_ids, top_logits)
-    return answers.answers(Outputs(k), logits.shape[1], sums, token_ids, x, everything, None)
+    how = Split(mesh, axis_name, vocab_size)
+    found = on_own_part(_of_rows, logits, (token_ids, read, scaled, extra_token_ids), how)
+    return TopkLogprobs(*(x.reshape(token_ids.size, *x.shape[2:]) for x in found))
+
+
+def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Array, ...]:
+    """`emitted_logprobs` [B, S, ...] where this device holds the columns of `shard`."""
+    token_ids, read, is_scaled, extra = by_slot
+    batch, positions, width = logits.shape
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(batch * positions, *x.shape[2:])
+
+    def of_each_row(x: jax.Array) -> jax.Array:
+        return flat(jnp.broadcast_to(x[:, None], (batch, positions, *x.shape[1:])))
+
+    rows, ids, found = flat(logits), flat(token_ids), jax.tree.map(flat, read)
+    named = ids[:, None]
+    if extra is not None:
+        named = jnp.concatenate([named, of_each_row(extra)], axis=1)
+    x = shard.named_logits(rows, jnp.arange(len(ids), dtype=jnp.int32), named)
+    k = found.top_ids.shape[1]
+    larger = (found.top_logits > x[:, :1]).sum(axis=1, dtype=jnp.int32)
+    uncounted = ~jnp.isnan(x[:, 0]) & ~jnp.isnan(found.log_sum) & (larger == k)
+    if shard.axis_name is None and shard.vocab_size is None:
+        counted = reads.num_larger(rows, found.maxima, jnp.where(uncounted, ids, -1))
+    else:
+        counted = shard.across_sum(larger_than(shard.masked(rows), x[:, 0], uncounted))
+    log_sum, temperatures = found.log_sum, None
+    if is_scaled is not None:
+        scaled_rows = of_each_row(is_scaled) & (found.temperature != 1)
+        temperatures = jnp.where(scaled_rows, found.temperature, jnp.float32(1))
+        log_scaled = jnp.where(jnp.isnan(log_sum), log_sum, found.log_scaled)
+        log_sum = jnp.where(scaled_rows, log_scaled, log_sum)
+    sums = RowSums(
+        found.largest,
+        log_sum,
+        jnp.where(uncounted, counted, larger),
+        found.top_ids,
+        found.top_logits,
+    )
+    everything = jnp.ones(len(ids), bool)
+    logprobs = answers.answers(
+        Outputs(k), shard.size(width), sums, ids, x, everything, temperatures, log_sum
+    )
+    return tuple(one.reshape(batch, positions, *one.shape[1:]) for one in logprobs[:4])

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import (
+    MANY,
     WIDTH,
     GroupSums,
     Part,
@@ -87,15 +88,17 @@ class GroupedRows:
         return self.part.tail.shape[2]
 
     def read(self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1) -> Read:
-        """`read.read_groups`; every shard gets the whole rows'. k >= 0 on one device only."""
+        """`read.read_groups`; every shard gets the whole rows'."""
         found = read.read_groups(self.part, inverse, needed, k)
         if self.shard.axis_name is None:
             return found
-        assert k < 0, "the fused read of raw logprobs is for one device"
+        count = min(max(k, MANY), self.vocab_size)
+        if k > 0:
+            return self._gathered(found, count, with_top=True)
         gathered: Read = lax.cond(
             jnp.any(needed > 0),
-            lambda: self._gathered(found, with_top=True),
-            lambda: self._gathered(found, with_top=False),
+            lambda: self._gathered(found, count, with_top=True),
+            lambda: self._gathered(found, count, with_top=False),
         )
         return gathered
 
@@ -175,28 +178,29 @@ class GroupedRows:
         every = self.logits, self.shard, self.vocab_size
         return _candidates(*every, k, row_ids, num_rows, payload, valid=True)
 
-    def _gathered(self, found: Read, *, with_top: bool) -> Read:
-        """Every shard's part of a read, in one exchange; with the candidates or without."""
-        local, columns = self.num_local, found.top_ids.shape[1]
-        words = lax.bitcast_convert_type(jnp.concatenate(found.groups, axis=1), jnp.int32)
+    def _gathered(self, found: Read, count: int, *, with_top: bool) -> Read:
+        """Every shard's part of a read, in one exchange; with `count` candidates or without."""
+        local = self.num_local
+        numbers = jnp.concatenate([*found.groups, found.raw_sums], axis=1)
+        words, width = lax.bitcast_convert_type(numbers, jnp.int32), numbers.shape[1]
         if with_top:
             words = jnp.concatenate([words, _packed(self.logits, self.shard, *found[2:])], axis=1)
         every = self.shard.gathered(words)
-        sums = lax.bitcast_convert_type(every[..., : 2 * local], jnp.float32)
+        sums = lax.bitcast_convert_type(every[..., :width], jnp.float32)
         where = self._places()
 
         def joined(x: jax.Array) -> jax.Array:  # [shards, N, L] -> [N, G]
             return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, where]
 
-        groups = GroupSums(joined(sums[..., :local]), joined(sums[..., local:]))
-        count = min(columns, self.vocab_size)
+        groups = GroupSums(joined(sums[..., :local]), joined(sums[..., local : 2 * local]))
+        raw = joined(sums[..., 2 * local :]) if width > 2 * local else groups.sums[:, :0]
         if with_top:
-            top = _merged(every[..., 2 * local :], count)
+            top = _merged(every[..., width:], count)
         else:
             rows = len(found.top_ids)
             top = jnp.full((rows, count), -1, jnp.int32), jnp.full((rows, count), -jnp.inf)
         # Constants vary over no axis of a mesh; what was gathered does over those of the rows.
-        return Read(groups, found.raw_sums, *vary_like(top, groups))
+        return Read(groups, raw, *vary_like(top, groups))
 
     def _places(self) -> np.ndarray:
         """Where each group [G] is among the shards' columns, shards * L of them."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.sampling.parameters import Truncation
 
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -48,10 +47,25 @@ class Drafts(NamedTuple):
 ReportDrafts = Callable[[jax.Array, Drafts], DraftReport]
 
 
+class RowsRead(NamedTuple):
+    """What one read of B * S rows left for the logprobs of any of their tokens.
+
+    m is a row's largest logit, T its slot's temperature, and 1 where that is 0.
+    """
+
+    largest: Float32[Array, "B S"]  # m
+    log_sum: Float32[Array, "B S"]  # log of the sum of exp(x - m); NaN where the row is invalid
+    log_scaled: Float32[Array, "B S"]  # log of the sum of exp((x - m) / T)
+    temperature: Float32[Array, "B S"]  # T
+    top_ids: Int32[Array, "B S K"]  # in descending order of logits, ties lowest id first
+    top_logits: Float32[Array, "B S K"]  # -inf where a row has no more
+    maxima: Float32[Array, "B S _"]  # of the row's groups of 256 tokens
+
+
 class Verified(NamedTuple):
     """The emitted tokens: the accepted drafts, then the recovered or the bonus token."""
 
     token_ids: Int32[Array, "B S"]  # from num_tokens on: -1
     num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1
     cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
-    raw: TopkLogprobs | None = None  # of all B * S rows, where they were asked for with the tokens
+    read: RowsRead | None = None  # with `k`: what `emitted_logprobs` needs

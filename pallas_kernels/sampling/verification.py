@@ -7,6 +7,7 @@ follow the target's processed distribution exactly, whatever the drafter propose
 Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,17 +17,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends.greedy import greedy
-from pallas_kernels.backends.groups import GroupSums, keeps
-from pallas_kernels.contract.types import Greedy, TopkLogprobs
+from pallas_kernels.backends.groups import keeps
+from pallas_kernels.contract.checks import check_k
+from pallas_kernels.contract.types import Greedy
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.own_part import Split, on_own_part
 from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.sampling import door, exact_sums, row_read
+from pallas_kernels.sampling import door, row_read
 from pallas_kernels.sampling.distribution import cuts
 from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, of_each_row, where
 from pallas_kernels.sampling.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
-from pallas_kernels.sampling.row_read import RowRead, logprobs_of_read
+from pallas_kernels.sampling.row_read import RowRead
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import AcceptRule, CompactQ, Drafts, Verified
 
@@ -36,6 +39,15 @@ class Slots(NamedTuple):
 
     positions: Int32[Array, "B S"]  # the sequence position that each row decides
     proposed: Bool[Array, "B D"]  # the drafts that there are
+
+
+class Given(NamedTuple):
+    """The arrays that a verification computes with."""
+
+    rows: Any  # `GroupedRows.arrays`
+    slots: Slots
+    drafts: Drafts
+    sampling: Sampling
 
 
 def accept_draft(
@@ -56,11 +68,10 @@ def verify(
     positions: Int32[Array, " B"],
     *,
     accept: AcceptRule = accept_draft,
-    choice: Greedy | None = None,
+    k: int | None = None,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
-    raw_k: int | None = None,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
 
@@ -71,15 +82,15 @@ def verify(
         temperature of 0 or less is greedy.
       positions: the sequence position of the token that row 0 predicts.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
-      choice: the greedy choice of the B * S rows, where it is known already.
+      k: static; with it, the read that verifies leaves what the logprobs of any token need, with so
+        many top columns: give it to `emitted_logprobs`. It then reads for every row what only the
+        accepted ones may need. Without, `topk_logprobs` of the emitted tokens reads their rows.
       mesh, axis_name: the mesh axis that splits the vocabulary of the logits; inside
         `jax.shard_map` without the mesh. Neither: logits may be split by slots and vocabulary over
         any mesh with explicit or automatic axes: their type or the compiler tells, and no row of
         them travels, but with automatic axes where `accept` is your own. `axis_name=()` says that
         they are whole here. On the same logits, the emitted tokens are those of one device.
       vocab_size: V, where columns of padding follow.
-      raw_k: static; with it, the same read gives the raw logprobs of all emitted tokens and so many
-        top columns. Logits must be whole on this device.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
@@ -89,7 +100,7 @@ def verify(
     Raises:
       TypeError: an argument is no array or not of its kind, such as a JAX key for a seed.
       ValueError: the drafts are not one fewer than the rows, another shape does not go with the
-        logits, or raw_k is given for logits whose vocabulary is split.
+        logits, or k is not from 0 to the vocabulary's size and 512.
     """
     logits, sampling, positions = door.of_rows(logits, sampling, positions)
     drafts = door.drafts_of(drafts)
@@ -102,19 +113,16 @@ def verify(
     drafts = drafts._replace(report=None)
 
     def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
-        if raw_k is not None and shard.axis_name is not None:
-            raise ValueError(
-                f"raw_k = {raw_k} needs logits that are whole on each device: leave it out, and "
-                "take `topk_logprobs` of the emitted tokens"
-            )
-        drafts, sampling, positions, choice = whole
-        return _verify(shard, logits, drafts, sampling, positions, choice, accept, raw_k)
+        drafts, sampling, positions = whole
+        if k is not None:
+            check_k(k, shard.size(logits.shape[-1]))
+        return _verify(shard, logits, drafts, sampling, positions, accept, k)
 
-    if raw_k is not None or accept is not accept_draft:
+    if accept is not accept_draft:
         # What the compiler asks for later can't refuse, nor close over a rule's traced values.
         axis_name = axis_name or ()
     how = Split(mesh, axis_name, vocab_size)
-    return on_own_part(on_shard, logits, (drafts, sampling, positions, choice), how)
+    return on_own_part(on_shard, logits, (drafts, sampling, positions), how)
 
 
 def _verify(
@@ -123,9 +131,8 @@ def _verify(
     drafts: Drafts,
     sampling: Sampling,
     positions: jax.Array,
-    choice: Greedy | None,
     accept: AcceptRule,
-    raw_k: int | None,
+    k: int | None,
 ) -> Verified:
     """`verify` where this device holds the columns of `shard` of all logits."""
     num_positions, width = logits.shape[1:]
@@ -134,23 +141,84 @@ def _verify(
     proposed = (index[:, :-1] < drafts.num[:, None]) & (drafts.token_ids >= 0)
     proposed &= drafts.token_ids < shard.size(width)
     slots = Slots(positions[:, None] + index, proposed)
-    flat = logits.reshape(-1, width)
+    rows = functools.partial(GroupedRows.of, logits.reshape(-1, width), shard)
+    if k is not None:
+        return _from_one_read(rows(), slots, drafts, sampling, accept, k)
 
     def some_sampled() -> Verified:
-        rows = GroupedRows.of(flat, shard)
-        return sampled_slots(rows, slots, drafts, sampling, accept, raw_k)
+        own = rows()
+        read = row_read.read(own, of_each_row(sampling, slots.positions.shape))
+        return sampled_slots(own, read, None, slots, drafts, sampling, accept)
 
     def all_greedy() -> Verified:
-        known = choice
-        if known is None:
-            known = greedy(flat, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
-        return _greedily(slots, drafts, known)
+        flat = logits.reshape(-1, width)
+        choice = greedy(flat, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
+        return _greedily(slots, drafts, choice)
 
-    if raw_k is not None:
-        return some_sampled()
-    some = jnp.any((sampling.temperature > 0) | ~has_meaning(sampling))
-    verified: Verified = lax.cond(some, some_sampled, all_greedy)
+    verified: Verified = lax.cond(_some_sampled(sampling), some_sampled, all_greedy)
     return verified
+
+
+def _some_sampled(sampling: Sampling) -> Bool[Array, ""]:
+    return jnp.any((sampling.temperature > 0) | ~has_meaning(sampling))
+
+
+def _from_one_read(
+    rows: GroupedRows,
+    slots: Slots,
+    drafts: Drafts,
+    sampling: Sampling,
+    accept: AcceptRule,
+    k: int,
+) -> Verified:
+    """Verify, and leave what logprobs need of the rows: this chooses the read.
+
+    It is the same for sampled and greedy rows, but in a GPU's programs for whole rows: where all
+    slots are greedy there, the kernels of `greedy_topk_logprobs` do less.
+    """
+    shape = slots.positions.shape
+
+    def read_of(given: Given) -> tuple[GroupedRows, RowRead, Greedy]:
+        own = rows.with_arrays(*given.rows)
+        read = row_read.read(own, of_each_row(given.sampling, shape), k)
+        choice = Greedy(row_read.with_invalid(own, read, read.top_ids[:, 0]), read.valid)
+        return own, read, choice
+
+    def with_read(verified: Verified, read: RowRead, given: Given) -> Verified:
+        each = of_each_row(given.sampling, shape)
+        return verified._replace(read=row_read.for_logprobs(read, each, k, shape))
+
+    def one_way(given: Given) -> Verified:
+        own, read, choice = read_of(given)
+        verified: Verified = lax.cond(
+            _some_sampled(given.sampling),
+            lambda: sampled_slots(own, read, choice, *given[1:], accept),
+            lambda: _greedily(given.slots, given.drafts, choice),
+        )
+        return with_read(verified, read, given)
+
+    def on_cuda(given: Given) -> Verified:
+        def some_sampled() -> Verified:
+            own, read, choice = read_of(given)
+            verified = sampled_slots(own, read, choice, *given[1:], accept)
+            return with_read(verified, read, given)
+
+        def all_greedy() -> Verified:
+            read, choice = row_read.read_greedy(rows.with_arrays(*given.rows), k)
+            return with_read(_greedily(given.slots, given.drafts, choice), read, given)
+
+        verified: Verified = lax.cond(_some_sampled(given.sampling), some_sampled, all_greedy)
+        return verified
+
+    def like(given: Given) -> Verified:
+        read, choice = row_read.read_greedy(rows.with_arrays(*given.rows), k)
+        return with_read(_greedily(given.slots, given.drafts, choice), read, given)
+
+    given = Given(rows.arrays, slots, drafts, sampling)
+    # A rule of the user's own may close over traced values.
+    if rows.shard.axis_name is not None or accept is not accept_draft:
+        return one_way(given)
+    return lowered_for(given, like=like, cuda=on_cuda, default=one_way)
 
 
 def _greedily(slots: Slots, drafts: Drafts, choice: Greedy) -> Verified:
@@ -163,24 +231,28 @@ def _greedily(slots: Slots, drafts: Drafts, choice: Greedy) -> Verified:
 
 def sampled_slots(
     rows: GroupedRows,
+    read: RowRead,
+    choice: Greedy | None,
     slots: Slots,
     drafts: Drafts,
     sampling: Sampling,
     accept: AcceptRule,
-    raw_k: int | None,
 ) -> Verified:
     """Accept drafts by p and q; then comes a token from what they left of p.
 
     Greedy slots are verified as ever, from the same read.
+
+    choice: of the N rows, where the read has told it.
     """
     shape = slots.positions.shape
-    each = of_each_row(sampling, shape)
-    top = -1 if raw_k is None else raw_k
-    read = row_read.read(rows, each, raw_k=top)
-    q = _q_of(drafts)
-    greedy_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read, raw_k=top), q.ids)
+    each, q = of_each_row(sampling, shape), _q_of(drafts)
     valid = read.valid & has_meaning(each)
-    choice = Greedy(row_read.with_invalid(rows, read, greedy_ids), valid)
+    if choice is None:
+        own_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read), q.ids)
+        choice = Greedy(row_read.with_invalid(rows, read, own_ids), valid)
+    else:
+        _, x = _looked_up(rows, jnp.zeros(0, jnp.int32), q.ids)
+        choice = choice._replace(valid=valid)
     is_sampled = valid & (each.temperature > 0)
     cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
     log_p = _log_p(read, cut, is_sampled, q.ids, x)
@@ -205,10 +277,7 @@ def sampled_slots(
     last_sampled = jnp.take_along_axis(is_sampled.reshape(shape), a[:, None], axis=1)
     next_ids = jnp.where(last_sampled, drawn[:, None], best_ids)
     verified = _emit(accepted, drafts.token_ids, next_ids)
-    verified = verified._replace(cut=jax.tree.map(lambda x: x.reshape(shape), cut))
-    if raw_k is None:
-        return verified
-    return verified._replace(raw=_raw_logprobs(rows, read, verified, raw_k))
+    return verified._replace(cut=jax.tree.map(lambda x: x.reshape(shape), cut))
 
 
 def _q_of(drafts: Drafts) -> CompactQ:
@@ -220,11 +289,11 @@ def _q_of(drafts: Drafts) -> CompactQ:
 
 
 def _looked_up(
-    rows: GroupedRows, own: Int32[Array, " N"], ids: Int32[Array, "B D M"]
-) -> tuple[Int32[Array, " N"], Float32[Array, "B D M"]]:
+    rows: GroupedRows, own: Int32[Array, " n"], ids: Int32[Array, "B D M"]
+) -> tuple[Int32[Array, " n"], Float32[Array, "B D M"]]:
     """The greedy tokens of valid rows, and the logits of the tokens of q; one exchange.
 
-    own: this device's part of the greedy tokens.
+    own: this device's part of the greedy tokens [N], or nothing where they are known.
     """
     batch, num_drafts, _ = ids.shape
     slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
@@ -297,27 +366,6 @@ def _drawing(
         log_p=jnp.where(rejected, at_a(log_p, -jnp.inf), -jnp.inf),
         q=jnp.where(rejected, exponential(at_a(q.logprobs, -jnp.inf)), 0.0),
         source=Source(sampling.seed, position),
-    )
-
-
-def _raw_logprobs(rows: GroupedRows, read: RowRead, verified: Verified, k: int) -> TopkLogprobs:
-    """The raw logprobs of all rows' emitted tokens, from the read that verified them."""
-    once = jnp.ones_like(read.inverse)
-    sums = GroupSums(read.groups.maxima, read.raw_sums)
-    mass = lax.cond(
-        jnp.all(read.inverse == 1),
-        lambda: read.total,
-        lambda: row_read.mass(sums, read.largest, once, rows.vocab_size),
-    )
-    sum_exp = exact_sums.to_float(mass, rows.vocab_size)
-    return logprobs_of_read(
-        rows.logits,
-        verified.token_ids.reshape(-1),
-        read.top_ids[:, :k],
-        read.top_logits[:, :k],
-        read.largest,
-        jnp.where(read.valid, sum_exp, jnp.float32(jnp.nan)),
-        read.groups.maxima,
     )
 
 

@@ -137,7 +137,7 @@ def without_jit(config):
 
 
 def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
-        distort=None, fused=False, parallel=ONE_DEVICE, **options):  # fmt: skip
+        distort=None, parallel=ONE_DEVICE, **options):  # fmt: skip
     """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
 
     `distort` changes a step's output before it is packed: for negative controls. `options` are the
@@ -173,7 +173,7 @@ def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, 
     }
     recording = Functions(**vars(shared) | recorders)
     worker = Worker(settings, params, sent, prefill_chunk=chunk, compiled=recording,
-                    fused=fused, **options)  # fmt: skip
+                    **options)  # fmt: skip
     result = Run(outputs=outputs, records={request.id: [] for request in requests},
                  chunks=chunks, worker=worker)  # fmt: skip
     waiting, free, live = list(requests), list(range(num_slots)), {}
@@ -221,7 +221,7 @@ class Local:
         self.sent, self.outputs, self.messages = Sent(), [], []
         self.shared = compiled(settings)
         recording = Functions(**vars(self.shared) | {"step": self.step})
-        self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk, fused=False,
+        self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk,
                              compiled=programs or recording, **options)  # fmt: skip
         self.ring = self  # the rank's worker, and its ring
         self.rank = WorkerSession(self, num_slots=num_slots, max_length=max_length,

@@ -98,12 +98,12 @@ class Loop:
             self.parallel.shardings(specs),
         )
 
-    def output(self, fused_k=None, report_widths=None):
+    def output(self, read_k=None, report_widths=None):
         """What the step returns: logits split by tokens, the rest everywhere."""
         ask = () if report_widths is None else (asked(report_widths),)
         program = self.compiled.step
         found = program.trace(
-            self.params, self.state, *ask, fused_k=fused_k, report_widths=report_widths
+            self.params, self.state, *ask, read_k=read_k, report_widths=report_widths
         ).out_info[1]
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
         specs = jax.tree.map(
@@ -157,8 +157,8 @@ def prompt_message(of, widths):
     return arguments, {"widths": widths, "vocab_size": VOCAB}
 
 
-def target_message(of, widths, fused_k=None):
-    arguments = of.output(fused_k), asked(widths), STEP_NUMBER, jax.ShapeDtypeStruct((), bool)
+def target_message(of, widths, read_k=None):
+    arguments = of.output(read_k), asked(widths), STEP_NUMBER, jax.ShapeDtypeStruct((), bool)
     return arguments, {"widths": widths}
 
 
@@ -182,17 +182,18 @@ class Case(NamedTuple):
     arguments: Callable[[Loop], tuple[tuple[Any, ...], dict[str, Any]]]
     kernels: int = 0  # calls of the functions that read logits for logprobs
     sampled: int = 0  # reads of rows that may be sampled
+    once: bool = False  # of a step whose read serves the logprobs
     drafter: str = "mtp"
     prefill_only: bool = False
     devices: tuple[int, ...] = (1,)  # of every run of the tests; on other numbers it is a slow one
     fast: bool = False
 
 
-def step_case(drafter, fused_k=None, **options):
+def step_case(drafter, read_k=None, **options):
     return Case(
-        "step", f"{drafter}, {'separate' if fused_k is None else 'fused'}",
-        lambda of: ((of.params, of.state), {"fused_k": fused_k}),
-        kernels=int(fused_k is not None), sampled=1, drafter=drafter, **options,
+        "step", f"{drafter}, {'separate' if read_k is None else 'one read'}",
+        lambda of: ((of.params, of.state), {"read_k": read_k}),
+        sampled=1, once=read_k is not None, drafter=drafter, **options,
     )  # fmt: skip
 
 
@@ -257,8 +258,8 @@ MESSAGES = [
     Case("target_message", "no logprobs", functools.partial(target_message, widths=Widths()),
          devices=(1, 2)),
     Case(
-        "target_message", "of the fused path",
-        functools.partial(target_message, widths=RAW, fused_k=5), devices=(1, 2),
+        "target_message", "of one read",
+        functools.partial(target_message, widths=RAW, read_k=5), once=True, devices=(1, 2),
     ),
     Case("target_message", "kept sets", functools.partial(target_message, widths=KEPT),
          devices=(1, 2)),

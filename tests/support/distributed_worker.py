@@ -43,8 +43,7 @@ def run(parallel, *, publish):
     )
     with quick_compile.everything():
         programs = Compiled(config)
-    worker = Worker(config, params, Sender(), prefill_chunk=4, publish=publish, compiled=programs,
-                    fused=False)  # fmt: skip
+    worker = Worker(config, params, Sender(), prefill_chunk=4, publish=publish, compiled=programs)
     for slot, request in enumerate(REQUESTS):
         prompt = tuple(range(1, 5 + slot)) * 2
         request = Request(id=str(slot), prompt_token_ids=prompt, params=request)

@@ -6,13 +6,11 @@ requests asked for and from how far their prompts have come.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
 
 from ipc import wire
-from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
 from jax_specdec.device.messages.asked_changes import ChangesSize, changes_of
 from jax_specdec.device.messages.batch_options import (
@@ -145,42 +143,25 @@ def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, kept: bool = False) 
     )
 
 
-class OneRead(Enum):
-    """What one read of every row can serve, beside logprobs."""
+def reads_once(slots: Sequence[Slot], on_gpu: bool) -> bool:
+    """Whether verification's read of all rows shall serve the logprobs too.
 
-    NOTHING = auto()
-    GREEDY = auto()  # verification of slots that are all greedy
-    SAMPLED = auto()  # verification where a slot samples
+    It then sums, and selects K of, rejected rows and rows that no request asks about, so half of
+    the slots at least must want logprobs. Nor may a slot change the logits that tokens are chosen
+    from. The GPU kernels find greedy choices and all that logprobs need in one read; where a slot
+    samples, reading the accepted rows by kernels of their own costs them less. It is the other way
+    round in XLA: a greedy choice is much cheaper there than a row's sums, which a sampled row needs
+    anyway.
 
-
-def wants_one_read(slots: Sequence[Slot]) -> OneRead:
-    """Whether one read of every row is cheaper than verification and the accepted rows again.
-
-    No slot may ask for more than the top K of the raw logits (for a greedy request scaled is the
-    same), or change the logits that tokens are chosen from. The fused read also selects K of
-    rejected rows and of rows that no request asks about, so half of the slots at least must want
-    logprobs.
+    Args:
+      slots: [B].
+      on_gpu: whether the logits go through the GPU kernels.
     """
     taken = [slot.params for slot in slots if slot.occupied]
     asking = sum(params.num_columns > 0 for params in taken)
-    if not plain(slots) or not 2 * asking >= len(taken) > 0:
-        return OneRead.NOTHING
-    greedy = all(params.temperature == 0 for params in taken)
-    return OneRead.GREEDY if greedy else OneRead.SAMPLED
-
-
-def plain(slots: Sequence[Slot]) -> bool:
-    """Whether no slot asks for more than the top K of the raw logits, or chooses from others."""
-    return all(
-        not params.extra_token_ids
-        and not params.changes_logits
-        and (
-            params.logprobs_mode is LogprobsMode.RAW
-            or not params.num_columns
-            or (params.temperature == 0 and params.logprobs_mode is LogprobsMode.SCALED)
-        )
-        for params in (slot.params for slot in slots if slot.occupied)
-    )
+    if not 2 * asking >= len(taken) > 0 or any(params.changes_logits for params in taken):
+        return False
+    return all(params.temperature == 0 for params in taken) == on_gpu
 
 
 def admission(

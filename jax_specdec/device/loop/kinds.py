@@ -4,16 +4,10 @@ The programs of one kind serve batches that ask for less, too. So a batch goes o
 has while closer ones are compiled.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax_specdec.device.loop.host_slots import (
-    OneRead,
-    Slot,
-    plain,
-    wants_one_read,
-    widths_of_slots,
-)
+from jax_specdec.device.loop.host_slots import Slot, reads_once, widths_of_slots
 from jax_specdec.device.messages.asked_changes import ChangesSize, changes_size
 from jax_specdec.device.messages.batch_options import Widths
 
@@ -23,7 +17,7 @@ class Kind(NamedTuple):
 
     widths: Widths = Widths()
     reports_drafts: bool = False  # a draft message may follow: its report is made with the drafts
-    one_read: OneRead = OneRead.NOTHING  # what one read serves, beside logprobs
+    reads_once: bool = False  # logprobs take what verification has read
     changes: ChangesSize | None = None  # None: no slot changes the logits that choose
 
     @classmethod
@@ -32,7 +26,7 @@ class Kind(NamedTuple):
         slots: Sequence[Slot],
         vocab_size: int,
         *,
-        one_reads: Collection[OneRead] = (),
+        on_gpu: bool = False,
         draws: bool = False,
     ) -> "Kind":
         """The cheapest kind that serves these slots.
@@ -40,15 +34,14 @@ class Kind(NamedTuple):
         Args:
           slots: [B].
           vocab_size: V.
-          one_reads: those that are worth it here.
+          on_gpu: whether the logits go through the GPU kernels.
           draws: drafts are drawn, so there is something to tell of them.
         """
         params = [slot.params for slot in slots]
-        one_read = wants_one_read(slots)
         return cls(
             widths=widths_of_slots(slots, vocab_size),
             reports_drafts=draws and any(one.draft_logprobs for one in params),
-            one_read=one_read if one_read in one_reads else OneRead.NOTHING,
+            reads_once=reads_once(slots, on_gpu),
             changes=changes_size(params),
         )
 
@@ -56,10 +49,8 @@ class Kind(NamedTuple):
     def step_options(self) -> dict[str, Any]:
         """The static arguments of `step`."""
         options: dict[str, Any] = {"report_widths": self.widths if self.reports_drafts else None}
-        if self.one_read is not OneRead.NOTHING:
-            options["fused_k"] = self.widths.k
-        if self.one_read is OneRead.SAMPLED:
-            options["fused_greedy"] = False
+        if self.reads_once:
+            options["read_k"] = self.widths.k
         return options
 
     @property
@@ -74,16 +65,12 @@ class Kind(NamedTuple):
         return (
             changes.penalties, self.widths.num_columns, self.changes is not None,
             self.reports_drafts, self.widths.mode, self.widths.chosen, self.widths.kept,
-            changes.ids, self.one_read is OneRead.NOTHING,
+            changes.ids, not self.reads_once,
         )  # fmt: skip
 
     def serves(self, exact: "Kind", slots: Sequence[Slot]) -> bool:
         """Whether programs of this kind give these slots, of the kind `exact`, what they ask."""
         has, wanted = self.widths, exact.widths
-        if self.one_read is not OneRead.NOTHING and not (
-            plain(slots) and (self.one_read is OneRead.SAMPLED or _all_greedy(slots))
-        ):
-            return False
         if exact.changes is not None and not (self.changes and self.changes.holds(exact.changes)):
             return False
         return (
@@ -100,7 +87,3 @@ class PromptKind(NamedTuple):
 
     chunk: int  # positions
     widths: Widths  # of what the prompt's slot asks for
-
-
-def _all_greedy(slots: Sequence[Slot]) -> bool:
-    return all(slot.params.temperature == 0 for slot in slots if slot.occupied)

@@ -71,7 +71,7 @@ class Compiled:
         self.step = jax.jit(
             functools.partial(chosen(step), self.config),
             donate_argnums=1,
-            static_argnames=("fused_k", "fused_greedy", "report_widths"),
+            static_argnames=("read_k", "report_widths"),
             out_shardings=(places, None),
         )
         static = ("widths", "process_rank")

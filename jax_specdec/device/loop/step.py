@@ -24,7 +24,6 @@ from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.own_model import head as logits
 from jax_specdec.device.model.own_model import run as forward
 from jax_specdec.device.model.params import KVCache
-from pallas_kernels import Greedy, TopkLogprobs, greedy_topk_logprobs
 from pallas_kernels.sampling import Drafts, ReportDrafts, Sampling, Verified, verify
 
 
@@ -34,8 +33,7 @@ def step(
     state: LoopState,
     options: BatchOptions | None = None,
     *,
-    fused_k: int | None = None,
-    fused_greedy: bool = True,
+    read_k: int | None = None,
     report_widths: Widths | None = None,
     changes: Changes | None = None,
 ) -> tuple[LoopState, StepOutput]:
@@ -46,10 +44,9 @@ def step(
     3. The slots' tokens grow by what was emitted; a stop token or a limit ends a slot.
     4. The drafter proposes for the slots that go on.
 
-    With `fused_k`, one read of the target's logits serves verification and the raw logprobs (up
-    to that static K) of every row: the cheaper path where most rows' logprobs are wanted. Without
-    `fused_greedy`, slots may be sampled. Otherwise `target_message` reads the accepted rows that
-    were asked for.
+    With `read_k`, static, verification's read of the target's logits serves the logprobs of every
+    row too, with that many top columns; without, `target_message` reads the accepted rows that were
+    asked for.
 
     With `report_widths`, the static widths of `options`, what the next draft message has of the
     drafts is made as they are drawn.
@@ -65,15 +62,11 @@ def step(
     rows, cache = _run_rows(config, params, state)
     changed = None
     if changes is not None:
-        if fused_k is not None:
-            raise ValueError(
-                f"fused_k = {fused_k} with changes: one read cannot serve a choice from changed "
-                "logits and logprobs of the model's own; leave fused_k out"
-            )
+        read_k = None  # it reads the changed logits
         written = Written(state.tokens, state.lengths, state.drafts.token_ids)
         changed = changed_logits(rows.logits, changes, written, config.parallel)
     choice_rows = rows if changed is None else rows._replace(logits=changed)
-    verified = _verify(config, state, choice_rows, sampling, fused_k, fused_greedy)
+    verified = _verify(config, state, choice_rows, sampling, read_k)
     grown = _grow(config, state, rows, verified)
     report_drafts = None
     if options is not None and report_widths is not None:
@@ -152,42 +145,24 @@ def _run_rows(config: LoopConfig, params: Any, state: LoopState) -> tuple[_Rows,
     return _Rows(positions, hidden, logits(params, config.model, hidden)), cache
 
 
-def _read_once(config: LoopConfig, target: Float[Array, "B S V"], k: int) -> TopkLogprobs:
-    """The greedy choices of all rows with their logprobs, in one read of the logits."""
-    return greedy_topk_logprobs(
-        target.reshape(-1, target.shape[-1]),
-        k,
-        mesh=config.parallel.mesh,
-        axis_name=config.parallel.axis_name,
-    )
-
-
 def _verify(
     config: LoopConfig,
     state: LoopState,
     rows: _Rows,
     sampling: Sampling,
-    fused_k: int | None,
-    fused_greedy: bool,
+    read_k: int | None,
 ) -> Verified:
     """Verify the slots' drafts; slots that are not active emit nothing."""
-    choice = raw = None
-    if fused_k is not None and fused_greedy:
-        # A greedy request's emitted tokens are its rows' greedy choices, accepted drafts too.
-        raw = _read_once(config, rows.logits, fused_k)
-        choice = Greedy(raw.token_ids[:, 0], raw.token_ranks > 0)
     verified = verify(
         rows.logits,
         state.drafts,
         sampling,
         state.lengths,
         accept=config.accept,
-        choice=choice,
+        k=read_k,
         **config.parallel.columns,
-        raw_k=None if fused_greedy else fused_k,
     )
-    num_tokens = jnp.where(state.active, verified.num_tokens, 0)
-    return verified._replace(num_tokens=num_tokens, raw=raw if fused_greedy else verified.raw)
+    return verified._replace(num_tokens=jnp.where(state.active, verified.num_tokens, 0))
 
 
 def _grow(config: LoopConfig, state: LoopState, rows: _Rows, verified: Verified) -> _Grown:

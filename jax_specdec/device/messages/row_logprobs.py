@@ -1,7 +1,8 @@
 """Logprobs of the rows of a batch whose requests differ in mode, K and chosen token ids.
 
-One kernel call serves them all: raw rows run it at temperature 1, the others at their own. What a
-batch asks for at most is static (`Widths`), so a batch of raw logprobs runs no more than that.
+One call serves them all: raw rows run it at temperature 1, the others at their own. It takes what
+verification has read of the rows, or reads those that are wanted. What a batch asks for at most is
+static (`Widths`), so a batch of raw logprobs runs no more than that.
 
 Axes: B slots, S positions, V vocabulary, R = B * S rows, K1 = K + 1 columns, C chosen token ids.
 """
@@ -23,8 +24,10 @@ from pallas_kernels.sampling import (
     DraftReport,
     Drafts,
     ReportDrafts,
+    RowsRead,
     Sampling,
     Truncation,
+    emitted_logprobs,
     truncation,
 )
 
@@ -38,6 +41,7 @@ def row_logprobs(
     parallel: Parallel = ONE_DEVICE,
     *,
     cut: Truncation | None = None,
+    read: RowsRead | None = None,
 ) -> TopkLogprobs:
     """The logprobs of `rows`, each in the mode of its slot's request.
 
@@ -56,6 +60,8 @@ def row_logprobs(
       parallel: the devices among which the logits' vocabulary is split.
       cut: [B, S], the truncation of the logits by `options.sampling`, where the tokens were sampled
         and it is known already; without it, processed rows make a search of their own.
+      read: what `verify` has read of the logits with `k = widths.k`; without it, the rows are read
+        here.
 
     Returns:
       K = widths.k top columns and C = widths.chosen further logprobs of each row.
@@ -63,28 +69,58 @@ def row_logprobs(
     assert widths.k is not None, "rows without columns have no logprobs"
     batch, num_positions, vocab = logits.shape
     slot = jnp.minimum(rows.flat // num_positions, batch - 1)
-    temperatures = None
-    if widths.mode is not LogprobsMode.RAW:
-        is_raw = options.mode == LogprobsMode.RAW
-        temperatures = jnp.where(is_raw, 1.0, options.sampling.temperature)[slot]
-    flat_logits = logits.reshape(-1, vocab)
-    found = topk_logprobs(
-        flat_logits,
-        token_ids.reshape(-1).at[rows.flat].get(mode="fill", fill_value=-1),
-        widths.k,
-        row_ids=rows.flat,
-        num_rows=rows.num,
-        temperatures=temperatures,
-        extra_token_ids=options.chosen_ids[slot] if widths.chosen else None,
-        mesh=parallel.mesh,
-        axis_name=parallel.axis_name,
-    )
+    is_raw = None if widths.mode is LogprobsMode.RAW else options.mode == LogprobsMode.RAW
+    if read is not None:
+        found = emitted_logprobs(
+            logits,
+            _wanted_ids(token_ids, rows),
+            read,
+            scaled=None if is_raw is None else ~is_raw,
+            extra_token_ids=options.chosen_ids if widths.chosen else None,
+            **parallel.columns,
+        )
+        found = picked(found, rows)
+    else:
+        temperatures = None
+        if is_raw is not None:
+            temperatures = jnp.where(is_raw, 1.0, options.sampling.temperature)[slot]
+        found = topk_logprobs(
+            logits.reshape(-1, vocab),
+            token_ids.reshape(-1).at[rows.flat].get(mode="fill", fill_value=-1),
+            widths.k,
+            row_ids=rows.flat,
+            num_rows=rows.num,
+            temperatures=temperatures,
+            extra_token_ids=options.chosen_ids[slot] if widths.chosen else None,
+            mesh=parallel.mesh,
+            axis_name=parallel.axis_name,
+        )
     if widths.mode is not LogprobsMode.PROCESSED:
         return found
     if cut is None:
         in_mode = options.mode == LogprobsMode.PROCESSED
         cut = cut_where(in_mode, logits, options.sampling, parallel)
     return _processed(logits, rows, slot, options, found, cut, parallel)
+
+
+def _wanted_ids(token_ids: Int32[Array, "B S"], rows: Rows) -> Int32[Array, "B S"]:
+    """The token ids of these rows, and -1 of all others."""
+    wanted = jnp.zeros(token_ids.size, bool).at[rows.flat].set(True, mode="drop")
+    return jnp.where(wanted.reshape(token_ids.shape), token_ids, -1)
+
+
+def picked(found: TopkLogprobs, rows: Rows) -> TopkLogprobs:
+    """These rows of the logprobs of all rows; from `rows.num` on, as rows that are skipped."""
+
+    def of(x: jax.Array, missing: float) -> jax.Array:
+        return x.at[rows.flat].get(mode="fill", fill_value=missing)
+
+    return TopkLogprobs(
+        of(found.token_ids, -1),
+        of(found.logprobs, jnp.nan),
+        of(found.token_ranks, 0),
+        of(found.extra_logprobs, jnp.nan),
+    )
 
 
 def cut_where(

@@ -17,11 +17,11 @@ from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.pack_kept import KeptRows
-from jax_specdec.device.messages.row_logprobs import cut_where, row_logprobs
+from jax_specdec.device.messages.row_logprobs import cut_where, picked, row_logprobs
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.kept_sets import PaddedKept
 from pallas_kernels import TopkLogprobs
-from pallas_kernels.sampling import Drafts, Truncation, Verified, kept_sets
+from pallas_kernels.sampling import Drafts, RowsRead, Truncation, Verified, kept_sets
 
 
 class StepOutput(NamedTuple):
@@ -35,7 +35,7 @@ class StepOutput(NamedTuple):
     drafts: Drafts  # verified in this step; `num` counts those that were drawn
     state: Int32[Array, " B"]  # SlotState
     running: Bool[Array, ""]  # some slot goes on after this step
-    raw: TopkLogprobs | None = None  # of the tokens of B * S rows, where verifying them gave it
+    read: RowsRead | None = None  # of the target's logits, where verifying them left it
     cut: Truncation | None = None  # of the logits that chose [B, S], as `verify` found it
     changed: Float[Array, "B S V"] | None = None  # the logits that chose; None: `logits`
 
@@ -77,7 +77,7 @@ def step_output(
         state=jnp.where(active, SlotState.TOKENS, SlotState.STOPPED).astype(jnp.int32),
         running=running,
         cut=verified.cut,
-        raw=verified.raw,
+        read=verified.read,
         changed=changed,
     )
 
@@ -113,18 +113,16 @@ def target_message(
     rows, found = _nothing()
     if widths.k is not None:
         rows = select_rows(num_rows, num_positions)
-        if output.raw is not None:
-            found = _picked(output.raw, rows)
-        else:
-            found = row_logprobs(
-                _logits_of_modes(output, options, widths),
-                output.token_ids,
-                rows,
-                options,
-                widths,
-                parallel,
-                cut=output.cut,
-            )
+        found = row_logprobs(
+            _logits_of_modes(output, options, widths),
+            output.token_ids,
+            rows,
+            options,
+            widths,
+            parallel,
+            cut=output.cut,
+            read=output.read,
+        )
     kept = row_kept_sets(output, options, parallel) if widths.kept else None
     slots = _slots(output, options, output.num_tokens, num_rows, output.num_drafts)
     return pack(
@@ -215,7 +213,7 @@ def draft_message(
         report = drafts.report
         named = (report.token_ids, report.logprobs, report.token_ranks, report.extra_logprobs)
         flat = TopkLogprobs(*(x.reshape(batch * num_drafts, *x.shape[2:]) for x in named))
-        found = _picked(flat, rows)
+        found = picked(flat, rows)
         # They may be of an earlier batch, with other widths. A slot's own columns are in both.
         found = found._replace(
             token_ids=_as_wide(found.token_ids, widths.num_columns),
@@ -237,14 +235,6 @@ def draft_message(
         vocab_size=vocab,
         num_words=most_words(batch, num_drafts, widths._replace(kept=False), vocab),
     )
-
-
-def _picked(found: TopkLogprobs, rows: Rows) -> TopkLogprobs:
-    """These rows of the logprobs of all rows."""
-    picked: TopkLogprobs = jax.tree.map(
-        lambda x: x.at[rows.flat].get(mode="fill", fill_value=0), found
-    )
-    return picked
 
 
 def _as_wide(x: jax.Array, columns: int) -> jax.Array:

@@ -30,7 +30,7 @@ from jax_specdec.control import (
 )
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.draft_reports import as_report
-from jax_specdec.device.loop.host_slots import AllOptions, OneRead, Slot
+from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
@@ -75,7 +75,6 @@ class Worker:
         process_rank: int = 0,
         publish: bool = True,
         compiled: Compiled | None = None,
-        fused: bool | None = None,
         compiler: Jobs | None = None,
         weights_version: int = 0,
         load: Callable[[str, Any], Any] | None = None,
@@ -93,8 +92,6 @@ class Worker:
           publish: send messages. A process that sends none makes and reads them all the same, as
             the programs that make them have collectives, and clears the same slots.
           compiled: the loop's programs, where workers of one configuration share them.
-          fused: let verification and logprobs share one read where that pays; None: of greedy
-            slots where the GPU kernels run, and of sampled ones where they do not.
           compiler: compiles what a request needs while the others go on, which then run as
             `NewKinds` says; `compiled` must be `KeptPrograms`. None: programs are compiled when
             they are first needed, and everything waits for them.
@@ -111,7 +108,7 @@ class Worker:
         self.publish = publish
         self.compiled = compiled or Compiled(config)
         self.state = init_state(config)
-        self.one_reads = self._one_reads(fused)
+        self.on_gpu = runs_on_gpu(config)
         draws = self.state.drafts.q is not None
         self.outgoing = Outgoing(process_rank, draws and not config.prefill_only)
         self.slots = [Slot() for _ in range(config.num_slots)]
@@ -249,7 +246,7 @@ class Worker:
         return Kind.of_slots(
             slots,
             self.config.model.vocab_size,
-            one_reads=self.one_reads,
+            on_gpu=self.on_gpu,
             draws=self.outgoing.sends_drafts,
         )
 
@@ -406,14 +403,6 @@ class Worker:
             if slot.verdict or (self.config.prefill_only and slot.decoding):
                 self._set(index, Slot(generation=slot.generation))
         return words
-
-    def _one_reads(self, fused: bool | None) -> tuple[OneRead, ...]:
-        """What one read may serve here beside logprobs; see `fused`."""
-        on_gpu = runs_on_gpu(self.config)
-        greedy = on_gpu if fused is None else fused
-        sampled = not on_gpu if fused is None else fused
-        whole = self.config.parallel.mesh is None  # on each device
-        return (OneRead.GREEDY,) * greedy + (OneRead.SAMPLED,) * (sampled and whole)
 
     def _publish(self, launched: Launched) -> None:
         """Send a step's messages once they are on the host; free the slots that have stopped."""

@@ -142,14 +142,20 @@ def larger_than_tokens(
     logits: Float[Array, "N V"], token_ids: Int32[Array, " N"]
 ) -> Int32[Array, " N"]:
     """How many logits of each row are strictly larger than its token's; 0 where an id is -1."""
-    there = token_ids >= 0
-    index = jnp.argsort(~there, stable=True).astype(jnp.int32)
-    number = there.sum(dtype=jnp.int32)
     columns = jnp.clip(token_ids, 0, logits.shape[1] - 1)[:, None]
     x = jnp.take_along_axis(logits, columns, axis=1)[:, 0].astype(jnp.float32)
+    return larger_than(logits, x, token_ids >= 0)
+
+
+def larger_than(
+    logits: Float[Array, "N C"], x: Float32[Array, " N"], there: Bool[Array, " N"]
+) -> Int32[Array, " N"]:
+    """How many of these columns of each row are strictly larger than x; 0 where `there` is not."""
+    index = jnp.argsort(~there, stable=True).astype(jnp.int32)
+    number = there.sum(dtype=jnp.int32)
     counted = num_larger(logits, x[index], index, number)
     place = jnp.where(jnp.arange(len(index), dtype=jnp.int32) < number, index, len(index))
-    return jnp.zeros_like(token_ids).at[place].set(counted, mode="drop")
+    return jnp.zeros(len(index), jnp.int32).at[place].set(counted, mode="drop")
 
 
 class _Count(NamedTuple):

@@ -53,6 +53,8 @@ KERNELS = 2  # custom calls that one call of a function of `mosaic_gpu` makes
 SAMPLED = 3  # that one read of rows makes which may be sampled: pass 2 for few candidates and many
 MORE = 2  # beside it: both passes for 1,024 candidates
 DRAW = 1  # where no vocabulary is split
+ONCE = 1  # pass 2 for K columns, too; where no vocabulary is split, greedy rows have both kernels
+RANKS = 1  # those outside of the top K, where no vocabulary is split
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,6 +98,8 @@ def test_programs_of_the_loop(case, devices):
     program = getattr(of.compiled, case.program)
     draws = case.program == "step" and devices == 1
     expected = KERNELS * case.kernels + (SAMPLED + MORE + DRAW * draws) * case.sampled
+    if case.once:
+        expected += ONCE + KERNELS * (devices == 1) if case.sampled else RANKS * (devices == 1)
     assert custom_calls(lowered(program, *arguments, **static)) == expected
     if expected and devices == 1:
         assert "mosaic_gpu" not in lowered(program, *arguments, platform="cpu", **static)
@@ -257,13 +261,13 @@ def test_steps_with_slots_on_shards(drafter):
     )
 
     def one_step(params, state):
-        state, output = step(of.config, params, state, fused_k=5)
+        state, output = step(of.config, params, state, read_k=5)
         return state, output._replace(running=output.running[None])
 
     mapped = jax.shard_map(
         one_step, mesh=mesh_of(2), in_specs=(P(), specs), out_specs=(specs, P("model"))
     )
-    expected = KERNELS + SAMPLED + MORE + DRAW
+    expected = KERNELS + ONCE + SAMPLED + MORE + DRAW
     assert custom_calls(lowered(jax.jit(mapped), of.params, state)) == expected
 
 

@@ -57,7 +57,6 @@ class WorkerThread:
             sender,
             compiled=decoding.compiled(settings),
             prefill_chunk=8,
-            fused=False,
         )
         self.commands = queue.SimpleQueue()
         self.vitals, self.beats = Vitals(), itertools.count()

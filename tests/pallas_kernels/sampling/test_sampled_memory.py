@@ -15,6 +15,7 @@ from jax_specdec.requests import SamplingParams
 from pallas_kernels.backends.xla.block_sizes import CPU_BYTES
 from pallas_kernels.sampling.drafts import none_drawn
 from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.decoding import draft_logits_kept, random_model
@@ -37,8 +38,9 @@ def limit(slots, vocab, dtype):
     return SHARE * slots * 4 * vocab * jnp.dtype(dtype).itemsize + CPU_BYTES
 
 
-def with_raw(*arguments):
-    return verify(*arguments, raw_k=20)
+def with_raw(logits, *arguments):
+    found = verify(logits, *arguments, k=20)
+    return found[:2], emitted_logprobs(logits, found.token_ids, found.read)
 
 
 CASES = [

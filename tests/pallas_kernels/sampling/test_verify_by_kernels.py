@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import count_larger, draw
 from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.types import CompactQ, Drafts
 from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
@@ -40,8 +41,9 @@ def given():
 
 def verified():
     def call(*arguments):
-        found = verify(*arguments, raw_k=2)
-        return found.token_ids, found.num_tokens, found.raw.token_ranks
+        found = verify(*arguments, k=2)
+        logprobs = emitted_logprobs(arguments[0], found.token_ids, found.read)
+        return found.token_ids, found.num_tokens, logprobs.token_ranks
 
     return checked(jax.jit(call, compiler_options=quick_compile.OPTIONS), *given())
 

@@ -7,14 +7,13 @@ import pytest
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.host_slots import (
-    OneRead,
     Slot,
     all_options,
     draft_bound,
     for_prompt,
     prompt_bound,
+    reads_once,
     target_bound,
-    wants_one_read,
     widths_of_slots,
 )
 from jax_specdec.device.messages.asked_changes import changes_size
@@ -37,27 +36,27 @@ CHANGES_NOTHING = (
 )
 
 
-def test_what_one_read_serves():
-    def served(*params):
-        return wants_one_read([Slot(params=SamplingParams(**one), most_tokens=1) for one in params])
+def test_when_logprobs_take_what_verification_has_read():
+    """On a GPU where all slots are greedy, elsewhere where one samples; if half of them ask."""
+
+    def where(*params):
+        taken = [Slot(params=SamplingParams(**one), most_tokens=1) for one in params]
+        once = [reads_once([*taken, Slot()], on_gpu) for on_gpu in (False, True)]
+        return once.index(True) if any(once) else None
 
     asks, silent, sampled = {"logprobs": 3}, {}, {"temperature": 0.5}
-    assert served(asks, silent) is OneRead.GREEDY
-    assert served(asks, asks | {"logprobs_mode": SCALED}) is OneRead.GREEDY
-    assert served(asks, asks | sampled) is OneRead.SAMPLED
-    assert served(asks, sampled | {"logprobs_mode": PROCESSED}) is OneRead.SAMPLED  # none asked
-    for other in (
-        {"logprobs_mode": PROCESSED},
-        {"extra_token_ids": (3,)},
-        sampled | {"logprobs_mode": SCALED},
-    ):
-        assert served(asks, asks | other) is OneRead.NOTHING
+    elsewhere, on_gpu = range(2)
+    assert where(asks, silent) == on_gpu
+    assert where(asks, asks | sampled) == elsewhere
+    for other in ({"logprobs_mode": PROCESSED}, {"extra_token_ids": (3,)}):
+        assert where(asks, asks | other) == on_gpu
+        assert where(asks, asks | sampled | other) == elsewhere
     for change in CHANGES:
-        assert served(asks, asks | change) is OneRead.NOTHING
+        assert where(asks, asks | change) is None
     for nothing in CHANGES_NOTHING:
-        assert served(asks, asks | nothing) is OneRead.GREEDY
-    assert served(asks, silent, silent) is OneRead.NOTHING  # too few ask
-    assert served() is OneRead.NOTHING
+        assert where(asks, asks | nothing) == on_gpu
+    assert where(asks, silent, sampled) is None  # too few ask
+    assert where() is None
 
 
 def slots_of(*params):

@@ -3,9 +3,8 @@
 import pytest
 
 from ipc.wire import LogprobsMode
-from jax_specdec.device.loop.host_slots import OneRead, Slot
+from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.kinds import Kind
-from jax_specdec.device.messages.asked_changes import ChangesSize
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.requests import SamplingParams
 
@@ -20,11 +19,11 @@ def slots(*params):
 
 
 def kind(*params, **options):
-    return Kind.of_slots(slots(*params), 300, **{"one_reads": OneRead, "draws": True} | options)
+    return Kind.of_slots(slots(*params), 300, **{"draws": True} | options)
 
 
 def serves(one, *params):
-    exact = Kind.of_slots(slots(*params), 300, one_reads=OneRead, draws=True)
+    exact = Kind.of_slots(slots(*params), 300, draws=True)
     return one.serves(exact, slots(*params))
 
 
@@ -39,7 +38,6 @@ WIDER = [
     ({"logit_bias": ((1, 2.0),)}, {}),
     ({"logit_bias": tuple((i, 1.0) for i in range(17))}, {"logit_bias": ((1, 2.0),)}),
     ({"presence_penalty": 1.0, "logit_bias": ((1, 2.0),)}, {"logit_bias": ((1, 2.0),)}),
-    (ASKS | SAMPLED, ASKS),
 ]
 
 
@@ -53,21 +51,16 @@ def test_what_serves_more_serves_less_and_not_the_other_way_round(more, less):
     assert serves(narrow, less)
 
 
-def test_programs_of_one_read_serve_plain_batches_though_few_ask():
-    greedy, sampled = kind(ASKS), kind(ASKS | SAMPLED)
-    assert (greedy.one_read, sampled.one_read) == (OneRead.GREEDY, OneRead.SAMPLED)
-    few = ASKS, {}, {}
-    assert kind(*few).one_read is OneRead.NOTHING
-    assert serves(greedy, *few)
-    assert not serves(greedy, ASKS, SAMPLED)
-    assert serves(sampled, ASKS, SAMPLED)
-    for other in (ASKS | {"extra_token_ids": (1,)}, {"logit_bias": ((1, 2.0),)}):
-        wide = greedy._replace(widths=Widths(k=64, chosen=16), changes=ChangesSize(16, True))
-        assert not serves(wide, other)
+def test_programs_of_one_read_serve_batches_of_which_few_ask_and_greedy_ones():
+    once, few = kind(ASKS | SAMPLED), (ASKS, {}, {})
+    assert once.reads_once
+    assert not kind(*few).reads_once
+    assert serves(once, *few)
+    assert serves(once, ASKS)
 
 
-def test_without_one_read_or_drawn_drafts_there_are_fewer_kinds():
-    assert kind(ASKS, one_reads=()) == Kind(widths=Widths(k=5))
+def test_without_drawn_drafts_there_are_fewer_kinds():
+    assert kind(ASKS) == Kind(widths=Widths(k=5))
     assert not kind(ASKS | {"draft_logprobs": True}, draws=False).reports_drafts
 
 
@@ -81,6 +74,8 @@ def test_a_step_depends_on_less_than_its_messages():
     scaled = {"logprobs_mode": LogprobsMode.SCALED, "extra_token_ids": (1,)} | SAMPLED
     raw = {"extra_token_ids": (1,)} | SAMPLED
     assert kind(ASKS | raw).of_step == kind(ASKS | scaled).of_step
-    assert kind(ASKS).of_step != kind(ASKS | {"logprobs": 9}).of_step  # one read has a K
+    assert kind(ASKS).of_step == kind(ASKS | {"logprobs": 9}).of_step
+    more = ASKS | SAMPLED | {"logprobs": 9}
+    assert kind(ASKS | SAMPLED).of_step != kind(more).of_step  # one read has a K
     for more in ({"draft_logprobs": True}, {"logit_bias": ((1, 2.0),)}):
         assert kind(ASKS | raw).of_step != kind(ASKS | raw | more).of_step

@@ -6,6 +6,7 @@ import pytest
 
 from ipc.wire import SlotState
 from jax_specdec.device.model.params import named_arrays
+from jax_specdec.device.worker import worker as worker_module
 from jax_specdec.records.batch import FinishReason
 from pallas_kernels.testing import oracle
 from tests.support import reference_model
@@ -94,29 +95,15 @@ def test_every_delivered_value_twice(runs, name):
     check_against_teacher_forcing(runs[name], requests)
 
 
-@pytest.mark.slow
-def test_one_read_for_verification_and_logprobs_delivers_the_same(runs):
-    requests = mixed_requests()
-    fused = run(requests, "mtp", fused=True)
-    assert any(output.raw is not None for output in fused.outputs)
-    assert all(output.raw is None for output in runs["mtp"].outputs)
-    for ours, theirs in zip(fused.messages, runs["mtp"].messages, strict=True):
-        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-        np.testing.assert_array_equal(ours.topk_ids, theirs.topk_ids)
-        np.testing.assert_array_equal(ours.token_ranks, theirs.token_ranks)
-    check_against_captured_logits(fused, requests)
-
-
-def test_one_read_for_sampled_requests_delivers_the_same():
-    requests = mixed_requests(3, temperature=0.8)
-    fused, separate = (run(requests, "ngram", fused=fused) for fused in (True, False))
-    assert any(output.raw is not None for output in fused.outputs)
-    assert all(output.raw is None for output in separate.outputs)
-    for ours, theirs in zip(fused.messages, separate.messages, strict=True):
-        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-        np.testing.assert_array_equal(ours.topk_ids, theirs.topk_ids)
-        np.testing.assert_array_equal(ours.token_ranks, theirs.token_ranks)
-    check_against_captured_logits(fused, requests)
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_logprobs_that_take_what_verification_has_read(temperature, monkeypatch):
+    """Of a sampled batch, and of a greedy one as on a GPU."""
+    monkeypatch.setattr(worker_module, "runs_on_gpu", lambda _: temperature == 0)
+    requests = mixed_requests(3, temperature=temperature)
+    result = run(requests, "ngram")
+    assert any(output.read is not None for output in result.outputs)
+    check_against_captured_logits(result, requests)
+    check_against_teacher_forcing(result, requests)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -32,7 +32,7 @@ def worker_of(chunk, *, sent=None, **options):
     params, model = random_model()
     config = LoopConfig(model, NoDrafter(D), num_slots=SLOTS, max_length=LENGTH)
     return Worker(config, params, Sent() if sent is None else sent, prefill_chunk=chunk,
-                  compiled=compiled(config), fused=False, **options)  # fmt: skip
+                  compiled=compiled(config), **options)  # fmt: skip
 
 
 def messages_of(items, chunk):

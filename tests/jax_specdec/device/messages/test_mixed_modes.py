@@ -8,7 +8,6 @@ import pytest
 from scipy import stats
 
 from ipc.wire import Kind, LogprobsMode
-from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import init_cache, named_arrays
 from tests.support import in_mode, quick_compile, reference_model
@@ -194,16 +193,3 @@ def test_scoring_sequences_again_gives_the_same_logprobs(mixed):
         )  # fmt: skip
     assert compared > 200
     assert max(wrong) > 0.1  # another mode's logprobs are not within the bound
-
-
-def test_one_read_serves_scaled_greedy_requests_and_draft_messages_too():
-    requests = [
-        request(f"r{index}", [1, 2, index], max_tokens=8, logprobs=20, draft_logprobs=index < 2,
-                logprobs_mode=[RAW, SCALED][index % 2])
-        for index in range(3)
-    ]  # fmt: skip
-    result = run(requests, MtpDrafter(random_model()[1], 1), fused=True)
-    assert all(output.raw is not None for output in result.outputs[:4])
-    seen, drafts_seen = in_mode.check_records(result, requests)
-    assert seen == 24
-    assert drafts_seen > 0

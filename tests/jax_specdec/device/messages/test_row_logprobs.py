@@ -253,7 +253,6 @@ def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
         drafts=no_drafts(3, 1),
         state=jnp.zeros(3, jnp.int32),
         running=jnp.bool_(True),
-        raw=None,
     )
     calls = []
 

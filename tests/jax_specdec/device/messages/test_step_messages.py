@@ -107,7 +107,7 @@ def test_a_message_carries_the_generation_of_its_launch():
         model=config, drafter=decoding.drafter("ngram", config), num_slots=3, max_length=96
     )
     sent, programs = decoding.Sent(), decoding.compiled(settings)
-    worker = Worker(settings, params, sent, prefill_chunk=8, compiled=programs, fused=False)
+    worker = Worker(settings, params, sent, prefill_chunk=8, compiled=programs)
     for generation, name in ((41, "old"), (42, "new")):
         item = request(name, [1, 2, 3], max_tokens=20)
         worker.apply(Admit(slot=1, generation=generation, request=item))

@@ -59,7 +59,7 @@ class Watched:
         self.log, self.messages, self.copied, self.launches = [], [], [], 0
         watched = {"step": self.step, "leading": self.leading}
         self.worker = Worker(
-            config, params, self, prefill_chunk=CHUNK, fused=False,
+            config, params, self, prefill_chunk=CHUNK,
             compiled=Functions(**vars(self.functions) | watched),
         )  # fmt: skip
 
