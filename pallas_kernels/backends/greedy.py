@@ -12,7 +12,7 @@ from jaxtyping import Float
 from pallas_kernels.backends.xla.greedy import greedy_of_rows
 from pallas_kernels.contract.checks import check_logits
 from pallas_kernels.contract.types import AnyArray, Greedy, Rows
-from pallas_kernels.meshes import partitioned, placement
+from pallas_kernels.meshes import placement
 from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 
 
@@ -51,12 +51,7 @@ def _of_rows(
     @jax.custom_batching.custom_vmap
     def choose(logits: jax.Array) -> Greedy:
         place = placement.placed(logits, axis_name, mesh, vocab_size)
-        rows = Rows(logits)
-        if place.mesh is not None:
-            return placement.run(place, greedy_of_part, rows)
-        if place.unknown:
-            return partitioned.run(greedy_of_part, place.shard, rows)
-        return greedy_of_part(place.shard, rows)
+        return placement.run(place, greedy_of_part, Rows(logits))
 
     @choose.def_vmap
     def _folded(size: int, _: Any, logits: jax.Array) -> Any:

@@ -13,6 +13,7 @@ over, as autodiff of a cast does. As there too, the logits' change is rounded to
 and head before it is multiplied with them.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jax import lax
 from pallas_kernels.backends.answers import active_rows, usable_temperatures
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear.definition import Definition, head_rows, loaded, stored
-from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows
+from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows, with_scale
 from pallas_kernels.linear.plan import backward_part, backward_piece
 from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.lowering.blocks import barrier, vary_like
@@ -48,6 +49,23 @@ class Gradients(NamedTuple):
     head: jax.Array  # as the head's axes are
     bias: jax.Array | None  # [W]
     logits: jax.Array  # [R], what `of_piece` says: the temperature's
+
+
+class Residuals(NamedTuple):
+    """What the backward pass takes over from the forward one."""
+
+    inputs: Inputs
+    out: TopkLogprobs
+    scale: RowScale
+
+
+def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
+    """One device's part of a call, differentiable in reverse mode.
+
+    Autodiff of the forward pass would keep every block's logits. Forward mode is not offered: JAX
+    says so of a function with a `custom_vjp` (TypeError).
+    """
+    return _with_scale(call, inputs)[0]
 
 
 def changes_of(
@@ -240,6 +258,24 @@ def cotangents(
         temperatures=by_temperature,
         extra_token_ids=None,  # type: ignore[arg-type]
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
+    """With what the backward pass needs, whose own derivative is needed for second ones."""
+    return with_scale(call, inputs)
+
+
+def _forward(call: Call, inputs: Inputs) -> tuple[tuple[TopkLogprobs, RowScale], Residuals]:
+    out, scale = _with_scale(call, inputs)
+    return (out, scale), Residuals(inputs, out, scale)
+
+
+def _backward(call: Call, kept: Residuals, given: tuple[TopkLogprobs, RowScale]) -> tuple[Inputs]:
+    return (cotangents(call, *kept, *given),)
+
+
+_with_scale.defvjp(_forward, _backward)
 
 
 def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:

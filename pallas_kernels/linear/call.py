@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,10 +12,11 @@ from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels.contract import checks
 from pallas_kernels.contract.types import AnyArray, Outputs, TopkLogprobs, skipped_rows
-from pallas_kernels.linear import differentiable, kept
+from pallas_kernels.linear import backward, kept
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.types import Call, Inputs, LinearKeptLogprobs
-from pallas_kernels.meshes import linear_placement
+from pallas_kernels.meshes import linear_placement, placement
+from pallas_kernels.meshes.split import Layout, Words
 from pallas_kernels.meshes.vocab_shard import AxisName
 
 MAX_KEPT = 4096
@@ -106,10 +108,10 @@ def linear_topk_logprobs(
     k = checks.check_k(k, place.vocab_size)
     if row_ids is not None:
         row_ids = checks.check_ids("row_ids", row_ids, (num_targets,))
-        if place.rows:
+        if place.layout.rows:
             raise ValueError(
-                f"row_ids with hidden split over {place.rows}: gather the rows first, or name them "
-                "inside a shard_map of your own"
+                f"row_ids with hidden split over {place.layout.rows}: gather the rows first, or "
+                "name them inside a shard_map of your own"
             )
     elif num_targets != hidden.shape[0]:
         raise ValueError(
@@ -124,22 +126,22 @@ def linear_topk_logprobs(
     if num_targets == 0 or hidden.shape[0] == 0:
         wanted = Outputs(k, log_sum_exp, entropy)
         return skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
-    arguments = (
-        hidden, head, _check_bias(bias, head.shape[axis]), token_ids, row_ids, num_rows,
-        temperatures, extra_token_ids,
-    )  # fmt: skip
-    found: TopkLogprobs = linear_placement.run(place, _topk_of(call), arguments)
+    bias = _check_bias(bias, head.shape[axis])
+    inputs = Inputs(hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
+    words = _words(inputs, head=head_axes.lower(), row_ids=".", num_rows="")
+    found = placement.run_inputs(place, _topk_of(call), inputs, words)
     return found if log_sum_exp else found._replace(log_sum_exp=None)
 
 
 @functools.cache
-def _topk_of(call: Call) -> Any:
+def _topk_of(call: Call) -> Callable[[Layout, Inputs], TopkLogprobs]:
     """One device's part of the call, always the same object."""
 
-    def topk(*arrays: Any) -> TopkLogprobs:
-        return differentiable.linear_topk_logprobs(call, Inputs(*arrays))
+    def topk(layout: Layout, inputs: Inputs) -> TopkLogprobs:
+        count = placement.own_num_rows(layout, inputs.num_rows, inputs.hidden.shape[0])
+        return backward.linear_topk_logprobs(call, inputs._replace(num_rows=count))
 
-    return jax.jit(topk)
+    return jax.jit(topk, static_argnums=0)
 
 
 def linear_kept_logprobs(
@@ -199,24 +201,27 @@ def linear_kept_logprobs(
     if num_targets == 0:
         shape = kept_token_ids.shape
         return LinearKeptLogprobs(jnp.zeros(0, jnp.float32), jnp.zeros(shape, jnp.float32))
-    arguments = (
-        hidden, head, _check_bias(bias, head.shape[0]), token_ids, None, None,
-        kept_token_ids, temperatures,
-    )  # fmt: skip
-    found: LinearKeptLogprobs = linear_placement.run(place, _kept_of(call), arguments)
-    return found
+    bias = _check_bias(bias, head.shape[0])
+    inputs = kept.Kept(hidden, head, bias, token_ids, kept_token_ids, temperatures)
+    words = _words(inputs, head="vh")
+    return placement.run_inputs(place, _kept_of(call), inputs, words)
 
 
 @functools.cache
-def _kept_of(call: Call) -> Any:
+def _kept_of(call: Call) -> Callable[[Layout, kept.Kept], LinearKeptLogprobs]:
     """One device's part of the call, always the same object."""
 
-    def run(
-        hidden: Any, head: Any, bias: Any, token_ids: Any, _: None, __: None, ids: Any, t: Any
-    ) -> LinearKeptLogprobs:
-        return kept.linear_kept_logprobs(call, kept.Kept(hidden, head, bias, token_ids, ids, t))
+    def of_part(_: Layout, inputs: kept.Kept) -> LinearKeptLogprobs:
+        return kept.linear_kept_logprobs(call, inputs)
 
-    return jax.jit(run)
+    return jax.jit(of_part, static_argnums=0)
+
+
+def _words(inputs: Inputs | kept.Kept, **others: str) -> Words:
+    """The axes of the inputs that there are: of rows, but for the bias and the others."""
+    others["bias"] = "v"
+    named = inputs._asdict().items()
+    return tuple(others.get(name, "n" + "." * (x.ndim - 1)) for name, x in named if x is not None)
 
 
 def _check_product(hidden: Any, head: Any, axes: Any = "VH") -> tuple[jax.Array, jax.Array]:

@@ -1,20 +1,22 @@
 """Calls on logits [B, ..., V] of a user's mesh, with explicit or automatic axes.
 
 Explicit axes are part of an array's type, so a function that mixes split and whole arrays would
-have to name a sharding at every step. Under `jax.shard_map` each device computes on its own slots
-and columns instead, as it does with automatic axes (`automatic_axes`).
+have to name a sharding at every step. Each device computes on its own slots and columns instead.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from pallas_kernels.meshes import automatic_axes
+from pallas_kernels.meshes import split
+from pallas_kernels.meshes.split import Layout, names_of
 from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 
-Result = TypeVar("Result")
+Logits = TypeVar("Logits")  # a tree of arrays [B, ..., V]
+BySlot = TypeVar("BySlot")  # a tree of arrays [B, ...]
+Result = TypeVar("Result")  # a tree of arrays [B, ...]
 
 
 class Split(NamedTuple):
@@ -26,9 +28,9 @@ class Split(NamedTuple):
 
 
 def on_own_part(
-    call: Callable[[VocabShard, Any, Any], Result],
-    logits: Any,
-    by_slot: Any,
+    call: Callable[[VocabShard, Logits, BySlot], Result],
+    logits: Logits,
+    by_slot: BySlot,
     how: Split,
 ) -> Result:
     """`call(shard, logits, by_slot)`, by each device on its own slots and columns.
@@ -45,79 +47,27 @@ def on_own_part(
     Returns:
       The results, split by slots as the logits are.
     """
+    first = jax.tree.leaves(logits)[0]
+    arrays = (logits, by_slot)
+    words = (
+        *("n" + "." * (x.ndim - 2) + "v" for x in jax.tree.leaves(logits)),
+        *("n" + "." * (x.ndim - 1) for x in jax.tree.leaves(by_slot)),
+    )
+
+    def of_part(layout: Layout, arrays: tuple[Logits, BySlot]) -> Result:
+        return call(layout.shard(how.vocab_size), *arrays)
+
     if how.mesh is not None:
         assert how.axis_name
-        return over_vocabulary(call, logits, by_slot, how)
+        layout, manual = Layout((), names_of(how.axis_name)), how.mesh.axis_names
+        return split.on_mesh(of_part, how.mesh, layout, arrays, words, manual=manual)
     if how.axis_name:
         return call(VocabShard(how.axis_name, how.vocab_size), logits, by_slot)
-    whole = VocabShard(None, how.vocab_size)
-    first = jax.tree.leaves(logits)[0]
-    mesh, slots, columns = explicit_split(first)
-    if mesh is None:
-        if how == Split() and automatic_axes.may_be_split(first):
-            return automatic_axes.on_own_part(call, logits, by_slot)
-        return call(whole, logits, by_slot)
-    shard = VocabShard(columns, how.vocab_size)
-
-    def placed(x: jax.Array, *axes: Any) -> jax.Array:
-        there: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*axes)))  # type: ignore[no-untyped-call]
-        return there
-
-    def spec_of(x: jax.Array) -> PartitionSpec:
-        return PartitionSpec(slots, *[None] * (x.ndim - 2), columns)  # type: ignore[no-untyped-call]
-
-    own = PartitionSpec(slots)  # type: ignore[no-untyped-call]
-    mapped: Callable[[Any, Any], Result] = jax.shard_map(
-        lambda logits, by_slot: call(shard, logits, by_slot),
-        mesh=mesh,
-        in_specs=(jax.tree.map(spec_of, logits), own),
-        out_specs=own,
-        axis_names={*_names(slots), *_names(columns)},
-    )
-    return mapped(
-        jax.tree.map(lambda x: placed(x, *spec_of(x)), logits),
-        jax.tree.map(lambda x: placed(x, slots), by_slot),
-    )
-
-
-def over_vocabulary(
-    call: Callable[[VocabShard, Any, Any], Result], columns: Any, whole: Any, how: Split
-) -> Result:
-    """`call(shard, columns, whole)` on each device with its own columns.
-
-    Args:
-      call: its result must be the same on every shard.
-      columns: arrays [..., V]; a device gets [..., V / shards].
-      whole: arrays that every device gets whole.
-      how: the mesh and its axis.
-    """
-    assert how.mesh is not None
-    shard = VocabShard(how.axis_name, how.vocab_size)
-
-    def spec_of(x: jax.Array) -> PartitionSpec:
-        return PartitionSpec(*[None] * (x.ndim - 1), how.axis_name)  # type: ignore[no-untyped-call]
-
-    everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
-    mapped: Callable[[Any, Any], Result] = jax.shard_map(
-        lambda columns, whole: call(shard, columns, whole),
-        mesh=how.mesh,
-        in_specs=(jax.tree.map(spec_of, columns), everywhere),
-        out_specs=everywhere,
-    )
-    return mapped(columns, whole)
-
-
-def explicit_split(x: jax.Array) -> tuple[Any, Any, Any]:
-    """The mesh of x [B, ..., V], and the explicit axes that split B and V.
-
-    Three times None where no explicit axis splits either.
-    """
-    sharding = jax.typeof(x).sharding
-    if x.ndim < 2 or AxisType.Explicit not in sharding.mesh.axis_types:
-        return None, None, None
-    slots, *_, columns = (*sharding.spec, *[None] * x.ndim)[: x.ndim]
-    return (sharding.mesh, slots, columns) if slots or columns else (None, None, None)
-
-
-def _names(axes: Any) -> tuple[str, ...]:
-    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+    sharding = jax.typeof(first).sharding
+    if first.ndim >= 2 and AxisType.Explicit in sharding.mesh.axis_types:
+        layout = split.layout_of(sharding, first.ndim)
+        if layout != Layout():
+            return split.on_mesh(of_part, sharding.mesh, layout, arrays, words)
+    elif how == Split() and split.may_be_split(first):
+        return split.where_compiled(of_part, arrays, words)
+    return of_part(Layout(), arrays)

@@ -22,7 +22,7 @@ from pallas_kernels.contract.types import (
 )
 from pallas_kernels.lowering.implementation import resolved
 from pallas_kernels.lowering.obstacles import Implementation
-from pallas_kernels.meshes import partitioned, placement
+from pallas_kernels.meshes import placement
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.topk.derivatives import transformable
 
@@ -192,13 +192,9 @@ def _run(
     place: placement.Place, implementation: Implementation | None, outputs: Outputs, rows: Rows
 ) -> TopkLogprobs:
     """The call where its logits are."""
-    call = own_part(resolved(implementation), outputs)
-    if place.mesh is not None:
-        return placement.run(place, call, rows)
-    if place.unknown:
-        split = functools.partial(partitioned.run, call, place.shard)
-        return transformable(split, place.shard)(rows)
-    return call(place.shard, rows)
+    run = functools.partial(placement.run, place, own_part(resolved(implementation), outputs))
+    # What the compiler asks for later has no derivative: here it gets one.
+    return transformable(run, place.shard)(rows) if place.unknown else run(rows)
 
 
 @functools.cache

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.linear.backward import linear_topk_logprobs
 from pallas_kernels.linear.definition import Definition
-from pallas_kernels.linear.differentiable import linear_topk_logprobs
 from pallas_kernels.linear.plan import Plan
 from pallas_kernels.linear.types import Call, Inputs
 from pallas_kernels.meshes.vocab_shard import WHOLE

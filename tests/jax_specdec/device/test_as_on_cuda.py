@@ -29,7 +29,7 @@ from pallas_kernels import (
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.lowering import obstacles, platforms
-from pallas_kernels.meshes import placement
+from pallas_kernels.meshes import split
 from pallas_kernels.sampling.drafts import draw, joined
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.verification import verify
@@ -68,7 +68,7 @@ def _a_cuda_host():
 
 
 def _forget():
-    placement._mapped.cache_clear()
+    split.program_on_mesh.cache_clear()
 
 
 def lowered(function, *args, platform="cuda", **static):
@@ -311,10 +311,9 @@ OTHERS = {
     "pallas_kernels/topk/call.py: jitted": test_xla_where_it_is_asked_for,
     "pallas_kernels/linear/call.py: _kept_of": test_linear_calls_are_left_to_xla,
     "pallas_kernels/linear/call.py: _topk_of": test_linear_calls_are_left_to_xla,
-    "pallas_kernels/meshes/linear_placement.py: mapped": test_linear_calls_are_left_to_xla,
     "pallas_kernels/lowering/platforms.py: found": test_xla_where_it_is_asked_for,
     "pallas_kernels/backends/xla/groups.py: leaves_of_work": test_programs_of_the_loop,
-    "pallas_kernels/meshes/placement.py: mapped": test_xla_where_it_is_asked_for,
+    "pallas_kernels/meshes/split.py: program_on_mesh": test_xla_where_it_is_asked_for,
 }
 
 
