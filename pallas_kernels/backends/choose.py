@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from pallas_kernels.lowering import obstacles
+from pallas_kernels.lowering.blocks import Tree
 from pallas_kernels.lowering.implementation import resolved
 from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.lowering.platforms import lowered_for
 
-Result = TypeVar("Result")
+Result = TypeVar("Result", bound=Tree)
 
 
 class Kernels(NamedTuple):

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +53,7 @@ def _of_rows(
         return placement.run(place, greedy_of_part, Rows(logits))
 
     @choose.def_vmap
-    def _folded(size: int, _: Any, logits: jax.Array) -> Any:
+    def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[Greedy, Greedy]:
         found = choose(logits.reshape(-1, logits.shape[-1]))
         outputs = jax.tree.map(lambda x: x.reshape(size, -1), found)
         return outputs, jax.tree.map(lambda _: True, outputs)

@@ -6,7 +6,7 @@ sums, the groups of sampled rows, candidates, a draw from groups, and a count of
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jaxtyping import Array, Float, Float32, Int32
@@ -18,10 +18,12 @@ from pallas_kernels.backends.xla import greedy, groups
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.changes import prepared
 from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
+from pallas_kernels.lowering.blocks import Tree
 from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.lowering.tpu_rule import kernel_is_faster
 from pallas_kernels.meshes.vocab_shard import WHOLE
 
+Arrays = TypeVar("Arrays", bound=Tree)
 LEAST_ON_TPU = 512  # tokens: two groups; by the compiler's cycles XLA's sums win below
 MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 tokens
 MOST_TAKEN = 128  # tokens of a row, one a thread
@@ -167,9 +169,9 @@ def candidates(
 
 def draw(
     given: RowsToDraw,
-    arrays: Any,
+    arrays: Arrays,
     purposes: tuple[int, int],
-    by_xla: Callable[[Any], Drawn],
+    by_xla: Callable[[Arrays], Drawn],
     logits: Float[Array, "N V"],
 ) -> Drawn:
     """A token of each slot's row, of rows that are whole on a device.

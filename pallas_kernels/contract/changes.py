@@ -11,7 +11,7 @@ to one another first, in an order that depends on their number alone: every impl
 same sum to a logit.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def _shifted(x: jax.Array, by: int, fill: float) -> jax.Array:
     return lax.slice_in_dim(filled, edges[1], edges[1] + width, axis=1)
 
 
-def of_shard(changes: Changes | None, first: Any, width: int) -> Changes | None:
+def of_shard(changes: Changes | None, first: jax.Array, width: int) -> Changes | None:
     """The changes of `width` columns from id `first` on, which become ids from 0 on."""
     if changes is None:
         return None

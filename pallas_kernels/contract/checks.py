@@ -1,12 +1,12 @@
 """Checks of a call's arguments when it is traced: errors name the value and the way out."""
 
 import operator
-from typing import Any
 
 import jax
 import numpy as np
 
 from pallas_kernels.contract.changes import WORD, Changes
+from pallas_kernels.contract.types import AnyArray
 
 MAX_K = 512
 MAX_EXTRA = 128
@@ -15,7 +15,7 @@ MAX_VOCABULARY = 2**24  # token ranks are counted in float32, exact up to here
 LOGITS_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def check_logits(logits: Any) -> jax.Array:
+def check_logits(logits: AnyArray) -> jax.Array:
     """logits as an array, if it is [N, V] in a supported dtype."""
     array = as_array("logits", logits)
     if array.ndim != 2:
@@ -34,7 +34,7 @@ def check_logits(logits: Any) -> jax.Array:
     return array
 
 
-def check_matrix(name: str, value: Any, axes: str) -> jax.Array:
+def check_matrix(name: str, value: AnyArray, axes: str) -> jax.Array:
     """The value as an array, if it has two axes and a supported dtype."""
     array = as_array(name, value)
     if array.ndim != 2:
@@ -46,7 +46,7 @@ def check_matrix(name: str, value: Any, axes: str) -> jax.Array:
     return array
 
 
-def check_k(k: Any, vocabulary: int) -> int:
+def check_k(k: int, vocabulary: int) -> int:
     """The static k as an int, 0 <= k <= min(MAX_K, V)."""
     try:
         number = None if isinstance(k, (bool, jax.Array)) else operator.index(k)
@@ -63,17 +63,17 @@ def check_k(k: Any, vocabulary: int) -> int:
     return number
 
 
-def check_ids(name: str, ids: Any, shape: tuple[int | str, ...]) -> jax.Array:
+def check_ids(name: str, ids: AnyArray, shape: tuple[int | str, ...]) -> jax.Array:
     """ids as an int32 array of `shape`; a letter in it stands for any size."""
     return _check(name, ids, "int32", shape)
 
 
-def check_temperatures(temperatures: Any, num_targets: int) -> jax.Array:
+def check_temperatures(temperatures: AnyArray, num_targets: int) -> jax.Array:
     """temperatures as a [R] float32 array."""
     return _check("temperatures", temperatures, "float32", (num_targets,))
 
 
-def check_num_rows(num_rows: Any) -> jax.Array:
+def check_num_rows(num_rows: AnyArray | np.int32 | int) -> jax.Array:
     """The dynamic number of rows as an int32 scalar."""
     if isinstance(num_rows, int) and not isinstance(num_rows, bool):
         if not 0 <= num_rows < 2**31:
@@ -85,7 +85,7 @@ def check_num_rows(num_rows: Any) -> jax.Array:
     return _check("num_rows", num_rows, "int32", ())
 
 
-def check_extra_token_ids(ids: Any, num_targets: int) -> jax.Array:
+def check_extra_token_ids(ids: AnyArray, num_targets: int) -> jax.Array:
     """ids as a [R, C] int32 array, C up to MAX_EXTRA."""
     array = check_ids("extra_token_ids", ids, (num_targets, "C"))
     if array.shape[1] > MAX_EXTRA:
@@ -97,7 +97,10 @@ def check_extra_token_ids(ids: Any, num_targets: int) -> jax.Array:
 
 
 def check_options(
-    num_rows: Any, temperatures: Any, extra_token_ids: Any, num_targets: int
+    num_rows: AnyArray | np.int32 | int | None,
+    temperatures: AnyArray | None,
+    extra_token_ids: AnyArray | None,
+    num_targets: int,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """The optional arguments of R target rows, checked."""
     if num_rows is not None:
@@ -110,28 +113,33 @@ def check_options(
 
 
 def check_changes(
-    allowed: Any, bias_token_ids: Any, bias: Any, num_targets: int, vocab_size: int
+    allowed: AnyArray | None,
+    bias_token_ids: AnyArray | None,
+    bias: AnyArray | None,
+    num_targets: int,
+    vocab_size: int,
 ) -> Changes | None:
     """The changes of R target rows; None where nothing is changed."""
+    changes = Changes()
     if allowed is not None:
         shape = (num_targets, -(-vocab_size // WORD))
         signed = str(getattr(allowed, "dtype", None)) == "int32"  # as xgrammar has it
-        allowed = _check("allowed", allowed, "int32" if signed else "uint32", shape)
-    if (bias_token_ids is None) != (bias is None):
-        missing = "bias" if bias is None else "bias_token_ids"
-        raise TypeError(f"{missing} is None; pass both bias_token_ids and bias, or none of them")
-    if bias is not None:
-        bias_token_ids = check_ids("bias_token_ids", bias_token_ids, (num_targets, "D"))
-        count = bias_token_ids.shape[1]
+        dtype = "int32" if signed else "uint32"
+        changes = changes._replace(allowed=_check("allowed", allowed, dtype, shape))
+    if bias is not None and bias_token_ids is not None:
+        ids = check_ids("bias_token_ids", bias_token_ids, (num_targets, "D"))
+        count = ids.shape[1]
         if count > MAX_BIAS:
             raise ValueError(
                 f"bias_token_ids names {count} ids for each row; the limit is {MAX_BIAS}: add a "
                 "denser bias to the logits"
             )
-        bias = _check("bias", bias, "float32", (num_targets, count))
-        if count == 0:
-            bias_token_ids = bias = None
-    changes = Changes(allowed, bias_token_ids, bias)
+        values = _check("bias", bias, "float32", (num_targets, count))
+        if count:
+            changes = changes._replace(bias_token_ids=ids, bias=values)
+    elif bias is not None or bias_token_ids is not None:
+        missing = "bias" if bias is None else "bias_token_ids"
+        raise TypeError(f"{missing} is None; pass both bias_token_ids and bias, or none of them")
     return None if changes == Changes() else changes
 
 
@@ -144,7 +152,9 @@ def check_num_targets(num_targets: int, num_logits_rows: int) -> None:
         )
 
 
-def _check(name: str, value: Any, dtype: str, shape: tuple[int | str, ...]) -> jax.Array:
+def _check(
+    name: str, value: AnyArray | np.int32 | int, dtype: str, shape: tuple[int | str, ...]
+) -> jax.Array:
     array = as_array(name, value)
     if array.dtype.name != dtype:
         raise TypeError(
@@ -158,7 +168,7 @@ def _check(name: str, value: Any, dtype: str, shape: tuple[int | str, ...]) -> j
     return array
 
 
-def as_array(name: str, value: Any) -> jax.Array:
+def as_array(name: str, value: AnyArray | np.int32 | int) -> jax.Array:
     """The value as an array, if it is one of 32 bits or fewer."""
     # Checked before jnp.asarray, which silently turns 64-bit values into 32-bit ones.
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):

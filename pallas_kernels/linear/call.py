@@ -3,11 +3,11 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels.contract import checks
@@ -224,7 +224,9 @@ def _words(inputs: Inputs | kept.Kept, **others: str) -> Words:
     return tuple(others.get(name, "n" + "." * (x.ndim - 1)) for name, x in named if x is not None)
 
 
-def _check_product(hidden: Any, head: Any, axes: Any = "VH") -> tuple[jax.Array, jax.Array]:
+def _check_product(
+    hidden: AnyArray, head: AnyArray, axes: str = "VH"
+) -> tuple[jax.Array, jax.Array]:
     """hidden [N, H] and head as arrays, if they have one supported dtype and one H."""
     if axes not in ("VH", "HV"):
         raise ValueError(f"head_axes = {axes!r} must be 'VH' for a head [V, H], or 'HV' for [H, V]")
@@ -251,7 +253,7 @@ def _check_product(hidden: Any, head: Any, axes: Any = "VH") -> tuple[jax.Array,
     return hidden, head
 
 
-def _check_extra(ids: Any, num_targets: int) -> jax.Array:
+def _check_extra(ids: AnyArray | None, num_targets: int) -> jax.Array:
     """ids as [R, C] int32, C up to MAX_NAMED; C = 0 for None."""
     if ids is None:
         return jnp.zeros((num_targets, 0), jnp.int32)
@@ -264,7 +266,7 @@ def _check_extra(ids: Any, num_targets: int) -> jax.Array:
     return array
 
 
-def _check_bias(bias: Any, width: int) -> jax.Array | None:
+def _check_bias(bias: AnyArray | None, width: int) -> jax.Array | None:
     if bias is None:
         return None
     array = checks.as_array("bias", bias)
@@ -278,7 +280,7 @@ def _check_bias(bias: Any, width: int) -> jax.Array | None:
     return array
 
 
-def _definition(scale: Any, soft_cap: Any, logits_dtype: Any) -> Definition:
+def _definition(scale: float, soft_cap: float | None, logits_dtype: DTypeLike) -> Definition:
     if not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale = {scale!r} must be a finite Python number")
     if soft_cap is not None and (
@@ -296,7 +298,7 @@ def _definition(scale: Any, soft_cap: Any, logits_dtype: Any) -> Definition:
     return Definition(float(scale), cap, name)
 
 
-def _check_implementation(implementation: Any) -> None:
+def _check_implementation(implementation: str | None) -> None:
     if implementation in ("mosaic_gpu", "mosaic_tpu"):
         raise NotImplementedError(
             f"implementation = {implementation!r} has no product with a head; use 'xla' or None"

@@ -7,7 +7,7 @@ from every shard (R more with entropy), and one word that says whether to count 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from pallas_kernels.contract.types import Outputs, RowSums, TopkLogprobs
 from pallas_kernels.linear import columns, online, read_columns
 from pallas_kernels.linear.plan import Plan, plan
 from pallas_kernels.linear.types import Call, Inputs, RowScale
-from pallas_kernels.lowering.blocks import barrier, map_blocks, pin_to_iteration, vary_like
+from pallas_kernels.lowering.blocks import Tree, barrier, map_blocks, pin_to_iteration, vary_like
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.numbers.logarithm import logarithm
@@ -92,8 +92,7 @@ def _found(call: Call, inputs: Inputs) -> Found:
         return _of_rows(call, of_rows, head, inputs.bias, own[0], own[1], way.part)
 
     empty = Found(jnp.zeros(named.shape, jnp.float32), online.nothing(rows, call.k, call.entropy))
-    blocks: Any = map_blocks  # of nested results too
-    found: Found = blocks(work, way.rows, inputs.num_rows, empty, arrays)
+    found: Found = map_blocks(work, way.rows, inputs.num_rows, empty, arrays)
     return found
 
 
@@ -142,7 +141,7 @@ def _of_rows(
 
 
 def _in_parts(
-    read: Callable[..., RowSums], part: int, x: jax.Array, rest: Any, like: RowSums
+    read: Callable[..., RowSums], part: int, x: jax.Array, rest: Tree, like: RowSums
 ) -> RowSums:
     """What `read` finds of x and the rest, some rows at a time; `like` has the results' shapes."""
     rows = x.shape[0]

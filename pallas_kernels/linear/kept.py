@@ -5,7 +5,7 @@ needs no other token's logit. Of the head, the kept rows alone are read.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,14 @@ class _Local(NamedTuple):
     columns: jax.Array  # [R, C] int32 in [0, W)
     mine: jax.Array  # [R, C] bool: this device has the token
     real: jax.Array  # [R, C] bool: it is a token
+
+
+class Residuals(NamedTuple):
+    """What the backward pass takes over from the forward one."""
+
+    inputs: Kept
+    out: LinearKeptLogprobs
+    logits: jax.Array
 
 
 def _local(call: Call, inputs: Kept) -> _Local:
@@ -111,12 +119,12 @@ def linear_kept_logprobs(call: Call, inputs: Kept) -> LinearKeptLogprobs:
     return _forward(call, inputs)[0]
 
 
-def _kept_forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, Any]:
+def _kept_forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, Residuals]:
     out, logits = _forward(call, inputs)
-    return out, (inputs, out, logits)
+    return out, Residuals(inputs, out, logits)
 
 
-def _kept_backward(call: Call, kept: Any, given: LinearKeptLogprobs) -> tuple[Kept]:
+def _kept_backward(call: Call, kept: Residuals, given: LinearKeptLogprobs) -> tuple[Kept]:
     inputs, out, logits = kept
     local = _local(call, inputs)
     answered = ~jnp.isnan(out.kept_logprobs)

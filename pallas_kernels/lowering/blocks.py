@@ -1,14 +1,15 @@
 """Work on rows of logits in blocks, so that temporaries are a few blocks and not a few copies."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
-Values = TypeVar("Values")  # a tree of arrays
+Tree: TypeAlias = "jax.Array | Sequence[Tree] | None"  # of arrays, in tuples and lists
+Values = TypeVar("Values", bound=Tree)
+Outputs = TypeVar("Outputs", bound=Sequence[Tree])
 
 
 def map_blocks(
@@ -16,7 +17,7 @@ def map_blocks(
     block: int,
     num_rows: jax.Array | None,
     initial: Outputs,
-    inputs: Any,
+    inputs: Tree,
 ) -> Outputs:
     """Call work(start) for each block of rows and put the outputs together.
 
@@ -55,12 +56,13 @@ def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
     return same
 
 
-def barrier(values: Any) -> Any:
+def barrier(values: Values) -> Values:
     """`lax.optimization_barrier`, which has no type annotations."""
-    return lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
+    same: Values = lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
+    return same
 
 
-def vary_like(values: Values, inputs: Any) -> Values:
+def vary_like(values: Values, inputs: Tree) -> Values:
     """The values, varying over every mesh axis of `shard_map` over which an input varies.
 
     A loop's first carry must vary as its inputs do. So must the outputs of a GPU kernel, of which

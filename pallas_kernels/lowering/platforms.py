@@ -6,29 +6,31 @@ and may import what only their platform has. (`jax.lax.platform_dependent` trace
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.lowering.blocks import Tree, vary_like
 
-Result = TypeVar("Result")
+Result = TypeVar("Result", bound=Tree)
 PLATFORMS = ("cpu", "cuda", "tpu")
 
-
 Flat = Callable[..., list[jax.Array]]  # of arrays
+Named = tuple[tuple[str, Flat], ...]  # by platform
+Static = Flat | Named  # what the choice's primitive has beside arrays
 
 
-def _flat(function: Callable[..., Any], tree: Any) -> Flat:
+def _flat(function: Callable[..., Tree], tree: jax.tree_util.PyTreeDef) -> Flat:
     """A function of the arrays of `tree`, which returns a list of arrays."""
     return lambda *arrays: jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays)))
 
 
 def lowered_for(
-    *arguments: Any,
+    *arguments: Tree,
     like: Callable[..., Result],
     default: Callable[..., Result],
     **others: Callable[..., Result],
@@ -41,14 +43,15 @@ def lowered_for(
     """
     arrays, tree = jax.tree.flatten(arguments)
     functions = {name: _flat(others.get(name, default), tree) for name in PLATFORMS}
-    results: list[Any] = []  # their tree, from when `_choice` traces `typed` for their types
+    # The results' tree, from when `_choice` traces `typed` for their types.
+    results: list[jax.tree_util.PyTreeDef] = []
 
-    def typed(*given: Any) -> Result:
+    def typed(*given: Tree) -> Result:
         result = vary_like(like(*given), given)
         results[:] = [jax.tree.structure(result)]
         return result
 
-    found = _choice.bind(
+    found = _choice.bind(  # type: ignore[no-untyped-call]
         *arrays,
         like=_flat(typed, tree),
         default=_flat(default, tree),
@@ -58,36 +61,51 @@ def lowered_for(
     return chosen
 
 
-_choice: Any = Primitive("lowered_for")
+_choice = Primitive("lowered_for")
 _choice.multiple_results = True
 
 
-def _types(*avals: Any, like: Flat, **_: Any) -> list[Any]:
+def _types(*avals: ShapedArray, like: Flat, **_: Static) -> list[ShapedArray]:
     return list(jax.make_jaxpr(like)(*avals).out_avals)
 
 
-def _run(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
+def _run(*arrays: jax.Array, **params: Static) -> list[jax.Array]:
     found: list[jax.Array] = jax.jit(functools.partial(_choice.bind, **params))(*arrays)
     return found
 
 
-def _lowering(name: str | None, ctx: Any, *values: Any, default: Flat, **params: Any) -> Any:
-    function = default if name is None else dict(params["functions"])[name]
-    return mlir.lower_fun(function)(ctx, *values)
+def _lowering(
+    name: str | None,
+    ctx: mlir.LoweringRuleContext,
+    *values: mlir.ir.Value,
+    default: Flat,
+    functions: Named,
+    like: Flat,
+) -> Sequence[mlir.ir.Value]:
+    function = default if name is None else dict(functions)[name]
+    lowered: Sequence[mlir.ir.Value] = mlir.lower_fun(function)(ctx, *values)
+    return lowered
 
 
-_choice.def_abstract_eval(_types)
-_choice.def_impl(_run)
+_choice.def_abstract_eval(_types)  # type: ignore[no-untyped-call]
+_choice.def_impl(_run)  # type: ignore[no-untyped-call]
 mlir.register_lowering(_choice, functools.partial(_lowering, None))
 for _name in PLATFORMS:
     mlir.register_lowering(_choice, functools.partial(_lowering, _name), platform=_name)
 
 
-def _batched(arrays: Any, axes: Any, *, like: Flat, default: Flat, functions: Any) -> Any:
+def _batched(
+    arrays: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    like: Flat,
+    default: Flat,
+    functions: Named,
+) -> tuple[list[jax.Array], list[int]]:
     def over_batch(one: Flat) -> Flat:
         return jax.vmap(one, in_axes=tuple(axes))
 
-    found = _choice.bind(
+    found = _choice.bind(  # type: ignore[no-untyped-call]
         *arrays,
         like=over_batch(like),
         default=over_batch(default),

@@ -16,7 +16,6 @@ log_sum_exp with -x[v] / T. Ids and token ranks have none.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,9 @@ def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
     batched = jax.custom_batching.custom_vmap(call)
 
     @batched.def_vmap
-    def _vmap(axis_size: int, is_batched: Any, rows: Rows) -> tuple[TopkLogprobs, Any]:
+    def _vmap(
+        axis_size: int, is_batched: list[Rows], rows: Rows
+    ) -> tuple[TopkLogprobs, TopkLogprobs]:
         out = _folded(batched, axis_size, is_batched[0], rows)
         return out, jax.tree.map(lambda _: True, out)
 
@@ -51,7 +52,9 @@ def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
     differentiable = jax.custom_jvp(lambda out, _: _with_derivative(out))
 
     @differentiable.defjvp
-    def _jvp(primals: Any, tangents: Any) -> Any:
+    def _jvp(
+        primals: tuple[TopkLogprobs, Rows], tangents: tuple[TopkLogprobs, Rows]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         (out, rows), (_, moved) = primals, tangents
         return differentiable(out, rows), _tangent(shard, out, rows, moved)
 

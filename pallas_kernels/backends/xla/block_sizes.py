@@ -8,14 +8,14 @@ than they read. `in_one_thread` keeps the operations of few rows together.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.xla.selection import selection_size
-from pallas_kernels.lowering.blocks import barrier, vary_like
+from pallas_kernels.lowering.blocks import Tree, barrier, vary_like
 
 # On a CPU a block's temporaries fit its caches.
 CPU_BYTES = 7 << 20
@@ -89,11 +89,11 @@ def is_small_batch(x: jax.Array) -> bool:
     return isinstance(x.shape[0], int) and x.shape[0] <= FEW_ROWS
 
 
-def in_one_thread(function: Callable[..., Outputs], *arguments: Any) -> Outputs:
+def in_one_thread(function: Callable[..., Outputs], *arguments: Tree) -> Outputs:
     """function(*arguments), as a list of operations of its own for XLA's runtime."""
     traced_once = jax.jit(function)
 
-    def never(*arguments: Any) -> Outputs:
+    def never(*arguments: Tree) -> Outputs:
         like = jax.eval_shape(traced_once, *arguments)
         zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
         found: Outputs = vary_like(zeros, arguments)

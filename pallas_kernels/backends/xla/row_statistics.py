@@ -1,13 +1,13 @@
 """One read of a block of rows: the sum of exponentials and the count of larger logits."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.xla.block_sizes import is_small_batch
-from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.lowering.blocks import Tree, vary_like
 from pallas_kernels.numbers.ordered_keys import strictly_larger
 from pallas_kernels.numbers.pieces import in_pairs, pieces, reduced
 
@@ -59,7 +59,7 @@ def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
     another batch. As a complex number, both sums share a loop.
     """
 
-    def nothing(*inputs: Any) -> Sums:
+    def nothing(*inputs: Tree) -> Sums:
         invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
         return vary_like((invalid, jnp.zeros(x.shape[0], jnp.int32)), inputs)
 
