@@ -4,25 +4,28 @@ JAX's default settings join integer types without a word, so every argument gets
 and what has no meaning as that type is refused by its name.
 """
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.types import CompactQ, Drafts
 
+Value = TypeVar("Value")
+
 
 def of_rows(
-    logits: Any, sampling: Any, positions: Any, name: str = "logits"
+    logits: AnyArray, sampling: Sampling, positions: AnyArray, name: str = "logits"
 ) -> tuple[jax.Array, Sampling, jax.Array]:
     """Logits [B, S, V], and the parameters and positions [B] of their slots."""
     logits = _floats(name, logits)
     if logits.ndim != 3:
         raise ValueError(f"{name} {logits.shape}: give [B, S, V]; one row a slot is x[:, None]")
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling is a {type(sampling).__name__}: give a `Sampling`")
+    _check_type("sampling", sampling, Sampling, "a `Sampling`")
     batch = logits.shape[0]
     given = Sampling(
         temperature=_floats("sampling.temperature", sampling.temperature).astype(jnp.float32),
@@ -44,13 +47,10 @@ def of_rows(
     return logits, given, positions
 
 
-def drafts_of(drafts: Any) -> Drafts:
+def drafts_of(drafts: Drafts) -> Drafts:
     """`Drafts` of int32 ids and numbers, with a q of their shape."""
-    if not isinstance(drafts, Drafts):
-        raise TypeError(
-            f"drafts is a {type(drafts).__name__}: give `Drafts(token_ids, num)`, ids [B, D] and "
-            "how many of them each slot has [B]"
-        )
+    what = "`Drafts(token_ids, num)`, ids [B, D] and how many of them each slot has [B]"
+    _check_type("drafts", drafts, Drafts, what)
     token_ids = _integers("drafts.token_ids", drafts.token_ids, jnp.int32)
     num = _integers("drafts.num", drafts.num, jnp.int32)
     if token_ids.ndim != 2 or num.shape != token_ids.shape[:1]:
@@ -67,10 +67,7 @@ def drafts_of(drafts: Any) -> Drafts:
         )
     q = drafts.q
     if q is not None:
-        if not isinstance(q, CompactQ):
-            raise TypeError(
-                f"drafts.q is a {type(q).__name__}: give `CompactQ(ids, logprobs)`, each [B, D, M]"
-            )
+        _check_type("drafts.q", q, CompactQ, "`CompactQ(ids, logprobs)`, each [B, D, M]")
         ids = _integers("drafts.q.ids", q.ids, jnp.int32)
         logprobs = _floats("drafts.q.logprobs", q.logprobs).astype(jnp.float32)
         if ids.shape != logprobs.shape or ids.ndim != 3 or ids.shape[:2] != token_ids.shape:
@@ -99,17 +96,17 @@ def _known(values: jax.Array) -> np.ndarray | None:
     return np.asarray(values)
 
 
-def _floats(name: str, values: Any) -> jax.Array:
+def _floats(name: str, values: AnyArray) -> jax.Array:
     """The values as an array, if they are floating-point numbers."""
-    _held(name, values)
+    _check_type(name, values, (np.ndarray, jax.Array), _ARRAY)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(f"{name} is of {values.dtype}: give an array of floats")
     return jnp.asarray(values)
 
 
-def _integers(name: str, values: Any, dtype: Any) -> jax.Array:
+def _integers(name: str, values: AnyArray, dtype: DTypeLike) -> jax.Array:
     """The values as an array of `dtype`, modulo its size, if they are integers."""
-    _held(name, values)
+    _check_type(name, values, (np.ndarray, jax.Array), _ARRAY)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         what = "a JAX key" if jnp.issubdtype(values.dtype, jax.dtypes.prng_key) else values.dtype
         raise TypeError(f"{name} is of {what}: give an array of integers")
@@ -120,9 +117,9 @@ def _integers(name: str, values: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(values).astype(dtype)
 
 
-def _held(name: str, values: Any) -> None:
-    if not isinstance(values, np.ndarray | jax.Array):
-        raise TypeError(
-            f"{name} is a {type(values).__name__}: give a NumPy or JAX array, as "
-            "`jnp.asarray(values)` makes it"
-        )
+_ARRAY = "a NumPy or JAX array, as `jnp.asarray(values)` makes it"
+
+
+def _check_type(name: str, value: Value, kinds: type | tuple[type, ...], what: str) -> None:
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is a {type(value).__name__}: give {what}")

@@ -3,10 +3,14 @@
 Nothing here is shared with the code under test, so that the two cannot be wrong in the same way.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
+
+if TYPE_CHECKING:
+    from pallas_kernels.contract.types import TopkLogprobs
 
 ABSOLUTE_ERROR = 1e-5
 RELATIVE_ERROR = 2e-7
@@ -27,17 +31,17 @@ class Expected(NamedTuple):
 
 
 def topk_logprobs(
-    logits: Any,
-    token_ids: Any,
+    logits: ArrayLike,
+    token_ids: ArrayLike,
     k: int,
     *,
-    row_ids: Any = None,
-    num_rows: Any = None,
-    temperatures: Any = None,
-    extra_token_ids: Any = None,
-    allowed: Any = None,
-    bias_token_ids: Any = None,
-    bias: Any = None,
+    row_ids: ArrayLike | None = None,
+    num_rows: int | None = None,
+    temperatures: ArrayLike | None = None,
+    extra_token_ids: ArrayLike | None = None,
+    allowed: ArrayLike | None = None,
+    bias_token_ids: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     rank_ties: str = "strict",
 ) -> Expected:
     """logits [N, V], token_ids [R], row_ids [R], temperatures [R], extra_token_ids [R, C].
@@ -47,8 +51,13 @@ def topk_logprobs(
     logits = np.asarray(logits)
     token_ids = np.asarray(token_ids)
     num_targets = len(token_ids)
-    extra = np.zeros((num_targets, 0), int) if extra_token_ids is None else extra_token_ids
-    extra = np.asarray(extra)
+    nothing = np.zeros((num_targets, 0), int)
+    extra = np.asarray(nothing if extra_token_ids is None else extra_token_ids)
+    rows = np.arange(num_targets) if row_ids is None else np.asarray(row_ids)
+    t = np.ones(num_targets) if temperatures is None else np.asarray(temperatures)
+    words = None if allowed is None else np.asarray(allowed)
+    biased = np.asarray(nothing if bias_token_ids is None else bias_token_ids)
+    added = np.asarray(nothing if bias is None else bias)
     out = Expected(
         np.full((num_targets, k + 1), -1, np.int32),
         np.full((num_targets, k + 1), np.nan),
@@ -59,19 +68,19 @@ def topk_logprobs(
         np.full((num_targets, k), np.nan),
     )
     for r in range(num_targets):
-        row = r if row_ids is None else int(row_ids[r])
+        row = int(rows[r])
         if (num_rows is not None and r >= num_rows) or not 0 <= row < len(logits):
             continue  # skipped
         x = changed(
             logits[row],
-            None if allowed is None else np.asarray(allowed)[r],
-            () if bias is None else zip(bias_token_ids[r], bias[r], strict=True),
+            None if words is None else words[r],
+            zip(biased[r], added[r], strict=True),
         )
         token = int(token_ids[r])
         out.token_ids[r, 0] = token
         if not is_valid(x):
             continue
-        temperature = 1.0 if temperatures is None else float(temperatures[r])
+        temperature = float(t[r])
         lp = log_softmax(x, temperature)
         ids = top_ids(x, k)
         out.token_ids[r, 1 : 1 + len(ids)] = ids
@@ -90,16 +99,18 @@ def topk_logprobs(
     return out
 
 
-def changed(row: Any, allowed: Any, biases: Any) -> np.ndarray:
+def changed(
+    row: np.ndarray, allowed: np.ndarray | None, biases: Iterable[tuple[int, float]]
+) -> np.ndarray:
     """The changed logits [V] float64 of a row; allowed: words; biases: pairs of id and number."""
     x = np.asarray(row).astype(np.float64)
     sums: dict[int, np.float32] = {}
     with np.errstate(invalid="ignore", over="ignore"):
         for token, number in biases:
             sums[int(token)] = sums.get(int(token), np.float32(0)) + np.float32(number)
-        for token, number in sums.items():
+        for token, total in sums.items():
             if 0 <= token < len(x):
-                x[token] = np.float32(x[token]) + number
+                x[token] = np.float32(x[token]) + total
     if allowed is not None:
         for token in range(len(x)):
             if not int(allowed[token // 32]) >> token % 32 & 1:
@@ -159,7 +170,7 @@ def greedy_token_id(x: ArrayLike) -> int:
     return 0 if len(numbers) == 0 else int(numbers[np.argmax(x[numbers])])
 
 
-def assert_logprobs_close(actual: Any, expected: Any) -> None:
+def assert_logprobs_close(actual: ArrayLike, expected: ArrayLike) -> None:
     """Within the contract's error bound; NaN and -inf must be at the same places."""
     actual = np.asarray(actual)
     assert actual.dtype == np.float32, actual.dtype
@@ -178,7 +189,7 @@ def assert_logprobs_close(actual: Any, expected: Any) -> None:
     )
 
 
-def assert_matches(actual: Any, expected: Expected) -> None:
+def assert_matches(actual: "TopkLogprobs", expected: Expected) -> None:
     """Ids and ranks equal, logprobs within the bound."""
     np.testing.assert_array_equal(np.asarray(actual.token_ids), expected.token_ids)
     np.testing.assert_array_equal(np.asarray(actual.token_ranks), expected.token_ranks)
@@ -192,17 +203,18 @@ def assert_matches(actual: Any, expected: Expected) -> None:
         np.testing.assert_array_equal(actual.top_logits, expected.top_logits.astype(np.float32))
 
 
-def assert_entropies_close(actual: Any, expected: Any) -> None:
+def assert_entropies_close(actual: ArrayLike, expected: ArrayLike) -> None:
     """Within the contract's bound; NaN at the same places."""
     actual = np.asarray(actual)
     assert actual.dtype == np.float32, actual.dtype
+    expected = np.asarray(expected, np.float64)
     bound = ENTROPY_ERROR + RELATIVE_ENTROPY_ERROR * np.abs(expected)
     error = np.abs(actual.astype(np.float64) - expected)
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
     assert np.all((error <= bound) | np.isnan(expected)), (actual, expected, error)
 
 
-def edge_rows(vocabulary: int, dtype: Any, group_width: int) -> np.ndarray:
+def edge_rows(vocabulary: int, dtype: DTypeLike, group_width: int) -> np.ndarray:
     """[7, V] logits with every edge of the contract, an ordinary row first.
 
     Ties are spread over groups of `group_width` columns, into which a kernel may cut the row; it
