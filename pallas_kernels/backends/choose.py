@@ -10,10 +10,10 @@ known when it is lowered: a CUDA host may run one on its CPU, and any host may e
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.lowering.platforms import lowered_for
 
 Result = TypeVar("Result", bound=Tree)
+# What XLA does, of constants that it was traced with and of a call's arguments.
+ByXla = Callable[[Sequence[jax.Array], Sequence[Tree]], Result]
 
 
 class Kernels(NamedTuple):
@@ -52,7 +54,7 @@ def kernels_or_xla(
     job: str,
     by_kernels: Callable[..., Result],
     by_xla: Callable[..., Result],
-    *arguments: Any,
+    *arguments: Tree,
     logits: jax.Array,
     implementation: Implementation | None = None,
     backends: tuple[str, ...] = tuple(KERNELS),
@@ -105,12 +107,12 @@ def kernels_or_xla(
     traced, like = jax.make_jaxpr(by_xla, return_shape=True)(*arguments)
     tree = jax.tree.structure(like)
 
-    def xla(constants: Any, given: Any) -> Result:
+    def xla(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         closed = ClosedJaxpr(traced.jaxpr, constants)
         outputs: Result = jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(given)))
         return outputs
 
-    def elsewhere(constants: Any, given: Any) -> Result:
+    def elsewhere(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         if explicit:
             obstacles.refuse(names[0], KERNELS[names[0]].missing)
         return xla(constants, given)
@@ -131,14 +133,14 @@ def _on_platform(
     name: str,
     job: str,
     by_kernels: Callable[..., Result],
-    xla: Callable[[Any, Any], Result],
+    xla: ByXla[Result],
     *,
     explicit: bool,
-) -> Callable[[Any, Any], Result]:
+) -> ByXla[Result]:
     """The kernels, unless this host's device cannot run them; a batch of `vmap` goes to XLA."""
 
     @jax.custom_batching.custom_vmap
-    def kernels(constants: Any, given: Any) -> Any:
+    def kernels(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         obstacle = KERNELS[name].device_obstacle()
         if obstacle is None:
             try:
@@ -163,12 +165,14 @@ def _on_platform(
         return xla(constants, given)
 
     @kernels.def_vmap
-    def _(_: int, is_batched: Any, *arguments: Any) -> tuple[Any, Any]:
+    def _(
+        _: int, is_batched: list[Tree], constants: Sequence[jax.Array], given: Sequence[Tree]
+    ) -> tuple[Result, Result]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        found = jax.vmap(xla, in_axes=tuple(axes))(*arguments)
+        found: Result = jax.vmap(xla, in_axes=tuple(axes))(constants, given)
         return found, jax.tree.map(lambda _: True, found)
 
-    run: Callable[[Any, Any], Result] = kernels
+    run: ByXla[Result] = kernels
     return run
 
 
@@ -177,7 +181,7 @@ _lowered: set[tuple[str, str]] = set()
 
 
 def _try_to_lower(
-    name: str, module: ModuleType, by_kernels: Callable[..., Any], given: tuple[Any, ...]
+    name: str, module: ModuleType, by_kernels: Callable[..., Tree], given: Sequence[Tree]
 ) -> None:
     """Lower the kernels apart, so that an error leaves no half of them in the program at hand.
 

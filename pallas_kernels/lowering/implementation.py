@@ -7,14 +7,15 @@ traced: a function that was compiled under one value is traced again under anoth
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 
 from pallas_kernels.lowering import obstacles
 from pallas_kernels.lowering.obstacles import Implementation
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _named = jax.make_user_context(None)  # type: ignore[no-untyped-call]
 
@@ -46,16 +47,16 @@ def resolved(implementation: Implementation | None) -> Implementation | None:
     return found
 
 
-def kept(function: Function) -> Function:
+def kept(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """The function with today's value, for the compiler that calls it later, in any thread."""
     name = _named.value
 
     @functools.wraps(function)
-    def call(*arguments: Any, **more: Any) -> Any:
+    def call(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
         with _named(name):
             return function(*arguments, **more)
 
-    return call  # type: ignore[return-value]
+    return call
 
 
 def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
