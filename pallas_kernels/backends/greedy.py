@@ -1,26 +1,28 @@
 """The greedy choice of each row, by the same rules for ties and NaN as `topk_logprobs`."""
 
+from __future__ import annotations  # signatures print as they stand here
+
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float
+from jax.sharding import Mesh
 
 from pallas_kernels.backends.xla.greedy import greedy_of_rows
 from pallas_kernels.contract.checks import check_logits
-from pallas_kernels.contract.types import AnyArray, Greedy, Rows
+from pallas_kernels.contract.types import Greedy, Logits, Rows
 from pallas_kernels.meshes import placement
 from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 
 
 def greedy(
-    logits: Float[AnyArray, "N V"],
+    logits: Logits,
     *,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
 ) -> Greedy:
     """The greedy choice of every row and whether the row is valid.
 
@@ -43,7 +45,7 @@ def greedy(
 
 @functools.cache
 def _of_rows(
-    axis_name: AxisName | None, vocab_size: int | None, mesh: jax.sharding.Mesh | None
+    axis_name: AxisName | None, vocab_size: int | None, mesh: Mesh | None
 ) -> Callable[[jax.Array], Greedy]:
     """`greedy` of checked logits, wherever they are; `vmap` folds a batch into rows."""
 

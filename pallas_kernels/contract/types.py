@@ -11,11 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import register_namedtuple_serialization
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.contract.changes import Changes
 
 AnyArray = jax.Array | np.ndarray  # what the functions of the door take
+# Their arguments by name: signatures print these, and not what they stand for.
+Logits = Float[AnyArray, "N V"]
+RowIds = Int32[AnyArray, " R"]
+RowFloats = Float32[AnyArray, " R"]
+IdTable = Int32[AnyArray, "R C"]
+RowCount = Int32[AnyArray, ""] | np.int32 | int
+BitMask = UInt32[AnyArray, "R W"] | Int32[AnyArray, "R W"]
+BiasIds = Int32[AnyArray, "R D"]
+Biases = Float32[AnyArray, "R D"]
 
 
 class TopkLogprobs(NamedTuple):

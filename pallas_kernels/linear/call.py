@@ -1,20 +1,40 @@
 """Logprobs from hidden states and a head: the contract, and the checks."""
 
+from __future__ import annotations  # signatures print as they stand here
+
 import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels.contract import checks
-from pallas_kernels.contract.types import AnyArray, Outputs, TopkLogprobs, skipped_rows
+from pallas_kernels.contract.types import (
+    AnyArray,
+    IdTable,
+    Outputs,
+    RowCount,
+    RowFloats,
+    RowIds,
+    TopkLogprobs,
+    skipped_rows,
+)
 from pallas_kernels.linear import backward, kept
 from pallas_kernels.linear.definition import Definition
-from pallas_kernels.linear.types import Call, Inputs, LinearKeptLogprobs
+from pallas_kernels.linear.types import (
+    Call,
+    EitherHead,
+    Head,
+    HeadBias,
+    Hidden,
+    HiddenOfRows,
+    Inputs,
+    KeptIds,
+    LinearKeptLogprobs,
+)
 from pallas_kernels.meshes import linear_placement, placement
 from pallas_kernels.meshes.split import Layout, Words
 from pallas_kernels.meshes.vocab_shard import AxisName
@@ -24,16 +44,16 @@ MAX_NAMED = 512
 
 
 def linear_topk_logprobs(
-    hidden: Float[AnyArray, "N H"],
-    head: Float[AnyArray, "V H"] | Float[AnyArray, "H V"],
-    token_ids: Int32[AnyArray, " R"],
+    hidden: Hidden,
+    head: EitherHead,
+    token_ids: RowIds,
     k: int,
     *,
-    row_ids: Int32[AnyArray, " R"] | None = None,
-    num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
-    temperatures: Float32[AnyArray, " R"] | None = None,
-    extra_token_ids: Int32[AnyArray, "R C"] | None = None,
-    bias: Float[AnyArray, " V"] | None = None,
+    row_ids: RowIds | None = None,
+    num_rows: RowCount | None = None,
+    temperatures: RowFloats | None = None,
+    extra_token_ids: IdTable | None = None,
+    bias: HeadBias | None = None,
     scale: float = 1.0,
     soft_cap: float | None = None,
     logits_dtype: str = "float32",
@@ -44,7 +64,7 @@ def linear_topk_logprobs(
     axis_name: AxisName | None = None,
     row_axis_name: AxisName | None = None,
     vocab_size: int | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
 ) -> TopkLogprobs:
     """`topk_logprobs` of logits that are never all there: from hidden states and the head.
 
@@ -145,20 +165,20 @@ def _topk_of(call: Call) -> Callable[[Layout, Inputs], TopkLogprobs]:
 
 
 def linear_kept_logprobs(
-    hidden: Float[AnyArray, "R H"],
-    head: Float[AnyArray, "V H"],
-    token_ids: Int32[AnyArray, " R"],
-    kept_token_ids: Int32[AnyArray, "R C"],
+    hidden: HiddenOfRows,
+    head: Head,
+    token_ids: RowIds,
+    kept_token_ids: KeptIds,
     *,
-    temperatures: Float32[AnyArray, " R"] | None = None,
-    bias: Float[AnyArray, " V"] | None = None,
+    temperatures: RowFloats | None = None,
+    bias: HeadBias | None = None,
     scale: float = 1.0,
     soft_cap: float | None = None,
     logits_dtype: str = "float32",
     axis_name: AxisName | None = None,
     row_axis_name: AxisName | None = None,
     vocab_size: int | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
 ) -> LinearKeptLogprobs:
     """Logprobs under the softmax of the kept tokens' logits alone, which no other token enters.
 

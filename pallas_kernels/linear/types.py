@@ -7,10 +7,19 @@ from typing import NamedTuple
 
 import jax
 from jax.export import register_namedtuple_serialization
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.meshes.vocab_shard import VocabShard
+
+# The arguments of the door by name: signatures print these, and not what they stand for.
+Hidden = Float[AnyArray, "N H"]
+HiddenOfRows = Float[AnyArray, "R H"]
+Head = Float[AnyArray, "V H"]
+EitherHead = Float[AnyArray, "V H"] | Float[AnyArray, "H V"]
+HeadBias = Float[AnyArray, " V"]
+KeptIds = Int32[AnyArray, "R C"]
 
 
 class LinearKeptLogprobs(NamedTuple):

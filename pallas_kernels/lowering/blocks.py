@@ -67,6 +67,10 @@ def vary_like(values: Values, inputs: Tree) -> Values:
 
     A loop's first carry must vary as its inputs do. So must the outputs of a GPU kernel, of which
     JAX knows only shapes.
+
+    Args:
+      values: a tree of arrays [...], as is what comes back.
+      inputs: another one.
     """
     axes = frozenset[str]().union(*(_varying(x) for x in jax.tree.leaves(inputs)))
 

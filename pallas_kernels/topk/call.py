@@ -1,20 +1,28 @@
 """Top K, logprobs and token ranks of chosen rows of logits: the contract, and who computes it."""
 
+from __future__ import annotations  # signatures print as they stand here
+
 import functools
 from collections.abc import Callable
 
 import jax
-import numpy as np
-from jaxtyping import Float, Float32, Int32, UInt32
+from jax.sharding import Mesh
 
 from pallas_kernels.backends import answers, read
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract import checks
 from pallas_kernels.contract.types import (
-    AnyArray,
+    Biases,
+    BiasIds,
+    BitMask,
+    IdTable,
+    Logits,
     Outputs,
     RankTies,
+    RowCount,
+    RowFloats,
+    RowIds,
     Rows,
     TopkLogprobs,
     is_inclusive,
@@ -23,30 +31,30 @@ from pallas_kernels.contract.types import (
 from pallas_kernels.lowering.implementation import resolved
 from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.meshes import placement
-from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 from pallas_kernels.topk.derivatives import transformable
 
 
 def topk_logprobs(
-    logits: Float[AnyArray, "N V"],
-    token_ids: Int32[AnyArray, " R"],
+    logits: Logits,
+    token_ids: RowIds,
     k: int,
     *,
-    row_ids: Int32[AnyArray, " R"] | None = None,
-    num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
-    temperatures: Float32[AnyArray, " R"] | None = None,
-    extra_token_ids: Int32[AnyArray, "R C"] | None = None,
-    allowed: UInt32[AnyArray, "R W"] | Int32[AnyArray, "R W"] | None = None,
-    bias_token_ids: Int32[AnyArray, "R D"] | None = None,
-    bias: Float32[AnyArray, "R D"] | None = None,
+    row_ids: RowIds | None = None,
+    num_rows: RowCount | None = None,
+    temperatures: RowFloats | None = None,
+    extra_token_ids: IdTable | None = None,
+    allowed: BitMask | None = None,
+    bias_token_ids: BiasIds | None = None,
+    bias: Biases | None = None,
     rank_ties: RankTies = "strict",
     log_sum_exp: bool = False,
     entropy: bool = False,
     top_logits: bool = False,
     implementation: Implementation | None = None,
-    axis_name: str | None = None,
+    axis_name: AxisName | None = None,
     vocab_size: int | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
 ) -> TopkLogprobs:
     """Logprob and token rank of one token per target row, and the row's K largest logits.
 
@@ -138,23 +146,23 @@ def topk_logprobs(
 
 
 def greedy_topk_logprobs(
-    logits: Float[AnyArray, "N V"],
+    logits: Logits,
     k: int,
     *,
-    num_rows: Int32[AnyArray, ""] | np.int32 | int | None = None,
-    temperatures: Float32[AnyArray, " N"] | None = None,
-    extra_token_ids: Int32[AnyArray, "N C"] | None = None,
-    allowed: UInt32[AnyArray, "N W"] | Int32[AnyArray, "N W"] | None = None,
-    bias_token_ids: Int32[AnyArray, "N D"] | None = None,
-    bias: Float32[AnyArray, "N D"] | None = None,
+    num_rows: RowCount | None = None,
+    temperatures: RowFloats | None = None,
+    extra_token_ids: IdTable | None = None,
+    allowed: BitMask | None = None,
+    bias_token_ids: BiasIds | None = None,
+    bias: Biases | None = None,
     rank_ties: RankTies = "strict",
     log_sum_exp: bool = False,
     entropy: bool = False,
     top_logits: bool = False,
     implementation: Implementation | None = None,
-    axis_name: str | None = None,
+    axis_name: AxisName | None = None,
     vocab_size: int | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
 ) -> TopkLogprobs:
     """`topk_logprobs` of each row's own greedy choice: the fused path of greedy verification.
 

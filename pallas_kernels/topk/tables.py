@@ -4,6 +4,8 @@ vLLM and tpu-inference call the three arrays `LogprobsTensors`; sglang-jax holds
 under other names. Each request reads its own leading columns on the host.
 """
 
+from __future__ import annotations  # signatures print as they stand here
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import register_namedtuple_serialization
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float32, Int32
 from numpy.typing import NDArray
 
 from pallas_kernels.contract import checks
-from pallas_kernels.contract.types import AnyArray
+from pallas_kernels.contract.types import Logits, RowIds
 from pallas_kernels.topk.call import topk_logprobs
 
 
@@ -31,10 +33,10 @@ register_namedtuple_serialization(LogprobsTensors, serialized_name="pallas_kerne
 
 
 def logprobs_tensors(
-    logits: Float[AnyArray, "N V"],
-    token_ids: Int32[AnyArray, " R"],
+    logits: Logits,
+    token_ids: RowIds,
     k: int,
-    top_k_nums: Int32[AnyArray, " R"] | None = None,
+    top_k_nums: RowIds | None = None,
     **options: Any,
 ) -> LogprobsTensors:
     """`topk_logprobs` as one table of K + 1 columns, of which each row fills its own number.

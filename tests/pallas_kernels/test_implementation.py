@@ -17,6 +17,7 @@ from pallas_kernels import gpu_obstacle, greedy, topk_logprobs, use_implementati
 from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import select
 from pallas_kernels.lowering.obstacles import Implementation
+from pallas_kernels.meshes.own_part import Split, on_own_part
 from pallas_kernels.sampling import Drafts, Sampling, verify
 
 X = jax.ShapeDtypeStruct((4, 4096), jnp.float32)
@@ -103,10 +104,8 @@ def test_what_the_compiler_calls_later_has_the_value():
         values.append(choose.resolved(None))
         return greedy(x)
 
-    from pallas_kernels.meshes import automatic_axes
-
     def program(x):
-        return automatic_axes.on_own_part(lambda shard, x, _: seen(x.reshape(-1, 4096)), x, ())
+        return on_own_part(lambda shard, x, _: seen(x.reshape(-1, 4096)), x, (), Split())
 
     with use_implementation("xla"):
         lowered = jax.jit(program).lower(logits)

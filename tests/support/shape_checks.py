@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import re
 import types
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,9 @@ from beartype.door import is_bearable
 from beartype.vale import Is
 
 from tests.support.paths import ROOT
+
+# What annotates shapes itself, or by names for them.
+HOOKED = re.compile(r"^from (jaxtyping import|__future__ import annotations)", re.MULTILINE)
 
 
 def install(*packages):
@@ -32,7 +36,7 @@ def annotated_modules(packages):
     return [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted(paths)
-        if "from jaxtyping import" in path.read_text()
+        if HOOKED.search(path.read_text())
     ]
 
 
@@ -42,7 +46,8 @@ def checked(function):
     Carriers (NamedTuples and dataclasses with shapes) are looked into. Their letters are those of
     the function: R of a `TopkLogprobs` that is returned is R of the `token_ids` that were given.
     """
-    hints = {name: with_shapes(hint) for name, hint in function.__annotations__.items()}
+    named = inspect.get_annotations(function, eval_str=True)
+    hints = {name: with_shapes(hint) for name, hint in named.items()}
     # jax rebuilds a dataclass that is a pytree with leaves of any kind: shapes, specs, markers.
     if function.__name__ == "__init__" or all(hint is None for hint in hints.values()):
         return function
