@@ -65,6 +65,10 @@ class Service:
         self._bodies = Bodies(each=each, together=BODIES * each, seconds=bounds.client_timeout)
         self._large_bodies = asyncio.Lock()  # held by the one that is read
         self._writer = Writer()
+        self._turn = asyncio.Lock()
+        self._described = description(
+            keyed=bool(api_key), bounds=bounds, max_length=model.max_length
+        )
 
     @property
     def app(self) -> Starlette:
@@ -74,14 +78,26 @@ class Service:
             Route("/v1/models/{name:path}", self._guarded(self._one_model), methods=["GET"]),
             Route("/v1/completions", self._tokens(parse_request.completion), methods=["POST"]),
             Route("/v1/chat/completions", self._tokens(parse_request.chat), methods=["POST"]),
-            Route("/health", self._health, methods=["GET"]),
-            Route("/metrics", self._metrics, methods=["GET"]),
-            Route("/openapi.json", self._description, methods=["GET"]),
+            Route("/health", self._in_turn(self._health), methods=["GET"]),
+            Route("/metrics", self._in_turn(self._metrics), methods=["GET"]),
+            Route("/openapi.json", self._in_turn(self._description), methods=["GET"]),
         ]
         handlers: Any = {ApiError: _answer, HTTPException: _answer_of_http, Exception: _answer_any}
         paths = frozenset(route.path for route in routes)
         gate = Middleware(Gate, bounds=self.bounds, traffic=self.traffic, paths=paths)
         return Starlette(routes=routes, exception_handlers=handlers, middleware=[gate])
+
+    def _in_turn(
+        self, endpoint: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint for everybody, once in each round of the event loop."""
+
+        async def in_turn(request: Request) -> Response:
+            async with self._turn:
+                await asyncio.sleep(0)
+                return await endpoint(request)
+
+        return in_turn
 
     def _guarded(
         self, endpoint: Callable[[Request], Awaitable[Response]]
@@ -192,10 +208,7 @@ class Service:
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     async def _description(self, _: Request) -> Response:
-        made = description(
-            keyed=bool(self._api_key), bounds=self.bounds, max_length=self._model.max_length
-        )
-        return JSONResponse(made)
+        return JSONResponse(self._described)
 
 
 class _Parts(StreamingResponse):

@@ -5,8 +5,10 @@ uvicorn and h11 speak HTTP; h11 bounds a head that is not complete
 """
 
 import asyncio
+import collections
 import http
 import json
+import time
 from typing import Any
 
 import h11
@@ -21,6 +23,10 @@ from jax_specdec.serve.gate import OTHER, Traffic, too_large, too_long
 LINGER_SECONDS = 1.0
 
 
+# Of reading requests in one round of the event loop: answers are sent between two of them.
+TURN_SECONDS = 0.002
+
+
 class Connections:
     """The connections of a server.
 
@@ -33,6 +39,28 @@ class Connections:
     def __init__(self, bounds: Bounds, traffic: Traffic) -> None:
         self.bounds, self.traffic = bounds, traffic
         self.receiving: dict[Connection, None] = {}
+        self._unread: collections.deque[Connection] = collections.deque()
+        self._reads = False  # in the next round of the event loop
+
+    def let_read(self, connection: "Connection") -> None:
+        """Let a connection read what has come, once those before it have."""
+        self._unread.append(connection)
+        self._go_on(connection.loop)
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._unread and not self._reads:
+            self._reads = True
+            loop.call_soon(self._read, loop)
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._reads = False
+        end = time.monotonic() + TURN_SECONDS
+        try:
+            self._unread.popleft().read()
+            while self._unread and time.monotonic() < end:
+                self._unread.popleft().read()
+        finally:
+            self._go_on(loop)
 
 
 class Connection(H11Protocol):
@@ -81,10 +109,23 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come."""
+        """Take what has come, and no more before it was read."""
         if not self._refused:
+            self.transport.pause_reading()
             super().data_received(data)
-            self._look()
+
+    def handle_events(self) -> None:
+        """Wait for a turn to read what has come."""
+        self._all.let_read(self)
+
+    def read(self) -> None:
+        """Read what has come."""
+        if self._refused or self.transport.is_closing():
+            return
+        super().handle_events()
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        self._look()
 
     def on_response_complete(self) -> None:
         """Go on to the next request."""

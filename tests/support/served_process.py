@@ -23,9 +23,13 @@ def status(url):
 
 
 @contextlib.contextmanager
-def served(*options, env=None):
-    """Serve until the block ends, which SIGTERM does; yields the URL and the process."""
-    command = [sys.executable, "-m", "jax_specdec.cli.main", "serve", "--port", "0", *options]
+def served(*options, env=None, module=("jax_specdec.cli.main",)):
+    """Serve until the block ends, which SIGTERM does; yields the URL and the process.
+
+    Args:
+      module: that is the command line, with what comes before its own arguments.
+    """
+    command = [sys.executable, "-m", *module, "serve", "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     try:
         line = process.stderr.readline()

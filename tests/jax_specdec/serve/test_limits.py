@@ -1,16 +1,20 @@
 """What a client may send, hold and leave unread before it loses its place."""
 
+import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from jax_specdec.serve import connection
 from jax_specdec.serve.bounds import MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
-from jax_specdec.serve.connection import LINGER_SECONDS
+from jax_specdec.serve.gate import Traffic
 from jax_specdec.serve.json_steps import PART
 from tests.support.http_server import MAX_LENGTH, WaitingWorker, serving, until
 
@@ -31,21 +35,21 @@ def keyed():
 def connected(server, *sent, receive_buffer=None):
     """A connection on which something was sent."""
     address = urlsplit(server.url)
-    with socket.socket() as connection:
+    with socket.socket() as link:
         if receive_buffer is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.settimeout(30)
-        connection.connect((address.hostname, address.port))
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        link.settimeout(30)
+        link.connect((address.hostname, address.port))
         for part in sent:
-            connection.sendall(part)
-        yield connection
+            link.sendall(part)
+        yield link
 
 
-def received(connection, enough=lambda data: False):
+def received(link, enough=lambda data: False):
     """What comes until the connection ends, or is enough."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
-        while not enough(data) and (part := connection.recv(1 << 16)):
+        while not enough(data) and (part := link.recv(1 << 16)):
             data += part
     return data
 
@@ -85,8 +89,8 @@ def is_answer(data):
     ],
 )
 def test_a_head_is_refused_while_it_comes(keyed, head, expected, said):
-    with connected(keyed, head) as connection:
-        answer = received(connection)  # and the connection ends
+    with connected(keyed, head) as link:
+        answer = received(link)  # and the connection ends
         assert status(answer) == expected
         assert said in error(answer)["message"]
 
@@ -113,41 +117,41 @@ def test_a_head_that_came_whole_is_refused(keyed, path, headers, expected):
 def test_a_head_must_come_in_time():
     bounds = Bounds(client_timeout=0.2)
     with serving(bounds=bounds) as server:
-        with connected(server, b"GET /health HTTP/1.1\r\nx: a") as connection:
-            answer = received(connection)
+        with connected(server, b"GET /health HTTP/1.1\r\nx: a") as link:
+            answer = received(link)
             assert status(answer) == 408
             assert "did not come in 0.2 seconds (--client-timeout)" in error(answer)["message"]
-        with connected(server) as connection:
-            assert received(connection) == b""
+        with connected(server) as link:
+            assert received(link) == b""
         until(lambda: server.service.traffic.connections == 0)
 
 
 def test_a_second_head_on_a_connection_must_come_in_time_too():
     with serving(bounds=Bounds(client_timeout=0.2)) as server:
         whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-        with connected(server, whole) as connection:
-            assert status(received(connection, is_answer)) == 200
-            connection.sendall(b"GET /heal")
-            assert status(received(connection)) == 408
+        with connected(server, whole) as link:
+            assert status(received(link, is_answer)) == 200
+            link.sendall(b"GET /heal")
+            assert status(received(link)) == 408
 
 
 def test_a_body_must_come_in_time():
     with (
         serving(bounds=Bounds(client_timeout=0.2)) as server,
-        connected(server, with_length(100), b"{") as connection,
+        connected(server, with_length(100), b"{") as link,
     ):
-        answer = received(connection, is_answer)
+        answer = received(link, is_answer)
         assert status(answer) == 408
         assert "the body did not come in 0.2 seconds (--client-timeout)" in error(answer)["message"]
-        received(connection)  # it ends
+        received(link)  # it ends
 
 
 def test_a_body_that_is_announced_as_too_large_is_refused_at_once():
     with (
         serving(bounds=Bounds(max_body=1000, client_timeout=FOR_EVER)) as server,
-        connected(server, with_length(1001)) as connection,
+        connected(server, with_length(1001)) as link,
     ):
-        answer = received(connection, is_answer)
+        answer = received(link, is_answer)
         assert status(answer) == 413
         assert "more than 1000 bytes (--max-body)" in error(answer)["message"]
 
@@ -168,21 +172,21 @@ def test_the_largest_body_follows_from_the_length_of_a_request():
 
 def test_strangers_are_refused_before_their_body(keyed):
     """And what they go on to send is taken for a moment only."""
-    with connected(keyed, with_length(10**12)) as connection:
-        assert status(received(connection, is_answer)) == 401
-        connection.settimeout(LINGER_SECONDS + 30)
+    with connected(keyed, with_length(10**12)) as link:
+        assert status(received(link, is_answer)) == 401
+        link.settimeout(connection.LINGER_SECONDS + 30)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             for _ in range(3000):
-                connection.sendall(b" " * 1000)
+                link.sendall(b" " * 1000)
                 threading.Event().wait(0.01)
             pytest.fail("it is taken for ever")
 
 
 def test_a_refused_body_that_is_sent_whole_does_not_end_the_connection(keyed):
-    with connected(keyed, of_body(BODY)) as connection:
-        assert status(received(connection, is_answer)) == 401
-        connection.sendall(of_body(BODY, b"authorization: Bearer secret\r\n"))
-        assert status(received(connection, is_answer)) == 200
+    with connected(keyed, of_body(BODY)) as link:
+        assert status(received(link, is_answer)) == 401
+        link.sendall(of_body(BODY, b"authorization: Bearer secret\r\n"))
+        assert status(received(link, is_answer)) == 200
 
 
 def test_connections_that_bring_no_request_make_room_for_others():
@@ -204,11 +208,35 @@ def test_a_connection_is_refused_where_all_others_are_answered():
         for _ in range(2):
             open_.enter_context(connected(server, of_body(BODY)))
         until(lambda: server.service.num_open == 2)
-        with connected(server) as connection:
-            answer = received(connection)
+        with connected(server) as link:
+            answer = received(link)
         assert status(answer) == 503
         assert "2 connections are open, as many as may (--max-connections)" in str(error(answer))
         server.workers[0].allowed.release(1000)
+
+
+def test_connections_read_in_turns_between_which_answers_are_sent(monkeypatch):
+    def read(number):
+        seen.append(number)
+        if number == 1:
+            raise ValueError("it ends nobody's turn but its own")
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        connections = connection.Connections(Bounds(), Traffic())
+        for number in range(4):
+            one = SimpleNamespace(loop=loop, read=functools.partial(read, number))
+            connections.let_read(one)
+        for _ in range(6):
+            await asyncio.sleep(0)
+            rounds.append(len(seen))
+
+    for seconds, expected in ((0.0, [1, 2, 3, 4, 4, 4]), (3600.0, [2, 4, 4, 4, 4, 4])):
+        seen, rounds = [], []
+        monkeypatch.setattr(connection, "TURN_SECONDS", seconds)
+        asyncio.run(main())
+        assert rounds == expected
 
 
 def test_bodies_of_one_byte_lock_nobody_out():
@@ -252,12 +280,12 @@ def test_a_reader_who_does_not_read_loses_its_place(stream):
     bounds = Bounds(client_timeout=0.5, max_prompt_logprobs=10**6, timeout=None)
     with serving(bounds=bounds, send_buffer=4096) as server:
         asked = of_body(LARGE | {"stream": stream})
-        with connected(server, asked, receive_buffer=4096) as connection:
+        with connected(server, asked, receive_buffer=4096) as link:
             until(lambda: server.service.num_open == 1)
             until(lambda: server.service.num_open == 0)
             assert server.service.traffic.ended["not read"] == 1
             with contextlib.suppress(ConnectionResetError):
-                assert not received(connection).endswith((b"\r\n0\r\n\r\n", b"[DONE]\n\n"))
+                assert not received(link).endswith((b"\r\n0\r\n\r\n", b"[DONE]\n\n"))
         until(lambda: not server.engine.running)
 
 
@@ -266,11 +294,11 @@ def test_a_reader_who_reads_slowly_keeps_its_place():
     bounds = Bounds(client_timeout=1.0, max_prompt_logprobs=10**6, timeout=None)
     with (
         serving(bounds=bounds, send_buffer=4096) as server,
-        connected(server, of_body(LARGE), receive_buffer=1 << 14) as connection,
+        connected(server, of_body(LARGE), receive_buffer=1 << 14) as link,
     ):
         data = b""
         while not data.endswith(b"\r\n0\r\n\r\n"):
-            part = connection.recv(1 << 12)
+            part = link.recv(1 << 12)
             assert part, "the connection has ended"
             data += part
             threading.Event().wait(0.01)
@@ -306,9 +334,9 @@ def test_only_the_servers_own_names_are_served():
             ("evil.example", 421), ("localhost.evil.example", 421), ("", 421), ("[::2]", 421),
         ):  # fmt: skip
             head = f"GET /health HTTP/1.1\r\nhost: {host}\r\n\r\n".encode()
-            with connected(server, head) as connection:
-                answer = received(connection, is_answer)
+            with connected(server, head) as link:
+                answer = received(link, is_answer)
             assert status(answer) == expected, host
             assert expected == 200 or "--allowed-host NAME" in error(answer)["message"]
-        with connected(server, b"GET /health HTTP/1.0\r\n\r\n") as connection:
-            assert status(received(connection)) == 421
+        with connected(server, b"GET /health HTTP/1.0\r\n\r\n") as link:
+            assert status(received(link)) == 421
