@@ -1,4 +1,36 @@
-"""Errors of a cluster."""
+"""Errors of a cluster, and which of Ray's say that something is lost."""
+
+from ipc import RingError
+from jax_specdec.engine.errors import EngineClosed, WeightsError, WorkerFailed
+from jax_specdec.ray.installed import ray
+
+# What may keep an engine from beginning, or end it, on one node. Anything else that it raises is a
+# mistake in a program, which another start would repeat.
+CANNOT_BEGIN = (WorkerFailed, EngineClosed, WeightsError, RingError, OSError)
+# Ray's own errors where an actor, a node, an object or an answer is gone. `RayTaskError` is none of
+# them: it carries what a replica's code raised.
+_LOST = (
+    "RayActorError",
+    "NodeDiedError",
+    "WorkerCrashedError",
+    "LocalRayletDiedError",
+    "OutOfMemoryError",
+    "ObjectLostError",
+    "TaskUnschedulableError",
+    "ActorUnschedulableError",
+    "TaskPlacementGroupRemoved",
+    "ActorPlacementGroupRemoved",
+    "RuntimeEnvSetupError",
+    "RaySystemError",
+    "RpcError",
+    "GetTimeoutError",
+)
+
+
+def lost_errors() -> tuple[type[Exception], ...]:
+    """What Ray raises where an actor, its node, an object or an answer is gone."""
+    errors = ray("ray.exceptions")
+    return tuple(getattr(errors, name) for name in _LOST)
 
 
 class ClusterError(RuntimeError):

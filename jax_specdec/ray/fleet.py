@@ -3,9 +3,11 @@
 One lock holds all of it. Who waits for a reader, or for Ray, does so without the lock.
 """
 
+import atexit
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import time
 import uuid
@@ -22,9 +24,8 @@ from jax_specdec.ray.batch import ColumnBatch, Part
 from jax_specdec.ray.book import Book, Entry, end_rows
 from jax_specdec.ray.collected import Collected
 from jax_specdec.ray.config import RayConfig
-from jax_specdec.ray.errors import ClusterError
+from jax_specdec.ray.errors import ClusterError, lost_errors
 from jax_specdec.ray.head import Head
-from jax_specdec.ray.installed import ray
 from jax_specdec.ray.member import Member
 from jax_specdec.ray.orders import Weights
 from jax_specdec.ray.replica import MakeEngine
@@ -34,7 +35,6 @@ from jax_specdec.requests import RequestError
 from jax_specdec.wording import counted
 
 logger = logging.getLogger("jax_specdec.ray")
-logger.addHandler(logging.NullHandler())
 LOOK_SECONDS = 0.25
 
 
@@ -76,18 +76,19 @@ class Fleet:
         ]  # fmt: skip
         self._head = Head(cluster.head_timeout)
         self._began = time.monotonic()
-        try:
+        with contextlib.ExitStack() as begun:
+            self._close_members(begun, reachable=True)
+            begun.callback(setattr, self, "_closed", True)
             for member in self.members:
                 member.start()
-        except BaseException:
-            self._closed = True
-            for member in self.members:
-                member.close(reachable=True)
-            raise
+            begun.pop_all()
         self._watch = threading.Thread(
             target=self._watch_all, name="fleet of jax_specdec", daemon=True
         )
         self._watch.start()
+        # Ray's own hook, registered before this one, ends actors without a word to them.
+        self._at_exit = partial(_close_at_exit, self, os.getpid())
+        atexit.register(self._at_exit)
 
     def close(self) -> None:
         """End all replicas, and the requests that are left, with the reason `ABORT`."""
@@ -97,13 +98,17 @@ class Fleet:
             self._closed = True
             self._end([(entry, FinishReason.ABORT) for entry in self._book.all()])
             self._lock.notify_all()
-        reachable = self._head.answers
-        for member in self.members:
-            member.close(reachable=reachable)
-        self._head.close()
-        self._watch.join()
-        if self._started:
-            ray().shutdown()
+        atexit.unregister(self._at_exit)
+        with contextlib.ExitStack() as left:  # all of it is done, and then an error raised
+            if self._started:
+                left.callback(placement.leave)
+            left.callback(self._watch.join)
+            left.callback(self._head.close)
+            self._close_members(left, reachable=self._head.answers)
+
+    def _close_members(self, left: contextlib.ExitStack, *, reachable: bool) -> None:
+        for member in reversed(self.members):
+            left.callback(member.close, reachable=reachable)
 
     @property
     def num_waiting(self) -> int:
@@ -314,10 +319,10 @@ class Fleet:
         """Look until the end; without a watch nothing may go on, for deadlines would pass."""
         try:
             self._look()
-        except BaseException as error:
+        except Exception as error:  # any: a thread has no caller, so the fleet's readers get it
             if not self.over():
-                logger.exception("the fleet's watch ends")
-                self.fail(ClusterError(f"the watch over the replicas has ended: {error!r}"))
+                logger.exception("the fleet ends: a mistake in its watch")
+                self.fail(error)
 
     def _look(self) -> None:
         """Look at deadlines and at the head, until the end."""
@@ -343,7 +348,7 @@ class Fleet:
 
     def _no_room(self) -> str:
         problems = {member.problem for member in self.members if member.problem}
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(ConnectionError, *lost_errors()):
             have = placement.nodes_of(self._head.nodes())
             problems.add(f"the nodes have {have}")
         return (
@@ -352,3 +357,8 @@ class Fleet:
             f"{counted(self.cluster.nodes, 'node')}: {'; '.join(sorted(problems))}. Ask for fewer "
             "devices, or add nodes"
         )
+
+
+def _close_at_exit(fleet: Fleet, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child inherits this
+        fleet.close()

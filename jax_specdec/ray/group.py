@@ -20,6 +20,7 @@ from typing import Any
 from jax_specdec.engine import leftovers
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.ray.errors import lost_errors
 from jax_specdec.ray.installed import ray
 
 LOST = 1  # the exit status of a follower of which nothing more is heard
@@ -87,7 +88,7 @@ class Followers:
             ).start()
             try:
                 code, words = ray().get(ended)
-            except Exception as error:  # whatever Ray says of an actor or node that is gone
+            except lost_errors() as error:
                 code, words = LOST, str(error).strip().partition("\n")[0]
             connection.send_bytes(f"{code} {words}".encode())
 

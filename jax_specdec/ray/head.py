@@ -74,7 +74,7 @@ class Head:
         """Ask once; whether the head that it was has answered."""
         try:
             self._client.check_alive([], timeout=ASK_SECONDS)
-        except Exception as error:  # whatever it is, it is no answer
+        except ray("ray.exceptions").RayError as error:
             if OTHER_CLUSTER in str(error):
                 self._changed = (
                     "the head of the Ray cluster was restarted: it does not know this node any "

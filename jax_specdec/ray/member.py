@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jax_specdec.engine.errors import WeightsError, WorkerFailed
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.book import BatchError
-from jax_specdec.ray.errors import NotBegun, full_store
+from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, full_store, lost_errors
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
@@ -64,15 +65,16 @@ class Member:
 
     def close(self, *, reachable: bool) -> None:
         """End the replica; without a head that can be reached, Ray ends it with this program."""
-        if self._place is not None and reachable:
-            with contextlib.suppress(Exception):
+        with contextlib.ExitStack() as left:  # all of it is done, and then an error raised
+            if self._thread.ident is not None:
+                left.callback(self._thread.join, PATIENCE_SECONDS)
+            if self._place is not None and reachable:
+                left.callback(self._tidy)
+                left.enter_context(contextlib.suppress(*lost_errors()))
+                left.callback(self._place.remove)
+                left.enter_context(contextlib.suppress(*lost_errors()))
                 ray().get(self._call("close", "slow"), timeout=PATIENCE_SECONDS)
                 self._home = None
-            with contextlib.suppress(Exception):
-                self._place.remove()
-            self._tidy()
-        if self._thread.ident is not None:
-            self._thread.join(PATIENCE_SECONDS)
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Send requests; does not wait.
@@ -102,17 +104,16 @@ class Member:
                     ray().get(call)
                 except NotBegun:  # the reader of its batches finds it lost
                     continue
-                except Exception as error:
+                except lost_errors() as error:
                     if self.ready:
-                        with contextlib.suppress(Exception):
-                            self.kill(_first(error))
+                        self.kill(_first(error))
 
     def status(self) -> ReplicaStatus:
         """Its numbers."""
         state = "ready" if self.ready else "starting" if self.coming else "gone"
         about = {"state": state, "losses": self._losses, "problem": self.problem}
         if self.ready:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(*lost_errors()):
                 found = ray().get(self._call("status", "slow"), timeout=PATIENCE_SECONDS)
                 return _with(found, **about)
         return _with(ReplicaStatus(replica=self.number), **about)
@@ -124,7 +125,7 @@ class Member:
         def answer() -> str:
             try:
                 found: str = self._get(asked)
-            except Exception as error:  # whatever Ray says of a lost actor
+            except lost_errors() as error:
                 return f"it was lost before all had loaded the weights: {_first(error)}"
             return found
 
@@ -133,11 +134,12 @@ class Member:
     def use_weights(self) -> Callable[[], int]:
         """Have the loaded weights used; returns a function that waits for their version, or -1."""
         asked = self._call("use_weights", "slow")
+        lost_or_failed: tuple[type[Exception], ...] = (*lost_errors(), WeightsError, WorkerFailed)
 
         def answer() -> int:
             try:
                 found: int = self._get(asked)
-            except Exception:  # lost, or it lost a worker
+            except lost_or_failed:
                 return -1
             return found
 
@@ -145,14 +147,15 @@ class Member:
 
     def forget_weights(self) -> None:
         """Have loaded weights forgotten."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(*lost_errors()):
             ray().get(self._call("forget_weights", "slow"), timeout=PATIENCE_SECONDS)
 
     def kill(self, why: str, *, for_good: bool = False) -> None:
         """End the actor; Ray starts it anew where it may, and not `for_good`."""
         logger.warning("replica %d is ended: %s", self.number, why)
         assert self._place is not None
-        ray().kill(self._place.actor, no_restart=for_good)
+        with contextlib.suppress(*lost_errors()):
+            ray().kill(self._place.actor, no_restart=for_good)
 
     def _call(self, method: str, group: str, *arguments: Any, **options: Any) -> Any:
         assert self._place is not None
@@ -164,13 +167,15 @@ class Member:
         """Live; once the fleet is over, Ray may be gone under this thread."""
         try:
             self._live()
-        except BaseException:
+        except Exception as error:  # any: a thread has no caller, so the fleet's readers get it
             if not self._fleet.over():
-                raise
+                logger.exception("the fleet ends: a mistake at replica %d", self.number)
+                self._fleet.fail(error)
 
     def _live(self) -> None:
         """Begin and read, again and again, until the fleet is over or Ray gives up."""
         errors = ray("ray.exceptions")
+        cannot_begin: tuple[type[Exception], ...] = (*lost_errors(), *CANNOT_BEGIN)
         while not self._fleet.over():
             try:
                 self._begin()
@@ -181,7 +186,7 @@ class Member:
                 if not self._lose(_first(error), coming=True):
                     return
                 continue
-            except Exception as error:
+            except cannot_begin as error:
                 self.problem = _first(error)
                 if not self._may_come_again():
                     self._lose(self.problem, coming=False)
@@ -238,7 +243,7 @@ class Member:
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
             self._fleet.fail(full_store(f"a batch of replica {self.number}", error))
             return str(error)
-        except Exception as error:  # whatever Ray says of an actor, a node or an object
+        except lost_errors() as error:
             return _first(error)
 
     def _each(self, references: Any) -> Iterator[Any]:
@@ -260,7 +265,8 @@ class Member:
 
         Raises:
           GetTimeoutError: the fleet is over.
-          Exception: whatever Ray says of an actor, a node or an object.
+          lost_errors(): an actor, a node or an object is gone.
+          Exception: what the replica's code raised.
         """
         late = ray("ray.exceptions").GetTimeoutError
         while True:
@@ -273,8 +279,7 @@ class Member:
     def _restart(self) -> None:
         """Have Ray start the actor anew, where it may: its engine has ended, or is not trusted."""
         if not self._fleet.over():
-            with contextlib.suppress(Exception):
-                self.kill("its engine has ended")
+            self.kill("its engine has ended")
 
     def _may_come_again(self) -> bool:
         return self._fleet.config.on_worker_loss == "restart"
@@ -295,7 +300,7 @@ class Member:
         """Remove what the replica left on its node, where it did not close and begins no more."""
         home, self._home = self._home, None
         if home is not None and self._place is not None:
-            with contextlib.suppress(Exception):  # the node is gone
+            with contextlib.suppress(*lost_errors()):  # the node is gone
                 ray().get(self._place.tidy(home), timeout=PATIENCE_SECONDS)
 
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from jax_specdec.ray.errors import lost_errors
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import ReplicaStatus
 from jax_specdec.ray.placement import NAMESPACE, check_reachable, nodes_of
@@ -47,9 +48,12 @@ def lines(address: str) -> Iterator[str]:
 def _replica(name: str) -> str:
     try:
         actor = ray().get_actor(name, namespace=NAMESPACE)
-        asked = actor.status.options(concurrency_group="slow").remote()
+    except ValueError:  # Ray's word for a name that is gone since it was listed
+        return "has ended"
+    asked = actor.status.options(concurrency_group="slow").remote()
+    try:
         return line_of(ray().get(asked, timeout=PATIENCE_SECONDS))
-    except Exception as error:  # it starts, is lost, or computes
+    except lost_errors() as error:  # it starts, is lost, or computes
         return f"does not answer ({type(error).__name__})"
 
 
@@ -68,8 +72,8 @@ def _applications() -> Iterator[str]:
     with contextlib.suppress(ModuleNotFoundError):
         serve = ray("ray.serve")
         found: Any = {}
-        with contextlib.suppress(Exception):  # Ray Serve does not run
-            found = serve.status().applications
+        with contextlib.suppress(serve.exceptions.RayServeException, *lost_errors()):
+            found = serve.status().applications  # empty where Ray Serve does not run
         for name, one in found.items():
             yield f"application {name}: {one.status.value}"
             for title, deployment in one.deployments.items():

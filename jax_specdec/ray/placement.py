@@ -1,8 +1,12 @@
 """Where replicas run: placement groups of Ray, and the actors in them."""
 
+import functools
+import logging
 import os
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax_specdec.engine.config import EngineConfig
@@ -13,6 +17,7 @@ from jax_specdec.ray.orders import Home
 from jax_specdec.ray.replica import MakeEngine, Replica
 from jax_specdec.ray.tidy import tidy
 
+logger = logging.getLogger("jax_specdec.ray")
 NAMESPACE = "jax-specdec"
 CONNECT_SECONDS = 5.0
 # A method's thread: commands keep their order, and nothing waits behind a weights update.
@@ -31,13 +36,30 @@ def start(address: str) -> bool:
     options: dict[str, Any] = {"address": address} if address else {}
     if not (address or os.environ.get("RAY_ADDRESS")):
         options["include_dashboard"] = False
-    ray().init(namespace=NAMESPACE, log_to_driver=False, **options)
+    worker = ray("ray._private.worker")
+    # Ray prints what nodes report, hundreds of lines a loss, and has no option for it (2.60).
+    worker.print_to_stdstream = functools.partial(_log, worker.print_to_stdstream)
+    before = signal.getsignal(signal.SIGTERM)
+    ray().init(namespace=NAMESPACE, log_to_driver=False, logging_level="error", **options)
+    if threading.current_thread() is threading.main_thread():  # only it may set handlers
+        # Ray has put a handler there that calls `sys.exit`, which closes what the system's would
+        # not. A program's own is put back. Setting either removes Ray's third one, which writes
+        # the stack of the process.
+        own = before not in (None, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before if own else signal.getsignal(signal.SIGTERM))
     return True
 
 
 def leave() -> None:
-    """Leave the cluster; one of this machine alone ends."""
+    """Leave the cluster that `start` has joined; one of this machine alone ends."""
     ray().shutdown()
+    worker = ray("ray._private.worker")
+    worker.print_to_stdstream = worker.print_to_stdstream.args[0]
+
+
+def _log(_: Callable[..., None], data: Mapping[str, Any], **__: Any) -> None:
+    for line in data["lines"]:
+        logger.debug("Ray: %s", line)
 
 
 def check_reachable(address: str) -> None:

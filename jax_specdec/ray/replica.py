@@ -20,12 +20,12 @@ from ipc import doctor
 from jax_specdec.engine import leftovers
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.errors import EngineClosed, WeightsError, WorkerFailed
 from jax_specdec.engine.streams import Sink
-from jax_specdec.engine.weights import LoadedWeights, WeightsError
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.weights import LoadedWeights
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import packed
-from jax_specdec.ray.errors import NotBegun
+from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun
 from jax_specdec.ray.group import Followers
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
@@ -81,7 +81,7 @@ class Replica:
         First it removes what killed replicas left on this host.
 
         Raises:
-          WorkerFailed, WeightsError, ValueError, OSError: there is no engine; says why.
+          CANNOT_BEGIN: there is no engine; says why.
         """
         with self._held:
             self._forget_loaded()
@@ -103,9 +103,9 @@ class Replica:
             while not (health := engine.health()).ready:
                 if self._closing:
                     self._end()
-                    raise RuntimeError("it was closed before a worker took requests")
+                    raise EngineClosed("it was closed before a worker took requests")
                 if not health.alive:
-                    raise RuntimeError("; ".join(health.problems))
+                    raise WorkerFailed("; ".join(health.problems))
                 time.sleep(READY_SECONDS)
             return self.status()
 
@@ -114,12 +114,17 @@ class Replica:
 
         Args:
           pause: seconds between two batches, at least.
+
+        Raises:
+          Exception: what ended the engine, where that is a mistake in a program.
         """
         outbox = self._outbox
         for taken in outbox.read(pause):
-            if isinstance(taken, BaseException):
+            if isinstance(taken, CANNOT_BEGIN):
                 yield str(taken)
                 return
+            if isinstance(taken, BaseException):
+                raise taken
             rows = step_rows(taken, self._emitted)
             for row in rows.column("finish_reason").to_numpy().nonzero()[0].tolist():
                 self._open.pop(rows.column("request_id")[row].as_py(), None)
@@ -129,10 +134,11 @@ class Replica:
                 yield packed(rows)
 
     def submit(self, orders: Sequence[Order]) -> None:
-        """Take requests; what cannot be taken ends the replica's batches with an error.
+        """Take requests; an engine that has ended ends the replica's batches with its error.
 
         Raises:
           NotBegun: there is no engine.
+          RequestError, EngineFull: the engine refuses a request that the fleet has checked.
         """
         engine = self._engine
         if engine is None:
@@ -173,7 +179,7 @@ class Replica:
             try:
                 block = engine.load_weights(_content(weights), timeout=timeout)
                 self._loaded = stack, stack.enter_context(block)
-            except (WeightsError, WorkerFailed, RuntimeError) as error:
+            except (WeightsError, WorkerFailed, EngineClosed) as error:
                 stack.close()
                 return str(error)
         return ""
@@ -215,7 +221,7 @@ class Replica:
                 deadline=order.deadline,
                 progress=order.progress,
             )
-        except (RuntimeError, ValueError) as error:
+        except (EngineClosed, WorkerFailed) as error:
             self._outbox.fail(error)
             return
         if stream.finish_reason is not None:  # its last row may have left before
@@ -266,7 +272,7 @@ class Replica:
         if self._loaded is not None:
             stack, _ = self._loaded
             self._loaded = None
-            with contextlib.suppress(WeightsError, RuntimeError):
+            with contextlib.suppress(WeightsError, WorkerFailed, EngineClosed):
                 stack.close()
 
     def _end(self) -> None:
@@ -303,5 +309,5 @@ def _wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + BEGIN_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"requests of an earlier program run on after {BEGIN_SECONDS:g} s")
+            raise TimeoutError(f"requests of an earlier program run on after {BEGIN_SECONDS:g} s")
         time.sleep(READY_SECONDS)

@@ -6,12 +6,15 @@ import pytest
 
 from jax_specdec.ray import head as module
 from jax_specdec.ray.head import Head
+from tests.support.fake_ray import RayError
 
 pytestmark = pytest.mark.fast
 
 
 class Ray:
     """A cluster whose head answers, until it does not; it counts who asks Ray itself."""
+
+    RayError = RayError
 
     def __init__(self):
         self.error, self.asked, self.addresses = None, 0, []
@@ -54,7 +57,7 @@ def test_a_head_that_answers_is_asked_for_nodes(ray):
 def test_a_head_that_lost_its_state_is_a_problem_at_once_and_ray_itself_is_not_asked(ray):
     """`ray.nodes()` would end the process there."""
     head = Head(60.0)
-    ray.error = RuntimeError("RPC error: WrongClusterID: Perhaps the client is accessing GCS")
+    ray.error = RayError("RPC error: WrongClusterID: Perhaps the client is accessing GCS")
     with pytest.raises(ConnectionError, match="was restarted"):
         head.nodes()
     assert ray.asked == 0
@@ -65,7 +68,7 @@ def test_a_head_that_lost_its_state_is_a_problem_at_once_and_ray_itself_is_not_a
 
 def test_a_head_that_is_silent_is_a_problem_only_after_its_time(ray):
     patient, strict = Head(60.0), Head(0.0)
-    ray.error = TimeoutError("Timed out while waiting for GCS to become available.")
+    ray.error = RayError("Timed out while waiting for GCS to become available.")
     with pytest.raises(ConnectionError, match="does not answer"):
         patient.nodes()
     assert patient.answers

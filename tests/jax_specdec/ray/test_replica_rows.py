@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest, ended
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.replica import Replica
@@ -22,7 +23,7 @@ def brought(resume_lost):
         ended(QueuedRequest(request=request), reason).batches
         for request, reason in zip(long_requests(3), REASONS, strict=True)
     ]
-    steps = deque([ends[0], [*ends[0], *ends[1], *ends[2]], RuntimeError("no worker is left")])
+    steps = deque([ends[0], [*ends[0], *ends[1], *ends[2]], WorkerFailed("no worker is left")])
     replica = Replica(
         0, EngineConfig(vocab_size=16, on_worker_loss="restart", resume_lost=resume_lost)
     )
