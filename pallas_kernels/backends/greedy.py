@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from pallas_kernels.backends.xla.greedy import greedy_of_rows
+from pallas_kernels.contract.changes import apply
 from pallas_kernels.contract.checks import check_logits
 from pallas_kernels.contract.types import Greedy, Logits, Rows
 from pallas_kernels.meshes import placement
@@ -67,8 +68,8 @@ def greedy_of_part(shard: VocabShard, rows: Rows) -> Greedy:
     """`greedy` of the rows of which this device holds the columns of `shard`."""
     logits = shard.masked(rows.logits)
     if shard.axis_name is not None:
-        return _across_shards(logits, shard)
-    return greedy_of_rows(logits)
+        return _across_shards(apply(logits, rows.changes), shard)
+    return greedy_of_rows(logits, rows.changes)
 
 
 def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:

@@ -150,6 +150,30 @@ def biased(logits: jax.Array, rows: jax.Array, changes: Changes) -> tuple[jax.Ar
     return ids, jnp.where(wanted, found, -jnp.inf)
 
 
+def of_rows(changes: Changes | None, rows: jax.Array) -> Changes | None:
+    """The changes of some rows [P] of those that there are; a row outside of them is clamped."""
+    chosen: Changes | None = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), changes)
+    return chosen
+
+
+def of_columns(changes: Changes | None, first: jax.Array, width: int) -> Changes | None:
+    """The changes of `width` columns of each row [P], which become ids from 0 on.
+
+    first: [P], the id of each row's first column, a multiple of 32.
+    """
+    if changes is None:
+        return None
+    allowed, ids, bias = changes
+    if allowed is not None:
+        words = jnp.arange(-(-width // WORD), dtype=jnp.int32)[None]
+        place = first[:, None] // WORD + words
+        allowed = jnp.take_along_axis(allowed, place, axis=1, mode="clip")
+    if ids is not None:
+        inside = (ids >= first[:, None]) & (ids < first[:, None] + width)
+        ids = jnp.where(inside, ids - first[:, None], jnp.int32(-1))
+    return Changes(allowed, ids, bias)
+
+
 def _unpacked(words: jax.Array, vocabulary: int) -> jax.Array:
     """words [B, W] -> [B, V] bool."""
     bits = jnp.arange(WORD, dtype=jnp.int32)[None, None]

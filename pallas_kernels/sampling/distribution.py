@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
+from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering.blocks import map_blocks, vary_like
 from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
@@ -206,6 +207,7 @@ def _by_search(
         # As a value of this trip: else XLA would make all logits float32 before the loop.
         logits = lax.optimization_barrier((rows.logits, row))[0]  # type: ignore[no-untyped-call]
         x = lax.dynamic_slice_in_dim(logits, row, 1)
+        x = of_logits.apply(x, of_logits.of_rows(rows.changes, row[None]))
         own: Sampling = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), sampling)
         shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
         single = cut_search.searched(x, own, shard)

@@ -15,6 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.backends import answers
+from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
+from pallas_kernels.contract.checks import check_changes
 from pallas_kernels.lowering.blocks import map_blocks, vary_like
 from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
 from pallas_kernels.sampling.parameters import Truncation
@@ -51,6 +54,9 @@ def kept_sets(
     cut: Truncation,
     *,
     shard: VocabShard = WHOLE,
+    allowed: Int32[Array, "N _"] | None = None,
+    bias_token_ids: Int32[Array, "N I"] | None = None,
+    bias: Float32[Array, "N I"] | None = None,
 ) -> PaddedKept:
     """The kept sets of some rows of logits.
 
@@ -64,6 +70,7 @@ def kept_sets(
       num_rows: how many sets are wanted.
       cut: [R], the truncations of these rows.
       shard: the columns of each row that this device holds.
+      allowed, bias_token_ids, bias: changes of the logits, as `verify` had them.
 
     Returns:
       [R] sets of M = min(1024, V) ids, -1 from the count on. The count is `KEPT_ALL` where the
@@ -74,9 +81,12 @@ def kept_sets(
     width = min(MAX_KEPT, vocab_size)
     wanted = jnp.arange(rows.shape[0], dtype=jnp.int32) < num_rows
     one = cut.cut_logit == jnp.inf
+    changes = check_changes(allowed, bias_token_ids, bias, len(logits), vocab_size)
 
     def searched() -> _Found:
-        return _joined(_listed(shard.masked(logits), rows, num_rows, cut, width, shard), shard)
+        own = answers.changes_of(changes, shard, logits.shape[1])
+        listed = _listed(shard.masked(logits), own, rows, num_rows, cut, width, shard)
+        return _joined(listed, shard)
 
     def nothing() -> _Found:
         zeros = jnp.zeros_like(rows)
@@ -110,6 +120,7 @@ def _joined(found: _Found, shard: VocabShard) -> _Found:
 
 def _listed(
     logits: Float[Array, "N V"],
+    changes: Changes | None,
     rows: Int32[Array, " R"],
     num_rows: Int32[Array, ""],
     cut: Truncation,
@@ -123,7 +134,7 @@ def _listed(
         part: tuple[jax.Array, Truncation] = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, start, block), (rows, cut)
         )
-        return _block(_tied(logits, start), *part, width, shard)
+        return _block(_tied(logits, start), changes, *part, width, shard)
 
     nothing = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
     inputs = (logits, rows, cut, shard.ids(logits.shape[1]))
@@ -132,6 +143,7 @@ def _listed(
 
 def _block(
     logits: Float[Array, "N V"],
+    changes: Changes | None,
     rows: Int32[Array, " b"],
     cut: Truncation,
     width: int,
@@ -144,7 +156,8 @@ def _block(
     def keeps(x: jax.Array, ids: jax.Array) -> jax.Array:
         return cut.keeps(x, ids) & (x > -jnp.inf)
 
-    ends = jnp.cumsum(_counts(logits, rows, keeps, first_id), axis=1)  # [b, G]
+    own = of_rows(changes, rows)
+    ends = jnp.cumsum(_counts(logits, own, rows, keeps, first_id), axis=1)  # [b, G]
     counts = ends[:, -1]
     flat_ends = ends.astype(jnp.int32)
 
@@ -160,6 +173,10 @@ def _block(
         mine = _tied(logits, start)
         x = mine.at[rows[:, None, None], column].get(mode="fill", fill_value=-jnp.inf)
         batch = column.shape[0]
+        if own is not None:
+            each = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), LISTED)
+            here = of_columns(of_rows(own, each), (group * GROUP).reshape(-1), GROUP)
+            x = apply(x.reshape(-1, GROUP), here).reshape(x.shape)
         kept = keeps(
             x.astype(jnp.float32).reshape(batch, -1), (first_id + column).reshape(batch, -1)
         ).reshape(column.shape)
@@ -183,11 +200,16 @@ def _tied(logits: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def _counts(
-    logits: jax.Array, rows: jax.Array, keeps: object, first_id: jax.Array
+    logits: jax.Array,
+    changes: Changes | None,
+    rows: jax.Array,
+    keeps: object,
+    first_id: jax.Array,
 ) -> Int32[Array, "b G"]:
     """How many tokens of each group of columns are kept."""
     columns = logits.shape[1]
-    x = logits.at[rows].get(mode="fill", fill_value=-jnp.inf).astype(jnp.float32)
+    x = logits.at[rows].get(mode="fill", fill_value=-jnp.inf)
+    x = apply(x, changes).astype(jnp.float32)
     ids = first_id + jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), x.shape)
     kept: Bool[Array, "b V"] = keeps(x, ids)  # type: ignore[operator]
     whole = columns // GROUP * GROUP

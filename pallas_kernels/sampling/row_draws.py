@@ -110,7 +110,7 @@ def _drawn_widely(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Draw
         return drawn
 
     arrays = logits.arrays, found, drawing
-    if logits.shard.axis_name is not None:
+    if logits.shard.axis_name is not None or logits.changes is not None:
         return by_xla(arrays)
     return read.draw(given, arrays, (GROUP, RECOVER), by_xla, logits.logits)
 

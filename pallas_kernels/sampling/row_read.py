@@ -161,7 +161,7 @@ def with_invalid(
 
     def again() -> jax.Array:
         with jax.named_scope("invalid_rows"):
-            choice = greedy_of_part(rows.shard, Rows(rows.logits))
+            choice = greedy_of_part(rows.shard, Rows(rows.logits, changes=rows.changes))
         return choice.token_ids
 
     chosen: jax.Array = lax.cond(jnp.all(found.valid), lambda: token_ids, again)

@@ -24,8 +24,11 @@ from pallas_kernels.backends.groups import (
     whole_groups,
 )
 from pallas_kernels.backends.xla import group_sums, kept_groups
+from pallas_kernels.backends.xla import groups as xla_groups
 from pallas_kernels.backends.xla.kept_groups import KeptGroups
 from pallas_kernels.backends.xla.selection import top_k
+from pallas_kernels.contract import changes as of_logits
+from pallas_kernels.contract.changes import Changes
 from pallas_kernels.lowering.blocks import barrier, vary_like
 from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
 
@@ -39,21 +42,33 @@ class GroupedRows:
     vocab_size: int
     part: Part
     first: Int32[Array, ""]  # the number of this device's first group
+    changes: Changes | None = None  # of the logits of whole rows; the part's tail has them already
 
     @classmethod
-    def of(cls, logits: Float[Array, "N C"], shard: VocabShard = WHOLE) -> "GroupedRows":
-        """The rows of these columns. Shards narrower than a group are gathered: V < 256 shards."""
+    def of(
+        cls,
+        logits: Float[Array, "N C"],
+        shard: VocabShard = WHOLE,
+        changes: Changes | None = None,
+    ) -> "GroupedRows":
+        """The rows of these columns. Shards narrower than a group are gathered: V < 256 shards.
+
+        changes: of the columns, `prepared`. On vocabulary shards, whose groups lie in two devices'
+        columns, a copy has them; else they are applied wherever logits are read.
+        """
         vocab_size = shard.size(logits.shape[1])
         logits = shard.masked(logits)
+        if shard.axis_name is not None:
+            logits, changes = of_logits.apply(logits, changes), None
         if shard.axis_name is not None and logits.shape[1] < WIDTH:
             every = jnp.moveaxis(shard.gathered(logits), 0, 1)
             logits, shard = every.reshape(len(logits), -1)[:, :vocab_size], WHOLE
         if shard.axis_name is None or logits.shape[1] % WIDTH == 0:
             first = shard.ids(logits.shape[1])[0] // WIDTH
-            part = Part(logits, _own_tail(logits), jnp.zeros_like(first))
+            part = Part(logits, _own_tail(logits, changes), jnp.zeros_like(first))
         else:
             part, first = _with_neighbor(logits, shard)
-        return cls(logits, shard, vocab_size, part, first)
+        return cls(logits, shard, vocab_size, part, first, changes)
 
     def pin_to_iteration(self, of: jax.Array) -> "GroupedRows":
         """The same rows as values of a loop's iteration: else XLA would widen all before the loop.
@@ -64,13 +79,15 @@ class GroupedRows:
         return replace(self, logits=logits, part=part)
 
     @property
-    def arrays(self) -> tuple[jax.Array, Part, jax.Array]:
+    def arrays(self) -> tuple[jax.Array, Part, jax.Array, Changes | None]:
         """What of it is no constant of a program: see `with_arrays`."""
-        return self.logits, self.part, self.first
+        return self.logits, self.part, self.first, self.changes
 
-    def with_arrays(self, logits: jax.Array, part: Part, first: jax.Array) -> "GroupedRows":
+    def with_arrays(
+        self, logits: jax.Array, part: Part, first: jax.Array, changes: Changes | None
+    ) -> "GroupedRows":
         """The same rows, of these arrays."""
-        return replace(self, logits=logits, part=part, first=first)
+        return replace(self, logits=logits, part=part, first=first, changes=changes)
 
     @property
     def num_groups(self) -> int:
@@ -89,6 +106,8 @@ class GroupedRows:
 
     def read(self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1) -> Read:
         """`read.read_groups`; every shard gets the whole rows'."""
+        if self.changes is not None:
+            return xla_groups.read(self.part, inverse, needed, k, self.changes)
         found = read.read_groups(self.part, inverse, needed, k)
         if self.shard.axis_name is None:
             return found
@@ -111,7 +130,8 @@ class GroupedRows:
     ) -> GroupSums:
         """This device's groups [R, L] of the tokens that cuts keep: `kept_groups.kept_sums`."""
         first_id = self.first * WIDTH
-        return kept_groups.kept_sums(self.part, first_id, cut, inverse, row_ids, num_rows)
+        rows = row_ids, num_rows, self.changes
+        return kept_groups.kept_sums(self.part, first_id, cut, inverse, *rows)
 
     def sums_within(
         self,
@@ -121,7 +141,7 @@ class GroupedRows:
         num_rows: Int32[Array, ""],
     ) -> KeptGroups:
         """This device's groups [R, L] of what is near the largest: `kept_groups.sums_within`."""
-        return kept_groups.sums_within(self.part, gap, inverse, row_ids, num_rows)
+        return kept_groups.sums_within(self.part, gap, inverse, row_ids, num_rows, self.changes)
 
     def own(self, groups: Float[Array, "R G"], missing: float) -> Float[Array, "R L"]:
         """This device's columns of values of all groups; `missing` where it has fewer."""
@@ -158,6 +178,8 @@ class GroupedRows:
             found = jax.vmap(
                 lambda row, at: lax.dynamic_slice(part.logits, (row, at), (1, WIDTH))[0]
             )(rows, start)
+            mine = of_logits.of_rows(self.changes, rows)
+            found = of_logits.apply(found, of_logits.of_columns(mine, start, WIDTH))
         if part.tail.shape[1]:
             last = part.tail[rows, jnp.maximum(local - whole, 0)]
             found = jnp.where((local >= whole)[:, None], last, found)
@@ -175,6 +197,10 @@ class GroupedRows:
         An id is -1 where fewer are above -inf. Rows from `num_rows` on are unspecified; the others
         must be valid. payload: extra int32 words to all-gather with the candidates.
         """
+        if self.changes is not None:
+            count = min(k, self.vocab_size)
+            found = xla_groups.candidates(self.logits, row_ids, num_rows, count, self.changes)
+            return *found, payload[None]
         every = self.logits, self.shard, self.vocab_size
         return _candidates(*every, k, row_ids, num_rows, payload, valid=True)
 
@@ -267,15 +293,19 @@ def _merged(every: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return jnp.take_along_axis(ids.reshape(flat), places, axis=1), values
 
 
-def _own_tail(logits: jax.Array) -> jax.Array:
-    """The group [N, 1, W] that the columns end in; [N, 0, W] where they hold all groups whole."""
+def _own_tail(logits: jax.Array, changes: Changes | None) -> jax.Array:
+    """The group [N, 1, W] that the columns end in; [N, 0, W] where they hold all groups whole.
+
+    It is changed.
+    """
     columns = logits.shape[1]
     rest = columns % WIDTH
     if not rest:
         return jnp.zeros((len(logits), 0, WIDTH), logits.dtype)
     # Where there is one group alone, it need not be filled up: sums with zeros are the same.
     width = WIDTH if columns > WIDTH else next(n for n in group_sums.SHORT if n >= rest)
-    last = logits[:, columns - rest :]
+    here = of_logits.of_shard(changes, jnp.int32(columns - rest), rest)
+    last = of_logits.apply(logits[:, columns - rest :], here)
     return jnp.pad(last, ((0, 0), (0, width - rest)), constant_values=-jnp.inf)[:, None]
 
 

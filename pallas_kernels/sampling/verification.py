@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from pallas_kernels.backends.greedy import greedy
+from pallas_kernels.backends import answers
+from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import keeps
-from pallas_kernels.contract.checks import check_k
-from pallas_kernels.contract.types import Greedy
+from pallas_kernels.contract.changes import Changes, apply, apply_at, of_rows
+from pallas_kernels.contract.checks import check_changes, check_k
+from pallas_kernels.contract.types import Greedy, Rows
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.own_part import Split, on_own_part
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+from pallas_kernels.meshes.vocab_shard import WHOLE, AxisName, VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import door, row_read
 from pallas_kernels.sampling.distribution import cuts
@@ -72,6 +74,9 @@ def verify(
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
+    allowed: Int32[Array, "B S _"] | UInt32[Array, "B S _"] | None = None,
+    bias_token_ids: Int32[Array, "B S I"] | None = None,
+    bias: Float32[Array, "B S I"] | None = None,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
 
@@ -91,6 +96,9 @@ def verify(
         them travels, but with automatic axes where `accept` is your own. `axis_name=()` says that
         they are whole here. On the same logits, the emitted tokens are those of one device.
       vocab_size: V, where columns of padding follow.
+      allowed, bias_token_ids, bias: changes of each row's logits, as `topk_logprobs` has them. All
+        is decided by the changed logits; with `k`, a second read leaves in `Verified.read` the
+        logits' own values.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
@@ -113,35 +121,92 @@ def verify(
     drafts = drafts._replace(report=None)
 
     def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
-        drafts, sampling, positions = whole
+        drafts, sampling, positions, changes = whole
+        vocab_size = shard.size(logits.shape[-1])
         if k is not None:
-            check_k(k, shard.size(logits.shape[-1]))
-        return _verify(shard, logits, drafts, sampling, positions, accept, k)
+            check_k(k, vocab_size)
+        rows = _flat(logits)
+        mask, ids, numbers = jax.tree.map(_flat, changes)
+        changes = check_changes(mask, ids, numbers, len(rows), vocab_size)
+        slots = _slots_of(drafts, positions, vocab_size)
+        own = answers.changes_of(changes, shard, rows.shape[1])
+        return _verify(shard, rows, own, slots, drafts, sampling, accept, k)
 
     if accept is not accept_draft:
         # What the compiler asks for later can't refuse, nor close over a rule's traced values.
         axis_name = axis_name or ()
     how = Split(mesh, axis_name, vocab_size)
-    return on_own_part(on_shard, logits, (drafts, sampling, positions), how)
+    changes = Changes(allowed, bias_token_ids, bias)
+    return on_own_part(on_shard, logits, (drafts, sampling, positions, changes), how)
+
+
+def _flat(x: Any) -> Any:
+    """x [B, S, ...] as [B * S, ...]."""
+    return x.reshape(-1, *x.shape[2:]) if hasattr(x, "reshape") else x
+
+
+def _slots_of(drafts: Drafts, positions: jax.Array, vocab_size: int) -> Slots:
+    index = jnp.arange(drafts.token_ids.shape[1] + 1, dtype=jnp.int32)[None, :]
+    # An id outside the vocabulary has probability 0 under p and q, as if it were not proposed.
+    proposed = (index[:, :-1] < drafts.num[:, None]) & (drafts.token_ids >= 0)
+    proposed &= drafts.token_ids < vocab_size
+    return Slots(positions[:, None] + index, proposed)
 
 
 def _verify(
     shard: VocabShard,
-    logits: jax.Array,
+    logits: Float[Array, "N C"],
+    changes: Changes | None,
+    slots: Slots,
     drafts: Drafts,
     sampling: Sampling,
-    positions: jax.Array,
     accept: AcceptRule,
     k: int | None,
 ) -> Verified:
-    """`verify` where this device holds the columns of `shard` of all logits."""
-    num_positions, width = logits.shape[1:]
-    index = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
-    # An id outside the vocabulary has probability 0 under p and q, as if it were not proposed.
-    proposed = (index[:, :-1] < drafts.num[:, None]) & (drafts.token_ids >= 0)
-    proposed &= drafts.token_ids < shard.size(width)
-    slots = Slots(positions[:, None] + index, proposed)
-    rows = functools.partial(GroupedRows.of, logits.reshape(-1, width), shard)
+    """`verify` where this device holds the columns of `shard` of all logits.
+
+    XLA on a CPU changes logits as it reads them, block by block. The kernels for GPUs and TPUs take
+    no changes in the read of groups, nor where they draw: there, and on vocabulary shards, whose
+    groups have neighbors, a copy of the logits is changed first.
+    """
+    if changes is None:
+        return _verify_rows(shard, logits, None, slots, drafts, sampling, accept, k)
+
+    def as_read(logits: jax.Array, own: Changes | None, *given: Any) -> Verified:
+        slots, drafts, sampling = given
+        return _verify_rows(shard, logits, own, slots, drafts, sampling, accept, None)
+
+    def in_a_copy(logits: jax.Array, own: Changes, *given: Any) -> Verified:
+        return as_read(apply(logits, own), None, *given)
+
+    def like(logits: jax.Array, _: Changes, slots: Slots, drafts: Drafts, __: Any) -> Verified:
+        return _greedily(slots, drafts, greedy_of_part(WHOLE, Rows(logits)))
+
+    given = logits, changes, slots, drafts, sampling
+    if shard.axis_name is not None or accept is not accept_draft:
+        verified = in_a_copy(*given)
+    else:
+        verified = lowered_for(*given, like=like, cpu=as_read, default=in_a_copy)
+    if k is None:
+        return verified
+    shape = slots.positions.shape
+    each = of_each_row(sampling, shape)
+    read = row_read.read(GroupedRows.of(logits, shard), each, k)
+    return verified._replace(read=row_read.for_logprobs(read, each, k, shape))
+
+
+def _verify_rows(
+    shard: VocabShard,
+    logits: Float[Array, "N C"],
+    changes: Changes | None,
+    slots: Slots,
+    drafts: Drafts,
+    sampling: Sampling,
+    accept: AcceptRule,
+    k: int | None,
+) -> Verified:
+    """`verify` of rows whose changes, if they have any, are applied as they are read."""
+    rows = functools.partial(GroupedRows.of, logits, shard, changes)
     if k is not None:
         return _from_one_read(rows(), slots, drafts, sampling, accept, k)
 
@@ -151,8 +216,7 @@ def _verify(
         return sampled_slots(own, read, None, slots, drafts, sampling, accept)
 
     def all_greedy() -> Verified:
-        flat = logits.reshape(-1, width)
-        choice = greedy(flat, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
+        choice = greedy_of_part(shard, Rows(logits, changes=changes))
         return _greedily(slots, drafts, choice)
 
     verified: Verified = lax.cond(_some_sampled(sampling), some_sampled, all_greedy)
@@ -301,7 +365,13 @@ def _looked_up(
     width = rows.logits.shape[1]
     column = ids - rows.shard.ids(width)[0]
     mine = (column >= 0) & (column < width)
-    x = rows.logits.at[row, jnp.clip(column, 0, width - 1)].get().astype(jnp.float32)
+    place = jnp.clip(column, 0, width - 1)
+    x = rows.logits.at[row, place].get().astype(jnp.float32)
+    if rows.changes is not None:
+        every = jnp.broadcast_to(row[..., 0], column.shape[:2]).reshape(-1)
+        changes = of_rows(rows.changes, every)
+        x = apply_at(x.reshape(len(every), -1), place.reshape(len(every), -1), changes)
+        x = x.reshape(column.shape)
     bits = jnp.where(mine, lax.bitcast_convert_type(x, jnp.int32), 0)
     # As integers, of which one device has each and the others add 0.
     words = rows.shard.across_sum(jnp.concatenate([own, bits.reshape(-1)]))

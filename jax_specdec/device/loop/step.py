@@ -18,7 +18,13 @@ from ipc.wire import SlotState
 from jax_specdec.device.drafting.drafters import Context
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
-from jax_specdec.device.messages.logit_changes import Changes, Written, changed_logits
+from jax_specdec.device.messages.logit_changes import (
+    Changes,
+    RowChanges,
+    Written,
+    changed_logits,
+    row_changes,
+)
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.own_model import head as logits
@@ -60,13 +66,15 @@ def step(
     temperature = jnp.where(state.active, state.sampling.temperature, 0.0)
     sampling = state.sampling._replace(temperature=temperature)
     rows, cache = _run_rows(config, params, state)
-    changed = None
-    if changes is not None:
-        read_k = None  # it reads the changed logits
+    changed = handed_down = None
+    if changes is not None and changes.penalties is not None:
         written = Written(state.tokens, state.lengths, state.drafts.token_ids)
         changed = changed_logits(rows.logits, changes, written, config.parallel)
+    elif changes is not None:
+        sizes = config.num_positions, config.model.vocab_size
+        handed_down = row_changes(changes, state.lengths, *sizes)
     choice_rows = rows if changed is None else rows._replace(logits=changed)
-    verified = _verify(config, state, choice_rows, sampling, read_k)
+    verified = _verify(config, state, choice_rows, sampling, read_k, handed_down)
     grown = _grow(config, state, rows, verified)
     report_drafts = None
     if options is not None and report_widths is not None:
@@ -83,6 +91,7 @@ def step(
         active=state.active,
         running=jnp.any(active | state.prefilling),
         changed=changed,
+        changes=handed_down,
     )
     output = output._replace(
         # Drafts that were handed over were not drawn here.
@@ -151,6 +160,7 @@ def _verify(
     rows: _Rows,
     sampling: Sampling,
     read_k: int | None,
+    changes: RowChanges | None,
 ) -> Verified:
     """Verify the slots' drafts; slots that are not active emit nothing."""
     verified = verify(
@@ -161,6 +171,7 @@ def _verify(
         accept=config.accept,
         k=read_k,
         **config.parallel.columns,
+        **({} if changes is None else changes._asdict()),
     )
     return verified._replace(num_tokens=jnp.where(state.active, verified.num_tokens, 0))
 

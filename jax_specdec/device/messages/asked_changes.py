@@ -19,10 +19,11 @@ class ChangesSize(NamedTuple):
 
     ids: int  # I: columns of the tables of biased and of held-back ids
     penalties: bool  # some slot has any
+    holds_back: bool = False  # some slot has ids that may not come yet
 
     def holds(self, other: "ChangesSize") -> bool:
         """Whether tables of this size have room for what is of the other one."""
-        return self.ids >= other.ids and self.penalties >= other.penalties
+        return all(mine >= its for mine, its in zip(self, other, strict=True))
 
 
 def changes_size(params: Sequence[SamplingParams]) -> ChangesSize | None:
@@ -31,7 +32,9 @@ def changes_size(params: Sequence[SamplingParams]) -> ChangesSize | None:
         return None
     named = (*(one.logit_bias for one in params), *map(_held, params))
     return ChangesSize(
-        ids=changes_bucket(max(map(len, named))), penalties=any(one.penalizes for one in params)
+        ids=changes_bucket(max(map(len, named))),
+        penalties=any(one.penalizes for one in params),
+        holds_back=any(map(_held, params)),
     )
 
 
@@ -50,6 +53,7 @@ def changes_of(
       num_emitted: [B] how many of them, at the end, were emitted for it elsewhere.
     """
     biases, width = [one.logit_bias for one in params], size.ids
+    held_width = width if size.holds_back else 0
     lengths = np.array(prompt_lengths, np.int32)
     penalties = None
     if size.penalties:
@@ -62,7 +66,7 @@ def changes_of(
     changes = Changes(
         bias_ids=_table([[id for id, _ in one] for one in biases], width, -1, np.int32),
         bias=_table([[bias for _, bias in one] for one in biases], width, 0, np.float32),
-        held_ids=_table([_held(one) for one in params], width, -1, np.int32),
+        held_ids=_table([_held(one) for one in params], held_width, -1, np.int32),
         held_until=_on_host(lengths + np.array([one.min_tokens for one in params], np.int32)),
         penalties=penalties,
     )
@@ -71,7 +75,7 @@ def changes_of(
 
 
 def _held(params: SamplingParams) -> tuple[int, ...]:
-    return params.stop_token_ids if params.min_tokens else ()
+    return tuple(dict.fromkeys(params.stop_token_ids)) if params.min_tokens else ()
 
 
 def _floats(values: Iterable[float]) -> Any:

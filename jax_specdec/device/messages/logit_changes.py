@@ -2,6 +2,8 @@
 
 In this order: stop tokens that may not come yet are forbidden, biases are added, then the
 penalties for repetition, frequency and presence are applied. Temperature and filters come after.
+Masks and biases are handed down to the read (`row_changes`). Penalties multiply, and
+subtract twice, so no sum of biases has their bits: a batch with penalties has a changed copy.
 The penalties are vLLM's: https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html
 
 Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, I ids that a request names,
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
@@ -33,9 +36,28 @@ class Changes(NamedTuple):
 
     bias_ids: Int32[Array, "B I"]  # distinct; -1 where there is none
     bias: Float32[Array, "B I"]
-    held_ids: Int32[Array, "B I"]  # ids that may not come yet; -1 where there is none
+    held_ids: Int32[Array, "B H"]  # distinct ids that may not come yet; -1 where there is none
     held_until: Int32[Array, " B"]  # the first position at which they may
     penalties: Penalties | None  # None: no slot has any
+
+
+class RowChanges(NamedTuple):
+    """The changes of each row, as `verify` and `topk_logprobs` take them."""
+
+    allowed: Int32[Array, "B S _"] | None  # bit masks; None where no slot holds an id back
+    bias_token_ids: Int32[Array, "B S I"]  # distinct; -1 where there is none
+    bias: Float32[Array, "B S I"]
+
+    def at(self, x: Float32[Array, "R N"], ids: Int32[Array, "R N"]) -> Float32[Array, "R N"]:
+        """The changed logits of R rows' tokens, of their own x; the changes are [R, ...]."""
+        same = (ids[:, :, None] == self.bias_token_ids[:, None]) & (ids >= 0)[:, :, None]
+        added = jnp.where(same, self.bias[:, None], 0.0).sum(axis=2)
+        x = jnp.where(same.any(axis=2), x + added, x)
+        if self.allowed is None:
+            return x
+        words = jnp.take_along_axis(self.allowed, jnp.maximum(ids, 0) // 32, axis=1, mode="clip")
+        forbidden = (lax.shift_right_logical(words, ids % 32) & 1) == 0
+        return jnp.where(forbidden & (ids >= 0), -jnp.inf, x)
 
 
 class Written(NamedTuple):
@@ -44,6 +66,39 @@ class Written(NamedTuple):
     tokens: Int32[Array, "B T"]  # prompt and emitted tokens
     lengths: Int32[Array, " B"]  # how many are known: row 0 decides the token at this position
     draft_ids: Int32[Array, "B D"]  # row j comes after drafts 0..j-1 too
+
+
+def row_changes(
+    changes: Changes, lengths: Int32[Array, " B"], num_positions: int, vocab_size: int
+) -> RowChanges:
+    """What slots without penalties change of their S rows' logits.
+
+    Args:
+      changes: by slot.
+      lengths: the position of the token that row 0 decides.
+      num_positions: S.
+      vocab_size: V.
+    """
+    assert changes.penalties is None
+    batch, width = changes.bias_ids.shape
+    row = jnp.arange(num_positions, dtype=jnp.int32)[None, :, None]
+    allowed = None
+    if changes.held_ids.shape[1]:
+        early = lengths[:, None, None] + row < changes.held_until[:, None, None]
+        words = -(-vocab_size // 32)
+        known = early & (changes.held_ids >= 0)[:, None] & (changes.held_ids < vocab_size)[:, None]
+        place = jnp.where(known, changes.held_ids[:, None] // 32, words)  # behind: dropped
+        # Different bits, each of them set: a subtraction clears it and carries nothing.
+        bits = jnp.int32(1) << jnp.broadcast_to(changes.held_ids[:, None] % 32, place.shape)
+        slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+        every = jnp.full((batch, num_positions, words), -1, jnp.int32)
+        allowed = every.at[slot, row, place].add(-bits, mode="drop")
+    shape = batch, num_positions, width
+    return RowChanges(
+        allowed,
+        jnp.broadcast_to(changes.bias_ids[:, None], shape),
+        jnp.broadcast_to(changes.bias[:, None], shape),
+    )
 
 
 def changed_logits(
@@ -81,11 +136,12 @@ def _changed(
     num_positions, width = logits.shape[1:]
     row = jnp.arange(num_positions, dtype=jnp.int32)[None, :, None]
     x = logits.astype(jnp.float32)
-    if changes.bias_ids.shape[1]:
-        slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None, None]
+    slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None, None]
+    if changes.held_ids.shape[1]:
         early = written.lengths[:, None, None] + row < changes.held_until[:, None, None]
         held = jnp.where(early, _columns(changes.held_ids, shard, width)[:, None], width)
         x = x.at[slot, row, held].set(-jnp.inf, mode="drop")
+    if changes.bias_ids.shape[1]:
         biased = _columns(changes.bias_ids, shard, width)[:, None]
         x = x.at[slot, row, biased].add(changes.bias[:, None], mode="drop")
     if changes.penalties is None:

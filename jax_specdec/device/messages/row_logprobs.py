@@ -8,6 +8,7 @@ Axes: B slots, S positions, V vocabulary, R = B * S rows, K1 = K + 1 columns, C 
 """
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
+from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import TopkLogprobs, topk_logprobs
@@ -42,6 +44,7 @@ def row_logprobs(
     *,
     cut: Truncation | None = None,
     read: RowsRead | None = None,
+    changes: RowChanges | None = None,
 ) -> TopkLogprobs:
     """The logprobs of `rows`, each in the mode of its slot's request.
 
@@ -62,6 +65,8 @@ def row_logprobs(
         and it is known already; without it, processed rows make a search of their own.
       read: what `verify` has read of the logits with `k = widths.k`; without it, the rows are read
         here.
+      changes: of each row's logits, by which the tokens were chosen; processed logprobs are of the
+        changed ones, the others of the logits themselves. They need `cut`.
 
     Returns:
       K = widths.k top columns and C = widths.chosen further logprobs of each row.
@@ -69,6 +74,10 @@ def row_logprobs(
     assert widths.k is not None, "rows without columns have no logprobs"
     batch, num_positions, vocab = logits.shape
     slot = jnp.minimum(rows.flat // num_positions, batch - 1)
+    own = None
+    if changes is not None and widths.mode is LogprobsMode.PROCESSED:
+        assert cut is not None, "the cut of changed logits is what `verify` found"
+        own, read = _changes_of_processed(changes, options, rows, slot), None
     is_raw = None if widths.mode is LogprobsMode.RAW else options.mode == LogprobsMode.RAW
     if read is not None:
         found = emitted_logprobs(
@@ -94,13 +103,28 @@ def row_logprobs(
             extra_token_ids=options.chosen_ids[slot] if widths.chosen else None,
             mesh=parallel.mesh,
             axis_name=parallel.axis_name,
+            **{} if own is None else own._asdict(),
         )
     if widths.mode is not LogprobsMode.PROCESSED:
         return found
     if cut is None:
         in_mode = options.mode == LogprobsMode.PROCESSED
         cut = cut_where(in_mode, logits, options.sampling, parallel)
-    return _processed(logits, rows, slot, options, found, cut, parallel)
+    return _processed(logits, own, rows, slot, options, found, cut, parallel)
+
+
+def _changes_of_processed(
+    changes: RowChanges, options: BatchOptions, rows: Rows, slot: Int32[Array, " R"]
+) -> Annotated[RowChanges, "B S = R"]:
+    """The changes [R, ...] of rows that want processed logprobs; the others have none."""
+    is_processed = (options.mode == LogprobsMode.PROCESSED)[slot][:, None]
+
+    def of(x: jax.Array, nothing: float) -> jax.Array:
+        own = x.reshape(-1, x.shape[-1]).at[rows.flat].get(mode="fill", fill_value=nothing)
+        return jnp.where(is_processed, own, jnp.asarray(nothing, x.dtype))
+
+    allowed = None if changes.allowed is None else of(changes.allowed, -1)
+    return RowChanges(allowed, of(changes.bias_token_ids, -1), of(changes.bias, 0.0))
 
 
 def _wanted_ids(token_ids: Int32[Array, "B S"], rows: Rows) -> Int32[Array, "B S"]:
@@ -140,6 +164,7 @@ def cut_where(
 
 def _processed(
     logits: Float[Array, "B S V"],
+    changes: Annotated[RowChanges | None, "B S = R"],
     rows: Rows,
     slot: Int32[Array, " R"],
     options: BatchOptions,
@@ -161,6 +186,8 @@ def _processed(
             flat_logits,
             (rows.flat, ids),
         )
+        if changes is not None:
+            x = changes.at(x, ids)
         # log_kept is rounded by itself: without the minimum, a probability might exceed 1.
         kept = jnp.minimum(logprobs - cut.log_kept[:, None], 0.0)
         kept = jnp.where(is_greedy, 0.0, kept)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
+from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.pack_kept import KeptRows
 from jax_specdec.device.messages.row_logprobs import cut_where, picked, row_logprobs
@@ -38,10 +39,11 @@ class StepOutput(NamedTuple):
     read: RowsRead | None = None  # of the target's logits, where verifying them left it
     cut: Truncation | None = None  # of the logits that chose [B, S], as `verify` found it
     changed: Float[Array, "B S V"] | None = None  # the logits that chose; None: `logits`
+    changes: RowChanges | None = None  # of `logits`, by which these chose
 
     @property
     def chose(self) -> Float[Array, "B S V"]:
-        """The logits that the tokens were chosen from."""
+        """The logits that the tokens were chosen from, but for `changes`."""
         return self.logits if self.changed is None else self.changed
 
 
@@ -53,6 +55,7 @@ def step_output(
     active: Bool[Array, " B"],
     running: Bool[Array, ""],
     changed: Float[Array, "B S V"] | None = None,
+    changes: RowChanges | None = None,
 ) -> StepOutput:
     """What a step emitted, from its verification: the tokens of the slots that are decoding.
 
@@ -64,6 +67,7 @@ def step_output(
       running: whether some slot goes on after this step.
       changed: what was verified, where penalties or the like changed the logits. Processed logprobs
         and kept sets are of these; raw and scaled ones of the target's own.
+      changes: what `verify` was given of masks and biases, which says the same without a copy.
     """
     num_tokens = jnp.where(active, verified.num_tokens, 0)
     num_drafts = jnp.where(active, drafts.num, 0)
@@ -79,6 +83,7 @@ def step_output(
         cut=verified.cut,
         read=verified.read,
         changed=changed,
+        changes=changes,
     )
 
 
@@ -122,6 +127,7 @@ def target_message(
             parallel,
             cut=output.cut,
             read=output.read,
+            changes=output.changes,
         )
     kept = row_kept_sets(output, options, parallel) if widths.kept else None
     slots = _slots(output, options, output.num_tokens, num_rows, output.num_drafts)
@@ -161,12 +167,16 @@ def row_kept_sets(
     rows = select_rows(jnp.where(options.kept, output.num_rows, 0), num_positions)
     cut = output.cut
     if cut is None:
+        assert output.changes is None, "the cut that `verify` found is of the changed logits"
         cut = cut_where(options.kept, output.chose, options.sampling, parallel)
     own = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
+    changes = {}
+    if output.changes is not None:
+        changes = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), output.changes._asdict())
     found = parallel.over_vocabulary(
-        lambda shard, logits, whole: kept_sets(logits, *whole, shard=shard),
+        lambda shard, logits, whole: kept_sets(logits, *whole[:3], shard=shard, **whole[3]),
         output.chose.reshape(batch * num_positions, vocab),
-        (rows.flat, rows.num, own),
+        (rows.flat, rows.num, own, changes),
     )
     return KeptRows(rows.num, PaddedKept(*found))
 

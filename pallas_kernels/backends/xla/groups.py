@@ -7,7 +7,7 @@ gives them all, and each block of rows pays for what its rows need.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from pallas_kernels.backends.groups import (
 from pallas_kernels.backends.xla import block_sizes, group_sums, selection
 from pallas_kernels.backends.xla.group_sums import EIGHT
 from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import from_groups_on_cpu
+from pallas_kernels.contract.changes import Changes, apply
+from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.lowering import blocks
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
@@ -42,7 +44,13 @@ Size = Callable[[jax.Array, int, int, bool], int]
 Outputs = TypeVar("Outputs")  # a tree of arrays [R, ...]
 
 
-def read(part: Part, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int) -> Read:
+def read(
+    part: Part,
+    inverse: Float32[Array, " N"],
+    needed: Int32[Array, " N"],
+    k: int,
+    changes: Changes | None = None,
+) -> Read:
     """Read all rows.
 
     Args:
@@ -50,8 +58,9 @@ def read(part: Part, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], 
       inverse: `inverse_temperature` of each row.
       needed: how many candidates each row needs; at most `MANY` are given.
       k: static; the top k of every row and the sums at temperature 1 are wanted too. -1: neither.
+      changes: of the logits, but not of the part's tail.
     """
-    arguments = (*part, inverse, needed)
+    arguments = (*part, inverse, needed, changes)
     cpu, tpu, default = (
         functools.partial(_read, size, k)
         for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_tpu, block_sizes.rows_on_gpu)
@@ -60,7 +69,7 @@ def read(part: Part, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], 
     return lowered_for(*arguments, like=like, cpu=cpu, tpu=tpu, default=default)
 
 
-def _like(k: int, *arguments: jax.Array) -> Read:
+def _like(k: int, *arguments: Any) -> Read:
     part = Part(*arguments[:3])
     shape = len(part.logits), whole_groups(part) + part.tail.shape[1]
     columns = len(part.logits), _columns(part, k)
@@ -74,14 +83,15 @@ def _columns(part: Part, k: int) -> int:
     return min(max(k, MANY), part.logits.shape[1])
 
 
-def _read(size: Size, k: int, *arguments: jax.Array) -> Read:
-    part, rows = Part(*arguments[:3]), (arguments[1], *arguments[3:])
+def _read(size: Size, k: int, *arguments: Any) -> Read:
+    part, rows, changes = Part(*arguments[:3]), (arguments[1], *arguments[3:5]), arguments[5]
 
     def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
         return _of_block(Part(x, tail, part.offset), inverse, needed, k)
 
     most = min(max(k, FEW), part.logits.shape[1])
-    return in_blocks(work, size, part.logits, rows, _like(k, *arguments), most)
+    initial = _like(k, *arguments)
+    return in_blocks(work, size, part.logits, rows, initial, most, changes=changes)
 
 
 def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
@@ -116,26 +126,32 @@ def _largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
     return Top(*selection.select_top_k(x, keys, k, width, two_stages))
 
 
-def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int) -> Top:
+def candidates(
+    logits: jax.Array,
+    row_ids: jax.Array,
+    num_rows: jax.Array,
+    k: int,
+    changes: Changes | None = None,
+) -> Top:
     """The k largest logits of rows; see `read.candidates`."""
     cpu, default = (
         functools.partial(_candidates, k, size)
         for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_gpu)
     )
     like = functools.partial(_like_candidates, k)
-    return lowered_for(logits, row_ids, num_rows, like=like, cpu=cpu, default=default)
+    return lowered_for(logits, row_ids, num_rows, changes, like=like, cpu=cpu, default=default)
 
 
-def _like_candidates(k: int, _: jax.Array, row_ids: jax.Array, *__: jax.Array) -> Top:
+def _like_candidates(k: int, _: jax.Array, row_ids: jax.Array, *__: Any) -> Top:
     shape = len(row_ids), k
     return Top(jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
 
 
-def _candidates(k: int, size: Size, *arguments: jax.Array) -> Top:
-    logits, row_ids, num_rows = arguments
+def _candidates(k: int, size: Size, *arguments: Any) -> Top:
+    logits, row_ids, num_rows, changes = arguments
     initial = _like_candidates(k, *arguments)
     of_block = functools.partial(_largest, eights=None, k=k)
-    return in_blocks(of_block, size, logits, (), initial, k, row_ids, num_rows)
+    return in_blocks(of_block, size, logits, (), initial, k, row_ids, num_rows, changes=changes)
 
 
 def larger_than_tokens(
@@ -233,13 +249,15 @@ def in_blocks(
     row_ids: jax.Array | None = None,
     num_rows: jax.Array | None = None,
     listed: int = LISTED,
+    changes: Changes | None = None,
 ) -> Outputs:
     """`work(x [B, V], *rows)` of blocks of rows, put together; see `blocks.map_blocks`.
 
     listed: how many rows of a list are copied at a time, but on a CPU.
+    changes: of all rows of the logits; `work` gets the changed ones, a copy of a block.
     """
     num_targets = jax.tree.leaves(initial)[0].shape[0]
-    block = size(logits, num_targets, k, num_rows is not None)
+    block = size(logits, num_targets, k, num_rows is not None or changes is not None)
     if num_rows is not None:
         block = min(block, LISTED_ON_CPU if size is block_sizes.rows_on_cpu else listed)
 
@@ -254,7 +272,10 @@ def in_blocks(
             x = logits
         else:
             x = part(blocks.pin_to_iteration(logits, start))
-        given = tuple(part(one) for one in rows)
+        own = (
+            changes_of_rows(changes, chosen) if row_ids is not None else jax.tree.map(part, changes)
+        )
+        given = (own, *(part(one) for one in rows))
         like = jax.eval_shape(leaves_of_work, x, *given)
 
         def nothing(*_: jax.Array) -> tuple[jax.Array, ...]:
@@ -266,10 +287,14 @@ def in_blocks(
         return done
 
     @jax.jit  # traced once, for its shapes and in the branch
-    def leaves_of_work(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        return blocks.vary_like(tuple(jax.tree.leaves(work(*arguments))), arguments)
+    def leaves_of_work(
+        x: jax.Array, own: Changes | None, *given: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        changed = x if own is None else blocks.barrier(apply(x, own))
+        leaves = tuple(jax.tree.leaves(work(changed, *given)))
+        return blocks.vary_like(leaves, (x, own, given))
 
     flat, tree = jax.tree.flatten(initial)
-    found = blocks.map_blocks(of, block, num_rows, tuple(flat), (logits, *rows))
+    found = blocks.map_blocks(of, block, num_rows, tuple(flat), (logits, changes, *rows))
     outputs: Outputs = jax.tree.unflatten(tree, found)
     return outputs

@@ -22,6 +22,7 @@ from pallas_kernels.backends.groups import (
 )
 from pallas_kernels.backends.xla import block_sizes, group_sums
 from pallas_kernels.backends.xla.groups import LISTED, Size, in_blocks
+from pallas_kernels.contract.changes import Changes
 from pallas_kernels.lowering.platforms import lowered_for
 
 # Rows of `sums_within` that a GPU copies at a time: the kernels do without any other such block.
@@ -46,6 +47,7 @@ def kept_sums(
     inverse: Float32[Array, " R"],
     row_ids: Int32[Array, " R"],
     num_rows: Int32[Array, ""],
+    changes: Changes | None = None,
 ) -> GroupSums:
     """The groups of the tokens that a cut keeps, of the rows `row_ids`; 0 from `num_rows` on.
 
@@ -56,9 +58,10 @@ def kept_sums(
       inverse: of the R rows.
       row_ids: the row of each.
       num_rows: how many rows count.
+      changes: of the part's logits, but not of its tail.
     """
     arguments = (*part, first_id, *cut, inverse, row_ids, num_rows)
-    return _lowered(_kept_sums, _like_kept, arguments)
+    return _lowered(_kept_sums, _like_kept, changes, arguments)
 
 
 def sums_within(
@@ -67,28 +70,34 @@ def sums_within(
     inverse: Float32[Array, " R"],
     row_ids: Int32[Array, " R"],
     num_rows: Int32[Array, ""],
+    changes: Changes | None = None,
 ) -> KeptGroups:
     """The groups of the tokens that are not too far below the row's largest logit.
 
     Args:
-      part, inverse, row_ids, num_rows: as for `kept_sums`.
+      part, inverse, row_ids, num_rows, changes: as for `kept_sums`.
       gap: m, and the least x - m that is kept.
     """
     arguments = (*part, *gap, inverse, row_ids, num_rows)
-    return _lowered(_sums_within, _like_within, arguments)
+    return _lowered(_sums_within, _like_within, changes, arguments)
 
 
 def _lowered(
-    call: Callable[..., Outputs], like: Callable[..., Outputs], arguments: tuple[jax.Array, ...]
+    call: Callable[..., Outputs],
+    like: Callable[..., Outputs],
+    changes: Changes | None,
+    arguments: tuple[jax.Array, ...],
 ) -> Outputs:
-    """call(size, *arguments), with the size of a CPU's blocks or of any other device's."""
+    """call(size, changes, *arguments), with the size of a CPU's blocks or of another device's."""
     cpu, default = (
         functools.partial(call, size) for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_gpu)
     )
-    return lowered_for(*arguments, like=like, cpu=cpu, default=default)
+    return lowered_for(
+        changes, *arguments, like=lambda _, *own: like(*own), cpu=cpu, default=default
+    )
 
 
-def _kept_sums(size: Size, *arguments: jax.Array) -> GroupSums:
+def _kept_sums(size: Size, changes: Changes | None, *arguments: jax.Array) -> GroupSums:
     part = Part(*arguments[:3])
     first_id, cut_logit, cut_id, inverse, row_ids, num_rows = arguments[3:]
 
@@ -105,10 +114,11 @@ def _kept_sums(size: Size, *arguments: jax.Array) -> GroupSums:
         return group_sums.of_block(masked[0], masked[1], inverse)
 
     rows = cut_logit, cut_id, inverse
-    return _of_listed(work, size, part, rows, _like_kept(*arguments), row_ids, num_rows)
+    initial = _like_kept(*arguments)
+    return _of_listed(work, size, part, changes, rows, initial, row_ids, num_rows)
 
 
-def _sums_within(size: Size, *arguments: jax.Array) -> KeptGroups:
+def _sums_within(size: Size, changes: Changes | None, *arguments: jax.Array) -> KeptGroups:
     part = Part(*arguments[:3])
     largest, lowest, inverse, row_ids, num_rows = arguments[3:]
 
@@ -128,13 +138,14 @@ def _sums_within(size: Size, *arguments: jax.Array) -> KeptGroups:
 
     rows = largest, lowest, inverse
     initial = _like_within(*arguments)
-    return _of_listed(work, size, part, rows, initial, row_ids, num_rows, FLAT_ROWS)
+    return _of_listed(work, size, part, changes, rows, initial, row_ids, num_rows, FLAT_ROWS)
 
 
 def _of_listed(
     work: Callable[..., Outputs],
     size: Size,
     part: Part,
+    changes: Changes | None,
     rows: tuple[jax.Array, ...],
     initial: Outputs,
     row_ids: jax.Array,
@@ -143,7 +154,7 @@ def _of_listed(
 ) -> Outputs:
     """`work(x, tail, *rows)` of the listed rows, a block at a time."""
     given = part.tail.at[row_ids].get(mode="clip"), *rows
-    return in_blocks(work, size, part.logits, given, initial, 0, row_ids, num_rows, listed)
+    return in_blocks(work, size, part.logits, given, initial, 0, row_ids, num_rows, listed, changes)
 
 
 def _beside(values: jax.Array, x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import functools
 from collections import Counter
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -16,12 +17,13 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.records.batch import FinishReason
+from pallas_kernels.contract.changes import Changes, apply, prepared
 from tests.support import in_mode, reference_model
 from tests.support.changed_choice import changed_row
 from tests.support.decoding import VOCAB, Local, random_model, request, run
 from tests.support.expected_probs import expected_probs
 
-PROCESSED, SCALED = LogprobsMode.PROCESSED, LogprobsMode.SCALED
+RAW, SCALED, PROCESSED = LogprobsMode.RAW, LogprobsMode.SCALED, LogprobsMode.PROCESSED
 STOPS = tuple(range(0, VOCAB, 3))  # the model would soon choose one of them
 CHANGES = {
     "presence": {"presence_penalty": 1.5},
@@ -60,6 +62,18 @@ def asking():
     ]  # fmt: skip
 
 
+def chose(output):
+    """The logits [B, S, V] that a step's tokens were chosen from."""
+    if output.changes is None:
+        return output.logits if output.changed is None else output.changed
+    shape = output.logits.shape
+    rows = Changes(
+        *(x if x is None else jnp.asarray(x.reshape(-1, x.shape[-1])) for x in output.changes)
+    )
+    changed = apply(jnp.asarray(output.logits.reshape(-1, shape[-1])), prepared(rows, shape[-1]))
+    return np.asarray(changed, np.float32).reshape(shape)
+
+
 def check(result, requests):
     """Every row of every record. Returns the changed rows, and those behind an accepted draft."""
     seen = behind = 0
@@ -67,7 +81,7 @@ def check(result, requests):
         params, emitted = item.params, []
         for record in result.records[item.id]:
             output, count = result.outputs[record.step], record.num_tokens
-            own, changed = (x[record.slot][:count] for x in (output.logits, output.changed))
+            own, changed = (x[record.slot][:count] for x in (output.logits, chose(output)))
             for n, token in enumerate(record.token_ids.tolist()):
                 expected = changed_row(own[n], params, item.prompt_token_ids, emitted)
                 np.testing.assert_allclose(changed[n], expected, rtol=1e-6, atol=1e-5)
@@ -103,6 +117,25 @@ def test_every_row_is_chosen_and_scored_as_the_contract_says(changed):
     assert behind > 20
     ended = [changed.records[r.id][-1].finish_reason for r in asking() if r.params.min_tokens]
     assert FinishReason.STOP_TOKEN in ended  # once the first tokens are out
+
+
+def test_masks_and_biases_alone_are_handed_down_and_make_no_copy():
+    """Each kind alone and both, greedy and sampled, in every mode; no slot has penalties."""
+    changes = [CHANGES["bias"], CHANGES["min_tokens"], CHANGES["bias"] | CHANGES["min_tokens"], {}]
+    modes = PROCESSED, RAW, SCALED
+    requests = [
+        request(f"r{n}", [*range(2 + n % 5), 5, 5], max_tokens=9 if n else 60, seed=n,
+                kept_token_ids=n % 3 == 0, logprobs=n % 3, logprobs_mode=modes[n // 3 % 3],
+                **(changes[n % 4] if n else CHANGES["bias"]), **({} if n % 2 else SAMPLED))
+        for n in range(12)
+    ]  # fmt: skip
+    result = run(requests, "ngram")
+    assert all(output.changed is None for output in result.outputs)
+    handed_down = [output.changes for output in result.outputs if output.changes is not None]
+    assert {changes.allowed is None for changes in handed_down} == {True, False}
+    seen, behind = check(result, requests)
+    assert seen > 60
+    assert behind > 5
 
 
 def test_raw_logprobs_are_the_models_own_though_the_choice_is_another(changed):
@@ -188,7 +221,7 @@ def test_a_request_without_changes_gets_the_same_beside_those_that_have_some(cha
         item = asking()[n]
         assert not item.params.changes_logits
         alone = run([item], "mtp")
-        assert all(output.changed is None for output in alone.outputs)
+        assert all(output.changed is output.changes is None for output in alone.outputs)
         assert alone.token_ids(item.id) == changed.token_ids(item.id)
 
 
