@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.contract.checks import LOGITS_DTYPES
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.types import CompactQ, Drafts
@@ -22,9 +23,7 @@ def of_rows(
     logits: AnyArray, sampling: Sampling, positions: AnyArray, name: str = "logits"
 ) -> tuple[jax.Array, Sampling, jax.Array]:
     """Logits [B, S, V], and the parameters and positions [B] of their slots."""
-    logits = _floats(name, logits)
-    if logits.ndim != 3:
-        raise ValueError(f"{name} {logits.shape}: give [B, S, V]; one row a slot is x[:, None]")
+    logits = _logits(name, logits)
     _check_type("sampling", sampling, Sampling, "a `Sampling`")
     batch = logits.shape[0]
     given = Sampling(
@@ -94,6 +93,21 @@ def _known(values: jax.Array) -> np.ndarray | None:
     if isinstance(values, jax.core.Tracer) or not values.is_fully_addressable:
         return None
     return np.asarray(values)
+
+
+def _logits(name: str, values: AnyArray) -> jax.Array:
+    """Logits as an array, if they are [B, S, V] of a supported dtype, and one number at least."""
+    _check_type(name, values, (np.ndarray, jax.Array), _ARRAY)
+    if values.ndim != 3:
+        raise ValueError(f"{name} {values.shape}: give [B, S, V]; one row a slot is x[:, None]")
+    if values.dtype.name not in LOGITS_DTYPES:
+        raise TypeError(
+            f"{name} is of {values.dtype}: give {', '.join(LOGITS_DTYPES)}, by "
+            "`.astype('float32')` for example"
+        )
+    if 0 in values.shape:
+        raise ValueError(f"{name} {values.shape} has no number: give [B, S, V] of 1 and more each")
+    return jnp.asarray(values)
 
 
 def _floats(name: str, values: AnyArray) -> jax.Array:

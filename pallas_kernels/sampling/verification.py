@@ -108,7 +108,7 @@ def verify(
     Raises:
       TypeError: an argument is no array or not of its kind, such as a JAX key for a seed.
       ValueError: the drafts are not one fewer than the rows, another shape does not go with the
-        logits, or k is not from 0 to the vocabulary's size and 512.
+        logits, there are no logits, or k is not from 0 to the vocabulary's size and 512.
     """
     logits, sampling, positions = door.of_rows(logits, sampling, positions)
     drafts = door.drafts_of(drafts)

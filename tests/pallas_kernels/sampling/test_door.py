@@ -78,6 +78,13 @@ KEYS = jax.random.split(jax.random.key(0), B)
     [
         ({"logits": LOGITS[:, 0]}, ValueError, r"logits \(4, 11\): give \[B, S, V\]"),
         ({"logits": LOGITS.tolist()}, TypeError, "logits is a list: give a NumPy or JAX array"),
+        ({"logits": LOGITS.astype(np.float64)}, TypeError, "logits is of float64: give bfloat16"),
+        ({"logits": LOGITS.astype(np.int32)}, TypeError, "logits is of int32: give bfloat16"),
+        ({"logits": LOGITS[..., :0]}, ValueError, r"logits \(4, 2, 0\) has no number"),
+        ({"logits": LOGITS[:0]}, ValueError, r"logits \(0, 2, 11\) has no number"),
+        ({"k": 12}, ValueError, "k = 12 is outside 0 .. 11"),
+        ({"k": 10, "vocab_size": 9}, ValueError, "k = 10 is outside 0 .. 9"),
+        ({"k": np.float32(2)}, TypeError, "k is .*; it must be a Python int"),
         ({"drafts": np.zeros((B, D), np.int32)}, TypeError, "drafts is a ndarray: give `Drafts"),
         ({"sampling": None}, TypeError, "sampling is a NoneType: give a `Sampling`"),
         ({"sampling": sampling(seed=np.ones(B))}, TypeError, "sampling.seed is of float64"),
