@@ -209,7 +209,7 @@ class Local:
     pid = os.getpid()
 
     def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
-                 prefill_only=False, programs=None, **options):  # fmt: skip
+                 prefill_only=False, programs=None, parallel=ONE_DEVICE, **options):  # fmt: skip
         params, config = model or random_model()
         settings = LoopConfig(
             model=config,
@@ -217,6 +217,7 @@ class Local:
             num_slots=num_slots,
             max_length=max_length,
             prefill_only=prefill_only,
+            parallel=parallel,
         )
         self.sent, self.outputs, self.messages = Sent(), [], []
         self.shared = compiled(settings)

@@ -1,16 +1,21 @@
 """A job beside a worker's steps: it runs in a thread of its own, one at a time."""
 
+import contextlib
 import gc
 import os
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol, Self
 
 NAME = "beside"  # of the thread
 SWITCH_SECONDS = 0.0005  # after which the job's thread gives way to the one that makes steps
+# A job that gives way goes on after so long at the latest, for at least so long: however little
+# time steps leave, it ends.
+LONGEST_WAIT, SHORTEST_TURN = 0.02, 0.002
 
 
 class Jobs(Protocol):
@@ -30,12 +35,17 @@ class Jobs(Protocol):
     def take(self) -> Exception | None:
         """The error that the job ended with, if any; the next one may begin."""
 
+    def giving_way(self, now: bool, /) -> contextlib.AbstractContextManager[None]:
+        """Whether a job leaves the interpreter to the caller in this block."""
+
 
 class Beside:
     """Jobs in a thread; as a context, one that still runs does not hold up the process's end.
 
-    A job that traces and lowers a program shares the interpreter with the steps: it gives way
-    often, and no collection of garbage stops both.
+    A job that traces and lowers a program shares the interpreter with the steps. Python would give
+    either half of it, and a step of a few milliseconds would wait for many of the job's calls,
+    some of which take 20 ms. So the job stops at the next call of a function while a step is made,
+    and goes on while that one waits for the device. No collection of garbage stops both.
     """
 
     def __init__(self, told: Callable[[], None]) -> None:
@@ -43,6 +53,9 @@ class Beside:
         self._told = told
         self._busy = self._ended = False
         self._error: Exception | None = None
+        self._goes_on = threading.Event()
+        self._goes_on.set()
+        self._turn_ends = 0.0
 
     @property
     def busy(self) -> bool:
@@ -63,6 +76,15 @@ class Beside:
         self._busy = self._ended = False
         return error
 
+    @contextlib.contextmanager
+    def giving_way(self, now: bool, /) -> Iterator[None]:
+        before = self._goes_on.is_set()
+        self._let(not now)
+        try:
+            yield
+        finally:
+            self._let(before)
+
     def __enter__(self) -> Self:
         return self
 
@@ -78,15 +100,29 @@ class Beside:
         sys.stderr.flush()
         os._exit(0 if error is None else 1)
 
+    def _let(self, go_on: bool) -> None:
+        if go_on:
+            self._goes_on.set()
+        else:
+            self._goes_on.clear()
+
+    def _called(self, frame: object, event: str, argument: object) -> None:
+        """Give way, at a call of the job's or a return from one."""
+        if not self._goes_on.is_set() and time.perf_counter() >= self._turn_ends:
+            self._goes_on.wait(LONGEST_WAIT)
+            self._turn_ends = time.perf_counter() + SHORTEST_TURN
+
     def _run(self, job: Callable[[], None]) -> None:
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.disable()
+        sys.setprofile(self._called)  # of this thread alone
         try:
             job()
         except Exception as error:
             self._error = error
         finally:
+            sys.setprofile(None)
             gc.enable()
             sys.setswitchinterval(before)
         self._ended = True

@@ -95,13 +95,15 @@ class NewKinds:
             self._end_job(self._compiler.take())
         elif not self.unsettled:
             return
+        # Admissions take their time, and so does the beginning of a job: one of both before a step.
         self.unsettled = False
         for command in [*self.held.values()]:
             if self._is_served(command):
                 del self.held[command.slot]
                 self._worker.place(command)
+                self.unsettled = True
         self._apart &= bool(self.held)
-        if not self._compiler.busy:
+        if not self.unsettled and not self._compiler.busy:
             self._start_job()
 
     def _slots_with(self, commands: Iterable[Admit]) -> list[Slot]:

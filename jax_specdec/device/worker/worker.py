@@ -5,6 +5,7 @@ device computes, the host takes commands, waits for the copy of the last step's 
 them. Everything that step n + 1 needs from step n stays on the device.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -119,6 +120,7 @@ class Worker:
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
         self.new_kinds = None if compiler is None else NewKinds(self, compiler)
+        self._jobs_give_way = _no_jobs if compiler is None else compiler.giving_way
 
     @property
     def busy(self) -> bool:
@@ -166,6 +168,10 @@ class Worker:
 
     def advance(self) -> None:
         """Launch the next step, then publish the one before it."""
+        with self._jobs_give_way(True):
+            self._advance()
+
+    def _advance(self) -> None:
         if self.new_kinds is not None:
             self.new_kinds.settle()
         prompts = [
@@ -407,8 +413,8 @@ class Worker:
     def _publish(self, launched: Launched) -> None:
         """Send a step's messages once they are on the host; free the slots that have stopped."""
         for words in launched.prompts:
-            self._send(check(np.asarray(words)))
-        messages = [check(np.asarray(words)) for words in launched.words]
+            self._send(self._on_host(words))
+        messages = [self._on_host(words) for words in launched.words]
         for message in messages:
             self._send(message)
         if not messages:
@@ -420,9 +426,20 @@ class Worker:
             if generation == self.slots[index].generation:  # not of a request that came since
                 self._set(index, Slot(generation=generation))
 
+    def _on_host(self, words: jax.Array) -> np.ndarray:
+        """A message, once the device has made it."""
+        with self._jobs_give_way(False):
+            message = np.asarray(words)
+        return check(message)
+
     def _send(self, message: np.ndarray) -> None:
         if self.publish:
             self.sender.send(message)
+
+
+def _no_jobs(now: bool, /) -> contextlib.AbstractContextManager[None]:
+    """Jobs that are not there give way."""
+    return contextlib.nullcontext()
 
 
 def runs_on_gpu(config: LoopConfig) -> bool:

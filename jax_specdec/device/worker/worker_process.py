@@ -122,6 +122,15 @@ def make_worker(
     )
 
 
+def compiles_beside(config: WorkerConfig) -> bool:
+    """Whether a worker compiles beside its steps, on one device or several.
+
+    The processes of a group do not: they run the same programs at the same step, and compile them
+    together.
+    """
+    return config.num_processes == 1
+
+
 def own_devices(start: Start) -> list[jax.Device]:
     """The devices that this process may use, in order."""
     devices = jax.local_devices()
@@ -230,8 +239,7 @@ def main(child: Child) -> int:
     beside = Beside(lambda: child.commands.put(Advance()))
     with beside, child.ring as ring, Lead(start, ring, child.client) as lead:
         child.vitals.enter(Phase.LOADING)
-        # The processes of a group run the same programs at the same step: they compile together.
-        compiler = beside if start.config.num_processes == 1 else None
+        compiler = beside if compiles_beside(start.config) else None
         worker = make_worker(start, lead, vitals=child.vitals, compiler=compiler)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request

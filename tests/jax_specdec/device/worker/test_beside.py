@@ -4,10 +4,13 @@ import gc
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from jax_specdec.device.worker.beside import NAME, SWITCH_SECONDS, Beside
+from jax_specdec.device.worker import beside as module
+from jax_specdec.device.worker.beside import LONGEST_WAIT, NAME, SWITCH_SECONDS, Beside
 
 pytestmark = pytest.mark.fast
 
@@ -50,6 +53,57 @@ def test_the_error_of_a_job_is_handed_over_and_the_next_job_runs():
     beside.start(lambda: None)
     assert ended.wait(60)
     assert beside.take() is None
+
+
+class Counting:
+    """A job that counts its calls of a function until it is told to end."""
+
+    def __init__(self):
+        self.count, self.over = 0, False
+
+    def __call__(self):
+        while not self.over:
+            self.one()
+
+    def one(self):
+        self.count += 1
+
+    def counts(self, seconds=0.05):
+        """Whether it has called in this time."""
+        before = self.count
+        time.sleep(seconds)
+        return self.count > before
+
+    def stands(self):
+        """Whether it stops within a minute."""
+        return any(not self.counts() for _ in range(1200))
+
+
+@pytest.fixture
+def job():
+    """It runs beside a test, and ends with it."""
+    ended, one = threading.Event(), Counting()
+    beside = Beside(ended.set)
+    beside.start(one)
+    yield SimpleNamespace(beside=beside, counting=one)
+    one.over = True
+    assert ended.wait(60)
+
+
+def test_a_job_stops_at_a_call_while_a_step_is_made(job, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_WAIT", 60)
+    with job.beside.giving_way(True):
+        assert job.counting.stands()
+        with job.beside.giving_way(False):
+            assert job.counting.counts(1)
+        assert job.counting.stands()
+    assert job.counting.counts(1)
+
+
+def test_a_job_that_gives_way_is_not_stopped_for_ever(job):
+    with job.beside.giving_way(True):
+        assert job.counting.counts(100 * LONGEST_WAIT)
+    assert sys.getprofile() is None
 
 
 @pytest.mark.parametrize(("end", "status", "says"), [("", 0, ""), ("1 // 0", 1, "by zero")])

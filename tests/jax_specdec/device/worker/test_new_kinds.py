@@ -7,11 +7,13 @@ import weakref
 import jax
 import pytest
 
-from jax_specdec.control import Evict
+from jax_specdec.control import Evict, WorkerConfig
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.messages.batch_options import Widths
+from jax_specdec.device.model import sharding
 from jax_specdec.device.worker import compilations
+from jax_specdec.device.worker.worker_process import compiles_beside
 from jax_specdec.records.batch import FinishReason
 from tests.support.decoding import Local, QuickPrograms, request
 
@@ -24,6 +26,7 @@ class ByHand:
 
     def __init__(self):
         self.job, self.busy, self.ended, self.started, self.error = None, False, False, 0, None
+        self.turns = []  # of `giving_way`
 
     def start(self, job):
         assert not self.busy
@@ -37,6 +40,12 @@ class ByHand:
     def take(self):
         self.busy = self.ended = False
         return self.error
+
+    @contextlib.contextmanager
+    def giving_way(self, now):
+        self.turns.append(now)
+        yield
+        self.turns.append("end")
 
 
 @contextlib.contextmanager
@@ -55,9 +64,9 @@ def compiled_here():
         jax.monitoring.unregister_event_duration_listener(heard)
 
 
-def make(programs):
+def make(programs, **options):
     """A worker on which r0 runs, with logprobs of K = 2."""
-    local = Local("ngram", compiler=ByHand(), programs=programs)
+    local = Local("ngram", compiler=ByHand(), programs=programs, **options)
     local.compiler = local.worker.new_kinds._compiler
     local.admit(request("r0", PROMPT, max_tokens=80, logprobs=2))
     assert not local.advance()
@@ -86,8 +95,9 @@ def config_of(drafting):
 
 def settle(local):
     """Let jobs run until none is wanted."""
-    while local.compiler.busy:
-        local.compiler.finish()
+    while local.compiler.busy or local.worker.new_kinds.unsettled:
+        if local.compiler.busy:
+            local.compiler.finish()
         local.worker.new_kinds.settle()
 
 
@@ -121,6 +131,54 @@ def test_the_others_go_on_while_a_request_waits_and_then_it_is_as_if_it_had_come
     assert told["r1"] == [5, 5, 5, 5]
     assert len(told["r0"]) >= 8
     assert local.worker.num_held == 0
+
+
+def test_so_it_is_where_a_process_has_several_devices():
+    """What is compiled with abstract arguments is what arrays in those places need."""
+    parallel = sharding.tensor_parallel(config_of("ngram").model, 2)
+    split = Local("ngram", parallel=parallel).worker.config
+    local = make(QuickPrograms(split), parallel=parallel)
+    assert len(local.worker.state.cache.k.sharding.device_set) == 2
+    local.admit(request("r1", PROMPT, max_tokens=4, logit_bias=((5, 30.0),), prompt_logprobs=1))
+    with compiled_here() as names:
+        assert set(tokens(steps(local, 4))) == {"r0"}
+        assert names == []
+    settle(local)
+    with compiled_here() as names:
+        assert tokens(steps(local, 8))["r1"] == [5, 5, 5, 5]
+        assert names == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ({}, True),
+        ({"tensor_parallel": 2}, True),
+        ({"tensor_parallel": 2, "processes": True}, False),
+    ],
+)
+def test_who_compiles_beside_the_steps(devices, expected):
+    assert compiles_beside(WorkerConfig(vocab_size=32, **devices)) == expected
+
+
+def test_jobs_give_way_while_a_step_is_made_and_go_on_while_it_is_awaited(local):
+    local.compiler.turns.clear()
+    steps(local, 2)
+    assert local.compiler.turns == 2 * [True, False, "end", "end"]
+
+
+def test_a_job_begins_in_another_step_than_an_admission(local):
+    """Both take their time from the others' step."""
+    local.admit(request("r1", PROMPT, max_tokens=3, logprobs=31))
+    steps(local, 1)
+    local.admit(request("r2", PROMPT, max_tokens=3, logit_bias=((5, 30.0),)))
+    local.compiler.finish()
+    started = local.compiler.started
+    steps(local, 1)
+    assert local.worker.num_held == 1
+    assert local.compiler.started == started
+    steps(local, 1)
+    assert local.compiler.started == started + 1
 
 
 def test_a_request_that_a_compiled_kind_serves_does_not_wait(local):
