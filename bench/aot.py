@@ -33,10 +33,10 @@ from bench import aot_tpu
 from bench.gpu import after_read, estimates, model, sampled, sass
 from bench.report.files import environment
 from pallas_kernels.backends import read
-from pallas_kernels.backends.mosaic_gpu import h100
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.testing import compile_target
 from pallas_kernels.testing.shapes import AOT, GPU, Shape
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
@@ -120,12 +120,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", type=int, default=1, metavar="N", help="every N-th shape of a path"
     )
     parser.add_argument("--options", action="store_true", help="only those with options")
-    parser.add_argument("--chip", choices=tuple(h100.CHIPS), default="H100")
+    parser.add_argument("--chip", choices=tuple(compile_target.CHIPS), default="H100")
     parser.add_argument("--gpu", action="store_true", help="the shapes of the GPU benchmark")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
     options = parser.parse_args(arguments)
-    device = h100.find(options.chip)
+    device = compile_target.find(options.chip)
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
     groups: list[tuple[tuple[Shape, ...], tuple[str, ...]]] = []
     if options.gpu or not options.options:
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(
     path: str,
     shape: Shape,
-    device: h100.H100,
+    device: compile_target.CompileTarget,
     seen: dict[tuple[Any, ...], sass.Kernel],
     keep: Path | None,
 ) -> Result:
@@ -223,7 +223,7 @@ def measure(
 def measure_after(
     compiled: Any,
     shape: Shape,
-    device: h100.H100,
+    device: compile_target.CompileTarget,
     seen: dict[tuple[Any, ...], sass.Kernel],
     keep: Path | None,
 ) -> Result:
@@ -246,7 +246,7 @@ def measure_after(
     )
 
 
-def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
+def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lowered:
     """One path's program at one shape, before it is compiled."""
     if path == after_read.PATH:
         return after_read.lowered(shape, device)

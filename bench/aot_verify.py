@@ -53,9 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def program() -> Any:
     """The compiled program of one verification."""
-    from pallas_kernels.backends.mosaic_gpu import h100
+    from pallas_kernels.testing import compile_target
 
-    device = h100.find()  # before any array is made
+    device = compile_target.find()  # before any array is made
     import jax
 
     from pallas_kernels.sampling import Drafts, emitted_logprobs, verify

@@ -4,7 +4,8 @@
     python -m bench.gpu_check --minutes 8         begin no piece after 8 minutes; the same command
                                                   continues where this one stopped
     python -m bench.gpu_check --part first tune   only some parts
-    python -m bench.gpu_check --rehearse          anywhere: the same steps, small and interpreted
+    python -m bench.gpu_check --rehearse          anywhere: the same steps, small, the kernels' PTX
+                                                  executed on a CPU (needs the aot extra)
     python -m bench.gpu_check --one-of-each       only the first piece of every part
 
 The parts, the most informative first, with estimated minutes on an H100 (mostly compiling):
@@ -39,24 +40,40 @@ import jax
 import jax.numpy as jnp
 
 from bench.gpu import summary, torch_peers
-from bench.gpu.contenders import Machine, rehearsal
+from bench.gpu.contenders import Machine
 from bench.gpu.device_clock import host_spans
 from bench.gpu.journal import Journal, opened
 from bench.gpu.pieces import PARTS, pieces_of
 from bench.report.files import environment
-from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.lowering import implementation, obstacles
+
+REHEARSAL = "tests.bench.gpu_rehearsal"  # executes the kernels
 
 
 def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    if options.rehearse:
+        return subprocess.run([sys.executable, "-m", REHEARSAL, *arguments], check=False).returncode
+    probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
+    obstacle = implementation.gpu_obstacle(probe)
+    if obstacle is not None:
+        print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs the steps anywhere.)")
+        return 2
+    machine = Machine() if options.clock == "device" else Machine(clock=host_spans)
+    return check(options, machine)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="small, interpreted, on any machine"
+        "--rehearse", action="store_true", help="small, on any machine, by executed PTX"
     )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument(
@@ -73,15 +90,11 @@ def main(arguments: list[str] | None = None) -> int:
         default="device",
         help="host: for a profiler that sees no kernels; times then include launching",
     )
-    options = parser.parse_args(arguments)
-    probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-    obstacle = implementation.gpu_obstacle(probe)
-    if obstacle is not None and not options.rehearse:
-        print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs the steps anywhere.)")
-        return 2
-    machine = Machine() if options.clock == "device" else Machine(clock=host_spans)
-    if options.rehearse:
-        machine = rehearsal(compat.interpret_params(detect_races=False))
+    return parser
+
+
+def check(options: argparse.Namespace, machine: Machine) -> int:
+    """Do the pieces of work that are left, on this machine; the exit status."""
     options.results.mkdir(parents=True, exist_ok=True)
     kind = "rehearsal" if options.rehearse else "gpu"
     path = options.results / f"{kind}-{datetime.now(UTC):%Y-%m-%d}.json"

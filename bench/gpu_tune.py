@@ -1,7 +1,6 @@
 """The kernels at other tilings than `choose_tiling`'s: which split, step and group is fastest?
 
     python -m bench.gpu_tune --rows 64 1536 --k 20 --dtype bfloat16     on a GPU
-    python -m bench.gpu_tune --rehearse                                 anywhere, small
 
 Three numbers can change without another kernel: how many programs share a row (`splits`), how many
 blocks a program has in flight (`blocks_per_step`), and the width of groups, which trades pass 1's
@@ -12,7 +11,7 @@ The results of all tilings are compared before anything is timed.
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from bench.gpu.contenders import BUFFERS, Contender, Machine
 from bench.report.comparison import Comparison, from_samples
 from bench.report.files import write_json
 from bench.timing import print_table
-from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.contract.types import Outputs, Rows
@@ -56,33 +54,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--k", type=int, nargs="+", default=(20,), metavar="K")
     parser.add_argument("--dtype", nargs="+", default=("bfloat16",))
     parser.add_argument("--json", type=Path, help="write every figure there")
-    parser.add_argument("--rehearse", action="store_true", help="small, interpreted, anywhere")
     options = parser.parse_args(arguments)
-    if options.rehearse:
-        shapes: Sequence[Shape] = REHEARSED
-        machine = peers.rehearsal(compat.interpret_params(detect_races=False))
-    else:
-        probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
-        obstacle = implementation.gpu_obstacle(probe)
-        if obstacle is not None:
-            print(f"NOT RUN: {obstacle}. Nothing was measured. (--rehearse runs anywhere.)")
-            return 2
-        shapes = [
-            Shape(rows, vocabulary, k, dtype)
-            for rows in options.rows
-            for vocabulary in options.vocabulary
-            for k in options.k
-            for dtype in options.dtype
-        ]
-        machine = Machine()
-    found = []
+    probe = jax.ShapeDtypeStruct((1, 4096), jnp.float32)  # type: ignore[no-untyped-call]
+    obstacle = implementation.gpu_obstacle(probe)
+    if obstacle is not None:
+        print(f"NOT RUN: {obstacle}. Nothing was measured.")
+        return 2
+    shapes = itertools.starmap(
+        Shape, itertools.product(options.rows, options.vocabulary, options.k, options.dtype)
+    )
+    machine, found = Machine(), []
     for shape in shapes:
         found.append(measure(shape, machine))
         print_table(found[-1:])
         if options.json is not None:
             write_json(options.json, found)
-    if options.rehearse:
-        print("REHEARSED: the steps ran, and nothing was measured on a GPU.")
     return 0
 
 
@@ -116,7 +102,7 @@ def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Compa
 
     def contender(tiling: Tiling) -> Contender:
         def program(x: jax.Array, ids: jax.Array) -> Any:
-            return run.topk_logprobs(Rows(x, ids), Outputs(shape.k), tiling, machine.interpret)
+            return run.topk_logprobs(Rows(x, ids), Outputs(shape.k), tiling)
 
         return peers.jax_contender(program, buffers, token_ids, plug)
 

@@ -13,8 +13,9 @@ from jax.stages import Lowered
 from bench.gpu import estimates, model, sass, trips
 from bench.gpu.machine_code import Code, Loop
 from pallas_kernels.backends.groups import WIDTH, RowsToDraw, number_of_groups
-from pallas_kernels.backends.mosaic_gpu import count_larger, draw, h100
+from pallas_kernels.backends.mosaic_gpu import count_larger, draw
 from pallas_kernels.backends.mosaic_gpu.tiling import BLOCK
+from pallas_kernels.testing import compile_target
 from pallas_kernels.testing.shapes import Shape
 
 PATH = "draw"
@@ -29,7 +30,7 @@ AT_ONCE = BLOCK // WIDTH  # groups that a turn reads
 DRAWS = 4096  # whose groups are counted
 
 
-def lowered(shape: Shape, device: h100.H100) -> Lowered:
+def lowered(shape: Shape, device: compile_target.CompileTarget) -> Lowered:
     """Both kernels at one shape, before they are compiled."""
     rows, groups = shape.rows, number_of_groups(shape.vocabulary)
     numbers, integers = device.array((rows,), "float32"), device.array((rows,), "int32")

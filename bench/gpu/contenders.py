@@ -42,16 +42,15 @@ class Machine:
     """The measuring machine: a GPU, or a CPU that rehearses the same steps."""
 
     clock: Clock = device_spans
-    interpret: Any = None
     plug_bytes: int = PLUG_BYTES
     ceiling: Shape = CEILING
     rounds: tuple[int, int] = ROUNDS
     on_gpu: bool = True
 
 
-def rehearsal(interpret: Any) -> Machine:
-    """A machine with small arrays, interpreted kernels and the host's clock: it has no results."""
-    return Machine(host_spans, interpret, 1 << 16, Shape(4, 4096, 0, "float32"), (1, 1), False)
+def rehearsal() -> Machine:
+    """A machine with small arrays and the host's clock: it has no results."""
+    return Machine(host_spans, 1 << 16, Shape(4, 4096, 0, "float32"), (1, 1), False)
 
 
 @dataclass(frozen=True)
@@ -79,17 +78,16 @@ def make_contenders(
     """
     buffers = [random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = random_ids(shape)
-    k, interpret = shape.k, machine.interpret
-    outputs = Outputs(k)
+    k, outputs = shape.k, Outputs(shape.k)
     tiling = choose_tiling(shape.rows, shape.vocabulary, k, shape.dtype)
     rows = jnp.int32(shape.rows)
     missing: dict[str, str] = {}
     programs: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
         PLAIN: lambda x, t: reference.topk_logprobs(x, t, k),
         "xla": lambda x, t: topk_logprobs(x, t, k, implementation="xla"),
-        OURS: lambda x, t: run.topk_logprobs(Rows(x, t), outputs, interpret=interpret),
-        FUSED: lambda x, _: run.topk_logprobs(Rows(x, num_rows=rows), outputs, interpret=interpret),
-        FLOOR: lambda x, _: floor.row_maxima(tiling, x, interpret),
+        OURS: lambda x, t: run.topk_logprobs(Rows(x, t), outputs),
+        FUSED: lambda x, _: run.topk_logprobs(Rows(x, num_rows=rows), outputs),
+        FLOOR: lambda x, _: floor.row_maxima(tiling, x),
         COPY: lambda x, _: -x,
     }
     if reference.has_unstable_top_k():

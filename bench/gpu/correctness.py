@@ -41,42 +41,41 @@ Call = Callable[..., TopkLogprobs]
 Check = Callable[[], None]
 
 
-def everything(interpret: Any = None) -> Iterator[tuple[str, Check]]:
-    """All checks by name; in a rehearsal (`interpret` is not None) a few small ones.
+def everything(small: bool = False) -> Iterator[tuple[str, Check]]:
+    """All checks by name; in a rehearsal a few small ones.
 
     A check raises AssertionError if an answer is wrong.
     """
-    small = interpret is not None
     for shape in REHEARSED if small else REAL:
-        yield f"equal to XLA and the oracle: {shape}", partial(check_shape, shape, interpret)
+        yield f"equal to XLA and the oracle: {shape}", partial(check_shape, shape)
     for shape in REHEARSED_EDGES if small else EDGES:
         name = f"every edge: V={shape.vocabulary} {shape.dtype}"
-        yield name, partial(check_edges, shape, interpret)
+        yield name, partial(check_edges, shape)
     for shape in REHEARSED_SMALL if small else SMALL:
         seeds = 1 if small else SEEDS
-        yield f"arbitrary values: {shape}", partial(check_values, shape, seeds, interpret)
+        yield f"arbitrary values: {shape}", partial(check_values, shape, seeds)
 
 
-def separate_path(k: int, interpret: Any) -> Call:
+def separate_path(k: int) -> Call:
     """A jitted call of logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids."""
 
     outputs = Outputs(k)
 
     def call(x: Any, ids: Any, rows: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
         given = Rows(x, ids, rows, num, temperatures, extra)
-        return run.topk_logprobs(given, outputs, interpret=interpret)
+        return run.topk_logprobs(given, outputs)
 
     return jax.jit(call)
 
 
-def fused_path(k: int, interpret: Any) -> Call:
+def fused_path(k: int) -> Call:
     """A jitted call of logits, num_rows, temperatures, extra_token_ids."""
 
     outputs = Outputs(k)
 
     def call(x: Any, num: Any, temperatures: Any, extra: Any) -> TopkLogprobs:
         given = Rows(x, None, None, num, temperatures, extra)
-        return run.topk_logprobs(given, outputs, interpret=interpret)
+        return run.topk_logprobs(given, outputs)
 
     return jax.jit(call)
 
@@ -92,14 +91,14 @@ def options(shape: Shape, rng: np.random.Generator) -> tuple[jax.Array, ...]:
     )
 
 
-def check_shape(shape: Shape, interpret: Any) -> None:
+def check_shape(shape: Shape) -> None:
     """Check both paths against XLA on all rows and the oracle on a few."""
     x = random_logits(shape, seed=shape.vocabulary)
     rng = np.random.default_rng(shape.rows)
     token_ids = jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)
     row_ids, num_rows, temperatures, extra = options(shape, rng)
     rest = (row_ids, num_rows, temperatures, extra)
-    actual = separate_path(shape.k, interpret)(x, token_ids, *rest)
+    actual = separate_path(shape.k)(x, token_ids, *rest)
     by_xla = jax.jit(partial(read.topk_logprobs, "xla", Outputs(shape.k)))
     compare(actual, by_xla(Rows(x, token_ids, *rest)))
     few = slice(0, ORACLE_ROWS)
@@ -115,23 +114,23 @@ def check_shape(shape: Shape, interpret: Any) -> None:
         ),
     )
     compare(
-        fused_path(shape.k, interpret)(x, num_rows, temperatures, extra),
+        fused_path(shape.k)(x, num_rows, temperatures, extra),
         by_xla(Rows(x, None, None, num_rows, temperatures, extra)),
     )
 
 
-def check_edges(shape: Shape, interpret: Any) -> None:
+def check_edges(shape: Shape) -> None:
     """Check rows that hold every edge of the contract, at a real vocabulary."""
     width = choose_tiling(7, shape.vocabulary, shape.k, shape.dtype).group_width
     x = oracle.edge_rows(shape.vocabulary, shape.dtype, width)
     token_ids = np.arange(len(x), dtype=np.int32) * width % shape.vocabulary
-    check_against_oracle(replace(shape, rows=len(x)), x, token_ids, interpret)
+    check_against_oracle(replace(shape, rows=len(x)), x, token_ids)
 
 
-def check_values(shape: Shape, seeds: int, interpret: Any) -> None:
+def check_values(shape: Shape, seeds: int) -> None:
     """Check logits drawn from few values, where ties, edges and invalid rows are common."""
     values = ([0.5, -0.0, 0.0, -2], [3, -3, -np.inf], [-np.inf, 1, 1e4], [0, 1, np.nan])
-    calls = separate_path(shape.k, interpret), fused_path(shape.k, interpret)
+    calls = separate_path(shape.k), fused_path(shape.k)
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
         x = rng.choice(np.array(values[seed % len(values)]), size=(shape.rows, shape.vocabulary))
@@ -139,18 +138,17 @@ def check_values(shape: Shape, seeds: int, interpret: Any) -> None:
             x = np.where(np.isnan(x) & (rng.random(x.shape) > 1e-4), 0, x)
         token_ids = rng.integers(-1, shape.vocabulary + 1, shape.rows).astype(np.int32)
         x = x.astype(jnp.dtype(shape.dtype))
-        check_against_oracle(shape, x, token_ids, interpret, calls)
+        check_against_oracle(shape, x, token_ids, calls)
 
 
 def check_against_oracle(
     shape: Shape,
     x: Any,
     token_ids: Any,
-    interpret: Any,
     calls: tuple[Call, Call] | None = None,
 ) -> None:
     """Check both paths on all rows of x [R, V]."""
-    separate, fused = calls or (separate_path(shape.k, interpret), fused_path(shape.k, interpret))
+    separate, fused = calls or (separate_path(shape.k), fused_path(shape.k))
     row_ids, num_rows, temperatures, extra = options(shape, np.random.default_rng(0))
     named: dict[str, Any] = {
         "num_rows": num_rows,

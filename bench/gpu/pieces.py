@@ -32,11 +32,14 @@ TESTS = {
     "tests/pallas_kernels/test_small_rows.py": "not no_rows",
     "tests/pallas_kernels/test_topk_logprobs.py": "not shard_map",
 }
-# Interpreted kernels take a second a row: few rows in every part.
+# Executed PTX takes a second a row: few rows in every part.
 REHEARSED_TESTS = {
     "tests/pallas_kernels/mosaic_gpu/test_interpreted.py": "float16",
     "tests/pallas_kernels/test_small_rows.py": "by_hand",
 }
+# The kernels' calls with every edge of the contract: on a GPU, or as executed PTX.
+CASES = "tests.pallas_kernels.mosaic_gpu.ptx.run_kernels"
+REHEARSED_CASES = "draw", "mask, odd"
 # The GPU's setup in small comes before the command, which measures another one on a CPU.
 REHEARSED_LOOP = "tests/bench/loop/test_suite.py", "what_a_gpu_will_measure_runs_here", "slow"
 REHEARSED_FIRST = (Shape(2, 2050, 2, "bfloat16"),)
@@ -51,7 +54,7 @@ def pieces_of(part: str, machine: Machine, journal: Journal) -> Iterator[Piece]:
     measured = functools.partial(measure, machine=machine, journal=journal)
     if part == "first":
         for shape in FIRST if real else REHEARSED_FIRST:
-            check = functools.partial(correctness.check_shape, shape, machine.interpret)
+            check = functools.partial(correctness.check_shape, shape)
             yield Piece(f"first: {shape}", check)
         yield Piece("the copy's bandwidth", lambda: kernels.measure_ceiling(machine))
         only = (FLOOR, OURS, FUSED)
@@ -60,8 +63,10 @@ def pieces_of(part: str, machine: Machine, journal: Journal) -> Iterator[Piece]:
     elif part == "tests":
         for file, chosen in (TESTS if real else REHEARSED_TESTS).items():
             yield Piece(f"{file}", functools.partial(run_tests, file, chosen, on_gpu=real))
+        for name in ("",) if real else REHEARSED_CASES:
+            yield Piece(f"cases {name}", functools.partial(run_cases, name, on_gpu=real))
     elif part == "shapes":
-        for name, function in correctness.everything(machine.interpret):
+        for name, function in correctness.everything(small=not real):
             yield Piece(name, function)
     elif part == "tune":
         for shape in gpu_tune.SHAPES if real else gpu_tune.REHEARSED:
@@ -113,11 +118,19 @@ def measure(
 
 def run_tests(file: str, chosen: str, marked: str = "not slow", *, on_gpu: bool = False) -> None:
     """Run tests in a process of their own, since jax chooses its device at the start."""
+    _run(["pytest", "-v", "--durations=10", file, "-k", chosen, "-m", marked], on_gpu)
+
+
+def run_cases(only: str, *, on_gpu: bool = False) -> None:
+    """Run the kernels' cases whose names have this."""
+    how = ["--on-gpu"] if on_gpu else ["--mutants", "0"]
+    _run([CASES, "--only", only, *how], on_gpu)
+
+
+def _run(module: list[str], on_gpu: bool) -> None:
     variables = os.environ | {"JAX_PLATFORMS": "cuda" if on_gpu else "cpu"}
-    command = [sys.executable, "-m", "pytest", "-v", "--durations=10", file]
-    command += ["-k", chosen, "-m", marked]
-    if subprocess.run(command, env=variables, check=False).returncode:
-        raise BenchError(f"tests of {file} failed, see above")
+    if subprocess.run([sys.executable, "-m", *module], env=variables, check=False).returncode:
+        raise BenchError(f"{module} failed, see above")
 
 
 def end_to_end(journal: Path) -> None:

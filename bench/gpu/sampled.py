@@ -10,8 +10,9 @@ import jax
 from jax.stages import Lowered
 
 from bench.gpu import sass
-from pallas_kernels.backends.mosaic_gpu import groups, h100, pass1_groups
+from pallas_kernels.backends.mosaic_gpu import groups, groups_kernel
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.testing import compile_target
 from pallas_kernels.testing.shapes import Shape
 
 # Sums at the rows' temperatures; beside them, for raw logprobs, sums at temperature 1.
@@ -29,13 +30,13 @@ def tiling_of(shape: Shape) -> Tiling:
     return choose_fixed_tiling(shape.rows, shape.vocabulary, shape.dtype)
 
 
-def lowered(path: str, shape: Shape, device: h100.H100) -> Lowered:
+def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lowered:
     """Both passes at one shape, before they are compiled."""
     tiling, raw = tiling_of(shape), path == PATHS[1]
     number = -(-shape.vocabulary // tiling.group_width)
 
     def call(logits: jax.Array, inverse: jax.Array) -> Any:
-        out = pass1_groups.read_groups(tiling, logits, inverse, raw)
+        out = groups_kernel.read_groups(tiling, logits, inverse, raw)
         top = groups.top_of_groups(logits, tiling, out, shape.k)
         return groups.of_rows(out, tiling, number), top
 

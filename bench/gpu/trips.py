@@ -13,8 +13,7 @@ import numpy as np
 
 from bench.gpu.machine_code import Code, Loop
 from bench.gpu.model import Trips
-from pallas_kernels.backends.mosaic_gpu.order import AT_ONCE, OWN
-from pallas_kernels.backends.mosaic_gpu.select import capacity
+from pallas_kernels.backends.mosaic_gpu.finish_kernel import AT_ONCE, OWN, capacity
 from pallas_kernels.backends.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 SPREAD = 4.0  # the logits' standard deviation; no count depends on it, but for rounding

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from bench.gpu import estimates, machine_code, model, trips
-from pallas_kernels.backends.mosaic_gpu.select import capacity
+from pallas_kernels.backends.mosaic_gpu.finish_kernel import capacity
 from pallas_kernels.backends.mosaic_gpu.tiling import (
     PROGRAMS_AT_ONCE,
     choose_fixed_tiling,

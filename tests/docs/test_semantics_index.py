@@ -24,6 +24,7 @@ SECTIONS = [
 ]
 NOT_SERVED = "not served yet"
 REFERENCE = re.compile(r"\btest_\w+(?:::\w+)+")
+CASE = re.compile(r"\bptx::\w+")  # the first word of cases whose kernels are executed as PTX
 PLACE = re.compile(r"`(\w+(?:/\w+)+\.py)::([\w.]+)`")
 
 
@@ -58,7 +59,7 @@ def unpinned(lines):
 
 
 def missing(text, existing):
-    return sorted(set(REFERENCE.findall(text)) - existing)
+    return sorted({*REFERENCE.findall(text), *CASE.findall(text)} - existing)
 
 
 def missing_places(text):
@@ -124,9 +125,11 @@ def test_these_checks_can_fail():
 
   | not | a statement |
 - The last one. [test_verify::test_of_a_dream, test_dream::test_shapes_that_do_not_fit_are_refused]
+  [ptx::fused, ptx::dreamt]
 """
     assert unpinned(statements(text)) == ["A line without a test, however long it is."]
     assert missing(text, existing) == [
+        "ptx::dreamt",
         "test_dream::test_shapes_that_do_not_fit_are_refused",
         "test_verify::test_of_a_dream",
     ]

@@ -32,4 +32,9 @@ def existing_tests():
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         for name in definitions(path.read_text())
         if name.split("::")[-1].startswith(("test_", "Test"))
+    } | {
+        f"ptx::{word}"
+        for path in (ROOT / "tests/pallas_kernels/mosaic_gpu/ptx").glob("*cases.py")
+        for name in re.findall(r"lambda: \w+\(\s*\"([^\"]+)\"", path.read_text())
+        for word in re.findall(r"\w+", name)
     }

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
@@ -28,7 +27,6 @@ class Row(NamedTuple):
     tiling: Tiling
     logits_ref: Any  # [N * V]
     first: Any  # where the row starts
-    interpreted: bool
 
     @property
     def vector(self) -> int:
@@ -50,12 +48,6 @@ class Row(NamedTuple):
         """
         shape, vocabulary, vector = self.tiling.piece(RUN), self.tiling.vocabulary, self.vector
         starts = range(0, WIDTH, shape[1])
-        if self.interpreted:
-            row = self.logits_ref[pl.ds(self.first, vocabulary)]
-            row = jnp.pad(row, (0, -vocabulary % WIDTH), constant_values=-jnp.inf)
-            found = row.reshape(-1, WIDTH)[jnp.maximum(groups, 0)]
-            found = jnp.where(groups[:, None] < 0, jnp.asarray(-jnp.inf, row.dtype), found)
-            return [found[:, i : i + shape[1]] for i in starts]
         layout = self.layout
 
         def body(logits: Any, first: Any, groups: Any) -> Any:
@@ -91,7 +83,7 @@ class Row(NamedTuple):
         Ids below 256 * `number` are those of the group before.
         """
         begin = jnp.minimum(number * WIDTH, self.tiling.vocabulary - WIDTH)
-        x = compat.load_vector(self.logits_ref, self.first + begin, WIDTH, self.interpreted)
+        x = compat.load_vector(self.logits_ref, self.first + begin, WIDTH)
         return x.astype(jnp.float32), compat.vector_iota(WIDTH) + begin, begin
 
 
@@ -100,12 +92,9 @@ def padded_size(number: int) -> int:
     return -(-number // WARPGROUP) * WARPGROUP
 
 
-def load_groups(ref: Any, row: Any, number: int, otherwise: float, interpreted: bool) -> jax.Array:
+def load_groups(ref: Any, row: Any, number: int, otherwise: float) -> jax.Array:
     """A row of [R * number] float32 as a vector of `padded_size`; `otherwise` from there on."""
     size, start = padded_size(number), row * number
-    if interpreted:
-        missing = jnp.full(size - number, otherwise, jnp.float32)
-        return jnp.concatenate([ref[pl.ds(start, number)], missing])
     layout = compat.vector_layout()
 
     def body(here: Any, first: Any) -> Any:
@@ -132,13 +121,6 @@ class Chosen(NamedTuple):
     list_ref: Any  # [padded groups] i32
     places_ref: Any  # [padded groups] i32: of each group in the list; -1 of others
     counter_ref: Any  # [4] i32
-    interpreted: bool
-
-    @classmethod
-    def of(cls, scratch: tuple[Any, ...], interpreted: bool) -> "Chosen":
-        """In memory of `scratch_types`."""
-        chosen, places, counter = scratch
-        return cls(chosen, places, counter, interpreted)
 
     def choose(self, flags: jax.Array) -> jax.Array:
         """Make the list of flagged groups; returns how many they are.
@@ -146,12 +128,6 @@ class Chosen(NamedTuple):
         flags: [padded_size] bool, in a `compat.vector_layout`.
         """
         flagged = jnp.where(flags, jnp.int32(1), jnp.int32(0))
-        size = flags.shape[0]
-        if self.interpreted:
-            whole = pl.ds(0, size)
-            self.list_ref[whole] = jnp.argsort(1 - flagged, stable=True).astype(jnp.int32)
-            self.places_ref[whole] = jnp.where(flags, jnp.cumsum(flagged) - 1, -1)
-            return jnp.sum(flagged)
 
         def body(given: Any, chosen: Any, places: Any, counter: Any) -> Any:
             me, mine = thread.thread(), thread.words(given)
@@ -186,11 +162,6 @@ class Chosen(NamedTuple):
         -1 where the list ends.
         """
         size, shape = row.tiling.groups_per_block, row.tiling.piece(RUN)
-        if self.interpreted:
-            places = turn * size + jnp.arange(size, dtype=jnp.int32)
-            found = self.list_ref[pl.ds(0, self.list_ref.shape[0])]
-            found = found[jnp.minimum(places, count - 1)]
-            return jnp.where(places < count, found, -1)
         layout = row.layout.reduce(1)
         lanes = (shape[1] // RUN).bit_length() - 1
 

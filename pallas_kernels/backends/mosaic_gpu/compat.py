@@ -52,7 +52,7 @@ def load(ref: Any, layout: Any, optimized: bool = False) -> jax.Array:
     return asarray(GPU.load(ref, (), layout=layout, optimized=optimized))
 
 
-def store(ref: Any, value: jax.Array, interpreted: bool) -> None:
+def store(ref: Any, value: jax.Array, interpreted: bool = False) -> None:
     """A vector to a reference, even where it does not fill whole 32-byte sectors."""
     if VERSION >= (0, 12) and not interpreted:
         GPU.store(ref, value, optimized=False)
@@ -66,7 +66,7 @@ def load_block(
     shape: tuple[int, int],
     width: int,
     layout: Any,
-    interpreted: bool,
+    interpreted: bool = False,
 ) -> list[jax.Array]:
     """rows * columns words from `start` of a flat reference, as pieces [rows, width]."""
     rows, columns = shape
@@ -78,10 +78,8 @@ def load_block(
     return [load(whole.at[:, pl.ds(i, width)], layout) for i in range(0, columns, width)]
 
 
-def load_vector(ref: Any, start: Any, size: int, interpreted: bool) -> jax.Array:
+def load_vector(ref: Any, start: Any, size: int) -> jax.Array:
     """`size` elements from `start` of a flat reference, one element a thread at a time."""
-    if interpreted:
-        return asarray(ref[pl.ds(start, size)])
     return load(ref.at[pl.ds(start, size)], vector_layout())
 
 
@@ -137,10 +135,8 @@ def run_layout(size: int, itemsize: int) -> Any:
     return GPU.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
 
 
-def load_run(ref: Any, start: Any, size: int, layout: Any, interpreted: bool) -> jax.Array:
+def load_run(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
     """`size` elements from `start` of a flat reference, a run of them a thread."""
-    if interpreted:
-        return asarray(ref[pl.ds(start, size)])
     return load(ref.at[pl.ds(start, size)], layout)
 
 
@@ -150,10 +146,8 @@ def warp_layout() -> Any:
     return GPU.Layout.TILED(tiling, warp_dims=(GPU.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
-def load_warp(ref: Any, start: Any, size: int, interpreted: bool) -> jax.Array:
+def load_warp(ref: Any, start: Any, size: int) -> jax.Array:
     """`size` elements from `start` of a flat reference, in every warp."""
-    if interpreted:
-        return asarray(ref[pl.ds(start, size)])
     return load(ref.at[pl.ds(start, size)], warp_layout())
 
 

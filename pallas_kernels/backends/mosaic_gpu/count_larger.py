@@ -21,37 +21,28 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     scratch_types,
 )
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.early import load_at_once
+from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 from pallas_kernels.backends.mosaic_gpu.tiling import RUN, Tiling, choose_fixed_tiling
 
 
-def count_larger(
-    logits: jax.Array, maxima: jax.Array, token_ids: jax.Array, interpret: Any = None
-) -> jax.Array:
+def count_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> jax.Array:
     """How many logits of each row are strictly larger than its token's; 0 where it has none.
 
     Args:
       logits: [R, V].
       maxima: [R, G] float32, of the groups.
       token_ids: [R] int32; -1 where nothing is counted.
-      interpret: None to compile, or `compat.interpret_params(...)`.
     """
     rows, vocabulary = logits.shape
     tiling = choose_fixed_tiling(rows, vocabulary, logits.dtype.name)
     kernel = GPU.kernel(
-        functools.partial(
-            _count_larger_kernel,
-            tiling=tiling,
-            number=maxima.shape[1],
-            interpreted=interpret is not None,
-        ),
+        functools.partial(_count_larger_kernel, tiling=tiling, number=maxima.shape[1]),
         out_type=[compat.shape((rows,), jnp.int32)],
         scratch_types=scratch_types(maxima.shape[1]),
         grid=(rows,),
         grid_names=("row",),
         compiler_params=compat.compiler_params(approx_math=False),
         kernel_name="count_larger",
-        interpret=interpret,
     )
     (counts,) = kernel(logits.reshape(-1), maxima.reshape(-1), token_ids)
     return compat.asarray(counts)
@@ -65,18 +56,17 @@ def _count_larger_kernel(
     *scratch: Any,  # of `Chosen`  shared memory
     tiling: Tiling,
     number: int,
-    interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
-    row = Row(tiling, logits_ref, target * tiling.vocabulary, interpreted)
-    token = load_at_once(token_ids_ref, target, interpreted)
-    maxima = load_groups(maxima_ref, target, number, -jnp.inf, interpreted)
+    row = Row(tiling, logits_ref, target * tiling.vocabulary)
+    token = load_at_once(token_ids_ref, target)
+    maxima = load_groups(maxima_ref, target, number, -jnp.inf)
 
     @pl.when(token >= 0)
     def _() -> None:
         least = compat.asarray(logits_ref[row.first + token].astype(jnp.float32))
         nothing = compat.cast(jnp.zeros(tiling.piece(RUN), jnp.int32), row.layout)
-        chosen = Chosen.of(scratch, interpreted)
+        chosen = Chosen(*scratch)
         work = functools.partial(_counted, row, least)
         counts = over_groups(row, chosen, maxima > least, work, nothing)
         counts_ref[target] = jnp.sum(jnp.sum(counts, axis=1))

@@ -9,6 +9,7 @@ groups that held them are read and summed once more (`chosen_groups`), no others
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.groups import Drawn, RowsToDraw
-from pallas_kernels.backends.mosaic_gpu import compat, taken
+from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
     WIDTH,
@@ -28,24 +29,28 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     scratch_types,
 )
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.early import load_at_once
-from pallas_kernels.backends.mosaic_gpu.pass1_groups import maxima_and_sums
-from pallas_kernels.backends.mosaic_gpu.targets import LARGEST, LOG2_E
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_and_sums
+from pallas_kernels.backends.mosaic_gpu.reading import LARGEST, LOG2_E
+from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
+from pallas_kernels.backends.mosaic_gpu.tiling import (
+    RUN,
+    WARPGROUP,
+    Tiling,
+    choose_fixed_tiling,
+)
 from pallas_kernels.numbers.gumbel import gumbel, log_of
-from pallas_kernels.numbers.threefry import word
+from pallas_kernels.numbers.threefry import word as threefry_word
+
+BITS = 32  # tokens of a word
 
 
-def draw(
-    logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int], interpret: Any = None
-) -> Drawn:
+def draw(logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int]) -> Drawn:
     """A token of each slot's row.
 
     Args:
       logits: [N, V], whole on this device.
       rows: the slots; their rows are valid.
       purposes: of the groups' noise, and of the tokens'.
-      interpret: None to compile, or `compat.interpret_params(...)`.
     """
     slots, num_rows = len(rows.rows), len(logits)
     tiling = choose_fixed_tiling(num_rows, logits.shape[1], logits.dtype.name)
@@ -57,15 +62,13 @@ def draw(
             number=number,
             count=count,
             purposes=purposes,
-            interpreted=interpret is not None,
         ),
         out_type=[compat.shape((slots,), jnp.float32), compat.shape((slots,), jnp.int32)],
-        scratch_types=(*scratch_types(number), GPU.SMEM((taken.words_of(tiling),), jnp.int32)),
+        scratch_types=(*scratch_types(number), GPU.SMEM((num_words(tiling),), jnp.int32)),
         grid=(slots,),
         grid_names=("slot",),
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="draw",
-        interpret=interpret,
     )
     arrays = rows._replace(seed=lax.bitcast_convert_type(rows.seed, jnp.int32))
     flat: RowsToDraw = jax.tree.map(lambda x: x.reshape(-1), arrays)
@@ -79,11 +82,111 @@ class Best(NamedTuple):
     number: Any  # int32
 
 
+def num_words(tiling: Tiling) -> int:
+    """Words of shared memory: a bit for each token of as many groups as are read at a time."""
+    return tiling.block // BITS
+
+
+class ExcludedTokens(NamedTuple):
+    """The tokens that are left out of a slot's row, in a kernel: those of a draft's q.
+
+    To compare each of them with everything that a thread holds would take long. Instead each thread
+    has one of them and writes a mark to shared memory, where every thread finds the marks of its
+    own.
+    """
+
+    ids_ref: Any  # [B * M] i32: distinct; -1 where there is none
+    start: Any
+    number: int  # M, at most one a thread
+    chosen: Chosen  # the groups that are read again; its memory is used before it is made
+    bits_ref: Any  # [num_words] i32 in shared memory, which is used
+
+    def groups_of(self, size: int) -> jax.Array:
+        """Which of the groups 0 to `size` have one [size]."""
+        return self._flags(size, WIDTH.bit_length() - 1, jnp.int32(0))
+
+    def in_group(self, begin: Any) -> jax.Array:
+        """Which of the tokens from `begin` on are excluded [256]."""
+        return self._flags(WIDTH, 0, begin)
+
+    def without(self, pieces: list[jax.Array], turn: Any, row: Row) -> list[jax.Array]:
+        """The pieces of the groups of a turn of `over_groups`, with -inf for excluded tokens."""
+        tiling, shape = row.tiling, pieces[0].shape
+
+        def body(taken: Any, bits: Any, places: Any, start: Any, turn: Any, *given: Any) -> Any:
+            def place_of(token: Word) -> Word:
+                group = word(thread.load(places, thread.larger(token, 0) >> 8))
+                return (group - word(turn) * tiling.groups_per_block) * WIDTH + (token & 255)
+
+            def mark(at: Word) -> None:
+                thread.add_atomically(bits, at >> 5, word(1) << (at & (BITS - 1)))
+
+            self._mark(taken, bits, word(start), place_of, tiling.block, WARPGROUP, mark)
+            me, lanes = thread.thread(), shape[1] // RUN
+            group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
+            first = group * WIDTH + column
+            out = []
+            for i, piece in enumerate(given):
+                mine = first + i * shape[1]
+                found = word(thread.load(bits, mine >> 5)) >> (mine & (BITS - 1))
+                out.append(thread.kept(piece, ~found))
+            return tuple(out)
+
+        kinds = tuple(thread.result(shape, piece.dtype, row.layout) for piece in pieces)
+        references = self.ids_ref, self.bits_ref, self.chosen.places_ref
+        layouts = (None, None, None, "scalar", "scalar", *[row.layout] * len(pieces))
+        return list(thread.inline(body, (*references, self.start, turn, *pieces), layouts, kinds))
+
+    def _flags(self, size: int, shift: int, begin: Any) -> jax.Array:
+        """Which of `size` places, from `begin` on, some token has when it is shifted right."""
+        layout = compat.vector_layout()
+
+        def body(taken: Any, marks: Any, start: Any, begin: Any) -> Any:
+            def mark(at: Word) -> None:
+                thread.store(marks, at, 1)
+
+            def place_of(token: Word) -> Word:
+                return (token >> shift) - word(begin)
+
+            self._mark(taken, marks, word(start), place_of, size, size, mark)
+            mine = range(0, size, WARPGROUP)
+            found = [word(thread.load(marks, thread.thread() + i)) for i in mine]
+            return thread.vector_of(found, layout.to_mgpu(), (size,))
+
+        arguments = (self.ids_ref, self.chosen.places_ref, self.start, begin)
+        layouts = (None, None, "scalar", "scalar")
+        kind = thread.result((size,), jnp.int32, layout)
+        found: jax.Array = compat.asarray(thread.inline(body, arguments, layouts, kind)) != 0
+        return found
+
+    def _mark(
+        self,
+        taken: Any,
+        marks: Any,
+        start: Word,
+        place_of: Callable[[Word], Word],
+        size: int,
+        used: int,
+        mark: Callable[[Word], None],
+    ) -> None:
+        """Set `used` words to 0, then mark each token's place, if it is one of 0 to `size`."""
+        me = thread.thread()
+        thread.barrier()  # what was here before has been read
+        for i in range(0, used, WARPGROUP):
+            thread.store(marks, me + i, 0)
+        thread.barrier()
+        token = word(thread.load(taken, start + thread.smaller(me, self.number - 1)))
+        place = place_of(token)
+        here = (token >= 0) & (me < self.number) & (place >= 0) & (place < size)
+        thread.when(here, lambda: mark(place))
+        thread.barrier()
+
+
 class RowToDraw(NamedTuple):
     """What the program of a slot knows, in the kernel."""
 
     row: Row
-    taken: taken.Taken
+    excluded: ExcludedTokens
     largest: Any  # m
     inverse: Any  # 1 / T
     cut_logit: Any  # as `kept_groups.keeps` takes it
@@ -103,7 +206,7 @@ class RowToDraw(NamedTuple):
         seed, position = (
             lax.broadcast_in_dim(x, ids.shape, ()) for x in (self.seed, self.position)
         )
-        return gumbel(word(seed.astype(jnp.uint32), purpose, position, ids))
+        return gumbel(threefry_word(seed.astype(jnp.uint32), purpose, position, ids))
 
     def scores(self, maxima: jax.Array, sums: jax.Array, numbers: jax.Array) -> jax.Array:
         """Of groups: the logarithm of the sum of exp((x - m) / T), and noise."""
@@ -118,17 +221,16 @@ def _draw_kernel(
     given: RowsToDraw,  # flat arrays  in
     scores_ref: Any,  # [B] f32  out
     tokens_ref: Any,  # [B] i32  out
-    *scratch: Any,  # of `Chosen`, and bits of `Taken`  shared memory
+    *scratch: Any,  # of `Chosen`, and bits of `ExcludedTokens`  shared memory
     tiling: Tiling,
     number: int,
     count: int,
     purposes: tuple[int, int],
-    interpreted: bool,
 ) -> None:
     slot = lax.axis_index("slot")
 
     def of_slot(ref: Any) -> Any:
-        return load_at_once(ref, slot, interpreted)
+        return load_at_once(ref, slot)
 
     row_id, cut_logit, cut_id = map(of_slot, (given.rows, given.cut_logit, given.cut_id))
     seed, position = map(of_slot, (given.seed, given.position))
@@ -136,14 +238,14 @@ def _draw_kernel(
 
     @pl.when(row_id >= 0)
     def _() -> None:
-        chosen = Chosen.of(scratch[:-1], interpreted)
-        maxima = load_groups(given.maxima, row, number, -jnp.inf, interpreted)
-        sums = load_groups(given.sums, row, number, 0.0, interpreted)
+        chosen = Chosen(*scratch[:-1])
+        maxima = load_groups(given.maxima, row, number, -jnp.inf)
+        sums = load_groups(given.sums, row, number, 0.0)
         mine = RowToDraw(
-            Row(tiling, logits_ref, row * tiling.vocabulary, interpreted),
-            taken.Taken(given.excluded_ids, slot * count, count, chosen, scratch[-1], interpreted),
-            load_at_once(given.largest, row, interpreted),
-            load_at_once(given.inverse, row, interpreted),
+            Row(tiling, logits_ref, row * tiling.vocabulary),
+            ExcludedTokens(given.excluded_ids, slot * count, count, chosen, scratch[-1]),
+            load_at_once(given.largest, row),
+            load_at_once(given.inverse, row),
             cut_logit,
             cut_id,
             seed,
@@ -161,16 +263,16 @@ def _draw_kernel(
 
 
 def _best_group(row: RowToDraw, maxima: jax.Array, sums: jax.Array) -> Best:
-    """The group that is drawn, of the tokens that are kept and not taken."""
+    """The group that is drawn, of the tokens that are kept and not excluded."""
     numbers = compat.vector_iota(maxima.shape[0])
     reached = maxima >= row.cut_logit
     is_cut = row.cut_logit > -jnp.inf
-    again = (reached & is_cut) | row.taken.groups_of(maxima.shape[0])
+    again = (reached & is_cut) | row.excluded.groups_of(maxima.shape[0])
     nothing = jnp.float32(0)
     left = jnp.where(again, nothing, jnp.where(reached, sums, nothing))
     first = best_of(row.scores(maxima, left, numbers), numbers)
     work = functools.partial(_better, row)
-    return Best(*over_groups(row.row, row.taken.chosen, again, work, tuple(first)))
+    return Best(*over_groups(row.row, row.excluded.chosen, again, work, tuple(first)))
 
 
 def _better(row: RowToDraw, turn: Any, groups: jax.Array, best: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -181,9 +283,9 @@ def _better(row: RowToDraw, turn: Any, groups: jax.Array, best: tuple[Any, Any])
         jnp.where(row.keeps(piece.astype(jnp.float32), here), piece, nothing)
         for piece, here in zip(pieces, ids, strict=True)
     ]
-    pieces = row.taken.without(pieces, ids, turn, row.row)
+    pieces = row.excluded.without(pieces, turn, row.row)
     scale = jnp.minimum(row.inverse * LOG2_E, jnp.float32(LARGEST))
-    maxima, (sums,) = maxima_and_sums(pieces, (scale,), row.row.layout, row.row.interpreted)
+    maxima, (sums,) = maxima_and_sums(pieces, (scale,), row.row.layout)
     score, number = best_of(row.scores(maxima.astype(jnp.float32), sums, groups), groups)
     wins = (score > best[0]) | ((score == best[0]) & (number < best[1]))
     return jnp.where(wins, score, best[0]), jnp.where(wins, number, best[1])
@@ -196,11 +298,11 @@ def best_of(scores: jax.Array, numbers: jax.Array) -> Best:
 
 
 def _token_in(row: RowToDraw, group: jax.Array) -> jax.Array:
-    """A token of one group that is kept and not taken."""
+    """A token of one group that is kept and not excluded."""
     x, ids, begin = row.row.group(group)
     nothing = jnp.float32(-jnp.inf)
     x = jnp.where((ids >= group * WIDTH) & row.keeps(x, ids), x, nothing)
-    x = jnp.where(row.taken.in_group(begin), nothing, x)
+    x = jnp.where(row.excluded.in_group(begin), nothing, x)
     largest = jnp.max(x)
     largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
     gap = jnp.minimum((x - largest) * row.inverse, jnp.float32(0))

@@ -1,11 +1,9 @@
 """The read of sampled rows in the Pallas Mosaic GPU kernels: what `xla.groups.read` does.
 
-Pass 1 (`pass1_groups`) reads the logits once, for the groups' maxima and sums. Pass 2
-(`pass2_finish`) selects candidates from the groups, if a row needs any. Drawing is left to XLA: it
+Pass 1 (`groups_kernel`) reads the logits once, for the groups' maxima and sums. Pass 2
+(`finish_kernel`) selects candidates from the groups, if a row needs any. Drawing is left to XLA: it
 works on [R, V / 256] and [R, 256] numbers.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +16,11 @@ from pallas_kernels.backends.groups import (
     as_many_as_needed,
     whole_groups,
 )
-from pallas_kernels.backends.mosaic_gpu import pass1_groups, pass2_finish
-from pallas_kernels.backends.mosaic_gpu.pass1_groups import GroupOutputs
-from pallas_kernels.backends.mosaic_gpu.pass2_finish import Inputs
+from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel
+from pallas_kernels.backends.mosaic_gpu.finish_kernel import Inputs
+from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
+from pallas_kernels.backends.mosaic_gpu.reading import make_targets
 from pallas_kernels.backends.mosaic_gpu.rows import row_sums
-from pallas_kernels.backends.mosaic_gpu.targets import make_targets
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.lowering.blocks import vary_like
@@ -34,7 +32,6 @@ def read(
     needed: jax.Array,
     k: int,
     tiling: Tiling | None = None,
-    interpret: Any = None,
 ) -> Read:
     """`xla.groups.read`, with the kernels.
 
@@ -45,17 +42,17 @@ def read(
     raw, rows = k >= 0, part.logits.shape[0]
     if part.tail.shape[1] < 2:
         tiling = tiling or choose_fixed_tiling(rows, part.logits.shape[1], part.logits.dtype.name)
-        out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, None, interpret)
+        out = groups_kernel.read_groups(tiling, part.logits, inverse, raw)
         groups, raw_sums = of_rows(out, tiling, whole_groups(part) + part.tail.shape[1])
     else:
-        groups, raw_sums = _split_groups(part, inverse, raw, interpret)
+        groups, raw_sums = _split_groups(part, inverse, raw)
 
     def top(count: int) -> Top:
         if part.tail.shape[1] == 2:
-            found = _largest(Rows(part.logits), count, interpret)
+            found = _largest(Rows(part.logits), count)
         else:
             assert tiling is not None
-            found = top_of_groups(part.logits, tiling, out, count, interpret)
+            found = top_of_groups(part.logits, tiling, out, count)
         return vary_like(found, (part, inverse, needed))
 
     return Read(
@@ -75,22 +72,18 @@ def of_rows(out: GroupOutputs, tiling: Tiling, number: int) -> tuple[GroupSums, 
     return GroupSums(of_row(out.maxima).astype(jnp.float32), sums), raw
 
 
-def _split_groups(
-    part: Part, inverse: jax.Array, raw: bool, interpret: Any
-) -> tuple[GroupSums, jax.Array]:
+def _split_groups(part: Part, inverse: jax.Array, raw: bool) -> tuple[GroupSums, jax.Array]:
     """`of_rows` of columns that begin or end inside a group."""
     rows, width = part.tail.shape[0], part.tail.shape[1] * part.tail.shape[2]
     dtype, whole = part.logits.dtype.name, whole_groups(part)
     tail = choose_fixed_tiling(rows, width, dtype)
-    out = pass1_groups.read_groups(
-        tail, part.tail.reshape(rows, width), inverse, raw, None, interpret
-    )
+    out = groups_kernel.read_groups(tail, part.tail.reshape(rows, width), inverse, raw)
     last = of_rows(out, tail, part.tail.shape[1])
     if not whole:
         return last
     tiling = choose_fixed_tiling(rows, whole * part.tail.shape[2], dtype)
     offset = part.offset.reshape(1)
-    out = pass1_groups.read_groups(tiling, part.logits, inverse, raw, offset, interpret)
+    out = groups_kernel.read_groups(tiling, part.logits, inverse, raw, offset)
     both = of_rows(out, tiling, whole), last
     joined: tuple[GroupSums, jax.Array] = jax.tree.map(
         lambda x, y: jnp.concatenate([x, y], axis=1), *both
@@ -98,30 +91,26 @@ def _split_groups(
     return joined
 
 
-def top_of_groups(
-    logits: jax.Array, tiling: Tiling, out: GroupOutputs, k: int, interpret: Any = None
-) -> Top:
+def top_of_groups(logits: jax.Array, tiling: Tiling, out: GroupOutputs, k: int) -> Top:
     """Pass 2."""
     rows = logits.shape[0]
     inputs = Inputs(
         logits.reshape(-1), None, out.partials, out.maxima, make_targets(None, None, None)
     )
-    found = pass2_finish.finish_rows(tiling, Outputs(k), "parts", inputs, rows, rows, interpret)
+    found = finish_kernel.finish_rows(tiling, Outputs(k), "parts", inputs, rows, rows)
     return _top(found.ids.reshape(rows, k), found.values.reshape(rows, k))
 
 
-def candidates(
-    logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int, interpret: Any = None
-) -> Top:
+def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int) -> Top:
     """`read.candidates` of valid rows, by both passes of a call without sampling."""
-    found = _largest(Rows(logits, None, row_ids, num_rows), k, interpret)
+    found = _largest(Rows(logits, None, row_ids, num_rows), k)
     return vary_like(found, (logits, row_ids, num_rows))
 
 
-def _largest(rows: Rows, k: int, interpret: Any) -> Top:
+def _largest(rows: Rows, k: int) -> Top:
     """Both passes of a call without sampling; no logit is larger than infinity."""
     nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
-    found = row_sums(rows, nothing, Outputs(k), interpret=interpret)
+    found = row_sums(rows, nothing, Outputs(k))
     return _top(found.top_ids, found.top_logits)
 
 

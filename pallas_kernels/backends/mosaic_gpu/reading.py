@@ -1,14 +1,78 @@
-"""How pass 1 reads logits: blocks in vectors, the blocks at a row's ends, the given token's."""
+"""How kernels read a row: which one and at which temperature (`Targets`), its blocks in vectors,
+the blocks at its ends, and forbidden tokens (`Mask`).
+"""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import compat, thread
-from pallas_kernels.backends.mosaic_gpu.tiling import RUN, Tiling
+from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
+from pallas_kernels.backends.mosaic_gpu.tiling import RUN, WARPGROUP, Tiling
+from pallas_kernels.contract.changes import WORD
+
+LOG2_E = 1.4426950408889634
+LARGEST = 3.4028234663852886e38  # float32
+
+
+class Targets(NamedTuple):
+    """R target rows: arrays outside a kernel, references to them inside.
+
+    None takes its default in the kernel: XLA would have to fill an array first, in a kernel of its
+    own.
+    """
+
+    row_ids: Any  # [R] int32, a row of logits each; outside [0, N) the target row is skipped
+    num_rows: Any  # [1] int32; target rows from there on are skipped
+    temperatures: Any  # [R] float32, as the caller of `pallas_kernels.topk_logprobs` gave them
+
+    def row(self, target: Any) -> Any:
+        """The row of logits, in a kernel."""
+        return target if self.row_ids is None else self.row_ids[target]
+
+    def wanted(self, target: Any, row: Any, num_logits_rows: int) -> Any:
+        """Whether the target row is not skipped, in a kernel."""
+        inside = (row >= 0) & (row < num_logits_rows)
+        return inside if self.num_rows is None else inside & (target < self.num_rows[0])
+
+    def temperature(self, target: Any, interpreted: bool = False) -> jax.Array | None:
+        """The temperature, in a kernel: NaN if it gives NaN logprobs; None without temperatures."""
+        if self.temperatures is None:
+            return None
+        t = compat.asarray(load_at_once(self.temperatures, target, interpreted))
+        t = jnp.where(t == 0, jnp.float32(1), t)  # 0 means greedy, whose scaled logprobs use 1
+        return compat.asarray(jnp.where((t > 0) & (t < jnp.inf), t, jnp.float32(jnp.nan)))
+
+
+def exponents_scale(temperature: jax.Array | None) -> jax.Array:
+    """The factor of logit differences in exponents of 2, in a kernel; of `Targets.temperature`."""
+    if temperature is None:
+        return compat.asarray(jnp.float32(LOG2_E))
+    # Finite in any case: sums of bad temperatures must not make the row look invalid, nor those of
+    # temperatures below 4e-39, whose reciprocals are infinite.
+    scale = LOG2_E / jnp.where(temperature > 0, temperature, jnp.float32(1))
+    return compat.asarray(jnp.minimum(scale, jnp.float32(LARGEST)))
+
+
+def over_temperature(x: jax.Array, temperature: jax.Array) -> jax.Array:
+    """x / temperature, in a kernel or not; nearly rounded once.
+
+    Compiled for a GPU, a division is `div.full.f32`, wrong by up to 2 units in the last place: more
+    than the contract allows of a large logprob. So the remainder is divided once more.
+    """
+    quotient = x / temperature
+    better = quotient + (x - quotient * temperature) / temperature
+    # NaN where the quotient is infinite, or is NaN itself.
+    return jnp.where(jnp.abs(better) < jnp.inf, better, quotient)
+
+
+def make_targets(
+    row_ids: jax.Array | None, num_rows: jax.Array | None, temperatures: jax.Array | None
+) -> Targets:
+    """The targets of a call of `pallas_kernels.topk_logprobs`, whose arguments were checked."""
+    return Targets(row_ids, None if num_rows is None else num_rows.reshape(1), temperatures)
 
 
 def selected_logit(
@@ -24,7 +88,7 @@ def selected_logit(
 
 
 def read_block(
-    logits_ref: Any, start: Any, tiling: Tiling, vector: int, interpreted: bool
+    logits_ref: Any, start: Any, tiling: Tiling, vector: int, interpreted: bool = False
 ) -> list[jax.Array]:
     """Pieces (`tiling.piece(vector)`) of the block at `start`, which is a multiple of `vector`."""
     return compat.load_block(
@@ -62,9 +126,7 @@ def read_edge(
     return out
 
 
-def read_fixed_block(
-    logits_ref: Any, start: Any, tiling: Tiling, vector: int, interpreted: bool
-) -> list[jax.Array]:
+def read_fixed_block(logits_ref: Any, start: Any, tiling: Tiling, vector: int) -> list[jax.Array]:
     """Pieces (`tiling.piece(RUN)`) of the block of fixed groups at `start`, a multiple of `vector`.
 
     A piece is loaded in vectors of so many logits, RUN of them a thread.
@@ -75,12 +137,11 @@ def read_fixed_block(
         (tiling.groups_per_block, tiling.group_width),
         tiling.piece(RUN)[1],
         tiling.fixed_layout(vector),
-        interpreted,
     )
 
 
 def read_fixed_edge(
-    logits_ref: Any, first: Any, block: int, tiling: Tiling, vector: int, interpreted: bool
+    logits_ref: Any, first: Any, block: int, tiling: Tiling, vector: int
 ) -> list[jax.Array]:
     """`read_fixed_block` of a block that may go beyond the row: -inf there, where nothing is read.
 
@@ -88,14 +149,9 @@ def read_fixed_edge(
     """
     begin = block * tiling.block
     if begin + tiling.block <= tiling.vocabulary:
-        return read_fixed_block(logits_ref, first + begin, tiling, vector, interpreted)
+        return read_fixed_block(logits_ref, first + begin, tiling, vector)
     shape, layout = tiling.piece(RUN), tiling.fixed_layout(vector)
     number = tiling.group_width // shape[1]
-    if interpreted:
-        there = logits_ref[pl.ds(first + begin, tiling.vocabulary - begin)]
-        missing = jnp.full(begin + tiling.block - tiling.vocabulary, -jnp.inf, there.dtype)
-        whole = jnp.concatenate([there, missing]).reshape(shape[0], -1)
-        return jnp.split(whole, number, axis=1)
 
     def body(logits: Any, first: Any) -> Any:
         lanes = shape[1] // RUN
@@ -120,3 +176,61 @@ def read_fixed_edge(
     kind = thread.result(shape, logits_ref.dtype, layout)
     arguments, layouts = (logits_ref, first), (None, "scalar")
     return list(thread.inline(body, arguments, layouts, (kind,) * number))
+
+
+class Mask(NamedTuple):
+    """Forbidden tokens, whose logits are read as -inf: a row's words of a bit a token, in a kernel.
+
+    A thread holds vectors of consecutive logits. Where rows start at vectors, their bits lie in one
+    word, else in two. The words of a row start at a multiple of the words of a row, not of a
+    vector: they are loaded one by one, and the threads of a warp find them in the same few sectors.
+    """
+
+    words_ref: Any  # [R * words] i32
+    start: Any  # where the row's words start
+
+    @classmethod
+    def of_row(cls, words_ref: Any, target: Any, tiling: Tiling) -> "Mask | None":
+        """Those of a target row; None without a mask."""
+        return None if words_ref is None else cls(words_ref, target * words_of(tiling))
+
+
+def words_of(tiling: Tiling) -> int:
+    """The number of words of a row."""
+    return -(-tiling.vocabulary // WORD)
+
+
+def masked(
+    pieces: list[jax.Array], mask: Mask | None, first_id: Any, tiling: Tiling, vector: int
+) -> list[jax.Array]:
+    """The pieces of a block that starts at `first_id`, with -inf where the mask forbids an id."""
+    if mask is None:
+        return pieces
+    shape, layout = pieces[0].shape, tiling.layout(vector)
+
+    def body(words_ref: Any, start: Any, first: Any, *given: Any) -> Any:
+        here = Mask(words_ref, word(start))
+        each = WARPGROUP // tiling.groups_per_block  # threads of a group
+        me = thread.thread()
+        group, column = me >> (each.bit_length() - 1), (me & (each - 1)) * vector
+        begin = word(first) + group * tiling.group_width + column
+        places = range(len(given))
+        bits = [bits_of(here, begin + i * shape[1], vector, tiling) for i in places]
+        return tuple(thread.kept(piece, bits[i]) for i, piece in enumerate(given))
+
+    kinds = tuple(thread.result(shape, piece.dtype, layout) for piece in pieces)
+    arguments = (mask.words_ref, mask.start, first_id, *pieces)
+    layouts = (None, "scalar", "scalar", *[layout] * len(pieces))
+    return list(thread.inline(body, arguments, layouts, kinds))
+
+
+def bits_of(mask: Mask, token: Word, vector: int, tiling: Tiling) -> Word:
+    """The bits of `vector` consecutive ids of a thread, the first one lowest; others above them."""
+    at = token >> 5
+    low = word(thread.load(mask.words_ref, mask.start + at))
+    by = token & (WORD - 1)
+    if tiling.aligned or vector == 1:
+        return low >> by
+    after = thread.smaller(at + 1, words_of(tiling) - 1)
+    high = word(thread.load(mask.words_ref, mask.start + after))
+    return (low >> by) | ((high << 1) << (word(WORD - 1) - by))

@@ -1,33 +1,33 @@
 """`topk_logprobs` in two Pallas Mosaic GPU kernels that read the logits once.
 
-Pass 1 (`pass1_rows`) reads each wanted row once, straight from the logits. Pass 2 (`pass2_finish`)
-combines the results of pass 1's programs, re-reads K of the row's groups and writes the outputs.
-XLA does one thing: it gathers the logits of `extra_token_ids`.
+Pass 1 (`rows_kernel`) reads each wanted row once, straight from the logits. Pass 2
+(`finish_kernel`) combines the results of pass 1's programs, re-reads K of the row's groups and
+writes the outputs. XLA does one thing: it gathers the logits of `extra_token_ids`.
 
 Calls that change logits take `row_sums`: the kernels skip forbidden tokens and those that a bias
 names; XLA puts the latter back and makes the outputs, from a few numbers a row.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends.answers import usable_temperatures, with_biased
-from pallas_kernels.backends.mosaic_gpu import pass1_rows, pass2_finish
-from pallas_kernels.backends.mosaic_gpu.outputs import Mode, RowOutputs, num_selected
-from pallas_kernels.backends.mosaic_gpu.pass1_rows import Extra
-from pallas_kernels.backends.mosaic_gpu.pass2_finish import Inputs
-from pallas_kernels.backends.mosaic_gpu.targets import Targets, make_targets, over_temperature
+from pallas_kernels.backends.mosaic_gpu.finish_kernel import (
+    Inputs,
+    Mode,
+    RowOutputs,
+    finish_rows,
+    num_selected,
+)
+from pallas_kernels.backends.mosaic_gpu.reading import Targets, make_targets, over_temperature
+from pallas_kernels.backends.mosaic_gpu.rows_kernel import Extra, read_rows
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
 from pallas_kernels.lowering.blocks import vary_like
 
 
-def topk_logprobs(
-    rows: Rows, outputs: Outputs, tiling: Tiling | None = None, interpret: Any = None
-) -> TopkLogprobs:
+def topk_logprobs(rows: Rows, outputs: Outputs, tiling: Tiling | None = None) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` of whole, unchanged rows; without token ids, of the choice.
 
     The greedy choice is the top 1 of pass 2, so one read of the logits serves both and no argmax is
@@ -42,16 +42,12 @@ def topk_logprobs(
     most = max(outputs.k, 1) if is_greedy else outputs.k
     tiling = tiling or choose_tiling(rows.num_targets, logits.shape[1], most, logits.dtype.name)
     mode: Mode = "greedy" if is_greedy else "given"
-    out = run(tiling, outputs, mode, logits, rows.num_targets, token_ids, targets, interpret)
+    out = run(tiling, outputs, mode, logits, rows.num_targets, token_ids, targets)
     return answers(out, outputs, logits, targets, rows.extra_ids)
 
 
 def row_sums(
-    rows: Rows,
-    selected: jax.Array,
-    outputs: Outputs,
-    tiling: Tiling | None = None,
-    interpret: Any = None,
+    rows: Rows, selected: jax.Array, outputs: Outputs, tiling: Tiling | None = None
 ) -> RowSums:
     """`xla.rows.row_sums` on a GPU: one vocabulary shard's part of rows, or changed rows."""
     num_targets, k = selected.shape[0], outputs.k
@@ -59,7 +55,7 @@ def row_sums(
     targets = make_targets(rows.row_ids, rows.num_rows, temperatures)
     tiling = tiling or choose_tiling(num_targets, logits.shape[1], k, logits.dtype.name)
     allowed = None if changes is None else of_logits.unbiased(changes, logits.shape[1])
-    out = run(tiling, outputs, "parts", logits, num_targets, selected, targets, interpret, allowed)
+    out = run(tiling, outputs, "parts", logits, num_targets, selected, targets, allowed)
     sums = RowSums(
         maximum=out.statistics[:num_targets],
         sum_exp=out.statistics[num_targets:],
@@ -82,10 +78,9 @@ def run(
     num_targets: int,
     chosen: jax.Array | None,
     targets: Targets,
-    interpret: Any,
     allowed: jax.Array | None = None,
 ) -> RowOutputs:
-    """Run both passes; chosen [R] is what `pass1_rows.read_rows` counts by.
+    """Run both passes; chosen [R] is what `read_rows` counts by.
 
     allowed: [R, words] int32, or None; for "parts" alone.
     """
@@ -93,13 +88,13 @@ def run(
     flat = None if allowed is None else allowed.reshape(-1)
     with_groups = num_selected(wanted.k, mode) > 0
     extra = Extra(wanted.entropy, wanted.inclusive)
-    partials, groups = pass1_rows.read_rows(
-        tiling, logits, num_targets, chosen, targets, with_groups, interpret, extra, flat
+    partials, groups = read_rows(
+        tiling, logits, num_targets, chosen, targets, with_groups, extra, flat
     )
     token_ids = chosen if mode == "given" else None
     inputs = Inputs(logits.reshape(-1), token_ids, partials, groups, targets, flat)
     rows = logits.shape[0]
-    out = pass2_finish.finish_rows(tiling, wanted, mode, inputs, rows, num_targets, interpret)
+    out = finish_rows(tiling, wanted, mode, inputs, rows, num_targets)
     return vary_like(out, (logits, chosen, targets, allowed))
 
 

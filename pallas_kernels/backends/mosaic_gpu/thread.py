@@ -7,9 +7,11 @@ a 32-bit integer, a float or a truth value of each thread.
 """
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mosaic_gpu
+import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir.dialects import gpu as mlir_gpu
 from jax._src.lib.mlir.dialects import llvm as mlir_llvm
@@ -21,6 +23,7 @@ from jax.extend.mlir.dialects import memref as mlir_memref
 from jax.extend.mlir.dialects import scf as mlir_scf
 
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.tiling import WARPGROUP
 
 # Untyped: what their stubs say does not hold for what jax makes of them.
 mgpu: Any = mosaic_gpu
@@ -377,3 +380,59 @@ def place(ref: Any, index: Any, element: Any) -> Any:
 
 def _assembled(text: str, constraints: str, operands: Sequence[Any]) -> Word:
     return Word(llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True))
+
+
+def load_at_once(ref: Any, index: Any, interpreted: bool = False) -> Any:
+    """A number of 32 bits in global memory, loaded where the kernel says.
+
+    Other loads the compilers move to where their results are used, behind a branch that waits for
+    another load: then one latency follows the other. A relaxed load of the memory model stays.
+    """
+    if interpreted:
+        return ref[index]
+    dtype = jnp.dtype(ref.dtype)
+    integer = dtype == jnp.int32
+
+    def body(here: Any, at: Any) -> Any:
+        kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
+        address = place(here, word(at), kind)
+        text = "ld.relaxed.gpu.global.b32 $0, [$1];"
+        found = llvm.inline_asm(kind, [address], text, f"={letter},l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True if integer else None)
+
+    kind = result((), dtype, GPU.Layout.WG_SPLAT)
+    return inline(body, (ref, index), (None, "scalar"), kind)
+
+
+def load_run_at_once(ref: Any, start: Any, size: int, layout: Any) -> Any:
+    """`load_at_once` of a vector in a `compat.run_layout` whose threads load whole words."""
+    dtype = jnp.dtype(ref.dtype)
+    run = size // WARPGROUP
+    vector = gcd(run, 16 // dtype.itemsize)
+    number = vector * dtype.itemsize // 4  # of words
+    letters = ", ".join(f"${i}" for i in range(number))
+    form = {1: "b32 $0", 2: f"v2.b32 {{{letters}}}", 4: f"v4.b32 {{{letters}}}"}[number]
+
+    def body(here: Any, at: Any) -> Any:
+        element = ir.MemRefType(here.type).element_type
+        first = word(at) + thread() * run
+        loaded = []
+        for i in range(0, run, vector):
+            address = place(here, first + i, element)
+            kinds = [i32()] * number
+            whole = i32() if number == 1 else llvm.StructType.get_literal(kinds)
+            text = f"ld.relaxed.gpu.global.{form}, [${number}];"
+            constraints = ",".join(["=r"] * number) + ",l"
+            found = llvm.inline_asm(whole, [address], text, constraints, has_side_effects=True)
+            if number > 1:
+                several = llvm.mlir_undef(ir.VectorType.get((number,), i32()))
+                for j in range(number):
+                    one = llvm.extractvalue(i32(), found, [j])
+                    several = llvm.insertelement(several, one, word(j).value)
+                found = several
+            loaded.append(llvm.bitcast(ir.VectorType.get((vector,), element), found))
+        tiled = layout.to_mgpu()
+        registers = np.array(loaded, dtype=object).reshape(tiled.registers_shape((size,)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))

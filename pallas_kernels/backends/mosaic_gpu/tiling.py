@@ -126,18 +126,6 @@ class Tiling:
         start = jnp.clip(begin, 0, self.vocabulary - self.block)
         return start, begin, begin + self.block
 
-    def group_ids(self, group: Any, skew: Any) -> tuple[Any, Any, Any]:
-        """The first id that a group reads, and the first and the last + 1 that may be its own.
-
-        At a row's edges a group also reads ids of the groups beside it.
-        """
-        if self.fixed:
-            begin = group * self.group_width
-            start = jnp.minimum(begin, self.vocabulary - self.group_width)
-            return start, begin, begin + self.group_width
-        start, begin, end = self.block_ids(group // self.groups_per_block, skew)
-        return start + group % self.groups_per_block * self.group_width, begin, end
-
     def layout(self, vector: int) -> Any:
         """Registers of a piece: a quarter of its groups a warp, a vector a lane."""
         groups, width = self.piece(vector)

@@ -5,7 +5,7 @@ float32 and relative to the group's own maximum, so no other group is needed for
 nor the order of addition depend on the rows beside it, on V, K, dtype, or on how rows are split
 over devices: lane l of 32 is ((t0 + t1) + (t2 + t3)) + ((t4 + t5) + (t6 + t7)) of the terms
 ti = t[32 i + l]; four lanes l, l + 8, l + 16, l + 24 are added in pairs, then the eight that are
-left, in pairs. The kernels (`mosaic_gpu/pass1_groups.py`, `mosaic_tpu/groups.py`) have orders of
+left, in pairs. The kernels (`mosaic_gpu/groups_kernel.py`, `mosaic_tpu/groups.py`) have orders of
 their own, fixed too.
 """
 

@@ -92,7 +92,7 @@ def test_every_shape_is_measured_once(tmp_path):
 def test_one_of_each_part_and_a_piece_that_raises(tmp_path, monkeypatch, capsys):
     """What `.ci/run` rehearses: no part without a piece, and one fault makes the status 1."""
     book = journal(tmp_path / "gpu.json")
-    small = gpu_contenders.rehearsal(interpret=True)
+    small = gpu_contenders.rehearsal()
     assert all(any(pieces.pieces_of(part, small, book)) for part in pieces.PARTS)
     done = []
 
@@ -105,11 +105,12 @@ def test_one_of_each_part_and_a_piece_that_raises(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(gpu_check, "pieces_of", of)
     given = ["--rehearse", "--one-of-each", "--afresh", "--results", str(tmp_path)]
+    options = gpu_check.parser().parse_args(given)
     fault = None
-    assert gpu_check.main(given) == 0
+    assert gpu_check.check(options, small) == 0
     assert done == list(pieces.PARTS)
     fault = "shapes"
-    assert gpu_check.main(given) == 1
+    assert gpu_check.check(options, small) == 1
     assert "FAILED shapes: AssertionError: another answer" in capsys.readouterr().out
 
 

@@ -9,16 +9,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
-from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.types import Outputs
 from pallas_kernels.lowering import obstacles
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.testing import oracle
-from tests.support import kernel_calls, quick_compile
+from tests.support import quick_compile
 from tests.support.collectives import collectives
-from tests.support.interpreted_kernels import run_without_races
 from tests.support.shards import P, mesh_of, on_shards, padded
 
 # Two, three and eight shards of one vocabulary; the rest is `.ci/heavy slow`.
@@ -266,30 +261,3 @@ def test_what_travels_is_compact(shards):
             "all-reduce": 4 * rows * (1 + extra),
             "all-gather": 4 * shards * rows * (3 + 2 * k),
         }
-
-
-@pytest.mark.parametrize("k", [3, 0])
-def test_the_gpu_kernels_parts_are_those_of_xla(k):
-    """Interpreted on a CPU, as one shard would run them."""
-    tiling = Tiling(4352, "bfloat16", 128, 1, 2)
-    x = jnp.asarray(edge_rows(4352, "bfloat16"))
-    row_ids = jnp.array([1, 0, 2, 3, -1, 6, 5, 8, 0], jnp.int32)
-    selected = jnp.array([0.0, 1.5, -3.0, 0, 0, 0, -jnp.inf, 9.0, 30.0], jnp.float32)
-    rest = (jnp.int32(8), jnp.full(9, 0.7, jnp.float32))
-
-    def call(x, selected, row_ids, *rest, interpret):
-        return kernel_calls.row_sums(
-            run, x, selected, Outputs(k), row_ids, *rest, tiling=tiling, interpret=interpret
-        )
-
-    got = run_without_races(call, x, selected, row_ids, *rest)
-    expected = kernel_calls.row_sums(xla, x, selected, Outputs(k), row_ids, *rest)
-    done = np.array([0, 1, 2, 6, 7])  # neither skipped nor with a NaN
-    for name in ("maximum", "num_larger", "top_logits"):
-        np.testing.assert_array_equal(getattr(got, name)[done], getattr(expected, name)[done])
-    np.testing.assert_allclose(got.sum_exp[done], expected.sum_exp[done], rtol=1e-6)
-    assert np.isnan(np.asarray(got.sum_exp)[[3, 5]]).all()
-    finite = np.asarray(expected.top_logits)[done] > -np.inf
-    np.testing.assert_array_equal(
-        np.asarray(got.top_ids)[done][finite], np.asarray(expected.top_ids)[done][finite]
-    )

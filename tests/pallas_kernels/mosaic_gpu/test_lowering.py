@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.backends.mosaic_gpu import compat, select
+from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.types import Outputs
 from pallas_kernels.lowering import obstacles
 from pallas_kernels.testing import oracle, shapes
 from tests.support import kernel_calls, quick_compile
+from tests.support.changed_logits import ALL
 
 SHARED_MEMORY = 227 * 1024  # per program, H100
 SORTS = ("stablehlo.sort", "chlo.top_k")
@@ -73,17 +75,9 @@ def test_tilings(vocabulary):
         loaded = math.prod(tiling.piece(tiling.vector))
         assert tiling.block % loaded == 0
         assert loaded == 128 * tiling.vector
-        for group in (0, tiling.groups_per_block, tiling.num_groups - 1):
-            start, begin, end = tiling.group_ids(np.int32(group), skew)
-            block = tiling.block_ids(group // tiling.groups_per_block, skew)
-            offset = group % tiling.groups_per_block * tiling.group_width
-            assert (start, begin, end) == (block[0] + offset, *block[1:])
-            assert 0 <= start <= vocabulary - tiling.group_width
-            if tiling.aligned:
-                assert start % tiling.vector == 0
-        held = select.scratch_types(tiling, max(k, 1))
+        held = finish_kernel.scratch_types(tiling, max(k, 1))
         assert sum(4 * math.prod(x.shape) for x in held) < SHARED_MEMORY
-        assert select.capacity(max(k, 1)) >= max(k, 1)
+        assert finish_kernel.capacity(max(k, 1)) >= max(k, 1)
 
 
 LOWERED = [
@@ -190,7 +184,7 @@ def test_a_missing_gpu_is_named_before_the_shape():
 
 def test_lowering_can_fail(monkeypatch):
     """Negative control: room for more candidates than shared memory holds does not lower."""
-    monkeypatch.setattr(select, "capacity", lambda k: 1 << 15)
+    monkeypatch.setattr(finish_kernel, "capacity", lambda k: 1 << 15)
     given = inputs(4, 131_072, "float32")
 
     def separate(logits, token_ids, *rest):
@@ -294,3 +288,24 @@ def test_fused_path_of_xla():
         x, [1, 2, 0, 1], 2, temperatures=[0.5, 1, 1, 1], extra_token_ids=[[3], [1], [0], [9]]
     )
     oracle.assert_matches(out, expected)
+
+
+@pytest.mark.parametrize("k", [3, 0])
+def test_plain_calls_take_the_plain_kernels(k):
+    """What is not asked for leaves no argument, result or operation behind."""
+
+    def kernels(wanted, changes):
+        def call(x, ids):
+            extra = jnp.zeros((4, 0), jnp.int32)
+            return kernel_calls.topk_logprobs(run, x, ids, wanted, None, None, None, extra, changes)
+
+        arrays = jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4,), "int32")
+        text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        return [line for line in text.split("\n") if "custom_call @mosaic_gpu" in line]
+
+    plain = kernels(Outputs(k), None)
+    assert len(plain) == 2
+    first, second = kernels(Outputs(k, **ALL), None)
+    assert (first, second) != tuple(plain)
+    assert kernels(Outputs(k, log_sum_exp=True), None)[0] == plain[0]
+    assert len(kernels(Outputs(k), Changes(jnp.zeros((4, 128), jnp.int32)))) == 2

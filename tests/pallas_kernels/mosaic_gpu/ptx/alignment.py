@@ -12,14 +12,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends.mosaic_gpu import h100
+from pallas_kernels.testing import compile_target
 
 ARGUMENT = 16  # bytes: arguments of a program, which another library may have allocated
 BETWEEN = 256  # bytes: what lies between kernels, and results
 PROMISE = re.compile(r"align (\d+) dereferenceable")
 
 
-def promised(device: h100.H100) -> set[int]:
+def promised(device: compile_target.CompileTarget) -> set[int]:
     """All alignments that kernels of a program with arguments, results and more rely on."""
 
     def program(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -34,7 +34,7 @@ def promised(device: h100.H100) -> set[int]:
     return {int(found) for text in texts for found in PROMISE.findall(text)}
 
 
-def report(device: h100.H100) -> int:
+def report(device: compile_target.CompileTarget) -> int:
     """Print what is promised; 1 if it is not what the machine of the tests takes for granted."""
     found = promised(device)
     print(f"XLA aligns buffers to {sorted(found)} bytes")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import pass1_rows, pass2_finish
+from pallas_kernels.backends.mosaic_gpu import finish_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
 from pallas_kernels.contract.types import Outputs, Rows
@@ -35,7 +35,7 @@ class Case:
     rows: int  # target rows
     call: Callable[[], Any]
     check: Callable[[Any], None]
-    modules: tuple[ModuleType, ...] = (pass1_rows, pass2_finish)  # which make its kernels
+    modules: tuple[ModuleType, ...] = (rows_kernel, finish_kernel)  # which make its kernels
 
 
 def edge_rows(tiling: Tiling) -> np.ndarray:
@@ -130,6 +130,31 @@ def separate(
         lambda: kernel_calls.topk_logprobs(
             run, *inputs, Outputs(k, **results), **arrays, tiling=tiling
         ),
+        lambda actual: oracle.assert_matches(actual, expected),
+    )
+
+
+def crowded(name: str, tiling: Tiling, k: int) -> Case:
+    """More logits at the top than there is room for: by keys, by ids, in few groups, at the end.
+
+    The cut is raised by halving, first the keys, then the ids among equal ones.
+    """
+    vocabulary = tiling.vocabulary
+    ids = np.arange(vocabulary)
+    coarse = np.round(np.random.default_rng(0).normal(size=vocabulary) * 2) / 2
+    cluster = np.where((ids >= 1000) & (ids < 1600), 5 + ids / vocabulary, coarse)
+    late = np.where(ids >= vocabulary - 700, 3.0, -INF)
+    rows = np.stack([np.zeros(vocabulary), coarse, cluster, late])
+    x = rows.astype(jnp.dtype(tiling.dtype))
+    token_ids = np.array([7, 0, 1100, vocabulary - 1], np.int32)
+    expected = oracle.topk_logprobs(x, token_ids, k)
+    given = Rows(jnp.asarray(x), jnp.asarray(token_ids))
+    return Case(
+        name,
+        tiling,
+        k,
+        len(x),
+        lambda: run.topk_logprobs(given, Outputs(k), tiling),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
@@ -286,6 +311,9 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: separate("K = 129, more than groups", Tiling(8448, f16, 128, 1, 1), 129, rows=few),
         lambda: separate("K = 300, odd", chosen(64, 50_257, 300, f32), 300, rows=few),
         lambda: separate("K = 512", chosen(64, 131_072, 512, bf16), 512, rows=few),
+        lambda: crowded("crowded", Tiling(8450, bf16, 128, 1, 1), 5),
+        lambda: crowded("crowded, more than groups", Tiling(2048, f32, 128, 1, 1), 129),
+        lambda: crowded("crowded, K = 300", Tiling(4352, f16, 128, 1, 1), 300),
         lambda: fused("fused, K = 0", Tiling(4352, bf16, 128, 1, 1), 0),
         lambda: fused("fused", Tiling(8448, f32, 256, 2, 1), 5),
         lambda: fused("fused, odd", Tiling(12_301, f16, 256, 1, 2), 20),

@@ -1,20 +1,32 @@
 """What follows the read of sampled rows, to be executed as PTX: draws, candidates, token ranks."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import count_larger, draw, groups
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.numbers.gumbel import gumbel
+from pallas_kernels.numbers.threefry import word as threefry_word
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.row_read import emitted_logprobs
+from pallas_kernels.sampling.types import CompactQ, Drafts
+from pallas_kernels.sampling.verification import verify
 from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
-from tests.support import drawn_tokens
+from tests.support import drawn_tokens, quick_compile
 from tests.support.drawn_tokens import PURPOSES, Slot
 
-INVERSE = np.array([1, 0.5, 1.7], np.float32)
+INVERSE = np.array([1, 0.5, 1.7, 1, 1], np.float32)
+TIED = 772_913, 7  # a seed and a position that give the groups 1 and 4 the same noise
+LAST = 196, 3  # whose draw from the fifth row is of the last group, where that is cut off
 
 
 def logits_of(tiling: Tiling) -> np.ndarray:
@@ -22,6 +34,14 @@ def logits_of(tiling: Tiling) -> np.ndarray:
     rng = np.random.default_rng(tiling.vocabulary)
     x: np.ndarray = (rng.normal(size=(3, tiling.vocabulary)) * 3).astype(jnp.dtype(tiling.dtype))
     return x
+
+
+def few_tokens(x: np.ndarray) -> np.ndarray:
+    """x and two rows more: two equal groups, each without its last token; the last tokens alone."""
+    few = np.full_like(x[:2], -np.inf)
+    few[0, 256:511] = few[0, 1024:1279] = 0
+    few[1, -256:] = 0
+    return np.concatenate([x, few])
 
 
 def slots_of(x: np.ndarray, most: int) -> list[Slot]:
@@ -43,16 +63,22 @@ def slots_of(x: np.ndarray, most: int) -> list[Slot]:
 
 def draws(name: str, tiling: Tiling, most: int) -> Case:
     """Draws with what a slot may have; against float64."""
-    x = logits_of(tiling)
-    slots = slots_of(x, most)
+    x = few_tokens(logits_of(tiling))
+    decided = [*slots_of(x, most), Slot(4, *LAST)]
+    # Two groups with equal scores, of which either is summed again.
+    slots = [*decided, Slot(3, *TIED, (511,)), Slot(3, *TIED, (1279,))]
     given = drawn_tokens.rows_to_draw(x, slots, INVERSE)
     given = draw.RowsToDraw(*map(jnp.asarray, given))
+    seed, position = jnp.uint32(TIED[0]), jnp.int32(TIED[1])
+    noise = gumbel(threefry_word(seed, PURPOSES[0], position, jnp.array([1, 4])))
+    assert noise[0] == noise[1]
 
     def call() -> Any:
         return draw.draw(jnp.asarray(x), given, PURPOSES)
 
     def check(found: Any) -> None:
-        drawn_tokens.check(found, x, slots, INVERSE)
+        drawn_tokens.check(found, x, decided, INVERSE)
+        assert (found.token_ids[-2:] // 256).tolist() == [1, 1]  # the lower of equal groups
 
     return Case(name, tiling, 0, len(slots), call, check, (draw,))
 
@@ -98,6 +124,63 @@ def candidates(name: str, tiling: Tiling, k: int) -> Case:
     return Case(name, tiling, k, len(rows), call, check)
 
 
+def verification(name: str) -> Case:
+    """`verify` that draws and ranks by the kernels, in a jitted program, beside XLA's.
+
+    Slots of all kinds: greedy, plain, cut widely and narrowly; drafts mostly rejected.
+    """
+    num_requests, positions, vocabulary, number = 8, 3, 4099, 4
+    rng = np.random.default_rng(0)
+    logits = (rng.normal(size=(num_requests, positions, vocabulary)) * 2).astype(np.float32)
+    shape = num_requests, positions - 1, number
+    ids = rng.integers(0, vocabulary, shape).astype(np.int32)
+    ids[:, :, 0] = logits[:, :-1].argmax(axis=-1)
+    tokens = ids[:, :, 1].copy()
+    tokens[0] = ids[0, :, 0]  # which the greedy request accepts
+    q = CompactQ(jnp.asarray(ids), jnp.full(shape, np.log(1 / number), jnp.float32))
+    drafts = Drafts(jnp.asarray(tokens), jnp.asarray([2, 2, 2, 0, 1, 2, 2, 2], jnp.int32), q)
+    sampling = Sampling(
+        temperature=jnp.asarray([0, 1, 0.7, 1, 1, 1, 1.5, 1], jnp.float32),
+        top_k=jnp.asarray([0, 0, 0, 0, 900, 5, 0, 0], jnp.int32),
+        top_p=jnp.asarray([1, 1, 1, 1, 1, 1, 0.9, 1], jnp.float32),
+        min_p=jnp.asarray([0, 0, 0, 0, 0, 0, 0, 0.02], jnp.float32),
+        seed=jnp.arange(num_requests, dtype=jnp.uint32),
+    )
+    arrays = jnp.asarray(logits), drafts, sampling, jnp.arange(num_requests, dtype=jnp.int32)
+
+    def verified() -> Any:
+        def program(*arguments: Any) -> Any:
+            found = verify(*arguments, k=2)
+            logprobs = emitted_logprobs(arguments[0], found.token_ids, found.read)
+            return found.token_ids, found.num_tokens, logprobs.token_ranks
+
+        return jax.jit(program, compiler_options=quick_compile.OPTIONS)(*arrays)
+
+    expected = verified()
+    kernels, used = SimpleNamespace(draw=draw.draw, count_larger=count_larger.count_larger), []
+
+    def chosen(job: str, by_kernels: Any, by_xla: Any, *given: Any, **options: Any) -> Any:
+        if options.get("backends") != ("mosaic_gpu",):
+            return by_xla(*given)
+        used.append(job)
+        return by_kernels(kernels, *given)
+
+    def call() -> Any:
+        used.clear()
+        with mock.patch.object(read, "kernels_or_xla", chosen):
+            return verified()
+
+    def check(found: Any) -> None:
+        assert used == ["draw", "count_larger"]
+        for mine, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, other)
+        assert (np.asarray(found[2]) > 3).any()  # a rank that the top K do not tell
+        assert len(set(np.asarray(found[1]).tolist())) > 1
+
+    tiling = fixed(vocabulary, "float32")
+    return Case(name, tiling, 2, num_requests * positions, call, check, (draw, count_larger))
+
+
 def draw_mutant_case() -> Case:
     """A quick case for spoiled kernels."""
     return draws("draw", fixed(4868, "bfloat16"), 3)
@@ -115,4 +198,5 @@ def draw_cases() -> list[Callable[[], Case]]:
         lambda: ranks("ranks", fixed(8448, bf16)),
         lambda: ranks("ranks, odd", fixed(4867, f32)),
         lambda: ranks("ranks, whole blocks", fixed(8192, f16)),
+        lambda: verification("draw, ranks: verification"),
     ]

@@ -3,7 +3,8 @@
 Only `GPU.kernel` is replaced, where `pallas_kernels` uses it: each kernel, with the shapes of the
 call, is compiled by Mosaic GPU on this machine, and its PTX is run on the arrays. Everything
 between kernels is the project's own code and JAX's on a CPU. A kernel is compiled alone; that a
-whole program has the same is checked by `others_in_program`.
+whole program has the same is checked by `others_in_program`. In a jitted program the kernels run in
+callbacks, where every byte of an input counts as written.
 """
 
 import contextlib
@@ -14,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import compat, h100, pass1_rows, pass2_finish
+from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.contract.types import Outputs
+from pallas_kernels.testing import compile_target
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment
 from tests.ptx_machine import host, machine, threads
 from tests.ptx_machine.memory import Buffer
@@ -74,6 +76,8 @@ class Stand:
     def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., list[Any]]:
         def call(*args: Any) -> list[Any]:
             compiled = self.compile(body, options, args)
+            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+                return self._in_program(compiled, options["out_type"], jax.tree.leaves(args))
             inputs = [np.asarray(x) for x in jax.tree.leaves(args)]
             known = [self.defined.get(id(x), (None, None))[1] for x in jax.tree.leaves(args)]
             outputs, counts = execute(compiled, inputs, known, options["out_type"], self.schedule)
@@ -87,9 +91,19 @@ class Stand:
 
         return call
 
+    def _in_program(self, compiled: Compiled, out_types: Any, leaves: list[Any]) -> list[Any]:
+        def run(*given: Any) -> list[np.ndarray]:
+            inputs = [np.asarray(x) for x in given]
+            outputs, _ = execute(compiled, inputs, [None] * len(inputs), out_types, self.schedule)
+            return [out.array for out in outputs]
+
+        return list(jax.pure_callback(run, list(out_types), *leaves))
+
 
 @contextlib.contextmanager
-def executed(stand: Stand, modules: tuple[Any, ...] = (pass1_rows, pass2_finish)) -> Iterator[None]:
+def executed(
+    stand: Stand, modules: tuple[Any, ...] = (rows_kernel, finish_kernel)
+) -> Iterator[None]:
     """Run the kernels that these modules make as PTX, within the context."""
     before = [module.GPU for module in modules]
     for module in modules:
@@ -105,7 +119,7 @@ class Compiler:
     """Compiles each kernel once."""
 
     def __init__(self, chip: str = "H100") -> None:
-        self.device = h100.find(chip)
+        self.device = compile_target.find(chip)
         self.known: dict[Any, Compiled] = {}
 
     def __call__(self, body: Any, options: dict[str, Any], args: Any) -> Compiled:
@@ -126,7 +140,7 @@ class Compiler:
         return self.known[key]
 
     def kernels(self, function: Any, *args: Any) -> dict[str, Compiled]:
-        """The new kernels in a function's program, by name; args are `h100.array`s."""
+        """The new kernels in a function's program, by name; args are `CompileTarget.array`s."""
         self.device.compile(jax.jit(function).lower(*args))
         out = {}
         for path in sorted(self.device.dump.glob("*.ptx")):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.groups import RowsToDraw
-from pallas_kernels.backends.mosaic_gpu import draw, pass1_groups
+from pallas_kernels.backends.mosaic_gpu import draw, groups_kernel
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.sampling import row_draws
 from pallas_kernels.sampling.parameters import Sampling, Truncation
@@ -41,9 +41,9 @@ def main() -> None:
     x = jnp.asarray((rng.normal(size=(ROWS, VOCABULARY)) * 2).astype(np.float32))
     stand = kernels.Stand(schedule(options.errors), compiler)
     ones = jnp.ones(ROWS, jnp.float32)
-    with kernels.executed(stand, (pass1_groups,)):
+    with kernels.executed(stand, (groups_kernel,)):
         tiling = fixed(VOCABULARY, "float32")
-        out = pass1_groups.read_groups(tiling, x, ones, False)
+        out = groups_kernel.read_groups(tiling, x, ones, False)
     groups, _ = sampled.of_rows(out, tiling, VOCABULARY // 256)
     begin, done, differ = time.monotonic(), 0, 0
     while done < options.draws:

@@ -71,6 +71,11 @@ def with_options(
 BIAS = ("bias_token_ids", "bias")
 
 
+def option_mutant_case() -> Case:
+    """A quick case for spoiled kernels: a mask whose words begin between vectors."""
+    return with_options("masks", Tiling(8195, "bfloat16", 128, 1, 1), 3, ("allowed",), rows=3)
+
+
 def option_cases() -> list[Callable[[], Case]]:
     """Functions that make the cases, one by one."""
     bf16, f16, f32 = "bfloat16", "float16", "float32"

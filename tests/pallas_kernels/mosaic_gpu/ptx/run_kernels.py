@@ -1,11 +1,13 @@
 """Every path of the GPU kernels, executed from its PTX: `.ci/heavy ptx`.
 
+    --of LANE ... the cases of these kernels: rows, groups, draw
     --only WORD   the cases whose names have it
-    --mutants N   spoil N instructions of three calls' kernels too, one at a time (default 300)
+    --mutants N   spoil N instructions of four calls' kernels too, one at a time (default 300)
     --seed N      which ones
     --chip B200   what the kernels are compiled for
+    --on-gpu      run the cases on this machine's GPU, once each, and nothing else
 
-Needs the `aot` extra. Exits with 1 where anything is wrong.
+Needs the `aot` extra, unless they run on a GPU. Exits with 1 where anything is wrong.
 """
 
 import argparse
@@ -21,11 +23,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pallas_kernels.backends.mosaic_gpu import h100
+from pallas_kernels.testing import compile_target
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment, kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases, mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.draw_cases import draw_cases, draw_mutant_case
-from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases
+from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases, option_mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import (
     sampled_cases,
     sampled_mutant_case,
@@ -63,6 +65,12 @@ INEXACT = (
     kernels.Schedule("errors up", together, hardware=hardware(0, 0xFF, "up")),
     kernels.Schedule("errors random", together, hardware=hardware(0, 0xFF, "random")),
 )
+LANES = {
+    "rows": (all_cases, option_cases),
+    "groups": (sampled_cases,),
+    "draw": (draw_cases,),
+}
+MUTANTS = mutant_case, option_mutant_case, sampled_mutant_case, draw_mutant_case
 
 
 @dataclass(frozen=True)
@@ -103,25 +111,43 @@ def judge(case: Case, compiler: kernels.Compiler) -> Outcome:
 def main(arguments: list[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--of", nargs="+", choices=tuple(LANES), default=tuple(LANES))
     parser.add_argument("--only", default="", help="the cases whose names have this")
     parser.add_argument("--mutants", type=int, default=300, help="how many are tried")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
-    parser.add_argument("--chip", choices=tuple(h100.CHIPS), default="H100")
+    parser.add_argument("--chip", choices=tuple(compile_target.CHIPS), default="H100")
+    parser.add_argument("--on-gpu", action="store_true", help="on a GPU, not as executed PTX")
     options = parser.parse_args(arguments)
+    cases = [case for lane in options.of for make in LANES[lane] for case in make()]
+    if options.on_gpu:
+        return run_all(cases, options.only)
     gc.freeze()  # jax has made many objects, and they stay
     compiler, console = kernels.Compiler(options.chip), Console(width=130)
-    cases = [*all_cases(), *option_cases(), *sampled_cases(), *draw_cases()]
     wrong = alignment.report(compiler.device)
     wrong += execute_all(cases, options.only, compiler, console)
     other = kernels.others_in_program(compiler)
     print(f"kernels that are others in a whole program than alone: {other or 'none'}")
     wrong += len(other)
     if options.mutants and not wrong:
-        each = options.mutants // 3
-        for case in (mutant_case(), sampled_mutant_case(), draw_mutant_case()):
+        each = options.mutants // len(MUTANTS)
+        for case in (make() for make in MUTANTS):
             missed = mutants.report(case, compiler, EXACT[0], each, options.seed, console)
             wrong += len(missed)
     return min(wrong, 1)
+
+
+def run_all(makers: Sequence[Callable[[], Case]], only: str) -> int:
+    """Run the cases whose names have `only` on the device; 1 if one is wrong, or none is there."""
+    results = []
+    for case in (make() for make in makers):
+        if only in case.name:
+            try:
+                case.check(case.call())
+                results.append("ok")
+            except AssertionError as error:
+                results.append(f"WRONG: {error}")
+            print(f"{case.name}: {results[-1]}", flush=True)
+    return int(not results or any(result != "ok" for result in results))
 
 
 def execute_all(

@@ -6,14 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.groups import WIDTH, inverse_temperature
+from pallas_kernels.backends.groups import WIDTH, Part, inverse_temperature
+from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
-from pallas_kernels.backends.mosaic_gpu import pass1_groups, pass2_finish
 from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.xla import groups as xla
 from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, edge_rows
 
-MODULES = (pass1_groups, pass2_finish)
+MODULES = (groups_kernel, finish_kernel)
 # Rounding: exponentials of 2**-22, the scale and its product with a difference, 8 additions; with
 # the largest errors that the PTX ISA allows. A difference of d is exp(-d) of the sum.
 ERROR = 2e-6
@@ -69,7 +70,7 @@ def read(name: str, tiling: Tiling, k: int, raw: bool = False, rows: int | None 
     number = in_groups(x).shape[1]
 
     def call() -> Any:
-        out = pass1_groups.read_groups(tiling, logits, inverse, raw)
+        out = groups_kernel.read_groups(tiling, logits, inverse, raw)
         groups, raw_sums = sampled.of_rows(out, tiling, number)
         raw_sums = raw_sums if raw else None
         top = sampled.top_of_groups(logits, tiling, out, k) if k else None
@@ -109,7 +110,7 @@ def same_bits(name: str) -> Case:
     width = tokens.shape[1]
 
     def sums(x: Any, tiling: Tiling, order: Any, offset: Any = None) -> Any:
-        out = pass1_groups.read_groups(tiling, jnp.asarray(x), inverse[order], True, offset)
+        out = groups_kernel.read_groups(tiling, jnp.asarray(x), inverse[order], True, offset)
         number = -(-tiling.vocabulary // WIDTH)
         groups, raw = sampled.of_rows(out, tiling, number)
         return groups.maxima, groups.sums, raw
@@ -146,7 +147,34 @@ def same_bits(name: str) -> Case:
                 np.testing.assert_array_equal(mine, b[:, :number])
         check_sums(_pair(found[0]), found[0][2], tokens, np.asarray([1, 0.7, 0.7], np.float32))
 
-    return Case(name, fixed(width, "bfloat16"), 0, 3, call, check, (pass1_groups,))
+    return Case(name, fixed(width, "bfloat16"), 0, 3, call, check, (groups_kernel,))
+
+
+def split_columns(name: str) -> Case:
+    """A shard whose first group begins at column 48, and whose tail has two groups; beside XLA's.
+
+    The candidates are the columns', which the groups do not hold: a read of their own.
+    """
+    x = edge_rows(Tiling(4400, "float32", WIDTH, 1, 1))[:3]
+    tail = np.stack([x[:, :512] * 0.5, x[:, 600:1112]], axis=1)[:, :, :WIDTH]
+    part = Part(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
+    rest = jnp.asarray([1, 2, 0.5], jnp.float32), jnp.asarray([0, 10, 0], jnp.int32)
+    expected = xla.read(part, *rest, -1)
+
+    def call() -> Any:
+        return sampled.read(part, *rest, -1)
+
+    def check(found: Any) -> None:
+        np.testing.assert_array_equal(found.groups.maxima, expected.groups.maxima)
+        np.testing.assert_allclose(found.groups.sums, expected.groups.sums, rtol=3e-6)
+        valid = [row for row in range(len(x)) if oracle.is_valid(x[row])]
+        for name in ("top_ids", "top_logits"):
+            mine, other = (np.asarray(getattr(read, name))[valid] for read in (found, expected))
+            np.testing.assert_array_equal(mine, other)
+        assert (np.asarray(found.top_ids)[valid] >= 0).any()
+
+    modules = groups_kernel, rows_kernel, finish_kernel
+    return Case(name, fixed(4400, "float32"), 64, len(x), call, check, modules)
 
 
 def _pair(found: Any) -> Any:
@@ -175,4 +203,5 @@ def sampled_cases() -> list[Callable[[], Case]]:
         lambda: read("sampled, even", fixed(8450, f16), 2, rows=few),
         lambda: read("sampled, more than groups", fixed(4360, bf16, 1, 1), 64, rows=few),
         lambda: same_bits("sampled, same bits"),
+        lambda: split_columns("sampled, split columns"),
     ]

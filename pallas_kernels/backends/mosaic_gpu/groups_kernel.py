@@ -17,10 +17,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.early import load_at_once
-from pallas_kernels.backends.mosaic_gpu.pass1_rows import finite_reference, partials_size
-from pallas_kernels.backends.mosaic_gpu.reading import read_fixed_block, read_fixed_edge
-from pallas_kernels.backends.mosaic_gpu.targets import LARGEST, LOG2_E
+from pallas_kernels.backends.mosaic_gpu.reading import (
+    LARGEST,
+    LOG2_E,
+    read_fixed_block,
+    read_fixed_edge,
+)
+from pallas_kernels.backends.mosaic_gpu.rows_kernel import finite_reference, partials_size
+from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 from pallas_kernels.backends.mosaic_gpu.tiling import RUN, Tiling
 
 Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
@@ -29,7 +33,7 @@ Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
 class GroupOutputs(NamedTuple):
     """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
 
-    partials: Any  # as `pass1_rows.read_rows` has it, for pass 2: see `Carry`; counts are 0
+    partials: Any  # as `rows_kernel.read_rows` has it, for pass 2: see `Carry`; counts are 0
     maxima: Any  # [R * padded_groups] in the logits' dtype
     sums: Any  # [R * padded_groups] f32
     raw_sums: Any = None  # [R * padded_groups] f32: at temperature 1
@@ -50,7 +54,6 @@ def read_groups(
     inverse: jax.Array,
     raw: bool,
     offset: jax.Array | None = None,
-    interpret: Any = None,
 ) -> GroupOutputs:
     """The groups of all rows.
 
@@ -63,7 +66,6 @@ def read_groups(
       offset: [1] int32, the column of the first group; `offset` + `tiling.vocabulary` columns are
         there, and 256 and it have no fewer factors of 2 in common than 256 and the row's width.
         None: 0.
-      interpret: None to compile, or `compat.interpret_params(...)`.
     """
     num_targets, width = logits.shape
     size = num_targets * tiling.padded_groups
@@ -74,7 +76,6 @@ def read_groups(
             tiling=tiling,
             width=width,
             num_targets=num_targets,
-            interpreted=interpret is not None,
         ),
         out_type=[
             compat.shape((partials_size(tiling, num_targets, entropy=False),), jnp.float32),
@@ -85,7 +86,6 @@ def read_groups(
         grid_names=("program", "row"),
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="read_groups",
-        interpret=interpret,
     )
     return GroupOutputs(*kernel(logits.reshape(-1), inverse, offset))
 
@@ -101,7 +101,6 @@ class RowOfGroups(NamedTuple):
     sums_refs: tuple[Any, ...]  # as many as scales, or more: the others get the first sum too
     scales: Scales
     vector: int  # logits that every row's threads can load at once
-    interpreted: bool
 
 
 def _read_groups_kernel(
@@ -114,11 +113,10 @@ def _read_groups_kernel(
     tiling: Tiling,
     width: int,
     num_targets: int,
-    interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
     program = lax.axis_index("program")
-    inverse = compat.asarray(load_at_once(inverse_ref, target, interpreted))
+    inverse = compat.asarray(load_at_once(inverse_ref, target))
     first = target * width
     if offset_ref is not None:
         first = first + offset_ref[0]
@@ -131,7 +129,6 @@ def _read_groups_kernel(
         sums_refs,
         (jnp.minimum(inverse * LOG2_E, jnp.float32(LARGEST)),),
         _vector(tiling, width),
-        interpreted,
     )
 
     def write(carry: Carry) -> None:
@@ -176,7 +173,6 @@ def read_steps(row: RowOfGroups, program: Any) -> Carry:
                 row.first + block * tiling.block,
                 tiling,
                 row.vector,
-                row.interpreted,
             )
             for block in blocks
         ]
@@ -194,9 +190,7 @@ def read_edges(row: RowOfGroups) -> Carry:
     """The carry after the blocks that are in no step."""
     carry = before_any_block(row)
     for block in row.tiling.edges:
-        pieces = read_fixed_edge(
-            row.logits_ref, row.first, block, row.tiling, row.vector, row.interpreted
-        )
+        pieces = read_fixed_edge(row.logits_ref, row.first, block, row.tiling, row.vector)
         carry = updated(row, block, pieces, carry)
     return carry
 
@@ -214,7 +208,7 @@ def before_any_block(row: RowOfGroups) -> Carry:
 def updated(row: RowOfGroups, block: Any, pieces: list[jax.Array], carry: Carry) -> Carry:
     """The carry after one more block, whose groups are written."""
     layout = row.tiling.fixed_layout(row.vector)
-    largest, sums = maxima_and_sums(pieces, row.scales, layout, row.interpreted)
+    largest, sums = maxima_and_sums(pieces, row.scales, layout)
     _store(row, block, row.maxima_ref, largest)
     for i, ref in enumerate(row.sums_refs):
         _store(row, block, ref, sums[min(i, len(sums) - 1)])
@@ -223,7 +217,7 @@ def updated(row: RowOfGroups, block: Any, pieces: list[jax.Array], carry: Carry)
 
 
 def maxima_and_sums(
-    pieces: list[jax.Array], scales: Scales, layout: Any, interpreted: bool
+    pieces: list[jax.Array], scales: Scales, layout: Any
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The largest logit [groups] of each group of a block, in their dtype; a sum by each scale."""
     largest = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
@@ -236,18 +230,13 @@ def maxima_and_sums(
         terms = [jnp.exp2(x * scale) for x in differences]
         while len(terms) > 1:
             terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
-        sums.append(group_sums_of(terms[0], layout, interpreted))
+        sums.append(group_sums_of(terms[0], layout))
     return largest, sums
 
 
-def group_sums_of(terms: jax.Array, layout: Any, interpreted: bool) -> jax.Array:
+def group_sums_of(terms: jax.Array, layout: Any) -> jax.Array:
     """The sums [groups] of terms [groups, 64]: runs of 8 in pairs, then these in pairs."""
     groups, width = terms.shape
-    if interpreted:
-        left = terms.reshape(groups, width)
-        while left.shape[1] > 1:
-            left = left[:, ::2] + left[:, 1::2]
-        return left[:, 0]
 
     def body(given: Any) -> Any:
         mine = thread.sum_over_lanes(thread.in_pairs(thread.words(given)), width // RUN)
@@ -263,4 +252,4 @@ def _store(row: RowOfGroups, block: Any, ref: Any, values: jax.Array) -> None:
     """Write a block's values, one a group."""
     size = row.tiling.groups_per_block
     here = ref.at[pl.ds(row.groups + block * size, size)]
-    compat.store(here, values, row.interpreted)
+    compat.store(here, values)

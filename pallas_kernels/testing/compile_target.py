@@ -1,4 +1,4 @@
-"""An H100 that need not exist: what the kernels are compiled for on a machine without a GPU.
+"""Ahead-of-time compilation for an H100 on a machine without one.
 
 For measurements and tests; no call of the kernels imports it. Needs the `aot` extra, no driver.
 """
@@ -45,7 +45,7 @@ device_description_str: "NVIDIA B200"
 }
 
 
-class H100(NamedTuple):
+class CompileTarget(NamedTuple):
     """What programs are lowered for, and where Mosaic GPU leaves their kernels."""
 
     sharding: NamedSharding
@@ -65,7 +65,7 @@ class H100(NamedTuple):
         return lowered.compile()
 
 
-def find(chip: str = "H100") -> H100:
+def find(chip: str = "H100") -> CompileTarget:
     """The H100, or another of `CHIPS`, for this process from now on: jax looks for no other GPU.
 
     Call it before any array is made. Mosaic GPU is told by environment variables, which are the
@@ -79,4 +79,4 @@ def find(chip: str = "H100") -> H100:
         platform="cuda", target_config=CHIPS[chip], topology="1x1x1"
     )
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    return H100(NamedSharding(mesh, PartitionSpec()), dump)  # type: ignore[no-untyped-call]
+    return CompileTarget(NamedSharding(mesh, PartitionSpec()), dump)  # type: ignore[no-untyped-call]

@@ -18,10 +18,16 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.early import load_at_once
-from pallas_kernels.backends.mosaic_gpu.mask import Mask, masked
-from pallas_kernels.backends.mosaic_gpu.reading import read_block, read_edge, selected_logit
-from pallas_kernels.backends.mosaic_gpu.targets import Targets, exponents_scale
+from pallas_kernels.backends.mosaic_gpu.reading import (
+    Mask,
+    Targets,
+    exponents_scale,
+    masked,
+    read_block,
+    read_edge,
+    selected_logit,
+)
+from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 from pallas_kernels.backends.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 Block = tuple[Any, list[jax.Array]]  # its index, and its pieces as loaded
@@ -55,9 +61,9 @@ def read_rows(
     chosen: jax.Array | None,
     targets: Targets,
     with_groups: bool,
-    interpret: Any = None,
     extra: Extra = PLAIN,
     allowed: jax.Array | None = None,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
 
@@ -69,10 +75,10 @@ def read_rows(
         logits; or None, and nothing is counted.
       targets: which rows.
       with_groups: whether the group maxima are wanted.
-      interpret: None to compile, or `compat.interpret_params(...)`.
       extra: what else.
-      allowed: [R * `mask.words_of`] int32 bit mask words of the target rows, or None. A forbidden
-        token's logit is read as -inf; not so that of a given token.
+      allowed: [R * `reading.words_of`] int32 bit mask words of the target rows, or None. A
+        forbidden token's logit is read as -inf; not so that of a given token.
+      interpret: None to compile, or `compat.interpret_params(...)`, without `allowed`.
 
     Returns:
       partial results, float32 [parts, R, programs] without its axes, and unused ones after them:
@@ -186,9 +192,7 @@ def read_steps(row: RowToRead, program: Any) -> Carry:
             start = row.first - row.skew + block * tiling.block
             pieces = read_block(row.logits_ref, start, tiling, tiling.vector, row.interpreted)
             first_id = start - row.first
-            loaded.append(
-                masked(pieces, row.mask, first_id, tiling, tiling.vector, row.interpreted)
-            )
+            loaded.append(masked(pieces, row.mask, first_id, tiling, tiling.vector))
         return updated(row, list(zip(blocks, loaded, strict=True)), carry, layout)
 
     begin = program * tiling.num_steps // tiling.splits
@@ -208,7 +212,7 @@ def read_edges(row: RowToRead) -> Carry:
             row.logits_ref, row.first, row.skew, block, tiling, vector, row.interpreted
         )
         first_id = tiling.block_ids(block, row.skew)[0]
-        pieces = masked(pieces, row.mask, first_id, tiling, vector, row.interpreted)
+        pieces = masked(pieces, row.mask, first_id, tiling, vector)
         carry = updated(row, [(block, pieces)], carry, layout)
     return carry
 
