@@ -77,12 +77,12 @@ def measure(
     from bench.tpu import bundles
     from pallas_kernels import topk_logprobs
     from pallas_kernels.backends import read
-    from pallas_kernels.backends.mosaic_tpu import plan
     from pallas_kernels.backends.mosaic_tpu import rows as run
+    from pallas_kernels.backends.mosaic_tpu import schedule
     from pallas_kernels.sampling.rows import GroupedRows
 
-    def chosen(*arguments: Any, **options: Any) -> plan.Plan:
-        return replace(plan.choose_plan(*arguments, **options), rare=way == "full")
+    def chosen(*arguments: Any, **options: Any) -> schedule.Schedule:
+        return replace(schedule.choose_schedule(*arguments, **options), rare=way == "full")
 
     def program(x: Any, ids: Any) -> Any:
         if way == "groups":  # without candidates
@@ -101,13 +101,15 @@ def measure(
     given = array((rows, vocabulary), jnp.dtype(dtype)), array((rows,), jnp.dtype("int32"))
     begin = time.process_time()
     with (
-        mock.patch.object(run, "choose_plan", chosen),
+        mock.patch.object(run, "choose_schedule", chosen),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         made = jax.jit(program).trace(*given).lower(lowering_platforms=("tpu",)).compile()
     seconds = time.process_time() - begin
     text = made.as_text()
-    the = plan.choose_plan((rows, vocabulary), rows, k, dtype, gathered=False, entropy=False)
+    the = schedule.choose_schedule(
+        (rows, vocabulary), rows, k, dtype, gathered=False, entropy=False
+    )
     cycles, full = 0, ""
     uses = bundles.uses(folder)
     for name, listing in bundles.listings(folder).items():

@@ -20,9 +20,10 @@ from pallas_kernels.backends.groups import (
     as_many_as_needed,
     whole_groups,
 )
-from pallas_kernels.backends.mosaic_tpu import chip, groups_kernel
-from pallas_kernels.backends.mosaic_tpu.plan import CUT, choose_plan
-from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, LOG2_E, in_rows, in_units, row_sums
+from pallas_kernels.backends.mosaic_tpu import groups_kernel
+from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, in_rows, in_units, row_sums
+from pallas_kernels.backends.mosaic_tpu.schedule import CUT, choose_schedule, must_fit
+from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E
 from pallas_kernels.backends.xla import selection
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.lowering.blocks import vary_like
@@ -110,15 +111,17 @@ def _groups_of(
     if dtype == "float16":
         logits = logits.astype(jnp.float32)  # in the kernel
     options: dict[str, Any] = {"gathered": False, "entropy": False, "cut": cut}
-    plan = choose_plan(logits.shape, rows, 0, dtype, interpreted=bool(interpret), **options)
-    chip.must_fit(plan)
+    schedule = choose_schedule(logits.shape, rows, 0, dtype, interpreted=bool(interpret), **options)
+    must_fit(schedule)
     what = groups_kernel.Groups(tokens, offset is not None, raw)
     scale = jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(LARGEST))
     scale = lax.bitcast_convert_type(scale, jnp.int32)
     given = jnp.stack([jnp.zeros_like(scale), scale, jnp.zeros_like(scale)], axis=1)
-    given = in_units(plan, jnp.pad(given, ((0, plan.num_units * plan.unit - rows), (0, 0))))
+    given = in_units(
+        schedule, jnp.pad(given, ((0, schedule.num_units * schedule.unit - rows), (0, 0)))
+    )
     place = jnp.zeros(1, jnp.int32) if offset is None else offset.reshape(1)
     every = vary_like((place, logits, given), (place, logits, given))
-    found = groups_kernel.call(plan, what, interpret, *every)
-    maxima, sums, *more = (in_rows(plan, one)[:rows, : what.number] for one in found)
+    found = groups_kernel.call(schedule, what, interpret, *every)
+    maxima, sums, *more = (in_rows(schedule, one)[:rows, : what.number] for one in found)
     return GroupSums(maxima, sums), more[0] if raw else sums[:, :0]

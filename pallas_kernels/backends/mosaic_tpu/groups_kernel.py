@@ -17,11 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends.mosaic_tpu.copies import Copies
-from pallas_kernels.backends.mosaic_tpu.plan import LANES, SUBLANES, Plan
 from pallas_kernels.backends.mosaic_tpu.rows_kernel import like
-from pallas_kernels.backends.mosaic_tpu.sweeps import LOG2_E
-from pallas_kernels.backends.mosaic_tpu.unit import SHAPE, Halves, Unit
+from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, Schedule
+from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, SHAPE, Copies, Halves, Unit
 
 PAIR = 2  # vectors of a group
 TURN = 64  # columns that a turn of the loop works on: reductions over lanes take long, side by side
@@ -44,29 +42,29 @@ class Groups(NamedTuple):
         return -(-self.number // LANES) * LANES
 
 
-def body(plan: Plan, groups: Groups, *refs: Any) -> None:
+def body(schedule: Schedule, groups: Groups, *refs: Any) -> None:
     """One grid step: a unit of rows, or a block of it."""
     offset_ref, logits_ref, given_ref, *rest = refs
-    semaphores = None if plan.as_blocks else rest.pop()
+    semaphores = None if schedule.as_blocks else rest.pop()
     *outputs, buffer = rest
     number = pl.program_id(0)
-    copies = Copies(plan, logits_ref, None, buffer, semaphores)
-    unit = Unit(plan, copies, number, 0, buffer, given_ref, None)
-    if plan.as_blocks:
-        place, size = pl.program_id(1), plan.block * LANES
+    copies = Copies(schedule, logits_ref, None, buffer, semaphores)
+    unit = Unit(schedule, copies, number, 0, buffer, given_ref, None)
+    if schedule.as_blocks:
+        place, size = pl.program_id(1), schedule.block * LANES
         buffer[0, :, pl.ds(pl.multiple_of(place * size, size), size)] = logits_ref[...]
-        is_last = place == plan.width // size - 1
+        is_last = place == schedule.width // size - 1
         pl.when(is_last)(lambda: read(unit, groups, offset_ref[0], outputs))
         return
     pl.when(number == 0)(lambda: copies.start(0))
-    pl.when(number + 1 < plan.num_units)(lambda: copies.start(number + 1))
+    pl.when(number + 1 < schedule.num_units)(lambda: copies.start(number + 1))
     read(unit, groups, offset_ref[0], outputs)
 
 
 def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> None:
     """Writes a unit's maxima, its sums and those at temperature 1, [unit, width] each."""
-    plan, given = unit.plan, unit.given()
-    size = max(PAIR, min(TURN, plan.chunk // PAIR * PAIR))
+    schedule, given = unit.schedule, unit.given()
+    size = max(PAIR, min(TURN, schedule.chunk // PAIR * PAIR))
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
     first, lane = lax.div(offset, LANES), lax.rem(offset, LANES)
 
@@ -83,7 +81,7 @@ def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> N
         if tokens % LANES:
             here = lanes < tokens % LANES
             loaded[-1] = tuple(jnp.where(here, one, -jnp.inf) for one in loaded[-1])
-        for half in range(plan.halves):
+        for half in range(schedule.halves):
             pairs = [loaded[i : i + PAIR] for i in range(0, number, PAIR)]
             write(half, lax.div(jnp.int32(start), PAIR), [of_group(x, half) for x in pairs])
 
@@ -108,7 +106,7 @@ def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> N
             ref[here] = out
 
     def of_chunk(chunk: Any, tokens: int) -> None:
-        start = chunk * plan.chunk
+        start = chunk * schedule.chunk
         turns, rest = divmod(tokens, size * LANES)
 
         def full(i: jax.Array, _: None) -> None:
@@ -122,17 +120,17 @@ def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> N
     wait = functools.partial(_wait, unit)
     # The last vectors of a chunk may have their other part in the next one.
     ahead = int(groups.has_offset)
-    chunks, rest = divmod(groups.tokens, plan.chunk * LANES)
+    chunks, rest = divmod(groups.tokens, schedule.chunk * LANES)
 
     def whole(index: jax.Array, _: None) -> None:
         wait(index + ahead)
-        of_chunk(index, plan.chunk * LANES)
+        of_chunk(index, schedule.chunk * LANES)
 
     if ahead:
         wait(jnp.int32(0))
     if chunks:
         lax.fori_loop(0, chunks, whole, None)
-    for chunk in range(chunks + ahead, plan.num_chunks):  # every copy is waited for
+    for chunk in range(chunks + ahead, schedule.num_chunks):  # every copy is waited for
         wait(jnp.int32(chunk))
     if rest:
         of_chunk(chunks, rest)
@@ -140,15 +138,15 @@ def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> N
 
 def _wait(unit: Unit, chunk: jax.Array) -> None:
     """Waits for a chunk, if there is one of this number."""
-    last, tokens = unit.plan.num_chunks - 1, unit.plan.chunk * LANES
-    rest = unit.plan.vocabulary - last * tokens
+    last, tokens = unit.schedule.num_chunks - 1, unit.schedule.chunk * LANES
+    rest = unit.schedule.vocabulary - last * tokens
     if last:
         pl.when(chunk < last)(lambda: unit.copies.wait(unit.number, chunk, tokens))
     pl.when(chunk == last)(lambda: unit.copies.wait(unit.number, jnp.int32(last), rest))
 
 
 def call(
-    plan: Plan,
+    schedule: Schedule,
     groups: Groups,
     interpret: Any,
     offset: jax.Array,
@@ -158,51 +156,54 @@ def call(
     """Run the kernel.
 
     Args:
-      plan: of these logits.
+      schedule: of these logits.
       groups: what is read of them.
       interpret: `pltpu.InterpretParams`, or False.
       offset: [1] int32, the column of the first group.
-      logits: [R, V] bfloat16 or float32; of a plan for float16, these as float32.
+      logits: [R, V] bfloat16 or float32; of a schedule for float16, these as float32.
       given: [rows, 3] int32, `unit.Given` of every row of whole units; limits are not used.
 
     Returns:
       Maxima, sums, and sums at temperature 1 where they are wanted: [rows, width] float32, rows in
       the order of `run.in_units`.
     """
-    rows = plan.num_units * plan.unit
+    rows = schedule.num_units * schedule.unit
     buffers = 2
-    grid: tuple[int, ...] = (plan.num_units,)
+    grid: tuple[int, ...] = (schedule.num_units,)
     of_logits = pl.BlockSpec(memory_space=pltpu.HBM)
-    semaphores = [pltpu.SemaphoreType.DMA((2, plan.num_chunks))]
-    if plan.as_blocks:
-        size = plan.block * LANES
-        grid, buffers, semaphores = (plan.num_units, plan.width // size), 1, []
-        of_logits = pl.BlockSpec((plan.unit, size), lambda i, j, *_: (i, j))
-    every = pl.BlockSpec((plan.unit, groups.width), lambda i, *_: (i, 0))
+    semaphores = [pltpu.SemaphoreType.DMA((2, schedule.num_chunks))]
+    if schedule.as_blocks:
+        size = schedule.block * LANES
+        grid, buffers, semaphores = (schedule.num_units, schedule.width // size), 1, []
+        of_logits = pl.BlockSpec((schedule.unit, size), lambda i, j, *_: (i, j))
+    every = pl.BlockSpec((schedule.unit, groups.width), lambda i, *_: (i, 0))
     outputs = 2 + groups.raw
     run = pl.pallas_call(
-        functools.partial(body, plan, groups),
+        functools.partial(body, schedule, groups),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            in_specs=[of_logits, pl.BlockSpec((plan.unit, given.shape[1]), lambda i, *_: (i, 0))],
+            in_specs=[
+                of_logits,
+                pl.BlockSpec((schedule.unit, given.shape[1]), lambda i, *_: (i, 0)),
+            ],
             out_specs=[every] * outputs,
             scratch_shapes=[
-                pltpu.VMEM((buffers, plan.buffer_rows, plan.width), logits.dtype),
+                pltpu.VMEM((buffers, schedule.buffer_rows, schedule.width), logits.dtype),
                 *semaphores,
             ],
         ),
         out_shape=[like(given, (rows, groups.width), jnp.float32)] * outputs,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple("arbitrary" for _ in grid),
-            allow_input_fusion=(False, plan.as_blocks, False),  # as in `kernel.call`
+            allow_input_fusion=(False, schedule.as_blocks, False),  # as in `rows_kernel.call`
             disable_bounds_checks=True,
-            vmem_limit_bytes=plan.vmem_bytes,
+            vmem_limit_bytes=schedule.vmem_bytes,
         ),
         interpret=interpret,
         name="read_groups",
     )
-    if not (plan.interpreted or plan.as_blocks):
+    if not (schedule.interpreted or schedule.as_blocks):
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
     found: list[jax.Array] = run(offset, logits, given)
     return found

@@ -13,15 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.answers import with_biased
-from pallas_kernels.backends.mosaic_tpu import chip, rows_kernel
-from pallas_kernels.backends.mosaic_tpu.plan import CUT, SUBLANES, Plan, choose_plan
+from pallas_kernels.backends.mosaic_tpu import rows_kernel
+from pallas_kernels.backends.mosaic_tpu.schedule import (
+    CUT,
+    SUBLANES,
+    Schedule,
+    choose_schedule,
+    must_fit,
+)
+from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Outputs, Rows, RowSums
 from pallas_kernels.lowering.blocks import barrier, vary_like
 from pallas_kernels.numbers.ordered_keys import just_below
 
 LN_2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
 LARGEST = 3.4028234663852886e38  # float32
 
 
@@ -45,7 +51,7 @@ def row_sums(
             read, row_ids = barrier(logits.at[rows.places].get(mode="clip")), None
         read = read.astype(jnp.float32)
     allowed = None if changes is None else of_logits.unbiased(changes, logits.shape[1])
-    plan = choose_plan(
+    schedule = choose_schedule(
         read.shape,
         num_targets,
         k,
@@ -56,18 +62,21 @@ def row_sums(
         interpreted=bool(interpret),
         cut=cut,
     )
-    chip.must_fit(plan)
+    must_fit(schedule)
     count = jnp.full((1,), num_targets, jnp.int32)
     if rows.num_rows is not None:
         count = jnp.clip(rows.num_rows, 0, num_targets).reshape(1)
-    first, shift = _rows_to_copy(plan, row_ids)
-    given = given_rows(plan, selected, outputs.inclusive, rows.temperatures, shift)
+    first, shift = _rows_to_copy(schedule, row_ids)
+    given = given_rows(schedule, selected, outputs.inclusive, rows.temperatures, shift)
     every = [count, first, read, given]
     if allowed is not None:
-        more = plan.num_batches * plan.batch_rows - num_targets, plan.words - allowed.shape[1]
-        every.append(in_units(plan, jnp.pad(allowed, ((0, more[0]), (0, more[1])))))
-    found = rows_kernel.call(plan, interpret, *vary_like(every, every))
-    stats, values, ids = (in_rows(plan, one)[:num_targets] for one in found)
+        more = (
+            schedule.num_batches * schedule.batch_rows - num_targets,
+            schedule.words - allowed.shape[1],
+        )
+        every.append(in_units(schedule, jnp.pad(allowed, ((0, more[0]), (0, more[1])))))
+    found = rows_kernel.call(schedule, interpret, *vary_like(every, every))
+    stats, values, ids = (in_rows(schedule, one)[:num_targets] for one in found)
     sums = RowSums(
         maximum=stats[:, 0],
         sum_exp=stats[:, 2],
@@ -82,23 +91,23 @@ def row_sums(
     return with_biased(sums, ids, values, selected, outputs, rows.temperatures)
 
 
-def _rows_to_copy(plan: Plan, row_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _rows_to_copy(schedule: Schedule, row_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The first row of logits to copy for each target, and how far its word must be moved up."""
     if row_ids is None:
-        return jnp.zeros(1, jnp.int32), jnp.zeros(plan.num_targets, jnp.int32)
-    last = plan.num_logits_rows - 1
+        return jnp.zeros(1, jnp.int32), jnp.zeros(schedule.num_targets, jnp.int32)
+    last = schedule.num_logits_rows - 1
     rows = jnp.clip(row_ids, 0, last)
     first = rows
-    if plan.is_packed:  # two rows a word
+    if schedule.is_packed:  # two rows a word
         first = rows & ~1
-        if plan.interpreted:  # there is no row of padding
+        if schedule.interpreted:  # there is no row of padding
             first = jnp.minimum(first, max(last - 1, 0))
     shift = jnp.where(rows > first, jnp.int32(0), jnp.int32(16))
-    return jnp.pad(first, (0, plan.num_units * plan.unit - plan.num_targets)), shift
+    return jnp.pad(first, (0, schedule.num_units * schedule.unit - schedule.num_targets)), shift
 
 
 def given_rows(
-    plan: Plan,
+    schedule: Schedule,
     selected: jax.Array,
     inclusive: bool,
     temperatures: jax.Array | None,
@@ -111,20 +120,20 @@ def given_rows(
         inverse = LOG2_E / jnp.where(temperatures > 0, temperatures, jnp.float32(1))
         scale = jnp.minimum(inverse, jnp.float32(LARGEST))
     columns = [lax.bitcast_convert_type(one, jnp.int32) for one in (limit, scale)]
-    rows = plan.num_batches * plan.batch_rows
+    rows = schedule.num_batches * schedule.batch_rows
     every = jnp.stack([*columns, shift], axis=1)
-    return in_units(plan, jnp.pad(every, ((0, rows - plan.num_targets), (0, 0))))
+    return in_units(schedule, jnp.pad(every, ((0, rows - schedule.num_targets), (0, 0))))
 
 
-def in_units(plan: Plan, x: jax.Array) -> jax.Array:
+def in_units(schedule: Schedule, x: jax.Array) -> jax.Array:
     """x [rows, n] in the kernel's order: of each unit first the even, then the odd rows."""
-    if plan.halves == 1:
+    if schedule.halves == 1:
         return x
     return x.reshape(-1, SUBLANES, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
 
 
-def in_rows(plan: Plan, x: jax.Array) -> jax.Array:
+def in_rows(schedule: Schedule, x: jax.Array) -> jax.Array:
     """The inverse of `in_units`."""
-    if plan.halves == 1:
+    if schedule.halves == 1:
         return x
     return x.reshape(-1, 2, SUBLANES, x.shape[1]).swapaxes(1, 2).reshape(x.shape)

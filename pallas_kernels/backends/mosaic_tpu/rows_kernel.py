@@ -2,16 +2,19 @@
 
 A grid step serves a batch of target rows, unit by unit. While a unit is worked on, the copies of
 the next one run. One sweep over its logits in VMEM makes statistics and lane maxima, another one
-finds candidates for the top K (`sweeps`): whatever reaches the K-th largest of the row's lane
-maxima (`threshold`) is pushed on the stack of its lane (`stacks`). When all units of the batch are
+finds candidates for the top K (`candidates`): whatever reaches the K-th largest of the row's lane
+maxima (`threshold`) is pushed on the stack of its lane (`Stacks`). When all units of the batch are
 done, the K largest are taken from the stacks of all their rows at once (`order`).
 
 Rare rows take another sweep: those whose stacks overflow, or whose order is that of subnormal
 numbers (`scan`), and those whose maximum is far from the first guess.
+
+The file goes from the parts to the whole: the stacks of candidates, the bound that these reach,
+their order, the scan of rare rows, the sweeps, and at its end the kernel.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,71 +22,471 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends.mosaic_tpu.bits import turn
-from pallas_kernels.backends.mosaic_tpu.copies import Copies
-from pallas_kernels.backends.mosaic_tpu.order import order
-from pallas_kernels.backends.mosaic_tpu.plan import LANES, SUBLANES, Plan
-from pallas_kernels.backends.mosaic_tpu.scan import scan
-from pallas_kernels.backends.mosaic_tpu.stacks import Stacks
-from pallas_kernels.backends.mosaic_tpu.sweeps import (
-    MOST,
-    Found,
-    candidates,
-    count_again,
-    first_sweep,
-    groups,
-    sums_again,
+from pallas_kernels.backends.mosaic_tpu.schedule import GROUP, LANES, SUBLANES, Schedule
+from pallas_kernels.backends.mosaic_tpu.unit import (
+    LOG2_E,
+    SHAPE,
+    Copies,
+    Halves,
+    Unit,
+    chains,
+    tree,
+    turn_bits,
 )
-from pallas_kernels.backends.mosaic_tpu.threshold import threshold
-from pallas_kernels.backends.mosaic_tpu.unit import SHAPE, Unit
+from pallas_kernels.backends.xla.row_entropy import LEAST
 
-SMALLEST = 1.1754943508222875e-38  # float32's smallest normal number
+MIN_INT = -(1 << 31)
+LOWEST = -3.4028234663852886e38  # float32
+MIN_NORMAL = 1.1754943508222875e-38  # float32's smallest normal number
+MIN_NORMAL_BITS = 0x00800000  # the same, as bits
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000  # as bits; minus it is the key of -inf
+HALF = 16  # bits, of which float32 holds every number
+NO_ID = float(2**24)
+# Columns whose operations stand together in the first sweep: the compiler keeps to that order, and
+# then few registers are alive. All at once, it loads dozens of them first and stores most again.
+PART = 4
+# By so many powers of 2 a row's largest term may exceed 1: sums stay far below float32's largest.
+MOST = 64.0
+
+Stack = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # depth + 1 logits, depth columns
 
 
-def body(plan: Plan, *refs: Any) -> None:
+class Stacks(NamedTuple):
+    """The stacks of a batch, one a lane of each section of a row; -inf: no candidate."""
+
+    schedule: Schedule
+    logits: Any  # [sections * (depth + 1), batch rows, 128] float32; more than depth: overflow
+    columns: Any  # [sections * (depth + 1), batch rows, 128] float32; the last ones are not used
+
+    def clear(self, rows: Any) -> None:
+        for slot in range(self.schedule.slots):
+            self.logits[slot, rows, :] = jnp.full(SHAPE, -jnp.inf, jnp.float32)
+            self.columns[slot, rows, :] = jnp.zeros(SHAPE, jnp.float32)
+
+    def load(self, section: Any, rows: Any) -> Stack:
+        depth = self.schedule.depth
+        first = section * (depth + 1)
+        logits = tuple(self.logits[first + i, rows, :] for i in range(depth + 1))
+        return logits, tuple(self.columns[first + i, rows, :] for i in range(depth))
+
+    def store(self, section: Any, rows: Any, stack: Stack) -> None:
+        first = section * (self.schedule.depth + 1)
+        for i, x in enumerate(stack[0]):
+            self.logits[first + i, rows, :] = x
+        for i, x in enumerate(stack[1]):
+            self.columns[first + i, rows, :] = x
+
+    def unfit(self, rows: Any) -> jax.Array:
+        """1.0 in lanes [8, 128] that lost a candidate, or have one whose order is not certain.
+
+        Floats compare subnormal numbers as if they were zeros.
+        """
+        depth = self.schedule.depth
+        found = []
+        for slot in range(self.schedule.slots):
+            x = self.logits[slot, rows, :]
+            if slot % (depth + 1) == depth:
+                bad = x > -jnp.inf
+            else:
+                size = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
+                bad = (size > 0) & (size < MIN_NORMAL_BITS)
+            found.append(jnp.where(bad, 1.0, 0.0))
+        unfit: jax.Array = tree(jnp.maximum, found)
+        return unfit
+
+
+def push(stack: Stack, logit: jax.Array, column: jax.Array, wanted: jax.Array) -> Stack:
+    """The stack with a candidate more, in lanes where it is wanted."""
+    logits, columns = stack
+    above = (logit, *logits[:-1])
+    logits = tuple(jnp.where(wanted, new, old) for new, old in zip(above, logits, strict=True))
+    after = (column, *columns[:-1])
+    columns = tuple(jnp.where(wanted, new, old) for new, old in zip(after, columns, strict=True))
+    return logits, columns
+
+
+def push_each(stack: Stack, x: list[jax.Array], start: Any, bound: jax.Array) -> Stack:
+    """Pushes what reaches the bound, of columns from `start` on."""
+    first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
+    for i, one in enumerate(x):
+        stack = push(stack, one, first + float(i), one >= bound)
+    return stack
+
+
+def push_groups(
+    selection: Any, x: list[jax.Array], start: Any, bound: jax.Array
+) -> tuple[Stack, jax.Array]:
+    """Pushes the largest of each group of columns, if it reaches the bound.
+
+    A selection is a stack and the largest logit that was not looked at: where that one reaches the
+    bound too, the stack lacks a candidate.
+    """
+    stack, lost = selection
+    first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
+    for begin in range(0, len(x), GROUP):
+        group = x[begin : begin + GROUP]
+        entries = [(one, jnp.full(SHAPE, float(i))) for i, one in enumerate(group)]
+        losers: list[jax.Array] = []
+
+        def join(a: Any, b: Any, losers: list[jax.Array] = losers) -> Any:
+            losers.append(jnp.minimum(a[0], b[0]))
+            return jnp.maximum(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
+
+        logit, column = tree(join, entries)
+        lost = tree(jnp.maximum, [lost, *losers])
+        stack = push(stack, logit, first + float(begin) + column, logit >= bound)
+    return stack, lost
+
+
+def threshold(groups: list[jax.Array], k: int) -> jax.Array:
+    """The K-th largest of rows' group maxima [8, 128] each: [8, 1] float32, LOWEST or more.
+
+    K groups have a logit that reaches it, so K logits do. Groups may be any disjoint sets of
+    tokens: here they are lanes, whose maxima need no reduction over lanes.
+
+    Every group counts the groups that are as large: 128 comparisons a register, and no order.
+    """
+    turned = [jnp.transpose(group) for group in groups]  # [128, 8]: groups on sublanes
+    place = lax.broadcasted_iota(jnp.int32, SHAPE, 0)
+    bound = jnp.full((SUBLANES, 1), LOWEST, jnp.float32)
+    for group in groups:
+        reached = jnp.zeros(SHAPE, jnp.float32)  # by how many groups each is
+        for row in range(SUBLANES):
+            one = group[row : row + 1]
+            larger = [jnp.where(x[:, row : row + 1] >= one, 1.0, 0.0) for x in turned]
+            count = jnp.sum(tree(jnp.add, larger), axis=0, keepdims=True)
+            reached = jnp.where(place == row, count, reached)
+        kth = jnp.max(jnp.where(reached >= k, group, LOWEST), axis=1, keepdims=True)
+        bound = jnp.maximum(bound, kth)
+    return bound
+
+
+def order(stacks: Stacks, hard: Any, values_ref: Any, ids_ref: Any) -> None:
+    """K times the largest candidate of each row, ties lowest id first: [batch rows, width].
+
+    hard [batch rows, 128] float32: more than 0 where a row's results are there already.
+    """
+    schedule = stacks.schedule
+    used = [slot for slot in range(schedule.slots) if slot % (schedule.depth + 1) < schedule.depth]
+    lanes = lax.broadcasted_iota(jnp.int32, (schedule.batch_rows, LANES), 1)
+    easy = hard[...] == 0.0
+    for slot in used:  # from here on ids, not columns
+        stacks.columns[slot] = stacks.columns[slot] * float(LANES) + lanes.astype(jnp.float32)
+
+    def take(rank: jax.Array, _: None) -> None:
+        largest = tree(jnp.maximum, [stacks.logits[slot] for slot in used])
+        largest = jnp.max(largest, axis=1, keepdims=True)
+        equal = [
+            jnp.where(stacks.logits[slot] == largest, stacks.columns[slot], NO_ID) for slot in used
+        ]
+        first = jnp.min(tree(jnp.minimum, equal), axis=1, keepdims=True)
+        for slot, one in zip(used, equal, strict=True):
+            stacks.logits[slot] = jnp.where(one == first, -jnp.inf, stacks.logits[slot])
+        write(rank, largest + 0.0, first.astype(jnp.int32), easy, values_ref, ids_ref)
+
+    lax.fori_loop(0, schedule.k, take, None)
+
+
+def write(
+    rank: jax.Array,
+    values: jax.Array,
+    ids: jax.Array,
+    rows: jax.Array,
+    values_ref: Any,
+    ids_ref: Any,
+    at: Any = slice(None),
+) -> None:
+    """Write values and ids [n, 1] to column `rank` of the outputs' rows `at`, where `rows` says."""
+    block = pl.ds(pl.multiple_of(rank & -LANES, LANES), LANES)
+    lanes = lax.broadcasted_iota(jnp.int32, rows.shape, 1)
+    here = (lanes == (rank & (LANES - 1))) & rows
+    values_ref[at, block] = jnp.where(here, values, values_ref[at, block])
+    ids_ref[at, block] = jnp.where(here, ids, ids_ref[at, block])
+
+
+def scan(unit: Unit, half: int, values_ref: Any, ids_ref: Any) -> None:
+    """Writes the top K of half a unit that has too many candidates for the stacks: by K sweeps.
+
+    Rows of equal logits take it, and rows whose K-th largest logit is near 0: logits are compared
+    as integers here, which keeps subnormal numbers apart.
+    """
+    given = unit.given()
+    lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
+    all_rows = jnp.full(SHAPE, True)
+
+    def take(rank: jax.Array, last: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        last_key, last_id = (jnp.broadcast_to(one, SHAPE) for one in last)
+
+        def step(loaded: list[Halves], start: Any, carry: Any) -> Any:
+            best, best_id = carry
+            for i, one in enumerate(loaded):
+                key = _mirrored(lax.bitcast_convert_type(one[half], jnp.int32))
+                token = (start + i) * LANES + lanes
+                later = (key < last_key) | ((key == last_key) & (token > last_id))
+                better = later & (key > best)
+                best = jnp.where(better, key, best)
+                best_id = jnp.where(better, token, best_id)
+            return best, best_id
+
+        def chunk(index: Any, tokens: int, carry: Any) -> Any:
+            return unit.over_columns(index, tokens, given, step, carry)
+
+        nothing = jnp.full(SHAPE, -INFINITY, jnp.int32), jnp.zeros(SHAPE, jnp.int32)
+        best, best_id = unit.over_chunks(chunk, nothing)
+        # Reductions over lanes are those of floats.
+        upper = (best >> HALF).astype(jnp.float32)
+        lower = (best & 0xFFFF).astype(jnp.float32)
+        first = jnp.max(upper, axis=1, keepdims=True)
+        second = jnp.max(jnp.where(upper == first, lower, -1.0), axis=1, keepdims=True)
+        is_best = (upper == first) & (lower == second)
+        token = jnp.where(is_best, best_id.astype(jnp.float32), NO_ID)
+        found = jnp.min(token, axis=1, keepdims=True).astype(jnp.int32)
+        key = (first.astype(jnp.int32) << HALF) | second.astype(jnp.int32)
+        value = lax.bitcast_convert_type(_mirrored(key), jnp.float32)
+        write(rank, value, found, all_rows, values_ref, ids_ref, unit.rows(half))
+        return key, found
+
+    before = jnp.full((SUBLANES, 1), -MIN_INT - 1, jnp.int32), jnp.zeros((SUBLANES, 1), jnp.int32)
+    lax.fori_loop(0, unit.schedule.k, take, before)
+
+
+def _mirrored(bits: jax.Array) -> jax.Array:
+    """Floats' bits as integers in their order, and back: `ordered_keys` has the same."""
+    return jnp.where(bits < 0, jnp.int32(MIN_INT) - bits, bits)
+
+
+class Found(NamedTuple):
+    """What the first sweep found of 8 rows, [8, 1] float32 each."""
+
+    maximum: jax.Array
+    larger: jax.Array  # how many are larger than the given token's logit
+    sum_exp: jax.Array  # where `excess` is at most `MOST`
+    excess: jax.Array  # of the maximum over the first guess of it, in powers of 2
+
+
+def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
+    """Statistics of the unit's rows; waits for its chunks one by one.
+
+    The maximum is subtracted before the exponentials, but is not known yet: the largest of the
+    first columns is taken for it. Where that is far from it, `sums_again` adds once more.
+
+    Leaves the largest logit of every lane of every section in maxima [sections, unit, 128].
+    """
+    schedule, given = unit.schedule, unit.given()
+    least = jnp.full(SHAPE, -jnp.inf, jnp.float32)
+    zero = jnp.zeros(SHAPE, jnp.float32)
+    for section in range(schedule.sections):
+        for half in range(schedule.halves):
+            maxima[section, _half(half), :] = least
+    first = min(schedule.vocabulary, schedule.chunk * LANES)
+    unit.copies.wait(unit.number, jnp.int32(0), first)
+
+    def largest(loaded: list[Halves], _: Any, carry: Any) -> Any:
+        every = [[one[half] for one in loaded] for half in range(schedule.halves)]
+        found = (chains(jnp.maximum, x) for x in every)
+        return tuple(jnp.maximum(a, b) for a, b in zip(carry, found, strict=True))
+
+    begin = (least,) * schedule.halves
+    guesses = unit.over_columns(
+        jnp.int32(0), min(first, schedule.step * LANES), given, largest, begin
+    )
+    guesses = [jnp.max(one, axis=1, keepdims=True) for one in guesses]
+    reference = [jnp.broadcast_to(one, SHAPE) for one in guesses]
+
+    def step(loaded: list[Halves], _: Any, carry: Any) -> Any:
+        out = [list(one) for one in carry]
+        for begin in range(0, len(loaded), PART):
+            for half, (maximum, larger, total) in enumerate(out):
+                x = [one[half] for one in loaded[begin : begin + PART]]
+                terms = [jnp.exp2((one - reference[half]) * given[half].scale) for one in x]
+                for one in x:
+                    maximum = jnp.maximum(maximum, one)
+                for one in x:
+                    larger = larger + jnp.where(one > given[half].limit, 1.0, 0.0)
+                out[half] = [maximum, larger, total + tree(jnp.add, terms)]
+        return tuple(tuple(one) for one in out)
+
+    def chunk(index: Any, tokens: int, totals: Any) -> Any:
+        pl.when(index > 0)(lambda: unit.copies.wait(unit.number, index, tokens))
+        begin = ((least, zero, zero),) * schedule.halves
+        ended = unit.over_columns(index, tokens, given, step, begin, schedule.first_step)
+        section = unit.section(index)
+        for half, (maximum, *_) in enumerate(ended):
+            rows = _half(half)
+            maxima[section, rows, :] = jnp.maximum(maxima[section, rows, :], maximum)
+        return tuple(
+            (larger + a, total + b)
+            for (larger, total), (_, a, b) in zip(totals, ended, strict=True)
+        )
+
+    totals = unit.over_chunks(chunk, ((zero, zero),) * schedule.halves)
+    found = []
+    for half, (larger, total) in enumerate(totals):
+        lanes = tree(jnp.maximum, groups(unit, maxima, half))
+        maximum = jnp.max(lanes, axis=1, keepdims=True)
+        excess = (maximum - guesses[half]) * given[half].scale[:, :1]
+        sum_exp = jnp.sum(total, axis=1, keepdims=True) * jnp.exp2(-excess)
+        found.append(Found(maximum, jnp.sum(larger, axis=1, keepdims=True), sum_exp, excess))
+    return found
+
+
+def groups(unit: Unit, maxima: Any, half: int) -> list[jax.Array]:
+    """The sections' maxima [8, 128] of half the unit."""
+    return [maxima[section, _half(half), :] for section in range(unit.schedule.sections)]
+
+
+def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
+    """Pushes what reaches the bounds [8, 1] of each half on the stacks."""
+    schedule, given = unit.schedule, unit.given()
+    halves = range(schedule.halves)
+    bound = [jnp.broadcast_to(one, SHAPE) for one in bounds]
+    least = jnp.full(SHAPE, -jnp.inf, jnp.float32)
+    for half in halves:
+        stacks.clear(unit.rows(half))
+
+    def step(loaded: list[Halves], start: Any, carry: Any) -> Any:
+        return tuple(
+            push_groups(selection, [one[half] for one in loaded], start, bound[half])
+            for half, selection in enumerate(carry)
+        )
+
+    def step_again(loaded: list[Halves], start: Any, carry: Any) -> Any:
+        return tuple(
+            push_each(stack, [one[half] for one in loaded], start, bound[half])
+            for half, stack in enumerate(carry)
+        )
+
+    def chunk(index: Any, tokens: int, _: None) -> None:
+        section = unit.section(index)
+        first = tuple(stacks.load(section, unit.rows(half)) for half in halves)
+        begin = tuple((stack, least) for stack in first)
+        ended = unit.over_columns(index, tokens, given, step, begin)
+        for half in halves:
+            stacks.store(section, unit.rows(half), ended[half][0])
+        if not schedule.rare:
+            return
+        lost = [jnp.where(ended[half][1] >= bound[half], 1.0, 0.0) for half in halves]
+
+        @pl.when(jnp.max(tree(jnp.maximum, lost)) > 0.0)
+        def _again() -> None:
+            pushed = unit.over_columns(index, tokens, given, step_again, first)
+            for half in halves:
+                stacks.store(section, unit.rows(half), pushed[half])
+
+    unit.over_chunks(chunk, None)
+
+
+def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
+    """The sums [8, 1] of half a unit, whose maximum [8, 1] is known.
+
+    They are those of exponentials and, if it is wanted, for the entropy: in exponents of 2.
+    """
+    given = unit.given()
+    scale = given[half].scale
+    finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    reference = jnp.broadcast_to(finite, SHAPE)
+    entropy = unit.schedule.entropy
+    zero = jnp.zeros(SHAPE, jnp.float32)
+
+    def step(loaded: list[Halves], _: Any, sums: Any) -> Any:
+        exponents = [(one[half] - reference) * scale for one in loaded]
+        terms = [jnp.exp2(one) for one in exponents]
+        more = [chains(jnp.add, terms)]
+        if entropy:
+            raised = [jnp.maximum(one, jnp.float32(LEAST * LOG2_E)) for one in exponents]
+            products = [a * b for a, b in zip(terms, raised, strict=True)]
+            more.append(chains(jnp.add, products))
+        return tuple(a + b for a, b in zip(sums, more, strict=True))
+
+    def chunk(index: Any, tokens: int, totals: Any) -> Any:
+        begin = (zero,) * len(totals)
+        sums = unit.over_columns(index, tokens, given, step, begin)
+        return tuple(a + b for a, b in zip(totals, sums, strict=True))
+
+    totals = unit.over_chunks(chunk, (zero,) * (1 + entropy))
+    return [jnp.sum(one, axis=1, keepdims=True) for one in totals]
+
+
+def count_again(unit: Unit, half: int) -> jax.Array:
+    """The number [8, 1] of larger logits of half a unit, compared as integers.
+
+    Floats compare subnormal numbers as if they were zeros.
+    """
+    given = unit.given()
+    bits = lax.bitcast_convert_type(given[half].limit, jnp.int32)
+    bits = jnp.where(bits == MIN_INT, 0, bits)  # -0.0 equals 0.0
+    # The order of the bits of negative numbers is the reverse.
+    turned = jnp.where(bits < 0, -1 - MIN_INT, 0)
+    limit = bits ^ turned
+
+    def step(loaded: list[Halves], _: Any, larger: jax.Array) -> jax.Array:
+        x = [lax.bitcast_convert_type(one[half], jnp.int32) ^ turned for one in loaded]
+        more: jax.Array = chains(jnp.add, [jnp.where(one > limit, 1.0, 0.0) for one in x])
+        return larger + more
+
+    def chunk(index: Any, tokens: int, larger: jax.Array) -> jax.Array:
+        found: jax.Array = unit.over_columns(index, tokens, given, step, larger)
+        return found
+
+    larger = unit.over_chunks(chunk, jnp.zeros(SHAPE, jnp.float32))
+    counted: jax.Array = jnp.sum(larger, axis=1, keepdims=True)
+    return counted
+
+
+def _half(half: int) -> Any:
+    return pl.ds(half * SUBLANES, SUBLANES)
+
+
+def body(schedule: Schedule, *refs: Any) -> None:
     """One grid step."""
     count_ref, rows_ref, logits_ref, given_ref, *rest = refs
-    allowed_ref = rest.pop(0) if plan.masked else None
-    semaphores = None if plan.as_blocks else rest.pop()
-    turned_ref = rest.pop() if plan.masked else None
+    allowed_ref = rest.pop(0) if schedule.masked else None
+    semaphores = None if schedule.as_blocks else rest.pop()
+    turned_ref = rest.pop() if schedule.masked else None
     stats_ref, values_ref, ids_ref, buffer, maxima, *of_selection = rest
     batch = pl.program_id(0)
-    units = lax.div(count_ref[0] + (plan.unit - 1), plan.unit)
-    first = batch * plan.batch_units
-    copies = Copies(plan, logits_ref, rows_ref, buffer, semaphores)
-    stacks = Stacks(plan, *(of_selection[:2] if plan.k else (None, None)))
+    units = lax.div(count_ref[0] + (schedule.unit - 1), schedule.unit)
+    first = batch * schedule.batch_units
+    copies = Copies(schedule, logits_ref, rows_ref, buffer, semaphores)
+    stacks = Stacks(schedule, *(of_selection[:2] if schedule.k else (None, None)))
 
     def serve(index: jax.Array) -> None:
         number = first + index
-        unit = Unit(plan, copies, number, index, buffer, given_ref, turned_ref)
-        if plan.masked:
-            turn(plan, allowed_ref, [unit.rows(half) for half in range(plan.halves)], turned_ref)
+        unit = Unit(schedule, copies, number, index, buffer, given_ref, turned_ref)
+        if schedule.masked:
+            turn_bits(
+                schedule,
+                allowed_ref,
+                [unit.rows(half) for half in range(schedule.halves)],
+                turned_ref,
+            )
         found = first_sweep(unit, maxima)
         for half, one in enumerate(found):
             statistics(unit, half, one, count_ref[0], stats_ref)
-        if plan.k:
-            halves = range(plan.halves)
-            bounds = [threshold(groups(unit, maxima, half), plan.k) for half in halves]
+        if schedule.k:
+            halves = range(schedule.halves)
+            bounds = [threshold(groups(unit, maxima, half), schedule.k) for half in halves]
             candidates(unit, bounds, stacks)
             for half in halves:
                 rest = (stacks, of_selection[2], values_ref, ids_ref)
                 select_again(unit, half, bounds[half], count_ref[0], *rest)
 
     def put_in_order(when: jax.Array) -> None:
-        if plan.k:
+        if schedule.k:
             pl.when(when)(lambda: order(stacks, of_selection[2], values_ref, ids_ref))
 
-    if plan.as_blocks:  # a grid step is a block of a unit
+    if schedule.as_blocks:  # a grid step is a block of a unit
         index, place = pl.program_id(1), pl.program_id(2)
-        size = plan.block * LANES
-        is_last = place == plan.width // size - 1
+        size = schedule.block * LANES
+        is_last = place == schedule.width // size - 1
 
         @pl.when(first + index < units)
         def _widened() -> None:
             buffer[0, :, pl.ds(pl.multiple_of(place * size, size), size)] = logits_ref[...]
             pl.when(is_last)(lambda: serve(index))
 
-        put_in_order(is_last & (index == plan.batch_units - 1) & (first < units))
+        put_in_order(is_last & (index == schedule.batch_units - 1) & (first < units))
         return
 
     @pl.when((batch == 0) & (units > 0))
@@ -99,7 +502,7 @@ def body(plan: Plan, *refs: Any) -> None:
 
         serve(index)
 
-    lax.fori_loop(0, jnp.clip(units - first, 0, plan.batch_units), copied, None)
+    lax.fori_loop(0, jnp.clip(units - first, 0, schedule.batch_units), copied, None)
     put_in_order(first < units)
 
 
@@ -115,12 +518,12 @@ def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref:
     def larger() -> None:
         _overwrite(stats_ref, rows, 1, [count_again(unit, half)])
 
-    if unit.plan.entropy:
+    if unit.schedule.entropy:
         sums()
-    elif unit.plan.rare:
+    elif unit.schedule.rare:
         pl.when(_any(~(found.excess <= MOST) & wanted))(sums)
-    if unit.plan.rare:
-        near_zero = jnp.abs(unit.given()[half].limit) < SMALLEST
+    if unit.schedule.rare:
+        near_zero = jnp.abs(unit.given()[half].limit) < MIN_NORMAL
         pl.when(_any(near_zero & wanted))(larger)
 
 
@@ -135,8 +538,8 @@ def select_again(
     ids_ref: Any,
 ) -> None:
     """Scans half a unit if the stacks cannot serve one of its rows; says so in `hard`."""
-    near_zero = jnp.broadcast_to(jnp.abs(bound) < SMALLEST, SHAPE)
-    if not unit.plan.rare:
+    near_zero = jnp.broadcast_to(jnp.abs(bound) < MIN_NORMAL, SHAPE)
+    if not unit.schedule.rare:
         hard[unit.rows(half), :] = jnp.zeros(SHAPE, jnp.float32)
         return
     unfit = near_zero | (stacks.unfit(unit.rows(half)) > 0.0)
@@ -147,8 +550,8 @@ def select_again(
 
 def _wanted(unit: Unit, half: int, count: jax.Array) -> jax.Array:
     """[8, 128]: whether a row of half the unit is among the wanted ones."""
-    place = lax.broadcasted_iota(jnp.int32, SHAPE, 0) * unit.plan.halves + half
-    wanted: jax.Array = unit.number * unit.plan.unit + place < count
+    place = lax.broadcasted_iota(jnp.int32, SHAPE, 0) * unit.schedule.halves + half
+    wanted: jax.Array = unit.number * unit.schedule.unit + place < count
     return wanted
 
 
@@ -175,7 +578,7 @@ def _overwrite(stats_ref: Any, rows: Any, first: int, columns: list[jax.Array]) 
 
 
 def call(
-    plan: Plan,
+    schedule: Schedule,
     interpret: Any,
     count: jax.Array,
     rows: jax.Array,
@@ -186,12 +589,12 @@ def call(
     """Run the kernel.
 
     Args:
-      plan: of these arrays.
+      schedule: of these arrays.
       interpret: `pltpu.InterpretParams`, or False.
       count: [1] int32, the number of target rows to work on.
       rows: [num_units * unit] int32, the row of logits of each target where they are gathered (of
         16-bit logits, the first of the two rows of its word); else [1].
-      logits: [N, V] bfloat16 or float32; of a plan for float16, these as float32.
+      logits: [N, V] bfloat16 or float32; of a schedule for float16, these as float32.
       given: [num_batches * batch_rows, 3] int32, `unit.Given` of every target.
       allowed: [num_batches * batch_rows, words] int32 where tokens are masked, bits as those of
         `changes.Changes`.
@@ -201,30 +604,30 @@ def call(
       sums; the top K's logits [rows, width] float32
       and ids [rows, width] int32. Rows, as those of `given`, are in the order of `run.in_units`.
     """
-    batch, slots = plan.batch_rows, (plan.slots, plan.batch_rows, LANES)
-    widths = (LANES, plan.out_width, plan.out_width)
+    batch, slots = schedule.batch_rows, (schedule.slots, schedule.batch_rows, LANES)
+    widths = (LANES, schedule.out_width, schedule.out_width)
     dtypes = (jnp.float32, jnp.float32, jnp.int32)
     buffers = 2
-    grid: tuple[int, ...] = (plan.num_batches,)
+    grid: tuple[int, ...] = (schedule.num_batches,)
     of_logits = pl.BlockSpec(memory_space=pltpu.HBM)
-    if plan.as_blocks:
-        size = plan.block * LANES
-        buffers, grid = 1, (plan.num_batches, plan.batch_units, plan.width // size)
-        of_logits = pl.BlockSpec((plan.unit, size), functools.partial(wanted_block, plan))
+    if schedule.as_blocks:
+        size = schedule.block * LANES
+        buffers, grid = 1, (schedule.num_batches, schedule.batch_units, schedule.width // size)
+        of_logits = pl.BlockSpec((schedule.unit, size), functools.partial(wanted_block, schedule))
     scratch: list[Any] = [
-        pltpu.VMEM((buffers, plan.buffer_rows, plan.width), logits.dtype),
-        pltpu.VMEM((plan.sections, plan.halves * SUBLANES, LANES), jnp.float32),
+        pltpu.VMEM((buffers, schedule.buffer_rows, schedule.width), logits.dtype),
+        pltpu.VMEM((schedule.sections, schedule.halves * SUBLANES, LANES), jnp.float32),
     ]
-    if plan.k:
+    if schedule.k:
         shapes = (slots, slots, slots[1:])
         scratch += [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
-    if plan.masked:
-        scratch.append(pltpu.VMEM((plan.unit, plan.words), jnp.int32))
-    if not plan.as_blocks:
-        scratch.append(pltpu.SemaphoreType.DMA((2, plan.num_chunks)))
+    if schedule.masked:
+        scratch.append(pltpu.VMEM((schedule.unit, schedule.words), jnp.int32))
+    if not schedule.as_blocks:
+        scratch.append(pltpu.SemaphoreType.DMA((2, schedule.num_chunks)))
     every = [given] if allowed is None else [given, allowed]
     run = pl.pallas_call(
-        functools.partial(body, plan),
+        functools.partial(body, schedule),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
@@ -236,34 +639,34 @@ def call(
             scratch_shapes=scratch,
         ),
         out_shape=[
-            like(given, (plan.num_batches * batch, width), dtype)
+            like(given, (schedule.num_batches * batch, width), dtype)
             for width, dtype in zip(widths, dtypes, strict=True)
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple("arbitrary" for _ in grid),
             # float16 becomes float32 where a block is loaded, by an instruction that XLA has and
             # Mosaic has not: nothing of float32 is written to HBM.
-            allow_input_fusion=(False, False, plan.as_blocks, *[False] * len(every)),
+            allow_input_fusion=(False, False, schedule.as_blocks, *[False] * len(every)),
             # The starts of copies are from shapes, or from row ids in range: the interpreter looks
             # at each. Checked by the chip, a copy takes twice as many cycles to start.
             disable_bounds_checks=True,
-            vmem_limit_bytes=plan.vmem_bytes,
+            vmem_limit_bytes=schedule.vmem_bytes,
         ),
         interpret=interpret,
         name="topk_logprobs",
     )
-    if not (plan.interpreted or plan.as_blocks):  # XLA might copy all rows to VMEM first
+    if not (schedule.interpreted or schedule.as_blocks):  # XLA might copy all rows to VMEM first
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
     return tuple(run(count, rows, logits, *every))
 
 
 def wanted_block(
-    plan: Plan, batch: Any, index: Any, place: Any, count: Any, _: Any
+    schedule: Schedule, batch: Any, index: Any, place: Any, count: Any, _: Any
 ) -> tuple[Any, Any]:
     """The block of a grid step; the last wanted one again where there are no more: no copy."""
-    last = jnp.maximum(lax.div(count[0] + (plan.unit - 1), plan.unit) - 1, 0)
-    unit = batch * plan.batch_units + index
-    end = plan.width // (plan.block * LANES) - 1
+    last = jnp.maximum(lax.div(count[0] + (schedule.unit - 1), schedule.unit) - 1, 0)
+    unit = batch * schedule.batch_units + index
+    end = schedule.width // (schedule.block * LANES) - 1
     return jnp.minimum(unit, last), jnp.where(unit > last, end, place)
 
 

@@ -1,4 +1,4 @@
-"""A unit of target rows in VMEM: its logits as float32, column by column."""
+"""A unit of target rows in VMEM: its copies from HBM, its masks' bits, its logits as float32."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,17 +9,158 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends.mosaic_tpu.bits import is_allowed
-from pallas_kernels.backends.mosaic_tpu.copies import Copies
-from pallas_kernels.backends.mosaic_tpu.plan import LANES, SUBLANES, WORD_COLUMNS, Plan
+from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, WORD_COLUMNS, Schedule
 
+LOG2_E = 1.4426950408889634
 SHAPE = (SUBLANES, LANES)
 UPPER = -(1 << 16)  # the upper half of a word
 CHAINS = 4  # dependent operations side by side
 
+AT_ONCE = 8  # vectors: their permutations run side by side
+# Each step's distance, and the bits whose place has no 1 there.
+STEPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))
+
 Halves = tuple[jax.Array, ...]  # [8, 128] each: the even and the odd rows, or all
 # (vectors of some columns, the first of these, carry) -> carry
 Step = Callable[[list[Halves], Any, Any], Any]
+
+
+class Copies(NamedTuple):
+    """The copies of all units from HBM to VMEM, a chunk of columns each; unit u to buffer u % 2.
+
+    What HBM holds is padded to tiles, and a copy of compiled code takes whole tiles. The
+    interpreter knows the logits alone, without padding: there a copy ends where they do.
+    """
+
+    schedule: Schedule
+    logits_ref: Any  # [N, V] in HBM
+    rows_ref: Any  # [R] int32 in SMEM, where rows are gathered
+    buffer: Any  # [2, or 1 of blocks, rows, V rounded up] in VMEM
+    semaphores: Any  # [2, chunks]; None for blocks
+
+    def start(self, unit: Any) -> None:
+        """Start the copies of all chunks of a unit."""
+        self._chunks(lambda index, tokens: self._each(unit, index, tokens, lambda c: c.start()))
+
+    def wait(self, unit: Any, index: Any, tokens: int) -> None:
+        """Wait for a chunk of a unit. Pallas has waited for a block."""
+        if self.schedule.as_blocks:
+            return
+        self._each(unit, index, tokens, lambda c: c.wait())
+
+    def _chunks(self, do: Callable[[Any, int], None]) -> None:
+        schedule = self.schedule
+        last = schedule.num_chunks - 1
+
+        def full(index: jax.Array, _: None) -> None:
+            do(index, schedule.chunk * LANES)
+
+        if last:
+            lax.fori_loop(0, last, full, None)
+        do(jnp.int32(last), schedule.vocabulary - last * schedule.chunk * LANES)
+
+    def _each(self, unit: Any, index: Any, tokens: int, do: Callable[[Any], None]) -> None:
+        """do(copy) for every copy of a chunk."""
+        schedule = self.schedule
+        width = tokens if schedule.interpreted else -(-tokens // LANES) * LANES
+        start = pl.multiple_of(index * (schedule.chunk * LANES), LANES)
+        columns = pl.ds(start, width)
+        slot = unit & 1
+        semaphore = self.semaphores.at[slot, index]
+
+        def one(row: Any, count: int, place: int | jax.Array) -> None:
+            source = self.logits_ref.at[pl.ds(row, count), columns]
+            target = self.buffer.at[slot, pl.ds(place, count), columns]
+            do(pltpu.make_async_copy(source, target, semaphore))
+
+        if schedule.gathered:
+            self._gathered(unit, one)
+            return
+        full, rest = divmod(schedule.num_logits_rows, schedule.unit)
+        first = pl.multiple_of(unit * schedule.unit, schedule.unit)
+        if not rest:
+            one(first, schedule.unit, 0)
+        elif not full:
+            one(first, self._rounded(rest), 0)
+        else:
+            pl.when(unit < full)(lambda: one(first, schedule.unit, 0))
+            pl.when(unit >= full)(lambda: one(first, self._rounded(rest), 0))
+
+    def _gathered(self, unit: Any, one: Callable[[Any, int, Any], None]) -> None:
+        schedule = self.schedule
+        size = 2 if schedule.is_packed else 1  # a word is the least that can be copied
+
+        def target(j: jax.Array, _: None) -> None:
+            row = self.rows_ref[unit * SUBLANES + j]
+            if size == 1:
+                one(row, 1, j)
+            elif not schedule.interpreted:
+                one(pl.multiple_of(row, 2), 2, pl.multiple_of(2 * j, 2))
+            else:
+                one(row, min(2, schedule.num_logits_rows), 2 * j)
+
+        lax.fori_loop(0, SUBLANES, target, None)
+
+    def _rounded(self, rows: int) -> int:
+        """Rows of the last unit to copy: with the padding, where there is any."""
+        schedule = self.schedule
+        if schedule.interpreted:
+            return rows
+        total = schedule.num_logits_rows
+        tile = 8 if total > 4 else 4 if total > 2 else 2 if total > 1 or schedule.is_packed else 1
+        return -(-rows // tile) * tile
+
+
+def turn_bits(schedule: Schedule, allowed_ref: Any, rows: list[Any], turned_ref: Any) -> None:
+    """Turns the words of a unit's rows: of each half, 8 rows of allowed_ref [batch rows, words].
+
+    A row's words come as in `changes.Changes`: bit b of word w is that of token 32 w + b. So a
+    vector of 128 words has the bits of 32 columns of 128 tokens, and those of a column are in four
+    of its lanes. Turned, bit j of lane l is that of token l of column j: a shift brings it to the
+    lane's sign. Writes them to turned_ref [unit, words].
+    """
+    count = schedule.words // LANES
+    for half, of_half in enumerate(rows):
+
+        def some(first: Any, number: int, half: int = half, of_half: Any = of_half) -> None:
+            start = pl.multiple_of(first * LANES, LANES)
+            words = allowed_ref[of_half, pl.ds(start, number * LANES)]
+            found = [turned(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)]
+            target = pl.ds(half * SUBLANES, SUBLANES)
+            turned_ref[target, pl.ds(start, number * LANES)] = jnp.concatenate(found, axis=1)
+
+        def full(i: jax.Array, _: None) -> None:
+            some(i * AT_ONCE, AT_ONCE)
+
+        turns, rest = divmod(count, AT_ONCE)
+        if turns:
+            lax.fori_loop(0, turns, full, None)
+        if rest:
+            some(turns * AT_ONCE, rest)
+
+
+def turned(words: jax.Array) -> jax.Array:
+    """Words [8, 128] int32 of 32 columns: four 32 x 32 matrices of bits, each transposed."""
+    lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
+    # Lane 32 q + j: word q of column j.
+    x = _permuted(words, 4 * (lanes & (WORD_COLUMNS - 1)) + lax.div(lanes, WORD_COLUMNS))
+    for distance, mask in STEPS:
+        other = _permuted(x, lanes ^ distance)
+        is_low = (lanes & distance) == 0
+        kept = jnp.where(is_low, jnp.int32(mask), jnp.int32(~mask))
+        up, down = other << distance, lax.shift_right_logical(other, jnp.full(SHAPE, distance))
+        x = (x & kept) | (jnp.where(is_low, up, down) & ~kept)
+    return x
+
+
+def is_allowed(words: jax.Array, column: Any) -> jax.Array:
+    """Whether the tokens of a column of a vector of turned words are allowed: [8, 128] bool."""
+    found: jax.Array = (words << (WORD_COLUMNS - 1 - column)) < 0
+    return found
+
+
+def _permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")
 
 
 class Given(NamedTuple):
@@ -33,22 +174,22 @@ class Given(NamedTuple):
 class Unit(NamedTuple):
     """A unit of target rows while it is worked on."""
 
-    plan: Plan
+    schedule: Schedule
     copies: Copies
     number: Any
     index: Any  # in its batch
     buffer: Any  # as `Copies.buffer`
     given_ref: Any  # [batch rows, 3] int32
-    turned_ref: Any  # [unit, words] int32, of `bits.turn`; or None
+    turned_ref: Any  # [unit, words] int32, of `turn_bits`; or None
 
     def rows(self, half: int) -> Any:
         """The place of these 8 rows in the batch."""
-        start = self.index * self.plan.unit + half * SUBLANES
+        start = self.index * self.schedule.unit + half * SUBLANES
         return pl.ds(pl.multiple_of(start, SUBLANES), SUBLANES)
 
     def given(self) -> list[Given]:
         """Of each half."""
-        return [self._given(half) for half in range(self.plan.halves)]
+        return [self._given(half) for half in range(self.schedule.halves)]
 
     def _given(self, half: int) -> Given:
         every = self.given_ref[self.rows(half), :]
@@ -60,7 +201,7 @@ class Unit(NamedTuple):
     def load(self, start: Any, number: int, given: list[Given]) -> list[Halves]:
         """The logits of `number` columns from `start` on."""
         token = pl.multiple_of(start * LANES, LANES)
-        slot = 0 if self.plan.as_blocks else self.number & 1
+        slot = 0 if self.schedule.as_blocks else self.number & 1
         block = self.buffer[slot, :, pl.ds(token, number * LANES)]
         wide = [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
         return wide if self.turned_ref is None else self._allowed(wide, start)
@@ -68,33 +209,33 @@ class Unit(NamedTuple):
     def _allowed(self, x: list[Halves], start: Any) -> list[Halves]:
         """-inf where a token's bit is not set. A step is a part of `WORD_COLUMNS`, or several."""
         every: list[list[jax.Array]] = [[] for _ in x]
-        for half in range(self.plan.halves):
+        for half in range(self.schedule.halves):
             for i, one in enumerate(x):
                 if i % WORD_COLUMNS == 0:
                     first = lax.div(jnp.int32(start + i), WORD_COLUMNS)
                     here = pl.ds(pl.multiple_of(first * LANES, LANES), LANES)
                     words = self.turned_ref[pl.ds(half * SUBLANES, SUBLANES), here]
                 column: Any = i % WORD_COLUMNS  # where steps begin with a vector of words
-                if self.plan.step % WORD_COLUMNS:
+                if self.schedule.step % WORD_COLUMNS:
                     column = lax.rem(jnp.int32(start + i), WORD_COLUMNS)
                 every[i].append(jnp.where(is_allowed(words, column), one[half], -jnp.inf))
         return [tuple(one) for one in every]
 
     def _wide(self, x: jax.Array, given: list[Given]) -> Halves:
-        if not self.plan.is_packed:
+        if not self.schedule.is_packed:
             return (x,)
         words = pltpu.bitcast(x, jnp.int32)  # [8, 128]: an even row below, an odd one above
-        if self.plan.gathered:
+        if self.schedule.gathered:
             return (_floats((words << given[0].shift) & UPPER),)
         return _floats(words << 16), _floats(words & UPPER)
 
     def over_chunks(self, do: Callable[[Any, int, Any], Any], carry: Any) -> Any:
         """carry = do(chunk, its tokens, carry) for all chunks, the last of which may be short."""
-        plan = self.plan
-        last, size = plan.num_chunks - 1, plan.chunk * LANES
+        schedule = self.schedule
+        last, size = schedule.num_chunks - 1, schedule.chunk * LANES
         if last:
             carry = lax.fori_loop(0, last, lambda i, carry: do(i, size, carry), carry)
-        return do(jnp.int32(last), plan.vocabulary - last * size, carry)
+        return do(jnp.int32(last), schedule.vocabulary - last * size, carry)
 
     def over_columns(
         self,
@@ -105,9 +246,9 @@ class Unit(NamedTuple):
         carry: Any,
         size: int | None = None,
     ) -> Any:
-        """carry = step(...) for the columns of a chunk, `size` at a time: else `plan.step`."""
-        first = chunk * self.plan.chunk
-        size = size or self.plan.step
+        """carry = step(...) for the columns of a chunk, `size` at a time: else `schedule.step`."""
+        first = chunk * self.schedule.chunk
+        size = size or self.schedule.step
         steps, rest = divmod(tokens, size * LANES)
 
         def full(i: jax.Array, carry: Any) -> Any:
@@ -126,7 +267,7 @@ class Unit(NamedTuple):
 
     def section(self, chunk: Any) -> Any:
         """The section that a chunk belongs to."""
-        return lax.div(chunk * self.plan.sections, self.plan.num_chunks)
+        return lax.div(chunk * self.schedule.sections, self.schedule.num_chunks)
 
 
 def masked(x: jax.Array, tokens: int) -> jax.Array:

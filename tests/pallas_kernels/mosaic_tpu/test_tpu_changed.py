@@ -5,10 +5,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.backends.mosaic_tpu import bits, rows_kernel, unit
 from pallas_kernels.backends.mosaic_tpu import rows as run
-from pallas_kernels.backends.mosaic_tpu.plan import CUT as REAL_CUT
-from pallas_kernels.backends.mosaic_tpu.plan import choose_plan
+from pallas_kernels.backends.mosaic_tpu import rows_kernel, unit
+from pallas_kernels.backends.mosaic_tpu.schedule import CUT as REAL_CUT
+from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
@@ -88,12 +88,12 @@ def test_float16_in_blocks():
 
 def test_blocks_of_unwanted_units_are_not_copied():
     """Their grid steps have the place of the last wanted block: Pallas copies no block twice."""
-    plan = choose_plan((40, V), 40, 0, "float16", gathered=False, entropy=False, cut=CUT)
-    last = plan.width // plan.block // 128 - 1
+    schedule = choose_schedule((40, V), 40, 0, "float16", gathered=False, entropy=False, cut=CUT)
+    last = schedule.width // schedule.block // 128 - 1
     steps = [(unit, place) for unit in range(5) for place in range(last + 1)]
     for rows, units in ((0, 1), (1, 1), (9, 2), (40, 5)):
         count = jnp.array([rows])
-        found = [rows_kernel.wanted_block(plan, 0, *step, count, None) for step in steps]
+        found = [rows_kernel.wanted_block(schedule, 0, *step, count, None) for step in steps]
         expected = [step if step[0] < units else (units - 1, last) for step in steps]
         assert [(int(a), int(b)) for a, b in found] == expected
 
@@ -107,16 +107,16 @@ def test_each_lane_has_its_own_tokens_bits():
     """Vectors of 128 words: bit j of lane l is token l of column j."""
     words = np.random.default_rng(1).integers(-(2**31), 2**31, (8, 128)).astype(np.int32)
     tokens = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(8, 32, 128)
-    found = np.asarray(bits.turned(words)).view(np.uint32)
+    found = np.asarray(unit.turned(words)).view(np.uint32)
     for column in (0, 1, 30, 31):
         expected = tokens[:, column]
         np.testing.assert_array_equal(found >> column & 1, expected)
-        np.testing.assert_array_equal(bits.is_allowed(found.view(np.int32), column), expected)
+        np.testing.assert_array_equal(unit.is_allowed(found.view(np.int32), column), expected)
 
 
 def test_a_wrong_mask_is_caught(monkeypatch):
     """Negative control: the bits of the columns beside."""
-    right = bits.is_allowed
+    right = unit.is_allowed
     monkeypatch.setattr(unit, "is_allowed", lambda words, column: right(words, column ^ 1))
     with pytest.raises(AssertionError):
         check(rows_with_edges(np.float32)[:2], 0, ("allowed",))

@@ -9,8 +9,8 @@ import pytest
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends import read as reads
-from pallas_kernels.backends.mosaic_tpu import chip
-from pallas_kernels.backends.mosaic_tpu.plan import choose_plan
+from pallas_kernels.backends.mosaic_tpu import schedule as schedules
+from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
 from pallas_kernels.lowering import obstacles
 from pallas_kernels.lowering.tpu_rule import kernel_is_faster
 from pallas_kernels.sampling.rows import GroupedRows
@@ -102,11 +102,11 @@ def test_a_chip_whose_memory_is_too_small():
 @pytest.mark.fast
 def test_the_memory_of_a_chip():
     """What a v4's compiler took of its 16 MiB, in MiB; None where no chip is known."""
-    assert chip.vmem_bytes() is None
+    assert schedules.vmem_bytes() is None
     with on("TPU v4"):
-        assert chip.vmem_bytes() == 16 << 20
+        assert schedules.vmem_bytes() == 16 << 20
     with on("TPU v5e"):
-        assert chip.vmem_bytes() == 128 << 20
+        assert schedules.vmem_bytes() == 128 << 20
     for rows, k, dtype, masked, taken in (
         (8, 20, "float32", False, 16.66),
         (64, 0, "bfloat16", False, 16.76),
@@ -116,10 +116,10 @@ def test_the_memory_of_a_chip():
         (64, 512, "bfloat16", False, 25.62),
         (64, 20, "bfloat16", True, 19.92),
     ):
-        plan = choose_plan((rows, 262_144), rows, k, dtype, False, False, masked)
-        assert taken <= plan.needed_bytes / 2**20 <= plan.vmem_bytes / 2**20
+        schedule = choose_schedule((rows, 262_144), rows, k, dtype, False, False, masked)
+        assert taken <= schedule.needed_bytes / 2**20 <= schedule.vmem_bytes / 2**20
     # What fits is not refused: 200,064 tokens are the largest common vocabulary below 2**18.
-    assert choose_plan((64, 200_064), 64, 20, "float32", False, False).needed_bytes < 16 << 20
+    assert choose_schedule((64, 200_064), 64, 20, "float32", False, False).needed_bytes < 16 << 20
 
 
 def test_sampled_rows_in_a_chip_whose_memory_is_too_small():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
-from pallas_kernels.backends.mosaic_tpu import copies, stacks, unit
 from pallas_kernels.backends.mosaic_tpu import rows as run
+from pallas_kernels.backends.mosaic_tpu import rows_kernel, unit
 from pallas_kernels.contract.types import Outputs
 from tests.support import kernel_calls, quick_compile
 from tests.support.interpreted_tpu_kernel import CUT, interpret, run_watched
@@ -23,24 +23,24 @@ def test_the_kernel_as_it_is_is_not_caught():
 
 def test_a_wait_left_out(monkeypatch):
     """What was never copied is read; where it is copied at once, a race is found."""
-    wait = copies.Copies.wait
+    wait = unit.Copies.wait
 
     def all_but_one(self, number, index, tokens):
         if tokens != V - 512:  # the last chunk's
             wait(self, number, index, tokens)
 
-    monkeypatch.setattr(copies.Copies, "wait", all_but_one)
+    monkeypatch.setattr(unit.Copies, "wait", all_but_one)
     assert is_caught()
     assert found(run_it=partial(run_watched, copied="eager"))[1]
 
 
 def test_a_group_forgotten(monkeypatch):
-    push = stacks.push
+    push = rows_kernel.push
 
     def all_but_first(stack, x, column, wanted):
         return push(stack, x, column, wanted & (column != 0.0))
 
-    monkeypatch.setattr(stacks, "push", all_but_first)
+    monkeypatch.setattr(rows_kernel, "push", all_but_first)
     assert is_caught()
 
 
@@ -51,16 +51,18 @@ def test_an_edge_not_masked(monkeypatch):
 
 def test_a_read_behind_the_rows(monkeypatch):
     """The interpreter stops where the chip, whose checks are turned off, would read anything."""
-    start = copies.Copies.start
+    start = unit.Copies.start
     monkeypatch.setattr(
-        copies.Copies, "start", lambda self, unit: start(self._replace(plan=wider(self.plan)), unit)
+        unit.Copies,
+        "start",
+        lambda self, number: start(self._replace(schedule=wider(self.schedule)), number),
     )
     with pytest.raises(Exception, match=r"[Oo]ut-of-bounds"):
         found()
 
 
-def wider(plan):
-    return replace(plan, vocabulary=plan.vocabulary + 1)
+def wider(schedule):
+    return replace(schedule, vocabulary=schedule.vocabulary + 1)
 
 
 @pytest.fixture
@@ -89,14 +91,14 @@ def test_the_next_rows_are_copied_before_these_are_waited_for(seen):
 
 def test_copies_that_are_waited_for_at_once_are_seen(seen, monkeypatch):
     """Negative control: the results are right, the order is not."""
-    start, wait = copies.Copies.start, copies.Copies.wait
+    start, wait = unit.Copies.start, unit.Copies.wait
 
     def start_and_wait(self, unit):
         start(self, unit)
         self._chunks(lambda index, tokens: wait(self, unit, index, tokens))
 
-    monkeypatch.setattr(copies.Copies, "start", start_and_wait)
-    monkeypatch.setattr(copies.Copies, "wait", lambda *_: None)
+    monkeypatch.setattr(unit.Copies, "start", start_and_wait)
+    monkeypatch.setattr(unit.Copies, "wait", lambda *_: None)
     assert not is_caught()
     assert sorted(seen) == sorted(AHEAD)
     assert seen != AHEAD

@@ -6,6 +6,10 @@ A vector register holds 8 x 128 words of 32 bits: 8 rows on sublanes, 128 tokens
 
 from dataclasses import dataclass
 
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.lowering.obstacles import DoesNotFit
+
 LANES = 128
 SUBLANES = 8
 STEP = 32
@@ -13,6 +17,7 @@ CHUNK = 128  # columns that are copied at a time: 16384 tokens
 CUT = (STEP, CHUNK)
 GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
 WORD_COLUMNS = 32  # columns of which a vector of words has the bits
+MIB = 1 << 20
 BATCH_ROWS = 64  # whose selections are ordered together
 REST = 8 << 20  # bytes of VMEM beside the logits, the stacks and the outputs
 # Of these the compiler took at most so many for a v4, and once more the stacks for a large top K.
@@ -20,7 +25,7 @@ TAKEN = 5 << 18
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """One call of the kernel. Hashable."""
 
     num_logits_rows: int  # N
@@ -158,7 +163,7 @@ class Plan:
         return logits + rest + outputs + words
 
 
-def choose_plan(
+def choose_schedule(
     shape: tuple[int, ...],
     num_targets: int,
     k: int,
@@ -168,11 +173,33 @@ def choose_plan(
     masked: bool = False,
     interpreted: bool = False,
     cut: tuple[int, int] = CUT,
-) -> Plan:
-    """The plan of a call on logits of this shape [N, V]."""
+) -> Schedule:
+    """The schedule of a call on logits of this shape [N, V]."""
     columns = -(-shape[1] // LANES)
     sections = 1 if k <= 64 else 2 if k <= 128 else 8
     sections = min(sections, -(-columns // cut[1]))
     depth = 4 if k <= 20 else 6 if k <= 64 else 8
     size = (shape[0], num_targets, shape[1], k, dtype)
-    return Plan(*size, gathered, entropy, masked, sections, depth, interpreted, cut)
+    return Schedule(*size, gathered, entropy, masked, sections, depth, interpreted, cut)
+
+
+def vmem_bytes() -> int | None:
+    """The VMEM of a core; None on a host without a TPU that does not say for which one it lowers.
+
+    `jax.sharding.use_abstract_mesh` of a mesh of devices says so.
+    """
+    try:
+        return int(pltpu.get_tpu_info().vmem_capacity_bytes)
+    except ValueError:  # a device that jax does not know, as a CPU
+        return None
+
+
+def must_fit(schedule: Schedule) -> None:
+    """Raise `DoesNotFit` where the chip is known and its VMEM is less than a schedule may take."""
+    held = None if schedule.interpreted else vmem_bytes()
+    if held is not None and schedule.needed_bytes > held:
+        raise DoesNotFit(
+            f"rows of {schedule.vocabulary} {schedule.dtype} logits and a top K of {schedule.k} "
+            f"may take {schedule.needed_bytes / MIB:.1f} MiB of VMEM, and this chip has "
+            f"{held / MIB:.1f}"
+        )
