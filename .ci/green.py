@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 KERNELS, CASES = "pallas_kernels/backends/mosaic_gpu", "tests/pallas_kernels/mosaic_gpu/ptx"
-COMMON = "compat", "reading", "rows_kernel", "thread", "tiling"
+COMMON = "compat", "reading", "rows_kernel", "thread", "schedule"
 SHARED = [f"{KERNELS}/{name}.py" for name in COMMON]
 LANES = {
     "rows": [

@@ -33,7 +33,7 @@ from bench import aot_tpu
 from bench.gpu import after_read, estimates, model, sampled, sass
 from bench.report.files import environment
 from pallas_kernels.backends import read
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing import compile_target
@@ -87,7 +87,7 @@ class Result:
 
     path: str
     shape: Shape
-    tiling: Tiling
+    schedule: Schedule
     kernels: tuple[sass.Kernel, ...]
     per_logit: tuple[float, ...]  # instructions in pass 1's main loops, ascending; often one
     temporaries: int  # bytes
@@ -191,32 +191,32 @@ def measure(
     width = max(shape.k, 1) if path == "fused" else shape.k
     masked = path in ("mask", "bias")
     is_sampled = path in sampled.PATHS
-    tiling = choose_tiling(rows, shape.vocabulary, width, shape.dtype)
-    tiling = sampled.tiling_of(shape) if is_sampled else tiling
+    schedule = choose_schedule(rows, shape.vocabulary, width, shape.dtype)
+    schedule = sampled.schedule_of(shape) if is_sampled else schedule
     kind = "mask" if masked else path  # a bias is a mask to the kernels
     wanted: dict[str, tuple[Any, ...]] = {
-        "read_groups" if is_sampled else "read_rows": (tiling, rows, kind, width > 0),
-        "finish_rows": (tiling, rows, shape.k, "sampled" if is_sampled else kind),
+        "read_groups" if is_sampled else "read_rows": (schedule, rows, kind, width > 0),
+        "finish_rows": (schedule, rows, shape.k, "sampled" if is_sampled else kind),
     }
     for ptx in device.dump.glob("*.ptx"):
         name = next(name for name in wanted if ptx.stem.startswith(name))
         seen[name, *wanted[name]] = sass.read(ptx, keep)
     kernels = tuple(seen[name, *key] for name, key in wanted.items())
     text = compiled.as_text() or ""
-    more = sampled.bytes_of_sums(path, tiling) if is_sampled else 0  # that pass 1 moves of a row
+    more = sampled.bytes_of_sums(path, schedule) if is_sampled else 0  # that pass 1 moves of a row
     more += shape.vocabulary // 8 if masked else 0
     temporaries = compiled.memory_analysis()
     assert temporaries is not None
     return Result(
         path,
         shape,
-        tiling,
+        schedule,
         kernels,
-        tuple(sampled.loops_per_logit(kernels[0], tiling)),
+        tuple(sampled.loops_per_logit(kernels[0], schedule)),
         temporaries.temp_size_in_bytes,
         len(SORT.findall(text)),
         count_launches(text),
-        estimates.estimate(shape, width, tiling, kernels, model.Chip(), more),
+        estimates.estimate(shape, width, schedule, kernels, model.Chip(), more),
     )
 
 
@@ -236,7 +236,7 @@ def measure_after(
     return Result(
         after_read.PATH,
         shape,
-        sampled.tiling_of(shape),
+        sampled.schedule_of(shape),
         kernels,
         (),
         temporaries.temp_size_in_bytes,
@@ -293,7 +293,7 @@ def broken_limits(result: Result) -> list[str]:
         if kernel.registers > REGISTERS:
             out.append(f"{name}: {kernel.name} uses {kernel.registers} registers > {REGISTERS}")
     # A program that reads a single step has no loop.
-    looped = result.tiling.num_steps > result.tiling.splits
+    looped = result.schedule.num_steps > result.schedule.splits
     counts = [limits.per_logit] if limits.once is None else [limits.once, limits.per_logit]
     counts = counts if limits.per_logit else []
     if looped and len(result.per_logit) != len(counts):
@@ -325,7 +325,7 @@ def as_json(result: Result) -> dict[str, Any]:
         {"name": x.name, "registers": x.registers, "spills": x.spills} for x in result.kernels
     ]
     plain = {field.name: getattr(result, field.name) for field in fields(result)}
-    plain |= {name: asdict(plain[name]) for name in ("shape", "tiling", "estimate")}
+    plain |= {name: asdict(plain[name]) for name in ("shape", "schedule", "estimate")}
     return plain | {"kernels": kernels, "share": round(result.share, 5)}
 
 
@@ -341,7 +341,7 @@ def print_table(results: list[Result]) -> None:
         table.add_row(
             r.path,
             *map(str, (r.shape.rows, r.shape.vocabulary, r.shape.k, r.shape.dtype)),
-            *map(str, (r.tiling.group_width, r.tiling.blocks_per_step, r.tiling.splits)),
+            *map(str, (r.schedule.group_width, r.schedule.blocks_per_step, r.schedule.splits)),
             " + ".join(str(kernel.registers) for kernel in r.kernels),
             str(sum(kernel.spills for kernel in r.kernels)),
             ", ".join(f"{count:.2f}" for count in r.per_logit) or "no loop",

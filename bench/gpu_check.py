@@ -15,7 +15,7 @@ The parts, the most informative first, with estimated minutes on an H100 (mostly
   shapes      7   every vocabulary, dtype and kind of K at real sizes: both paths against XLA on all
                   rows and the float64 oracle on a few; every edge of the contract; arbitrary values
   targets     8   the shapes with promised limits, against peers and the memory's speed
-  tune        8   other tilings than the chosen ones: see `bench.gpu_tune`
+  tune        8   other schedules than the chosen ones: see `bench.gpu_tune`
   rest       15   all other shapes against peers
   end-to-end  2   the decoding loop on this device, with and without logprobs
 

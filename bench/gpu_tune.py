@@ -1,11 +1,11 @@
-"""The kernels at other tilings than `choose_tiling`'s: which split, step and group is fastest?
+"""The kernels at other schedules than `choose_schedule`'s: which split, step and group is fastest?
 
     python -m bench.gpu_tune --rows 64 1536 --k 20 --dtype bfloat16     on a GPU
 
 Three numbers can change without another kernel: how many programs share a row (`splits`), how many
 blocks a program has in flight (`blocks_per_step`), and the width of groups, which trades pass 1's
 reductions for pass 2's reads. The first row of a table is the current choice, and ratios are to it.
-The results of all tilings are compared before anything is timed.
+The results of all schedules are compared before anything is timed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from bench.report.comparison import Comparison, from_samples
 from bench.report.files import write_json
 from bench.timing import print_table
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.lowering import implementation
 from pallas_kernels.testing.shapes import Shape
@@ -72,44 +72,44 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def tilings(shape: Shape) -> Iterator[Tiling]:
-    """The tilings to try, each once; the current choice is the first."""
-    current = choose_tiling(shape.rows, shape.vocabulary, shape.k, shape.dtype)
+def schedules(shape: Shape) -> Iterator[Schedule]:
+    """The schedules to try, each once; the current choice is the first."""
+    current = choose_schedule(shape.rows, shape.vocabulary, shape.k, shape.dtype)
     splits = {max(1, MULTIPROCESSORS * each // shape.rows) for each in PROGRAMS_EACH}
     if shape.rows > MULTIPROCESSORS:  # the rows fill the chip; split, its last programs end sooner
         splits |= {2, 4}
     found = {current: None}
     for width, blocks, wanted in itertools.product(WIDTHS, BLOCKS, sorted(splits)):
-        whole = Tiling(shape.vocabulary, shape.dtype, width, blocks, 1)
+        whole = Schedule(shape.vocabulary, shape.dtype, width, blocks, 1)
         if whole.num_steps:
             found[replace(whole, splits=min(wanted, whole.num_steps))] = None
     yield from found
 
 
-def name_of(tiling: Tiling) -> str:
-    """The three numbers of a tiling, in words."""
+def name_of(schedule: Schedule) -> str:
+    """The three numbers of a schedule, in words."""
     return (
-        f"groups of {tiling.group_width}, {tiling.blocks_per_step} blocks a step, "
-        f"{tiling.splits} splits"
+        f"groups of {schedule.group_width}, {schedule.blocks_per_step} blocks a step, "
+        f"{schedule.splits} splits"
     )
 
 
 def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Comparison:
-    """Check every tiling on the same arrays, then measure; `at_most` limits their number."""
+    """Check every schedule on the same arrays, then measure; `at_most` limits their number."""
     buffers = [peers.random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = peers.random_ids(shape)
     plug = peers.jax_plug(machine.plug_bytes)
 
-    def contender(tiling: Tiling) -> Contender:
+    def contender(schedule: Schedule) -> Contender:
         def program(x: jax.Array, ids: jax.Array) -> Any:
-            return run.topk_logprobs(Rows(x, ids), Outputs(shape.k), tiling)
+            return run.topk_logprobs(Rows(x, ids), Outputs(shape.k), schedule)
 
         return peers.jax_contender(program, buffers, token_ids, plug)
 
-    chosen = list(tilings(shape))[:at_most]
+    chosen = list(schedules(shape))[:at_most]
     contenders = {
-        f"{CURRENT if i == 0 else ''}{name_of(tiling)}": contender(tiling)
-        for i, tiling in enumerate(chosen)
+        f"{CURRENT if i == 0 else ''}{name_of(schedule)}": contender(schedule)
+        for i, schedule in enumerate(chosen)
     }
     check_equal(contenders)
     spans = kernels.interleave(contenders, machine)
@@ -117,7 +117,7 @@ def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Compa
     current, *others = samples
     order = [current, *sorted(others, key=lambda name: float(np.median(samples[name])))]
     comparison = from_samples(
-        f"tilings for R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
+        f"schedules for R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
         {name: samples[name] for name in order},
         settings=kernels.settings(shape, machine),
     )
@@ -133,7 +133,7 @@ def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Compa
 
 
 def check_equal(contenders: dict[str, Contender]) -> None:
-    """Compare every tiling's answer with the current one's; this is also the warm-up."""
+    """Compare every schedule's answer with the current one's; this is also the warm-up."""
     expected = None
     for name, contender in contenders.items():
         actual = contender.result(contender.launch(0))

@@ -14,7 +14,7 @@ from bench.gpu import estimates, model, sass, trips
 from bench.gpu.machine_code import Code, Loop
 from pallas_kernels.backends.groups import WIDTH, RowsToDraw, number_of_groups
 from pallas_kernels.backends.mosaic_gpu import count_larger, draw
-from pallas_kernels.backends.mosaic_gpu.tiling import BLOCK
+from pallas_kernels.backends.mosaic_gpu.schedule import BLOCK
 from pallas_kernels.testing import compile_target
 from pallas_kernels.testing.shapes import Shape
 

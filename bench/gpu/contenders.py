@@ -17,7 +17,7 @@ from bench.gpu.device_clock import Span, Work, device_spans, host_spans
 from bench.timing import BenchError
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing.shapes import Shape
 
@@ -79,7 +79,7 @@ def make_contenders(
     buffers = [random_logits(shape, seed) for seed in range(BUFFERS)]
     token_ids = random_ids(shape)
     k, outputs = shape.k, Outputs(shape.k)
-    tiling = choose_tiling(shape.rows, shape.vocabulary, k, shape.dtype)
+    schedule = choose_schedule(shape.rows, shape.vocabulary, k, shape.dtype)
     rows = jnp.int32(shape.rows)
     missing: dict[str, str] = {}
     programs: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
@@ -87,7 +87,7 @@ def make_contenders(
         "xla": lambda x, t: topk_logprobs(x, t, k, implementation="xla"),
         OURS: lambda x, t: run.topk_logprobs(Rows(x, t), outputs),
         FUSED: lambda x, _: run.topk_logprobs(Rows(x, num_rows=rows), outputs),
-        FLOOR: lambda x, _: floor.row_maxima(tiling, x),
+        FLOOR: lambda x, _: floor.row_maxima(schedule, x),
         COPY: lambda x, _: -x,
     }
     if reference.has_unstable_top_k():

@@ -14,7 +14,7 @@ from bench.gpu.contenders import random_logits
 from pallas_kernels import TopkLogprobs
 from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.testing.shapes import VOCABULARIES, Shape
@@ -121,7 +121,7 @@ def check_shape(shape: Shape) -> None:
 
 def check_edges(shape: Shape) -> None:
     """Check rows that hold every edge of the contract, at a real vocabulary."""
-    width = choose_tiling(7, shape.vocabulary, shape.k, shape.dtype).group_width
+    width = choose_schedule(7, shape.vocabulary, shape.k, shape.dtype).group_width
     x = oracle.edge_rows(shape.vocabulary, shape.dtype, width)
     token_ids = np.arange(len(x), dtype=np.int32) * width % shape.vocabulary
     check_against_oracle(replace(shape, rows=len(x)), x, token_ids)

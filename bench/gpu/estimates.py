@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from bench.gpu import model, trips
 from bench.gpu.sass import Kernel
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.testing.shapes import Shape
 
 LIMITS = Path(__file__).with_name("limits.json")
@@ -48,7 +48,7 @@ class Estimate:
 def estimate(
     shape: Shape,
     selected: int,
-    tiling: Tiling,
+    schedule: Schedule,
     kernels: Sequence[Kernel],
     chip: model.Chip,
     more: int = 0,
@@ -58,29 +58,29 @@ def estimate(
     Args:
       shape: of the call, all of whose rows are wanted.
       selected: how many tokens pass 2 selects of a row.
-      tiling: as compiled.
+      schedule: as compiled.
       kernels: pass 1 and pass 2.
       chip: what it runs on.
       more: bytes that pass 1 reads or writes of a row besides: of a mask, of group sums.
     """
     size = jnp.dtype(shape.dtype).itemsize
-    groups = tiling.num_groups * size if selected else 0
-    again = min(selected, tiling.num_groups) * tiling.group_width * size
-    results = 12 * tiling.programs
+    groups = schedule.num_groups * size if selected else 0
+    again = min(selected, schedule.num_groups) * schedule.group_width * size
+    results = 12 * schedule.programs
     first, second = kernels
     pass1 = model.Launched(
         first.code,
         first.registers,
-        shape.rows * tiling.programs,
+        shape.rows * schedule.programs,
         shape.rows * (shape.vocabulary * size + groups + results + more),
-        trips.of_pass1(tiling),
+        trips.of_pass1(schedule),
     )
     pass2 = model.Launched(
         second.code.until_exit(),  # rows without an answer come behind
         second.registers,
         shape.rows,
         shape.rows * (again + groups + results + 8 * shape.k + 24),
-        trips.of_pass2(tiling, selected),
+        trips.of_pass2(schedule, selected),
     )
     return Estimate(model.time(pass1, chip), model.time(pass2, chip), 2 * chip.launch)
 

@@ -20,7 +20,7 @@ from bench.gpu.contenders import BUFFERS, COPY, FLOOR, FUSED, OURS, PLAIN, TORCH
 from bench.gpu.device_clock import Span, Work, device_spans
 from bench.report.comparison import Comparison, Target, from_samples
 from bench.timing import rotated
-from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.testing.shapes import Shape
 
 SECONDS_PER_SHAPE = 4.0
@@ -111,7 +111,7 @@ def settings(shape: Shape, machine: Machine) -> dict[str, Any]:
         "dtype": shape.dtype,
         "device": jax.devices()[0].device_kind,
         "clock": clock_name(machine),
-        "tiling": str(choose_tiling(shape.rows, shape.vocabulary, shape.k, shape.dtype)),
+        "schedule": str(choose_schedule(shape.rows, shape.vocabulary, shape.k, shape.dtype)),
     }
 
 

@@ -72,7 +72,7 @@ def pieces_of(part: str, machine: Machine, journal: Journal) -> Iterator[Piece]:
         for shape in gpu_tune.SHAPES if real else gpu_tune.REHEARSED:
             few = None if real else 3
             yield Piece(
-                f"tilings for {shape}", functools.partial(gpu_tune.measure, shape, machine, few)
+                f"schedules for {shape}", functools.partial(gpu_tune.measure, shape, machine, few)
             )
     elif part in ("targets", "rest"):
         if real:

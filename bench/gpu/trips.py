@@ -1,4 +1,4 @@
-"""How often the kernels' loops turn, for the model of the time: from the tiling, and from logits.
+"""How often the kernels' loops turn, for the model of the time: from the schedule, and from logits.
 
 What depends on logits is counted on one row of normally distributed ones, rounded to their dtype:
 how often the range of group maxima is halved, how many candidates there are, and how many of them a
@@ -14,7 +14,7 @@ import numpy as np
 from bench.gpu.machine_code import Code, Loop
 from bench.gpu.model import Trips
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import AT_ONCE, OWN, capacity
-from pallas_kernels.backends.mosaic_gpu.tiling import WARPGROUP, Tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 
 SPREAD = 4.0  # the logits' standard deviation; no count depends on it, but for rounding
 MARKS = 32
@@ -80,9 +80,9 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     )
 
 
-def of_pass1(tiling: Tiling) -> Trips:
+def of_pass1(schedule: Schedule) -> Trips:
     """A loop with exponentials is the steps of a program; of two, the longer one turns."""
-    steps = -(-tiling.num_steps // max(tiling.splits, 1))
+    steps = -(-schedule.num_steps // max(schedule.splits, 1))
 
     def trips(code: Code, loop: Loop) -> float:
         if "MUFU.EX2" not in code.names(loop):
@@ -93,10 +93,10 @@ def of_pass1(tiling: Tiling) -> Trips:
     return trips
 
 
-def of_pass2(tiling: Tiling, k: int) -> Trips:
+def of_pass2(schedule: Schedule, k: int) -> Trips:
     """The loops of the selection; the scan of invalid rows does not turn."""
-    found = selection(tiling.vocabulary, tiling.dtype, tiling.group_width, k)
-    vectors = min(k, tiling.num_groups) * tiling.group_width // (tiling.vector * WARPGROUP)
+    found = selection(schedule.vocabulary, schedule.dtype, schedule.group_width, k)
+    vectors = min(k, schedule.num_groups) * schedule.group_width // (schedule.vector * WARPGROUP)
     chunks = max(1, -(-vectors // 12))
 
     def trips(code: Code, loop: Loop) -> float:

@@ -10,7 +10,7 @@ import jax
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
 MIN_CAPABILITY = 9.0
-MIN_VOCABULARY = 2048  # one block of the narrowest groups, see mosaic_gpu/tiling
+MIN_VOCABULARY = 2048  # one block of the narrowest groups, see mosaic_gpu/schedule
 MAX_LOGITS = 2**31 - 1
 MAX_TPU_VOCABULARY = 2**19  # of which two units of rows take half of a v5p's VMEM
 

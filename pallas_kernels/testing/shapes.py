@@ -22,7 +22,7 @@ class Shape:
     dtype: str
 
 
-# What the tests run on any machine. Each vocabulary takes another path through selection or tiling.
+# What the tests run on any machine. Each vocabulary takes another path through selection or cuts.
 SMALL = tuple(
     Shape(rows, vocabulary, k, dtype)
     for rows, vocabulary, k in (
@@ -67,7 +67,7 @@ GPU = tuple(
     for dtype in ("bfloat16", "float32")
 )
 
-# What is compiled for a GPU where there is none: every vocabulary, dtype and kind of tiling.
+# What is compiled for a GPU where there is none: every vocabulary, dtype and kind of schedule.
 AOT = (
     *(Shape(1536, vocabulary, 20, "bfloat16") for vocabulary in VOCABULARIES.values()),
     *(Shape(64, vocabulary, 20, "float32") for vocabulary in VOCABULARIES.values()),

@@ -7,11 +7,11 @@ import pytest
 
 from bench.gpu import estimates, machine_code, model, trips
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import capacity
-from pallas_kernels.backends.mosaic_gpu.tiling import (
+from pallas_kernels.backends.mosaic_gpu.schedule import (
     PROGRAMS_AT_ONCE,
-    choose_fixed_tiling,
+    choose_fixed_schedule,
+    choose_schedule,
     choose_splits,
-    choose_tiling,
 )
 from pallas_kernels.testing.shapes import Shape
 
@@ -153,9 +153,9 @@ def test_no_round_of_programs_runs_nearly_empty(rows):
 def test_programs_of_edges_have_places_of_their_own(rows, vocabulary):
     """Else a few programs would run alone after the others: a second round of a few rows."""
     for dtype in ("bfloat16", "float32"):
-        fixed = choose_fixed_tiling(rows, vocabulary, dtype)
-        for tiling in (choose_tiling(rows, vocabulary, 20, dtype), fixed):
-            assert tiling.edges
-            places = rows * tiling.programs
+        fixed = choose_fixed_schedule(rows, vocabulary, dtype)
+        for schedule in (choose_schedule(rows, vocabulary, 20, dtype), fixed):
+            assert schedule.edges
+            places = rows * schedule.programs
             assert places <= PROGRAMS_AT_ONCE
-            assert places + rows > PROGRAMS_AT_ONCE or tiling.splits == tiling.num_steps
+            assert places + rows > PROGRAMS_AT_ONCE or schedule.splits == schedule.num_steps

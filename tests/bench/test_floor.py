@@ -7,19 +7,19 @@ import pytest
 
 from bench.gpu import floor
 from pallas_kernels.backends.mosaic_gpu import compat
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from tests.support.interpreted_kernels import run_without_races
 
 
 @pytest.mark.parametrize("vocabulary", [4352, 8195])  # with and without skews
 def test_it_reads_the_rows_of_the_kernels(vocabulary):
     """In steps, and at the rows' edges."""
-    tiling = Tiling(vocabulary, "bfloat16", 128, 1, 1)
+    schedule = Schedule(vocabulary, "bfloat16", 128, 1, 1)
     x = np.random.default_rng(1).normal(size=(3, vocabulary)).astype(jnp.bfloat16)
     x[0, 4097], x[1, -1], x[2, 0] = 9, 9, 9
 
     def call(x, interpret):
-        return floor.row_maxima(tiling, x, interpret)
+        return floor.row_maxima(schedule, x, interpret)
 
     maxima = run_without_races(call, x)
     np.testing.assert_array_equal(maxima, x.astype(np.float32).max(axis=1))
@@ -36,8 +36,8 @@ def test_it_lowers_for_cuda(monkeypatch, rows, vocabulary, k):
 
     kernel = compat.GPU.kernel
     monkeypatch.setattr(compat.GPU, "kernel", recorded)
-    tiling = choose_tiling(rows, vocabulary, k, "bfloat16")
-    traced = jax.jit(lambda x: floor.row_maxima(tiling, x)).trace(
+    schedule = choose_schedule(rows, vocabulary, k, "bfloat16")
+    traced = jax.jit(lambda x: floor.row_maxima(schedule, x)).trace(
         jax.ShapeDtypeStruct((rows, vocabulary), jnp.bfloat16)
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

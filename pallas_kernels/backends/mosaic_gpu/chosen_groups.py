@@ -14,8 +14,8 @@ from jax import lax
 
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Word, word
-from pallas_kernels.backends.mosaic_gpu.tiling import RUN, WARPGROUP, Tiling
 
 NO_GROUP = 2**31 - 1
 WIDTH = 256  # logits of a group
@@ -24,29 +24,29 @@ WIDTH = 256  # logits of a group
 class Row(NamedTuple):
     """A row of logits as a kernel reads it again."""
 
-    tiling: Tiling
+    schedule: Schedule
     logits_ref: Any  # [N * V]
     first: Any  # where the row starts
 
     @property
     def vector(self) -> int:
         """The logits that a thread can load at once wherever a row begins."""
-        vector = self.tiling.vector
-        while self.tiling.vocabulary % vector:
+        vector = self.schedule.vector
+        while self.schedule.vocabulary % vector:
             vector //= 2
         return vector
 
     @property
     def layout(self) -> Any:
         """Registers of a piece: of the same 64 logits of each group of a block's number of them."""
-        return self.tiling.fixed_layout(self.vector)
+        return self.schedule.fixed_layout(self.vector)
 
     def pieces(self, groups: jax.Array) -> list[jax.Array]:
         """The logits of these groups, each piece [groups, 64]; -inf beyond the row or without one.
 
         groups: `Chosen.groups`.
         """
-        shape, vocabulary, vector = self.tiling.piece(RUN), self.tiling.vocabulary, self.vector
+        shape, vocabulary, vector = self.schedule.piece(RUN), self.schedule.vocabulary, self.vector
         starts = range(0, WIDTH, shape[1])
         layout = self.layout
 
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
     def ids(self, groups: jax.Array) -> list[jax.Array]:
         """The token ids of `pieces`, int32; below 0 where there is no group."""
-        shape = self.tiling.piece(RUN)
+        shape = self.schedule.piece(RUN)
         first = compat.cast(lax.broadcast_in_dim(groups * WIDTH, shape, (0,)), self.layout)
         column = compat.iota(shape, 1, self.layout)
         return [first + (column + i) for i in range(0, WIDTH, shape[1])]
@@ -82,7 +82,7 @@ class Row(NamedTuple):
         A last group that is cut off begins earlier, within the row.
         Ids below 256 * `number` are those of the group before.
         """
-        begin = jnp.minimum(number * WIDTH, self.tiling.vocabulary - WIDTH)
+        begin = jnp.minimum(number * WIDTH, self.schedule.vocabulary - WIDTH)
         x = compat.load_vector(self.logits_ref, self.first + begin, WIDTH)
         return x.astype(jnp.float32), compat.vector_iota(WIDTH) + begin, begin
 
@@ -161,7 +161,7 @@ class Chosen(NamedTuple):
 
         -1 where the list ends.
         """
-        size, shape = row.tiling.groups_per_block, row.tiling.piece(RUN)
+        size, shape = row.schedule.groups_per_block, row.schedule.piece(RUN)
         layout = row.layout.reduce(1)
         lanes = (shape[1] // RUN).bit_length() - 1
 
@@ -188,7 +188,7 @@ def over_groups(
     flags: as `Chosen.choose` takes them.
     """
     count = chosen.choose(flags)
-    size = row.tiling.groups_per_block
+    size = row.schedule.groups_per_block
 
     def body(turn: Any, carry: Any) -> Any:
         return work(turn, chosen.groups(turn, count, row), carry)

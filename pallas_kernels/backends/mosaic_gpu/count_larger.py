@@ -21,8 +21,8 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     scratch_types,
 )
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Schedule, choose_fixed_schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
-from pallas_kernels.backends.mosaic_gpu.tiling import RUN, Tiling, choose_fixed_tiling
 
 
 def count_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -34,9 +34,9 @@ def count_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> 
       token_ids: [R] int32; -1 where nothing is counted.
     """
     rows, vocabulary = logits.shape
-    tiling = choose_fixed_tiling(rows, vocabulary, logits.dtype.name)
+    schedule = choose_fixed_schedule(rows, vocabulary, logits.dtype.name)
     kernel = GPU.kernel(
-        functools.partial(_count_larger_kernel, tiling=tiling, number=maxima.shape[1]),
+        functools.partial(_count_larger_kernel, schedule=schedule, number=maxima.shape[1]),
         out_type=[compat.shape((rows,), jnp.int32)],
         scratch_types=scratch_types(maxima.shape[1]),
         grid=(rows,),
@@ -54,18 +54,18 @@ def _count_larger_kernel(
     token_ids_ref: Any,  # [R] i32  in
     counts_ref: Any,  # [R] i32  out
     *scratch: Any,  # of `Chosen`  shared memory
-    tiling: Tiling,
+    schedule: Schedule,
     number: int,
 ) -> None:
     target = lax.axis_index("row")
-    row = Row(tiling, logits_ref, target * tiling.vocabulary)
+    row = Row(schedule, logits_ref, target * schedule.vocabulary)
     token = load_at_once(token_ids_ref, target)
     maxima = load_groups(maxima_ref, target, number, -jnp.inf)
 
     @pl.when(token >= 0)
     def _() -> None:
         least = compat.asarray(logits_ref[row.first + token].astype(jnp.float32))
-        nothing = compat.cast(jnp.zeros(tiling.piece(RUN), jnp.int32), row.layout)
+        nothing = compat.cast(jnp.zeros(schedule.piece(RUN), jnp.int32), row.layout)
         chosen = Chosen(*scratch)
         work = functools.partial(_counted, row, least)
         counts = over_groups(row, chosen, maxima > least, work, nothing)

@@ -31,13 +31,13 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_and_sums
 from pallas_kernels.backends.mosaic_gpu.reading import LARGEST, LOG2_E
-from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
-from pallas_kernels.backends.mosaic_gpu.tiling import (
+from pallas_kernels.backends.mosaic_gpu.schedule import (
     RUN,
     WARPGROUP,
-    Tiling,
-    choose_fixed_tiling,
+    Schedule,
+    choose_fixed_schedule,
 )
+from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
 from pallas_kernels.numbers.gumbel import gumbel, log_of
 from pallas_kernels.numbers.threefry import word as threefry_word
 
@@ -53,18 +53,18 @@ def draw(logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int]) -> Draw
       purposes: of the groups' noise, and of the tokens'.
     """
     slots, num_rows = len(rows.rows), len(logits)
-    tiling = choose_fixed_tiling(num_rows, logits.shape[1], logits.dtype.name)
+    schedule = choose_fixed_schedule(num_rows, logits.shape[1], logits.dtype.name)
     number, count = rows.maxima.shape[1], rows.excluded_ids.shape[1]
     kernel = GPU.kernel(
         functools.partial(
             _draw_kernel,
-            tiling=tiling,
+            schedule=schedule,
             number=number,
             count=count,
             purposes=purposes,
         ),
         out_type=[compat.shape((slots,), jnp.float32), compat.shape((slots,), jnp.int32)],
-        scratch_types=(*scratch_types(number), GPU.SMEM((num_words(tiling),), jnp.int32)),
+        scratch_types=(*scratch_types(number), GPU.SMEM((num_words(schedule),), jnp.int32)),
         grid=(slots,),
         grid_names=("slot",),
         compiler_params=compat.compiler_params(approx_math=True),
@@ -82,9 +82,9 @@ class Best(NamedTuple):
     number: Any  # int32
 
 
-def num_words(tiling: Tiling) -> int:
+def num_words(schedule: Schedule) -> int:
     """Words of shared memory: a bit for each token of as many groups as are read at a time."""
-    return tiling.block // BITS
+    return schedule.block // BITS
 
 
 class ExcludedTokens(NamedTuple):
@@ -111,17 +111,17 @@ class ExcludedTokens(NamedTuple):
 
     def without(self, pieces: list[jax.Array], turn: Any, row: Row) -> list[jax.Array]:
         """The pieces of the groups of a turn of `over_groups`, with -inf for excluded tokens."""
-        tiling, shape = row.tiling, pieces[0].shape
+        schedule, shape = row.schedule, pieces[0].shape
 
         def body(taken: Any, bits: Any, places: Any, start: Any, turn: Any, *given: Any) -> Any:
             def place_of(token: Word) -> Word:
                 group = word(thread.load(places, thread.larger(token, 0) >> 8))
-                return (group - word(turn) * tiling.groups_per_block) * WIDTH + (token & 255)
+                return (group - word(turn) * schedule.groups_per_block) * WIDTH + (token & 255)
 
             def mark(at: Word) -> None:
                 thread.add_atomically(bits, at >> 5, word(1) << (at & (BITS - 1)))
 
-            self._mark(taken, bits, word(start), place_of, tiling.block, WARPGROUP, mark)
+            self._mark(taken, bits, word(start), place_of, schedule.block, WARPGROUP, mark)
             me, lanes = thread.thread(), shape[1] // RUN
             group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
             first = group * WIDTH + column
@@ -222,7 +222,7 @@ def _draw_kernel(
     scores_ref: Any,  # [B] f32  out
     tokens_ref: Any,  # [B] i32  out
     *scratch: Any,  # of `Chosen`, and bits of `ExcludedTokens`  shared memory
-    tiling: Tiling,
+    schedule: Schedule,
     number: int,
     count: int,
     purposes: tuple[int, int],
@@ -242,7 +242,7 @@ def _draw_kernel(
         maxima = load_groups(given.maxima, row, number, -jnp.inf)
         sums = load_groups(given.sums, row, number, 0.0)
         mine = RowToDraw(
-            Row(tiling, logits_ref, row * tiling.vocabulary),
+            Row(schedule, logits_ref, row * schedule.vocabulary),
             ExcludedTokens(given.excluded_ids, slot * count, count, chosen, scratch[-1]),
             load_at_once(given.largest, row),
             load_at_once(given.inverse, row),

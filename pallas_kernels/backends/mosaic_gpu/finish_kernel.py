@@ -42,8 +42,8 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
     over_temperature,
 )
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import LEAST
+from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
-from pallas_kernels.backends.mosaic_gpu.tiling import WARPGROUP, Tiling
 from pallas_kernels.contract.types import Outputs
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
@@ -161,7 +161,7 @@ class Combined(NamedTuple):
 
 def load_partials(
     partials_ref: Any,  # [parts * R * programs] f32
-    tiling: Tiling,
+    schedule: Schedule,
     num_targets: int,
     target: Any,
     counted: bool,
@@ -170,19 +170,19 @@ def load_partials(
     """The results of the programs that read a row: one by one, or a warp of them at a time."""
 
     def load(part: int) -> list[jax.Array]:
-        begin = (part * num_targets + target) * tiling.programs
-        if tiling.programs <= FEW_PROGRAMS:
-            places = range(tiling.programs)
+        begin = (part * num_targets + target) * schedule.programs
+        if schedule.programs <= FEW_PROGRAMS:
+            places = range(schedule.programs)
             return [load_at_once(partials_ref, begin + i) for i in places]
-        offsets = range(0, tiling.programs, WARP)
+        offsets = range(0, schedule.programs, WARP)
         return [compat.load_warp(partials_ref, begin + i, WARP) for i in offsets]
 
     return Loaded(load(0), load(1), load(2) if counted else None, load(3) if entropy else None)
 
 
-def combine(loaded: Loaded, tiling: Tiling, scale: jax.Array) -> Combined:
+def combine(loaded: Loaded, schedule: Schedule, scale: jax.Array) -> Combined:
     """A row's numbers. Every warp does it, so that no thread waits for another warp."""
-    programs = tiling.programs
+    programs = schedule.programs
 
     def masked(values: list[jax.Array], nothing: float) -> list[jax.Array]:
         """`nothing` where a vector goes beyond the last program."""
@@ -318,10 +318,10 @@ def _choose_groups(mine: list[Word], cut: Word, k: int, chosen_ref: Any, totals_
 class Candidates(NamedTuple):
     """Where a program's candidates are, and where it looks for them."""
 
-    tiling: Tiling
+    schedule: Schedule
     logits_ref: Any  # [N * V]
     first: Any  # where the row starts
-    skew: Any  # `Tiling.skew`
+    skew: Any  # `Schedule.skew`
     mask: Mask | None  # forbidden tokens are no candidates
     groups: int  # how many were chosen
     chosen_ref: Any  # [groups] i32 in shared memory: which
@@ -332,22 +332,22 @@ class Candidates(NamedTuple):
     @property
     def loads(self) -> int:
         """Vectors of a thread in a chunk; the chunks are as long as each other."""
-        total = -(-self.groups * self.tiling.group_width // (self.tiling.vector * WARPGROUP))
+        total = -(-self.groups * self.schedule.group_width // (self.schedule.vector * WARPGROUP))
         return -(-total // -(-total // MOST_LOADS))
 
     @property
     def chunks(self) -> int:
-        return -(-self.groups * self.tiling.group_width // (self.loads * self.size))
+        return -(-self.groups * self.schedule.group_width // (self.loads * self.size))
 
     @property
     def size(self) -> int:
         """Logits that all threads load at once."""
-        return self.tiling.vector * WARPGROUP
+        return self.schedule.vector * WARPGROUP
 
     @property
     def whole(self) -> bool:
         """Whether the chunks' vectors are those of the chosen groups, and no more."""
-        return self.chunks * self.loads * self.size == self.groups * self.tiling.group_width
+        return self.chunks * self.loads * self.size == self.groups * self.schedule.group_width
 
 
 def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.Array:
@@ -363,7 +363,7 @@ def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.
       They are written in any order.
     """
     limited = cut_id is not None
-    limit = jnp.int32(where.tiling.vocabulary) if cut_id is None else cut_id
+    limit = jnp.int32(where.schedule.vocabulary) if cut_id is None else cut_id
     arguments: tuple[Any, ...] = (
         where.logits_ref, where.chosen_ref, where.found_ref, where.counter_ref,
         where.first, where.skew, cut, limit,
@@ -396,25 +396,25 @@ class Vector(NamedTuple):
 
 def _vector(where: Candidates, number: Word) -> Vector:
     """A vector by its number, counted through the chosen groups; an empty one after the last."""
-    tiling = where.tiling
-    each = tiling.group_width // tiling.vector
+    schedule = where.schedule
+    each = schedule.group_width // schedule.vector
     place = number >> _log2(each)
     last = place if where.whole else thread.smaller(place, where.groups - 1)
     group = word(thread.load(where.chosen_ref, last))
-    if tiling.fixed:  # where a vector goes beyond the row, it is read from further left
-        begin = group * tiling.group_width + (number & (each - 1)) * tiling.vector
-        start = thread.smaller(begin, tiling.vocabulary - tiling.vector)
-        return Vector(start, begin, _if_chosen(where, place, tiling.vocabulary))
-    block = group >> _log2(tiling.groups_per_block)
-    begin = block * tiling.block - where.skew
-    start = begin  # as `Tiling.block_ids`, and no more of it than a vocabulary needs
-    if not tiling.aligned:
+    if schedule.fixed:  # where a vector goes beyond the row, it is read from further left
+        begin = group * schedule.group_width + (number & (each - 1)) * schedule.vector
+        start = thread.smaller(begin, schedule.vocabulary - schedule.vector)
+        return Vector(start, begin, _if_chosen(where, place, schedule.vocabulary))
+    block = group >> _log2(schedule.groups_per_block)
+    begin = block * schedule.block - where.skew
+    start = begin  # as `Schedule.block_ids`, and no more of it than a vocabulary needs
+    if not schedule.aligned:
         start = thread.larger(start, 0)
-    if not tiling.aligned or tiling.vocabulary % tiling.block:
-        start = thread.smaller(start, tiling.vocabulary - tiling.block)
-    inside = (group & (tiling.groups_per_block - 1)) * tiling.group_width
-    inside = inside + (number & (each - 1)) * tiling.vector
-    return Vector(start + inside, begin, _if_chosen(where, place, begin + tiling.block))
+    if not schedule.aligned or schedule.vocabulary % schedule.block:
+        start = thread.smaller(start, schedule.vocabulary - schedule.block)
+    inside = (group & (schedule.groups_per_block - 1)) * schedule.group_width
+    inside = inside + (number & (each - 1)) * schedule.vector
+    return Vector(start + inside, begin, _if_chosen(where, place, begin + schedule.block))
 
 
 def _if_chosen(where: Candidates, place: Word, end: Any) -> Word:
@@ -424,13 +424,13 @@ def _if_chosen(where: Candidates, place: Word, end: Any) -> Word:
 
 def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
     """What a thread does."""
-    tiling = where.tiling
+    schedule = where.schedule
     me = thread.thread()
     thread.barrier()  # the counter may still be read
     thread.when(me == 0, lambda: thread.store(where.counter_ref, 0, 0))
     thread.barrier()
     chunks, loads = where.chunks, where.loads
-    per_word = MARKS // tiling.vector
+    per_word = MARKS // schedule.vector
     value, next_value = _value(cut), _value(cut + 1)
 
     def limit(vector: Vector) -> Word:
@@ -463,8 +463,8 @@ def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
 
 def _load(where: Candidates, at: Word) -> list[Word]:
     """A vector of logits as float32; one by one where rows start between vectors."""
-    count = where.tiling.vector
-    if where.tiling.aligned:
+    count = where.schedule.vector
+    if where.schedule.aligned:
         return thread.load_floats(where.logits_ref, at, count)
     loaded = [thread.load(where.logits_ref, at + i) for i in range(count)]
     return [thread.as_float32(x) for x in loaded]
@@ -482,9 +482,9 @@ def _marks(loaded: list[list[Word]], limits: list[Word]) -> Word:
 
 def _allowed(where: Candidates, mask: Mask, vectors: list[Vector]) -> Word:
     """A bit for each logit whose token is not forbidden, as `_marks`."""
-    size, found = where.tiling.vector, word(0)
+    size, found = where.schedule.vector, word(0)
     for i, vector in enumerate(vectors):
-        bits = bits_of(mask, vector.start, size, where.tiling) & ((1 << size) - 1)
+        bits = bits_of(mask, vector.start, size, where.schedule) & ((1 << size) - 1)
         found = found | (bits << i * size)
     return found
 
@@ -496,7 +496,7 @@ def _keep_marked(
 
     A thread stops where there is no more room: there are too many then, however many.
     """
-    size = where.tiling.vector
+    size = where.schedule.vector
 
     def keep(state: list[Word]) -> list[Word]:
         (left,) = state
@@ -550,7 +550,7 @@ def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array
         or all that are above -inf.
       largest: the largest key of the row, without its free bits.
     """
-    dtype, room = where.tiling.dtype, where.capacity
+    dtype, room = where.schedule.dtype, where.capacity
     first = collect(where, lengthened(cut, dtype), None)
 
     def again(state: Any) -> Any:
@@ -559,7 +559,7 @@ def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array
         _, low, high, low_id, high_id = state
         cut = middle(low, high)
         by_id = cut == low
-        cut_id = jnp.where(by_id, middle(low_id, high_id), jnp.int32(where.tiling.vocabulary))
+        cut_id = jnp.where(by_id, middle(low_id, high_id), jnp.int32(where.schedule.vocabulary))
         count = collect(where, lengthened(cut, dtype), cut_id)
         few, many = count < k, count > room
         return (
@@ -573,7 +573,7 @@ def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array
     def unfit(state: Any) -> Any:
         return (state[0] < k) | (state[0] > room)
 
-    ids = jnp.int32(0), jnp.int32(where.tiling.vocabulary)
+    ids = jnp.int32(0), jnp.int32(where.schedule.vocabulary)
     start = (jnp.maximum(first, k), cut, largest + 1, *ids)
     count = lax.while_loop(unfit, again, start)[0]
     return compat.asarray(jnp.where(first > room, count, first))
@@ -685,7 +685,7 @@ class RowOfLogits(NamedTuple):
 
     logits_ref: Any  # [N * V]
     first: Any  # where the row starts
-    skew: Any  # `Tiling.skew`
+    skew: Any  # `Schedule.skew`
     mask: Mask | None  # of the top K alone: the group maxima were masked before
 
     def load(self, start: Any, size: int) -> jax.Array:
@@ -716,15 +716,15 @@ def capacity(k: int) -> int:
     return -(-max(2 * k - 32, 1) // WARPGROUP) * WARPGROUP
 
 
-def num_chosen(tiling: Tiling, k: int) -> int:
+def num_chosen(schedule: Schedule, k: int) -> int:
     """How many groups are read again."""
-    return min(k, tiling.num_groups)
+    return min(k, schedule.num_groups)
 
 
-def scratch_types(tiling: Tiling, k: int) -> list[Any]:
+def scratch_types(schedule: Schedule, k: int) -> list[Any]:
     """The types of `Scratch`, for k >= 1."""
     return [
-        GPU.SMEM((num_chosen(tiling, k),), jnp.int32),
+        GPU.SMEM((num_chosen(schedule, k),), jnp.int32),
         GPU.SMEM((2 * capacity(k) + ROOM,), jnp.int32),
         GPU.SMEM((4,), jnp.int32),
         GPU.SMEM((4,), jnp.int32),
@@ -732,7 +732,7 @@ def scratch_types(tiling: Tiling, k: int) -> list[Any]:
 
 
 def select_top_k(
-    tiling: Tiling,
+    schedule: Schedule,
     k: int,
     row: RowOfLogits,
     maximum: jax.Array,
@@ -743,19 +743,19 @@ def select_top_k(
 
     The row is valid; its largest logit is `maximum`, and maxima are those of `load_group_maxima`.
     """
-    keys, layout = group_keys(tiling, maxima)
-    chosen = num_chosen(tiling, k)
-    largest = shortened(key_of_scalar(maximum), tiling.dtype)
-    if k >= tiling.num_groups:
+    keys, layout = group_keys(schedule, maxima)
+    chosen = num_chosen(schedule, k)
+    largest = shortened(key_of_scalar(maximum), schedule.dtype)
+    if k >= schedule.num_groups:
         cut = jnp.int32(NOTHING)
     elif k == 1:
         cut = largest
     else:
-        padded = tiling.padded_groups > tiling.num_groups
+        padded = schedule.padded_groups > schedule.num_groups
         cut = nth_largest(keys, k, largest, padded=padded)
     choose_groups(keys, layout, cut, chosen, scratch.chosen, scratch.counts)
     where = Candidates(
-        tiling,
+        schedule,
         row.logits_ref,
         row.first,
         row.skew,
@@ -766,38 +766,38 @@ def select_top_k(
         scratch.counter,
         capacity(k),
     )
-    above_infinity = (LOWEST_KEY >> FREE_BITS[tiling.dtype]) + 1  # what is -inf is no candidate
+    above_infinity = (LOWEST_KEY >> FREE_BITS[schedule.dtype]) + 1  # what is -inf is no candidate
     count = collect_enough(where, k, jnp.maximum(cut, above_infinity), largest)
     return Selected(*in_order(scratch.found, count, capacity(k)))
 
 
-def group_layout(tiling: Tiling) -> Any:
+def group_layout(schedule: Schedule) -> Any:
     """Registers of a row's group maxima: a run of them a thread."""
-    return compat.run_layout(tiling.padded_groups, jnp.dtype(tiling.dtype).itemsize)
+    return compat.run_layout(schedule.padded_groups, jnp.dtype(schedule.dtype).itemsize)
 
 
-def load_group_maxima(tiling: Tiling, groups_ref: Any, start: Any) -> jax.Array:
+def load_group_maxima(schedule: Schedule, groups_ref: Any, start: Any) -> jax.Array:
     """[padded_groups] in the logits' dtype, of a row whose group maxima start there.
 
     Early, where threads load whole words: before it is known whether the row is wanted.
     """
-    size, layout = tiling.padded_groups, group_layout(tiling)
-    half_words = jnp.dtype(tiling.dtype).itemsize == 2 and size // WARPGROUP % 2 == 1
+    size, layout = schedule.padded_groups, group_layout(schedule)
+    half_words = jnp.dtype(schedule.dtype).itemsize == 2 and size // WARPGROUP % 2 == 1
     if half_words:
         return compat.load_run(groups_ref, start, size, layout)
     return compat.asarray(thread.load_run_at_once(groups_ref, start, size, layout))
 
 
-def group_keys(tiling: Tiling, maxima: jax.Array) -> tuple[jax.Array, Any]:
+def group_keys(schedule: Schedule, maxima: jax.Array) -> tuple[jax.Array, Any]:
     """[padded_groups] ordered integers of the group maxima, and their layout.
 
     Without the bits that carry nothing, and `NOTHING` where there is no group.
     """
-    size, layout = tiling.padded_groups, group_layout(tiling)
-    keys = shortened(ordered_keys(maxima.astype(jnp.float32), nan=False), tiling.dtype)
-    if size == tiling.num_groups:
+    size, layout = schedule.padded_groups, group_layout(schedule)
+    keys = shortened(ordered_keys(maxima.astype(jnp.float32), nan=False), schedule.dtype)
+    if size == schedule.num_groups:
         return keys, layout
-    here = compat.iota((size,), 0, layout) < tiling.num_groups
+    here = compat.iota((size,), 0, layout) < schedule.num_groups
     return jnp.where(here, keys, NOTHING), layout
 
 
@@ -814,10 +814,10 @@ def key_of_scalar(x: jax.Array) -> jax.Array:
     return key
 
 
-def first_largest(tiling: Tiling, row: RowOfLogits) -> jax.Array:
+def first_largest(schedule: Schedule, row: RowOfLogits) -> jax.Array:
     """The lowest id among the row's largest non-NaN logits; 0 if all are NaN."""
     positions = compat.vector_iota(SCAN_WIDTH)
-    last = tiling.vocabulary - SCAN_WIDTH
+    last = schedule.vocabulary - SCAN_WIDTH
 
     def look(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         best_keys, best_ids = best
@@ -828,7 +828,7 @@ def first_largest(tiling: Tiling, row: RowOfLogits) -> jax.Array:
         return jnp.where(larger, keys, best_keys), ids
 
     nothing = compat.full(SCAN_WIDTH, NOTHING)
-    steps = -(-tiling.vocabulary // SCAN_WIDTH)
+    steps = -(-schedule.vocabulary // SCAN_WIDTH)
     keys, ids = lax.fori_loop(0, steps, look, (nothing, positions))
     return jnp.min(jnp.where(keys == jnp.max(keys), ids, NO_POSITION))
 
@@ -845,14 +845,14 @@ class Inputs(NamedTuple):
 
 
 def finish_rows(
-    tiling: Tiling,
+    schedule: Schedule,
     wanted: Outputs,
     mode: Mode,
     inputs: Inputs,
     num_logits_rows: int,
     num_targets: int,
 ) -> RowOutputs:
-    """The outputs of R target rows; `tiling` as in pass 1, `inputs` as arrays."""
+    """The outputs of R target rows; `schedule` as in pass 1, `inputs` as arrays."""
     columns = wanted.k + first_column(mode)
     selected = num_selected(wanted.k, mode)
     outputs = [
@@ -867,14 +867,14 @@ def finish_rows(
     kernel = GPU.kernel(
         functools.partial(
             _finish_rows_kernel,
-            tiling=tiling,
+            schedule=schedule,
             what=wanted,
             mode=mode,
             num_logits_rows=num_logits_rows,
             num_targets=num_targets,
         ),
         out_type=outputs,
-        scratch_types=scratch_types(tiling, selected) if selected else (),
+        scratch_types=scratch_types(schedule, selected) if selected else (),
         grid=(num_targets,),
         grid_names=("row",),
         compiler_params=compat.compiler_params(approx_math=False),
@@ -888,7 +888,7 @@ def finish_rows(
 class RowToFinish(NamedTuple):
     """What the program of a target row reads and writes, in the kernel."""
 
-    tiling: Tiling
+    schedule: Schedule
     wanted: Outputs
     mode: Mode
     num_targets: int
@@ -914,7 +914,7 @@ def _finish_rows_kernel(
     ranks_ref: Any,
     statistics_ref: Any,
     *others: Any,  # out, as `more_outputs`; scratch
-    tiling: Tiling,
+    schedule: Schedule,
     what: Outputs,
     mode: Mode,
     num_logits_rows: int,
@@ -932,15 +932,15 @@ def _finish_rows_kernel(
     if inputs.token_ids is not None:
         token = load_at_once(inputs.token_ids, target)
     partials = load_partials(
-        inputs.partials, tiling, num_targets, target, mode != "greedy", what.entropy
+        inputs.partials, schedule, num_targets, target, mode != "greedy", what.entropy
     )
     maxima = None
     if num_selected(k, mode):
-        start = target * tiling.padded_groups
-        maxima = load_group_maxima(tiling, inputs.groups, start)
+        start = target * schedule.padded_groups
+        maxima = load_group_maxima(schedule, inputs.groups, start)
     wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
     row = RowToFinish(
-        tiling,
+        schedule,
         what,
         mode,
         num_targets,
@@ -949,9 +949,9 @@ def _finish_rows_kernel(
         inputs,
         RowOfLogits(
             inputs.logits,
-            logits_row * tiling.vocabulary,
-            tiling.skew(logits_row),
-            Mask.of_row(inputs.allowed, target, tiling),
+            logits_row * schedule.vocabulary,
+            schedule.skew(logits_row),
+            Mask.of_row(inputs.allowed, target, schedule),
         ),
         token,
         temperature,
@@ -962,7 +962,7 @@ def _finish_rows_kernel(
 
     @pl.when(wanted)
     def _() -> None:
-        found = combine(partials, tiling, exponents_scale(temperature))
+        found = combine(partials, schedule, exponents_scale(temperature))
         (write_parts if mode == "parts" else write_answers)(row, found)
 
     if first_column(mode):
@@ -1016,7 +1016,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
         write_no_top_k(row, jnp.float32(jnp.nan))
         if row.mode == "greedy":
             # The groups' maxima do not tell the choice where the row has a NaN or an infinity.
-            row.out.ids[row.top - 1] = first_largest(row.tiling, row.logits)
+            row.out.ids[row.top - 1] = first_largest(row.schedule, row.logits)
             row.out.values[row.top - 1] = jnp.float32(jnp.nan)
 
 
@@ -1045,7 +1045,7 @@ def write_given_token(
     row: RowToFinish, valid: jax.Array, count: jax.Array, logprobs: Convert
 ) -> jax.Array:
     """Write column 0, the given token and its logprob; returns its token rank."""
-    vocabulary = row.tiling.vocabulary
+    vocabulary = row.schedule.vocabulary
     token = row.token
     known = valid & (token >= 0) & (token < vocabulary)
     place = row.logits.first + jnp.clip(token, 0, vocabulary - 1)
@@ -1076,7 +1076,7 @@ def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     """Select the top K; write their ids, and what `convert` makes of their logits."""
     count = num_selected(row.k, row.mode)
     scratch = Scratch(*row.scratch)
-    found = select_top_k(row.tiling, count, row.logits, maximum, row.group_maxima, scratch)
+    found = select_top_k(row.schedule, count, row.logits, maximum, row.group_maxima, scratch)
     logits = key_values(found.keys)
     values = convert(logits)
     if row.out.top_logits is not None:

@@ -21,7 +21,7 @@ from pallas_kernels.backends.mosaic_gpu.finish_kernel import Inputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
 from pallas_kernels.backends.mosaic_gpu.reading import make_targets
 from pallas_kernels.backends.mosaic_gpu.rows import row_sums
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_fixed_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_fixed_schedule
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.lowering.blocks import vary_like
 
@@ -31,7 +31,7 @@ def read(
     inverse: jax.Array,
     needed: jax.Array,
     k: int,
-    tiling: Tiling | None = None,
+    schedule: Schedule | None = None,
 ) -> Read:
     """`xla.groups.read`, with the kernels.
 
@@ -41,9 +41,11 @@ def read(
     """
     raw, rows = k >= 0, part.logits.shape[0]
     if part.tail.shape[1] < 2:
-        tiling = tiling or choose_fixed_tiling(rows, part.logits.shape[1], part.logits.dtype.name)
-        out = groups_kernel.read_groups(tiling, part.logits, inverse, raw)
-        groups, raw_sums = of_rows(out, tiling, whole_groups(part) + part.tail.shape[1])
+        schedule = schedule or choose_fixed_schedule(
+            rows, part.logits.shape[1], part.logits.dtype.name
+        )
+        out = groups_kernel.read_groups(schedule, part.logits, inverse, raw)
+        groups, raw_sums = of_rows(out, schedule, whole_groups(part) + part.tail.shape[1])
     else:
         groups, raw_sums = _split_groups(part, inverse, raw)
 
@@ -51,8 +53,8 @@ def read(
         if part.tail.shape[1] == 2:
             found = _largest(Rows(part.logits), count)
         else:
-            assert tiling is not None
-            found = top_of_groups(part.logits, tiling, out, count)
+            assert schedule is not None
+            found = top_of_groups(part.logits, schedule, out, count)
         return vary_like(found, (part, inverse, needed))
 
     return Read(
@@ -61,11 +63,11 @@ def read(
     )
 
 
-def of_rows(out: GroupOutputs, tiling: Tiling, number: int) -> tuple[GroupSums, jax.Array]:
+def of_rows(out: GroupOutputs, schedule: Schedule, number: int) -> tuple[GroupSums, jax.Array]:
     """[R, G] of what pass 1 has left, and the sums at temperature 1 [R, G], or [R, 0]."""
 
     def of_row(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, tiling.padded_groups)[:, :number]
+        return x.reshape(-1, schedule.padded_groups)[:, :number]
 
     sums = of_row(out.sums)
     raw = sums[:, :0] if out.raw_sums is None else of_row(out.raw_sums)
@@ -76,28 +78,28 @@ def _split_groups(part: Part, inverse: jax.Array, raw: bool) -> tuple[GroupSums,
     """`of_rows` of columns that begin or end inside a group."""
     rows, width = part.tail.shape[0], part.tail.shape[1] * part.tail.shape[2]
     dtype, whole = part.logits.dtype.name, whole_groups(part)
-    tail = choose_fixed_tiling(rows, width, dtype)
+    tail = choose_fixed_schedule(rows, width, dtype)
     out = groups_kernel.read_groups(tail, part.tail.reshape(rows, width), inverse, raw)
     last = of_rows(out, tail, part.tail.shape[1])
     if not whole:
         return last
-    tiling = choose_fixed_tiling(rows, whole * part.tail.shape[2], dtype)
+    schedule = choose_fixed_schedule(rows, whole * part.tail.shape[2], dtype)
     offset = part.offset.reshape(1)
-    out = groups_kernel.read_groups(tiling, part.logits, inverse, raw, offset)
-    both = of_rows(out, tiling, whole), last
+    out = groups_kernel.read_groups(schedule, part.logits, inverse, raw, offset)
+    both = of_rows(out, schedule, whole), last
     joined: tuple[GroupSums, jax.Array] = jax.tree.map(
         lambda x, y: jnp.concatenate([x, y], axis=1), *both
     )
     return joined
 
 
-def top_of_groups(logits: jax.Array, tiling: Tiling, out: GroupOutputs, k: int) -> Top:
+def top_of_groups(logits: jax.Array, schedule: Schedule, out: GroupOutputs, k: int) -> Top:
     """Pass 2."""
     rows = logits.shape[0]
     inputs = Inputs(
         logits.reshape(-1), None, out.partials, out.maxima, make_targets(None, None, None)
     )
-    found = finish_kernel.finish_rows(tiling, Outputs(k), "parts", inputs, rows, rows)
+    found = finish_kernel.finish_rows(schedule, Outputs(k), "parts", inputs, rows, rows)
     return _top(found.ids.reshape(rows, k), found.values.reshape(rows, k))
 
 

@@ -24,8 +24,8 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
     read_fixed_edge,
 )
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import finite_reference, partials_size
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
-from pallas_kernels.backends.mosaic_gpu.tiling import RUN, Tiling
 
 Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
 
@@ -49,7 +49,7 @@ class Carry(NamedTuple):
 
 
 def read_groups(
-    tiling: Tiling,
+    schedule: Schedule,
     logits: jax.Array,
     inverse: jax.Array,
     raw: bool,
@@ -58,31 +58,31 @@ def read_groups(
     """The groups of all rows.
 
     Args:
-      tiling: a fixed one; its vocabulary is the number of columns that are read.
+      schedule: a fixed one; its vocabulary is the number of columns that are read.
       logits: [R, columns or more].
       inverse: [R] float32, `inverse_temperature`.
       raw: whether the sums at temperature 1 are wanted too. They cost a second exponential in rows
         of other temperatures, and a second store in the others.
-      offset: [1] int32, the column of the first group; `offset` + `tiling.vocabulary` columns are
+      offset: [1] int32, the column of the first group; `offset` + `schedule.vocabulary` columns are
         there, and 256 and it have no fewer factors of 2 in common than 256 and the row's width.
         None: 0.
     """
     num_targets, width = logits.shape
-    size = num_targets * tiling.padded_groups
+    size = num_targets * schedule.padded_groups
     sums = compat.shape((size,), jnp.float32)
     kernel = GPU.kernel(
         functools.partial(
             _read_groups_kernel,
-            tiling=tiling,
+            schedule=schedule,
             width=width,
             num_targets=num_targets,
         ),
         out_type=[
-            compat.shape((partials_size(tiling, num_targets, entropy=False),), jnp.float32),
+            compat.shape((partials_size(schedule, num_targets, entropy=False),), jnp.float32),
             compat.shape((size,), logits.dtype),
             *[sums] * (2 if raw else 1),
         ],
-        grid=(tiling.programs, num_targets),  # the last axis may exceed 65535, no other may
+        grid=(schedule.programs, num_targets),  # the last axis may exceed 65535, no other may
         grid_names=("program", "row"),
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="read_groups",
@@ -93,7 +93,7 @@ def read_groups(
 class RowOfGroups(NamedTuple):
     """What a program knows of the row that it reads, in the kernel."""
 
-    tiling: Tiling
+    schedule: Schedule
     logits_ref: Any  # [R * width]
     first: Any  # where the row's first group begins
     groups: Any  # where its groups are written
@@ -110,7 +110,7 @@ def _read_groups_kernel(
     partials_ref: Any,  # [3 * R * programs] f32  out
     maxima_ref: Any,  # [R * padded_groups]  out
     *sums_refs: Any,  # [R * padded_groups] f32  out: at the row's temperature, at 1
-    tiling: Tiling,
+    schedule: Schedule,
     width: int,
     num_targets: int,
 ) -> None:
@@ -121,27 +121,27 @@ def _read_groups_kernel(
     if offset_ref is not None:
         first = first + offset_ref[0]
     row = RowOfGroups(
-        tiling,
+        schedule,
         logits_ref,
         first,
-        target * tiling.padded_groups,
+        target * schedule.padded_groups,
         maxima_ref,
         sums_refs,
         (jnp.minimum(inverse * LOG2_E, jnp.float32(LARGEST)),),
-        _vector(tiling, width),
+        _vector(schedule, width),
     )
 
     def write(carry: Carry) -> None:
         results = jnp.max(carry.maximum), jnp.sum(carry.evidence), jnp.float32(0)
         for i, result in enumerate(results):
-            partials_ref[(i * num_targets + target) * tiling.programs + program] = result
+            partials_ref[(i * num_targets + target) * schedule.programs + program] = result
 
     def read(scales: Scales) -> None:
         here = row._replace(scales=scales)
-        if tiling.splits:
-            pl.when(program < tiling.splits)(lambda: write(read_steps(here, program)))
-        if tiling.edges:
-            pl.when(program == tiling.splits)(lambda: write(read_edges(here)))
+        if schedule.splits:
+            pl.when(program < schedule.splits)(lambda: write(read_steps(here, program)))
+        if schedule.edges:
+            pl.when(program == schedule.splits)(lambda: write(read_edges(here)))
 
     if len(sums_refs) == 1:
         read(row.scales)
@@ -152,9 +152,9 @@ def _read_groups_kernel(
     pl.when(~same)(lambda: read((*row.scales, once)))
 
 
-def _vector(tiling: Tiling, width: int) -> int:
+def _vector(schedule: Schedule, width: int) -> int:
     """The logits that can be loaded at once wherever the rows and their first groups begin."""
-    vector = tiling.vector
+    vector = schedule.vector
     while width % vector:
         vector //= 2
     return vector
@@ -162,16 +162,16 @@ def _vector(tiling: Tiling, width: int) -> int:
 
 def read_steps(row: RowOfGroups, program: Any) -> Carry:
     """The carry after this program's share of the row's whole steps."""
-    tiling = row.tiling
+    schedule = row.schedule
 
     def step(i: jax.Array, carry: Carry) -> Carry:
-        begin = i * tiling.blocks_per_step
-        blocks = [begin + b for b in range(tiling.blocks_per_step)]
+        begin = i * schedule.blocks_per_step
+        blocks = [begin + b for b in range(schedule.blocks_per_step)]
         loaded = [
             read_fixed_block(
                 row.logits_ref,
-                row.first + block * tiling.block,
-                tiling,
+                row.first + block * schedule.block,
+                schedule,
                 row.vector,
             )
             for block in blocks
@@ -180,8 +180,8 @@ def read_steps(row: RowOfGroups, program: Any) -> Carry:
             carry = updated(row, block, pieces, carry)
         return carry
 
-    begin = program * tiling.num_steps // tiling.splits
-    end = (program + 1) * tiling.num_steps // tiling.splits
+    begin = program * schedule.num_steps // schedule.splits
+    end = (program + 1) * schedule.num_steps // schedule.splits
     carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row))
     return carry
 
@@ -189,25 +189,25 @@ def read_steps(row: RowOfGroups, program: Any) -> Carry:
 def read_edges(row: RowOfGroups) -> Carry:
     """The carry after the blocks that are in no step."""
     carry = before_any_block(row)
-    for block in row.tiling.edges:
-        pieces = read_fixed_edge(row.logits_ref, row.first, block, row.tiling, row.vector)
+    for block in row.schedule.edges:
+        pieces = read_fixed_edge(row.logits_ref, row.first, block, row.schedule, row.vector)
         carry = updated(row, block, pieces, carry)
     return carry
 
 
 def before_any_block(row: RowOfGroups) -> Carry:
     """The carry at a program's start."""
-    layout = row.tiling.fixed_layout(row.vector).reduce(1)
+    layout = row.schedule.fixed_layout(row.vector).reduce(1)
 
     def all_groups(value: float) -> jax.Array:
-        return compat.cast(jnp.full((row.tiling.groups_per_block,), value, jnp.float32), layout)
+        return compat.cast(jnp.full((row.schedule.groups_per_block,), value, jnp.float32), layout)
 
     return Carry(all_groups(-jnp.inf), all_groups(0))
 
 
 def updated(row: RowOfGroups, block: Any, pieces: list[jax.Array], carry: Carry) -> Carry:
     """The carry after one more block, whose groups are written."""
-    layout = row.tiling.fixed_layout(row.vector)
+    layout = row.schedule.fixed_layout(row.vector)
     largest, sums = maxima_and_sums(pieces, row.scales, layout)
     _store(row, block, row.maxima_ref, largest)
     for i, ref in enumerate(row.sums_refs):
@@ -250,6 +250,6 @@ def group_sums_of(terms: jax.Array, layout: Any) -> jax.Array:
 
 def _store(row: RowOfGroups, block: Any, ref: Any, values: jax.Array) -> None:
     """Write a block's values, one a group."""
-    size = row.tiling.groups_per_block
+    size = row.schedule.groups_per_block
     here = ref.at[pl.ds(row.groups + block * size, size)]
     compat.store(here, values)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import compat, thread
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
-from pallas_kernels.backends.mosaic_gpu.tiling import RUN, WARPGROUP, Tiling
 from pallas_kernels.contract.changes import WORD
 
 LOG2_E = 1.4426950408889634
@@ -76,27 +76,27 @@ def make_targets(
 
 
 def selected_logit(
-    tiling: Tiling, logits_ref: Any, first: Any, chosen: jax.Array | None
+    schedule: Schedule, logits_ref: Any, first: Any, chosen: jax.Array | None
 ) -> jax.Array | None:
     """The given token's logit in the row that starts at `first`, float32; None without a token."""
     if chosen is None:
         return None
     if chosen.dtype != jnp.int32:
         return chosen
-    token = jnp.clip(chosen, 0, tiling.vocabulary - 1)
+    token = jnp.clip(chosen, 0, schedule.vocabulary - 1)
     return compat.asarray(logits_ref[first + token].astype(jnp.float32))
 
 
 def read_block(
-    logits_ref: Any, start: Any, tiling: Tiling, vector: int, interpreted: bool = False
+    logits_ref: Any, start: Any, schedule: Schedule, vector: int, interpreted: bool = False
 ) -> list[jax.Array]:
-    """Pieces (`tiling.piece(vector)`) of the block at `start`, which is a multiple of `vector`."""
+    """Pieces (`Schedule.piece(vector)`) of the block at `start`, a multiple of `vector`."""
     return compat.load_block(
         logits_ref,
         start,
-        (tiling.groups_per_block, tiling.group_width),
-        tiling.piece(vector)[1],
-        tiling.layout(vector),
+        (schedule.groups_per_block, schedule.group_width),
+        schedule.piece(vector)[1],
+        schedule.layout(vector),
         interpreted,
     )
 
@@ -106,17 +106,17 @@ def read_edge(
     first: Any,
     skew: Any,
     block: int,
-    tiling: Tiling,
+    schedule: Schedule,
     vector: int,
     interpreted: bool,
 ) -> list[jax.Array]:
     """Pieces of an edge block of the row that starts at `first`; -inf outside the block."""
-    start, begin, end = tiling.block_ids(block, skew)
-    pieces = read_block(logits_ref, first + start, tiling, vector, interpreted)
-    if tiling.aligned and (block + 1) * tiling.block <= tiling.vocabulary:
+    start, begin, end = schedule.block_ids(block, skew)
+    pieces = read_block(logits_ref, first + start, schedule, vector, interpreted)
+    if schedule.aligned and (block + 1) * schedule.block <= schedule.vocabulary:
         return pieces  # a whole block that is in no step
-    shape, layout = pieces[0].shape, tiling.layout(vector)
-    group = compat.iota(shape, 0, layout) * tiling.group_width + start
+    shape, layout = pieces[0].shape, schedule.layout(vector)
+    group = compat.iota(shape, 0, layout) * schedule.group_width + start
     column = compat.iota(shape, 1, layout)
     out = []
     for i, piece in enumerate(pieces):
@@ -126,45 +126,47 @@ def read_edge(
     return out
 
 
-def read_fixed_block(logits_ref: Any, start: Any, tiling: Tiling, vector: int) -> list[jax.Array]:
-    """Pieces (`tiling.piece(RUN)`) of the block of fixed groups at `start`, a multiple of `vector`.
+def read_fixed_block(
+    logits_ref: Any, start: Any, schedule: Schedule, vector: int
+) -> list[jax.Array]:
+    """Pieces (`Schedule.piece(RUN)`) of the block of fixed groups at `start`: whole vectors.
 
     A piece is loaded in vectors of so many logits, RUN of them a thread.
     """
     return compat.load_block(
         logits_ref,
         start,
-        (tiling.groups_per_block, tiling.group_width),
-        tiling.piece(RUN)[1],
-        tiling.fixed_layout(vector),
+        (schedule.groups_per_block, schedule.group_width),
+        schedule.piece(RUN)[1],
+        schedule.fixed_layout(vector),
     )
 
 
 def read_fixed_edge(
-    logits_ref: Any, first: Any, block: int, tiling: Tiling, vector: int
+    logits_ref: Any, first: Any, block: int, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """`read_fixed_block` of a block that may go beyond the row: -inf there, where nothing is read.
 
     The row starts at `first`, and its length is a multiple of `vector`.
     """
-    begin = block * tiling.block
-    if begin + tiling.block <= tiling.vocabulary:
-        return read_fixed_block(logits_ref, first + begin, tiling, vector)
-    shape, layout = tiling.piece(RUN), tiling.fixed_layout(vector)
-    number = tiling.group_width // shape[1]
+    begin = block * schedule.block
+    if begin + schedule.block <= schedule.vocabulary:
+        return read_fixed_block(logits_ref, first + begin, schedule, vector)
+    shape, layout = schedule.piece(RUN), schedule.fixed_layout(vector)
+    number = schedule.group_width // shape[1]
 
     def body(logits: Any, first: Any) -> Any:
         lanes = shape[1] // RUN
         me = thread.thread()
         group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
-        mine = group * tiling.group_width + column + begin
+        mine = group * schedule.group_width + column + begin
         return tuple(run(logits, thread.word(first), mine + i * shape[1]) for i in range(number))
 
     def run(logits: Any, first: thread.Word, token: thread.Word) -> Any:
         ids = [token + i for i in range(0, RUN, vector)]
-        last = tiling.vocabulary - vector
+        last = schedule.vocabulary - vector
         places = [first + thread.smaller(token, last) for token in ids]
-        there = [token < tiling.vocabulary for token in ids]
+        there = [token < schedule.vocabulary for token in ids]
         loaded = [
             thread.load_or(logits, place, vector, inside, float("-inf"))
             for place, inside in zip(places, there, strict=True)
@@ -190,32 +192,32 @@ class Mask(NamedTuple):
     start: Any  # where the row's words start
 
     @classmethod
-    def of_row(cls, words_ref: Any, target: Any, tiling: Tiling) -> "Mask | None":
+    def of_row(cls, words_ref: Any, target: Any, schedule: Schedule) -> "Mask | None":
         """Those of a target row; None without a mask."""
-        return None if words_ref is None else cls(words_ref, target * words_of(tiling))
+        return None if words_ref is None else cls(words_ref, target * words_of(schedule))
 
 
-def words_of(tiling: Tiling) -> int:
+def words_of(schedule: Schedule) -> int:
     """The number of words of a row."""
-    return -(-tiling.vocabulary // WORD)
+    return -(-schedule.vocabulary // WORD)
 
 
 def masked(
-    pieces: list[jax.Array], mask: Mask | None, first_id: Any, tiling: Tiling, vector: int
+    pieces: list[jax.Array], mask: Mask | None, first_id: Any, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """The pieces of a block that starts at `first_id`, with -inf where the mask forbids an id."""
     if mask is None:
         return pieces
-    shape, layout = pieces[0].shape, tiling.layout(vector)
+    shape, layout = pieces[0].shape, schedule.layout(vector)
 
     def body(words_ref: Any, start: Any, first: Any, *given: Any) -> Any:
         here = Mask(words_ref, word(start))
-        each = WARPGROUP // tiling.groups_per_block  # threads of a group
+        each = WARPGROUP // schedule.groups_per_block  # threads of a group
         me = thread.thread()
         group, column = me >> (each.bit_length() - 1), (me & (each - 1)) * vector
-        begin = word(first) + group * tiling.group_width + column
+        begin = word(first) + group * schedule.group_width + column
         places = range(len(given))
-        bits = [bits_of(here, begin + i * shape[1], vector, tiling) for i in places]
+        bits = [bits_of(here, begin + i * shape[1], vector, schedule) for i in places]
         return tuple(thread.kept(piece, bits[i]) for i, piece in enumerate(given))
 
     kinds = tuple(thread.result(shape, piece.dtype, layout) for piece in pieces)
@@ -224,13 +226,13 @@ def masked(
     return list(thread.inline(body, arguments, layouts, kinds))
 
 
-def bits_of(mask: Mask, token: Word, vector: int, tiling: Tiling) -> Word:
+def bits_of(mask: Mask, token: Word, vector: int, schedule: Schedule) -> Word:
     """The bits of `vector` consecutive ids of a thread, the first one lowest; others above them."""
     at = token >> 5
     low = word(thread.load(mask.words_ref, mask.start + at))
     by = token & (WORD - 1)
-    if tiling.aligned or vector == 1:
+    if schedule.aligned or vector == 1:
         return low >> by
-    after = thread.smaller(at + 1, words_of(tiling) - 1)
+    after = thread.smaller(at + 1, words_of(schedule) - 1)
     high = word(thread.load(mask.words_ref, mask.start + after))
     return (low >> by) | ((high << 1) << (word(WORD - 1) - by))

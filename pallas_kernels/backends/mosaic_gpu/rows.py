@@ -21,13 +21,13 @@ from pallas_kernels.backends.mosaic_gpu.finish_kernel import (
 )
 from pallas_kernels.backends.mosaic_gpu.reading import Targets, make_targets, over_temperature
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import Extra, read_rows
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
 from pallas_kernels.lowering.blocks import vary_like
 
 
-def topk_logprobs(rows: Rows, outputs: Outputs, tiling: Tiling | None = None) -> TopkLogprobs:
+def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` of whole, unchanged rows; without token ids, of the choice.
 
     The greedy choice is the top 1 of pass 2, so one read of the logits serves both and no argmax is
@@ -40,22 +40,24 @@ def topk_logprobs(rows: Rows, outputs: Outputs, tiling: Tiling | None = None) ->
     assert not (is_greedy and outputs.inclusive)
     targets = make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
     most = max(outputs.k, 1) if is_greedy else outputs.k
-    tiling = tiling or choose_tiling(rows.num_targets, logits.shape[1], most, logits.dtype.name)
+    schedule = schedule or choose_schedule(
+        rows.num_targets, logits.shape[1], most, logits.dtype.name
+    )
     mode: Mode = "greedy" if is_greedy else "given"
-    out = run(tiling, outputs, mode, logits, rows.num_targets, token_ids, targets)
+    out = run(schedule, outputs, mode, logits, rows.num_targets, token_ids, targets)
     return answers(out, outputs, logits, targets, rows.extra_ids)
 
 
 def row_sums(
-    rows: Rows, selected: jax.Array, outputs: Outputs, tiling: Tiling | None = None
+    rows: Rows, selected: jax.Array, outputs: Outputs, schedule: Schedule | None = None
 ) -> RowSums:
     """`xla.rows.row_sums` on a GPU: one vocabulary shard's part of rows, or changed rows."""
     num_targets, k = selected.shape[0], outputs.k
     logits, changes, temperatures = rows.logits, rows.changes, rows.temperatures
     targets = make_targets(rows.row_ids, rows.num_rows, temperatures)
-    tiling = tiling or choose_tiling(num_targets, logits.shape[1], k, logits.dtype.name)
+    schedule = schedule or choose_schedule(num_targets, logits.shape[1], k, logits.dtype.name)
     allowed = None if changes is None else of_logits.unbiased(changes, logits.shape[1])
-    out = run(tiling, outputs, "parts", logits, num_targets, selected, targets, allowed)
+    out = run(schedule, outputs, "parts", logits, num_targets, selected, targets, allowed)
     sums = RowSums(
         maximum=out.statistics[:num_targets],
         sum_exp=out.statistics[num_targets:],
@@ -71,7 +73,7 @@ def row_sums(
 
 
 def run(
-    tiling: Tiling,
+    schedule: Schedule,
     wanted: Outputs,
     mode: Mode,
     logits: jax.Array,
@@ -89,12 +91,12 @@ def run(
     with_groups = num_selected(wanted.k, mode) > 0
     extra = Extra(wanted.entropy, wanted.inclusive)
     partials, groups = read_rows(
-        tiling, logits, num_targets, chosen, targets, with_groups, extra, flat
+        schedule, logits, num_targets, chosen, targets, with_groups, extra, flat
     )
     token_ids = chosen if mode == "given" else None
     inputs = Inputs(logits.reshape(-1), token_ids, partials, groups, targets, flat)
     rows = logits.shape[0]
-    out = finish_rows(tiling, wanted, mode, inputs, rows, num_targets)
+    out = finish_rows(schedule, wanted, mode, inputs, rows, num_targets)
     return vary_like(out, (logits, chosen, targets, allowed))
 
 

@@ -27,8 +27,8 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
     read_edge,
     selected_logit,
 )
+from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
-from pallas_kernels.backends.mosaic_gpu.tiling import WARPGROUP, Tiling
 
 Block = tuple[Any, list[jax.Array]]  # its index, and its pieces as loaded
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
@@ -55,7 +55,7 @@ PLAIN = Extra()
 
 
 def read_rows(
-    tiling: Tiling,
+    schedule: Schedule,
     logits: jax.Array,
     num_targets: int,
     chosen: jax.Array | None,
@@ -68,7 +68,7 @@ def read_rows(
     """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
 
     Args:
-      tiling: the cut of the rows.
+      schedule: the cut of the rows.
       logits: [N, V].
       num_targets: R.
       chosen: [R] int32, the given tokens, clipped to the vocabulary here; or [R] float32, their
@@ -86,20 +86,20 @@ def read_rows(
       group maxima [R * padded_groups] in the logits' dtype, of which `num_groups` a row are
       written, or None. Counts are not initialized where nothing is counted.
     """
-    size = partials_size(tiling, num_targets, extra.entropy)
+    size = partials_size(schedule, num_targets, extra.entropy)
     partials = compat.shape((size,), jnp.float32)
-    groups = compat.shape((num_targets * tiling.padded_groups,), logits.dtype)
+    groups = compat.shape((num_targets * schedule.padded_groups,), logits.dtype)
     kernel = GPU.kernel(
         functools.partial(
             _read_rows_kernel,
-            tiling=tiling,
+            schedule=schedule,
             num_logits_rows=logits.shape[0],
             num_targets=num_targets,
             extra=extra,
             interpreted=interpret is not None,
         ),
         out_type=[partials, groups] if with_groups else [partials],
-        grid=(tiling.programs, num_targets),  # the last axis may exceed 65535, no other may
+        grid=(schedule.programs, num_targets),  # the last axis may exceed 65535, no other may
         grid_names=("program", "row"),
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="read_rows",
@@ -109,21 +109,21 @@ def read_rows(
     return out[0], out[1] if with_groups else None
 
 
-def partials_size(tiling: Tiling, num_targets: int, entropy: bool) -> int:
+def partials_size(schedule: Schedule, num_targets: int, entropy: bool) -> int:
     """The length of the partial results: pass 2 loads one a thread, also beyond the last."""
     parts = 4 if entropy else 3
-    return parts * num_targets * tiling.programs + WARPGROUP - 1
+    return parts * num_targets * schedule.programs + WARPGROUP - 1
 
 
 class RowToRead(NamedTuple):
     """What a program knows of the row that it reads, in the kernel."""
 
-    tiling: Tiling
+    schedule: Schedule
     logits_ref: Any  # [N * V]
     groups_ref: Any  # [R * padded_groups], or None: no group maxima are wanted
     target: Any  # which target row
     first: Any  # where the row of logits starts
-    skew: Any  # `Tiling.skew`
+    skew: Any  # `Schedule.skew`
     scale: jax.Array  # of exponents, `exponents_scale`
     selected: Any  # the logit by which others are counted; None: nothing is counted
     mask: Mask | None
@@ -139,7 +139,7 @@ def _read_rows_kernel(
     partials_ref: Any,  # [parts * R * programs] f32  out
     groups_ref: Any = None,  # [R * padded_groups]  out: group maxima
     *,
-    tiling: Tiling,
+    schedule: Schedule,
     num_logits_rows: int,
     num_targets: int,
     extra: Extra,
@@ -154,74 +154,74 @@ def _read_rows_kernel(
 
     @pl.when(targets.wanted(target, logits_row, num_logits_rows))
     def _() -> None:
-        first = logits_row * tiling.vocabulary
+        first = logits_row * schedule.vocabulary
         row = RowToRead(
-            tiling,
+            schedule,
             logits_ref,
             groups_ref,
             target,
             first,
-            tiling.skew(logits_row),
+            schedule.skew(logits_row),
             exponents_scale(temperature),
-            selected_logit(tiling, logits_ref, first, chosen),
-            Mask.of_row(allowed_ref, target, tiling),
+            selected_logit(schedule, logits_ref, first, chosen),
+            Mask.of_row(allowed_ref, target, schedule),
             extra,
             interpreted,
         )
 
         def write(carry: Carry) -> None:
             for i, result in reduced(carry, row.scale):
-                partials_ref[(i * num_targets + target) * tiling.programs + program] = result
+                partials_ref[(i * num_targets + target) * schedule.programs + program] = result
 
-        if tiling.splits:
-            pl.when(program < tiling.splits)(lambda: write(read_steps(row, program)))
-        if tiling.edges:
-            pl.when(program == tiling.splits)(lambda: write(read_edges(row)))
+        if schedule.splits:
+            pl.when(program < schedule.splits)(lambda: write(read_steps(row, program)))
+        if schedule.edges:
+            pl.when(program == schedule.splits)(lambda: write(read_edges(row)))
 
 
 def read_steps(row: RowToRead, program: Any) -> Carry:
     """The carry after this program's share of the row's whole steps."""
-    tiling = row.tiling
-    layout = tiling.layout(tiling.vector)
+    schedule = row.schedule
+    layout = schedule.layout(schedule.vector)
 
     def step(i: jax.Array, carry: Carry) -> Carry:
-        begin = tiling.first_block + i * tiling.blocks_per_step
-        blocks = [begin + b for b in range(tiling.blocks_per_step)]
+        begin = schedule.first_block + i * schedule.blocks_per_step
+        blocks = [begin + b for b in range(schedule.blocks_per_step)]
         loaded = []
         for block in blocks:
-            start = row.first - row.skew + block * tiling.block
-            pieces = read_block(row.logits_ref, start, tiling, tiling.vector, row.interpreted)
+            start = row.first - row.skew + block * schedule.block
+            pieces = read_block(row.logits_ref, start, schedule, schedule.vector, row.interpreted)
             first_id = start - row.first
-            loaded.append(masked(pieces, row.mask, first_id, tiling, tiling.vector))
+            loaded.append(masked(pieces, row.mask, first_id, schedule, schedule.vector))
         return updated(row, list(zip(blocks, loaded, strict=True)), carry, layout)
 
-    begin = program * tiling.num_steps // tiling.splits
-    end = (program + 1) * tiling.num_steps // tiling.splits
-    carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row, tiling.vector))
+    begin = program * schedule.num_steps // schedule.splits
+    end = (program + 1) * schedule.num_steps // schedule.splits
+    carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row, schedule.vector))
     return carry
 
 
 def read_edges(row: RowToRead) -> Carry:
     """The carry after the blocks that are in no step."""
-    tiling = row.tiling
-    vector = tiling.vector if tiling.aligned else 1
-    layout = tiling.layout(vector)
+    schedule = row.schedule
+    vector = schedule.vector if schedule.aligned else 1
+    layout = schedule.layout(vector)
     carry = before_any_block(row, vector)
-    for block in tiling.edges:
+    for block in schedule.edges:
         pieces = read_edge(
-            row.logits_ref, row.first, row.skew, block, tiling, vector, row.interpreted
+            row.logits_ref, row.first, row.skew, block, schedule, vector, row.interpreted
         )
-        first_id = tiling.block_ids(block, row.skew)[0]
-        pieces = masked(pieces, row.mask, first_id, tiling, vector)
+        first_id = schedule.block_ids(block, row.skew)[0]
+        pieces = masked(pieces, row.mask, first_id, schedule, vector)
         carry = updated(row, [(block, pieces)], carry, layout)
     return carry
 
 
 def before_any_block(row: RowToRead, vector: int) -> Carry:
     """The carry at a program's start: maxima of -inf, sums and counts of 0."""
-    layout = row.tiling.layout(vector)
-    zeros = compat.cast(jnp.zeros(row.tiling.piece(vector), jnp.float32), layout)
-    lowest = jnp.full((row.tiling.groups_per_block,), -jnp.inf, jnp.float32)
+    layout = row.schedule.layout(vector)
+    zeros = compat.cast(jnp.zeros(row.schedule.piece(vector), jnp.float32), layout)
+    lowest = jnp.full((row.schedule.groups_per_block,), -jnp.inf, jnp.float32)
     maximum = compat.cast(lowest, layout.reduce(1))
     count = None if row.selected is None else zeros
     return Carry(maximum, zeros, count, zeros if row.extra.entropy else None)
@@ -264,9 +264,9 @@ def store_group_maxima(row: RowToRead, block: Any, group_maxima: jax.Array) -> N
     """Write a block's group maxima to their places among the row's."""
     if row.groups_ref is None:
         return
-    tiling = row.tiling
-    begin = row.target * tiling.padded_groups + block * tiling.groups_per_block
-    here = row.groups_ref.at[pl.ds(begin, tiling.groups_per_block)]
+    schedule = row.schedule
+    begin = row.target * schedule.padded_groups + block * schedule.groups_per_block
+    here = row.groups_ref.at[pl.ds(begin, schedule.groups_per_block)]
     compat.store(here, group_maxima, row.interpreted)
 
 

@@ -23,7 +23,7 @@ from jax.extend.mlir.dialects import memref as mlir_memref
 from jax.extend.mlir.dialects import scf as mlir_scf
 
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.tiling import WARPGROUP
+from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP
 
 # Untyped: what their stubs say does not hold for what jax makes of them.
 mgpu: Any = mosaic_gpu

@@ -1,4 +1,4 @@
-"""A session on a GPU, without one: its pieces, its journal, and the tilings it tries."""
+"""A session on a GPU, without one: its pieces, its journal, and the schedules it tries."""
 
 import dataclasses
 import re
@@ -127,25 +127,25 @@ def test_the_tests_that_a_session_runs_exist(chosen):
 
 
 @pytest.mark.parametrize("shape", [*gpu_tune.SHAPES, Shape(3, 50_257, 64, "float16")], ids=str)
-def test_tilings_that_are_tried(shape):
+def test_schedules_that_are_tried(shape):
     """The current one is the first, each is there once, and each can be run."""
-    found = list(gpu_tune.tilings(shape))
+    found = list(gpu_tune.schedules(shape))
     assert len(found) == len(set(found)) >= 4
-    assert len({gpu_tune.name_of(tiling) for tiling in found}) == len(found)
-    for tiling in found:
-        assert 1 <= tiling.splits <= tiling.num_steps
-        assert tiling.vocabulary == shape.vocabulary
+    assert len({gpu_tune.name_of(schedule) for schedule in found}) == len(found)
+    for schedule in found:
+        assert 1 <= schedule.splits <= schedule.num_steps
+        assert schedule.vocabulary == shape.vocabulary
 
 
 def test_summary():
-    """Speeds, the better tiling, and missed limits."""
+    """Speeds, the better schedule, and missed limits."""
     names = (PLAIN, OURS, FUSED, FLOOR)
     speed = dataclasses.replace(
         from_samples("R=64", {name: [2e-5] for name in names}, settings={"ceiling GB/s": 3000}),
         figures={OURS: {"GB/s": 1500.0}},
         targets=(Target("time", 1.25, 1.5, "x"), Target("memory", 3, 1.0, "%")),
     )
-    tuned = from_samples("tilings", {f"{gpu_tune.CURRENT}a": [3e-6], "b": [2e-6]})
+    tuned = from_samples("schedules", {f"{gpu_tune.CURRENT}a": [3e-6], "b": [2e-6]})
     copied = dataclasses.replace(
         from_samples("copy", {COPY: [1.0]}), figures={COPY: {"GB/s": 3000.0}}
     )
@@ -154,7 +154,7 @@ def test_summary():
         "R=64: mosaic_gpu 20.0 us, mosaic_gpu, fused greedy 20.0 us, max only 20.0 us, "
         "log_softmax + top_k 20.0 us; 50 % of the copy's bandwidth",
         "  time: 1.5 x, MISSED (at most 1.25 x)",
-        "tilings: current 3.0 us, best 2.0 us (b)",
+        "schedules: current 3.0 us, best 2.0 us (b)",
         "targets: 1 MISSED, 1 held",
     ]
     assert summary.lines([]) == ["targets: none"]

@@ -12,21 +12,21 @@ import pytest
 from pallas_kernels.backends.mosaic_gpu import rows_kernel
 from pallas_kernels.backends.mosaic_gpu.reading import make_targets
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import Extra
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.testing import oracle
 from tests.support.interpreted_kernels import run_without_races
 
 CASES = {
     # Rows start at vectors; several blocks a step; a ragged last block.
-    "bfloat16": (Tiling(8448, "bfloat16", 256, 2, 1), True, Extra(entropy=True)),
+    "bfloat16": (Schedule(8448, "bfloat16", 256, 2, 1), True, Extra(entropy=True)),
     # An odd vocabulary: every row has another skew, and so edges at both ends.
-    "odd bfloat16": (Tiling(8195, "bfloat16", 128, 1, 1), True, Extra(inclusive=True)),
+    "odd bfloat16": (Schedule(8195, "bfloat16", 128, 1, 1), True, Extra(inclusive=True)),
     # The same with split rows and wide groups.
-    "float32": (Tiling(12_290, "float32", 256, 1, 2), True, Extra(True, True)),
+    "float32": (Schedule(12_290, "float32", 256, 1, 2), True, Extra(True, True)),
     # Whole blocks only, no edges.
-    "float16": (Tiling(8192, "float16", 128, 1, 2), True, Extra()),
+    "float16": (Schedule(8192, "float16", 128, 1, 2), True, Extra()),
     # No group maxima; a row of nothing but edges.
-    "k = 0": (Tiling(4100, "float16", 128, 1, 0), False, Extra()),
+    "k = 0": (Schedule(4100, "float16", 128, 1, 0), False, Extra()),
 }
 LOG2_E = np.log2(np.e)
 
@@ -41,13 +41,13 @@ def combined(partials, scale):
     return (*found, *(((w + moved * sums) * np.exp2(moved)).sum() for w in weighted))
 
 
-def group_maxima(tiling, row, skew):
+def group_maxima(schedule, row, skew):
     """[num_groups] float32: a group has the ids of its block alone, and of the row."""
-    number = np.arange(tiling.num_groups)
-    block = tiling.block_ids(number // tiling.groups_per_block, skew)
+    number = np.arange(schedule.num_groups)
+    block = schedule.block_ids(number // schedule.groups_per_block, skew)
     start, begin, end = (np.asarray(x)[:, None] for x in block)
-    ids = start + (number % tiling.groups_per_block * tiling.group_width)[:, None]
-    ids = ids + np.arange(tiling.group_width)
+    ids = start + (number % schedule.groups_per_block * schedule.group_width)[:, None]
+    ids = ids + np.arange(schedule.group_width)
     return np.where((ids >= begin) & (ids < end), row[ids], -np.inf).max(axis=1)
 
 
@@ -57,24 +57,37 @@ def group_maxima(tiling, row, skew):
 )
 def test_pass_1(name):
     """Rows picked by row_ids, out of order, some skipped; temperatures; ids outside."""
-    tiling, with_groups, extra = CASES[name]
-    vocabulary = tiling.vocabulary
-    x = oracle.edge_rows(vocabulary, tiling.dtype, tiling.group_width)
+    schedule, with_groups, extra = CASES[name]
+    vocabulary = schedule.vocabulary
+    x = oracle.edge_rows(vocabulary, schedule.dtype, schedule.group_width)
     row_ids = np.array([1, 0, 2, 3, -1, 4, 6, 5, 7, 1, 0, 0], np.int32)
-    ids = [tiling.group_width, vocabulary - 1, vocabulary - 2, 3, 0, 1, 2, 3, 4, vocabulary, -1, 5]
+    ids = [
+        schedule.group_width,
+        vocabulary - 1,
+        vocabulary - 2,
+        3,
+        0,
+        1,
+        2,
+        3,
+        4,
+        vocabulary,
+        -1,
+        5,
+    ]
     token_ids, count = np.array(ids, np.int32), 11
     temperatures = np.array([0, 0.5] + [1] * 10, np.float32)
 
     def call(x, token_ids, row_ids, count, temperatures, interpret):
         targets = make_targets(row_ids, count, temperatures)
-        given = (tiling, x, len(ids), token_ids, targets, with_groups, extra)
+        given = (schedule, x, len(ids), token_ids, targets, with_groups, extra)
         return rows_kernel.read_rows(*given, interpret=interpret)
 
     arrays = token_ids, row_ids, jnp.int32(count), temperatures
     partials, groups = run_without_races(call, x, *arrays)
     parts = 4 if extra.entropy else 3
-    partials = np.asarray(partials)[: parts * len(ids) * tiling.programs]
-    partials = partials.reshape(parts, len(ids), tiling.programs)
+    partials = np.asarray(partials)[: parts * len(ids) * schedule.programs]
+    partials = partials.reshape(parts, len(ids), schedule.programs)
     assert (groups is not None) == with_groups
     for target, row_id in enumerate(row_ids[:count]):
         if not 0 <= row_id < len(x):
@@ -94,9 +107,9 @@ def test_pass_1(name):
             terms = np.exp2(exponents) * np.maximum(exponents, -200)
             np.testing.assert_allclose(weighted, terms.sum(), rtol=1e-5, atol=1e-5)
         if with_groups:
-            start = target * tiling.padded_groups
-            found = np.asarray(groups)[start : start + tiling.num_groups]
-            expected = group_maxima(tiling, x[row_id], tiling.skew(int(row_id)))
+            start = target * schedule.padded_groups
+            found = np.asarray(groups)[start : start + schedule.num_groups]
+            expected = group_maxima(schedule, x[row_id], schedule.skew(int(row_id)))
             np.testing.assert_array_equal(found, expected)
 
 

@@ -1,4 +1,4 @@
-"""The GPU kernels without a GPU or an interpreter: tilings, lowering, choice.
+"""The GPU kernels without a GPU or an interpreter: schedules, lowering, choice.
 
 Lowering for CUDA runs Mosaic GPU's layout inference and its shared-memory check. What the machine
 code looks like is checked by `python -m bench.aot --check`.
@@ -16,7 +16,7 @@ import pytest
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.backends.mosaic_gpu.tiling import choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.types import Outputs
 from pallas_kernels.lowering import obstacles
@@ -45,37 +45,37 @@ def inputs(rows, vocabulary, dtype):
 
 
 @pytest.mark.parametrize("vocabulary", [*shapes.VOCABULARIES.values(), 2048, 2049, 4097, 50_260])
-def test_tilings(vocabulary):
+def test_schedules(vocabulary):
     """In every row every id belongs to one group, and loads of steps are whole and aligned."""
     for rows, k, dtype, row in itertools.product(
         (1, 4, 64, 560, 2048), (0, 20, 33, 512), ("bfloat16", "float32"), (0, 1, 2, 7, 1001)
     ):
-        tiling = choose_tiling(rows, vocabulary, k, dtype)
-        assert tiling.splits <= tiling.num_steps
-        assert tiling.splits > 0 or tiling.edges
-        skew = tiling.skew(row)
+        schedule = choose_schedule(rows, vocabulary, k, dtype)
+        assert schedule.splits <= schedule.num_steps
+        assert schedule.splits > 0 or schedule.edges
+        skew = schedule.skew(row)
         assert skew == row * vocabulary % (16 // jnp.dtype(dtype).itemsize)
-        last = tiling.first_block + tiling.num_steps * tiling.blocks_per_step
-        in_steps = range(tiling.first_block, last)
-        assert sorted((*in_steps, *tiling.edges)) == list(range(tiling.num_blocks))
+        last = schedule.first_block + schedule.num_steps * schedule.blocks_per_step
+        in_steps = range(schedule.first_block, last)
+        assert sorted((*in_steps, *schedule.edges)) == list(range(schedule.num_blocks))
         end = 0
-        for block in range(tiling.num_blocks):
-            start, begin, past = map(int, tiling.block_ids(block, skew))
+        for block in range(schedule.num_blocks):
+            start, begin, past = map(int, schedule.block_ids(block, skew))
             owned = max(begin, 0), min(past, vocabulary)
             assert owned[0] == min(end, vocabulary)
             assert 0 <= start <= owned[0] or owned[0] >= owned[1]
-            assert owned[1] <= start + tiling.block <= vocabulary or owned[0] >= owned[1]
+            assert owned[1] <= start + schedule.block <= vocabulary or owned[0] >= owned[1]
             end = max(end, owned[1])
             if block in in_steps:
-                assert (start, start + tiling.block) == (begin, past) == owned
-                assert (row * vocabulary + start) % tiling.vector == 0
+                assert (start, start + schedule.block) == (begin, past) == owned
+                assert (row * vocabulary + start) % schedule.vector == 0
         assert end == vocabulary
-        assert tiling.num_blocks * tiling.groups_per_block == tiling.num_groups
-        assert tiling.num_groups <= tiling.padded_groups
-        loaded = math.prod(tiling.piece(tiling.vector))
-        assert tiling.block % loaded == 0
-        assert loaded == 128 * tiling.vector
-        held = finish_kernel.scratch_types(tiling, max(k, 1))
+        assert schedule.num_blocks * schedule.groups_per_block == schedule.num_groups
+        assert schedule.num_groups <= schedule.padded_groups
+        loaded = math.prod(schedule.piece(schedule.vector))
+        assert schedule.block % loaded == 0
+        assert loaded == 128 * schedule.vector
+        held = finish_kernel.scratch_types(schedule, max(k, 1))
         assert sum(4 * math.prod(x.shape) for x in held) < SHARED_MEMORY
         assert finish_kernel.capacity(max(k, 1)) >= max(k, 1)
 

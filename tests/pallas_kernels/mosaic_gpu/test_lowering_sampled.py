@@ -1,4 +1,4 @@
-"""The GPU kernels' read of sampled rows without a GPU or an interpreter: tilings, lowering, choice.
+"""The GPU kernels' read of sampled rows without a GPU: schedules, lowering, choice.
 
 What the machine code looks like is checked by `python -m bench.aot --options --check`.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import VocabShard
-from pallas_kernels.backends.mosaic_gpu.tiling import choose_fixed_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import choose_fixed_schedule
 from pallas_kernels.backends.read import read_groups
 from pallas_kernels.lowering import obstacles
 from pallas_kernels.sampling.rows import GroupedRows
@@ -38,14 +38,14 @@ def kernels_of(function, vocabulary, platform="cuda", batch=()):
 def test_groups_are_those_of_the_contract(vocabulary):
     """Multiples of 256 in every row; each block is read by one program."""
     for rows in (1, 64, 2048):
-        tiling = choose_fixed_tiling(rows, vocabulary, "bfloat16")
-        assert tiling.group_width == 256
-        assert tiling.skew(np.int32(7)) == 0
-        steps = range(tiling.num_steps * tiling.blocks_per_step)
-        assert sorted((*steps, *tiling.edges)) == list(range(tiling.num_blocks))
-        assert len(steps) * tiling.block <= vocabulary  # a step goes beyond no row
-        assert tiling.num_groups * 256 >= vocabulary
-        assert tiling.splits <= tiling.num_steps
+        schedule = choose_fixed_schedule(rows, vocabulary, "bfloat16")
+        assert schedule.group_width == 256
+        assert schedule.skew(np.int32(7)) == 0
+        steps = range(schedule.num_steps * schedule.blocks_per_step)
+        assert sorted((*steps, *schedule.edges)) == list(range(schedule.num_blocks))
+        assert len(steps) * schedule.block <= vocabulary  # a step goes beyond no row
+        assert schedule.num_groups * 256 >= vocabulary
+        assert schedule.splits <= schedule.num_steps
 
 
 def test_one_pass_1_and_a_pass_2_for_each_number_of_candidates():

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling, choose_tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.topk.derivatives import _folded
@@ -30,7 +30,7 @@ class Case:
     """One call; `check(result)` raises AssertionError where it is wrong."""
 
     name: str
-    tiling: Tiling
+    schedule: Schedule
     k: int
     rows: int  # target rows
     call: Callable[[], Any]
@@ -38,23 +38,25 @@ class Case:
     modules: tuple[ModuleType, ...] = (rows_kernel, finish_kernel)  # which make its kernels
 
 
-def edge_rows(tiling: Tiling) -> np.ndarray:
-    """[N, V] in the tiling's dtype; the first rows are those that small cases take."""
-    assert tiling.splits <= tiling.num_steps, f"{tiling} has programs without a step"
-    vocabulary, width = tiling.vocabulary, tiling.group_width
+def edge_rows(schedule: Schedule) -> np.ndarray:
+    """[N, V] in the schedule's dtype; the first rows are those that small cases take."""
+    assert schedule.splits <= schedule.num_steps, f"{schedule} has programs without a step"
+    vocabulary, width = schedule.vocabulary, schedule.group_width
     rng = np.random.default_rng(vocabulary)
     ids = np.arange(vocabulary)
     normal = np.round(rng.normal(size=vocabulary) * 4, 1)  # many ties
     # Equal largest logits: within a vector, in the next thread, warp, group, block; at both ends.
     ties = np.where(ids % 2 == 0, -0.0, 0.0)
-    places = [vocabulary - 1, 1, 2, 9, width - 1, width, 5 * width + 3, tiling.block + 7]
+    places = [vocabulary - 1, 1, 2, 9, width - 1, width, 5 * width + 3, schedule.block + 7]
     ties[[place for place in places if place < vocabulary]] = 7.0
     one = np.full(vocabulary, -INF)
     one[vocabulary - 2] = -3.0
     few = np.full(vocabulary, -INF)
     few[[3, width, vocabulary - 1]] = [-2.0, 5.0, 5.0]
-    last_block = np.where(ids // tiling.block == (vocabulary - 1) // tiling.block, 1.0, -1.0)
-    huge = np.where(ids % 3 == 0, 60000.0, -60000.0) * (1.0 if tiling.dtype == "float16" else 1e30)
+    last_block = np.where(ids // schedule.block == (vocabulary - 1) // schedule.block, 1.0, -1.0)
+    huge = np.where(ids % 3 == 0, 60000.0, -60000.0) * (
+        1.0 if schedule.dtype == "float16" else 1e30
+    )
     rows = [
         normal,
         ties,
@@ -77,7 +79,7 @@ def edge_rows(tiling: Tiling) -> np.ndarray:
         rng.normal(size=vocabulary) * 30,
         1e4 + rng.normal(size=vocabulary),
     ]
-    return np.stack(rows).astype(jnp.dtype(tiling.dtype))
+    return np.stack(rows).astype(jnp.dtype(schedule.dtype))
 
 
 TEMPERATURES = (0, 0.7, 1, 0.013, 30)
@@ -85,7 +87,7 @@ TEMPERATURES = (0, 0.7, 1, 0.013, 30)
 
 def separate(
     name: str,
-    tiling: Tiling,
+    schedule: Schedule,
     k: int,
     options: bool = True,
     rows: int | None = None,
@@ -96,8 +98,8 @@ def separate(
 
     `results` are the optional ones of `Outputs`.
     """
-    x = edge_rows(tiling)[:rows]
-    vocabulary = tiling.vocabulary
+    x = edge_rows(schedule)[:rows]
+    vocabulary = schedule.vocabulary
     rng = np.random.default_rng(k)
     row_ids = np.arange(len(x), dtype=np.int32)
     given: dict[str, Any] = {}
@@ -124,51 +126,53 @@ def separate(
     expected = oracle.topk_logprobs(x, token_ids, k, **given)
     return Case(
         name,
-        tiling,
+        schedule,
         k,
         len(row_ids),
         lambda: kernel_calls.topk_logprobs(
-            run, *inputs, Outputs(k, **results), **arrays, tiling=tiling
+            run, *inputs, Outputs(k, **results), **arrays, schedule=schedule
         ),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
 
-def crowded(name: str, tiling: Tiling, k: int) -> Case:
+def crowded(name: str, schedule: Schedule, k: int) -> Case:
     """More logits at the top than there is room for: by keys, by ids, in few groups, at the end.
 
     The cut is raised by halving, first the keys, then the ids among equal ones.
     """
-    vocabulary = tiling.vocabulary
+    vocabulary = schedule.vocabulary
     ids = np.arange(vocabulary)
     coarse = np.round(np.random.default_rng(0).normal(size=vocabulary) * 2) / 2
     cluster = np.where((ids >= 1000) & (ids < 1600), 5 + ids / vocabulary, coarse)
     late = np.where(ids >= vocabulary - 700, 3.0, -INF)
     rows = np.stack([np.zeros(vocabulary), coarse, cluster, late])
-    x = rows.astype(jnp.dtype(tiling.dtype))
+    x = rows.astype(jnp.dtype(schedule.dtype))
     token_ids = np.array([7, 0, 1100, vocabulary - 1], np.int32)
     expected = oracle.topk_logprobs(x, token_ids, k)
     given = Rows(jnp.asarray(x), jnp.asarray(token_ids))
     return Case(
         name,
-        tiling,
+        schedule,
         k,
         len(x),
-        lambda: run.topk_logprobs(given, Outputs(k), tiling),
+        lambda: run.topk_logprobs(given, Outputs(k), schedule),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
 
-def fused(name: str, tiling: Tiling, k: int, options: bool = True, rows: int | None = None) -> Case:
+def fused(
+    name: str, schedule: Schedule, k: int, options: bool = True, rows: int | None = None
+) -> Case:
     """Every row's greedy choice, also of invalid rows."""
-    x = edge_rows(tiling)[:rows]
+    x = edge_rows(schedule)[:rows]
     count = len(x)
     given: dict[str, Any] = {}
     if options:
         given = {
             "num_rows": np.int32(count - 1),
             "temperatures": np.linspace(0, 2, count, dtype=np.float32),
-            "extra_token_ids": np.array([[0, tiling.vocabulary]] * count, np.int32),
+            "extra_token_ids": np.array([[0, schedule.vocabulary]] * count, np.int32),
         }
     token_ids = [oracle.greedy_token_id(row) for row in x]
     expected = oracle.topk_logprobs(x, token_ids, k, **given)
@@ -178,17 +182,19 @@ def fused(name: str, tiling: Tiling, k: int, options: bool = True, rows: int | N
     logits = jnp.asarray(x)
     return Case(
         name,
-        tiling,
+        schedule,
         k,
         count,
-        lambda: kernel_calls.greedy_topk_logprobs(run, logits, Outputs(k), **arrays, tiling=tiling),
+        lambda: kernel_calls.greedy_topk_logprobs(
+            run, logits, Outputs(k), **arrays, schedule=schedule
+        ),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
 
-def parts(name: str, tiling: Tiling, k: int) -> Case:
+def parts(name: str, schedule: Schedule, k: int) -> Case:
     """One vocabulary shard's part of rows: what `RowParts` promises, in float64."""
-    x = edge_rows(tiling)
+    x = edge_rows(schedule)
     rng = np.random.default_rng(k)
     row_ids = np.concatenate([rng.permutation(len(x)), [-1, 0]]).astype(np.int32)
     count = len(row_ids)
@@ -199,7 +205,7 @@ def parts(name: str, tiling: Tiling, k: int) -> Case:
 
     def call() -> list[np.ndarray]:
         """Results of the kernels, with zeros where `RowParts` promises nothing."""
-        out = kernel_calls.row_sums(run, *inputs, tiling=tiling)
+        out = kernel_calls.row_sums(run, *inputs, schedule=schedule)
         maximum, sum_exp, num_larger, top_ids, top_logits = map(np.array, out[:5])
         for target, row in enumerate(row_ids):
             if row < 0:
@@ -232,12 +238,12 @@ def parts(name: str, tiling: Tiling, k: int) -> Case:
             np.testing.assert_array_equal(top_logits[target, : len(ids)], values[ids])
             assert (top_logits[target, len(ids) :] == -INF).all()
 
-    return Case(name, tiling, k, count, call, check)
+    return Case(name, schedule, k, count, call, check)
 
 
-def vmapped(name: str, tiling: Tiling, k: int) -> Case:
+def vmapped(name: str, schedule: Schedule, k: int) -> Case:
     """A batch of two calls on an odd vocabulary, folded into rows as `vmap` does it."""
-    x = edge_rows(tiling)[:8].reshape(2, 4, tiling.vocabulary)
+    x = edge_rows(schedule)[:8].reshape(2, 4, schedule.vocabulary)
     token_ids = np.arange(8, dtype=np.int32).reshape(2, 4)
     expected = oracle.topk_logprobs(x.reshape(8, -1), token_ids.reshape(-1), k)
     rows = Rows(
@@ -246,20 +252,20 @@ def vmapped(name: str, tiling: Tiling, k: int) -> Case:
     is_batched = Rows(True, True, extra_token_ids=False)
 
     def one(rows: Rows) -> Any:
-        return run.topk_logprobs(rows, Outputs(k), tiling)
+        return run.topk_logprobs(rows, Outputs(k), schedule)
 
     def check(actual: Any) -> None:
         oracle.assert_matches(jax.tree.map(lambda y: y.reshape(8, *y.shape[2:]), actual), expected)
 
-    return Case(name, tiling, k, 8, lambda: _folded(one, 2, is_batched, rows), check)
+    return Case(name, schedule, k, 8, lambda: _folded(one, 2, is_batched, rows), check)
 
 
 def most_logits(name: str, vocabulary: int) -> Case:
     """Almost 2**31 of them, nearly all in memory that is never touched: do indices overflow?"""
     k, count = 5, (2**31 - 1) // vocabulary
-    tiling = choose_tiling(1536, vocabulary, k, "bfloat16")
+    schedule = choose_schedule(1536, vocabulary, k, "bfloat16")
     x = np.zeros((count, vocabulary), jnp.bfloat16)
-    edges = edge_rows(tiling)
+    edges = edge_rows(schedule)
     row_ids = np.array([count - 1, 0, count // 2, count - 2, count - 1], np.int32)
     x[row_ids] = edges[[0, 9, 15, 1, 0]]
     token_ids = np.array([5, 9, 0, vocabulary - 1, vocabulary - 1], np.int32)
@@ -269,22 +275,27 @@ def most_logits(name: str, vocabulary: int) -> Case:
     def call() -> Any:
         logits: Any = x  # as an array of jax it would be copied
         return kernel_calls.topk_logprobs(
-            run, logits, jnp.asarray(token_ids), Outputs(k), *rest, tiling=tiling
+            run, logits, jnp.asarray(token_ids), Outputs(k), *rest, schedule=schedule
         )
 
     return Case(
-        name, tiling, k, len(row_ids), call, lambda actual: oracle.assert_matches(actual, expected)
+        name,
+        schedule,
+        k,
+        len(row_ids),
+        call,
+        lambda actual: oracle.assert_matches(actual, expected),
     )
 
 
-def chosen(rows: int, vocabulary: int, k: int, dtype: str) -> Tiling:
-    """The tiling that a call of so many rows has; fewer rows are executed."""
-    return choose_tiling(rows, vocabulary, k, dtype)
+def chosen(rows: int, vocabulary: int, k: int, dtype: str) -> Schedule:
+    """The schedule that a call of so many rows has; fewer rows are executed."""
+    return choose_schedule(rows, vocabulary, k, dtype)
 
 
 def mutant_case() -> Case:
     """A quick case for spoiled kernels: several programs, blocks and kinds of rows."""
-    return separate("mutants", Tiling(8452, "bfloat16", 128, 1, 1), 3)
+    return separate("mutants", Schedule(8452, "bfloat16", 128, 1, 1), 3)
 
 
 def all_cases() -> list[Callable[[], Case]]:
@@ -292,36 +303,38 @@ def all_cases() -> list[Callable[[], Case]]:
     bf16, f16, f32 = "bfloat16", "float16", "float32"
     few = 8  # of the edge rows, where K is large
     return [
-        # Small rows, a tiling each: aligned and ragged, odd, split, steps only, edges only.
-        lambda: separate("whole blocks", Tiling(8192, f16, 128, 1, 2), 2),
-        lambda: separate("ragged end", Tiling(8448, bf16, 256, 2, 1), 5),
-        lambda: separate("odd, three programs", Tiling(12_291, bf16, 256, 1, 2), 20),
-        lambda: separate("results, three programs", Tiling(12_291, bf16, 256, 1, 2), 5, **ALL),
-        lambda: separate("odd, narrow groups", Tiling(8195, bf16, 128, 1, 1), 1),
-        lambda: separate("split", Tiling(12_290, f32, 256, 1, 2), 20),
+        # Small rows, a schedule each: aligned and ragged, odd, split, steps only, edges only.
+        lambda: separate("whole blocks", Schedule(8192, f16, 128, 1, 2), 2),
+        lambda: separate("ragged end", Schedule(8448, bf16, 256, 2, 1), 5),
+        lambda: separate("odd, three programs", Schedule(12_291, bf16, 256, 1, 2), 20),
+        lambda: separate("results, three programs", Schedule(12_291, bf16, 256, 1, 2), 5, **ALL),
+        lambda: separate("odd, narrow groups", Schedule(8195, bf16, 128, 1, 1), 1),
+        lambda: separate("split", Schedule(12_290, f32, 256, 1, 2), 20),
         lambda: separate(
-            "T = 1e-39", Tiling(8192, bf16, 256, 2, 1), 2, rows=few, temperatures=(1e-39,)
+            "T = 1e-39", Schedule(8192, bf16, 256, 2, 1), 2, rows=few, temperatures=(1e-39,)
         ),
-        lambda: separate("edges only", Tiling(4100, f16, 128, 1, 0), 0),
-        lambda: separate("shortest row", Tiling(2048, f32, 128, 1, 1), 65, rows=few),
-        lambda: separate("no options", Tiling(8448, f32, 256, 1, 2), 5, False),
-        lambda: separate("no options, K = 0", Tiling(8449, bf16, 256, 1, 1), 0, False),
+        lambda: separate("edges only", Schedule(4100, f16, 128, 1, 0), 0),
+        lambda: separate("shortest row", Schedule(2048, f32, 128, 1, 1), 65, rows=few),
+        lambda: separate("no options", Schedule(8448, f32, 256, 1, 2), 5, False),
+        lambda: separate("no options, K = 0", Schedule(8449, bf16, 256, 1, 1), 0, False),
         lambda: separate("narrow groups", chosen(64, 9000, 64, f32), 64, rows=few),
         lambda: separate("narrow groups, odd", chosen(64, 9001, 128, bf16), 128, rows=4),
-        lambda: separate("K = 129, more than groups", Tiling(8448, f16, 128, 1, 1), 129, rows=few),
+        lambda: separate(
+            "K = 129, more than groups", Schedule(8448, f16, 128, 1, 1), 129, rows=few
+        ),
         lambda: separate("K = 300, odd", chosen(64, 50_257, 300, f32), 300, rows=few),
         lambda: separate("K = 512", chosen(64, 131_072, 512, bf16), 512, rows=few),
-        lambda: crowded("crowded", Tiling(8450, bf16, 128, 1, 1), 5),
-        lambda: crowded("crowded, more than groups", Tiling(2048, f32, 128, 1, 1), 129),
-        lambda: crowded("crowded, K = 300", Tiling(4352, f16, 128, 1, 1), 300),
-        lambda: fused("fused, K = 0", Tiling(4352, bf16, 128, 1, 1), 0),
-        lambda: fused("fused", Tiling(8448, f32, 256, 2, 1), 5),
-        lambda: fused("fused, odd", Tiling(12_301, f16, 256, 1, 2), 20),
-        lambda: fused("fused, no options", Tiling(8195, bf16, 128, 1, 1), 1, False),
+        lambda: crowded("crowded", Schedule(8450, bf16, 128, 1, 1), 5),
+        lambda: crowded("crowded, more than groups", Schedule(2048, f32, 128, 1, 1), 129),
+        lambda: crowded("crowded, K = 300", Schedule(4352, f16, 128, 1, 1), 300),
+        lambda: fused("fused, K = 0", Schedule(4352, bf16, 128, 1, 1), 0),
+        lambda: fused("fused", Schedule(8448, f32, 256, 2, 1), 5),
+        lambda: fused("fused, odd", Schedule(12_301, f16, 256, 1, 2), 20),
+        lambda: fused("fused, no options", Schedule(8195, bf16, 128, 1, 1), 1, False),
         lambda: fused("fused, narrow groups", chosen(64, 9000, 65, f32), 65, False, rows=4),
-        lambda: vmapped("vmapped, odd", Tiling(8195, bf16, 128, 1, 1), 3),
-        lambda: parts("shard", Tiling(8704, bf16, 128, 1, 2), 20),
-        lambda: parts("shard, odd, K = 0", Tiling(8195, f32, 128, 1, 1), 0),
+        lambda: vmapped("vmapped, odd", Schedule(8195, bf16, 128, 1, 1), 3),
+        lambda: parts("shard", Schedule(8704, bf16, 128, 1, 2), 20),
+        lambda: parts("shard, odd, K = 0", Schedule(8195, f32, 128, 1, 1), 0),
         # Real vocabularies, cut as in calls of so many rows.
         lambda: separate("GPT-2, 64 rows", chosen(64, 50_257, 20, f32), 20, rows=6),
         lambda: separate("Llama 2, 1 row", chosen(1, 32_000, 128, f16), 128, False, rows=1),

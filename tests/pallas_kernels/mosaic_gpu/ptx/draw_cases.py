@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import count_larger, draw, groups
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.numbers.gumbel import gumbel
 from pallas_kernels.numbers.threefry import word as threefry_word
 from pallas_kernels.sampling.parameters import Sampling
@@ -29,10 +29,12 @@ TIED = 772_913, 7  # a seed and a position that give the groups 1 and 4 the same
 LAST = 196, 3  # whose draw from the fifth row is of the last group, where that is cut off
 
 
-def logits_of(tiling: Tiling) -> np.ndarray:
+def logits_of(schedule: Schedule) -> np.ndarray:
     """[3, V] of normally distributed logits."""
-    rng = np.random.default_rng(tiling.vocabulary)
-    x: np.ndarray = (rng.normal(size=(3, tiling.vocabulary)) * 3).astype(jnp.dtype(tiling.dtype))
+    rng = np.random.default_rng(schedule.vocabulary)
+    x: np.ndarray = (rng.normal(size=(3, schedule.vocabulary)) * 3).astype(
+        jnp.dtype(schedule.dtype)
+    )
     return x
 
 
@@ -61,9 +63,9 @@ def slots_of(x: np.ndarray, most: int) -> list[Slot]:
     ]
 
 
-def draws(name: str, tiling: Tiling, most: int) -> Case:
+def draws(name: str, schedule: Schedule, most: int) -> Case:
     """Draws with what a slot may have; against float64."""
-    x = few_tokens(logits_of(tiling))
+    x = few_tokens(logits_of(schedule))
     decided = [*slots_of(x, most), Slot(4, *LAST)]
     # Two groups with equal scores, of which either is summed again.
     slots = [*decided, Slot(3, *TIED, (511,)), Slot(3, *TIED, (1279,))]
@@ -80,12 +82,12 @@ def draws(name: str, tiling: Tiling, most: int) -> Case:
         drawn_tokens.check(found, x, decided, INVERSE)
         assert (found.token_ids[-2:] // 256).tolist() == [1, 1]  # the lower of equal groups
 
-    return Case(name, tiling, 0, len(slots), call, check, (draw,))
+    return Case(name, schedule, 0, len(slots), call, check, (draw,))
 
 
-def ranks(name: str, tiling: Tiling) -> Case:
+def ranks(name: str, schedule: Schedule) -> Case:
     """Larger logits of likely and unlikely tokens, of none, and among equal ones."""
-    x = logits_of(tiling).repeat(2, axis=0)
+    x = logits_of(schedule).repeat(2, axis=0)
     x[1] = 0
     x[4, ::3] = -np.inf
     tokens = [int(x[0].argmax()), 5, -1, int(x[3].argmin()), 1, x.shape[1] - 1]
@@ -103,12 +105,12 @@ def ranks(name: str, tiling: Tiling) -> Case:
     def check(found: Any) -> None:
         np.testing.assert_array_equal(found, expected)
 
-    return Case(name, tiling, 0, len(x), call, check, (count_larger,))
+    return Case(name, schedule, 0, len(x), call, check, (count_larger,))
 
 
-def candidates(name: str, tiling: Tiling, k: int) -> Case:
+def candidates(name: str, schedule: Schedule, k: int) -> Case:
     """The largest logits of listed rows, more of them than a call may ask for."""
-    x = logits_of(tiling)
+    x = logits_of(schedule)
     rows = np.array([2, 0, 1], np.int32)
 
     def call() -> Any:
@@ -121,7 +123,7 @@ def candidates(name: str, tiling: Tiling, k: int) -> Case:
             np.testing.assert_array_equal(found.ids[i], ids)
             np.testing.assert_array_equal(found.logits[i], x[row].astype(np.float32)[ids])
 
-    return Case(name, tiling, k, len(rows), call, check)
+    return Case(name, schedule, k, len(rows), call, check)
 
 
 def verification(name: str) -> Case:
@@ -177,8 +179,8 @@ def verification(name: str) -> Case:
         assert (np.asarray(found[2]) > 3).any()  # a rank that the top K do not tell
         assert len(set(np.asarray(found[1]).tolist())) > 1
 
-    tiling = fixed(vocabulary, "float32")
-    return Case(name, tiling, 2, num_requests * positions, call, check, (draw, count_larger))
+    schedule = fixed(vocabulary, "float32")
+    return Case(name, schedule, 2, num_requests * positions, call, check, (draw, count_larger))
 
 
 def draw_mutant_case() -> Case:

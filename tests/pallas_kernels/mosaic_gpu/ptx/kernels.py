@@ -39,7 +39,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Conditions:
     """Choices of the hardware, the driver and the allocator."""
 
     name: str
@@ -65,8 +65,8 @@ class Run:
 class Stand:
     """A stand-in for `compat.GPU` whose kernels run as PTX."""
 
-    def __init__(self, schedule: Schedule, compile_kernel: Callable[..., Compiled]) -> None:
-        self.schedule, self.compile = schedule, compile_kernel
+    def __init__(self, conditions: Conditions, compile_kernel: Callable[..., Compiled]) -> None:
+        self.conditions, self.compile = conditions, compile_kernel
         self.runs: list[Run] = []
         self.defined: dict[int, tuple[Any, np.ndarray]] = {}  # outputs by id: which granules are
 
@@ -80,7 +80,7 @@ class Stand:
                 return self._in_program(compiled, options["out_type"], jax.tree.leaves(args))
             inputs = [np.asarray(x) for x in jax.tree.leaves(args)]
             known = [self.defined.get(id(x), (None, None))[1] for x in jax.tree.leaves(args)]
-            outputs, counts = execute(compiled, inputs, known, options["out_type"], self.schedule)
+            outputs, counts = execute(compiled, inputs, known, options["out_type"], self.conditions)
             shapes = tuple(f"{x.dtype}{list(x.shape)}" for x in inputs)
             self.runs.append(Run(compiled, counts, shapes))
             arrays = [jax.numpy.asarray(out.array) for out in outputs]
@@ -94,7 +94,7 @@ class Stand:
     def _in_program(self, compiled: Compiled, out_types: Any, leaves: list[Any]) -> list[Any]:
         def run(*given: Any) -> list[np.ndarray]:
             inputs = [np.asarray(x) for x in given]
-            outputs, _ = execute(compiled, inputs, [None] * len(inputs), out_types, self.schedule)
+            outputs, _ = execute(compiled, inputs, [None] * len(inputs), out_types, self.conditions)
             return [out.array for out in outputs]
 
         return list(jax.pure_callback(run, list(out_types), *leaves))
@@ -167,7 +167,7 @@ def others_in_program(compiler: Compiler) -> list[str]:
             run, logits, ids, Outputs(k), row_ids, count, temperatures, extra
         )
 
-    stand = Stand(Schedule("", lambda ctas: [list(range(ctas))]), compiler)
+    stand = Stand(Conditions("", lambda ctas: [list(range(ctas))]), compiler)
     with executed(stand):
         call(*(jax.numpy.zeros(shape, dtype) for shape, dtype in kinds))
     return list(compiler.kernels(call, *(compiler.device.array(*kind) for kind in kinds)))
@@ -186,9 +186,9 @@ def execute(
     inputs: list[np.ndarray],
     defined: list[np.ndarray | None],
     out_types: Any,
-    schedule: Schedule,
+    conditions: Conditions,
 ) -> tuple[list[Output], machine.Counts]:
-    """Execute one launch; bytes that it does not write hold the schedule's fill byte.
+    """Execute one launch; bytes that it does not write hold the conditions's fill byte.
 
     defined: for each input which of its granules are, None for all of them.
     """
@@ -198,20 +198,20 @@ def execute(
     buffers = []
     for i, (x, known) in enumerate(zip(inputs, defined, strict=True)):
         data = np.ascontiguousarray(x)
-        base = schedule.base if known is None else schedule.between
+        base = conditions.base if known is None else conditions.between
         buffers.append(Buffer(f"input {i}", data, base, writable=False, defined=known))
     arrays = []
     for i, kind in enumerate(out_types):
         out = np.empty(kind.shape, kind.dtype)
-        out.reshape(-1).view(np.uint8)[:] = schedule.hardware.garbage
+        out.reshape(-1).view(np.uint8)[:] = conditions.hardware.garbage
         arrays.append(out)
         # A result may lie where a donated argument lay.
-        base = schedule.base if compiled.name.startswith("finish") else schedule.between
+        base = conditions.base if compiled.name.startswith("finish") else conditions.between
         buffers.append(Buffer(f"output {i}", out, base, writable=True))
     ordered = tuple(buffers[i] for i in code.buffers)
     # Mosaic promises LLVM 256 bytes of all of them, which is more than XLA does of arguments.
     launch = threads.Launch(code.grid, code.shared_bytes, ordered, alignment=alignment.ARGUMENT)
-    batches = schedule.batches(int(np.prod(code.grid)))
-    counts = machine.run(compiled.program, launch, batches, schedule.hardware)
+    batches = conditions.batches(int(np.prod(code.grid)))
+    counts = machine.run(compiled.program, launch, batches, conditions.hardware)
     written = [buffer.defined for buffer in buffers[len(inputs) :]]
     return [Output(x, known) for x, known in zip(arrays, written, strict=True)], counts

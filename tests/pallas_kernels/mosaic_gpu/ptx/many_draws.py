@@ -39,12 +39,12 @@ def main() -> None:
     compiler = kernels.Compiler()
     rng = np.random.default_rng(options.first)
     x = jnp.asarray((rng.normal(size=(ROWS, VOCABULARY)) * 2).astype(np.float32))
-    stand = kernels.Stand(schedule(options.errors), compiler)
+    stand = kernels.Stand(conditions(options.errors), compiler)
     ones = jnp.ones(ROWS, jnp.float32)
     with kernels.executed(stand, (groups_kernel,)):
-        tiling = fixed(VOCABULARY, "float32")
-        out = groups_kernel.read_groups(tiling, x, ones, False)
-    groups, _ = sampled.of_rows(out, tiling, VOCABULARY // 256)
+        schedule = fixed(VOCABULARY, "float32")
+        out = groups_kernel.read_groups(schedule, x, ones, False)
+    groups, _ = sampled.of_rows(out, schedule, VOCABULARY // 256)
     begin, done, differ = time.monotonic(), 0, 0
     while done < options.draws:
         seeds = jnp.arange(SLOTS, dtype=jnp.uint32) + np.uint32(options.first + done)
@@ -59,8 +59,8 @@ def main() -> None:
         print(f"{done} draws, {differ} differ, {took:.0f} s", flush=True)
 
 
-def schedule(errors: Literal["none", "up", "random"]) -> kernels.Schedule:
-    return kernels.Schedule(errors, together, hardware=hardware(0, 0xFF, errors))
+def conditions(errors: Literal["none", "up", "random"]) -> kernels.Conditions:
+    return kernels.Conditions(errors, together, hardware=hardware(0, 0xFF, errors))
 
 
 def slots(x: jax.Array, groups: Any, seeds: jax.Array, taken: jax.Array) -> RowsToDraw:

@@ -102,11 +102,13 @@ CHANGES: dict[str, Callable[[str], str | None]] = {
 
 
 def noticed(
-    case: Case, originals: dict[str, Any], mutated: Any, schedule: kernels.Schedule, bits: list
+    case: Case, originals: dict[str, Any], mutated: Any, conditions: kernels.Conditions, bits: list
 ) -> str | None:
     """How a mutated kernel was found out; None if it was not."""
     kernel_set = originals | {mutated.name: mutated}
-    stand = kernels.Stand(schedule, lambda body, options, args: kernel_set[options["kernel_name"]])
+    stand = kernels.Stand(
+        conditions, lambda body, options, args: kernel_set[options["kernel_name"]]
+    )
     try:
         with kernels.executed(stand, case.modules):
             result = case.call()
@@ -122,19 +124,21 @@ def noticed(
 def report(
     case: Case,
     compiler: kernels.Compiler,
-    schedule: kernels.Schedule,
+    conditions: kernels.Conditions,
     number: int,
     seed: int,
     console: Console,
 ) -> list[str]:
     """Try some mutants of each kind and say what found them; errors for a kind that none found."""
-    stand = kernels.Stand(schedule, compiler)
+    stand = kernels.Stand(conditions, compiler)
     with kernels.executed(stand, case.modules):
         result = case.call()
     bits = [np.asarray(x).tobytes() for x in jax.tree.leaves(result)]
     originals = {run.kernel.name: run.kernel for run in stand.runs}
     usual = max(run.counts.instructions for run in stand.runs)
-    limited = replace(schedule, hardware=replace(schedule.hardware, max_instructions=10 * usual))
+    limited = replace(
+        conditions, hardware=replace(conditions.hardware, max_instructions=10 * usual)
+    )
     pool = [(kernel, m) for kernel in originals.values() for m in mutants(kernel.ptx)]
     random.Random(seed).shuffle(pool)
     # The rare kinds first and whole: barriers above all.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.types import Outputs
 from pallas_kernels.testing import oracle
@@ -18,7 +18,7 @@ from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 
 def with_options(
     name: str,
-    tiling: Tiling,
+    schedule: Schedule,
     k: int,
     changed: tuple[str, ...] = (),
     ties: str = "strict",
@@ -26,7 +26,7 @@ def with_options(
     rows: int | None = None,
 ) -> Case:
     """All optional results, of the rows in order; `changed` names what changes their logits."""
-    x = edge_rows(tiling)[:rows]
+    x = edge_rows(schedule)[:rows]
     count, vocabulary = x.shape
     rng = np.random.default_rng(k)
     arrays: dict[str, Any] = {
@@ -58,14 +58,14 @@ def with_options(
 
     def call() -> Any:
         if fused:
-            return kernel_calls.greedy_topk_logprobs(run, logits, wanted, *rest, tiling)
+            return kernel_calls.greedy_topk_logprobs(run, logits, wanted, *rest, schedule)
         ids = jnp.asarray(token_ids)
-        return kernel_calls.topk_logprobs(run, logits, ids, wanted, None, *rest, tiling)
+        return kernel_calls.topk_logprobs(run, logits, ids, wanted, None, *rest, schedule)
 
     def check(actual: Any) -> None:
         oracle.assert_matches(actual, expected)
 
-    return Case(name, tiling, k, count, call, check)
+    return Case(name, schedule, k, count, call, check)
 
 
 BIAS = ("bias_token_ids", "bias")
@@ -73,7 +73,7 @@ BIAS = ("bias_token_ids", "bias")
 
 def option_mutant_case() -> Case:
     """A quick case for spoiled kernels: a mask whose words begin between vectors."""
-    return with_options("masks", Tiling(8195, "bfloat16", 128, 1, 1), 3, ("allowed",), rows=3)
+    return with_options("masks", Schedule(8195, "bfloat16", 128, 1, 1), 3, ("allowed",), rows=3)
 
 
 def option_cases() -> list[Callable[[], Case]]:
@@ -82,21 +82,21 @@ def option_cases() -> list[Callable[[], Case]]:
     mask, bias = ("allowed",), ("bias",)
     few = 10
     return [
-        lambda: with_options("options", Tiling(8448, bf16, 256, 2, 1), 5),
+        lambda: with_options("options", Schedule(8448, bf16, 256, 2, 1), 5),
         lambda: with_options(
             "options, odd, inclusive", chosen(64, 9001, 3, f32), 3, ties=INCLUSIVE
         ),
-        lambda: with_options("options, fused", Tiling(8448, f32, 256, 1, 2), 2, fused=True),
-        lambda: with_options("options, K = 0", Tiling(8192, f16, 128, 1, 2), 0),
-        lambda: with_options("mask", Tiling(8448, bf16, 256, 2, 1), 20, mask),
-        lambda: with_options("mask, odd", Tiling(8195, bf16, 128, 1, 1), 3, mask, rows=few),
-        lambda: with_options("mask, float32, split", Tiling(12_290, f32, 256, 1, 2), 5, mask),
-        lambda: with_options("mask, edges only", Tiling(4100, f16, 128, 1, 0), 0, mask, rows=few),
+        lambda: with_options("options, fused", Schedule(8448, f32, 256, 1, 2), 2, fused=True),
+        lambda: with_options("options, K = 0", Schedule(8192, f16, 128, 1, 2), 0),
+        lambda: with_options("mask", Schedule(8448, bf16, 256, 2, 1), 20, mask),
+        lambda: with_options("mask, odd", Schedule(8195, bf16, 128, 1, 1), 3, mask, rows=few),
+        lambda: with_options("mask, float32, split", Schedule(12_290, f32, 256, 1, 2), 5, mask),
+        lambda: with_options("mask, edges only", Schedule(4100, f16, 128, 1, 0), 0, mask, rows=few),
         lambda: with_options(
-            "mask and bias", Tiling(8452, bf16, 128, 1, 1), 4, (*mask, *bias), INCLUSIVE
+            "mask and bias", Schedule(8452, bf16, 128, 1, 1), 4, (*mask, *bias), INCLUSIVE
         ),
         lambda: with_options(
-            "bias, fused", Tiling(8195, f16, 128, 1, 1), 2, bias, fused=True, rows=few
+            "bias, fused", Schedule(8195, f16, 128, 1, 1), 2, bias, fused=True, rows=few
         ),
     ]
 

@@ -57,13 +57,13 @@ def hardware(leader: int, garbage: int, direction: str = "none") -> threads.Hard
 
 # The results of the first three are bit-equal; of the others they stay within the bound.
 EXACT = (
-    kernels.Schedule("together", together, hardware=hardware(0, 0xFF)),
-    kernels.Schedule("backward", backward, kernels.BASE + 16, hardware(31, 0x00)),
-    kernels.Schedule("shuffled", shuffled, kernels.BASE + 48, hardware=hardware(13, 0x7E)),
+    kernels.Conditions("together", together, hardware=hardware(0, 0xFF)),
+    kernels.Conditions("backward", backward, kernels.BASE + 16, hardware(31, 0x00)),
+    kernels.Conditions("shuffled", shuffled, kernels.BASE + 48, hardware=hardware(13, 0x7E)),
 )
 INEXACT = (
-    kernels.Schedule("errors up", together, hardware=hardware(0, 0xFF, "up")),
-    kernels.Schedule("errors random", together, hardware=hardware(0, 0xFF, "random")),
+    kernels.Conditions("errors up", together, hardware=hardware(0, 0xFF, "up")),
+    kernels.Conditions("errors random", together, hardware=hardware(0, 0xFF, "random")),
 )
 LANES = {
     "rows": (all_cases, option_cases),
@@ -75,34 +75,34 @@ MUTANTS = mutant_case, option_mutant_case, sampled_mutant_case, draw_mutant_case
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one case under all schedules."""
+    """The result of one case under all conditions."""
 
-    runs: tuple[kernels.Run, ...]  # of the first schedule
+    runs: tuple[kernels.Run, ...]  # of the first conditions
     seconds: float
     wrong: str | None
 
 
-def schedules(case: Case) -> tuple[kernels.Schedule, ...]:
-    """All schedules; fewer for K above 64, whose selection takes long."""
+def conditions_of(case: Case) -> tuple[kernels.Conditions, ...]:
+    """All conditions; fewer for K above 64, whose selection takes long."""
     return (*EXACT, *INEXACT) if case.k <= 64 else (*EXACT[:2], INEXACT[-1])
 
 
 def judge(case: Case, compiler: kernels.Compiler) -> Outcome:
-    """Run a case: every schedule must give the oracle's result, exact ones the same bits."""
+    """Run a case: every conditions must give the oracle's result, exact ones the same bits."""
     begin = time.monotonic()
     first, runs = None, ()
     try:
-        for schedule in schedules(case):
-            where = schedule.name
-            stand = kernels.Stand(schedule, compiler)
+        for conditions in conditions_of(case):
+            where = conditions.name
+            stand = kernels.Stand(conditions, compiler)
             with kernels.executed(stand, case.modules):
                 result = case.call()
             case.check(result)
             bits = [np.asarray(x).tobytes() for x in jax.tree.leaves(result)]
             if first is None:
                 first, runs = bits, tuple(stand.runs)
-            elif schedule in EXACT and bits != first:
-                raise AssertionError("other bits than in the first schedule")
+            elif conditions in EXACT and bits != first:
+                raise AssertionError("other bits than in the first conditions")
     except (PtxError, AssertionError) as error:
         return Outcome(tuple(runs), time.monotonic() - begin, f"{where}: {error}")
     return Outcome(tuple(runs), time.monotonic() - begin, None)
@@ -199,7 +199,7 @@ def add_rows(table: Table, case: Case, outcome: Outcome) -> None:
         table.add_row(
             head[0],
             run.kernel.name if run else "",
-            *map(str, (case.rows, case.tiling.vocabulary, case.k, case.tiling.dtype)),
+            *map(str, (case.rows, case.schedule.vocabulary, case.k, case.schedule.dtype)),
             str(int(np.prod(run.kernel.host.grid))) if run else "",
             str(run.counts.instructions) if run else "",
             str(run.counts.barriers) if run else "",

@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels.backends.groups import WIDTH, Part, inverse_temperature
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
-from pallas_kernels.backends.mosaic_gpu.tiling import Tiling
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.backends.xla import groups as xla
 from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, edge_rows
@@ -20,9 +20,9 @@ MODULES = (groups_kernel, finish_kernel)
 ERROR = 2e-6
 
 
-def fixed(vocabulary: int, dtype: str, blocks_per_step: int = 1, splits: int = 1) -> Tiling:
+def fixed(vocabulary: int, dtype: str, blocks_per_step: int = 1, splits: int = 1) -> Schedule:
     """A cut of rows into fixed groups."""
-    return Tiling(vocabulary, dtype, WIDTH, blocks_per_step, splits, fixed=True)
+    return Schedule(vocabulary, dtype, WIDTH, blocks_per_step, splits, fixed=True)
 
 
 def in_groups(x: np.ndarray) -> np.ndarray:
@@ -60,21 +60,21 @@ def _largest(x: np.ndarray) -> np.ndarray:
     return largest
 
 
-def read(name: str, tiling: Tiling, k: int, raw: bool = False, rows: int | None = None) -> Case:
+def read(name: str, schedule: Schedule, k: int, raw: bool = False, rows: int | None = None) -> Case:
     """Sums at the rows' temperatures, at 1 too, and candidates; all of them against float64."""
-    x = edge_rows(tiling)[:rows]
-    rng = np.random.default_rng(tiling.vocabulary)
+    x = edge_rows(schedule)[:rows]
+    rng = np.random.default_rng(schedule.vocabulary)
     temperatures = rng.choice(TEMPERATURES, len(x)).astype(np.float32)
     temperatures[:2] = 1, 0.7
     logits, inverse = jnp.asarray(x), inverse_temperature(jnp.asarray(temperatures))
     number = in_groups(x).shape[1]
 
     def call() -> Any:
-        out = groups_kernel.read_groups(tiling, logits, inverse, raw)
-        groups, raw_sums = sampled.of_rows(out, tiling, number)
+        out = groups_kernel.read_groups(schedule, logits, inverse, raw)
+        groups, raw_sums = sampled.of_rows(out, schedule, number)
         raw_sums = raw_sums if raw else None
-        top = sampled.top_of_groups(logits, tiling, out, k) if k else None
-        partials = np.asarray(out.partials)[: 2 * len(x) * tiling.programs]
+        top = sampled.top_of_groups(logits, schedule, out, k) if k else None
+        partials = np.asarray(out.partials)[: 2 * len(x) * schedule.programs]
         return _known(x, groups), raw_sums, top, partials.reshape(2, len(x), -1)
 
     def check(found: Any) -> None:
@@ -93,7 +93,7 @@ def read(name: str, tiling: Tiling, k: int, raw: bool = False, rows: int | None 
             )
             assert (np.asarray(top.ids)[row, len(ids) :] == -1).all()
 
-    return Case(name, tiling, k, len(x), call, check, MODULES)
+    return Case(name, schedule, k, len(x), call, check, MODULES)
 
 
 def _known(x: np.ndarray, groups: Any) -> Any:
@@ -109,10 +109,10 @@ def same_bits(name: str) -> Case:
     inverse = inverse_temperature(jnp.asarray([1, 0.7, 0.7], jnp.float32))
     width = tokens.shape[1]
 
-    def sums(x: Any, tiling: Tiling, order: Any, offset: Any = None) -> Any:
-        out = groups_kernel.read_groups(tiling, jnp.asarray(x), inverse[order], True, offset)
-        number = -(-tiling.vocabulary // WIDTH)
-        groups, raw = sampled.of_rows(out, tiling, number)
+    def sums(x: Any, schedule: Schedule, order: Any, offset: Any = None) -> Any:
+        out = groups_kernel.read_groups(schedule, jnp.asarray(x), inverse[order], True, offset)
+        number = -(-schedule.vocabulary // WIDTH)
+        groups, raw = sampled.of_rows(out, schedule, number)
         return groups.maxima, groups.sums, raw
 
     def shifted(by: int) -> Any:  # as on a shard whose first group begins at this column
@@ -155,7 +155,7 @@ def split_columns(name: str) -> Case:
 
     The candidates are the columns', which the groups do not hold: a read of their own.
     """
-    x = edge_rows(Tiling(4400, "float32", WIDTH, 1, 1))[:3]
+    x = edge_rows(Schedule(4400, "float32", WIDTH, 1, 1))[:3]
     tail = np.stack([x[:, :512] * 0.5, x[:, 600:1112]], axis=1)[:, :, :WIDTH]
     part = Part(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
     rest = jnp.asarray([1, 2, 0.5], jnp.float32), jnp.asarray([0, 10, 0], jnp.int32)
@@ -190,7 +190,7 @@ def sampled_cases() -> list[Callable[[], Case]]:
     """Functions that make the cases, one by one.
 
     Where eight rows have three programs, LLVM joins offsets in the partial results to their address
-    by an OR: these lie between kernels, where XLA aligns to 256 bytes, and a schedule does not.
+    by an OR: these lie between kernels, where XLA aligns to 256 bytes, and `Conditions` do not.
     """
     bf16, f16, f32 = "bfloat16", "float16", "float32"
     few = 8

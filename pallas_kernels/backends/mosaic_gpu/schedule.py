@@ -16,7 +16,7 @@ aligned places: `skew` logits before where they would be in an aligned row, so t
 loaded in every row. The blocks that reach over an end of the row are edges. They are moved inside,
 read one logit at a time, and masked, so that every logit belongs to one group.
 
-Rows that are sampled have groups of their own (`choose_fixed_tiling`): 256 logits from a multiple
+Rows that are sampled have groups of their own (`choose_fixed_schedule`): 256 logits from a multiple
 of 256 on in every row, since a draw depends on them. There is no skew and no block is moved; where
 rows start between two vectors, logits are loaded in the widest vectors that every row allows.
 """
@@ -42,7 +42,7 @@ STEP_ALONE, START = 0.37, 0.26
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Schedule:
     """The cut of one [N, V] array of logits; see the module's docstring. splits <= num_steps."""
 
     vocabulary: int
@@ -152,31 +152,33 @@ class Tiling:
         )
 
 
-def choose_fixed_tiling(num_targets: int, vocabulary: int, dtype: str) -> Tiling:
+def choose_fixed_schedule(num_targets: int, vocabulary: int, dtype: str) -> Schedule:
     """The cut of rows that are sampled: groups of 256 logits from a multiple of 256 on.
 
     A step is one block: with two, and two exponentials a logit, fewer programs would fit.
     """
-    return with_splits(num_targets, Tiling(vocabulary, dtype, 256, 1, 0, fixed=True))
+    return with_splits(num_targets, Schedule(vocabulary, dtype, 256, 1, 0, fixed=True))
 
 
-def choose_tiling(num_targets: int, vocabulary: int, k: int, dtype: str) -> Tiling:
+def choose_schedule(num_targets: int, vocabulary: int, k: int, dtype: str) -> Schedule:
     """Choose narrow groups for a large K, of which pass 2 reads K, and many splits for few rows."""
     group_width = 256 if k <= 32 and vocabulary >= BLOCK else MIN_GROUP_WIDTH
     blocks_per_step = 2
     if dtype == "float32":
         blocks_per_step //= 2
     while blocks_per_step > 1:
-        steps = Tiling(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
+        steps = Schedule(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
         if num_targets * steps >= PROGRAMS_AT_ONCE:
             break
         blocks_per_step //= 2
-    return with_splits(num_targets, Tiling(vocabulary, dtype, group_width, blocks_per_step, 0))
+    return with_splits(num_targets, Schedule(vocabulary, dtype, group_width, blocks_per_step, 0))
 
 
-def with_splits(num_targets: int, tiling: Tiling) -> Tiling:
-    """The tiling with `choose_splits`."""
-    return replace(tiling, splits=choose_splits(num_targets, tiling.num_steps, len(tiling.edges)))
+def with_splits(num_targets: int, schedule: Schedule) -> Schedule:
+    """The schedule with `choose_splits`."""
+    return replace(
+        schedule, splits=choose_splits(num_targets, schedule.num_steps, len(schedule.edges))
+    )
 
 
 def choose_splits(num_targets: int, steps: int, edges: int) -> int:
