@@ -24,7 +24,7 @@ SECTIONS = [
 ]
 NOT_SERVED = "not served yet"
 REFERENCE = re.compile(r"\btest_\w+(?:::\w+)+")
-CASE = re.compile(r"\bptx::\w+")  # the first word of cases whose kernels are executed as PTX
+CASE = re.compile(r"\bptx::\w+")  # a word of a case whose kernels are executed as PTX
 PLACE = re.compile(r"`(\w+(?:/\w+)+\.py)::([\w.]+)`")
 
 

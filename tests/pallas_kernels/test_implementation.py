@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_specdec.control import IMPLEMENTATIONS
 from pallas_kernels import gpu_obstacle, greedy, topk_logprobs, use_implementation
 from pallas_kernels.backends import choose
-from pallas_kernels.backends.mosaic_gpu import select
+from pallas_kernels.backends.mosaic_gpu import finish_kernel
 from pallas_kernels.lowering.obstacles import Implementation
 from pallas_kernels.meshes.own_part import Split, on_own_part
 from pallas_kernels.sampling import Drafts, Sampling, verify
@@ -159,7 +159,8 @@ def test_kernels_that_cannot_be_lowered(monkeypatch, untried):
         return topk_logprobs(x, ids, 127, implementation=implementation)
 
     expected = for_cuda(functools.partial(program, implementation="xla"), long, IDS)
-    monkeypatch.setattr(select, "capacity", lambda k: 1 << 15)  # more than shared memory holds
+    # More than shared memory holds.
+    monkeypatch.setattr(finish_kernel, "capacity", lambda k: 1 << 15)
     text, found = warned(program, long, IDS)
     assert KERNEL not in text
     assert text.count("chlo.top_k") == expected.count("chlo.top_k") > 0
