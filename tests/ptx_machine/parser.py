@@ -82,8 +82,9 @@ class Program:
 # used_bytes_mask: of a load's bytes, which the compiler will use; the machine sees that itself.
 IGNORED = re.compile(
     r"\.(version \d+\.\d+|target sm_(?:90|100)a|address_size 64|minnctapersm 1|loc\s.*|file\s.*|"
-    r"pragma \"used_bytes_mask 0x[0-9a-f]+\";|section\s+\.debug_\w+\s*\{\s*\})$"
+    r"pragma \"used_bytes_mask 0x[0-9a-f]+\";)$"
 )
+DEBUG = re.compile(r"\.section\s+\.debug_\w+")  # and all up to its closing brace
 ENTRY = re.compile(r"\.visible \.entry (\w+)\($")
 PARAMETER = re.compile(r"\.param \.u64 \.ptr \.align (\d+) (\w+),?$")
 MAXNTID = re.compile(r"\.maxntid (\d+), 1, 1$")
@@ -106,8 +107,12 @@ def parse(text: str) -> Program:
     parameters: dict[str, int] = {}
     registers: dict[str, str] = {}
     name, threads = None, None
+    in_debug = False
     for number, whole in enumerate(text.splitlines(), 1):
         line = whole.split("//")[0].strip()
+        if in_debug or DEBUG.match(line):
+            in_debug = not line.endswith("}")
+            continue
         if line in ("", ")", "{", "}") or IGNORED.match(line) or SHARED.match(line):
             continue
         if found := LABEL.match(line):
