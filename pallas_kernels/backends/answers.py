@@ -171,7 +171,7 @@ def joined(parts: RowSums, k: int, temperatures: jax.Array | None) -> RowSums:
 
     temperatures: [R] float32, usable ones.
     """
-    maximum, sum_exp, num_larger, weighted = joined_sums(parts, temperatures)
+    sums = joined_sums(parts, temperatures)
 
     def in_a_row(x: jax.Array) -> jax.Array:  # [parts, R, K] -> [R, parts * K]
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
@@ -179,13 +179,14 @@ def joined(parts: RowSums, k: int, temperatures: jax.Array | None) -> RowSums:
     # Parts come in the order of their ids, and each part's ties too: top_k keeps that order.
     values, where = top_k(in_a_row(parts.top_logits), k)
     ids = jnp.take_along_axis(in_a_row(parts.top_ids), where, axis=1)
-    return RowSums(maximum, sum_exp, num_larger, ids, values, weighted)
+    return sums._replace(top_ids=ids, top_logits=values)
 
 
-def joined_sums(
-    parts: RowSums, temperatures: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Maximum, sum_exp, num_larger and weighted [R] of parts [parts, R]."""
+def joined_sums(parts: RowSums, temperatures: jax.Array | None) -> RowSums:
+    """The sums [R] of parts [parts, R], with the top K of the first part.
+
+    temperatures: [R] float32, usable ones.
+    """
     maxima, sums = parts.maximum, parts.sum_exp
     invalid = jnp.isnan(sums)
     maximum = jnp.where(jnp.isnan(maxima), -jnp.inf, maxima).max(0)
@@ -201,7 +202,14 @@ def joined_sums(
     if weighted is not None:
         moved = weighted + jnp.maximum(shifted, LEAST) * sums
         weighted = jnp.where(sums == 0, jnp.float32(0), moved * factors).sum(0)
-    return maximum, sum_exp, parts.num_larger.sum(0, dtype=jnp.int32), weighted
+    return RowSums(
+        maximum,
+        sum_exp,
+        parts.num_larger.sum(0, dtype=jnp.int32),
+        parts.top_ids[0],
+        parts.top_logits[0],
+        weighted,
+    )
 
 
 def with_biased(
@@ -236,13 +244,12 @@ def with_biased(
         (terms * jnp.maximum(scaled, LEAST)).sum(1) if outputs.entropy else None,
     )
     both = jax.tree.map(lambda a, b: jnp.stack([a, b]), sums, mine)
-    maximum, sum_exp, num_larger, weighted = joined_sums(both, temperatures)
-    top = in_order(
+    top_ids, top_logits = in_order(
         jnp.concatenate([sums.top_ids, ids], axis=1),
         jnp.concatenate([sums.top_logits, logits], axis=1),
         outputs.k,
     )
-    return RowSums(maximum, sum_exp, num_larger, *top, weighted)
+    return joined_sums(both, temperatures)._replace(top_ids=top_ids, top_logits=top_logits)
 
 
 def in_order(ids: jax.Array, logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -138,6 +138,19 @@ class RowSums(NamedTuple):
     weighted: jax.Array | None = None
 
 
+def no_sums(num_targets: int, outputs: Outputs) -> RowSums:
+    """The sums of no column."""
+    zeros = jnp.zeros(num_targets, jnp.float32)
+    return RowSums(
+        maximum=jnp.full(num_targets, -jnp.inf, jnp.float32),
+        sum_exp=zeros,
+        num_larger=jnp.zeros(num_targets, jnp.int32),
+        top_ids=jnp.zeros((num_targets, outputs.k), jnp.int32),
+        top_logits=jnp.full((num_targets, outputs.k), -jnp.inf, jnp.float32),
+        weighted=zeros if outputs.entropy else None,
+    )
+
+
 def is_inclusive(rank_ties: str) -> bool:
     """Whether ranks count equal logits too.
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.answers import active_rows, answers, of_all_shards, usable_temperatures
-from pallas_kernels.contract.types import Outputs, RowSums, TopkLogprobs
-from pallas_kernels.linear import columns, online, read_columns
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.contract.types import Rows, RowSums, TopkLogprobs, no_sums
+from pallas_kernels.linear import columns, read_columns
 from pallas_kernels.linear.plan import Plan, plan
 from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.lowering.blocks import Tree, barrier, map_blocks, pin_to_iteration, vary_like
@@ -36,13 +37,18 @@ def target_rows(x: jax.Array, row_ids: jax.Array | None) -> jax.Array:
     return x if row_ids is None else x.at[row_ids].get(mode="clip")
 
 
-def inverse_temperatures(temperatures: jax.Array | None) -> jax.Array | None:
-    """1 / T [R] of usable temperatures; 1 where a temperature is not usable."""
+def finite_temperatures(temperatures: jax.Array | None) -> jax.Array | None:
+    """Usable temperatures [R]; 1 where one is not usable."""
     if temperatures is None:
         return None
     usable = usable_temperatures(temperatures)
-    inverse: jax.Array = jnp.where(jnp.isnan(usable), jnp.float32(1), 1 / usable)
-    return inverse
+    return jnp.where(jnp.isnan(usable), jnp.float32(1), usable)
+
+
+def inverse_temperatures(temperatures: jax.Array | None) -> jax.Array | None:
+    """1 / T [R] of `finite_temperatures`."""
+    t = finite_temperatures(temperatures)
+    return None if t is None else 1 / t
 
 
 def num_columns(shard: VocabShard, width: int) -> jax.Array:
@@ -66,7 +72,7 @@ def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
 
 def _found(call: Call, inputs: Inputs) -> Found:
     rows, width = inputs.num_targets, call.definition.width(inputs.head)
-    way = Plan(*call.plan) if call.plan else planned(call, inputs)
+    way = call.plan or planned(call, inputs)
     if way.columns < width:
         return _by_columns(call, way, inputs)
     named = _named(inputs)
@@ -91,7 +97,7 @@ def _found(call: Call, inputs: Inputs) -> Found:
         assert own[1] is not None
         return _of_rows(call, of_rows, head, inputs.bias, own[0], own[1], way.part)
 
-    empty = Found(jnp.zeros(named.shape, jnp.float32), online.nothing(rows, call.k, call.entropy))
+    empty = Found(jnp.zeros(named.shape, jnp.float32), no_sums(rows, call.outputs))
     found: Found = map_blocks(work, way.rows, inputs.num_rows, empty, arrays)
     return found
 
@@ -125,18 +131,17 @@ def _of_rows(
     logits = shard.looked_up(
         named, width, lambda ids: jnp.take_along_axis(x, ids, axis=1).astype(jnp.float32)
     )
-    inverse = inverse_temperatures(temperatures)
-    k = min(call.k, width)
+    t = finite_temperatures(temperatures)
+    outputs = call.outputs._replace(k=min(call.k, width))
 
-    def read(x: jax.Array, given: jax.Array, inverse: jax.Array | None) -> RowSums:
-        return online.read(x, given, k, inverse, call.entropy)
+    def read(x: jax.Array, given: jax.Array, t: jax.Array | None) -> RowSums:
+        return xla.row_sums(Rows(x, temperatures=t), given, outputs)
 
     given, rows = logits[:, 0], x.shape[0]
     if part >= rows:
-        sums = read(x, given, inverse)
+        sums = read(x, given, t)
     else:
-        like = online.nothing(rows, k, call.entropy)
-        sums = _in_parts(read, part, x, (given, inverse), like)
+        sums = _in_parts(read, part, x, (given, t), no_sums(rows, outputs))
     return Found(logits, of_all_shards(sums, call.k, temperatures, shard, width))
 
 
@@ -165,7 +170,6 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
     width = definition.width(inputs.head)
     hidden = target_rows(inputs.hidden, inputs.row_ids)
     head, bias = inputs.head, inputs.bias
-    inverse = inverse_temperatures(inputs.temperatures)
     named = _named(inputs)
     local = named - shard.ids(width)[0]
     mine = (local >= 0) & (local < width)
@@ -177,9 +181,9 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
 
     limit = num_columns(shard, width)
     arrays = (hidden, head, bias, limit)
-    rows = read_columns.Rows(local, given, inverse)
-    k = min(call.k, width)
-    sums, own = read_columns.read(definition, way, k, call.entropy, *arrays, rows)
+    rows = read_columns.RowInputs(local, given, finite_temperatures(inputs.temperatures))
+    outputs = call.outputs._replace(k=min(call.k, width))
+    sums, own = read_columns.read(definition, way, outputs, *arrays, rows)
     wrong = mine[:, 0] & known[:, 0] & (_bits(own[:, 0]) != _bits(guess))
     wrong &= ~(jnp.isnan(own[:, 0]) & jnp.isnan(guess))
     again = shard.across_maximum(jnp.any(wrong).astype(jnp.int32)) > 0
@@ -222,10 +226,9 @@ def _finish(call: Call, inputs: Inputs, found: Found) -> tuple[TopkLogprobs, Row
     active = active_rows(
         inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, inputs.num_rows
     )
-    outputs = Outputs(call.k, log_sum_exp=True, entropy=call.entropy)
     size = call.shard.size(call.definition.width(inputs.head))
     sums = found.sums
-    out = answers(outputs, size, sums, inputs.token_ids, found.named, active, _usable(inputs))
+    out = answers(call.outputs, size, sums, inputs.token_ids, found.named, active, _usable(inputs))
     valid = active & jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
     log_sum = logarithm(sums.sum_exp)
     return out, RowScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))

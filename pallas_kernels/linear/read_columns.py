@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backends.answers import joined_sums
 from pallas_kernels.backends.xla import row_entropy, row_statistics
+from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import largest_on_cpu
 from pallas_kernels.backends.xla.row_statistics import Given
 from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, group_maxima
-from pallas_kernels.contract.types import RowSums
-from pallas_kernels.linear import candidates, online
+from pallas_kernels.contract.types import Outputs, Rows, RowSums, no_sums
+from pallas_kernels.linear import candidates
 from pallas_kernels.linear.columns import filled, logits
 from pallas_kernels.linear.definition import Definition, loaded, stored
 from pallas_kernels.linear.plan import Plan
@@ -31,32 +33,30 @@ class State(NamedTuple):
     named: jax.Array  # [B, 1 + C] float32, logits; 0 for those not met
 
 
-class Rows(NamedTuple):
+class RowInputs(NamedTuple):
     """What is given of B rows."""
 
     named: jax.Array  # [B, 1 + C] int32, columns
     given: jax.Array  # [B] float32, the first one's logit
-    inverse: jax.Array | None  # [B] float32, 1 / T; None: 1
+    temperatures: jax.Array | None  # [B] float32, finite ones above 0; None: 1
 
 
 def read(
     definition: Definition,
     plan: Plan,
-    k: int,
-    entropy: bool,
+    outputs: Outputs,
     hidden: jax.Array,
     head: jax.Array,
     bias: jax.Array | None,
     limit: jax.Array,
-    rows: Rows,
+    rows: RowInputs,
 ) -> tuple[RowSums, jax.Array]:
     """The sums of all columns, and the logits [R, 1 + C] float32 of those named; else 0.
 
     Args:
       definition: of the logits.
       plan: columns, piece and part.
-      k: how many of the largest, at most W.
-      entropy: whether `weighted` is wanted.
+      outputs: K, at most W, and whether `weighted` is wanted.
       hidden: [R, H].
       head: [W, H], or as the definition says.
       bias: [W] or None.
@@ -66,9 +66,9 @@ def read(
 
     def like(*_: jax.Array | None) -> tuple[RowSums, jax.Array]:
         nothing = jnp.zeros(rows.named.shape, jnp.float32)
-        return online.nothing(rows.named.shape[0], k, entropy), nothing
+        return no_sums(rows.named.shape[0], outputs), nothing
 
-    run = functools.partial(_read, definition, plan, k, entropy)
+    run = functools.partial(_read, definition, plan, outputs)
     return lowered_for(
         hidden, head, bias, limit, *rows,
         like=like, cpu=functools.partial(run, True), default=functools.partial(run, False),
@@ -78,8 +78,7 @@ def read(
 def _read(
     definition: Definition,
     plan: Plan,
-    k: int,
-    entropy: bool,
+    outputs: Outputs,
     on_cpu: bool,
     hidden: jax.Array,
     head: jax.Array,
@@ -87,31 +86,34 @@ def _read(
     limit: jax.Array,
     *of_rows: jax.Array | None,
 ) -> tuple[RowSums, jax.Array]:
-    num_rows, width = hidden.shape[0], definition.width(head)
+    num_rows, width, k = hidden.shape[0], definition.width(head), outputs.k
     part = plan.part if on_cpu else num_rows
     if plan.elsewhere and not on_cpu:
         plan = plan._replace(columns=plan.elsewhere, piece=plan.elsewhere)
     inputs = (hidden, head, bias, limit, of_rows)
-    named, given, inverse = (_padded(x, part) for x in of_rows)
+    named, given, temperatures = (_padded(x, part) for x in of_rows)
     assert named is not None
     assert given is not None
-    rows = Rows(named, given, inverse)
+    rows = RowInputs(named, given, temperatures)
     padded = named.shape[0]
     # One product is read where it is, if no row need be added to it.
     direct = plan.piece == plan.columns and padded == num_rows
 
     def read_part(
-        x: jax.Array, start: jax.Array, seen: jax.Array, state: State, rows: Rows
+        x: jax.Array, start: jax.Array, seen: jax.Array, state: State, rows: RowInputs
     ) -> tuple[State, Best]:
         """What is known with the logits x [B, columns] of some rows too."""
         met = _met(x, start, seen, rows.named, state.named)
+        t = rows.temperatures
         if on_cpu:
-            sums = _sums_on_cpu(x, rows, entropy)
+            sums = _sums_on_cpu(x, rows, outputs.entropy)
         else:
-            sums = online.read(x, rows.given, min(k, plan.columns), rows.inverse, entropy)
+            some = outputs._replace(k=min(outputs.k, plan.columns))
+            sums = xla.row_sums(Rows(x, temperatures=t), rows.given, some)
         best = (sums.top_logits, sums.top_ids + start)
         sums = sums._replace(top_ids=state.sums.top_ids, top_logits=state.sums.top_logits)
-        return State(online.joined(state.sums, sums, rows.inverse), met), best
+        both: RowSums = jax.tree.map(lambda a, b: jnp.stack([a, b]), state.sums, sums)
+        return State(joined_sums(both, t), met), best
 
     def step(i: jax.Array, carry: Carry) -> Carry:
         buffer, state, running = carry
@@ -151,7 +153,7 @@ def _read(
     nothing = (jnp.full((padded, k), -jnp.inf, jnp.float32), jnp.zeros((padded, k), jnp.int32))
     first = (
         stored(jnp.zeros((padded, 0 if direct else plan.columns), definition.logits_dtype)),
-        State(online.nothing(padded, 0, entropy), jnp.zeros(named.shape, jnp.float32)),
+        State(no_sums(padded, outputs._replace(k=0)), jnp.zeros(named.shape, jnp.float32)),
         candidates.empty(padded, k, plan.room) if on_cpu and k else nothing,
     )
     trips = -(-width // plan.columns)
@@ -175,15 +177,14 @@ def _met(
     return jnp.where(here, jnp.take_along_axis(x, place, axis=1).astype(jnp.float32), before)
 
 
-def _sums_on_cpu(x: jax.Array, rows: Rows, entropy: bool) -> RowSums:
-    """`online.read` without a top K."""
+def _sums_on_cpu(x: jax.Array, rows: RowInputs, entropy: bool) -> RowSums:
+    """`xla.row_sums` without a top K."""
     largest = largest_on_cpu(group_maxima(x, NARROWEST_GROUP), x.dtype)
     maximum = jnp.where(jnp.isnan(largest), -jnp.inf, largest)
-    t = None if rows.inverse is None else 1 / rows.inverse
     reference = jnp.where(largest == -jnp.inf, 0, largest)
-    given = Given(reference, rows.given.astype(x.dtype), t)
+    given = Given(reference, rows.given.astype(x.dtype), rows.temperatures)
     sum_exp, num_larger = row_statistics.sums_on_cpu(x, given)
-    return online.nothing(x.shape[0], 0, False)._replace(
+    return no_sums(x.shape[0], Outputs(0))._replace(
         maximum=maximum,
         sum_exp=sum_exp,
         num_larger=num_larger,

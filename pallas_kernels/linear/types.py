@@ -9,8 +9,9 @@ import jax
 from jax.export import register_namedtuple_serialization
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.contract.types import AnyArray
+from pallas_kernels.contract.types import AnyArray, Outputs
 from pallas_kernels.linear.definition import Definition
+from pallas_kernels.linear.plan import Plan
 from pallas_kernels.meshes.vocab_shard import VocabShard
 
 # The arguments of the door by name: signatures print these, and not what they stand for.
@@ -45,7 +46,12 @@ class Call(NamedTuple):
     k: int
     entropy: bool
     shard: VocabShard
-    plan: "tuple[int, ...] | None" = None  # see `plan`; None: as the sizes suggest
+    plan: Plan | None = None  # None: as the sizes suggest
+
+    @property
+    def outputs(self) -> Outputs:
+        """What is wanted; every call finds log_sum_exp, which the derivative needs."""
+        return Outputs(self.k, log_sum_exp=True, entropy=self.entropy)
 
 
 class Inputs(NamedTuple):
