@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
@@ -20,7 +20,6 @@ from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering.blocks import map_blocks, vary_like
 from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
-from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
 from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, scattered
 from pallas_kernels.sampling.row_read import RowRead
@@ -224,41 +223,3 @@ def _for_the_rest(
     """`call(left, cut)` where a row is left."""
     found: Truncation = lax.cond(jnp.any(left), call, lambda _, cut: cut, left, cut)
     return found
-
-
-def processed_probs(
-    logits: Float[Array, "B *rows V"],
-    sampling: Sampling,
-    *,
-    shard: VocabShard = WHOLE,
-    choice: Greedy | None = None,
-    cut: Truncation | None = None,
-) -> Float32[Array, "B *rows V"]:
-    """The processed distribution of each row, written out: that of the tokens that `cut` keeps.
-
-    Sampling itself never makes it: it has the logits' size in float32.
-
-    Args:
-      logits, sampling, shard, choice: as for `truncation`.
-      cut: the result of `truncation`, where it is known already.
-
-    Returns:
-      Probabilities; each row sums to 1, over all shards.
-    """
-    shape, width = logits.shape[:-1], logits.shape[-1]
-    if cut is None:
-        cut = truncation(logits, sampling, shard=shard, choice=choice)
-    x = shard.masked(logits).astype(jnp.float32)
-    ids = jnp.broadcast_to(shard.ids(width), logits.shape)
-    each = parameters.of_each_row(sampling, shape)
-    rows = GroupedRows.of(logits.reshape(-1, width), shard)
-    found = row_read.read(rows, each)
-    one_hot = (cut.cut_logit == jnp.inf)[..., None]  # greedy requests and invalid rows
-
-    def per_row(values: jax.Array) -> jax.Array:
-        return values.reshape(*shape, 1)
-
-    gap = row_read.scaled(x, per_row(found.largest), per_row(found.inverse))
-    log_mass = per_row(found.log_total) + cut.log_kept[..., None]
-    probs = exponential(jnp.minimum(gap - log_mass, 0.0))
-    return jnp.where(cut.keeps(x, ids), jnp.where(one_hot, 1.0, probs), 0.0)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, RequestError, SamplingParams
-from pallas_kernels.sampling.distribution import processed_probs
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.random_draws import ACCEPT, DRAFT, Source, uniform
 from tests.support import quick_compile
 from tests.support.expected_probs import expected_probs
+from tests.support.processed_probs import processed_probs
 
 pytestmark = pytest.mark.fast
 

@@ -11,8 +11,9 @@ import pytest
 
 from pallas_kernels.meshes.vocab_shard import WHOLE
 from pallas_kernels.sampling import row_cuts
-from pallas_kernels.sampling.distribution import processed_probs, truncation
+from pallas_kernels.sampling.distribution import truncation
 from tests.support import quick_compile
+from tests.support.processed_probs import processed_probs
 from tests.support.shards import P, on_shards
 from tests.support.truncation_checks import check, sampling_of
 
