@@ -17,13 +17,7 @@ LOGITS_DTYPES = ("bfloat16", "float16", "float32")
 
 def check_logits(logits: AnyArray) -> jax.Array:
     """logits as an array, if it is [N, V] in a supported dtype."""
-    array = as_array("logits", logits)
-    if array.ndim != 2:
-        raise ValueError(f"logits has shape {array.shape}; it must be [N, V], two axes")
-    if array.dtype.name not in LOGITS_DTYPES:
-        raise TypeError(
-            f"logits has dtype {array.dtype.name}; it must be one of {', '.join(LOGITS_DTYPES)}"
-        )
+    array = check_matrix("logits", logits, "[N, V]")
     if array.shape[1] == 0:
         raise ValueError("logits has an empty vocabulary axis: V must be at least 1")
     if array.shape[1] > MAX_VOCABULARY:
@@ -36,9 +30,15 @@ def check_logits(logits: AnyArray) -> jax.Array:
 
 def check_matrix(name: str, value: AnyArray, axes: str) -> jax.Array:
     """The value as an array, if it has two axes and a supported dtype."""
-    array = as_array(name, value)
+    array = check_floats(name, value)
     if array.ndim != 2:
         raise ValueError(f"{name} has shape {list(array.shape)}; it must be {axes}, two axes")
+    return array
+
+
+def check_floats(name: str, value: AnyArray) -> jax.Array:
+    """The value as an array, if it has a supported dtype."""
+    array = as_array(name, value)
     if array.dtype.name not in LOGITS_DTYPES:
         raise TypeError(
             f"{name} has dtype {array.dtype.name}; it must be one of {', '.join(LOGITS_DTYPES)}"
@@ -85,12 +85,12 @@ def check_num_rows(num_rows: AnyArray | np.int32 | int) -> jax.Array:
     return _check("num_rows", num_rows, "int32", ())
 
 
-def check_extra_token_ids(ids: AnyArray, num_targets: int) -> jax.Array:
-    """ids as a [R, C] int32 array, C up to MAX_EXTRA."""
+def check_extra_token_ids(ids: AnyArray, num_targets: int, most: int = MAX_EXTRA) -> jax.Array:
+    """ids as a [R, C] int32 array, C up to `most`."""
     array = check_ids("extra_token_ids", ids, (num_targets, "C"))
-    if array.shape[1] > MAX_EXTRA:
+    if array.shape[1] > most:
         raise ValueError(
-            f"extra_token_ids names {array.shape[1]} ids for each row; the limit is {MAX_EXTRA}: "
+            f"extra_token_ids names {array.shape[1]} ids for each row; the limit is {most}: "
             "call once for each part"
         )
     return array

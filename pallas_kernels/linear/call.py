@@ -139,7 +139,9 @@ def linear_topk_logprobs(
             "row_ids to say which row each token belongs to"
         )
     num_rows, temperatures, _ = checks.check_options(num_rows, temperatures, None, num_targets)
-    extra_token_ids = _check_extra(extra_token_ids, num_targets)
+    if extra_token_ids is None:
+        extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
+    extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets, MAX_NAMED)
     _check_implementation(implementation)
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     call = Call(definition, k, bool(entropy), place.shard)
@@ -273,28 +275,10 @@ def _check_product(
     return hidden, head
 
 
-def _check_extra(ids: AnyArray | None, num_targets: int) -> jax.Array:
-    """ids as [R, C] int32, C up to MAX_NAMED; C = 0 for None."""
-    if ids is None:
-        return jnp.zeros((num_targets, 0), jnp.int32)
-    array = checks.check_ids("extra_token_ids", ids, (num_targets, "C"))
-    if array.shape[1] > MAX_NAMED:
-        raise ValueError(
-            f"extra_token_ids names {array.shape[1]} ids for each row; the limit is {MAX_NAMED}: "
-            "call once for each part"
-        )
-    return array
-
-
 def _check_bias(bias: AnyArray | None, width: int) -> jax.Array | None:
     if bias is None:
         return None
-    array = checks.as_array("bias", bias)
-    if array.dtype.name not in checks.LOGITS_DTYPES:
-        raise TypeError(
-            f"bias has dtype {array.dtype.name}; it must be one of "
-            f"{', '.join(checks.LOGITS_DTYPES)}"
-        )
+    array = checks.check_floats("bias", bias)
     if array.shape != (width,):
         raise ValueError(f"bias has shape {list(array.shape)}; it must be [{width}], as the head")
     return array
