@@ -42,6 +42,19 @@ def strictly_larger(x: jax.Array, than: jax.Array) -> jax.Array:
     return (as_integers(x) ^ turned) > (other ^ turned)
 
 
+def limit_of_count(selected: jax.Array, inclusive: bool) -> jax.Array:
+    """What a logit must be larger than to be counted in a token's rank.
+
+    selected: the token's own logit, in the logits' dtype. Inclusive ranks count equal ones too.
+    """
+    return just_below(selected) if inclusive else selected
+
+
+def is_counted(x: jax.Array, selected: jax.Array, inclusive: bool) -> jax.Array:
+    """Whether logits are counted, by the floats' own comparison: see `limit_of_count`."""
+    return x >= selected if inclusive else x > selected
+
+
 def just_below(x: jax.Array) -> jax.Array:
     """The next smaller float of x's dtype; anything where x is -inf or NaN."""
     return floats(ordered_keys(x) - 1, x.dtype)

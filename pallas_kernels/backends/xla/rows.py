@@ -34,7 +34,7 @@ from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.types import Outputs, Rows, RowSums
 from pallas_kernels.lowering import blocks
 from pallas_kernels.lowering.platforms import lowered_for
-from pallas_kernels.numbers.ordered_keys import just_below
+from pallas_kernels.numbers.ordered_keys import limit_of_count
 
 
 class Way(NamedTuple):
@@ -145,9 +145,8 @@ def _read(
         selected = selected.astype(x.dtype)
         maximum, maxima = _maxima(way, x, width)
         reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
-        # Larger than what is just below the given token's logit: larger than that, or equal.
-        counted = just_below(selected) if outputs.inclusive else selected
-        given = Given(reference, counted, temperatures)
+        limit = limit_of_count(selected, outputs.inclusive)
+        given = Given(reference, limit, temperatures)
         weighted = way.weighted_sum(x, given) if outputs.entropy else None
         return (maximum, *way.sums(x, given), weighted), maxima
 
