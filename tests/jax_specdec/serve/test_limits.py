@@ -289,6 +289,16 @@ def test_a_reader_who_does_not_read_loses_its_place(stream):
         until(lambda: not server.engine.running)
 
 
+def test_a_reader_who_leaves_a_small_rest_unread_loses_its_connection():
+    """Less than what a transport keeps without complaint."""
+    head = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with serving(bounds=Bounds(client_timeout=0.5), send_buffer=4096) as server:
+        size = len(httpx.get(f"{server.url}/openapi.json", timeout=60).content)
+        assert size < 1 << 16
+        with connected(server, head, receive_buffer=4096):
+            until(lambda: server.service.traffic.ended["not read"] == 1)
+
+
 def test_a_reader_who_reads_slowly_keeps_its_place():
     """What it reads in the time is no whole answer, and part after part of one."""
     bounds = Bounds(client_timeout=1.0, max_prompt_logprobs=10**6, timeout=None)
