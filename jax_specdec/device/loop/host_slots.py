@@ -12,7 +12,6 @@ import numpy as np
 
 from ipc import wire
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
-from jax_specdec.device.messages.asked_changes import ChangesSize, changes_of
 from jax_specdec.device.messages.batch_options import (
     BatchOptions,
     Widths,
@@ -20,7 +19,7 @@ from jax_specdec.device.messages.batch_options import (
     sampling_of,
     widths_of,
 )
-from jax_specdec.device.messages.logit_changes import Changes
+from jax_specdec.device.messages.logit_changes import Changes, ChangesSize, changes_of
 from jax_specdec.requests import Request, SamplingParams
 
 NOTHING_ASKED = SamplingParams()  # by an empty slot

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax_specdec.device.loop.host_slots import Slot, reads_once, widths_of_slots
-from jax_specdec.device.messages.asked_changes import ChangesSize, changes_size
 from jax_specdec.device.messages.batch_options import Widths
+from jax_specdec.device.messages.logit_changes import ChangesSize, changes_size
 
 
 class Kind(NamedTuple):

@@ -16,7 +16,7 @@ from jax_specdec.device.loop.host_slots import (
     target_bound,
     widths_of_slots,
 )
-from jax_specdec.device.messages.asked_changes import changes_size
+from jax_specdec.device.messages.logit_changes import changes_size
 from jax_specdec.requests import SamplingParams
 
 pytestmark = pytest.mark.fast

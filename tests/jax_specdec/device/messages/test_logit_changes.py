@@ -7,8 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec.device.messages.asked_changes import changes_of, changes_size
-from jax_specdec.device.messages.logit_changes import Written, changed_logits, row_changes
+from jax_specdec.device.messages.logit_changes import (
+    Written,
+    changed_logits,
+    changes_of,
+    changes_size,
+    row_changes,
+)
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.contract.changes import Changes, apply, prepared
