@@ -4,7 +4,7 @@ Axes: B slots, D drafts, S = D + 1 positions, M tokens of a draft's q.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float32, Int32
@@ -40,7 +40,7 @@ class Drafts(NamedTuple):
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
     q: CompactQ | None = None  # None: each draft was certain
-    report: DraftReport | None = None  # where a draft message follows
+    report: Any = None  # a `DraftReport`, or one with more fields, where a draft message follows
 
 
 # What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
