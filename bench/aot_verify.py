@@ -19,7 +19,7 @@ from typing import Any
 
 BATCH, POSITIONS, VOCABULARY, K = 64, 4, 151_936, 20
 SHARE, BLOCK = 0.05, 8
-LAUNCHES = 34
+LAUNCHES = 14
 # Pass 1; pass 2 for 20, 64, 128 candidates; both for 1024, and for greedy rows; the draw; ranks.
 KERNELS = 10
 
