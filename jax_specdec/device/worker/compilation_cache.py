@@ -5,6 +5,7 @@ import functools
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,17 @@ class LaterWrites:
     jax writes a program once it is compiled. Making its bytes keeps the interpreter to itself:
     0.16 s for 4 MB, which every step would wait for. jax has no public way to put that off; where
     its function is not there, it writes at once.
+
+    XLA can't make bytes of a program that sorts once it has run on a CPU. So what is compiled while
+    nobody waits for steps is written at once: what a first request needs is there at the next
+    start. A program that can't be written any more is compiled again then, beside the steps.
+
+    Attributes:
+      steps_are_made: asked in the job's thread, whether steps would have to wait.
     """
 
     def __init__(self) -> None:
+        self.steps_are_made: Callable[[], bool] = lambda: False
         self._waiting: collections.deque[Callable[[], object]] = collections.deque(
             maxlen=MOST_WAITING
         )
@@ -45,7 +54,9 @@ class LaterWrites:
         """Write one program; False where none waits."""
         if not self._waiting:
             return False
-        self._waiting.popleft()()
+        with warnings.catch_warnings():  # jax warns of each that can't be written
+            warnings.simplefilter("ignore")
+            self._waiting.popleft()()
         return True
 
     def write_all(self) -> None:
@@ -54,7 +65,7 @@ class LaterWrites:
             pass
 
     def _take(self, write: Callable[..., object], *arguments: Any) -> None:
-        if threading.current_thread().name == beside.NAME:
+        if threading.current_thread().name == beside.NAME and self.steps_are_made():
             self._waiting.append(functools.partial(write, *arguments))
         else:
             write(*arguments)

@@ -241,6 +241,7 @@ def main(child: Child) -> int:
         child.vitals.enter(Phase.LOADING)
         compiler = beside if compiles_beside(start.config) else None
         worker = make_worker(start, lead, vitals=child.vitals, compiler=compiler)
+        writes.steps_are_made = lambda: any(slot.occupied for slot in worker.slots)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request
         child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
