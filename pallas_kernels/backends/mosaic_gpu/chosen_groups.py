@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backends.kernel_types import Carry, Index, Layout, Mlir, Ref
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Schedule
@@ -25,8 +26,8 @@ class Row(NamedTuple):
     """A row of logits as a kernel reads it again."""
 
     schedule: Schedule
-    logits_ref: Any  # [N * V]
-    first: Any  # where the row starts
+    logits_ref: Ref  # [N * V]
+    first: Index  # where the row starts
 
     @property
     def vector(self) -> int:
@@ -37,7 +38,7 @@ class Row(NamedTuple):
         return vector
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Layout:
         """Registers of a piece: of the same 64 logits of each group of a block's number of them."""
         return self.schedule.fixed_layout(self.vector)
 
@@ -50,13 +51,13 @@ class Row(NamedTuple):
         starts = range(0, WIDTH, shape[1])
         layout = self.layout
 
-        def body(logits: Any, first: Any, groups: Any) -> Any:
+        def body(logits: Mlir, first: Mlir, groups: Mlir) -> Mlir:
             (group,) = thread.words(groups)
             column = (thread.thread() & (shape[1] // RUN - 1)) * RUN
             begin = thread.larger(group, 0) * WIDTH + column
             return tuple(run(logits, word(first), begin + i, group >= 0) for i in starts)
 
-        def run(logits: Any, first: Word, token: Word, there: Word) -> Any:
+        def run(logits: Mlir, first: Word, token: Word, there: Word) -> Mlir:
             loaded = []
             for i in range(0, RUN, vector):
                 at, inside = token + i, there & (token + i < vocabulary)
@@ -76,7 +77,7 @@ class Row(NamedTuple):
         column = compat.iota(shape, 1, self.layout)
         return [first + (column + i) for i in range(0, WIDTH, shape[1])]
 
-    def group(self, number: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def group(self, number: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         """One group's logits [256] float32, their ids and the first id of these.
 
         A last group that is cut off begins earlier, within the row.
@@ -92,12 +93,12 @@ def padded_size(number: int) -> int:
     return -(-number // WARPGROUP) * WARPGROUP
 
 
-def load_groups(ref: Any, row: Any, number: int, otherwise: float) -> jax.Array:
+def load_groups(ref: Ref, row: Index, number: int, otherwise: float) -> jax.Array:
     """A row of [R * number] float32 as a vector of `padded_size`; `otherwise` from there on."""
     size, start = padded_size(number), row * number
     layout = compat.vector_layout()
 
-    def body(here: Any, first: Any) -> Any:
+    def body(here: Mlir, first: Mlir) -> Mlir:
         registers = []
         for i in range(0, size, WARPGROUP):
             place = thread.thread() + i
@@ -118,9 +119,9 @@ def scratch_types(number: int) -> tuple[Any, ...]:
 class Chosen(NamedTuple):
     """The list of chosen groups: references to shared memory."""
 
-    list_ref: Any  # [padded groups] i32
-    places_ref: Any  # [padded groups] i32: of each group in the list; -1 of others
-    counter_ref: Any  # [4] i32
+    list_ref: Ref  # [padded groups] i32
+    places_ref: Ref  # [padded groups] i32: of each group in the list; -1 of others
+    counter_ref: Ref  # [4] i32
 
     def choose(self, flags: jax.Array) -> jax.Array:
         """Make the list of flagged groups; returns how many they are.
@@ -129,7 +130,7 @@ class Chosen(NamedTuple):
         """
         flagged = jnp.where(flags, jnp.int32(1), jnp.int32(0))
 
-        def body(given: Any, chosen: Any, places: Any, counter: Any) -> Any:
+        def body(given: Mlir, chosen: Mlir, places: Mlir, counter: Mlir) -> Mlir:
             me, mine = thread.thread(), thread.words(given)
             thread.when(me == 0, lambda: thread.store(counter, 0, 0))
             thread.barrier()
@@ -145,7 +146,7 @@ class Chosen(NamedTuple):
         return compat.asarray(thread.inline(body, arguments, layouts, kind))
 
     @staticmethod
-    def _listed(flag: Word, group: Word, chosen: Any, counter: Any) -> Word:
+    def _listed(flag: Word, group: Word, chosen: Ref, counter: Ref) -> Word:
         """The place of a group in the list, where it is written; -1 if it is not flagged."""
 
         def put() -> list[Word]:
@@ -156,7 +157,7 @@ class Chosen(NamedTuple):
         (place,) = thread.when_else(flag != 0, put, [word(-1)])
         return place
 
-    def groups(self, turn: Any, count: Any, row: Row) -> jax.Array:
+    def groups(self, turn: Index, count: Index, row: Row) -> jax.Array:
         """The groups of a turn [a block's number] int32, in registers as `Row.layout`'s rows.
 
         -1 where the list ends.
@@ -165,7 +166,7 @@ class Chosen(NamedTuple):
         layout = row.layout.reduce(1)
         lanes = (shape[1] // RUN).bit_length() - 1
 
-        def body(chosen: Any, turn: Any, count: Any) -> Any:
+        def body(chosen: Mlir, turn: Mlir, count: Mlir) -> Mlir:
             place = word(turn) * size + (thread.thread() >> lanes)
             found = word(thread.load(chosen, thread.smaller(place, word(count) - 1)))
             value = thread.select(place < word(count), found, -1)
@@ -180,9 +181,9 @@ def over_groups(
     row: Row,
     chosen: Chosen,
     flags: jax.Array,
-    work: Callable[[Any, jax.Array, Any], Any],
-    initial: Any,
-) -> Any:
+    work: Callable[[Index, jax.Array, Carry], Carry],
+    initial: Carry,
+) -> Carry:
     """work(turn, groups, carry) -> carry, over the flagged groups in no order.
 
     flags: as `Chosen.choose` takes them.
@@ -190,7 +191,7 @@ def over_groups(
     count = chosen.choose(flags)
     size = row.schedule.groups_per_block
 
-    def body(turn: Any, carry: Any) -> Any:
+    def body(turn: Index, carry: Carry) -> Carry:
         return work(turn, chosen.groups(turn, count, row), carry)
 
     return lax.fori_loop(0, (count + (size - 1)) // size, body, initial)

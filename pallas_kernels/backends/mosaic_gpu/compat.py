@@ -12,12 +12,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
 
+from pallas_kernels.backends.kernel_types import Index, Interpret, Layout, Ref, Scalar
+
 GPU: Any = plgpu  # untyped: its members change between versions
 
 VERSION = jax.__version_info__
 
 
-def interpret_params(detect_races: bool) -> Any:
+def interpret_params(detect_races: bool) -> Interpret:
     """What `GPU.kernel(interpret=...)` takes to run a kernel on a CPU; races are noted."""
     # Copies by one of these threads would count as one after the other.
     options: dict[str, Any] = {"detect_races": detect_races, "num_tma_threads_per_device": 16}
@@ -29,13 +31,13 @@ def interpret_params(detect_races: bool) -> Any:
     return InterpretGPUParams(**options)
 
 
-def asarray(value: Any) -> jax.Array:
+def asarray(value: Scalar) -> jax.Array:
     """The same value, typed: what is traced in a kernel has no type of its own."""
     array: jax.Array = value
     return array
 
 
-def cast(value: jax.Array, layout: Any) -> jax.Array:
+def cast(value: jax.Array, layout: Layout) -> jax.Array:
     """The value in registers of this layout."""
     return asarray(GPU.layout_cast(value, layout))
 
@@ -45,14 +47,14 @@ def shape(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
 
-def load(ref: Any, layout: Any, optimized: bool = False) -> jax.Array:
+def load(ref: Ref, layout: Layout, optimized: bool = False) -> jax.Array:
     """A vector from a reference into registers of this layout."""
     if VERSION >= (0, 11):
         return asarray(GPU.load(ref, layout=layout, optimized=optimized))
     return asarray(GPU.load(ref, (), layout=layout, optimized=optimized))
 
 
-def store(ref: Any, value: jax.Array, interpreted: bool = False) -> None:
+def store(ref: Ref, value: jax.Array, interpreted: bool = False) -> None:
     """A vector to a reference, even where it does not fill whole 32-byte sectors."""
     if VERSION >= (0, 12) and not interpreted:
         GPU.store(ref, value, optimized=False)
@@ -61,11 +63,11 @@ def store(ref: Any, value: jax.Array, interpreted: bool = False) -> None:
 
 
 def load_block(
-    ref: Any,
-    start: Any,
+    ref: Ref,
+    start: Index,
     shape: tuple[int, int],
     width: int,
-    layout: Any,
+    layout: Layout,
     interpreted: bool = False,
 ) -> list[jax.Array]:
     """rows * columns words from `start` of a flat reference, as pieces [rows, width]."""
@@ -78,7 +80,7 @@ def load_block(
     return [load(whole.at[:, pl.ds(i, width)], layout) for i in range(0, columns, width)]
 
 
-def load_vector(ref: Any, start: Any, size: int) -> jax.Array:
+def load_vector(ref: Ref, start: Index, size: int) -> jax.Array:
     """`size` elements from `start` of a flat reference, one element a thread at a time."""
     return load(ref.at[pl.ds(start, size)], vector_layout())
 
@@ -107,12 +109,12 @@ def compiler_params(approx_math: bool) -> Any:
     )
 
 
-def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> jax.Array:
+def iota(shape: tuple[int, ...], dimension: int, layout: Layout) -> jax.Array:
     """int32 indices along one dimension, in registers of this layout."""
     return cast(jax.lax.broadcasted_iota(jnp.int32, shape, dimension), layout)
 
 
-def vector_layout() -> Any:
+def vector_layout() -> Layout:
     """Registers of a flat vector: element i in thread i % 128, as `WG_STRIDED` would have it.
 
     Written as a tiling, because only of these an integer reduction is one instruction a warp
@@ -122,7 +124,7 @@ def vector_layout() -> Any:
     return GPU.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def run_layout(size: int, itemsize: int) -> Any:
+def run_layout(size: int, itemsize: int) -> Layout:
     """Registers of a flat vector of which each thread holds a run: of 128 * n elements, thread t
     has those from t * n on. It loads them in vectors of at most 16 bytes.
     """
@@ -135,18 +137,18 @@ def run_layout(size: int, itemsize: int) -> Any:
     return GPU.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
 
 
-def load_run(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
+def load_run(ref: Ref, start: Index, size: int, layout: Layout) -> jax.Array:
     """`size` elements from `start` of a flat reference, a run of them a thread."""
     return load(ref.at[pl.ds(start, size)], layout)
 
 
-def warp_layout() -> Any:
+def warp_layout() -> Layout:
     """Registers of a flat vector that every warp holds: element i in lane i % 32."""
     tiling = GPU.Tiling(((32,), (1,)))
     return GPU.Layout.TILED(tiling, warp_dims=(GPU.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
-def load_warp(ref: Any, start: Any, size: int) -> jax.Array:
+def load_warp(ref: Ref, start: Index, size: int) -> jax.Array:
     """`size` elements from `start` of a flat reference, in every warp."""
     return load(ref.at[pl.ds(start, size)], warp_layout())
 

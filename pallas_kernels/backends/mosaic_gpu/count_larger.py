@@ -5,13 +5,13 @@ all that is larger, so only they are read again: none for the most likely token,
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backends.kernel_types import Index, Ref
 from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     Chosen,
@@ -49,11 +49,11 @@ def count_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> 
 
 
 def _count_larger_kernel(
-    logits_ref: Any,  # [R * V]  in
-    maxima_ref: Any,  # [R * G] f32  in
-    token_ids_ref: Any,  # [R] i32  in
-    counts_ref: Any,  # [R] i32  out
-    *scratch: Any,  # of `Chosen`  shared memory
+    logits_ref: Ref,  # [R * V]  in
+    maxima_ref: Ref,  # [R * G] f32  in
+    token_ids_ref: Ref,  # [R] i32  in
+    counts_ref: Ref,  # [R] i32  out
+    *scratch: Ref,  # of `Chosen`  shared memory
     schedule: Schedule,
     number: int,
 ) -> None:
@@ -76,7 +76,9 @@ def _count_larger_kernel(
         counts_ref[target] = jnp.int32(0)
 
 
-def _counted(row: Row, least: jax.Array, _: Any, groups: jax.Array, counts: jax.Array) -> jax.Array:
+def _counted(
+    row: Row, least: jax.Array, _: Index, groups: jax.Array, counts: jax.Array
+) -> jax.Array:
     """The counts with those of some more groups, in each place of a piece."""
     for piece in row.pieces(groups):
         larger = piece.astype(jnp.float32) > least

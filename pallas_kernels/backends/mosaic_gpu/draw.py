@@ -10,7 +10,7 @@ groups that held them are read and summed once more (`chosen_groups`), no others
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.groups import Drawn, RowsToDraw
+from pallas_kernels.backends.kernel_types import Index, Mlir, Ref, Scalar
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
@@ -78,8 +79,8 @@ def draw(logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int]) -> Draw
 class Best(NamedTuple):
     """The largest score so far, and what has it: the lowest number of several."""
 
-    score: Any  # float32
-    number: Any  # int32
+    score: Scalar  # float32
+    number: Index  # int32
 
 
 def num_words(schedule: Schedule) -> int:
@@ -95,25 +96,27 @@ class ExcludedTokens(NamedTuple):
     own.
     """
 
-    ids_ref: Any  # [B * M] i32: distinct; -1 where there is none
-    start: Any
+    ids_ref: Ref  # [B * M] i32: distinct; -1 where there is none
+    start: Index
     number: int  # M, at most one a thread
     chosen: Chosen  # the groups that are read again; its memory is used before it is made
-    bits_ref: Any  # [num_words] i32 in shared memory, which is used
+    bits_ref: Ref  # [num_words] i32 in shared memory, which is used
 
     def groups_of(self, size: int) -> jax.Array:
         """Which of the groups 0 to `size` have one [size]."""
         return self._flags(size, WIDTH.bit_length() - 1, jnp.int32(0))
 
-    def in_group(self, begin: Any) -> jax.Array:
+    def in_group(self, begin: Index) -> jax.Array:
         """Which of the tokens from `begin` on are excluded [256]."""
         return self._flags(WIDTH, 0, begin)
 
-    def without(self, pieces: list[jax.Array], turn: Any, row: Row) -> list[jax.Array]:
+    def without(self, pieces: list[jax.Array], turn: Index, row: Row) -> list[jax.Array]:
         """The pieces of the groups of a turn of `over_groups`, with -inf for excluded tokens."""
         schedule, shape = row.schedule, pieces[0].shape
 
-        def body(taken: Any, bits: Any, places: Any, start: Any, turn: Any, *given: Any) -> Any:
+        def body(
+            taken: Mlir, bits: Mlir, places: Mlir, start: Mlir, turn: Mlir, *given: Mlir
+        ) -> Mlir:
             def place_of(token: Word) -> Word:
                 group = word(thread.load(places, thread.larger(token, 0) >> 8))
                 return (group - word(turn) * schedule.groups_per_block) * WIDTH + (token & 255)
@@ -137,11 +140,11 @@ class ExcludedTokens(NamedTuple):
         layouts = (None, None, None, "scalar", "scalar", *[row.layout] * len(pieces))
         return list(thread.inline(body, (*references, self.start, turn, *pieces), layouts, kinds))
 
-    def _flags(self, size: int, shift: int, begin: Any) -> jax.Array:
+    def _flags(self, size: int, shift: int, begin: Index) -> jax.Array:
         """Which of `size` places, from `begin` on, some token has when it is shifted right."""
         layout = compat.vector_layout()
 
-        def body(taken: Any, marks: Any, start: Any, begin: Any) -> Any:
+        def body(taken: Mlir, marks: Mlir, start: Mlir, begin: Mlir) -> Mlir:
             def mark(at: Word) -> None:
                 thread.store(marks, at, 1)
 
@@ -161,8 +164,8 @@ class ExcludedTokens(NamedTuple):
 
     def _mark(
         self,
-        taken: Any,
-        marks: Any,
+        taken: Ref,
+        marks: Ref,
         start: Word,
         place_of: Callable[[Word], Word],
         size: int,
@@ -187,12 +190,12 @@ class RowToDraw(NamedTuple):
 
     row: Row
     excluded: ExcludedTokens
-    largest: Any  # m
-    inverse: Any  # 1 / T
-    cut_logit: Any  # as `kept_groups.keeps` takes it
-    cut_id: Any
-    seed: Any
-    position: Any
+    largest: Scalar  # m
+    inverse: Scalar  # 1 / T
+    cut_logit: Scalar  # as `kept_groups.keeps` takes it
+    cut_id: Index
+    seed: Index
+    position: Index
     purposes: tuple[int, int]
 
     def keeps(self, x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -217,11 +220,11 @@ class RowToDraw(NamedTuple):
 
 
 def _draw_kernel(
-    logits_ref: Any,  # [N * V]  in
+    logits_ref: Ref,  # [N * V]  in
     given: RowsToDraw,  # flat arrays  in
-    scores_ref: Any,  # [B] f32  out
-    tokens_ref: Any,  # [B] i32  out
-    *scratch: Any,  # of `Chosen`, and bits of `ExcludedTokens`  shared memory
+    scores_ref: Ref,  # [B] f32  out
+    tokens_ref: Ref,  # [B] i32  out
+    *scratch: Ref,  # of `Chosen`, and bits of `ExcludedTokens`  shared memory
     schedule: Schedule,
     number: int,
     count: int,
@@ -229,7 +232,7 @@ def _draw_kernel(
 ) -> None:
     slot = lax.axis_index("slot")
 
-    def of_slot(ref: Any) -> Any:
+    def of_slot(ref: Ref) -> Scalar:
         return load_at_once(ref, slot)
 
     row_id, cut_logit, cut_id = map(of_slot, (given.rows, given.cut_logit, given.cut_id))
@@ -275,7 +278,9 @@ def _best_group(row: RowToDraw, maxima: jax.Array, sums: jax.Array) -> Best:
     return Best(*over_groups(row.row, row.excluded.chosen, again, work, tuple(first)))
 
 
-def _better(row: RowToDraw, turn: Any, groups: jax.Array, best: tuple[Any, Any]) -> tuple[Any, Any]:
+def _better(
+    row: RowToDraw, turn: Index, groups: jax.Array, best: tuple[Scalar, Index]
+) -> tuple[Scalar, Index]:
     """The best group with some more, whose tokens are summed again."""
     pieces, ids = row.row.pieces(groups), row.row.ids(groups)
     nothing = jnp.asarray(-jnp.inf, pieces[0].dtype)

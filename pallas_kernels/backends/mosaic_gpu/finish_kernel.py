@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backends.kernel_types import Carry, Index, Layout, Mlir, Ref, Scalar
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.reading import (
@@ -74,15 +75,15 @@ FREE_BITS = {"bfloat16": 16, "float16": 13, "float32": 0}
 class RowOutputs(NamedTuple):
     """Outputs of R rows; K1 is K + 1, or K for "parts", whose skipped rows are not initialized."""
 
-    ids: Any  # [R * K1] i32
-    values: Any  # [R * K1] f32: logprobs; logits for "parts"
-    ranks: Any  # [R] i32: token ranks; the number of larger logits for "parts"
-    statistics: Any  # [2 * R] f32: maxima, then logs of sums; sums for "parts"
+    ids: Ref  # [R * K1] i32
+    values: Ref  # [R * K1] f32: logprobs; logits for "parts"
+    ranks: Ref  # [R] i32: token ranks; the number of larger logits for "parts"
+    statistics: Ref  # [2 * R] f32: maxima, then logs of sums; sums for "parts"
     # What is wanted besides, see `more_outputs`: an output of its own, since a slice would be a
     # launch.
-    top_logits: Any = None  # [R * K] f32
-    log_sum_exp: Any = None  # [R] f32
-    entropy: Any = None  # [R] f32; for "parts" what `RowSums.weighted` is
+    top_logits: Ref = None  # [R * K] f32
+    log_sum_exp: Ref = None  # [R] f32
+    entropy: Ref = None  # [R] f32; for "parts" what `RowSums.weighted` is
 
 
 def num_selected(k: int, mode: Mode) -> int:
@@ -160,10 +161,10 @@ class Combined(NamedTuple):
 
 
 def load_partials(
-    partials_ref: Any,  # [parts * R * programs] f32
+    partials_ref: Ref,  # [parts * R * programs] f32
     schedule: Schedule,
     num_targets: int,
-    target: Any,
+    target: Index,
     counted: bool,
     entropy: bool,
 ) -> Loaded:
@@ -195,7 +196,7 @@ def combine(loaded: Loaded, schedule: Schedule, scale: jax.Array) -> Combined:
             for i, x in enumerate(values)
         ]
 
-    def over_lanes(reduce: Any, value: jax.Array) -> jax.Array:
+    def over_lanes(reduce: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
         return value if programs <= FEW_PROGRAMS else reduce(value)
 
     maxima, sums, counts, weighted = loaded
@@ -232,7 +233,7 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array, *, padded: bool = T
       padded: whether any may be `NOTHING`.
     """
 
-    def larger_half(state: Any) -> Any:
+    def larger_half(state: Carry) -> Carry:
         low, high, _ = state
         cut = middle(low, high)
         above = count_not_below(keys, cut)
@@ -240,7 +241,7 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array, *, padded: bool = T
         found = jnp.where(enough, above, jnp.int32(0))
         return jnp.where(enough, cut, low), jnp.where(enough, high, cut), found
 
-    def unsure(state: Any) -> Any:
+    def unsure(state: Carry) -> Carry:
         low, high, above = state
         return (middle(low, high) != low) & (above != k)
 
@@ -258,11 +259,11 @@ def count_not_below(keys: jax.Array, cut: jax.Array) -> jax.Array:
 
 def choose_groups(
     keys: jax.Array,
-    layout: Any,
+    layout: Layout,
     cut: jax.Array,
     k: int,
-    chosen_ref: Any,
-    totals_ref: Any,
+    chosen_ref: Ref,
+    totals_ref: Ref,
 ) -> None:
     """Write which keys are above the cut, and of those at it the first ones, k at most.
 
@@ -280,14 +281,14 @@ def choose_groups(
             'take implementation="xla", or split the vocabulary over devices'
         )
 
-    def body(keys_here: Any, cut_here: Any, chosen: Any, totals: Any) -> None:
+    def body(keys_here: Mlir, cut_here: Mlir, chosen: Mlir, totals: Mlir) -> None:
         mine = thread.words(keys_here)
         _choose_groups(mine, word(cut_here), k, chosen, totals)
 
     thread.inline(body, (keys, cut, chosen_ref, totals_ref), (layout, "scalar", None, None), ())
 
 
-def _choose_groups(mine: list[Word], cut: Word, k: int, chosen_ref: Any, totals_ref: Any) -> None:
+def _choose_groups(mine: list[Word], cut: Word, k: int, chosen_ref: Ref, totals_ref: Ref) -> None:
     """What a thread does, which holds these keys."""
     flags = [thread.select(key > cut, 1, thread.select(key == cut, 1 << TIES, 0)) for key in mine]
     total = flags[0]
@@ -319,14 +320,14 @@ class Candidates(NamedTuple):
     """Where a program's candidates are, and where it looks for them."""
 
     schedule: Schedule
-    logits_ref: Any  # [N * V]
-    first: Any  # where the row starts
-    skew: Any  # `Schedule.skew`
+    logits_ref: Ref  # [N * V]
+    first: Index  # where the row starts
+    skew: Index  # `Schedule.skew`
     mask: Mask | None  # forbidden tokens are no candidates
     groups: int  # how many were chosen
-    chosen_ref: Any  # [groups] i32 in shared memory: which
-    found_ref: Any  # [2 * (capacity + 4)] i32 in shared memory, out: key and id of each candidate
-    counter_ref: Any  # [4] i32 in shared memory: how many there are
+    chosen_ref: Ref  # [groups] i32 in shared memory: which
+    found_ref: Ref  # [2 * (capacity + 4)] i32 in shared memory, out: key and id of each candidate
+    counter_ref: Ref  # [4] i32 in shared memory: how many there are
     capacity: int
 
     @property
@@ -364,15 +365,15 @@ def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.
     """
     limited = cut_id is not None
     limit = jnp.int32(where.schedule.vocabulary) if cut_id is None else cut_id
-    arguments: tuple[Any, ...] = (
+    arguments: tuple[Ref | Scalar, ...] = (
         where.logits_ref, where.chosen_ref, where.found_ref, where.counter_ref,
         where.first, where.skew, cut, limit,
     )  # fmt: skip
-    layouts: tuple[Any, ...] = (None,) * 4 + ("scalar",) * 4
+    layouts: tuple[Layout, ...] = (None,) * 4 + ("scalar",) * 4
     if where.mask is not None:
         arguments, layouts = (*arguments, *where.mask), (*layouts, None, "scalar")
 
-    def body(logits: Any, chosen: Any, found: Any, counter: Any, *others: Any) -> Any:
+    def body(logits: Mlir, chosen: Mlir, found: Mlir, counter: Mlir, *others: Mlir) -> Mlir:
         first, skew, cut_here, limit_here, *mask = others
         refs = where._replace(
             logits_ref=logits, chosen_ref=chosen, found_ref=found, counter_ref=counter,
@@ -417,7 +418,7 @@ def _vector(where: Candidates, number: Word) -> Vector:
     return Vector(start + inside, begin, _if_chosen(where, place, begin + schedule.block))
 
 
-def _if_chosen(where: Candidates, place: Word, end: Any) -> Word:
+def _if_chosen(where: Candidates, place: Word, end: Index) -> Word:
     """`end`, or 0 after the last of the chosen groups."""
     return word(end) if where.whole else thread.select(place < where.groups, end, 0)
 
@@ -440,7 +441,7 @@ def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
             reached = thread.select(vector.start < cut_id, value, next_value)
         return reached if where.whole else thread.select(vector.end > 0, reached, math.inf)
 
-    def chunk(i: Word, _: Any) -> list[Word]:
+    def chunk(i: Word, _: Index) -> list[Word]:
         begin = i * (loads * WARPGROUP) + me
         vectors = [_vector(where, begin + j * WARPGROUP) for j in range(loads)]
         loaded = [_load(where, where.first + vector.start) for vector in vectors]
@@ -553,7 +554,7 @@ def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array
     dtype, room = where.schedule.dtype, where.capacity
     first = collect(where, lengthened(cut, dtype), None)
 
-    def again(state: Any) -> Any:
+    def again(state: Carry) -> Carry:
         # Too many are at `low` or above it, fewer than k at `high`; of the logits equal to `low`,
         # fewer than k with those before `low_id`, too many with those before `high_id`.
         _, low, high, low_id, high_id = state
@@ -570,7 +571,7 @@ def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array
             jnp.where(many & by_id, cut_id, high_id),
         )
 
-    def unfit(state: Any) -> Any:
+    def unfit(state: Carry) -> Carry:
         return (state[0] < k) | (state[0] > room)
 
     ids = jnp.int32(0), jnp.int32(where.schedule.vocabulary)
@@ -585,7 +586,7 @@ def _log2(number: int) -> int:
 
 
 def in_order(
-    found_ref: Any, count: jax.Array, capacity: int
+    found_ref: Ref, count: jax.Array, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The candidates and their ranks.
 
@@ -601,7 +602,7 @@ def in_order(
     layout = compat.vector_layout()
     kind = thread.result((capacity,), jnp.int32, layout)
 
-    def body(positions: Any, found: Any, number: Any) -> Any:
+    def body(positions: Mlir, found: Mlir, number: Mlir) -> Mlir:
         mine = thread.words(positions)
         columns = zip(*_ranked(mine, found, word(number)), strict=True)
         return tuple(thread.vector_like(positions, column, True) for column in columns)
@@ -611,7 +612,7 @@ def in_order(
     return ranks, keys, ids
 
 
-def _ranked(mine: list[Word], found_ref: Any, count: Word) -> list[tuple[Word, Word, Word]]:
+def _ranked(mine: list[Word], found_ref: Ref, count: Word) -> list[tuple[Word, Word, Word]]:
     """What a thread does for the candidates of these numbers: rank, key and id of each."""
     me = thread.thread()
 
@@ -641,7 +642,7 @@ def _ranked(mine: list[Word], found_ref: Any, count: Word) -> list[tuple[Word, W
     return out
 
 
-def _counts(found_ref: Any, count: Word, own: list[Word]) -> list[Word]:
+def _counts(found_ref: Ref, count: Word, own: list[Word]) -> list[Word]:
     """For each of these candidates, how many come before it."""
 
     def compare(i: Word, ranks: list[Word]) -> list[Word]:
@@ -656,18 +657,18 @@ def _counts(found_ref: Any, count: Word, own: list[Word]) -> list[Word]:
     return thread.repeat(0, count, AT_ONCE, [word(0) for _ in own], compare)
 
 
-def _pair(values: list[Any]) -> tuple[Word, Word]:
+def _pair(values: list[Mlir]) -> tuple[Word, Word]:
     low, key = values
     return word(low), word(key)
 
 
-def scatter(ref: Any, start: Any, ranks: jax.Array, values: jax.Array, k: int) -> None:
+def scatter(ref: Ref, start: Index, ranks: jax.Array, values: jax.Array, k: int) -> None:
     """Write each value whose rank is below k to ref[start + rank].
 
     ref: flat, in global memory; ranks: [n] int32, different; values: [n].
     """
 
-    def body(out: Any, begin: Any, ranks_here: Any, values_here: Any) -> None:
+    def body(out: Mlir, begin: Mlir, ranks_here: Mlir, values_here: Mlir) -> None:
         pairs = zip(thread.words(ranks_here), thread.words(values_here), strict=True)
         for rank, value in pairs:
             thread.when(rank < k, _storing(out, word(begin) + rank, value))
@@ -676,19 +677,19 @@ def scatter(ref: Any, start: Any, ranks: jax.Array, values: jax.Array, k: int) -
     thread.inline(body, (ref, start, ranks, values), (None, "scalar", layout, layout), ())
 
 
-def _storing(ref: Any, place: Word, value: Word) -> Any:
+def _storing(ref: Ref, place: Word, value: Word) -> Callable[[], None]:
     return lambda: thread.store(ref, place, value)
 
 
 class RowOfLogits(NamedTuple):
     """A row as pass 2 reads it."""
 
-    logits_ref: Any  # [N * V]
-    first: Any  # where the row starts
-    skew: Any  # `Schedule.skew`
+    logits_ref: Ref  # [N * V]
+    first: Index  # where the row starts
+    skew: Index  # `Schedule.skew`
     mask: Mask | None  # of the top K alone: the group maxima were masked before
 
-    def load(self, start: Any, size: int) -> jax.Array:
+    def load(self, start: Index, size: int) -> jax.Array:
         """[size] float32 from an id of the row."""
         x = compat.load_vector(self.logits_ref, self.first + start, size)
         return x.astype(jnp.float32)
@@ -697,10 +698,10 @@ class RowOfLogits(NamedTuple):
 class Scratch(NamedTuple):
     """References to shared memory."""
 
-    chosen: Any  # [groups] i32: the groups chosen
-    found: Any  # [2 * capacity + ROOM] i32: candidates, key and id
-    counts: Any  # [4] i32: counts that threads add up to
-    counter: Any  # [4] i32: how many candidates there are
+    chosen: Ref  # [groups] i32: the groups chosen
+    found: Ref  # [2 * capacity + ROOM] i32: candidates, key and id
+    counts: Ref  # [4] i32: counts that threads add up to
+    counter: Ref  # [4] i32: how many candidates there are
 
 
 class Selected(NamedTuple):
@@ -771,12 +772,12 @@ def select_top_k(
     return Selected(*in_order(scratch.found, count, capacity(k)))
 
 
-def group_layout(schedule: Schedule) -> Any:
+def group_layout(schedule: Schedule) -> Layout:
     """Registers of a row's group maxima: a run of them a thread."""
     return compat.run_layout(schedule.padded_groups, jnp.dtype(schedule.dtype).itemsize)
 
 
-def load_group_maxima(schedule: Schedule, groups_ref: Any, start: Any) -> jax.Array:
+def load_group_maxima(schedule: Schedule, groups_ref: Ref, start: Index) -> jax.Array:
     """[padded_groups] in the logits' dtype, of a row whose group maxima start there.
 
     Early, where threads load whole words: before it is known whether the row is wanted.
@@ -788,7 +789,7 @@ def load_group_maxima(schedule: Schedule, groups_ref: Any, start: Any) -> jax.Ar
     return compat.asarray(thread.load_run_at_once(groups_ref, start, size, layout))
 
 
-def group_keys(schedule: Schedule, maxima: jax.Array) -> tuple[jax.Array, Any]:
+def group_keys(schedule: Schedule, maxima: jax.Array) -> tuple[jax.Array, Layout]:
     """[padded_groups] ordered integers of the group maxima, and their layout.
 
     Without the bits that carry nothing, and `NOTHING` where there is no group.
@@ -804,7 +805,7 @@ def group_keys(schedule: Schedule, maxima: jax.Array) -> tuple[jax.Array, Any]:
 def key_of_scalar(x: jax.Array) -> jax.Array:
     """`ordered_keys` of a number that is not NaN: Pallas has no bitcast of numbers on a GPU."""
 
-    def body(value: Any) -> Any:
+    def body(value: Mlir) -> Mlir:
         bits = thread.bits_of(thread.word(value))
         key = thread.select(bits < 0, bits ^ 0x7FFFFFFF, bits)
         return thread.scalar(thread.select(thread.word(value) == 0.0, 0, key))
@@ -836,12 +837,12 @@ def first_largest(schedule: Schedule, row: RowOfLogits) -> jax.Array:
 class Inputs(NamedTuple):
     """Inputs of pass 2: arrays outside the kernel, references inside."""
 
-    logits: Any  # [N * V]
-    token_ids: Any  # [R] i32 for "given", else None
-    partials: Any  # [parts * R * programs] f32 from pass 1
-    groups: Any  # [R * padded_groups] group maxima from pass 1, or None
+    logits: Ref  # [N * V]
+    token_ids: Ref  # [R] i32 for "given", else None
+    partials: Ref  # [parts * R * programs] f32 from pass 1
+    groups: Ref  # [R * padded_groups] group maxima from pass 1, or None
     targets: Targets
-    allowed: Any = None  # [R * words] i32, as pass 1 got them; for "parts" alone
+    allowed: Ref = None  # [R * words] i32, as pass 1 got them; for "parts" alone
 
 
 def finish_rows(
@@ -892,15 +893,15 @@ class RowToFinish(NamedTuple):
     wanted: Outputs
     mode: Mode
     num_targets: int
-    target: Any  # which target row
-    top: Any  # where its top K start in `out.ids` and `out.values`
+    target: Index  # which target row
+    top: Index  # where its top K start in `out.ids` and `out.values`
     inputs: Inputs
     logits: RowOfLogits
-    token: Any  # the given token, or None
+    token: Scalar  # the given token, or None
     temperature: jax.Array | None  # `Targets.temperature`
-    group_maxima: Any  # [padded_groups], or None without a top K
+    group_maxima: Ref  # [padded_groups], or None without a top K
     out: RowOutputs  # references
-    scratch: tuple[Any, ...]  # as `Scratch`
+    scratch: tuple[Ref, ...]  # as `Scratch`
 
     @property
     def k(self) -> int:
@@ -909,11 +910,11 @@ class RowToFinish(NamedTuple):
 
 def _finish_rows_kernel(
     inputs: Inputs,
-    ids_ref: Any,  # out, as `RowOutputs`
-    values_ref: Any,
-    ranks_ref: Any,
-    statistics_ref: Any,
-    *others: Any,  # out, as `more_outputs`; scratch
+    ids_ref: Ref,  # out, as `RowOutputs`
+    values_ref: Ref,
+    ranks_ref: Ref,
+    statistics_ref: Ref,
+    *others: Ref,  # out, as `more_outputs`; scratch
     schedule: Schedule,
     what: Outputs,
     mode: Mode,

@@ -8,13 +8,14 @@ group's logits and the temperature alone; not on rows, dtype, vectors, programs,
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backends.kernel_types import Index, Layout, Mlir, Ref
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.reading import (
@@ -33,10 +34,10 @@ Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
 class GroupOutputs(NamedTuple):
     """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
 
-    partials: Any  # as `rows_kernel.read_rows` has it, for pass 2: see `Carry`; counts are 0
-    maxima: Any  # [R * padded_groups] in the logits' dtype
-    sums: Any  # [R * padded_groups] f32
-    raw_sums: Any = None  # [R * padded_groups] f32: at temperature 1
+    partials: Ref  # as `rows_kernel.read_rows` has it, for pass 2: see `Carry`; counts are 0
+    maxima: Ref  # [R * padded_groups] in the logits' dtype
+    sums: Ref  # [R * padded_groups] f32
+    raw_sums: Ref = None  # [R * padded_groups] f32: at temperature 1
 
 
 class Carry(NamedTuple):
@@ -94,22 +95,22 @@ class RowOfGroups(NamedTuple):
     """What a program knows of the row that it reads, in the kernel."""
 
     schedule: Schedule
-    logits_ref: Any  # [R * width]
-    first: Any  # where the row's first group begins
-    groups: Any  # where its groups are written
-    maxima_ref: Any
-    sums_refs: tuple[Any, ...]  # as many as scales, or more: the others get the first sum too
+    logits_ref: Ref  # [R * width]
+    first: Index  # where the row's first group begins
+    groups: Ref  # where its groups are written
+    maxima_ref: Ref
+    sums_refs: tuple[Ref, ...]  # as many as scales, or more: the others get the first sum too
     scales: Scales
     vector: int  # logits that every row's threads can load at once
 
 
 def _read_groups_kernel(
-    logits_ref: Any,  # [R * width]  in
-    inverse_ref: Any,  # [R] f32  in
-    offset_ref: Any,  # [1] i32  in, or None
-    partials_ref: Any,  # [3 * R * programs] f32  out
-    maxima_ref: Any,  # [R * padded_groups]  out
-    *sums_refs: Any,  # [R * padded_groups] f32  out: at the row's temperature, at 1
+    logits_ref: Ref,  # [R * width]  in
+    inverse_ref: Ref,  # [R] f32  in
+    offset_ref: Ref,  # [1] i32  in, or None
+    partials_ref: Ref,  # [3 * R * programs] f32  out
+    maxima_ref: Ref,  # [R * padded_groups]  out
+    *sums_refs: Ref,  # [R * padded_groups] f32  out: at the row's temperature, at 1
     schedule: Schedule,
     width: int,
     num_targets: int,
@@ -160,7 +161,7 @@ def _vector(schedule: Schedule, width: int) -> int:
     return vector
 
 
-def read_steps(row: RowOfGroups, program: Any) -> Carry:
+def read_steps(row: RowOfGroups, program: Index) -> Carry:
     """The carry after this program's share of the row's whole steps."""
     schedule = row.schedule
 
@@ -205,7 +206,7 @@ def before_any_block(row: RowOfGroups) -> Carry:
     return Carry(all_groups(-jnp.inf), all_groups(0))
 
 
-def updated(row: RowOfGroups, block: Any, pieces: list[jax.Array], carry: Carry) -> Carry:
+def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carry: Carry) -> Carry:
     """The carry after one more block, whose groups are written."""
     layout = row.schedule.fixed_layout(row.vector)
     largest, sums = maxima_and_sums(pieces, row.scales, layout)
@@ -217,7 +218,7 @@ def updated(row: RowOfGroups, block: Any, pieces: list[jax.Array], carry: Carry)
 
 
 def maxima_and_sums(
-    pieces: list[jax.Array], scales: Scales, layout: Any
+    pieces: list[jax.Array], scales: Scales, layout: Layout
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The largest logit [groups] of each group of a block, in their dtype; a sum by each scale."""
     largest = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
@@ -234,11 +235,11 @@ def maxima_and_sums(
     return largest, sums
 
 
-def group_sums_of(terms: jax.Array, layout: Any) -> jax.Array:
+def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
     """The sums [groups] of terms [groups, 64]: runs of 8 in pairs, then these in pairs."""
     groups, width = terms.shape
 
-    def body(given: Any) -> Any:
+    def body(given: Mlir) -> Mlir:
         mine = thread.sum_over_lanes(thread.in_pairs(thread.words(given)), width // RUN)
         return thread.one_each(mine, layout.reduce(1), (groups,))
 
@@ -248,7 +249,7 @@ def group_sums_of(terms: jax.Array, layout: Any) -> jax.Array:
     return found
 
 
-def _store(row: RowOfGroups, block: Any, ref: Any, values: jax.Array) -> None:
+def _store(row: RowOfGroups, block: Index, ref: Ref, values: jax.Array) -> None:
     """Write a block's values, one a group."""
     size = row.schedule.groups_per_block
     here = ref.at[pl.ds(row.groups + block * size, size)]

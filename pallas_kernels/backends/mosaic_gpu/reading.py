@@ -2,12 +2,13 @@
 the blocks at its ends, and forbidden tokens (`Mask`).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.backends.kernel_types import Index, Mlir, Ref, Scalar
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
@@ -24,20 +25,20 @@ class Targets(NamedTuple):
     own.
     """
 
-    row_ids: Any  # [R] int32, a row of logits each; outside [0, N) the target row is skipped
-    num_rows: Any  # [1] int32; target rows from there on are skipped
-    temperatures: Any  # [R] float32, as the caller of `pallas_kernels.topk_logprobs` gave them
+    row_ids: Ref  # [R] int32, a row of logits each; outside [0, N) the target row is skipped
+    num_rows: Ref  # [1] int32; target rows from there on are skipped
+    temperatures: Ref  # [R] float32, as the caller of `pallas_kernels.topk_logprobs` gave them
 
-    def row(self, target: Any) -> Any:
+    def row(self, target: Index) -> Index:
         """The row of logits, in a kernel."""
         return target if self.row_ids is None else self.row_ids[target]
 
-    def wanted(self, target: Any, row: Any, num_logits_rows: int) -> Any:
+    def wanted(self, target: Index, row: Index, num_logits_rows: int) -> Scalar:
         """Whether the target row is not skipped, in a kernel."""
         inside = (row >= 0) & (row < num_logits_rows)
         return inside if self.num_rows is None else inside & (target < self.num_rows[0])
 
-    def temperature(self, target: Any, interpreted: bool = False) -> jax.Array | None:
+    def temperature(self, target: Index, interpreted: bool = False) -> jax.Array | None:
         """The temperature, in a kernel: NaN if it gives NaN logprobs; None without temperatures."""
         if self.temperatures is None:
             return None
@@ -76,7 +77,7 @@ def make_targets(
 
 
 def selected_logit(
-    schedule: Schedule, logits_ref: Any, first: Any, chosen: jax.Array | None
+    schedule: Schedule, logits_ref: Ref, first: Index, chosen: jax.Array | None
 ) -> jax.Array | None:
     """The given token's logit in the row that starts at `first`, float32; None without a token."""
     if chosen is None:
@@ -88,7 +89,7 @@ def selected_logit(
 
 
 def read_block(
-    logits_ref: Any, start: Any, schedule: Schedule, vector: int, interpreted: bool = False
+    logits_ref: Ref, start: Index, schedule: Schedule, vector: int, interpreted: bool = False
 ) -> list[jax.Array]:
     """Pieces (`Schedule.piece(vector)`) of the block at `start`, a multiple of `vector`."""
     return compat.load_block(
@@ -102,9 +103,9 @@ def read_block(
 
 
 def read_edge(
-    logits_ref: Any,  # [N * V]
-    first: Any,
-    skew: Any,
+    logits_ref: Ref,  # [N * V]
+    first: Index,
+    skew: Index,
     block: int,
     schedule: Schedule,
     vector: int,
@@ -127,7 +128,7 @@ def read_edge(
 
 
 def read_fixed_block(
-    logits_ref: Any, start: Any, schedule: Schedule, vector: int
+    logits_ref: Ref, start: Index, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """Pieces (`Schedule.piece(RUN)`) of the block of fixed groups at `start`: whole vectors.
 
@@ -143,7 +144,7 @@ def read_fixed_block(
 
 
 def read_fixed_edge(
-    logits_ref: Any, first: Any, block: int, schedule: Schedule, vector: int
+    logits_ref: Ref, first: Index, block: int, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """`read_fixed_block` of a block that may go beyond the row: -inf there, where nothing is read.
 
@@ -155,14 +156,14 @@ def read_fixed_edge(
     shape, layout = schedule.piece(RUN), schedule.fixed_layout(vector)
     number = schedule.group_width // shape[1]
 
-    def body(logits: Any, first: Any) -> Any:
+    def body(logits: Mlir, first: Mlir) -> Mlir:
         lanes = shape[1] // RUN
         me = thread.thread()
         group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
         mine = group * schedule.group_width + column + begin
         return tuple(run(logits, thread.word(first), mine + i * shape[1]) for i in range(number))
 
-    def run(logits: Any, first: thread.Word, token: thread.Word) -> Any:
+    def run(logits: Mlir, first: thread.Word, token: thread.Word) -> Mlir:
         ids = [token + i for i in range(0, RUN, vector)]
         last = schedule.vocabulary - vector
         places = [first + thread.smaller(token, last) for token in ids]
@@ -188,11 +189,11 @@ class Mask(NamedTuple):
     vector: they are loaded one by one, and the threads of a warp find them in the same few sectors.
     """
 
-    words_ref: Any  # [R * words] i32
-    start: Any  # where the row's words start
+    words_ref: Ref  # [R * words] i32
+    start: Index  # where the row's words start
 
     @classmethod
-    def of_row(cls, words_ref: Any, target: Any, schedule: Schedule) -> "Mask | None":
+    def of_row(cls, words_ref: Ref, target: Index, schedule: Schedule) -> "Mask | None":
         """Those of a target row; None without a mask."""
         return None if words_ref is None else cls(words_ref, target * words_of(schedule))
 
@@ -203,14 +204,14 @@ def words_of(schedule: Schedule) -> int:
 
 
 def masked(
-    pieces: list[jax.Array], mask: Mask | None, first_id: Any, schedule: Schedule, vector: int
+    pieces: list[jax.Array], mask: Mask | None, first_id: Index, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """The pieces of a block that starts at `first_id`, with -inf where the mask forbids an id."""
     if mask is None:
         return pieces
     shape, layout = pieces[0].shape, schedule.layout(vector)
 
-    def body(words_ref: Any, start: Any, first: Any, *given: Any) -> Any:
+    def body(words_ref: Mlir, start: Mlir, first: Mlir, *given: Mlir) -> Mlir:
         here = Mask(words_ref, word(start))
         each = WARPGROUP // schedule.groups_per_block  # threads of a group
         me = thread.thread()

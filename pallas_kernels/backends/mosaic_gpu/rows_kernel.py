@@ -9,13 +9,14 @@ A step's loads all start before the first of them is used: 128 bytes a thread ar
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backends.kernel_types import Index, Interpret, Layout, Ref, Scalar
 from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.reading import (
@@ -30,7 +31,7 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 
-Block = tuple[Any, list[jax.Array]]  # its index, and its pieces as loaded
+Block = tuple[Index, list[jax.Array]]  # its index, and its pieces as loaded
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
 LEAST = -200.0
 
@@ -63,7 +64,7 @@ def read_rows(
     with_groups: bool,
     extra: Extra = PLAIN,
     allowed: jax.Array | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
 
@@ -119,25 +120,25 @@ class RowToRead(NamedTuple):
     """What a program knows of the row that it reads, in the kernel."""
 
     schedule: Schedule
-    logits_ref: Any  # [N * V]
-    groups_ref: Any  # [R * padded_groups], or None: no group maxima are wanted
-    target: Any  # which target row
-    first: Any  # where the row of logits starts
-    skew: Any  # `Schedule.skew`
+    logits_ref: Ref  # [N * V]
+    groups_ref: Ref  # [R * padded_groups], or None: no group maxima are wanted
+    target: Index  # which target row
+    first: Index  # where the row of logits starts
+    skew: Index  # `Schedule.skew`
     scale: jax.Array  # of exponents, `exponents_scale`
-    selected: Any  # the logit by which others are counted; None: nothing is counted
+    selected: Scalar  # the logit by which others are counted; None: nothing is counted
     mask: Mask | None
     extra: Extra
     interpreted: bool
 
 
 def _read_rows_kernel(
-    logits_ref: Any,  # [N * V]  in
-    chosen_ref: Any,  # [R]  in: i32 token ids, or f32 logits, or None
+    logits_ref: Ref,  # [N * V]  in
+    chosen_ref: Ref,  # [R]  in: i32 token ids, or f32 logits, or None
     targets: Targets,  # in
-    allowed_ref: Any,  # [R * words] i32  in, or None
-    partials_ref: Any,  # [parts * R * programs] f32  out
-    groups_ref: Any = None,  # [R * padded_groups]  out: group maxima
+    allowed_ref: Ref,  # [R * words] i32  in, or None
+    partials_ref: Ref,  # [parts * R * programs] f32  out
+    groups_ref: Ref = None,  # [R * padded_groups]  out: group maxima
     *,
     schedule: Schedule,
     num_logits_rows: int,
@@ -179,7 +180,7 @@ def _read_rows_kernel(
             pl.when(program == schedule.splits)(lambda: write(read_edges(row)))
 
 
-def read_steps(row: RowToRead, program: Any) -> Carry:
+def read_steps(row: RowToRead, program: Index) -> Carry:
     """The carry after this program's share of the row's whole steps."""
     schedule = row.schedule
     layout = schedule.layout(schedule.vector)
@@ -227,7 +228,7 @@ def before_any_block(row: RowToRead, vector: int) -> Carry:
     return Carry(maximum, zeros, count, zeros if row.extra.entropy else None)
 
 
-def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Any) -> Carry:
+def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Layout) -> Carry:
     """The carry after more blocks; their group maxima are stored where they are wanted."""
     maximum, total, count, weighted = carry
     new_maximum = maximum
@@ -260,7 +261,7 @@ def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Any) -> C
     return Carry(new_maximum, total, count, weighted)
 
 
-def store_group_maxima(row: RowToRead, block: Any, group_maxima: jax.Array) -> None:
+def store_group_maxima(row: RowToRead, block: Index, group_maxima: jax.Array) -> None:
     """Write a block's group maxima to their places among the row's."""
     if row.groups_ref is None:
         return
@@ -297,6 +298,6 @@ def reduced(carry: Carry, scale: jax.Array) -> list[tuple[int, jax.Array]]:
     return results
 
 
-def _spread(per_group: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
+def _spread(per_group: jax.Array, shape: tuple[int, ...], layout: Layout) -> jax.Array:
     """[groups] -> [groups, width]."""
     return compat.cast(lax.broadcast_in_dim(per_group, shape, (0,)), layout)

@@ -22,10 +22,11 @@ rows start between two vectors, logits are loaded in the widest vectors that eve
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backends.kernel_types import Index, Layout
 
 BLOCK = 4096  # logits, where the vocabulary has so many
 VECTOR_BYTES = 16
@@ -116,17 +117,17 @@ class Schedule:
         """The number of programs that read a row."""
         return self.splits + (1 if self.edges else 0)
 
-    def skew(self, row: Any) -> Any:
+    def skew(self, row: Index) -> Index:
         """The number of logits by which this row's blocks start earlier than those of row 0."""
         return row * (self.vocabulary % self.vector if self.shifted else 0) % self.vector
 
-    def block_ids(self, block: Any, skew: Any) -> tuple[Any, Any, Any]:
+    def block_ids(self, block: Index, skew: Index) -> tuple[Index, Index, Index]:
         """The first id that a block reads, and the first and the last + 1 that belong to it."""
         begin = block * self.block - skew
         start = jnp.clip(begin, 0, self.vocabulary - self.block)
         return start, begin, begin + self.block
 
-    def layout(self, vector: int) -> Any:
+    def layout(self, vector: int) -> Layout:
         """Registers of a piece: a quarter of its groups a warp, a vector a lane."""
         groups, width = self.piece(vector)
         return plgpu.Layout.TILED(
@@ -136,7 +137,7 @@ class Schedule:
             vector_dim=-1,
         )
 
-    def fixed_layout(self, vector: int) -> Any:
+    def fixed_layout(self, vector: int) -> Layout:
         """Registers of a piece of fixed groups: a run of logits a lane, in vectors of so many.
 
         Which logits a lane has does not depend on the vectors, and so no sum's rounding does.

@@ -22,6 +22,7 @@ from jax.extend.mlir.dialects import math as mlir_math
 from jax.extend.mlir.dialects import memref as mlir_memref
 from jax.extend.mlir.dialects import scf as mlir_scf
 
+from pallas_kernels.backends.kernel_types import Mlir
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP
 
@@ -45,65 +46,65 @@ class Word:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Mlir) -> None:
         self.value = value
 
     def __invert__(self) -> "Word":
         return self ^ -1
 
-    def __add__(self, other: Any) -> "Word":
+    def __add__(self, other: Mlir) -> "Word":
         return Word(arith.addi(self.value, word(other).value))
 
-    def __sub__(self, other: Any) -> "Word":
+    def __sub__(self, other: Mlir) -> "Word":
         return Word(arith.subi(self.value, word(other).value))
 
-    def __mul__(self, other: Any) -> "Word":
+    def __mul__(self, other: Mlir) -> "Word":
         return Word(arith.muli(self.value, word(other).value))
 
-    def __and__(self, other: Any) -> "Word":
+    def __and__(self, other: Mlir) -> "Word":
         return Word(arith.andi(self.value, word(other).value))
 
-    def __or__(self, other: Any) -> "Word":
+    def __or__(self, other: Mlir) -> "Word":
         return Word(arith.ori(self.value, word(other).value))
 
-    def __xor__(self, other: Any) -> "Word":
+    def __xor__(self, other: Mlir) -> "Word":
         return Word(arith.xori(self.value, word(other).value))
 
-    def __lshift__(self, by: Any) -> "Word":
+    def __lshift__(self, by: Mlir) -> "Word":
         return Word(arith.shli(self.value, word(by).value))
 
-    def __rshift__(self, by: Any) -> "Word":
+    def __rshift__(self, by: Mlir) -> "Word":
         """Fills with zeros."""
         return Word(arith.shrui(self.value, word(by).value))
 
-    def _compared(self, other: Any, signed: Any, real: Any) -> "Word":
+    def _compared(self, other: Mlir, signed: Mlir, real: Mlir) -> "Word":
         right = word(other).value
         if isinstance(self.value.type, ir.F32Type):
             return Word(arith.cmpf(real, self.value, right))
         return Word(arith.cmpi(signed, self.value, right))
 
-    def __lt__(self, other: Any) -> "Word":
+    def __lt__(self, other: Mlir) -> "Word":
         return self._compared(other, SIGNED.slt, FLOAT.OLT)
 
-    def __gt__(self, other: Any) -> "Word":
+    def __gt__(self, other: Mlir) -> "Word":
         return self._compared(other, SIGNED.sgt, FLOAT.OGT)
 
-    def __ge__(self, other: Any) -> "Word":
+    def __ge__(self, other: Mlir) -> "Word":
         return self._compared(other, SIGNED.sge, FLOAT.OGE)
 
-    def __eq__(self, other: Any) -> "Word":  # type: ignore[override]
+    def __eq__(self, other: Mlir) -> "Word":  # type: ignore[override]
         return self._compared(other, SIGNED.eq, FLOAT.OEQ)
 
-    def __ne__(self, other: Any) -> "Word":  # type: ignore[override]
+    def __ne__(self, other: Mlir) -> "Word":  # type: ignore[override]
         return self._compared(other, SIGNED.ne, FLOAT.UNE)
 
 
-def i32() -> Any:
+def i32() -> Mlir:
     """The type of a 32-bit integer."""
     return ir.IntegerType.get_signless(32)
 
 
-def word(value: Any) -> Word:
+def word(value: Mlir) -> Word:
     """A `Word` of a Python number, of a scalar argument of an inline function, or of MLIR."""
     if isinstance(value, Word):
         return value
@@ -116,7 +117,7 @@ def word(value: Any) -> Word:
     return Word(value)
 
 
-def words(vector: Any) -> list[Word]:
+def words(vector: Mlir) -> list[Word]:
     """What a thread holds of a vector, in the order of its registers."""
     found = []
     for register in vector.registers.flat:
@@ -125,7 +126,7 @@ def words(vector: Any) -> list[Word]:
     return found
 
 
-def vector_like(vector: Any, values: Sequence[Word], integer: bool) -> Any:
+def vector_like(vector: Mlir, values: Sequence[Word], integer: bool) -> Mlir:
     """A vector in the layout of another one, one element a register, from what a thread holds."""
     registers = vector.registers.copy()
     for i, value in enumerate(values):
@@ -136,7 +137,7 @@ def vector_like(vector: Any, values: Sequence[Word], integer: bool) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=vector.layout, _is_signed=signed)
 
 
-def kept(vector: Any, bits: Word) -> Any:
+def kept(vector: Mlir, bits: Word) -> Mlir:
     """A vector of floats, -inf in elements whose bit is not set; a thread's first one is lowest."""
     registers, place = vector.registers.copy(), 0
     for i, register in enumerate(registers.flat):
@@ -155,14 +156,14 @@ def kept(vector: Any, bits: Word) -> Any:
     )
 
 
-def one_each(value: Word, layout: Any, shape: tuple[int, ...], signed: bool | None = None) -> Any:
+def one_each(value: Word, layout: Mlir, shape: tuple[int, ...], signed: bool | None = None) -> Mlir:
     """A vector in a layout in which a thread holds one element, this value; signed: of integers."""
     tiled = layout.to_mgpu()
     registers = np.full(tiled.registers_shape(shape), _of_one(value), dtype=object)
     return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=signed)
 
 
-def vector_of(registers: Sequence[Any], tiled: Any, shape: tuple[int, ...]) -> Any:
+def vector_of(registers: Sequence[Mlir], tiled: Mlir, shape: tuple[int, ...]) -> Mlir:
     """A vector from a thread's registers, in their order: vectors of MLIR, or integers."""
     found = [_of_one(x) if isinstance(x, Word) else x for x in registers]
     whole = np.array(found, dtype=object).reshape(tiled.registers_shape(shape))
@@ -170,13 +171,13 @@ def vector_of(registers: Sequence[Any], tiled: Any, shape: tuple[int, ...]) -> A
     return mgpu.FragmentedArray(_registers=whole, _layout=tiled, _is_signed=signed)
 
 
-def _of_one(value: Word) -> Any:
+def _of_one(value: Word) -> Mlir:
     """A vector of MLIR that has one element."""
     undefined = llvm.mlir_undef(ir.VectorType.get((1,), value.value.type))
     return llvm.insertelement(undefined, value.value, word(0).value)
 
 
-def scalar(value: Word) -> Any:
+def scalar(value: Word) -> Mlir:
     """A number that all threads agree on, as an inline function returns it."""
     return mgpu.FragmentedArray.splat(value.value, (), is_signed=True)
 
@@ -186,17 +187,17 @@ def thread() -> Word:
     return Word(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)))
 
 
-def select(condition: Word, yes: Any, no: Any) -> Word:
+def select(condition: Word, yes: Mlir, no: Mlir) -> Word:
     """yes or no."""
     return Word(arith.select(condition.value, word(yes).value, word(no).value))
 
 
-def smaller(a: Any, b: Any) -> Word:
+def smaller(a: Mlir, b: Mlir) -> Word:
     """The minimum of signed integers."""
     return Word(arith.minsi(word(a).value, word(b).value))
 
 
-def larger(a: Any, b: Any) -> Word:
+def larger(a: Mlir, b: Mlir) -> Word:
     """The maximum of signed integers."""
     return Word(arith.maxsi(word(a).value, word(b).value))
 
@@ -233,7 +234,7 @@ def float_of(bits: Word) -> Word:
     return Word(arith.bitcast(ir.F32Type.get(), bits.value))
 
 
-def as_float32(x: Any) -> Word:
+def as_float32(x: Mlir) -> Word:
     """A number of 16 or 32 bits, in MLIR, as a float32."""
     if isinstance(x.type, ir.F32Type):
         return Word(x)
@@ -263,7 +264,7 @@ def when_else(condition: Word, body: Callable[[], list[Word]], otherwise: list[W
     return [Word(x) for x in branch.results]
 
 
-def repeat(begin: Any, end: Any, step: int, carry: Sequence[Word], body: Any) -> list[Word]:
+def repeat(begin: Mlir, end: Mlir, step: int, carry: Sequence[Word], body: Mlir) -> list[Word]:
     """body(i, carry) -> carry, for i from begin to end."""
     values = [x.value for x in carry]
     loop = scf.ForOp(word(begin).value, word(end).value, word(step).value, values)
@@ -273,7 +274,7 @@ def repeat(begin: Any, end: Any, step: int, carry: Sequence[Word], body: Any) ->
     return [Word(x) for x in loop.results]
 
 
-def repeat_while(carry: Sequence[Word], condition: Any, body: Any) -> list[Word]:
+def repeat_while(carry: Sequence[Word], condition: Mlir, body: Mlir) -> list[Word]:
     """body(carry) -> carry, as long as condition(carry) holds; each thread on its own."""
     types = [x.value.type for x in carry]
     loop = scf.WhileOp(types, [x.value for x in carry])
@@ -288,12 +289,12 @@ def repeat_while(carry: Sequence[Word], condition: Any, body: Any) -> list[Word]
     return [Word(x) for x in loop.results]
 
 
-def load(ref: Any, index: Any) -> Any:
+def load(ref: Mlir, index: Mlir) -> Mlir:
     """An element of a flat reference, in MLIR."""
     return memref.load(ref, [_index(index)])
 
 
-def store(ref: Any, index: Any, value: Any) -> None:
+def store(ref: Mlir, index: Mlir, value: Mlir) -> None:
     """Write an element of a flat reference."""
     memref.store(word(value).value, ref, [_index(index)])
 
@@ -305,7 +306,7 @@ def as_long(high: Word, low: Word) -> Word:
     return Word(arith.ori(upper, arith.extui(long, low.value)))
 
 
-def load_aligned(ref: Any, index: Any, count: int) -> list[Any]:
+def load_aligned(ref: Mlir, index: Mlir, count: int) -> list[Mlir]:
     """`count` elements from an index that is a multiple of count, in one load; in MLIR."""
     element = ir.MemRefType(ref.type).element_type
     pointer = place(ref, index, element)
@@ -313,7 +314,7 @@ def load_aligned(ref: Any, index: Any, count: int) -> list[Any]:
     return [llvm.extractelement(found, word(i).value) for i in range(count)]
 
 
-def load_or(ref: Any, index: Any, count: int, condition: Word, otherwise: float) -> Any:
+def load_or(ref: Mlir, index: Mlir, count: int, condition: Word, otherwise: float) -> Mlir:
     """A vector from an index that is a multiple of count; other values where it does not hold."""
     element = ir.MemRefType(ref.type).element_type
     kind = ir.VectorType.get((count,), element)
@@ -322,7 +323,7 @@ def load_or(ref: Any, index: Any, count: int, condition: Word, otherwise: float)
     return arith.select(condition.value, found, arith.constant(kind, values))
 
 
-def load_floats(ref: Any, index: Any, count: int) -> list[Word]:
+def load_floats(ref: Mlir, index: Mlir, count: int) -> list[Word]:
     """`count` elements of 16 bytes from an index that is a multiple of count, as float32."""
     element = ir.MemRefType(ref.type).element_type
     if not isinstance(element, ir.BF16Type):
@@ -333,7 +334,7 @@ def load_floats(ref: Any, index: Any, count: int) -> list[Word]:
     return [float_of(half) for x in both for half in (x << 16, x & -65536)]
 
 
-def add_atomically(ref: Any, index: Any, by: Any) -> Word:
+def add_atomically(ref: Mlir, index: Mlir, by: Mlir) -> Word:
     """Add to an integer in shared memory; its value before."""
     pointer = place(ref, index, i32())
     return _assembled("atom.shared.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, word(by).value])
@@ -345,8 +346,8 @@ def from_lane_below(x: Word, distance: int) -> Word:
 
 
 def inline(
-    function: Callable[..., Any], arguments: Sequence[Any], layouts: Sequence[Any], results: Any
-) -> Any:
+    function: Callable[..., Mlir], arguments: Sequence[Mlir], layouts: Sequence[Mlir], results: Mlir
+) -> Mlir:
     """Call a function of threads in a Pallas kernel.
 
     Args:
@@ -358,31 +359,31 @@ def inline(
     kinds = {None: GPU.RefType(), "scalar": GPU.Layout.WG_SPLAT}
     types = tuple(kinds.get(layout, layout) for layout in layouts)
 
-    def run(_: Any, *given: Any) -> Any:
+    def run(_: Mlir, *given: Mlir) -> Mlir:
         return function(*given)
 
     return GPU.inline_mgpu(arg_types=types, return_type=results)(run)(*arguments)
 
 
-def result(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+def result(shape: tuple[int, ...], dtype: Mlir, layout: Mlir) -> Mlir:
     """A result's type for `inline`."""
     return GPU.ShapeDtypeStruct(shape, dtype, layout=layout)
 
 
-def _index(index: Any) -> Any:
+def _index(index: Mlir) -> Mlir:
     return arith.index_cast(ir.IndexType.get(), word(index).value)
 
 
-def place(ref: Any, index: Any, element: Any) -> Any:
+def place(ref: Mlir, index: Mlir, element: Mlir) -> Mlir:
     """The address of an element of a flat reference, in MLIR."""
     return utils.getelementptr(utils.memref_ptr(ref), [word(index).value], element)
 
 
-def _assembled(text: str, constraints: str, operands: Sequence[Any]) -> Word:
+def _assembled(text: str, constraints: str, operands: Sequence[Mlir]) -> Word:
     return Word(llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True))
 
 
-def load_at_once(ref: Any, index: Any, interpreted: bool = False) -> Any:
+def load_at_once(ref: Mlir, index: Mlir, interpreted: bool = False) -> Mlir:
     """A number of 32 bits in global memory, loaded where the kernel says.
 
     Other loads the compilers move to where their results are used, behind a branch that waits for
@@ -393,7 +394,7 @@ def load_at_once(ref: Any, index: Any, interpreted: bool = False) -> Any:
     dtype = jnp.dtype(ref.dtype)
     integer = dtype == jnp.int32
 
-    def body(here: Any, at: Any) -> Any:
+    def body(here: Mlir, at: Mlir) -> Mlir:
         kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
         address = place(here, word(at), kind)
         text = "ld.relaxed.gpu.global.b32 $0, [$1];"
@@ -404,7 +405,7 @@ def load_at_once(ref: Any, index: Any, interpreted: bool = False) -> Any:
     return inline(body, (ref, index), (None, "scalar"), kind)
 
 
-def load_run_at_once(ref: Any, start: Any, size: int, layout: Any) -> Any:
+def load_run_at_once(ref: Mlir, start: Mlir, size: int, layout: Mlir) -> Mlir:
     """`load_at_once` of a vector in a `compat.run_layout` whose threads load whole words."""
     dtype = jnp.dtype(ref.dtype)
     run = size // WARPGROUP
@@ -413,7 +414,7 @@ def load_run_at_once(ref: Any, start: Any, size: int, layout: Any) -> Any:
     letters = ", ".join(f"${i}" for i in range(number))
     form = {1: "b32 $0", 2: f"v2.b32 {{{letters}}}", 4: f"v4.b32 {{{letters}}}"}[number]
 
-    def body(here: Any, at: Any) -> Any:
+    def body(here: Mlir, at: Mlir) -> Mlir:
         element = ir.MemRefType(here.type).element_type
         first = word(at) + thread() * run
         loaded = []

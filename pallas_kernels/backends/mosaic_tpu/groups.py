@@ -20,6 +20,7 @@ from pallas_kernels.backends.groups import (
     as_many_as_needed,
     whole_groups,
 )
+from pallas_kernels.backends.kernel_types import Interpret
 from pallas_kernels.backends.mosaic_tpu import groups_kernel
 from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, in_rows, in_units, row_sums
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT, choose_schedule, must_fit
@@ -75,7 +76,7 @@ def read_groups(
     part: Part,
     inverse: jax.Array,
     raw: bool,
-    interpret: Any = False,
+    interpret: Interpret = False,
     cut: tuple[int, int] = CUT,
 ) -> Found:
     """The groups of all rows.
@@ -103,7 +104,7 @@ def _groups_of(
     offset: jax.Array | None,
     inverse: jax.Array,
     raw: bool,
-    interpret: Any,
+    interpret: Interpret,
     cut: tuple[int, int],
 ) -> Found:
     """The groups of so many tokens from column `offset` on."""

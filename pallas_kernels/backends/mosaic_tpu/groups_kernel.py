@@ -9,7 +9,7 @@ added.
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.backends.kernel_types import Index, Interpret, Ref
 from pallas_kernels.backends.mosaic_tpu.rows_kernel import like
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, Schedule
 from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, SHAPE, Copies, Halves, Unit
@@ -42,7 +43,7 @@ class Groups(NamedTuple):
         return -(-self.number // LANES) * LANES
 
 
-def body(schedule: Schedule, groups: Groups, *refs: Any) -> None:
+def body(schedule: Schedule, groups: Groups, *refs: Ref) -> None:
     """One grid step: a unit of rows, or a block of it."""
     offset_ref, logits_ref, given_ref, *rest = refs
     semaphores = None if schedule.as_blocks else rest.pop()
@@ -61,14 +62,14 @@ def body(schedule: Schedule, groups: Groups, *refs: Any) -> None:
     read(unit, groups, offset_ref[0], outputs)
 
 
-def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> None:
+def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Ref]) -> None:
     """Writes a unit's maxima, its sums and those at temperature 1, [unit, width] each."""
     schedule, given = unit.schedule, unit.given()
     size = max(PAIR, min(TURN, schedule.chunk // PAIR * PAIR))
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
     first, lane = lax.div(offset, LANES), lax.rem(offset, LANES)
 
-    def turn(start: Any, tokens: int) -> None:
+    def turn(start: Index, tokens: int) -> None:
         number = -(-tokens // LANES)
         loaded = unit.load(start + first, number + 1, given) if groups.has_offset else None
         if loaded is None:
@@ -97,7 +98,7 @@ def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> N
             found.append(jnp.sum(terms, axis=1, keepdims=True))
         return found
 
-    def write(half: int, group: Any, found: list[list[jax.Array]]) -> None:
+    def write(half: int, group: Index, found: list[list[jax.Array]]) -> None:
         here = pl.ds(half * SUBLANES, SUBLANES), pl.ds(pl.multiple_of(group & -LANES, LANES), LANES)
         for ref, columns in zip(outputs, zip(*found, strict=True), strict=True):
             out = ref[here]
@@ -105,7 +106,7 @@ def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Any]) -> N
                 out = jnp.where(lanes == (group & (LANES - 1)) + i, one, out)
             ref[here] = out
 
-    def of_chunk(chunk: Any, tokens: int) -> None:
+    def of_chunk(chunk: Index, tokens: int) -> None:
         start = chunk * schedule.chunk
         turns, rest = divmod(tokens, size * LANES)
 
@@ -148,7 +149,7 @@ def _wait(unit: Unit, chunk: jax.Array) -> None:
 def call(
     schedule: Schedule,
     groups: Groups,
-    interpret: Any,
+    interpret: Interpret,
     offset: jax.Array,
     logits: jax.Array,
     given: jax.Array,

@@ -6,13 +6,12 @@ extra ones before, and makes the outputs after it (`finish`), from a few numbers
 The kernel masks forbidden tokens, and those that a bias names: XLA puts these back (`parts`).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.answers import with_biased
+from pallas_kernels.backends.kernel_types import Interpret
 from pallas_kernels.backends.mosaic_tpu import rows_kernel
 from pallas_kernels.backends.mosaic_tpu.schedule import (
     CUT,
@@ -35,7 +34,7 @@ def row_sums(
     rows: Rows,
     selected: jax.Array,
     outputs: Outputs,
-    interpret: Any = False,
+    interpret: Interpret = False,
     cut: tuple[int, int] = CUT,
 ) -> RowSums:
     """`xla.rows.row_sums` on a TPU.

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.backends.kernel_types import Carry, Index, Interpret, Ref
 from pallas_kernels.backends.mosaic_tpu.schedule import GROUP, LANES, SUBLANES, Schedule
 from pallas_kernels.backends.mosaic_tpu.unit import (
     LOG2_E,
@@ -56,28 +57,28 @@ class Stacks(NamedTuple):
     """The stacks of a batch, one a lane of each section of a row; -inf: no candidate."""
 
     schedule: Schedule
-    logits: Any  # [sections * (depth + 1), batch rows, 128] float32; more than depth: overflow
-    columns: Any  # [sections * (depth + 1), batch rows, 128] float32; the last ones are not used
+    logits: Ref  # [sections * (depth + 1), batch rows, 128] float32; more than depth: overflow
+    columns: Ref  # [sections * (depth + 1), batch rows, 128] float32; the last ones are not used
 
-    def clear(self, rows: Any) -> None:
+    def clear(self, rows: Index) -> None:
         for slot in range(self.schedule.slots):
             self.logits[slot, rows, :] = jnp.full(SHAPE, -jnp.inf, jnp.float32)
             self.columns[slot, rows, :] = jnp.zeros(SHAPE, jnp.float32)
 
-    def load(self, section: Any, rows: Any) -> Stack:
+    def load(self, section: Index, rows: Index) -> Stack:
         depth = self.schedule.depth
         first = section * (depth + 1)
         logits = tuple(self.logits[first + i, rows, :] for i in range(depth + 1))
         return logits, tuple(self.columns[first + i, rows, :] for i in range(depth))
 
-    def store(self, section: Any, rows: Any, stack: Stack) -> None:
+    def store(self, section: Index, rows: Index, stack: Stack) -> None:
         first = section * (self.schedule.depth + 1)
         for i, x in enumerate(stack[0]):
             self.logits[first + i, rows, :] = x
         for i, x in enumerate(stack[1]):
             self.columns[first + i, rows, :] = x
 
-    def unfit(self, rows: Any) -> jax.Array:
+    def unfit(self, rows: Index) -> jax.Array:
         """1.0 in lanes [8, 128] that lost a candidate, or have one whose order is not certain.
 
         Floats compare subnormal numbers as if they were zeros.
@@ -106,7 +107,7 @@ def push(stack: Stack, logit: jax.Array, column: jax.Array, wanted: jax.Array) -
     return logits, columns
 
 
-def push_each(stack: Stack, x: list[jax.Array], start: Any, bound: jax.Array) -> Stack:
+def push_each(stack: Stack, x: list[jax.Array], start: Index, bound: jax.Array) -> Stack:
     """Pushes what reaches the bound, of columns from `start` on."""
     first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
     for i, one in enumerate(x):
@@ -115,7 +116,7 @@ def push_each(stack: Stack, x: list[jax.Array], start: Any, bound: jax.Array) ->
 
 
 def push_groups(
-    selection: Any, x: list[jax.Array], start: Any, bound: jax.Array
+    selection: Carry, x: list[jax.Array], start: Index, bound: jax.Array
 ) -> tuple[Stack, jax.Array]:
     """Pushes the largest of each group of columns, if it reaches the bound.
 
@@ -129,7 +130,7 @@ def push_groups(
         entries = [(one, jnp.full(SHAPE, float(i))) for i, one in enumerate(group)]
         losers: list[jax.Array] = []
 
-        def join(a: Any, b: Any, losers: list[jax.Array] = losers) -> Any:
+        def join(a: Carry, b: Carry, losers: list[jax.Array] = losers) -> Carry:
             losers.append(jnp.minimum(a[0], b[0]))
             return jnp.maximum(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
 
@@ -162,7 +163,7 @@ def threshold(groups: list[jax.Array], k: int) -> jax.Array:
     return bound
 
 
-def order(stacks: Stacks, hard: Any, values_ref: Any, ids_ref: Any) -> None:
+def order(stacks: Stacks, hard: Ref, values_ref: Ref, ids_ref: Ref) -> None:
     """K times the largest candidate of each row, ties lowest id first: [batch rows, width].
 
     hard [batch rows, 128] float32: more than 0 where a row's results are there already.
@@ -193,9 +194,9 @@ def write(
     values: jax.Array,
     ids: jax.Array,
     rows: jax.Array,
-    values_ref: Any,
-    ids_ref: Any,
-    at: Any = slice(None),
+    values_ref: Ref,
+    ids_ref: Ref,
+    at: Index = slice(None),
 ) -> None:
     """Write values and ids [n, 1] to column `rank` of the outputs' rows `at`, where `rows` says."""
     block = pl.ds(pl.multiple_of(rank & -LANES, LANES), LANES)
@@ -205,7 +206,7 @@ def write(
     ids_ref[at, block] = jnp.where(here, ids, ids_ref[at, block])
 
 
-def scan(unit: Unit, half: int, values_ref: Any, ids_ref: Any) -> None:
+def scan(unit: Unit, half: int, values_ref: Ref, ids_ref: Ref) -> None:
     """Writes the top K of half a unit that has too many candidates for the stacks: by K sweeps.
 
     Rows of equal logits take it, and rows whose K-th largest logit is near 0: logits are compared
@@ -218,7 +219,7 @@ def scan(unit: Unit, half: int, values_ref: Any, ids_ref: Any) -> None:
     def take(rank: jax.Array, last: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         last_key, last_id = (jnp.broadcast_to(one, SHAPE) for one in last)
 
-        def step(loaded: list[Halves], start: Any, carry: Any) -> Any:
+        def step(loaded: list[Halves], start: Index, carry: Carry) -> Carry:
             best, best_id = carry
             for i, one in enumerate(loaded):
                 key = _mirrored(lax.bitcast_convert_type(one[half], jnp.int32))
@@ -229,7 +230,7 @@ def scan(unit: Unit, half: int, values_ref: Any, ids_ref: Any) -> None:
                 best_id = jnp.where(better, token, best_id)
             return best, best_id
 
-        def chunk(index: Any, tokens: int, carry: Any) -> Any:
+        def chunk(index: Index, tokens: int, carry: Carry) -> Carry:
             return unit.over_columns(index, tokens, given, step, carry)
 
         nothing = jnp.full(SHAPE, -INFINITY, jnp.int32), jnp.zeros(SHAPE, jnp.int32)
@@ -265,7 +266,7 @@ class Found(NamedTuple):
     excess: jax.Array  # of the maximum over the first guess of it, in powers of 2
 
 
-def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
+def first_sweep(unit: Unit, maxima: Ref) -> list[Found]:
     """Statistics of the unit's rows; waits for its chunks one by one.
 
     The maximum is subtracted before the exponentials, but is not known yet: the largest of the
@@ -282,7 +283,7 @@ def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
     first = min(schedule.vocabulary, schedule.chunk * LANES)
     unit.copies.wait(unit.number, jnp.int32(0), first)
 
-    def largest(loaded: list[Halves], _: Any, carry: Any) -> Any:
+    def largest(loaded: list[Halves], _: Index, carry: Carry) -> Carry:
         every = [[one[half] for one in loaded] for half in range(schedule.halves)]
         found = (chains(jnp.maximum, x) for x in every)
         return tuple(jnp.maximum(a, b) for a, b in zip(carry, found, strict=True))
@@ -294,7 +295,7 @@ def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
     guesses = [jnp.max(one, axis=1, keepdims=True) for one in guesses]
     reference = [jnp.broadcast_to(one, SHAPE) for one in guesses]
 
-    def step(loaded: list[Halves], _: Any, carry: Any) -> Any:
+    def step(loaded: list[Halves], _: Index, carry: Carry) -> Carry:
         out = [list(one) for one in carry]
         for begin in range(0, len(loaded), PART):
             for half, (maximum, larger, total) in enumerate(out):
@@ -307,7 +308,7 @@ def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
                 out[half] = [maximum, larger, total + tree(jnp.add, terms)]
         return tuple(tuple(one) for one in out)
 
-    def chunk(index: Any, tokens: int, totals: Any) -> Any:
+    def chunk(index: Index, tokens: int, totals: Carry) -> Carry:
         pl.when(index > 0)(lambda: unit.copies.wait(unit.number, index, tokens))
         begin = ((least, zero, zero),) * schedule.halves
         ended = unit.over_columns(index, tokens, given, step, begin, schedule.first_step)
@@ -331,7 +332,7 @@ def first_sweep(unit: Unit, maxima: Any) -> list[Found]:
     return found
 
 
-def groups(unit: Unit, maxima: Any, half: int) -> list[jax.Array]:
+def groups(unit: Unit, maxima: Ref, half: int) -> list[jax.Array]:
     """The sections' maxima [8, 128] of half the unit."""
     return [maxima[section, _half(half), :] for section in range(unit.schedule.sections)]
 
@@ -345,19 +346,19 @@ def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
     for half in halves:
         stacks.clear(unit.rows(half))
 
-    def step(loaded: list[Halves], start: Any, carry: Any) -> Any:
+    def step(loaded: list[Halves], start: Index, carry: Carry) -> Carry:
         return tuple(
             push_groups(selection, [one[half] for one in loaded], start, bound[half])
             for half, selection in enumerate(carry)
         )
 
-    def step_again(loaded: list[Halves], start: Any, carry: Any) -> Any:
+    def step_again(loaded: list[Halves], start: Index, carry: Carry) -> Carry:
         return tuple(
             push_each(stack, [one[half] for one in loaded], start, bound[half])
             for half, stack in enumerate(carry)
         )
 
-    def chunk(index: Any, tokens: int, _: None) -> None:
+    def chunk(index: Index, tokens: int, _: None) -> None:
         section = unit.section(index)
         first = tuple(stacks.load(section, unit.rows(half)) for half in halves)
         begin = tuple((stack, least) for stack in first)
@@ -389,7 +390,7 @@ def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
     entropy = unit.schedule.entropy
     zero = jnp.zeros(SHAPE, jnp.float32)
 
-    def step(loaded: list[Halves], _: Any, sums: Any) -> Any:
+    def step(loaded: list[Halves], _: Index, sums: Ref) -> Carry:
         exponents = [(one[half] - reference) * scale for one in loaded]
         terms = [jnp.exp2(one) for one in exponents]
         more = [chains(jnp.add, terms)]
@@ -399,7 +400,7 @@ def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
             more.append(chains(jnp.add, products))
         return tuple(a + b for a, b in zip(sums, more, strict=True))
 
-    def chunk(index: Any, tokens: int, totals: Any) -> Any:
+    def chunk(index: Index, tokens: int, totals: Carry) -> Carry:
         begin = (zero,) * len(totals)
         sums = unit.over_columns(index, tokens, given, step, begin)
         return tuple(a + b for a, b in zip(totals, sums, strict=True))
@@ -420,12 +421,12 @@ def count_again(unit: Unit, half: int) -> jax.Array:
     turned = jnp.where(bits < 0, -1 - MIN_INT, 0)
     limit = bits ^ turned
 
-    def step(loaded: list[Halves], _: Any, larger: jax.Array) -> jax.Array:
+    def step(loaded: list[Halves], _: Index, larger: jax.Array) -> jax.Array:
         x = [lax.bitcast_convert_type(one[half], jnp.int32) ^ turned for one in loaded]
         more: jax.Array = chains(jnp.add, [jnp.where(one > limit, 1.0, 0.0) for one in x])
         return larger + more
 
-    def chunk(index: Any, tokens: int, larger: jax.Array) -> jax.Array:
+    def chunk(index: Index, tokens: int, larger: jax.Array) -> jax.Array:
         found: jax.Array = unit.over_columns(index, tokens, given, step, larger)
         return found
 
@@ -434,11 +435,11 @@ def count_again(unit: Unit, half: int) -> jax.Array:
     return counted
 
 
-def _half(half: int) -> Any:
+def _half(half: int) -> Index:
     return pl.ds(half * SUBLANES, SUBLANES)
 
 
-def body(schedule: Schedule, *refs: Any) -> None:
+def body(schedule: Schedule, *refs: Ref) -> None:
     """One grid step."""
     count_ref, rows_ref, logits_ref, given_ref, *rest = refs
     allowed_ref = rest.pop(0) if schedule.masked else None
@@ -506,7 +507,7 @@ def body(schedule: Schedule, *refs: Any) -> None:
     put_in_order(first < units)
 
 
-def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: Any) -> None:
+def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: Ref) -> None:
     """Writes the statistics of half a unit; sweeps again where the first sweep was not enough."""
     wanted = _wanted(unit, half, count)
     rows = unit.rows(half)
@@ -533,9 +534,9 @@ def select_again(
     bound: jax.Array,
     count: jax.Array,
     stacks: Stacks,
-    hard: Any,
-    values_ref: Any,
-    ids_ref: Any,
+    hard: Ref,
+    values_ref: Ref,
+    ids_ref: Ref,
 ) -> None:
     """Scans half a unit if the stacks cannot serve one of its rows; says so in `hard`."""
     near_zero = jnp.broadcast_to(jnp.abs(bound) < MIN_NORMAL, SHAPE)
@@ -569,7 +570,7 @@ def _columns(columns: list[jax.Array]) -> jax.Array:
     return out
 
 
-def _overwrite(stats_ref: Any, rows: Any, first: int, columns: list[jax.Array]) -> None:
+def _overwrite(stats_ref: Ref, rows: Index, first: int, columns: list[jax.Array]) -> None:
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
     out = stats_ref[rows, :]
     for i, one in enumerate(columns):
@@ -579,7 +580,7 @@ def _overwrite(stats_ref: Any, rows: Any, first: int, columns: list[jax.Array]) 
 
 def call(
     schedule: Schedule,
-    interpret: Any,
+    interpret: Interpret,
     count: jax.Array,
     rows: jax.Array,
     logits: jax.Array,
@@ -661,8 +662,8 @@ def call(
 
 
 def wanted_block(
-    schedule: Schedule, batch: Any, index: Any, place: Any, count: Any, _: Any
-) -> tuple[Any, Any]:
+    schedule: Schedule, batch: Index, index: Index, place: Index, count: Index, _: Index
+) -> tuple[Index, Index]:
     """The block of a grid step; the last wanted one again where there are no more: no copy."""
     last = jnp.maximum(lax.div(count[0] + (schedule.unit - 1), schedule.unit) - 1, 0)
     unit = batch * schedule.batch_units + index

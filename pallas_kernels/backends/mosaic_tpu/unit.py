@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.backends.kernel_types import Carry, Index, Ref
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, WORD_COLUMNS, Schedule
 
 LOG2_E = 1.4426950408889634
@@ -22,7 +23,7 @@ STEPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1
 
 Halves = tuple[jax.Array, ...]  # [8, 128] each: the even and the odd rows, or all
 # (vectors of some columns, the first of these, carry) -> carry
-Step = Callable[[list[Halves], Any, Any], Any]
+Step = Callable[[list[Halves], Index, Carry], Carry]
 
 
 class Copies(NamedTuple):
@@ -33,22 +34,22 @@ class Copies(NamedTuple):
     """
 
     schedule: Schedule
-    logits_ref: Any  # [N, V] in HBM
-    rows_ref: Any  # [R] int32 in SMEM, where rows are gathered
-    buffer: Any  # [2, or 1 of blocks, rows, V rounded up] in VMEM
-    semaphores: Any  # [2, chunks]; None for blocks
+    logits_ref: Ref  # [N, V] in HBM
+    rows_ref: Ref  # [R] int32 in SMEM, where rows are gathered
+    buffer: Ref  # [2, or 1 of blocks, rows, V rounded up] in VMEM
+    semaphores: Ref  # [2, chunks]; None for blocks
 
-    def start(self, unit: Any) -> None:
+    def start(self, unit: Index) -> None:
         """Start the copies of all chunks of a unit."""
         self._chunks(lambda index, tokens: self._each(unit, index, tokens, lambda c: c.start()))
 
-    def wait(self, unit: Any, index: Any, tokens: int) -> None:
+    def wait(self, unit: Index, index: Index, tokens: int) -> None:
         """Wait for a chunk of a unit. Pallas has waited for a block."""
         if self.schedule.as_blocks:
             return
         self._each(unit, index, tokens, lambda c: c.wait())
 
-    def _chunks(self, do: Callable[[Any, int], None]) -> None:
+    def _chunks(self, do: Callable[[Index, int], None]) -> None:
         schedule = self.schedule
         last = schedule.num_chunks - 1
 
@@ -59,7 +60,7 @@ class Copies(NamedTuple):
             lax.fori_loop(0, last, full, None)
         do(jnp.int32(last), schedule.vocabulary - last * schedule.chunk * LANES)
 
-    def _each(self, unit: Any, index: Any, tokens: int, do: Callable[[Any], None]) -> None:
+    def _each(self, unit: Index, index: Index, tokens: int, do: Callable[[Any], None]) -> None:
         """do(copy) for every copy of a chunk."""
         schedule = self.schedule
         width = tokens if schedule.interpreted else -(-tokens // LANES) * LANES
@@ -68,7 +69,7 @@ class Copies(NamedTuple):
         slot = unit & 1
         semaphore = self.semaphores.at[slot, index]
 
-        def one(row: Any, count: int, place: int | jax.Array) -> None:
+        def one(row: Index, count: int, place: int | jax.Array) -> None:
             source = self.logits_ref.at[pl.ds(row, count), columns]
             target = self.buffer.at[slot, pl.ds(place, count), columns]
             do(pltpu.make_async_copy(source, target, semaphore))
@@ -86,7 +87,7 @@ class Copies(NamedTuple):
             pl.when(unit < full)(lambda: one(first, schedule.unit, 0))
             pl.when(unit >= full)(lambda: one(first, self._rounded(rest), 0))
 
-    def _gathered(self, unit: Any, one: Callable[[Any, int, Any], None]) -> None:
+    def _gathered(self, unit: Index, one: Callable[[Index, int, Index], None]) -> None:
         schedule = self.schedule
         size = 2 if schedule.is_packed else 1  # a word is the least that can be copied
 
@@ -111,7 +112,7 @@ class Copies(NamedTuple):
         return -(-rows // tile) * tile
 
 
-def turn_bits(schedule: Schedule, allowed_ref: Any, rows: list[Any], turned_ref: Any) -> None:
+def turn_bits(schedule: Schedule, allowed_ref: Ref, rows: list[Index], turned_ref: Ref) -> None:
     """Turns the words of a unit's rows: of each half, 8 rows of allowed_ref [batch rows, words].
 
     A row's words come as in `changes.Changes`: bit b of word w is that of token 32 w + b. So a
@@ -122,7 +123,7 @@ def turn_bits(schedule: Schedule, allowed_ref: Any, rows: list[Any], turned_ref:
     count = schedule.words // LANES
     for half, of_half in enumerate(rows):
 
-        def some(first: Any, number: int, half: int = half, of_half: Any = of_half) -> None:
+        def some(first: Index, number: int, half: int = half, of_half: Index = of_half) -> None:
             start = pl.multiple_of(first * LANES, LANES)
             words = allowed_ref[of_half, pl.ds(start, number * LANES)]
             found = [turned(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)]
@@ -153,7 +154,7 @@ def turned(words: jax.Array) -> jax.Array:
     return x
 
 
-def is_allowed(words: jax.Array, column: Any) -> jax.Array:
+def is_allowed(words: jax.Array, column: Index) -> jax.Array:
     """Whether the tokens of a column of a vector of turned words are allowed: [8, 128] bool."""
     found: jax.Array = (words << (WORD_COLUMNS - 1 - column)) < 0
     return found
@@ -176,13 +177,13 @@ class Unit(NamedTuple):
 
     schedule: Schedule
     copies: Copies
-    number: Any
-    index: Any  # in its batch
-    buffer: Any  # as `Copies.buffer`
-    given_ref: Any  # [batch rows, 3] int32
-    turned_ref: Any  # [unit, words] int32, of `turn_bits`; or None
+    number: Index
+    index: Index  # in its batch
+    buffer: Ref  # as `Copies.buffer`
+    given_ref: Ref  # [batch rows, 3] int32
+    turned_ref: Ref  # [unit, words] int32, of `turn_bits`; or None
 
-    def rows(self, half: int) -> Any:
+    def rows(self, half: int) -> Index:
         """The place of these 8 rows in the batch."""
         start = self.index * self.schedule.unit + half * SUBLANES
         return pl.ds(pl.multiple_of(start, SUBLANES), SUBLANES)
@@ -198,7 +199,7 @@ class Unit(NamedTuple):
         )
         return Given(_floats(limit), _floats(scale), shift)
 
-    def load(self, start: Any, number: int, given: list[Given]) -> list[Halves]:
+    def load(self, start: Index, number: int, given: list[Given]) -> list[Halves]:
         """The logits of `number` columns from `start` on."""
         token = pl.multiple_of(start * LANES, LANES)
         slot = 0 if self.schedule.as_blocks else self.number & 1
@@ -206,7 +207,7 @@ class Unit(NamedTuple):
         wide = [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
         return wide if self.turned_ref is None else self._allowed(wide, start)
 
-    def _allowed(self, x: list[Halves], start: Any) -> list[Halves]:
+    def _allowed(self, x: list[Halves], start: Index) -> list[Halves]:
         """-inf where a token's bit is not set. A step is a part of `WORD_COLUMNS`, or several."""
         every: list[list[jax.Array]] = [[] for _ in x]
         for half in range(self.schedule.halves):
@@ -215,7 +216,7 @@ class Unit(NamedTuple):
                     first = lax.div(jnp.int32(start + i), WORD_COLUMNS)
                     here = pl.ds(pl.multiple_of(first * LANES, LANES), LANES)
                     words = self.turned_ref[pl.ds(half * SUBLANES, SUBLANES), here]
-                column: Any = i % WORD_COLUMNS  # where steps begin with a vector of words
+                column: Index = i % WORD_COLUMNS  # where steps begin with a vector of words
                 if self.schedule.step % WORD_COLUMNS:
                     column = lax.rem(jnp.int32(start + i), WORD_COLUMNS)
                 every[i].append(jnp.where(is_allowed(words, column), one[half], -jnp.inf))
@@ -229,7 +230,7 @@ class Unit(NamedTuple):
             return (_floats((words << given[0].shift) & UPPER),)
         return _floats(words << 16), _floats(words & UPPER)
 
-    def over_chunks(self, do: Callable[[Any, int, Any], Any], carry: Any) -> Any:
+    def over_chunks(self, do: Callable[[Index, int, Carry], Carry], carry: Carry) -> Carry:
         """carry = do(chunk, its tokens, carry) for all chunks, the last of which may be short."""
         schedule = self.schedule
         last, size = schedule.num_chunks - 1, schedule.chunk * LANES
@@ -239,19 +240,19 @@ class Unit(NamedTuple):
 
     def over_columns(
         self,
-        chunk: Any,
+        chunk: Index,
         tokens: int,
         given: list[Given],
         step: Step,
-        carry: Any,
+        carry: Carry,
         size: int | None = None,
-    ) -> Any:
+    ) -> Carry:
         """carry = step(...) for the columns of a chunk, `size` at a time: else `schedule.step`."""
         first = chunk * self.schedule.chunk
         size = size or self.schedule.step
         steps, rest = divmod(tokens, size * LANES)
 
-        def full(i: jax.Array, carry: Any) -> Any:
+        def full(i: jax.Array, carry: Carry) -> Carry:
             start = first + i * size
             return step(self.load(start, size, given), start, carry)
 
@@ -265,7 +266,7 @@ class Unit(NamedTuple):
             carry = step(found, start, carry)
         return carry
 
-    def section(self, chunk: Any) -> Any:
+    def section(self, chunk: Index) -> Index:
         """The section that a chunk belongs to."""
         return lax.div(chunk * self.schedule.sections, self.schedule.num_chunks)
 
@@ -279,7 +280,9 @@ def _floats(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def chains(join: Callable[[Any, Any], Any], parts: list[Any], number: int = CHAINS) -> Any:
+def chains(
+    join: Callable[[Carry, Carry], Carry], parts: list[Carry], number: int = CHAINS
+) -> Carry:
     """The parts joined in a few chains, and these in a tree: fewer are alive than in a tree."""
     heads = parts[:number]
     for i, part in enumerate(parts[number:]):
@@ -287,7 +290,7 @@ def chains(join: Callable[[Any, Any], Any], parts: list[Any], number: int = CHAI
     return tree(join, heads)
 
 
-def tree(join: Callable[[Any, Any], Any], parts: list[Any]) -> Any:
+def tree(join: Callable[[Carry, Carry], Carry], parts: list[Carry]) -> Carry:
     """The parts joined two at a time."""
     while len(parts) > 1:
         odd = parts[len(parts) // 2 * 2 :]
