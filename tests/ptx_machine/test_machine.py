@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from . import host
-from .parser import PtxError
-from .programs import THREADS, run, words
+from .parser import PtxError, parse
+from .programs import MODULE, THREADS, run, words
 
 # The largest of 128 floats, as Mosaic GPU has it: shuffles, shared memory, two barriers.
 LARGEST = """
@@ -58,6 +58,15 @@ def normal():
 def test_a_reduction_over_a_warpgroup(normal, where):
     normal[where] = 9
     assert (run(LARGEST, words(normal)).view(np.float32) == 9).all()
+
+
+def test_debug_sections_are_left_out():
+    """Whatever they hold; an unknown line outside of them is an error."""
+    debug = "}}\n\t.section\t.debug_str\n\t{{\n$L__info_string0:\n.b8 95,0\n\t}}\n"
+    module = MODULE.format(body="\tret;")
+    assert parse(module + debug.format()) == parse(module + "}")
+    with pytest.raises(PtxError, match="not understood"):
+        parse(module + ".b8 95,0")
 
 
 def test_nan_wins_a_maximum_and_loses_a_comparison(normal):
