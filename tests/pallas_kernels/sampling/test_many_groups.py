@@ -265,3 +265,22 @@ def test_an_empty_proposal_has_a_q_of_its_shape():
     drafts = none_drawn(3, 2, V)
     found = draw(jnp.zeros((3, 1, V)), sampling_of(3), jnp.zeros(3, jnp.int32))
     assert drafts.q.ids.shape[2:] == found.q.ids.shape[2:]
+
+
+@pytest.mark.fast
+def test_a_group_that_a_mask_excludes_whole_spoils_no_row():
+    """Its largest logit is -inf, from which nothing may be subtracted."""
+    slots, width = 64, 600
+    logits = np.random.default_rng(5).normal(size=width).astype(np.float32)
+    logits[256:512] = -np.inf
+    found = quick_compile.jit(verify)(
+        np.broadcast_to(logits, (slots, 1, width)),
+        Drafts(np.zeros((slots, 0), np.int32), np.zeros(slots, np.int32)),
+        Sampling.greedy(slots)._replace(
+            temperature=np.ones(slots, np.float32), seed=np.arange(slots, dtype=np.uint32)
+        ),
+        np.zeros(slots, np.int32),
+    )
+    drawn = np.asarray(found.token_ids)[:, 0]
+    assert np.isfinite(logits[drawn]).all()
+    assert len(set(drawn.tolist())) > 20  # an invalid row has its greedy token
