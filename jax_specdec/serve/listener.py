@@ -14,7 +14,8 @@ from jax_specdec.serve.app import Service
 from jax_specdec.serve.bounds import MAX_HEAD
 from jax_specdec.serve.connection import Connection, Connections
 
-BACKLOG = 128  # connections that are taken from the system at once, while others wait
+BACKLOG = 1024  # connections that may wait in the system
+TAKEN = 16  # of them in a round of the event loop, between which answers are sent
 
 
 class Listener(uvicorn.Server):
@@ -35,7 +36,7 @@ class Listener(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 h11_max_incomplete_event_size=MAX_HEAD,
-                backlog=BACKLOG,
+                backlog=TAKEN,
                 log_config=None,
                 log_level="error",  # strangers cause warnings
                 access_log=False,
@@ -50,6 +51,12 @@ class Listener(uvicorn.Server):
     def ending(self) -> bool:
         """Whether no more requests are taken."""
         return self._service.draining or self.should_exit
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        for one in sockets or ():  # asyncio has let as many wait as it takes at once
+            one.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain, or end."""

@@ -156,6 +156,19 @@ def test_a_body_that_is_announced_as_too_large_is_refused_at_once():
         assert "more than 1000 bytes (--max-body)" in error(answer)["message"]
 
 
+def test_a_body_whose_length_nobody_said_is_refused_once_it_is_too_large():
+    with serving(bounds=Bounds(max_body=1000, client_timeout=FOR_EVER)) as server:
+        for size, expected in ((1000, 200), (1001, 413)):
+            body = json.dumps(BODY | {"user": ""}).encode()
+            user = b'"user": "' + b"x" * (size - len(body)) + b'"'
+            parts = iter([body.replace(b'"user": ""', user)])
+            headers = {"content-type": "application/json"}
+            answer = httpx.post(
+                f"{server.url}/v1/completions", content=parts, headers=headers, timeout=60
+            )
+            assert answer.status_code == expected
+
+
 def test_the_largest_body_follows_from_the_length_of_a_request():
     assert Bounds().body_bytes(1024) == (1 << 20) + 64 * 1024
     assert Bounds(max_body=5).body_bytes(1024) == 5
