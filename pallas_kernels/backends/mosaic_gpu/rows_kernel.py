@@ -30,6 +30,7 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
 )
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
+from pallas_kernels.numbers.ordered_keys import is_counted
 
 Block = tuple[Index, list[jax.Array]]  # its index, and its pieces as loaded
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
@@ -250,8 +251,8 @@ def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Layout) -
             if weighted is not None:
                 by_exponent.append(terms[-1] * jnp.maximum(exponent, jnp.float32(LEAST)))
             if count is not None:
-                is_larger = x >= row.selected if row.extra.inclusive else x > row.selected
-                count += jnp.where(is_larger, jnp.float32(1), jnp.float32(0))
+                counts = is_counted(x, row.selected, row.extra.inclusive)
+                count += jnp.where(counts, jnp.float32(1), jnp.float32(0))
     # A sum of few terms is added to the many: its rounding errors stay small.
     rescale = _spread(rescale, total.shape, layout)
     if weighted is not None:

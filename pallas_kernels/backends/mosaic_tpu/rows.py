@@ -24,7 +24,7 @@ from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Outputs, Rows, RowSums
 from pallas_kernels.lowering.blocks import barrier, vary_like
-from pallas_kernels.numbers.ordered_keys import just_below
+from pallas_kernels.numbers.ordered_keys import limit_of_count
 
 LN_2 = 0.6931471805599453
 LARGEST = 3.4028234663852886e38  # float32
@@ -113,7 +113,7 @@ def given_rows(
     shift: jax.Array,
 ) -> jax.Array:
     """What the kernel is given of each row: [rows of batches, 3] int32, `unit.Given`."""
-    limit = just_below(selected) if inclusive else selected
+    limit = limit_of_count(selected, inclusive)
     scale = jnp.full(selected.shape, LOG2_E, jnp.float32)
     if temperatures is not None:  # finite in any case: a bad temperature makes no row invalid
         inverse = LOG2_E / jnp.where(temperatures > 0, temperatures, jnp.float32(1))
