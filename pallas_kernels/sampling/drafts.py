@@ -20,9 +20,9 @@ from pallas_kernels.backends.groups import inverse_temperature
 from pallas_kernels.meshes.own_part import Split, on_own_part
 from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.random_draws import DRAFT, Source, best, gumbel
 from pallas_kernels.sampling import door, exact_sums, row_cuts
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.random_draws import DRAFT, Source, best, gumbel
 from pallas_kernels.sampling.row_read import scaled
 from pallas_kernels.sampling.rows import top_candidates
 from pallas_kernels.sampling.types import CompactQ, Drafts, ReportDrafts

@@ -27,8 +27,8 @@ from pallas_kernels.backends.xla.group_sums import sums_of_groups
 from pallas_kernels.lowering.blocks import map_blocks, vary_like
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.gumbel import log_of
+from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel
 from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, truncates
-from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source, best, gumbel
 from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
 from pallas_kernels.sampling.rows import GroupedRows
 

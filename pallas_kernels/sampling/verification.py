@@ -26,10 +26,10 @@ from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.own_part import Split, on_own_part
 from pallas_kernels.meshes.vocab_shard import WHOLE, AxisName, VocabShard
 from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling import door, row_read
 from pallas_kernels.sampling.distribution import cuts
 from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, of_each_row, where
-from pallas_kernels.sampling.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
 from pallas_kernels.sampling.row_read import RowRead
 from pallas_kernels.sampling.rows import GroupedRows

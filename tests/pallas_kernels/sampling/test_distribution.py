@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.requests import MAX_TEMPERATURE, MIN_TEMPERATURE, RequestError, SamplingParams
+from pallas_kernels.numbers.random_draws import ACCEPT, DRAFT, Source, uniform
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.random_draws import ACCEPT, DRAFT, Source, uniform
 from tests.support import quick_compile
 from tests.support.expected_probs import expected_probs
 from tests.support.processed_probs import processed_probs

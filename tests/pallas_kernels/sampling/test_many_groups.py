@@ -15,10 +15,10 @@ import pytest
 from scipy import stats
 
 from pallas_kernels.backends.groups import GroupSums
+from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, gumbel
 from pallas_kernels.sampling import row_draws, row_read
 from pallas_kernels.sampling.drafts import draw, none_drawn
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source, gumbel
 from pallas_kernels.sampling.types import Drafts
 from pallas_kernels.sampling.verification import accept_draft, verify
 from tests.support import quick_compile

@@ -13,10 +13,10 @@ from scipy import stats
 
 from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
 from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
 from pallas_kernels.sampling import cut_search, exact_sums, row_cuts
 from pallas_kernels.sampling.distribution import truncation
 from pallas_kernels.sampling.parameters import Truncation, of_each_row, truncates
-from pallas_kernels.sampling.random_draws import DRAFT, Source, gumbel
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.processed_probs import processed_probs

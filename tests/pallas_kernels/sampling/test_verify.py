@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from pallas_kernels.numbers.random_draws import ACCEPT, RECOVER
 from pallas_kernels.sampling import drafts as drawing
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.random_draws import ACCEPT, RECOVER
 from pallas_kernels.sampling.types import CompactQ, Drafts
 from pallas_kernels.sampling.verification import accept_draft, verify
 from tests.support import quick_compile

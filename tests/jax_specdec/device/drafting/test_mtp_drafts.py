@@ -15,7 +15,7 @@ from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.model.checkpoint import load_checkpoint
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.text import byte_tokens
-from pallas_kernels.sampling.random_draws import DRAFT, Source, gumbel
+from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
 from tests.support import quick_compile, reference_model
 from tests.support.decoding import VOCAB, compiled, random_model, request, run
 from tests.support.expected_probs import expected_probs

@@ -16,9 +16,9 @@ import numpy as np
 from pallas_kernels.backends.groups import RowsToDraw
 from pallas_kernels.backends.mosaic_gpu import draw, groups_kernel
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
+from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source
 from pallas_kernels.sampling import row_draws
 from pallas_kernels.sampling.parameters import Sampling, Truncation
-from pallas_kernels.sampling.random_draws import GROUP, RECOVER, Source
 from pallas_kernels.sampling.row_draws import Drawing
 from pallas_kernels.sampling.row_read import read
 from pallas_kernels.sampling.rows import GroupedRows
