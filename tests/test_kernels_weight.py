@@ -1,0 +1,99 @@
+"""The kernels stay small enough to hold in one's head: folders, code and untyped values count.
+
+Each count is shown to be able to fail.
+"""
+
+import ast
+import io
+import tokenize
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.fast
+
+HOUSE = ROOT / "pallas_kernels"
+MOST_FILES = 14  # beside each other, but for `__init__.py`
+# Lines without comments, docstrings and blank ones, but for `testing`: to come down to 9,800.
+MOST_CODE = 10_350
+MOST_UNTYPED = 400  # to come down to 90
+UNTYPED = {"Any", "object", "cast"}
+
+
+def crowded(folder, most=MOST_FILES):
+    """The folders that have more files than that beside each other."""
+    files = {
+        path: [file for file in path.glob("*.py") if file.name != "__init__.py"]
+        for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    }
+    return {path.name: len(found) for path, found in files.items() if len(found) > most}
+
+
+def docstring_lines(tree):
+    """The numbers of the lines of docstrings."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    first = [node.body[0] for node in ast.walk(tree) if isinstance(node, kinds) and node.body]
+    texts = [
+        node
+        for node in first
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    return {line for node in texts for line in range(node.lineno, node.end_lineno + 1)}
+
+
+def code_lines(source):
+    """How many lines hold code."""
+    layout = {
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }  # fmt: skip
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = [token for token in tokens if token.type not in layout]
+    lines = {line for token in code for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - docstring_lines(ast.parse(source)))
+
+
+def untyped(source):
+    """How often `Any`, `object` and `cast` stand in it, but for their import."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [node.id for node in nodes if isinstance(node, ast.Name)]
+    names += [
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "typing"
+    ]
+    return len([name for name in names if name in UNTYPED])
+
+
+def sources(*, without=()):
+    """The files of the kernels' package, but for some rooms."""
+    paths = HOUSE.rglob("*.py")
+    return [path.read_text() for path in paths if path.relative_to(HOUSE).parts[0] not in without]
+
+
+def test_no_folder_is_crowded():
+    assert crowded(HOUSE) == {}
+
+
+def test_the_code_is_small():
+    assert sum(map(code_lines, sources(without=("testing",)))) <= MOST_CODE
+
+
+def test_values_are_typed():
+    assert sum(map(untyped, sources())) <= MOST_UNTYPED
+
+
+def test_these_counts_can_fail(tmp_path):
+    room = tmp_path / "room"
+    room.mkdir()
+    for number in range(4):
+        (room / f"{number}.py").touch()
+    (room / "__init__.py").touch()
+    assert crowded(tmp_path, most=4) == {}
+    assert crowded(tmp_path, most=3) == {"room": 4}
+    source = '"""A docstring."""\n# a comment\n\nx: typing.Any = (\n    1,  # one\n)\n'
+    assert code_lines(source) == 3
+    assert untyped(source + "def f(y: Any) -> object:\n    return cast(Any, y)\n") == 5
