@@ -5,8 +5,6 @@ kernel of calls without sampling reads them once more. Drawing is left to XLA: i
 works on [R, V / 256] and [R, 256] numbers.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,11 +18,10 @@ from pallas_kernels.backends.groups import (
     as_many_as_needed,
     whole_groups,
 )
-from pallas_kernels.backends.kernel_types import Interpret
 from pallas_kernels.backends.mosaic_tpu import groups_kernel
 from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, in_rows, in_units, row_sums
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT, choose_schedule, must_fit
-from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E
+from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.backends.xla import selection
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.lowering.blocks import vary_like
@@ -111,8 +108,16 @@ def _groups_of(
     rows, dtype = len(logits), logits.dtype.name
     if dtype == "float16":
         logits = logits.astype(jnp.float32)  # in the kernel
-    options: dict[str, Any] = {"gathered": False, "entropy": False, "cut": cut}
-    schedule = choose_schedule(logits.shape, rows, 0, dtype, interpreted=bool(interpret), **options)
+    schedule = choose_schedule(
+        logits.shape,
+        rows,
+        0,
+        dtype,
+        interpreted=bool(interpret),
+        gathered=False,
+        entropy=False,
+        cut=cut,
+    )
     must_fit(schedule)
     what = groups_kernel.Groups(tokens, offset is not None, raw)
     scale = jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(LARGEST))

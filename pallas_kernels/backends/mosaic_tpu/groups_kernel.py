@@ -17,10 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends.kernel_types import Index, Interpret, Ref
 from pallas_kernels.backends.mosaic_tpu.rows_kernel import like
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, Schedule
-from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, SHAPE, Copies, Halves, Unit
+from pallas_kernels.backends.mosaic_tpu.unit import (
+    LOG2_E,
+    SHAPE,
+    Copies,
+    Halves,
+    Index,
+    Interpret,
+    Unit,
+    aligned,
+)
 
 PAIR = 2  # vectors of a group
 TURN = 64  # columns that a turn of the loop works on: reductions over lanes take long, side by side
@@ -43,7 +51,7 @@ class Groups(NamedTuple):
         return -(-self.number // LANES) * LANES
 
 
-def body(schedule: Schedule, groups: Groups, *refs: Ref) -> None:
+def body(schedule: Schedule, groups: Groups, *refs: jax.Ref) -> None:
     """One grid step: a unit of rows, or a block of it."""
     offset_ref, logits_ref, given_ref, *rest = refs
     semaphores = None if schedule.as_blocks else rest.pop()
@@ -62,7 +70,7 @@ def body(schedule: Schedule, groups: Groups, *refs: Ref) -> None:
     read(unit, groups, offset_ref[0], outputs)
 
 
-def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Ref]) -> None:
+def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[jax.Ref]) -> None:
     """Writes a unit's maxima, its sums and those at temperature 1, [unit, width] each."""
     schedule, given = unit.schedule, unit.given()
     size = max(PAIR, min(TURN, schedule.chunk // PAIR * PAIR))
@@ -99,7 +107,7 @@ def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[Ref]) -> N
         return found
 
     def write(half: int, group: Index, found: list[list[jax.Array]]) -> None:
-        here = pl.ds(half * SUBLANES, SUBLANES), pl.ds(pl.multiple_of(group & -LANES, LANES), LANES)
+        here = pl.ds(half * SUBLANES, SUBLANES), pl.ds(aligned(group & -LANES, LANES), LANES)
         for ref, columns in zip(outputs, zip(*found, strict=True), strict=True):
             out = ref[here]
             for i, one in enumerate(columns):

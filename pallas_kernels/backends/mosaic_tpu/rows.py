@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.answers import with_biased
-from pallas_kernels.backends.kernel_types import Interpret
 from pallas_kernels.backends.mosaic_tpu import rows_kernel
 from pallas_kernels.backends.mosaic_tpu.schedule import (
     CUT,
@@ -20,7 +19,7 @@ from pallas_kernels.backends.mosaic_tpu.schedule import (
     choose_schedule,
     must_fit,
 )
-from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E
+from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Outputs, Rows, RowSums
 from pallas_kernels.lowering.blocks import barrier, vary_like

@@ -14,21 +14,24 @@ their order, the scan of rare rows, the sweeps, and at its end the kernel.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
-from pallas_kernels.backends.kernel_types import Carry, Index, Interpret, Ref
 from pallas_kernels.backends.mosaic_tpu.schedule import GROUP, LANES, SUBLANES, Schedule
 from pallas_kernels.backends.mosaic_tpu.unit import (
     LOG2_E,
     SHAPE,
     Copies,
     Halves,
+    Index,
+    Interpret,
+    Place,
     Unit,
     chains,
     tree,
@@ -57,28 +60,28 @@ class Stacks(NamedTuple):
     """The stacks of a batch, one a lane of each section of a row; -inf: no candidate."""
 
     schedule: Schedule
-    logits: Ref  # [sections * (depth + 1), batch rows, 128] float32; more than depth: overflow
-    columns: Ref  # [sections * (depth + 1), batch rows, 128] float32; the last ones are not used
+    logits: jax.Ref  # [sections * (depth + 1), batch rows, 128] float32; more than depth: overflow
+    columns: jax.Ref  # [sections * (depth + 1), batch rows, 128] float32; the last are not used
 
-    def clear(self, rows: Index) -> None:
+    def clear(self, rows: Place) -> None:
         for slot in range(self.schedule.slots):
             self.logits[slot, rows, :] = jnp.full(SHAPE, -jnp.inf, jnp.float32)
             self.columns[slot, rows, :] = jnp.zeros(SHAPE, jnp.float32)
 
-    def load(self, section: Index, rows: Index) -> Stack:
+    def load(self, section: Index, rows: Place) -> Stack:
         depth = self.schedule.depth
         first = section * (depth + 1)
         logits = tuple(self.logits[first + i, rows, :] for i in range(depth + 1))
         return logits, tuple(self.columns[first + i, rows, :] for i in range(depth))
 
-    def store(self, section: Index, rows: Index, stack: Stack) -> None:
+    def store(self, section: Index, rows: Place, stack: Stack) -> None:
         first = section * (self.schedule.depth + 1)
         for i, x in enumerate(stack[0]):
             self.logits[first + i, rows, :] = x
         for i, x in enumerate(stack[1]):
             self.columns[first + i, rows, :] = x
 
-    def unfit(self, rows: Index) -> jax.Array:
+    def unfit(self, rows: Place) -> jax.Array:
         """1.0 in lanes [8, 128] that lost a candidate, or have one whose order is not certain.
 
         Floats compare subnormal numbers as if they were zeros.
@@ -115,9 +118,15 @@ def push_each(stack: Stack, x: list[jax.Array], start: Index, bound: jax.Array) 
     return stack
 
 
+Selection = tuple[Stack, jax.Array]
+Pair = tuple[jax.Array, jax.Array]  # of logits and of their columns or tokens
+Vectors = tuple[jax.Array, ...]
+Totals = tuple[jax.Array, jax.Array, jax.Array]  # maximum, how many are larger, sum
+
+
 def push_groups(
-    selection: Carry, x: list[jax.Array], start: Index, bound: jax.Array
-) -> tuple[Stack, jax.Array]:
+    selection: Selection, x: list[jax.Array], start: Index, bound: jax.Array
+) -> Selection:
     """Pushes the largest of each group of columns, if it reaches the bound.
 
     A selection is a stack and the largest logit that was not looked at: where that one reaches the
@@ -130,7 +139,7 @@ def push_groups(
         entries = [(one, jnp.full(SHAPE, float(i))) for i, one in enumerate(group)]
         losers: list[jax.Array] = []
 
-        def join(a: Carry, b: Carry, losers: list[jax.Array] = losers) -> Carry:
+        def join(a: Pair, b: Pair, losers: list[jax.Array] = losers) -> Pair:
             losers.append(jnp.minimum(a[0], b[0]))
             return jnp.maximum(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
 
@@ -163,7 +172,7 @@ def threshold(groups: list[jax.Array], k: int) -> jax.Array:
     return bound
 
 
-def order(stacks: Stacks, hard: Ref, values_ref: Ref, ids_ref: Ref) -> None:
+def order(stacks: Stacks, hard: jax.Ref, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
     """K times the largest candidate of each row, ties lowest id first: [batch rows, width].
 
     hard [batch rows, 128] float32: more than 0 where a row's results are there already.
@@ -194,9 +203,9 @@ def write(
     values: jax.Array,
     ids: jax.Array,
     rows: jax.Array,
-    values_ref: Ref,
-    ids_ref: Ref,
-    at: Index = slice(None),
+    values_ref: jax.Ref,
+    ids_ref: jax.Ref,
+    at: Place = slice(None),
 ) -> None:
     """Write values and ids [n, 1] to column `rank` of the outputs' rows `at`, where `rows` says."""
     block = pl.ds(pl.multiple_of(rank & -LANES, LANES), LANES)
@@ -206,7 +215,7 @@ def write(
     ids_ref[at, block] = jnp.where(here, ids, ids_ref[at, block])
 
 
-def scan(unit: Unit, half: int, values_ref: Ref, ids_ref: Ref) -> None:
+def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
     """Writes the top K of half a unit that has too many candidates for the stacks: by K sweeps.
 
     Rows of equal logits take it, and rows whose K-th largest logit is near 0: logits are compared
@@ -219,7 +228,7 @@ def scan(unit: Unit, half: int, values_ref: Ref, ids_ref: Ref) -> None:
     def take(rank: jax.Array, last: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         last_key, last_id = (jnp.broadcast_to(one, SHAPE) for one in last)
 
-        def step(loaded: list[Halves], start: Index, carry: Carry) -> Carry:
+        def step(loaded: list[Halves], start: Index, carry: Pair) -> Pair:
             best, best_id = carry
             for i, one in enumerate(loaded):
                 key = _mirrored(lax.bitcast_convert_type(one[half], jnp.int32))
@@ -230,7 +239,7 @@ def scan(unit: Unit, half: int, values_ref: Ref, ids_ref: Ref) -> None:
                 best_id = jnp.where(better, token, best_id)
             return best, best_id
 
-        def chunk(index: Index, tokens: int, carry: Carry) -> Carry:
+        def chunk(index: Index, tokens: int, carry: Pair) -> Pair:
             return unit.over_columns(index, tokens, given, step, carry)
 
         nothing = jnp.full(SHAPE, -INFINITY, jnp.int32), jnp.zeros(SHAPE, jnp.int32)
@@ -266,7 +275,7 @@ class Found(NamedTuple):
     excess: jax.Array  # of the maximum over the first guess of it, in powers of 2
 
 
-def first_sweep(unit: Unit, maxima: Ref) -> list[Found]:
+def first_sweep(unit: Unit, maxima: jax.Ref) -> list[Found]:
     """Statistics of the unit's rows; waits for its chunks one by one.
 
     The maximum is subtracted before the exponentials, but is not known yet: the largest of the
@@ -283,20 +292,20 @@ def first_sweep(unit: Unit, maxima: Ref) -> list[Found]:
     first = min(schedule.vocabulary, schedule.chunk * LANES)
     unit.copies.wait(unit.number, jnp.int32(0), first)
 
-    def largest(loaded: list[Halves], _: Index, carry: Carry) -> Carry:
+    def largest(loaded: list[Halves], _: Index, carry: Vectors) -> Vectors:
         every = [[one[half] for one in loaded] for half in range(schedule.halves)]
         found = (chains(jnp.maximum, x) for x in every)
         return tuple(jnp.maximum(a, b) for a, b in zip(carry, found, strict=True))
 
     begin = (least,) * schedule.halves
-    guesses = unit.over_columns(
+    found_first = unit.over_columns(
         jnp.int32(0), min(first, schedule.step * LANES), given, largest, begin
     )
-    guesses = [jnp.max(one, axis=1, keepdims=True) for one in guesses]
+    guesses = [jnp.max(one, axis=1, keepdims=True) for one in found_first]
     reference = [jnp.broadcast_to(one, SHAPE) for one in guesses]
 
-    def step(loaded: list[Halves], _: Index, carry: Carry) -> Carry:
-        out = [list(one) for one in carry]
+    def step(loaded: list[Halves], _: Index, carry: tuple[Totals, ...]) -> tuple[Totals, ...]:
+        out = [*carry]
         for begin in range(0, len(loaded), PART):
             for half, (maximum, larger, total) in enumerate(out):
                 x = [one[half] for one in loaded[begin : begin + PART]]
@@ -305,10 +314,10 @@ def first_sweep(unit: Unit, maxima: Ref) -> list[Found]:
                     maximum = jnp.maximum(maximum, one)
                 for one in x:
                     larger = larger + jnp.where(one > given[half].limit, 1.0, 0.0)
-                out[half] = [maximum, larger, total + tree(jnp.add, terms)]
-        return tuple(tuple(one) for one in out)
+                out[half] = maximum, larger, total + tree(jnp.add, terms)
+        return tuple(out)
 
-    def chunk(index: Index, tokens: int, totals: Carry) -> Carry:
+    def chunk(index: Index, tokens: int, totals: tuple[Pair, ...]) -> tuple[Pair, ...]:
         pl.when(index > 0)(lambda: unit.copies.wait(unit.number, index, tokens))
         begin = ((least, zero, zero),) * schedule.halves
         ended = unit.over_columns(index, tokens, given, step, begin, schedule.first_step)
@@ -332,7 +341,7 @@ def first_sweep(unit: Unit, maxima: Ref) -> list[Found]:
     return found
 
 
-def groups(unit: Unit, maxima: Ref, half: int) -> list[jax.Array]:
+def groups(unit: Unit, maxima: jax.Ref, half: int) -> list[jax.Array]:
     """The sections' maxima [8, 128] of half the unit."""
     return [maxima[section, _half(half), :] for section in range(unit.schedule.sections)]
 
@@ -346,13 +355,17 @@ def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
     for half in halves:
         stacks.clear(unit.rows(half))
 
-    def step(loaded: list[Halves], start: Index, carry: Carry) -> Carry:
+    def step(
+        loaded: list[Halves], start: Index, carry: tuple[Selection, ...]
+    ) -> tuple[Selection, ...]:
         return tuple(
             push_groups(selection, [one[half] for one in loaded], start, bound[half])
             for half, selection in enumerate(carry)
         )
 
-    def step_again(loaded: list[Halves], start: Index, carry: Carry) -> Carry:
+    def step_again(
+        loaded: list[Halves], start: Index, carry: tuple[Stack, ...]
+    ) -> tuple[Stack, ...]:
         return tuple(
             push_each(stack, [one[half] for one in loaded], start, bound[half])
             for half, stack in enumerate(carry)
@@ -390,7 +403,7 @@ def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
     entropy = unit.schedule.entropy
     zero = jnp.zeros(SHAPE, jnp.float32)
 
-    def step(loaded: list[Halves], _: Index, sums: Ref) -> Carry:
+    def step(loaded: list[Halves], _: Index, sums: Vectors) -> Vectors:
         exponents = [(one[half] - reference) * scale for one in loaded]
         terms = [jnp.exp2(one) for one in exponents]
         more = [chains(jnp.add, terms)]
@@ -400,7 +413,7 @@ def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
             more.append(chains(jnp.add, products))
         return tuple(a + b for a, b in zip(sums, more, strict=True))
 
-    def chunk(index: Index, tokens: int, totals: Carry) -> Carry:
+    def chunk(index: Index, tokens: int, totals: Vectors) -> Vectors:
         begin = (zero,) * len(totals)
         sums = unit.over_columns(index, tokens, given, step, begin)
         return tuple(a + b for a, b in zip(totals, sums, strict=True))
@@ -435,11 +448,11 @@ def count_again(unit: Unit, half: int) -> jax.Array:
     return counted
 
 
-def _half(half: int) -> Index:
+def _half(half: int) -> Place:
     return pl.ds(half * SUBLANES, SUBLANES)
 
 
-def body(schedule: Schedule, *refs: Ref) -> None:
+def body(schedule: Schedule, *refs: jax.Ref) -> None:
     """One grid step."""
     count_ref, rows_ref, logits_ref, given_ref, *rest = refs
     allowed_ref = rest.pop(0) if schedule.masked else None
@@ -455,7 +468,7 @@ def body(schedule: Schedule, *refs: Ref) -> None:
     def serve(index: jax.Array) -> None:
         number = first + index
         unit = Unit(schedule, copies, number, index, buffer, given_ref, turned_ref)
-        if schedule.masked:
+        if allowed_ref is not None and turned_ref is not None:
             turn_bits(
                 schedule,
                 allowed_ref,
@@ -507,7 +520,7 @@ def body(schedule: Schedule, *refs: Ref) -> None:
     put_in_order(first < units)
 
 
-def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: Ref) -> None:
+def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: jax.Ref) -> None:
     """Writes the statistics of half a unit; sweeps again where the first sweep was not enough."""
     wanted = _wanted(unit, half, count)
     rows = unit.rows(half)
@@ -534,9 +547,9 @@ def select_again(
     bound: jax.Array,
     count: jax.Array,
     stacks: Stacks,
-    hard: Ref,
-    values_ref: Ref,
-    ids_ref: Ref,
+    hard: jax.Ref,
+    values_ref: jax.Ref,
+    ids_ref: jax.Ref,
 ) -> None:
     """Scans half a unit if the stacks cannot serve one of its rows; says so in `hard`."""
     near_zero = jnp.broadcast_to(jnp.abs(bound) < MIN_NORMAL, SHAPE)
@@ -570,7 +583,7 @@ def _columns(columns: list[jax.Array]) -> jax.Array:
     return out
 
 
-def _overwrite(stats_ref: Ref, rows: Index, first: int, columns: list[jax.Array]) -> None:
+def _overwrite(stats_ref: jax.Ref, rows: Place, first: int, columns: list[jax.Array]) -> None:
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
     out = stats_ref[rows, :]
     for i, one in enumerate(columns):
@@ -615,7 +628,7 @@ def call(
         size = schedule.block * LANES
         buffers, grid = 1, (schedule.num_batches, schedule.batch_units, schedule.width // size)
         of_logits = pl.BlockSpec((schedule.unit, size), functools.partial(wanted_block, schedule))
-    scratch: list[Any] = [
+    scratch = [
         pltpu.VMEM((buffers, schedule.buffer_rows, schedule.width), logits.dtype),
         pltpu.VMEM((schedule.sections, schedule.halves * SUBLANES, LANES), jnp.float32),
     ]
@@ -662,8 +675,8 @@ def call(
 
 
 def wanted_block(
-    schedule: Schedule, batch: Index, index: Index, place: Index, count: Index, _: Index
-) -> tuple[Index, Index]:
+    schedule: Schedule, batch: Index, index: Index, place: Index, count: jax.Ref, _: jax.Ref
+) -> tuple[jax.Array, jax.Array]:
     """The block of a grid step; the last wanted one again where there are no more: no copy."""
     last = jnp.maximum(lax.div(count[0] + (schedule.unit - 1), schedule.unit) - 1, 0)
     unit = batch * schedule.batch_units + index
@@ -671,7 +684,7 @@ def wanted_block(
     return jnp.minimum(unit, last), jnp.where(unit > last, end, place)
 
 
-def like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+def like(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """An output's type, which varies over the mesh axes of `shard_map` over which x does."""
     varying = jax.typeof(x).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]

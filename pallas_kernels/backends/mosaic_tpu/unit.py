@@ -1,7 +1,7 @@
 """A unit of target rows in VMEM: its copies from HBM, its masks' bits, its logits as float32."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends.kernel_types import Carry, Index, Ref
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, WORD_COLUMNS, Schedule
 
 LOG2_E = 1.4426950408889634
@@ -22,8 +21,26 @@ AT_ONCE = 8  # vectors: their permutations run side by side
 STEPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))
 
 Halves = tuple[jax.Array, ...]  # [8, 128] each: the even and the odd rows, or all
+Index = int | jax.Array  # [] int32
+Place = slice | pl.Slice
+Interpret = pltpu.InterpretParams | bool
+Carry = TypeVar("Carry")  # of a loop: a tree of vectors
+Joined = TypeVar("Joined")
 # (vectors of some columns, the first of these, carry) -> carry
 Step = Callable[[list[Halves], Index, Carry], Carry]
+
+
+def aligned(place: Index, size: int) -> jax.Array:
+    """The place, which Mosaic may take for a multiple of a size."""
+    found: jax.Array = pl.multiple_of(place, size)  # type: ignore[arg-type]
+    return found
+
+
+class AsyncCopy(Protocol):
+    """A copy that Pallas makes."""
+
+    def start(self) -> None: ...
+    def wait(self) -> None: ...
 
 
 class Copies(NamedTuple):
@@ -34,10 +51,10 @@ class Copies(NamedTuple):
     """
 
     schedule: Schedule
-    logits_ref: Ref  # [N, V] in HBM
-    rows_ref: Ref  # [R] int32 in SMEM, where rows are gathered
-    buffer: Ref  # [2, or 1 of blocks, rows, V rounded up] in VMEM
-    semaphores: Ref  # [2, chunks]; None for blocks
+    logits_ref: jax.Ref  # [N, V] in HBM
+    rows_ref: jax.Ref | None  # [R] int32 in SMEM, where rows are gathered
+    buffer: jax.Ref  # [2, or 1 of blocks, rows, V rounded up] in VMEM
+    semaphores: jax.Ref | None  # [2, chunks]; None for blocks
 
     def start(self, unit: Index) -> None:
         """Start the copies of all chunks of a unit."""
@@ -60,13 +77,16 @@ class Copies(NamedTuple):
             lax.fori_loop(0, last, full, None)
         do(jnp.int32(last), schedule.vocabulary - last * schedule.chunk * LANES)
 
-    def _each(self, unit: Index, index: Index, tokens: int, do: Callable[[Any], None]) -> None:
+    def _each(
+        self, unit: Index, index: Index, tokens: int, do: Callable[[AsyncCopy], None]
+    ) -> None:
         """do(copy) for every copy of a chunk."""
         schedule = self.schedule
         width = tokens if schedule.interpreted else -(-tokens // LANES) * LANES
-        start = pl.multiple_of(index * (schedule.chunk * LANES), LANES)
+        start = aligned(index * (schedule.chunk * LANES), LANES)
         columns = pl.ds(start, width)
         slot = unit & 1
+        assert self.semaphores is not None
         semaphore = self.semaphores.at[slot, index]
 
         def one(row: Index, count: int, place: int | jax.Array) -> None:
@@ -78,7 +98,7 @@ class Copies(NamedTuple):
             self._gathered(unit, one)
             return
         full, rest = divmod(schedule.num_logits_rows, schedule.unit)
-        first = pl.multiple_of(unit * schedule.unit, schedule.unit)
+        first = aligned(unit * schedule.unit, schedule.unit)
         if not rest:
             one(first, schedule.unit, 0)
         elif not full:
@@ -92,11 +112,12 @@ class Copies(NamedTuple):
         size = 2 if schedule.is_packed else 1  # a word is the least that can be copied
 
         def target(j: jax.Array, _: None) -> None:
+            assert self.rows_ref is not None
             row = self.rows_ref[unit * SUBLANES + j]
             if size == 1:
                 one(row, 1, j)
             elif not schedule.interpreted:
-                one(pl.multiple_of(row, 2), 2, pl.multiple_of(2 * j, 2))
+                one(aligned(row, 2), 2, aligned(2 * j, 2))
             else:
                 one(row, min(2, schedule.num_logits_rows), 2 * j)
 
@@ -112,7 +133,9 @@ class Copies(NamedTuple):
         return -(-rows // tile) * tile
 
 
-def turn_bits(schedule: Schedule, allowed_ref: Ref, rows: list[Index], turned_ref: Ref) -> None:
+def turn_bits(
+    schedule: Schedule, allowed_ref: jax.Ref, rows: list[Place], turned_ref: jax.Ref
+) -> None:
     """Turns the words of a unit's rows: of each half, 8 rows of allowed_ref [batch rows, words].
 
     A row's words come as in `changes.Changes`: bit b of word w is that of token 32 w + b. So a
@@ -123,8 +146,8 @@ def turn_bits(schedule: Schedule, allowed_ref: Ref, rows: list[Index], turned_re
     count = schedule.words // LANES
     for half, of_half in enumerate(rows):
 
-        def some(first: Index, number: int, half: int = half, of_half: Index = of_half) -> None:
-            start = pl.multiple_of(first * LANES, LANES)
+        def some(first: Index, number: int, half: int = half, of_half: Place = of_half) -> None:
+            start = aligned(first * LANES, LANES)
             words = allowed_ref[of_half, pl.ds(start, number * LANES)]
             found = [turned(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)]
             target = pl.ds(half * SUBLANES, SUBLANES)
@@ -178,15 +201,15 @@ class Unit(NamedTuple):
     schedule: Schedule
     copies: Copies
     number: Index
-    index: Index  # in its batch
-    buffer: Ref  # as `Copies.buffer`
-    given_ref: Ref  # [batch rows, 3] int32
-    turned_ref: Ref  # [unit, words] int32, of `turn_bits`; or None
+    index: Index  # type: ignore[assignment]  # in its batch
+    buffer: jax.Ref  # as `Copies.buffer`
+    given_ref: jax.Ref  # [batch rows, 3] int32
+    turned_ref: jax.Ref | None  # [unit, words] int32, of `turn_bits`; or None
 
-    def rows(self, half: int) -> Index:
+    def rows(self, half: int) -> Place:
         """The place of these 8 rows in the batch."""
         start = self.index * self.schedule.unit + half * SUBLANES
-        return pl.ds(pl.multiple_of(start, SUBLANES), SUBLANES)
+        return pl.ds(aligned(start, SUBLANES), SUBLANES)
 
     def given(self) -> list[Given]:
         """Of each half."""
@@ -201,7 +224,7 @@ class Unit(NamedTuple):
 
     def load(self, start: Index, number: int, given: list[Given]) -> list[Halves]:
         """The logits of `number` columns from `start` on."""
-        token = pl.multiple_of(start * LANES, LANES)
+        token = aligned(start * LANES, LANES)
         slot = 0 if self.schedule.as_blocks else self.number & 1
         block = self.buffer[slot, :, pl.ds(token, number * LANES)]
         wide = [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
@@ -209,12 +232,13 @@ class Unit(NamedTuple):
 
     def _allowed(self, x: list[Halves], start: Index) -> list[Halves]:
         """-inf where a token's bit is not set. A step is a part of `WORD_COLUMNS`, or several."""
+        assert self.turned_ref is not None
         every: list[list[jax.Array]] = [[] for _ in x]
         for half in range(self.schedule.halves):
             for i, one in enumerate(x):
                 if i % WORD_COLUMNS == 0:
                     first = lax.div(jnp.int32(start + i), WORD_COLUMNS)
-                    here = pl.ds(pl.multiple_of(first * LANES, LANES), LANES)
+                    here = pl.ds(aligned(first * LANES, LANES), LANES)
                     words = self.turned_ref[pl.ds(half * SUBLANES, SUBLANES), here]
                 column: Index = i % WORD_COLUMNS  # where steps begin with a vector of words
                 if self.schedule.step % WORD_COLUMNS:
@@ -243,7 +267,7 @@ class Unit(NamedTuple):
         chunk: Index,
         tokens: int,
         given: list[Given],
-        step: Step,
+        step: Step[Carry],
         carry: Carry,
         size: int | None = None,
     ) -> Carry:
@@ -266,7 +290,7 @@ class Unit(NamedTuple):
             carry = step(found, start, carry)
         return carry
 
-    def section(self, chunk: Index) -> Index:
+    def section(self, chunk: Index) -> jax.Array:
         """The section that a chunk belongs to."""
         return lax.div(chunk * self.schedule.sections, self.schedule.num_chunks)
 
@@ -281,8 +305,8 @@ def _floats(bits: jax.Array) -> jax.Array:
 
 
 def chains(
-    join: Callable[[Carry, Carry], Carry], parts: list[Carry], number: int = CHAINS
-) -> Carry:
+    join: Callable[[Joined, Joined], Joined], parts: list[Joined], number: int = CHAINS
+) -> Joined:
     """The parts joined in a few chains, and these in a tree: fewer are alive than in a tree."""
     heads = parts[:number]
     for i, part in enumerate(parts[number:]):
@@ -290,7 +314,7 @@ def chains(
     return tree(join, heads)
 
 
-def tree(join: Callable[[Carry, Carry], Carry], parts: list[Carry]) -> Carry:
+def tree(join: Callable[[Joined, Joined], Joined], parts: list[Joined]) -> Joined:
     """The parts joined two at a time."""
     while len(parts) > 1:
         odd = parts[len(parts) // 2 * 2 :]
