@@ -26,10 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from bench import reference
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends import choose
 from pallas_kernels.backends.xla import block_sizes
+from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import Shape
 
 BLOCK = 256

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bench import reference
 from bench.gpu import contenders
 from bench.gpu.contenders import PLAIN
 from bench.timing import Comparison, Target, compare
 from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import CPU_GRID, Shape
 
 LOGSUMEXP, NUMPY = "logsumexp + top_k", "numpy argpartition"

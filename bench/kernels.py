@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from bench import reference
 from bench.gpu import contenders, kernels
 from bench.gpu.contenders import COPY, PLAIN
 from bench.timing import Comparison, Target, compare
 from pallas_kernels import topk_logprobs
 from pallas_kernels.lowering import obstacles
+from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import CPU_SPEED, GPU, VOCABULARIES, Shape
 
 QUICK = (

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bench import reference
 from bench.timing import BenchError, Comparison, Target, compare
 from jax_specdec.device import Drafts, Sampling, verify
 from pallas_kernels import topk_logprobs
 from pallas_kernels.sampling import emitted_logprobs
+from pallas_kernels.testing import plain as reference
 
 K, POSITIONS = 20, 4
 BUDGET = 1.0  # seconds of a way in one case, but for three rounds: some take half a minute

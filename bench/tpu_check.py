@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from bench import reference
 from bench.gpu import contenders
 from bench.timing import BenchError, Comparison, compare, print_table, write_json
 from pallas_kernels import TopkLogprobs, topk_logprobs
@@ -33,6 +32,7 @@ from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.testing import oracle
+from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import Shape
 
 OURS, XLA, FLOOR = "mosaic_tpu", "xla", "max only"

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import reference
 from bench.gpu import floor, torch_peers
 from bench.gpu.device_clock import Span, Work, device_spans, host_spans
 from bench.timing import BenchError
@@ -19,6 +18,7 @@ from pallas_kernels import topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import Shape
 
 PLAIN = "log_softmax + top_k"

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import reference
 from bench.loop import cores
 from bench.loop.consumer import CPU, GENERATION, PROCESSED, Consumer, Round, end_of_round, send
 from bench.ring.contenders import SEED_BYTES, Sender
@@ -33,6 +32,7 @@ from jax_specdec.device.messages.step_messages import StepOutput, target_message
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.requests import Request, SamplingParams
 from pallas_kernels import TopkLogprobs
+from pallas_kernels.testing import plain as reference
 
 WARM_STEPS = 2  # after the prompts, before the clock starts
 SETTLE = 6  # at most: steps taken apart and not counted, in which the ring learns their rhythm

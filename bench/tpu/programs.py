@@ -73,13 +73,13 @@ def measure(
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from bench import reference
     from bench.tpu import bundles
     from pallas_kernels import topk_logprobs
     from pallas_kernels.backends import read
     from pallas_kernels.backends.mosaic_tpu import rows as run
     from pallas_kernels.backends.mosaic_tpu import schedule
     from pallas_kernels.sampling.rows import GroupedRows
+    from pallas_kernels.testing import plain as reference
 
     def chosen(*arguments: Any, **options: Any) -> schedule.Schedule:
         return replace(schedule.choose_schedule(*arguments, **options), rare=way == "full")

@@ -33,7 +33,9 @@ def sources(way: str, root: Path) -> Iterable[Path]:
 
     Of the plain way none is ours but its own.
     """
-    yield from map(Path, ("bench/tpu/programs.py", "bench/tpu/bundles.py", "bench/reference.py"))
+    yield from map(
+        Path, ("bench/tpu/programs.py", "bench/tpu/bundles.py", "pallas_kernels/testing/plain.py")
+    )
     if way == "plain":
         return
     for path in sorted((root / "pallas_kernels").rglob("*.py")):

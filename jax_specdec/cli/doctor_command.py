@@ -8,10 +8,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "doctor",
-        help="list rings and directories of engines, and remove those of dead processes",
-        description="List every ring in /dev/shm and every engine's directory, with the state of "
-        "the process that made it. An engine that is killed leaves its directory, and one that is "
-        "closed the output of its lost workers, with the reason of each loss.",
+        help="list the toolchain, and rings and directories of engines; remove those of the dead",
+        description="Say where the driver, ptxas and libdevice are. List every ring in /dev/shm, "
+        "and every engine's directory, with the state of the process that made it. An engine that "
+        "is killed leaves its directory, and one that is closed the output of its lost workers, "
+        "with the reason of each loss.",
     )
     parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
     parser.add_argument(
@@ -26,7 +27,12 @@ def run(options: argparse.Namespace) -> int:
     """
     from ipc import doctor
     from jax_specdec import compiled_programs
+    from jax_specdec.cli import toolchain
     from jax_specdec.engine import leftovers
+
+    tools = toolchain.find()
+    for line in [*tools.lines(), *(f"NOTE: {note}" for note in tools.notes() if tools.gpus)]:
+        print(line)
 
     folder = compiled_programs.default_folder()
     kept = (compiled_programs.clear if options.clear_cache else compiled_programs.contents)(folder)

@@ -19,6 +19,7 @@ from types import FrameType, ModuleType
 from jax_specdec.cli import argument_types
 
 COMMANDS = (
+    "check-device",
     "demo",
     "doctor",
     "generate",
@@ -102,7 +103,7 @@ def _version() -> str:
 
 
 def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"jax_specdec.cli.{command}_command")
+    return importlib.import_module(f"jax_specdec.cli.{command.replace('-', '_')}_command")
 
 
 @contextlib.contextmanager

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import reference
 from bench.gpu import contenders, device_clock, kernels, torch_peers
 from bench.gpu.contenders import COPY, FLOOR, FUSED, OURS, PLAIN, TORCH, UNSTABLE
 from bench.gpu.device_clock import PAUSE, ClockError, Event, Work
 from bench.report.comparison import PEERS, from_samples
 from pallas_kernels import TopkLogprobs
+from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import Shape
 
 US = 1e-6

@@ -18,9 +18,12 @@ from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.types import CompactQ, Drafts
 from pallas_kernels.sampling.verification import verify
+from pallas_kernels.testing import draws as drawn_tokens
 from pallas_kernels.testing import oracle
+from pallas_kernels.testing.draws import PURPOSES, Slot
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
+from tests.support import quick_compile
 from tests.support import drawn_tokens, quick_compile
 from tests.support.drawn_tokens import PURPOSES, Slot
 

@@ -1,10 +1,11 @@
-"""Draws of a token by groups, in float64, for tests of the kernels that draw.
+"""Draws of a token by groups, in float64 NumPy: what a kernel that draws is compared with.
 
-The random words are `pallas_kernels.threefry_word`'s, which have a test of their own; the rest is
-written anew.
+The random words are those of `numbers.threefry`, which have a test of their own; the rest shares
+nothing with the code under test.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from pallas_kernels.numbers.threefry import word as threefry_word
 PURPOSES = (3, 1)  # of the noise of groups, of tokens
 
 
-def gumbel(seed, purpose, position, ids):
+def gumbel(seed: int, purpose: int, position: int, ids: Any) -> Any:
     """Noise of ids, float64."""
     ids = jnp.asarray(ids, jnp.int32)
     bits = threefry_word(jnp.uint32(seed), purpose, jnp.int32(position), ids)
@@ -24,14 +25,14 @@ def gumbel(seed, purpose, position, ids):
     return -np.log(-np.log1p(-u))
 
 
-def in_groups(x):
+def in_groups(x: Any) -> Any:
     """[..., V] -> [..., G, 256], float64; -inf behind the last token."""
-    missing = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP_WIDTH)]
+    missing: Any = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP_WIDTH)]
     padded = np.pad(np.asarray(x).astype(np.float64), missing, constant_values=-np.inf)
     return padded.reshape(*x.shape[:-1], -1, GROUP_WIDTH)
 
 
-def group_sums(x, inverse):
+def group_sums(x: Any, inverse: Any) -> tuple[Any, Any]:
     """Maxima and sums [R, G] of exp((x - maximum) / T), float32 as a read leaves them."""
     groups = in_groups(x)
     maxima = groups.max(axis=-1)
@@ -40,8 +41,10 @@ def group_sums(x, inverse):
     return maxima.astype(np.float32), sums.astype(np.float32)
 
 
-def rows_to_draw(x, slots, inverse, *, forget=None):
-    """What a kernel is given of rows x [N, V]; slots are `Slot`s.
+def rows_to_draw(
+    x: Any, slots: Sequence["Slot"], inverse: Any, *, forget: int | None = None
+) -> RowsToDraw:
+    """What a kernel is given, as NumPy arrays, of rows x [N, V]; slots are `Slot`s.
 
     forget: a token whose exponential the groups' sums do not have, in every row.
     """
@@ -53,18 +56,19 @@ def rows_to_draw(x, slots, inverse, *, forget=None):
     _, sums = group_sums(summed, inverse)
     most = max(len(slot.taken) for slot in slots)
     taken = [(*slot.taken, *[-1] * (most - len(slot.taken))) for slot in slots]
-    return RowsToDraw(
-        rows=np.array([slot.row for slot in slots], np.int32),
-        cut_logit=np.array([slot.cut_logit for slot in slots], np.float32),
-        cut_id=np.array([slot.cut_id for slot in slots], np.int32),
-        excluded_ids=np.array(taken, np.int32).reshape(len(slots), most),
-        seed=np.array([slot.seed for slot in slots], np.uint32),
-        position=np.array([slot.position for slot in slots], np.int32),
-        maxima=maxima,
-        sums=sums,
-        largest=np.asarray(x).astype(np.float32).max(axis=1),
-        inverse=inverse,
-    )
+    given: dict[str, Any] = {
+        "rows": np.array([slot.row for slot in slots], np.int32),
+        "cut_logit": np.array([slot.cut_logit for slot in slots], np.float32),
+        "cut_id": np.array([slot.cut_id for slot in slots], np.int32),
+        "excluded_ids": np.array(taken, np.int32).reshape(len(slots), most),
+        "seed": np.array([slot.seed for slot in slots], np.uint32),
+        "position": np.array([slot.position for slot in slots], np.int32),
+        "maxima": maxima,
+        "sums": sums,
+        "largest": np.asarray(x).astype(np.float32).max(axis=1),
+        "inverse": inverse,
+    }
+    return RowsToDraw(**given)
 
 
 class Slot(NamedTuple):
@@ -78,7 +82,9 @@ class Slot(NamedTuple):
     cut_id: int = 2**31 - 1
 
 
-def expected(x, slot, inverse, purposes=PURPOSES):
+def expected(
+    x: Any, slot: Slot, inverse: Any, purposes: tuple[int, int] = PURPOSES
+) -> tuple[float, int, float]:
     """The score and the token of a slot, and how far its group and its token lie ahead."""
     row = np.asarray(x[slot.row]).astype(np.float64)
     ids = np.arange(len(row))
@@ -95,15 +101,21 @@ def expected(x, slot, inverse, purposes=PURPOSES):
     first = group * GROUP_WIDTH
     own = left[group] * inverse
     own = own + gumbel(source[0], purposes[1], source[1], first + np.arange(GROUP_WIDTH))
-    return scores[group], first + int(own.argmax()), min(_ahead(scores), _ahead(own))
+    return float(scores[group]), first + int(own.argmax()), min(_ahead(scores), _ahead(own))
 
 
-def _ahead(scores):
+def _ahead(scores: Any) -> float:
     second, best = np.sort(scores)[-2:]
-    return best - second
+    return float(best - second)
 
 
-def check(found, x, slots, inverse, purposes=PURPOSES):
+def check(
+    found: Any,
+    x: Any,
+    slots: Sequence[Slot],
+    inverse: Any,
+    purposes: tuple[int, int] = PURPOSES,
+) -> None:
     """The draws are those of float64; slots must be such that rounding does not decide."""
     scores, tokens = (np.asarray(part) for part in found)
     for i, slot in enumerate(slots):

@@ -1,0 +1,228 @@
+"""`jax-specdec check-device`: are the kernels right on this device, and how fast are they?
+
+jax runs in processes of their own, one for each part: what hangs or dies there is named here.
+"""
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from jax_specdec.cli.device_report import JSON, PAGE, Report
+
+HELP = """\
+Check every kernel of this package on this GPU or TPU at real sizes, against float64; then time them
+beside XLA and whatever of PyTorch, vLLM and FlashInfer is installed. It takes nine minutes at most,
+compiling included, and writes device-check.json after every piece, and device-check.md for you. Run
+it again to go on. Exit status: 0 all pieces passed; 1 one failed; 2 there is no such device, or the
+files cannot be written; 3 time ran out before the last piece.
+"""
+PIECE_SECONDS = 150.0  # after which a piece hangs
+GROUND_SECONDS = 180.0
+LEAST_DISK = 256 << 20  # bytes, for the files and what compilers write
+MODULE = "pallas_kernels.testing."
+
+
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "check-device",
+        help="check and time the kernels on this GPU or TPU, and write a report",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--full", action="store_true", help="every shape; takes an hour")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N",
+        help="begin and finish no piece after N minutes (default: 9; with --full no limit)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, default=Path("device-check"), metavar="FOLDER",
+        help="where the report goes (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--afresh", action="store_true", help="forget an earlier run's results")
+    parser.add_argument(
+        "--rehearse", action="store_true",
+        help="anywhere: one small piece of every part, interpreted on the CPU; measures nothing",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status that `HELP` names.
+
+    Raises:
+      OSError: the report cannot be written, or the disk is full.
+    """
+    from jax_specdec.cli import toolchain
+
+    begin = time.monotonic()
+    minutes = options.minutes or (float("inf") if options.full else 9.0)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for folder in (options.output, Path(tempfile.gettempdir())):
+        if (free := shutil.disk_usage(folder).free) < LEAST_DISK:
+            raise OSError(
+                f"{folder} has {free >> 20} MiB left, and a check needs {LEAST_DISK >> 20}: free "
+                "some, or name another folder with --output, or in TMPDIR"
+            )
+    tools = toolchain.find()
+    command = [sys.executable, "-P", "-m"]
+    chosen = ["--full"] * options.full + ["--rehearse"] * options.rehearse
+    ground = _ground([*command, MODULE + "ground", *chosen], options.rehearse)
+    if isinstance(ground, str):
+        said = " ".join(f"({note})" for note in tools.notes()) if tools.gpus else ""
+        print(f"NOT RUN: {ground} {said}".rstrip())
+        return 2
+    notes = list(tools.notes()) if ground["backend"] == "mosaic_gpu" else []
+    for line in [*tools.lines(), *(f"NOTE: {note}" for note in notes)]:
+        print(line)
+    report = Report(options.output, ground, [*tools.lines(), *notes], rehearsed=options.rehearse)
+    if not options.afresh:
+        report.resume()
+    report.save()
+    until = begin + 60 * minutes
+    for part, names in list(report.todo()):
+        program = [*command, MODULE + "pieces", part, ground["backend"], *chosen, "--only"]
+        run_part(program, part, names, report, until)
+    report.save()
+    return conclude(report)
+
+
+def conclude(report: Report) -> int:
+    """Print what a person reads first, and return the exit status."""
+    for kernel, verdict, ran, number in report.verdicts():
+        print(f"{verdict:8} {kernel} ({ran} of {number} pieces)")
+    for name in report.failed:
+        print(f"FAILED {name}: {report.pieces[name]['error']}")
+    if report.skipped:
+        print(f"OUT OF TIME: {len(report.skipped)} pieces are left; run the same command again")
+    print(f"{report.folder / PAGE}, {report.folder / JSON}")
+    print(report.line())
+    return 1 if report.failed else 3 if report.skipped else 0
+
+
+def run_part(
+    program: Sequence[str],
+    part: str,
+    names: Sequence[str],
+    report: Report,
+    until: float,
+    piece_seconds: float = PIECE_SECONDS,
+) -> None:
+    """Run pieces of a part, in a process, and in another one behind each that hangs or dies.
+
+    Args:
+      program: takes the names of the pieces as its further arguments.
+      part: for the name of the file of what the processes say.
+      names: of the pieces.
+      report: gets what each finds.
+      until: of `time.monotonic`; a piece that runs then is skipped.
+      piece_seconds: after which a piece hangs.
+    """
+    left = list(names)
+    while left and time.monotonic() < until:
+        with (report.folder / f"{part}.log").open("ab") as log:
+            begun, end = _run_once([*program, *left], log, report, left, until, piece_seconds)
+        if not left or time.monotonic() >= until:
+            return
+        # The piece that was running, or where none was, the one that would have been next.
+        name = begun or left[0]
+        left.remove(name)
+        report.add(name, {"ok": False, "seconds": None, "error": f"{end}; see {part}.log"})
+        print(f"FAILED {name}: {end}", flush=True)
+
+
+def _run_once(
+    program: Sequence[str],
+    log: IO[bytes],
+    report: Report,
+    left: list[str],
+    until: float,
+    piece_seconds: float,
+) -> tuple[str | None, str]:
+    """Run one process to its end; what it finishes is taken from `left`.
+
+    Returns:
+      The piece that it left unfinished, if any, and how the process ended.
+    """
+    process = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL,
+        start_new_session=True, env=_environment(report.rehearsed),
+    )  # fmt: skip
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    assert process.stdout is not None
+    stdout = process.stdout
+
+    def read() -> None:
+        for line in stdout:
+            lines.put(line)
+        lines.put(None)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    begun, since = None, time.monotonic()
+    try:
+        while True:
+            # Before a piece begins, jax is imported.
+            limit = min(since + (piece_seconds if begun else GROUND_SECONDS), until)
+            try:
+                line = lines.get(timeout=max(0.0, limit - time.monotonic()))
+            except queue.Empty:
+                return begun, f"hung: killed after {time.monotonic() - since:.0f} s"
+            if line is None:
+                return begun, _ended(process.wait())
+            with suppress(ValueError, TypeError):  # a library printed something else
+                found = json.loads(line)
+                since = time.monotonic()
+                if "begin" in found:
+                    begun = found["begin"]
+                    print(f"{begun} ...", end=" ", flush=True)
+                elif (name := found.pop("piece")) in left:
+                    begun = None
+                    left.remove(name)
+                    report.add(name, found)
+                    print(f"{'ok' if found['ok'] else 'FAILED'}, {found['seconds']} s", flush=True)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join()
+        stdout.close()
+
+
+def _ended(status: int) -> str:
+    if status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process ended with status {status}"
+
+
+def _environment(rehearsed: bool) -> dict[str, str]:
+    # PyTorch needs memory of the same device.
+    here = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return here | ({"JAX_PLATFORMS": "cpu"} if rehearsed else {})
+
+
+def _ground(program: Sequence[str], rehearsed: bool) -> dict[str, Any] | str:
+    """What a check stands on; a sentence where there is no device to check."""
+    try:
+        done = subprocess.run(
+            program, capture_output=True, text=True, timeout=GROUND_SECONDS,
+            env=_environment(rehearsed), stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"jax has not found its devices in {GROUND_SECONDS:.0f} s"
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        return f"jax does not start: {said[-1] if said else _ended(done.returncode)}"
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found["obstacle"] or found

@@ -1,0 +1,287 @@
+"""Checks of the kernels at one shape against float64; a wrong answer is an AssertionError.
+
+Every check takes `Kernels`: a backend's on its device, or stand-ins that interpret or execute them.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.backends import read
+from pallas_kernels.backends.groups import Drawn, Part, Read, RowsToDraw, Top
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.types import Outputs, Rows, TopkLogprobs
+from pallas_kernels.lowering.implementation import use_implementation
+from pallas_kernels.lowering.obstacles import Implementation
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.row_read import emitted_logprobs
+from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.sampling.types import CompactQ, Drafts
+from pallas_kernels.sampling.verification import verify
+from pallas_kernels.testing import draws, oracle
+from pallas_kernels.testing.shapes import Shape
+
+ORACLE_ROWS = 8  # that are compared with float64; all rows are with XLA
+SUM_ERROR = 3e-6  # of a group's sum, relative: see docs/kernels.md, "Where the error comes from"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How each kernel is called. All are functions of arrays; `jit` compiles a call of them."""
+
+    topk: Callable[[Rows, Outputs], TopkLogprobs]
+    groups: Callable[[Part, jax.Array, jax.Array, int], Read]
+    candidates: Callable[[jax.Array, jax.Array, jax.Array, int], Top]
+    draw: Callable[[jax.Array, RowsToDraw, tuple[int, int]], Drawn]
+    num_larger: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    name: Implementation  # under which `verify` takes them
+    jit: Callable[..., Any] = jax.jit
+
+
+def by_name(name: Implementation) -> Kernels:
+    """The kernels of a backend as every call takes them, on a device that can run them."""
+
+    def drawn(logits: jax.Array, given: RowsToDraw, purposes: tuple[int, int]) -> Drawn:
+        def nothing(_: Any) -> Drawn:  # where XLA would draw, the check fails
+            slots = len(given.rows)
+            return Drawn(jnp.zeros(slots), jnp.full(slots, -1, jnp.int32))
+
+        with use_implementation(name):
+            return read.draw(given, (), purposes, nothing, logits)
+
+    def candidates(logits: jax.Array, row_ids: jax.Array, num: jax.Array, k: int) -> Top:
+        with use_implementation(name):
+            return read.candidates(logits, k, row_ids, num, valid=True)
+
+    def num_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> jax.Array:
+        with use_implementation(name):
+            return read.num_larger(logits, maxima, token_ids)
+
+    return Kernels(
+        topk=lambda rows, outputs: read.topk_logprobs(name, outputs, rows),
+        groups=functools.partial(read.read_groups, implementation=name),
+        candidates=candidates,
+        draw=drawn,
+        num_larger=num_larger,
+        name=name,
+    )
+
+
+def random_logits(shape: Shape, seed: int) -> jax.Array:
+    """[R, V] logits in steps of 1/64, made on the device: some are equal, as a model's are."""
+    normal = jax.random.normal(jax.random.key(seed), (shape.rows, shape.vocabulary))
+    return (jnp.round(256 * normal) / 64).astype(shape.dtype)
+
+
+def random_ids(shape: Shape, seed: int = 0) -> jax.Array:
+    """[R] int32 random token ids."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)
+
+
+def check_rows(kernels: Kernels, shape: Shape, *, greedy: bool = False) -> None:
+    """Top K, logprobs, ranks, extra ids; row ids, skipped rows, temperatures, and other results.
+
+    greedy: of each row's own choice, which the kernels find in the same read.
+    """
+    x, ids = random_logits(shape, seed=shape.vocabulary), random_ids(shape)
+    rng = np.random.default_rng(shape.rows)
+    r = shape.rows
+    row_ids = None if greedy else jnp.asarray(rng.permutation(r), jnp.int32)
+    temperatures = jnp.asarray(rng.choice([0, 0.7, 1, 2], r), jnp.float32)
+    extra = jnp.asarray(rng.integers(-1, shape.vocabulary + 1, (r, 3)), jnp.int32)
+    num_rows = jnp.int32(max(1, r - 1))
+    rows = Rows(x, None if greedy else ids, row_ids, num_rows, temperatures, extra)
+    _check(kernels, rows, Outputs(shape.k, True, True, True), greedy)
+
+
+def check_changes(kernels: Kernels, shape: Shape) -> None:
+    """Masks and biases, and ranks that count equal logits too."""
+    x, ids = random_logits(shape, seed=1), random_ids(shape)
+    rng = np.random.default_rng(2)
+    words = rng.integers(0, 2**32, (shape.rows, -(-shape.vocabulary // 32)), np.uint32)
+    words[0] = 0  # a row without a token
+    biased = rng.integers(0, shape.vocabulary, (shape.rows, 6)).astype(np.int32)
+    biased[:, 1] = biased[:, 0]  # a token twice
+    bias = rng.choice(np.array([-100, -0.5, 0.25, 5, -np.inf], np.float32), biased.shape)
+    changes = Changes(jnp.asarray(words), jnp.asarray(biased), jnp.asarray(bias))
+    rows = Rows(x, ids, changes=changes)
+    _check(kernels, rows, Outputs(shape.k, True, True, True, inclusive=True), greedy=False)
+
+
+def check_edges(kernels: Kernels, shape: Shape) -> None:
+    """Every edge of the contract: ties across groups, NaN, infinities, rows with few logits."""
+    x = oracle.edge_rows(shape.vocabulary, jnp.dtype(shape.dtype), 256)
+    ids = np.arange(len(x), dtype=np.int32) * 256 % shape.vocabulary
+    _check(kernels, Rows(jnp.asarray(x), jnp.asarray(ids)), Outputs(shape.k), greedy=False)
+    _check(kernels, Rows(jnp.asarray(x), None), Outputs(shape.k), greedy=True)
+
+
+def _check(kernels: Kernels, rows: Rows, outputs: Outputs, greedy: bool) -> None:
+    """All rows against XLA, some against float64."""
+    found = kernels.jit(lambda rows: kernels.topk(rows, outputs))(rows)
+    by_xla = jax.jit(lambda rows: read.topk_logprobs("xla", outputs, rows))(rows)
+    for name in ("token_ids", "token_ranks", "top_logits"):
+        if getattr(found, name) is not None:
+            np.testing.assert_array_equal(
+                getattr(found, name), getattr(by_xla, name), f"{name}, against XLA"
+            )
+    for name in ("logprobs", "extra_logprobs"):
+        np.testing.assert_allclose(
+            getattr(found, name),
+            getattr(by_xla, name),
+            rtol=2 * oracle.RELATIVE_ERROR,
+            atol=2 * oracle.ABSOLUTE_ERROR,
+            err_msg=f"{name}, against XLA",
+        )
+    few = slice(0, ORACLE_ROWS)
+    some: Any = jax.tree.map(lambda part: np.asarray(part[few]), found)
+    given = np.arange(rows.num_targets)[few] if rows.row_ids is None else rows.row_ids[few]
+    x = np.asarray(rows.logits[jnp.asarray(given)])
+    changes = rows.changes or Changes()
+
+    def part(array: Any) -> Any:
+        return None if array is None else np.asarray(array[few])
+
+    expected = oracle.topk_logprobs(
+        x,
+        [oracle.greedy_token_id(row) for row in x] if greedy else part(rows.token_ids),
+        outputs.k,
+        num_rows=None if rows.num_rows is None else int(rows.num_rows),
+        temperatures=part(rows.temperatures),
+        extra_token_ids=part(rows.extra_token_ids),
+        allowed=part(changes.allowed),
+        bias_token_ids=part(changes.bias_token_ids),
+        bias=part(changes.bias),
+        rank_ties="inclusive" if outputs.inclusive else "strict",
+    )
+    oracle.assert_matches(some, expected)
+
+
+def check_groups(kernels: Kernels, shape: Shape) -> None:
+    """The read of sampled rows: groups' maxima and sums at two temperatures, and candidates."""
+    x = random_logits(shape, seed=3)
+    inverse = jnp.asarray(np.resize(np.array([1, 2, 0.5, 1], np.float32), shape.rows))
+    needed = jnp.full(shape.rows, 10, jnp.int32)
+    part = GroupedRows.of(x).part
+    found = kernels.jit(lambda part, t, n: kernels.groups(part, t, n, shape.k))(
+        part, inverse, needed
+    )
+    few = slice(0, ORACLE_ROWS)
+    some = np.asarray(x[few])
+    maxima, sums = draws.group_sums(some, inverse[few])
+    np.testing.assert_array_equal(found.groups.maxima[few], maxima, "the groups' maxima")
+    np.testing.assert_allclose(found.groups.sums[few], sums, SUM_ERROR, err_msg="the groups' sums")
+    raw = draws.group_sums(some, np.ones(len(some)))[1]
+    np.testing.assert_allclose(found.raw_sums[few], raw, SUM_ERROR, err_msg="sums at temperature 1")
+    _check_top(some, found.top_ids[few], found.top_logits[few], 10)
+
+
+def check_candidates(kernels: Kernels, shape: Shape) -> None:
+    """The K largest logits of listed rows."""
+    x, k = random_logits(shape, seed=4), shape.k
+    row_ids = jnp.arange(shape.rows, dtype=jnp.int32)[::-1]
+    found = kernels.jit(lambda x, ids, num: kernels.candidates(x, ids, num, k))(
+        x, row_ids, jnp.int32(shape.rows)
+    )
+    few = slice(0, ORACLE_ROWS)
+    _check_top(np.asarray(x[row_ids[few]]), found.ids[few], found.logits[few], k)
+
+
+def _check_top(x: Any, ids: Any, logits: Any, k: int) -> None:
+    for r, row in enumerate(x.astype(np.float64)):
+        best = oracle.top_ids(row, k)
+        np.testing.assert_array_equal(np.asarray(ids[r])[:k], best, f"candidates of row {r}")
+        np.testing.assert_array_equal(np.asarray(logits[r])[:k], row[best].astype(np.float32))
+
+
+def check_draws(kernels: Kernels, shape: Shape) -> None:
+    """Draws from whole rows, without excluded tokens, and below a cut: those of float64.
+
+    shape: of three rows; its K is how many tokens a slot leaves out at most.
+    """
+    rng = np.random.default_rng(shape.vocabulary)
+    x = (rng.normal(size=(3, shape.vocabulary)) * 3).astype(jnp.dtype(shape.dtype))
+    inverse = np.array([1, 0.5, 1.7], np.float32)
+    order = np.argsort(-x[2].astype(np.float32), kind="stable")
+    cut, at = float(x[2, order[300]]), int(order[300])
+    some = tuple(map(int, rng.choice(shape.vocabulary, shape.k, replace=False)))
+    slots = [
+        draws.Slot(0, 5, 7),
+        draws.Slot(-1),
+        draws.Slot(1, 2**32 - 1, 2**31 - 1, (int(x[1].astype(np.float32).argmax()),)),
+        draws.Slot(2, 11, 2, (-1,), cut, at),
+        draws.Slot(2, 13, 2, some),
+    ]
+    given = RowsToDraw(*map(jnp.asarray, draws.rows_to_draw(x, slots, inverse)))
+    call = kernels.jit(lambda x, given: kernels.draw(x, given, draws.PURPOSES))
+    draws.check(call(jnp.asarray(x), given), x, slots, inverse)
+
+
+def check_ranks(kernels: Kernels, shape: Shape) -> None:
+    """How many logits are larger than a token's: likely and unlikely ones, equal ones, none."""
+    x = np.array(random_logits(shape, seed=5))
+    x[1] = 0
+    ids = np.array(random_ids(shape))
+    ids[0], ids[2 % shape.rows] = x[0].astype(np.float32).argmax(), -1
+    maxima, _ = draws.group_sums(x, np.ones(shape.rows))
+    expected = [
+        int((row > row[token]).sum()) if token >= 0 else 0
+        for row, token in zip(x.astype(np.float64), ids, strict=True)
+    ]
+    arrays = jnp.asarray(x), jnp.asarray(maxima), jnp.asarray(ids)
+    found = kernels.jit(lambda *given: kernels.num_larger(*given))(*arrays)
+    np.testing.assert_array_equal(found, expected, "numbers of larger logits")
+
+
+def verification(shape: Shape) -> tuple[jax.Array, Drafts, Sampling, jax.Array]:
+    """Arguments of `verify`: R slots of 4 rows, of all kinds, with drafts that have a q."""
+    slots, positions, drawn = shape.rows, 4, 4
+    rng = np.random.default_rng(6)
+    flat = Shape(slots * positions, shape.vocabulary, shape.k, shape.dtype)
+    logits = random_logits(flat, seed=7).reshape(slots, positions, -1)
+    ids = rng.integers(0, shape.vocabulary, (slots, positions - 1, drawn)).astype(np.int32)
+    ids[:, :, 0] = np.asarray(jnp.argmax(logits[:, :-1], axis=-1))
+    q = CompactQ(jnp.asarray(ids), jnp.full(ids.shape, -np.log(drawn), jnp.float32))
+    chosen = np.take_along_axis(ids, rng.integers(0, 2, (slots, positions - 1, 1)), axis=2)[..., 0]
+    num = np.resize(np.array([3, 3, 2, 0, 1], np.int32), slots)
+
+    def each(*values: float) -> Any:
+        return jnp.asarray(np.resize(values, slots), jnp.float32)
+
+    sampling = Sampling(
+        temperature=each(0, 1, 0.7, 1, 1.5, 1),
+        top_k=jnp.asarray(np.resize([0, 0, 0, 900, 5], slots), jnp.int32),
+        top_p=each(1, 1, 1, 1, 1, 1, 0.9),
+        min_p=each(0, 0, 0, 0, 0, 0, 0, 0.02),
+        seed=jnp.arange(slots, dtype=jnp.uint32),
+    )
+    return logits, Drafts(jnp.asarray(chosen), jnp.asarray(num), q), sampling, jnp.arange(slots)
+
+
+def check_verify(kernels: Kernels, shape: Shape) -> None:
+    """A whole verification: tokens and counts are those of XLA, and greedy slots' of float64."""
+    given = verification(shape)
+
+    def tokens(name: Implementation) -> list[np.ndarray]:
+        def call(*arguments: Any) -> Any:
+            with use_implementation(name):
+                found = verify(*arguments, k=shape.k)
+                assert found.read is not None
+                emitted = emitted_logprobs(arguments[0], found.token_ids, found.read)
+            return found.token_ids, found.num_tokens, emitted.token_ranks
+
+        return [np.asarray(x) for x in jax.jit(call)(*given)]
+
+    found, expected = tokens(kernels.name), tokens("xla")
+    for name, mine, other in zip(("tokens", "counts", "ranks"), found, expected, strict=True):
+        np.testing.assert_array_equal(mine, other, f"{name}, against XLA")
+    logits = np.asarray(given[0])
+    for slot in np.flatnonzero(np.asarray(given[2].temperature) == 0):
+        for j in range(found[1][slot]):
+            assert found[0][slot, j] == oracle.greedy_token_id(logits[slot, j]), (slot, j)

@@ -1,0 +1,220 @@
+"""The pieces of a check of a device: each kernel's correctness at real shapes, then times.
+
+    python -m pallas_kernels.testing.pieces PART BACKEND [--full] [--only NAME ...] [--rehearse]
+
+runs a part's pieces in one process, and writes a line of JSON when one begins and when it ends:
+`jax-specdec check-device` reads them, and ends a process in which a piece hangs.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from pallas_kernels.testing import checks
+from pallas_kernels.testing.checks import Kernels
+from pallas_kernels.testing.shapes import VOCABULARIES, Shape
+
+BF16, F16, F32 = "bfloat16", "float16", "float32"
+
+
+class Piece(NamedTuple):
+    """One piece: `run` checks, or returns figures by name."""
+
+    name: str
+    run: Callable[[], Any]
+
+
+class Part(NamedTuple):
+    """What is checked of one kernel: the most informative shapes first."""
+
+    kernel: str
+    check: Callable[[Kernels, Shape], None]
+    shapes: tuple[Shape, ...]
+    more: tuple[Shape, ...] = ()  # with `--full`
+    rehearsed: Shape | None = None
+    backends: tuple[str, ...] = ("mosaic_gpu", "mosaic_tpu")
+
+
+PARTS = {
+    "rows": Part(
+        "top K of given tokens' rows",
+        checks.check_rows,
+        (
+            Shape(64, 131_072, 20, BF16),
+            Shape(64, 151_936, 0, F32),
+            Shape(4, 50_257, 128, F16),
+            Shape(1536, 151_936, 5, BF16),
+            Shape(1, 262_144, 1, BF16),
+            Shape(64, 32_000, 64, F32),
+        ),
+        tuple(
+            Shape(rows, vocabulary, k, dtype)
+            for (rows, k), vocabulary, dtype in itertools.product(
+                ((1, 128), (4, 20), (64, 0), (256, 5), (64, 512)),
+                VOCABULARIES.values(),
+                (BF16, F16, F32),
+            )
+        ),
+        Shape(2, 2050, 2, BF16),
+    ),
+    "greedy": Part(
+        "top K of the greedy choice",
+        functools.partial(checks.check_rows, greedy=True),
+        (Shape(64, 131_072, 20, BF16), Shape(16, 50_257, 5, F32)),
+        tuple(Shape(16, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
+        Shape(2, 2048, 1, F32),
+    ),
+    "groups": Part(
+        "read of sampled rows",
+        checks.check_groups,
+        (Shape(64, 151_936, 20, BF16), Shape(16, 50_257, 20, F32)),
+        tuple(Shape(16, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
+        Shape(2, 2050, 2, BF16),
+    ),
+    "draws": Part(
+        "draw of a token",
+        checks.check_draws,
+        (Shape(3, 151_936, 64, BF16), Shape(3, 50_257, 4, F32)),
+        tuple(Shape(3, v, 8, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
+        Shape(3, 4100, 4, F32),
+        ("mosaic_gpu",),
+    ),
+    "ranks": Part(
+        "count of larger logits",
+        checks.check_ranks,
+        (Shape(16, 151_936, 0, BF16), Shape(8, 50_257, 0, F32)),
+        (),
+        Shape(3, 2050, 0, BF16),
+        ("mosaic_gpu",),
+    ),
+    "changes": Part(
+        "masks and biases",
+        checks.check_changes,
+        (Shape(64, 151_936, 20, BF16), Shape(8, 50_257, 5, F32)),
+        tuple(Shape(8, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
+        Shape(2, 2050, 2, F32),
+    ),
+    "candidates": Part(
+        "candidates of sampled rows",
+        checks.check_candidates,
+        (Shape(16, 151_936, 1024, BF16),),
+        (Shape(16, 50_257, 1024, F32),),
+        Shape(2, 2050, 2, F32),
+    ),
+    "edges": Part(
+        "every edge of the contract",
+        checks.check_edges,
+        (Shape(7, 50_257, 20, BF16), Shape(7, 131_072, 5, F32), Shape(7, 50_257, 0, F16)),
+        tuple(Shape(7, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
+        Shape(7, 2050, 2, BF16),
+    ),
+    "verify": Part(
+        "a whole verification",
+        checks.check_verify,
+        (Shape(16, 151_936, 20, BF16),),
+        (Shape(16, 50_257, 20, F32),),
+        Shape(4, 300, 2, F32),
+    ),
+}
+TIMES = "times"
+
+
+def pieces_of(
+    part: str, kernels: Kernels, backend: str, *, full: bool, rehearse: bool
+) -> Iterator[Piece]:
+    """The pieces of a part, in order of what they tell; one, small, in a rehearsal."""
+    if part == TIMES:
+        from pallas_kernels.testing import times
+
+        shapes = (times.REHEARSED,) if rehearse else times.SHAPES + times.MORE * full
+        for job, shape in shapes:
+            name = f"{TIMES}: {job} {_named(shape)}"
+            yield Piece(name, functools.partial(times.measure, job, shape, backend, rehearse))
+        return
+    one = PARTS[part]
+    every = (one.rehearsed,) if rehearse else one.shapes + one.more * full
+    for shape in dict.fromkeys(filter(None, every)):
+        yield Piece(f"{part}: {_named(shape)}", functools.partial(one.check, kernels, shape))
+
+
+def _named(shape: Shape) -> str:
+    return f"R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}"
+
+
+def interpreted() -> Kernels:
+    """The GPU's kernels, interpreted on any machine; `verify` by XLA."""
+    from pallas_kernels.backends import answers
+    from pallas_kernels.backends.mosaic_gpu import compat
+    from pallas_kernels.contract.types import Outputs, Rows, TopkLogprobs
+    from pallas_kernels.meshes.vocab_shard import WHOLE
+
+    def job(name: str) -> Any:
+        return importlib.import_module(f"pallas_kernels.backends.mosaic_gpu.{name}")
+
+    interpret = compat.interpret_params(detect_races=False)
+    rows = job("rows")
+    row_sums = functools.partial(rows.row_sums, interpret=interpret)
+
+    def topk(given: Rows, outputs: Outputs) -> TopkLogprobs:
+        if given.changes is None:
+            found: TopkLogprobs = rows.topk_logprobs(given, outputs, interpret=interpret)
+            return found
+        return answers.topk_logprobs(row_sums, given, outputs, WHOLE)
+
+    return Kernels(
+        topk=topk,
+        groups=functools.partial(job("groups").read, interpret=interpret),
+        candidates=functools.partial(job("groups").candidates, interpret=interpret),
+        draw=functools.partial(job("draw").draw, interpret=interpret),
+        num_larger=functools.partial(job("count_larger").count_larger, interpret=interpret),
+        name="xla",
+    )
+
+
+def run(pieces: Iterator[Piece], only: set[str], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Run pieces; `tell` gets a beginning, and an end with seconds, figures, or what was wrong."""
+    for piece in pieces:
+        if only and piece.name not in only:
+            continue
+        tell({"begin": piece.name})
+        begin = time.perf_counter()
+        found: dict[str, Any] = {"piece": piece.name, "ok": True}
+        try:
+            found["figures"] = piece.run()
+        except Exception as error:  # reported; the others continue
+            traceback.print_exc()
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            said = f"{type(error).__name__}: {' '.join(lines[:6])}"
+            found |= {"ok": False, "error": said[:400]}
+        tell(found | {"seconds": round(time.perf_counter() - begin, 2)})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See the module's docstring; exit status 0, whatever the pieces found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("part", choices=(*PARTS, TIMES))
+    parser.add_argument("backend", choices=("mosaic_gpu", "mosaic_tpu"))
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="run only these")
+    options = parser.parse_args(arguments)
+    backend: Any = options.backend
+    kernels = interpreted() if options.rehearse else checks.by_name(backend)
+    pieces = pieces_of(options.part, kernels, backend, full=options.full, rehearse=options.rehearse)
+
+    def tell(line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+
+    run(pieces, set(options.only), tell)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""`jax-specdec check-device`: what hangs, dies or fails is named; a run goes on where it ended."""
+
+import json
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jax_specdec.cli import check_device_command, doctor_command, toolchain
+from jax_specdec.cli.device_report import JSON, PAGE, Report
+from jax_specdec.cli.main import main
+from jax_specdec.cli.toolchain import Toolchain
+
+pytestmark = pytest.mark.fast
+
+GROUND = {
+    "device": "a chip",
+    "backend": "mosaic_gpu",
+    "obstacle": None,
+    "compute capability": 9.0,
+    "versions": {"jax-specdec": "0.1.0", "jax": "0.10.2"},
+    "kernels": {"rows": "top K", "draws": "draw"},
+    "pieces": {"rows": ["rows: a", "rows: b", "rows: c"], "draws": ["draws: a"], "times": []},
+}
+# A part's process: what each piece does is the word behind its colon.
+PROGRAM = """
+import json, os, signal, sys, time
+print("a library's own line", flush=True)
+for name in sys.argv[1:]:
+    print(json.dumps({"begin": name}), flush=True)
+    what = os.environ["PIECES"].split(",")
+    does = dict(one.split("=") for one in what).get(name[-1], "pass")
+    if does == "hang":
+        time.sleep(3600)
+    if does == "die":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    ok = does != "fail"
+    found = {"piece": name, "ok": ok, "seconds": 0.1, "figures": None}
+    print(json.dumps(found | ({} if ok else {"error": "AssertionError: a rank"})), flush=True)
+"""
+
+
+@pytest.fixture
+def report(tmp_path):
+    return Report(tmp_path, GROUND, ["ptxas: /x"])
+
+
+def work(report, does, monkeypatch, seconds=600.0, piece_seconds=600.0, only=""):
+    monkeypatch.setenv("PIECES", does)
+    for part, names in list(report.todo()):
+        names = [name for name in names if name.endswith(only)]
+        check_device_command.run_part(
+            [sys.executable, "-c", PROGRAM], part, names, report, time.monotonic() + seconds,
+            piece_seconds,
+        )  # fmt: skip
+    return check_device_command.conclude(report)
+
+
+def test_all_that_passes(report, monkeypatch, capsys):
+    assert work(report, "a=pass", monkeypatch) == 0
+    assert "2 of 2 kernels pass; 0 of 4 pieces failed" in capsys.readouterr().out
+    page = (report.folder / PAGE).read_text()
+    assert "| top K | PASS | 3 of 3 |" in page
+    assert "- ptxas: /x" in page
+    assert json.loads((report.folder / JSON).read_text())["pieces"]["rows: b"]["ok"]
+
+
+def test_a_piece_that_fails_is_named_and_stops_no_other(report, monkeypatch, capsys):
+    assert work(report, "b=fail", monkeypatch) == 1
+    out = capsys.readouterr().out
+    assert "FAILED rows: b: AssertionError: a rank" in out
+    assert "FAIL: top K; 1 of 4 pieces failed" in out
+    assert "| draw | PASS | 1 of 1 |" in (report.folder / PAGE).read_text()
+
+
+def test_a_process_that_dies_is_named(report, monkeypatch, capsys):
+    """As where a compiler aborts; the pieces behind it run in another process."""
+    assert work(report, "a=die", monkeypatch) == 1
+    assert report.pieces["rows: a"]["error"].startswith("its process was ended by SIGSEGV")
+    assert report.pieces["rows: c"]["ok"]
+
+
+def test_a_piece_that_hangs_is_killed_and_named(report, monkeypatch):
+    assert work(report, "b=hang", monkeypatch, piece_seconds=3.0) == 1
+    assert report.pieces["rows: b"]["error"].startswith("hung: killed after ")
+    assert report.pieces["rows: c"]["ok"]
+
+
+def test_a_run_goes_on_and_tries_failures_last(report, monkeypatch):
+    """Each piece is on disk when the next one begins."""
+    work(report, "a=pass", monkeypatch, only="a")
+    work(report, "b=fail", monkeypatch, only="b")
+    assert work(report, "c=hang", monkeypatch, seconds=3.0, only="c") == 1
+    assert report.skipped == ["rows: c"]  # it ran when the time was over: no failure
+    again = Report(report.folder, GROUND, [])
+    again.resume()
+    assert again.pieces.keys() >= {"rows: a", "rows: b"}
+    left = list(again.todo())
+    assert left == [("rows", ["rows: c"]), ("rows", ["rows: b"])]
+    assert work(again, "a=pass", monkeypatch) == 0
+
+
+def test_time_that_runs_out_is_said(report, monkeypatch, capsys):
+    assert work(report, "a=pass", monkeypatch, seconds=0.0) == 3
+    assert "OUT OF TIME: 4 pieces are left" in capsys.readouterr().out
+    assert "- draws: a" in [*report.page()]
+
+
+def test_another_devices_results_are_not_taken_over(report, monkeypatch):
+    work(report, "a=pass", monkeypatch)
+    other = Report(report.folder, GROUND | {"device": "another"}, [])
+    other.resume()
+    assert other.pieces == {}
+
+
+def test_times_and_what_is_not_there_are_on_the_page(report):
+    figures = {
+        "us": {"mosaic_gpu": 17.2, "plain": 172.0},
+        "spread": {"mosaic_gpu": [17, 18], "plain": [170, 180]},
+        "GB/s": 975.0,
+        "absent": {"vllm": "NOT INSTALLED"},
+    }
+    name = "times: topk_logprobs R=64"
+    ground = GROUND | {"pieces": GROUND["pieces"] | {"times": [name]}}
+    report = Report(report.folder, ground, [])
+    report.add(name, {"ok": True, "seconds": 1.0, "figures": figures})
+    page = (report.folder / PAGE).read_text()
+    assert "| plain | 172 | 170 to 180 | 10.00x |" in page
+    assert "vllm: NOT INSTALLED" in page
+    assert "topk_logprobs R=64: 17.2 us" in report.line()
+
+
+def test_without_a_device(tmp_path, capsys, monkeypatch):
+    """Status 2 and one line; nothing is written that looks like a result."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert main(["check-device", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().out == "NOT RUN: jax finds no GPU and no TPU here\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_jax_that_does_not_start(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(toolchain, "find", lambda: Toolchain((), "", "", "", (), ()))
+    monkeypatch.setenv("JAX_PLATFORMS", "no such platform")
+    assert main(["check-device", "--output", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith("NOT RUN: jax does not start: ")
+    assert out.count("\n") == 1
+
+
+def test_a_full_disk_is_named_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        check_device_command.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20)
+    )
+    assert main(["check-device", "--output", str(tmp_path)]) == 2
+    assert f"{tmp_path} has 1 MiB left, and a check needs 256" in capsys.readouterr().err
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  *driver*) echo "NVIDIA H100, 550.54.15, 70000 MiB, 81559 MiB" ;;
+  *) echo "4242, python, 69000 MiB" ;;
+esac
+"""
+
+
+def test_an_old_driver_and_no_ptxas_and_held_memory(tmp_path, monkeypatch):
+    """Named before the first piece: `nvidia-smi` is a script here."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(toolchain, "_folders", lambda: iter([tmp_path]))
+    real = toolchain.importlib.util.find_spec
+    monkeypatch.setattr(
+        toolchain.importlib.util, "find_spec",
+        lambda name: True if name == "jax_cuda13_plugin" else real(name),
+    )  # fmt: skip
+    found = toolchain.find()
+    assert found.driver == "550.54.15"
+    notes = " ".join(found.notes())
+    assert "the driver 550.54.15 is older than 580, the least for CUDA 13" in notes
+    assert f"there is no ptxas in {tmp_path}" in notes
+    assert "another process holds memory of the GPU: 4242, python, 69000 MiB" in notes
+    for name in ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("")
+    assert toolchain.find().ptxas == str(tmp_path / "bin/ptxas")
+    assert "libdevice" not in " ".join(toolchain.find().notes())
+
+
+def test_a_machine_without_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = toolchain.find()
+    assert (found.gpus, found.holders) == ((), ())
+    assert "driver: none: nvidia-smi finds no GPU" in found.lines()
+    doctor_command.run(SimpleNamespace(remove=False, clear_cache=False))
+    out = capsys.readouterr().out
+    assert "driver: none" in out
+    assert "ptxas: " in out
+
+
+def test_signals_have_names():
+    assert check_device_command._ended(-signal.SIGKILL) == "its process was ended by SIGKILL"
