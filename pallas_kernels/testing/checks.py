@@ -210,13 +210,14 @@ def check_draws(kernels: Kernels, shape: Shape) -> None:
     inverse = np.array([1, 0.5, 1.7], np.float32)
     order = np.argsort(-x[2].astype(np.float32), kind="stable")
     cut, at = float(x[2, order[300]]), int(order[300])
-    some = tuple(map(int, rng.choice(shape.vocabulary, shape.k, replace=False)))
+    some = tuple(map(int, rng.choice(shape.vocabulary, shape.k - 1, replace=False)))
+    _, likely, _ = draws.expected(x, draws.Slot(2, 13, 2), inverse)  # without an excluded token
     slots = [
         draws.Slot(0, 5, 7),
         draws.Slot(-1),
         draws.Slot(1, 2**32 - 1, 2**31 - 1, (int(x[1].astype(np.float32).argmax()),)),
         draws.Slot(2, 11, 2, (-1,), cut, at),
-        draws.Slot(2, 13, 2, some),
+        draws.Slot(2, 13, 2, (likely, *some)),
     ]
     given = RowsToDraw(*map(jnp.asarray, draws.rows_to_draw(x, slots, inverse)))
     call = kernels.jit(lambda x, given: kernels.draw(x, given, draws.PURPOSES))

@@ -134,7 +134,7 @@ def pieces_of(
         from pallas_kernels.testing import times
 
         shapes = (times.REHEARSED,) if rehearse else times.SHAPES + times.MORE * full
-        for job, shape in shapes:
+        for job, shape in dict.fromkeys(shapes):
             name = f"{TIMES}: {job} {_named(shape)}"
             yield Piece(name, functools.partial(times.measure, job, shape, backend, rehearse))
         return

@@ -145,27 +145,25 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
     }
 
 
-def _barrier(*arrays: Any) -> Any:
-    return lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
-
-
 def in_one_program(call: Call, turns: int, buffers: int) -> Call:
-    """A program of buffers and ids: `turns` times a call on each buffer, one after the other.
+    """A program of ids and buffers: `turns` times a call on each buffer, one after the other.
 
-    The barriers make each call depend on every result of the one before, so that none is left out,
-    moved out of the loop, or begun early; they copy nothing.
+    The barrier makes each call depend on the turn, so that none is moved out of the loop; it copies
+    nothing. Every call's results are the program's, so that none is left out.
     """
 
-    def program(ids: jax.Array, *logits: jax.Array) -> jax.Array:
-        def turn(_: Any, ids: jax.Array) -> jax.Array:
-            for index in range(buffers):
-                x, ids = _barrier(logits[index], ids)
-                out = call(x, ids)
-                ids, _ = _barrier(ids, out)
-            return ids
+    def program(ids: jax.Array, *logits: jax.Array) -> Any:
+        def one(turn: Any, index: int) -> Any:
+            x, token_ids, _ = lax.optimization_barrier((logits[index], ids, turn))  # type: ignore[no-untyped-call]
+            return call(x, token_ids)
 
-        done: jax.Array = lax.fori_loop(0, turns, turn, ids)
-        return done
+        def body(turn: Any, _: Any) -> Any:
+            return [one(turn, index) for index in range(buffers)]
+
+        shapes = jax.eval_shape(lambda: body(jnp.int32(0), None))
+        return lax.fori_loop(
+            0, turns, body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        )
 
     return program
 

@@ -1,0 +1,166 @@
+"""The checks of a device notice a wrong kernel, and name it: each is given kernels that are wrong.
+
+XLA stands in for the kernels where it has the job; one kernel's own body is spoiled, interpreted.
+`tests/pallas_kernels/mosaic_gpu/ptx/rehearse.py` runs the same checks on executed PTX.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backends.mosaic_gpu import pass1_groups
+from pallas_kernels.testing import checks, pieces, times
+from pallas_kernels.testing.shapes import Shape
+
+BY_XLA = checks.by_name("xla")
+SHAPE = Shape(4, 1400, 5, "float32")
+
+
+def wrong_topk(**fields):
+    """`topk` whose results have fields changed by functions of the right ones."""
+
+    def topk(rows, outputs):
+        found = BY_XLA.topk(rows, outputs)
+        return found._replace(
+            **{name: change(getattr(found, name)) for name, change in fields.items()}
+        )
+
+    return replace(BY_XLA, topk=topk)
+
+
+def told(part, kernels, shape=SHAPE):
+    """What the pieces' process says of a check."""
+    lines = []
+    piece = pieces.Piece(part, lambda: pieces.PARTS[part].check(kernels, shape))
+    pieces.run(iter([piece]), set(), lines.append)
+    assert lines[0] == {"begin": part}
+    return lines[1]
+
+
+@pytest.mark.parametrize(
+    "part", ["rows", "greedy", "changes", "edges", "groups", "candidates", "ranks"]
+)
+def test_right_kernels_pass(part):
+    assert told(part, BY_XLA)["ok"]
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "said"),
+    [
+        ("rows", {"token_ranks": lambda x: x + 1}, "token_ranks"),  # off by one
+        ("rows", {"logprobs": lambda x: x.at[0, 2].add(1e-4)}, "logprobs"),
+        ("rows", {"extra_logprobs": lambda x: x.at[0, 0].add(1e-4)}, "extra_logprobs"),
+        ("rows", {"entropy": lambda x: x + 1e-4}, "AssertionError"),
+        ("rows", {"log_sum_exp": lambda x: x + 1e-4}, "logprobs differ"),
+        ("greedy", {"token_ids": lambda x: x.at[:, 0].add(1)}, "token_ids"),
+        ("edges", {"token_ids": lambda x: x.at[1, 1:].set(x[1, :0:-1])}, "token_ids"),  # of ties
+    ],
+)  # fmt: skip
+def test_a_wrong_result_is_named(part, fields, said):
+    found = told(part, wrong_topk(**fields))
+    assert not found["ok"]
+    assert said in found["error"]
+
+
+def test_a_forgotten_bias_is_noticed():
+    def topk(rows, outputs):
+        return BY_XLA.topk(
+            rows._replace(changes=rows.changes._replace(bias_token_ids=None, bias=None)), outputs
+        )
+
+    assert not told("changes", replace(BY_XLA, topk=topk))["ok"]
+
+
+def test_wrong_reads_of_sampled_rows_are_named():
+    def groups(part, *rest):
+        found = BY_XLA.groups(part, *rest)
+        sums = found.groups.sums * (1 - 1e-5)  # as if a small term were dropped
+        return found._replace(groups=found.groups._replace(sums=sums))
+
+    assert "the groups' sums" in told("groups", replace(BY_XLA, groups=groups))["error"]
+
+    def raw(part, *rest):
+        return BY_XLA.groups(part, *rest)._replace(raw_sums=BY_XLA.groups(part, *rest).groups.sums)
+
+    assert "temperature 1" in told("groups", replace(BY_XLA, groups=raw))["error"]
+
+    def candidates(*given):
+        found = BY_XLA.candidates(*given)
+        return found._replace(ids=found.ids.at[0, :2].set(found.ids[0, 1::-1]))
+
+    found = told("candidates", replace(BY_XLA, candidates=candidates))
+    assert "candidates of row 0" in found["error"]
+
+    def num_larger(*given):
+        return BY_XLA.num_larger(*given) + 1
+
+    assert (
+        "numbers of larger logits" in told("ranks", replace(BY_XLA, num_larger=num_larger))["error"]
+    )
+
+
+def test_a_draw_of_an_excluded_token_is_named():
+    """The real kernel, interpreted, with no token left out."""
+    kernels = pieces.interpreted()
+
+    def draw(logits, given, purposes):
+        free = given._replace(excluded_ids=jnp.full_like(given.excluded_ids, -1))
+        return kernels.draw(logits, free, purposes)
+
+    found = told("draws", replace(kernels, draw=draw), pieces.PARTS["draws"].rehearsed)
+    assert "slot 4 drew" in found["error"]
+
+
+def test_a_term_that_a_kernel_drops_is_named(monkeypatch):
+    """The kernel's own body, interpreted, without the last lane's last logit."""
+    right = pass1_groups.group_sums_of
+    monkeypatch.setattr(
+        pass1_groups, "group_sums_of", lambda terms, *rest: right(terms.at[:, -1].set(0), *rest)
+    )
+    found = told("groups", pieces.interpreted(), Shape(1, 2304, 2, "float32"))
+    assert "the groups' sums" in found["error"]
+
+
+def test_every_part_has_pieces():
+    for backend in ("mosaic_gpu", "mosaic_tpu"):
+        kernels = checks.by_name(backend)
+        for part in (*pieces.PARTS, pieces.TIMES):
+            few, many = (
+                [
+                    one.name
+                    for one in pieces.pieces_of(part, kernels, backend, full=full, rehearse=False)
+                ]
+                for full in (False, True)
+            )
+            assert few == many[: len(few)]
+            assert len(set(many)) == len(many)
+            assert len([*pieces.pieces_of(part, kernels, backend, full=True, rehearse=True)]) == 1
+
+
+def test_a_timed_program_keeps_its_calls():
+    """Nothing is moved out of the loop or left out, though no result is used."""
+
+    def call(x, ids):
+        return jax.lax.top_k(jnp.exp(x), 7), jnp.sum(jnp.sin(x), axis=1)
+
+    x, ids = jnp.ones((2, 64)), jnp.zeros(2, jnp.int32)
+    compiled = jax.jit(times.in_one_program(call, 5, 2)).lower(ids, x, x).compile().as_text()
+    body = compiled[: compiled.index("ENTRY")]
+    for operation in ("exponential", "sine"):
+        assert body.count(f" {operation}(") >= 2, operation
+        assert f" {operation}(" not in compiled[compiled.index("ENTRY") :]
+
+
+def test_a_contender_with_another_answer_is_not_timed():
+    right = BY_XLA.topk(checks.Rows(jnp.ones((2, 9)), jnp.zeros(2, jnp.int32)), checks.Outputs(2))
+    right = jax.tree.map(np.asarray, right)
+    times._same("ours", right, right)
+    for wrong in (
+        right._replace(token_ranks=right.token_ranks + 1),
+        right._replace(logprobs=right.logprobs + 1e-3),
+    ):
+        with pytest.raises(AssertionError, match="ours's"):
+            times._same("ours", right, wrong)
