@@ -20,9 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.gpu import contenders as peers
-from bench.gpu import kernels
-from bench.gpu.contenders import BUFFERS, Contender, Machine
 from bench.report.comparison import Comparison, from_samples
 from bench.report.files import write_json
 from bench.timing import print_table
@@ -30,6 +27,7 @@ from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.lowering import implementation
+from pallas_kernels.testing import checks, times
 from pallas_kernels.testing.shapes import Shape
 
 CURRENT = "current: "
@@ -37,13 +35,6 @@ MULTIPROCESSORS = 132
 PROGRAMS_EACH = (1, 2, 3, 4, 6, 8)  # on a multiprocessor, at once or one after the other
 BLOCKS = (1, 2, 4)
 WIDTHS = (128, 256)
-# Few rows and many, with and without a top K, half and full words.
-SHAPES = tuple(
-    Shape(rows, 131_072, k, dtype)
-    for k, dtype in ((20, "bfloat16"), (0, "bfloat16"), (20, "float32"))
-    for rows in (64, 1536, 256, 16, 4)
-)
-REHEARSED = (Shape(2, 8448, 1, "bfloat16"),)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,9 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     shapes = itertools.starmap(
         Shape, itertools.product(options.rows, options.vocabulary, options.k, options.dtype)
     )
-    machine, found = Machine(), []
+    found = []
     for shape in shapes:
-        found.append(measure(shape, machine))
+        found.append(measure(shape))
         print_table(found[-1:])
         if options.json is not None:
             write_json(options.json, found)
@@ -94,54 +85,32 @@ def name_of(schedule: Schedule) -> str:
     )
 
 
-def measure(shape: Shape, machine: Machine, at_most: int | None = None) -> Comparison:
-    """Check every schedule on the same arrays, then measure; `at_most` limits their number."""
-    buffers = [peers.random_logits(shape, seed) for seed in range(BUFFERS)]
-    token_ids = peers.random_ids(shape)
-    plug = peers.jax_plug(machine.plug_bytes)
+def measure(shape: Shape, at_most: int | None = None) -> Comparison:
+    """Check every schedule on the same arrays, then time it; `at_most` limits their number."""
+    x, token_ids = checks.random_logits(shape, seed=0), checks.random_ids(shape)
+    size = x.nbytes
+    count = max(1, min(times.MOST_BUFFERS, -(-times.NO_CACHE // size)))
+    buffers = (x, *(checks.random_logits(shape, seed) for seed in range(1, count)))
+    samples, expected = {}, None
+    for i, schedule in enumerate(list(schedules(shape))[:at_most]):
 
-    def contender(schedule: Schedule) -> Contender:
-        def program(x: jax.Array, ids: jax.Array) -> Any:
+        def call(x: jax.Array, ids: jax.Array, schedule: Schedule = schedule) -> Any:
             return run.topk_logprobs(Rows(x, ids), Outputs(shape.k), schedule)
 
-        return peers.jax_contender(program, buffers, token_ids, plug)
-
-    chosen = list(schedules(shape))[:at_most]
-    contenders = {
-        f"{CURRENT if i == 0 else ''}{name_of(schedule)}": contender(schedule)
-        for i, schedule in enumerate(chosen)
-    }
-    check_equal(contenders)
-    spans = kernels.interleave(contenders, machine)
-    samples = {name: [span.total for span in found] for name, found in spans.items()}
+        name = f"{'' if i else CURRENT}{name_of(schedule)}"
+        found = jax.tree.map(np.asarray, jax.jit(call)(x, token_ids))
+        expected = found if expected is None else expected
+        times.check(name, expected, found)
+        samples[name] = times.jax_seconds(call, buffers, token_ids)
     current, *others = samples
     order = [current, *sorted(others, key=lambda name: float(np.median(samples[name])))]
     comparison = from_samples(
         f"schedules for R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",
         {name: samples[name] for name in order},
-        settings=kernels.settings(shape, machine),
+        settings={"shape": str(shape), "device": jax.devices()[0].device_kind},
     )
-    moved = kernels.bytes_moved(shape, peers.OURS)
-    figures = {
-        name: {
-            "GB/s": moved / comparison[name].median / 1e9,
-            "busy us": float(np.median([span.busy for span in spans[name]])) * 1e6,
-        }
-        for name in order
-    }
+    figures = {name: {"GB/s": size / comparison[name].median / 1e9} for name in order}
     return replace(comparison, suite="gpu tune", figures=figures)
-
-
-def check_equal(contenders: dict[str, Contender]) -> None:
-    """Compare every schedule's answer with the current one's; this is also the warm-up."""
-    expected = None
-    for name, contender in contenders.items():
-        actual = contender.result(contender.launch(0))
-        expected = actual if expected is None else expected
-        try:
-            peers.check(peers.OURS, expected, actual)
-        except AssertionError as error:
-            raise AssertionError(f"{name} differs from the current choice: {error}") from error
 
 
 if __name__ == "__main__":

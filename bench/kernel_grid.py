@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bench.gpu import contenders
-from bench.gpu.contenders import PLAIN
 from bench.timing import Comparison, Target, compare
 from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels.testing import checks, times
 from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import CPU_GRID, Shape
+from pallas_kernels.testing.times import PLAIN
 
 LOGSUMEXP, NUMPY = "logsumexp + top_k", "numpy argpartition"
 OURS = "xla"
@@ -35,7 +35,7 @@ def run(quick: bool) -> list[Comparison]:
 
 def measure(shape: Shape, rounds: int | None = None) -> Comparison:
     """Compare the four ways on the same arrays, in 45 rounds, or 7 where there are many rows."""
-    logits, token_ids = contenders.random_logits(shape, seed=0), contenders.random_ids(shape)
+    logits, token_ids = checks.random_logits(shape, seed=0), checks.random_ids(shape)
     as_numpy = np.asarray(logits), np.asarray(token_ids)
 
     def bind(program: Callable[..., TopkLogprobs]) -> Callable[[], Any]:
@@ -50,7 +50,7 @@ def measure(shape: Shape, rounds: int | None = None) -> Comparison:
             NUMPY: lambda: by_numpy(*as_numpy, shape.k),
             OURS: bind(lambda x, t, k: topk_logprobs(x, t, k, implementation="xla")),
         },
-        check=contenders.check,
+        check=times.check,
         rounds=rounds or (45 if shape.rows <= 8 else 7),
         min_seconds=0.005,  # short turns: other programs interrupt few of them
         settings={"shape": str(shape), "device": jax.devices()[0].device_kind},

@@ -1,7 +1,7 @@
-"""Benchmark of `topk_logprobs`: on a CPU here, on a GPU in `bench.gpu.kernels`.
+"""Benchmark of `topk_logprobs` on a CPU; `jax-specdec check-device` measures a GPU or TPU.
 
-On a CPU the peers are the plain way and a copy. K, the batch and the vocabulary change one at a
-time: the whole grid of shapes, which a GPU measures, would take a CPU far longer than a minute.
+The peers are the plain way and a copy. K, the batch and the vocabulary change one at a
+time: a whole grid of shapes would take far longer than a minute.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 
-from bench.gpu import contenders, kernels
-from bench.gpu.contenders import COPY, PLAIN
-from bench.timing import Comparison, Target, compare
+from bench.timing import BenchError, Comparison, Target, compare
 from pallas_kernels import topk_logprobs
-from pallas_kernels.lowering import obstacles
+from pallas_kernels.testing import checks, times
 from pallas_kernels.testing import plain as reference
-from pallas_kernels.testing.shapes import CPU_SPEED, GPU, VOCABULARIES, Shape
+from pallas_kernels.testing.shapes import CPU_SPEED, VOCABULARIES, Shape
+from pallas_kernels.testing.times import COPY, PLAIN
 
 QUICK = (
     CPU_SPEED,
@@ -41,9 +40,8 @@ SHAPES = tuple(
 
 def run(quick: bool) -> list[Comparison]:
     """Measure every shape of this machine's table; `quick` takes a few of them."""
-    if obstacles.cuda_capability() is not None:
-        shapes = [s for s in GPU if not quick or (s.rows in (64, 1536) and s.k in (0, 20))]
-        return kernels.run(shapes)
+    if jax.default_backend() != "cpu":
+        raise BenchError("this suite is for a CPU: run `jax-specdec check-device` here")
     copy = measure_copy()
     found = [measure(shape) for shape in (QUICK if quick else SHAPES)]
     return [copy, *(beside(one, copy.figures[COPY]["GB/s"]) for one in found)]
@@ -51,8 +49,8 @@ def run(quick: bool) -> list[Comparison]:
 
 def measure(shape: Shape, rounds: int = 7) -> Comparison:
     """Compare the plain way with the XLA implementation on the same arrays."""
-    logits = contenders.random_logits(shape, seed=0)
-    token_ids = contenders.random_ids(shape)
+    logits = checks.random_logits(shape, seed=0)
+    token_ids = checks.random_ids(shape)
 
     def bind(program: Callable[[jax.Array, jax.Array], Any]) -> Callable[[], Any]:
         compiled = jax.jit(program)
@@ -64,7 +62,7 @@ def measure(shape: Shape, rounds: int = 7) -> Comparison:
             PLAIN: bind(lambda x, t: reference.topk_logprobs(x, t, shape.k)),
             "xla": bind(lambda x, t: topk_logprobs(x, t, shape.k, implementation="xla")),
         },
-        check=contenders.check,
+        check=times.check,
         rounds=rounds,
         settings={
             "shape": str(shape), "bytes": logits.nbytes, "device": jax.devices()[0].device_kind,
@@ -81,7 +79,7 @@ def targets_of(found: Comparison) -> tuple[Target, ...]:
 
 def measure_copy() -> Comparison:
     """Measure the memory's bandwidth by a copy of the logits of `CPU_SPEED`."""
-    x = contenders.random_logits(CPU_SPEED, seed=0)
+    x = checks.random_logits(CPU_SPEED, seed=0)
     copy = jax.jit(lambda x: -x)
     found = compare(
         f"copy of {x.nbytes >> 20} MiB",

@@ -8,7 +8,6 @@ runs a part's pieces in one process, and writes a line of JSON when one begins a
 
 import argparse
 import functools
-import importlib
 import itertools
 import json
 import sys
@@ -148,36 +147,6 @@ def _named(shape: Shape) -> str:
     return f"R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}"
 
 
-def interpreted() -> Kernels:
-    """The GPU's kernels, interpreted on any machine; `verify` by XLA."""
-    from pallas_kernels.backends import answers
-    from pallas_kernels.backends.mosaic_gpu import compat
-    from pallas_kernels.contract.types import Outputs, Rows, TopkLogprobs
-    from pallas_kernels.meshes.vocab_shard import WHOLE
-
-    def job(name: str) -> Any:
-        return importlib.import_module(f"pallas_kernels.backends.mosaic_gpu.{name}")
-
-    interpret = compat.interpret_params(detect_races=False)
-    rows = job("rows")
-    row_sums = functools.partial(rows.row_sums, interpret=interpret)
-
-    def topk(given: Rows, outputs: Outputs) -> TopkLogprobs:
-        if given.changes is None:
-            found: TopkLogprobs = rows.topk_logprobs(given, outputs, interpret=interpret)
-            return found
-        return answers.topk_logprobs(row_sums, given, outputs, WHOLE)
-
-    return Kernels(
-        topk=topk,
-        groups=functools.partial(job("groups").read, interpret=interpret),
-        candidates=functools.partial(job("groups").candidates, interpret=interpret),
-        draw=functools.partial(job("draw").draw, interpret=interpret),
-        num_larger=functools.partial(job("count_larger").count_larger, interpret=interpret),
-        name="xla",
-    )
-
-
 def run(pieces: Iterator[Piece], only: set[str], tell: Callable[[dict[str, Any]], None]) -> None:
     """Run pieces; `tell` gets a beginning, and an end with seconds, figures, or what was wrong."""
     for piece in pieces:
@@ -206,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="run only these")
     options = parser.parse_args(arguments)
     backend: Any = options.backend
-    kernels = interpreted() if options.rehearse else checks.by_name(backend)
+    kernels = checks.by_name("xla" if options.rehearse else backend)
     pieces = pieces_of(options.part, kernels, backend, full=options.full, rehearse=options.rehearse)
 
     def tell(line: dict[str, Any]) -> None:

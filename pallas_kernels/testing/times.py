@@ -49,7 +49,7 @@ NO_CACHE = 128 << 20  # bytes: an H100's L2 cache has 50 MB
 MOST_BUFFERS = 6
 SECONDS = 0.2  # that a program's calls take together, about
 ROUNDS = 5
-PLAIN = "log_softmax + top_k, by XLA"
+PLAIN = "log_softmax + top_k"
 PEERS = ("torch", "flashinfer", "vllm")
 
 Call = Callable[..., Any]
@@ -82,7 +82,7 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
     if job == TOPK:
         for name in answers:
             if name not in (PLAIN, f"{backend}, greedy"):
-                _same(name, answers[PLAIN], answers[name])
+                check(name, answers[PLAIN], answers[name])
         for name, make in torch_calls(shape.k, rehearse).items():
             try:
                 found = _torch_seconds(make, buffers, ids, answers[PLAIN], rehearse)
@@ -297,10 +297,15 @@ def _torch_seconds(
     return found
 
 
-def _same(name: str, expected: TopkLogprobs, found: Any) -> None:
+def check(name: str, expected: Any, found: Any) -> None:
+    """Raise AssertionError unless a contender's logprobs, ranks and ids are those expected.
+
+    Contenders that compute something else than `TopkLogprobs` are not looked at.
+    """
     if not isinstance(found, TopkLogprobs):
         return
     np.testing.assert_allclose(
         found.logprobs, expected.logprobs, rtol=1e-6, atol=3e-5, err_msg=f"{name}'s logprobs"
     )
     np.testing.assert_array_equal(found.token_ranks, expected.token_ranks, f"{name}'s ranks")
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids, f"{name}'s token ids")

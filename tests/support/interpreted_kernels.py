@@ -1,6 +1,4 @@
-"""How tests run the GPU kernels: interpreted on a CPU; on a GPU, where `bench.gpu_check` runs the
-same tests, compiled.
-"""
+"""How tests run the GPU kernels: interpreted on a CPU, compiled on a GPU."""
 
 import jax
 

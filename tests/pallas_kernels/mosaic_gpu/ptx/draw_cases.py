@@ -24,8 +24,6 @@ from pallas_kernels.testing.draws import PURPOSES, Slot
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
 from tests.support import quick_compile
-from tests.support import drawn_tokens, quick_compile
-from tests.support.drawn_tokens import PURPOSES, Slot
 
 INVERSE = np.array([1, 0.5, 1.7, 1, 1], np.float32)
 TIED = 772_913, 7  # a seed and a position that give the groups 1 and 4 the same noise
