@@ -1,7 +1,7 @@
 """The checks of a device notice a wrong kernel, and name it: each is given kernels that are wrong.
 
-XLA stands in for the kernels. `tests/pallas_kernels/mosaic_gpu/ptx/rehearse.py` runs the same checks
-on executed PTX, of a spoiled kernel too.
+XLA stands in for the kernels. `tests/pallas_kernels/mosaic_gpu/ptx/rehearse.py` runs the same
+checks on executed PTX.
 """
 
 from dataclasses import replace
