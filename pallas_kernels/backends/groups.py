@@ -102,11 +102,15 @@ def columns_of_groups(part: Part) -> jax.Array:
 
 
 def as_many_as_needed(
-    logits: jax.Array, needed: jax.Array, k: int, top: Callable[[int], Top]
+    logits: jax.Array,
+    needed: jax.Array,
+    k: int,
+    top: Callable[[int], Top],
+    steps: tuple[int, ...] = (FEW, MANY),
 ) -> Top:
-    """The largest logits, as many as the row needs that needs most: none, `FEW` or `MANY`."""
+    """The largest logits, as many as the row needs that needs most: none, or one of `steps`."""
     rows, columns = len(logits), min(max(k, MANY), logits.shape[1])
-    counts = sorted({min(max(k, 0, count), columns) for count in (0, FEW, MANY)})
+    counts = sorted({min(max(k, 0, count), columns) for count in (0, *steps)})
 
     def padded(count: int) -> Top:
         ids = jnp.full((rows, columns), -1, jnp.int32)

@@ -37,7 +37,7 @@ def near_neighbors(rng):
 
 
 def runs_of_near_neighbors(rng):
-    """More of them than the swaps put right."""
+    """Numbers that all agree in their first half."""
     ones = np.float32(8) + np.float32(2**-20) * rng.permutation(N).astype(np.float32)
     return np.stack([ones[rng.permutation(N)] for _ in range(ROWS)])
 
@@ -72,15 +72,9 @@ def test_minus_zero_is_zero_and_the_first_of_equal_ones_comes_first():
     assert np.signbit(np.asarray(values)).tolist() == [[False] * 4]
 
 
-@pytest.mark.parametrize("missing", ["swaps", "fallback"])
-def test_numbers_that_their_integers_do_not_tell_apart_need_what_is_left_out(missing, monkeypatch):
-    kind = {"swaps": near_neighbors, "fallback": runs_of_near_neighbors}[missing]
-    x = jnp.asarray(kind(np.random.default_rng(0)), jnp.float32)
-    monkeypatch.setattr(lax, "cond", lambda done, ordered, again: ordered())
-    if missing == "swaps":
-        monkeypatch.setattr(
-            order_on_cpu, "_neighbors_in_order", lambda value, place, _: (value, place)
-        )
+def test_numbers_that_agree_in_their_first_half_need_the_order_of_the_second(monkeypatch):
+    x = jnp.asarray(near_neighbors(np.random.default_rng(0)), jnp.float32)
+    monkeypatch.setitem(order_on_cpu.ZEROS, "float32", order_on_cpu.HALF)
     _, places = order_on_cpu.top_k_by_integers(x, K, "float32")
     assert not np.array_equal(places, lax.top_k(x, K)[1])
 

@@ -1,7 +1,5 @@
 """The selection in a CPU's form beside the plain one: its bound, what it collects, its branches."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -44,10 +42,11 @@ def descending_rows(rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("k", [1, 20, 48])
-def test_both_forms_select_the_same(k, dtype):
-    width = 8
-
+@pytest.mark.parametrize(
+    ("k", "width", "vocabulary"),
+    [(1, 8, VOCABULARY), (20, 8, VOCABULARY), (48, 8, VOCABULARY), (48, 16, VOCABULARY - 43)],
+)
+def test_both_forms_select_the_same(k, width, vocabulary, dtype):
     @quick_compile.jit
     def both(x):
         maxima = selection.group_maxima(x, width)
@@ -58,8 +57,21 @@ def test_both_forms_select_the_same(k, dtype):
 
     rng = np.random.default_rng(k)
     for rows in (random_rows, equal_rows, rows_of_ties, masked_rows, descending_rows):
-        plain, on_cpu = both(rows(rng, dtype))
+        plain, on_cpu = both(rows(rng, dtype)[:, :vocabulary])
         chex.assert_trees_all_equal(plain, on_cpu, custom_message=rows.__name__)
+
+
+@pytest.mark.parametrize(
+    ("rows", "complete"), [(random_rows, True), (masked_rows, True), (equal_rows, False)]
+)
+def test_what_is_collected_is_all_but_in_ties(rows, complete):
+    k, width = 48, 16
+    x = rows(np.random.default_rng(0), jnp.float32)
+    maxima = selection.group_maxima(x, width)
+    bound = selection_on_cpu.lower_bound(maxima, k)
+    _, found = selection_on_cpu._collected(x, maxima, bound, k, width)
+    few = (np.asarray(x) > -np.inf).sum(axis=1) <= 2 * k
+    assert np.all(np.asarray(found)[few if rows is masked_rows else slice(None)] == complete)
 
 
 @pytest.mark.parametrize("k", [1, 5, 48])
@@ -73,27 +85,6 @@ def test_at_least_k_maxima_reach_the_bound_and_of_random_ones_at_most_twice_as_m
 
 def test_there_is_no_bound_where_most_groups_are_wanted():
     assert selection_on_cpu.lower_bound(jnp.zeros((2, 100), jnp.int32), 60) is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("vocabulary", [VOCABULARY, VOCABULARY - 43])
-def test_groups_are_narrowed_where_the_maxima_of_eights_are_known(vocabulary, dtype):
-    width, k = 32, 48
-
-    @quick_compile.jit
-    def both(x):
-        eights = selection.group_maxima(x, 8)
-        maxima = selection.wider(eights, width // 8)
-        narrowed = functools.partial(selection_on_cpu.from_groups_on_cpu, eights=eights)
-        return tuple(
-            selection.select_top_k(x, maxima, k, width, form)
-            for form in (selection.from_groups, narrowed)
-        )
-
-    rng = np.random.default_rng(0)
-    for rows in (random_rows, equal_rows, rows_of_ties, masked_rows, descending_rows):
-        plain, narrowed = both(rows(rng, dtype)[:, :vocabulary])
-        chex.assert_trees_all_equal(plain, narrowed, custom_message=rows.__name__)
 
 
 @pytest.mark.parametrize(("entries", "size"), [(1, 1), (31, 5), (33, 33), (64, 7), (500, 600)])

@@ -15,7 +15,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends.groups import (
-    FEW,
     MANY,
     GroupSums,
     Part,
@@ -89,7 +88,7 @@ def _read(size: Size, k: int, *arguments: Any) -> Read:
     def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
         return _of_block(Part(x, tail, part.offset), inverse, needed, k)
 
-    most = min(max(k, FEW), part.logits.shape[1])
+    most = min(max(k, MANY), part.logits.shape[1])
     initial = _like(k, *arguments)
     return in_blocks(work, size, part.logits, rows, initial, most, changes=changes)
 
@@ -111,19 +110,19 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read
             lambda: group_sums.of_block(columns_of_groups(part), part.tail, once, mine).sums,
         )
     top = functools.partial(_largest, x, eights)
-    return Read(groups, raw, *as_many_as_needed(x, needed, k, top))
+    # A selection for few candidates alone would be as long again to compile.
+    return Read(groups, raw, *as_many_as_needed(x, needed, k, top, steps=(MANY,)))
 
 
 def _largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
     """The k largest of a block of rows [B, V], from the keys of the largest of eight each."""
     width = selection.group_width(x.shape[1], k)
-    if width is None:
-        return Top(*selection.select_top_k(x, None, k, None, from_groups_on_cpu))
-    if eights is None:
-        eights = blocks.barrier(selection.group_maxima(x, EIGHT))
-    keys = selection.wider(eights, width // EIGHT)
-    two_stages = functools.partial(from_groups_on_cpu, eights=eights)
-    return Top(*selection.select_top_k(x, keys, k, width, two_stages))
+    maxima = None
+    if width is not None:
+        if eights is None:
+            eights = blocks.barrier(selection.group_maxima(x, EIGHT))
+        maxima = selection.wider(eights, width // EIGHT)
+    return Top(*selection.select_top_k(x, maxima, k, width, from_groups_on_cpu))
 
 
 def candidates(

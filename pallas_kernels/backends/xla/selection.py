@@ -87,7 +87,7 @@ def select_top_k(
       maxima: the `group_maxima` of this `width`; None where that is.
       k: how many.
       width: of the groups; None selects from the whole row.
-      two_stages: `from_groups`, or what does the same.
+      two_stages: `from_groups`, or what does the same from the maxima of other groups.
     """
     rows = x.shape[0]
     if k == 0:
@@ -112,8 +112,6 @@ def among(
     k: int,
     width: int,
     least: jax.Array | None = None,
-    used: jax.Array | None = None,
-    top: Callable[[jax.Array, int], Selected] | None = None,
 ) -> Selected:
     """The top k of the logits in chosen groups: logits [B, k] float32 and ids [B, k].
 
@@ -123,23 +121,25 @@ def among(
       k: how many.
       width: of the groups.
       least: [B] float32, none below it is of the top k; None: unknown.
-      used: [B, C] bool, the groups that count; None: all.
-      top: what does the same as `top_k`; None: `top_k`.
     """
-    rows, vocabulary = x.shape
+    found, starts = logits_of_groups(x, groups, width)
+    if least is not None:
+        found = jnp.where(found >= least[:, None, None], found, -jnp.inf)
+    values, places = top_k(found.reshape(x.shape[0], groups.shape[1] * width), k)
+    ids = jnp.take_along_axis(starts, places // width, axis=1) + places % width
+    return values, ids
+
+
+def logits_of_groups(x: jax.Array, groups: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """The logits [B, C, width] float32 of groups [B, C], and the id [B, C] of the first of each."""
+    vocabulary = x.shape[1]
     # The last group may be short: it is read from further left, without what is not of it.
     starts = jnp.minimum(groups * width, vocabulary - width)
     found = slices(x, starts, width).astype(jnp.float32)
     if vocabulary % width:
         ids = starts[:, :, None] + jnp.arange(width, dtype=jnp.int32)[None, None]
         found = jnp.where(ids >= groups[:, :, None] * width, found, -jnp.inf)
-    if least is not None:
-        found = jnp.where(found >= least[:, None, None], found, -jnp.inf)
-    if used is not None:
-        found = jnp.where(used[:, :, None], found, -jnp.inf)
-    values, places = (top or top_k)(found.reshape(rows, groups.shape[1] * width), k)
-    ids = jnp.take_along_axis(starts, places // width, axis=1) + places % width
-    return values, ids
+    return found, starts
 
 
 def slices(x: jax.Array, starts: jax.Array, width: int) -> jax.Array:

@@ -13,10 +13,13 @@ from pallas_kernels.lowering.blocks import barrier, vary_like
 BITS = 32
 
 
-def packed(flags: jax.Array) -> jax.Array:
-    """flags [B, n] bool -> words [B, ceil(n / 32)] uint32; the first flag is the lowest bit."""
+def packed(flags: jax.Array, run: int = 1) -> jax.Array:
+    """flags [B, n] bool -> words [B, ceil(n / 32)] uint32; the first flag is the lowest bit.
+
+    run: words follow that are 0, up to a multiple of so many.
+    """
     rows, n = flags.shape
-    words = -(-n // BITS)
+    words = -(-n // (BITS * run)) * run
     missing = vary_like(jnp.zeros((rows, BITS * words - n), bool), flags)
     whole = barrier(jnp.concatenate([flags, missing], axis=1)).reshape(rows, words, 4, 8)
     bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32).reshape(4, 8)

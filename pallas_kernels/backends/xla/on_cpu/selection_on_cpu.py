@@ -4,8 +4,6 @@ That top_k takes the longer the more often it meets a larger value, and three qu
 go to the order of what it finds. Integers it sorts five times as fast as floats.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,22 +12,22 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backends.xla.block_sizes import is_small_batch
 from pallas_kernels.backends.xla.on_cpu import bit_words
-from pallas_kernels.backends.xla.on_cpu.order_on_cpu import reached_by, top_k_by_integers
+from pallas_kernels.backends.xla.on_cpu.order_on_cpu import picked, reached_by, top_k_by_integers
 from pallas_kernels.backends.xla.selection import (
     NARROWEST_GROUP,
     Selected,
     among,
     group_maxima,
+    logits_of_groups,
     row_maximum,
-    slices,
     top_k,
 )
-from pallas_kernels.lowering.blocks import barrier, vary_like
+from pallas_kernels.lowering.blocks import barrier
 from pallas_kernels.numbers.ordered_keys import floats, key_of
-from pallas_kernels.numbers.pieces import in_pairs, pieces, reduced
+from pallas_kernels.numbers.pieces import reduced
 
 PIECES = 16  # of a row of maxima, joined at a time
-RUN = 16  # numbers that a search looks at together
+RUN = 16  # words of flags that a search looks at together
 COLLECT_K = 32  # from here on, groups are cheaper collected than ordered
 
 
@@ -46,88 +44,44 @@ def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
     return floats(key, dtype).astype(jnp.float32)
 
 
-def from_groups_on_cpu(
-    x: jax.Array, maxima: jax.Array, k: int, width: int, eights: jax.Array | None = None
-) -> Selected:
-    """`from_groups`, without what is below a bound that is known before anything is ordered.
-
-    eights: the `group_maxima` of eight logits each, where they are known.
-    """
+def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
+    """`from_groups`, without what is below a bound that is known before anything is ordered."""
     bound = lower_bound(maxima, k)
-    if bound is None:
-        return _ordered(x, maxima, k, width)
-    live = maxima >= bound[:, None]
-    missing = key_of(-jnp.inf, x.dtype)
-
-    def ordered() -> Selected:
-        return _ordered(x, jnp.where(live, maxima, missing), k, width)
-
-    if k < COLLECT_K or is_small_batch(x):
-        return ordered()
-    size = min(2 * k, maxima.shape[1])
-    groups, count = first_places(live, size)
-
-    def collected() -> Selected:
-        used = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
-        least = floats(bound, x.dtype).astype(jnp.float32)
-        if eights is None or width == NARROWEST_GROUP:
-            return among(x, groups, k, width, least, used)
-        return _among_eights(x, eights, groups, used, bound, k, width)
-
-    # Many groups may share a maximum: then there is no room for all.
-    found: Selected = lax.cond(jnp.all(count <= size), collected, ordered)
-    return found
-
-
-def _among_eights(
-    x: jax.Array,
-    eights: jax.Array,
-    groups: jax.Array,
-    used: jax.Array,
-    bound: jax.Array,
-    k: int,
-    width: int,
-) -> Selected:
-    """`among`, of those eights of the groups alone that have a logit at the bound or above."""
-    times, least = width // NARROWEST_GROUP, floats(bound, x.dtype).astype(jnp.float32)
-    missing = -eights.shape[1] % times
-    if missing:
-        lowest = jnp.full((x.shape[0], missing), np.iinfo(eights.dtype).min, eights.dtype)
-        eights = jnp.concatenate([eights, vary_like(lowest, eights)], axis=1)
-    live = (slices(eights, groups * times, times) >= bound[:, None, None]) & used[:, :, None]
-    size = min(2 * k, groups.shape[1] * times)
-    places, count = first_places(live.reshape(x.shape[0], -1), size)
-
-    def few() -> Selected:
-        chosen = jnp.take_along_axis(groups, places // times, axis=1) * times + places % times
-        there = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
-        top = functools.partial(_top_of_few, x.dtype)
-        return among(x, chosen, k, NARROWEST_GROUP, least, there, top)
-
-    found: Selected = lax.cond(
-        jnp.all(count <= size), few, lambda: among(x, groups, k, width, least, used)
+    if bound is None or k < COLLECT_K or is_small_batch(x):
+        return _ordered(x, maxima, bound, k, width)
+    found, complete = _collected(x, maxima, bound, k, width)
+    # Many logits may be equal: then there is no room for all.
+    top: Selected = lax.cond(
+        jnp.all(complete), lambda: found, lambda: top_k(x.astype(jnp.float32), k)
     )
-    return found
+    return top
 
 
-def _top_of_few(dtype: DTypeLike, x: jax.Array, k: int) -> Selected:
-    """`top_k` of x [B, n], of which little more than k are above -inf: these alone are ordered."""
-    size = 2 * k
-    if x.shape[1] <= 2 * size:
-        return top_k(x, k)
-    places, count = first_places(x > -jnp.inf, size)
+def _collected(
+    x: jax.Array, maxima: jax.Array, bound: jax.Array, k: int, width: int
+) -> tuple[Selected, jax.Array]:
+    """The top k among the first 2 k logits at the bound or above, and whether those are all."""
+    rows, size = x.shape[0], 2 * k
+    least = jnp.maximum(bound, key_of(-jnp.inf, x.dtype) + 1)
+    groups, count = first_places(maxima >= least[:, None], size)
+    found, starts = logits_of_groups(x, groups, width)
+    used = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
+    reached = found >= floats(least, x.dtype).astype(jnp.float32)[:, None, None]
+    found = found.reshape(rows, size * width)
+    places, number = first_places((reached & used[:, :, None]).reshape(rows, size * width), size)
+    there = jnp.arange(size, dtype=jnp.int32)[None] < number[:, None]
+    some = jnp.where(there, picked(found, places), -jnp.inf)
+    values, best = top_k_by_integers(some, k, x.dtype)
+    places = picked(places, best)
+    ids = picked(starts, places // width) + places % width
+    return (values, ids), jnp.maximum(count, number) <= size
 
-    def compacted() -> Selected:
-        there = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
-        some = jnp.where(there, jnp.take_along_axis(x, places, axis=1), -jnp.inf)
-        values, best = top_k_by_integers(some, k, dtype)
-        return values, jnp.take_along_axis(places, best, axis=1)
 
-    found: Selected = lax.cond(jnp.all(count <= size), compacted, lambda: top_k(x, k))
-    return found
-
-
-def _ordered(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
+def _ordered(
+    x: jax.Array, maxima: jax.Array, bound: jax.Array | None, k: int, width: int
+) -> Selected:
+    if bound is not None:
+        maxima = jnp.where(maxima >= bound[:, None], maxima, key_of(-jnp.inf, x.dtype))
     largest, groups = top_k(floats(maxima, x.dtype).astype(jnp.float32), k)
     # A minimum, not the last column: where XLA sees a slice of top_k's result, it sorts all n.
     return among(x, jnp.sort(groups, axis=1), k, width, jnp.min(largest, axis=1))
@@ -143,43 +97,38 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
         times *= 2
     if times == 1:
         return None
-    wider = in_pairs(jnp.maximum, pieces(maxima, times, np.iinfo(maxima.dtype).min))
-    return reached_by(wider, k)
+    padding = ((0, 0), (0, -maxima.shape[1] % times))
+    padded = jnp.pad(maxima, padding, constant_values=np.iinfo(maxima.dtype).min)
+    return reached_by(
+        padded.reshape(maxima.shape[0], times, padded.shape[1] // times).max(axis=1), k
+    )
 
 
 def first_places(flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Where the first `size` true entries of flags [B, n] are, and how many there are in all.
 
-    Faster than `bit_words.places` where a row has many words: the word of the j-th is searched.
+    Faster than `bit_words.places` where a row has many words: the word of the j-th is searched,
+    first its run of `RUN` words. Cumulative sums are products, which are exact below 2**24: XLA's
+    CPU compiler has no fast ones.
 
     Returns:
       [B, size] int32 in ascending order, 0 where there are no more; and [B] int32.
     """
-    each = bit_words.packed(flags)
-    words = each.shape[1]
-    counts = bit_words.count(each).astype(jnp.float32)
-    # By a product: XLA's CPU compiler has no fast cumulative sum. Exact below 2**24.
-    upto = barrier(counts @ jnp.asarray(np.triu(np.ones((words, words), np.float32))))
+    each = bit_words.packed(flags, RUN)
+    runs = each.shape[1] // RUN
+    own = bit_words.count(each).astype(jnp.float32).reshape(each.shape[0], runs, RUN)
+    inside = barrier(own @ jnp.triu(jnp.ones((RUN, RUN), jnp.float32)))
+    last = inside[:, :, -1]
+    upto = barrier(last @ jnp.triu(jnp.ones((runs, runs), jnp.float32)))
     wanted = jnp.arange(size, dtype=jnp.int32)[None]
-    word = barrier(jnp.minimum(_num_not_above(upto, size), words - 1))
-    number = wanted - jnp.take_along_axis(upto - counts, word, axis=1).astype(jnp.int32)
-    place = bit_words.place_in_word(jnp.take_along_axis(each, word, axis=1), number)
+    number = wanted.astype(jnp.float32)
+    run = (upto[:, None] <= number[:, :, None]).sum(axis=2, dtype=jnp.int32)
+    run = barrier(jnp.minimum(run, runs - 1))
+    rest = number - picked(upto - last, run)
+    words = picked(inside, run)
+    word = (words <= rest[:, :, None]).sum(axis=2, dtype=jnp.int32)
+    word = barrier(RUN * run + jnp.minimum(word, RUN - 1))
+    rest = rest - picked((inside - own).reshape(each.shape), word)
+    place = bit_words.place_in_word(picked(each, word), rest.astype(jnp.int32))
     count = upto[:, -1].astype(jnp.int32)
     return jnp.where(wanted < count[:, None], bit_words.BITS * word + place, 0), count
-
-
-def _num_not_above(ascending: jax.Array, size: int) -> jax.Array:
-    """How many of the numbers [B, n] in ascending order are at most 0, 1, ..., size - 1: [B, size].
-
-    First among every 16th of them, then among 16: a table [B, size, n] would be large.
-    """
-    rows, n = ascending.shape
-    runs = -(-n // RUN)
-    beyond = vary_like(jnp.full((rows, runs * RUN - n), jnp.inf), ascending)
-    table = jnp.concatenate([ascending, beyond], axis=1).reshape(rows, runs, RUN)
-    number = jnp.arange(size, dtype=jnp.float32)[None, :, None]
-    before = (barrier(table[:, :, -1])[:, None] <= number).sum(axis=2, dtype=jnp.int32)
-    run = barrier(jnp.minimum(before, runs - 1))
-    inside = jnp.take_along_axis(table, run[:, :, None], axis=1) <= number
-    found: jax.Array = RUN * run + inside.sum(axis=2, dtype=jnp.int32)
-    return found
