@@ -7,7 +7,6 @@ What the shapes forbid is known when a call is traced. Whether a program is for 
 known when it is lowered: a CUDA host may run one on its CPU, and any host may export one for CUDA.
 """
 
-import functools
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from pallas_kernels.lowering import obstacles
@@ -191,11 +189,15 @@ def _try_to_lower(
     Raises:
       Exception: whatever stands in the way.
     """
-    shapes = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), given))
+    leaves, tree = jax.tree.flatten(given)
+    # Bare shapes: inside `jax.shard_map`, the types of these arrays name a mesh.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+
+    def run(*arrays: jax.Array) -> Tree:
+        return by_kernels(module, *jax.tree.unflatten(tree, arrays))
 
     def lower() -> None:
-        program = jax.jit(functools.partial(by_kernels, module))
-        program.trace(*shapes).lower(lowering_platforms=(KERNELS[name].platform,))
+        jax.jit(run).trace(*shapes).lower(lowering_platforms=(KERNELS[name].platform,))
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(lower).result()
