@@ -96,11 +96,11 @@ def test_the_code_is_small():
 
 
 def test_values_are_typed():
-    assert sum(map(untyped, sources())) <= MOST_UNTYPED
+    assert sum(map(untyped, sources(without=("testing",)))) <= MOST_UNTYPED
 
 
 def test_few_names_stand_for_any():
-    assert sum(map(hidden, sources())) <= MOST_HIDDEN
+    assert sum(map(hidden, sources(without=("testing",)))) <= MOST_HIDDEN
 
 
 def test_these_counts_can_fail(tmp_path):

@@ -94,6 +94,9 @@ def run(options: argparse.Namespace) -> int:
                     shown.add(update)
                     if update.lost and options.on_worker_loss != "stop":
                         say(update.lost.report)
+                    ended = [one.request_id for one in update.records if one.finish_reason]
+                    if ended and not console.is_terminal:
+                        say(f"request {', '.join(ended)} done")
                     turn, rest = divmod(len(shown.messages), options.preempt_every or 2**31)
                     begun = [id for id in engine.running if shown.records[id]] if turn else []
                     if begun and not rest:

@@ -14,6 +14,7 @@ from pallas_kernels.backends.xla.greedy import greedy_of_rows
 from pallas_kernels.contract.changes import apply
 from pallas_kernels.contract.checks import check_logits
 from pallas_kernels.contract.types import Greedy, Logits, Rows
+from pallas_kernels.lowering.blocks import Tree
 from pallas_kernels.meshes import placement
 from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 
@@ -56,7 +57,7 @@ def _of_rows(
         return placement.run(place, greedy_of_part, Rows(logits))
 
     @choose.def_vmap
-    def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[Greedy, Greedy]:
+    def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[Greedy, Tree]:
         found = choose(logits.reshape(-1, logits.shape[-1]))
         outputs = jax.tree.map(lambda x: x.reshape(size, -1), found)
         return outputs, jax.tree.map(lambda _: True, outputs)

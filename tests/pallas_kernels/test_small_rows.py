@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import TopkLogprobs, greedy, topk_logprobs
-from pallas_kernels.sampling.row_read import logprobs_of_read
+from pallas_kernels.sampling import emitted_logprobs
+from pallas_kernels.sampling.types import RowsRead
 from tests.support import quick_compile
 
 pytestmark = pytest.mark.fast
@@ -85,8 +86,11 @@ def test_ranks_of_rows_that_were_read(k):
     sums = np.array([2, 2, 2, 2, NAN], np.float32)  # 8 / 4
     top = np.array([[2, 1]] * 5, np.int32)[:, :k]
     top_logits, maxima = x[:, [2, 1]][:, :k], x[:, 2:3]
-    read = quick_compile.jit(logprobs_of_read)
-    found = read(x, tokens, top, top_logits, maxima[:, 0], sums, maxima)
+    plain = np.zeros((5, 1), np.float32), np.ones((5, 1), np.float32)
+    read = RowsRead(
+        maxima, np.log(sums)[:, None], *plain, top[:, None], top_logits[:, None], maxima[:, None]
+    )
+    found = quick_compile.jit(emitted_logprobs)(x[:, None], tokens[:, None], read)
     assert found.token_ranks.tolist() == [1, 2, 4, 0, 0]
     expected = np.log([4, 2, 0.5, NAN, NAN]) - np.log(8)
     np.testing.assert_allclose(found.logprobs[:, 0], expected, atol=1e-6)

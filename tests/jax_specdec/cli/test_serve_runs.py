@@ -1,6 +1,5 @@
 """Whole runs of `jax-specdec serve` over scripted workers: what it says, and how it ends."""
 
-import argparse
 import contextlib
 import os
 import re
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from jax_specdec.cli import serve_bounds
+from jax_specdec.cli import argument_types, serve_bounds
 from tests.support.processes import children_of, wait_for
 from tests.support.scripted_process import start_command
 
@@ -113,7 +112,7 @@ def test_the_names_by_which_the_server_may_be_called(host, given, names):
 
 
 def bounds_of(*options):
-    parser = argparse.ArgumentParser()
+    parser = argument_types.Parser()
     parser.add_argument("--host")
     serve_bounds.add_bounds(parser)
     return serve_bounds.bounds(parser.parse_args(options)).allowed_hosts
