@@ -116,8 +116,8 @@ def test_verification_and_drafting(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_collectives_of_a_sampled_step(case):
-    def sampled(one):  # no greedy choice of all rows: nobody is greedy alone, and all are valid
-        return "jit(choose)" not in one.op_name
+    def sampled(one):  # no draft is chosen greedily, and all rows are valid
+        return not any(name in one.op_name for name in ("jit(choose)", "invalid_rows"))
 
     setup = setup_of(*case)
     found = of_a_run(verified_and_drawn(*case), sampled)
